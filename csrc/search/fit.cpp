@@ -2,11 +2,19 @@
 #include "search/sums.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace {
 
 constexpr int kGroups = 5;
 constexpr int kBisections = 20;
+constexpr int64_t kFeatures = 3;
+
+// A limit of what one owner may be loaded with: of all ids of a table, by the block where that is least
+// and most, and of all blocks; of a byte of partial sums.
+struct Limit {
+  double least = 0, most = 0, mean = 0, partial = 0, limit = 0;
+};
 
 class Fit {
  public:
@@ -21,45 +29,109 @@ class Fit {
   void table(int64_t k, int64_t c) {
     const int64_t begin = f_.first[k], end = f_.first[k + 1];
     const double widest = f_.narrow[begin], narrowest = f_.narrow[end - 1];
+    table_ = k, class_ = c;
     for (int64_t j = begin; j < end; ++j) {
-      // Loads are linear in the width; `own` holds the whole row's and the narrowest piece's.
-      const double along = widest > narrowest ? (widest - f_.narrow[j]) / (widest - narrowest) : 0.0;
-      const double part = f_.narrow[j] / widest;
+      // Loads are linear in the width; `density` holds the whole row's and the narrowest piece's.
+      along_ = widest > narrowest ? (widest - f_.narrow[j]) / (widest - narrowest) : 0.0;
+      part_ = f_.narrow[j] / widest;
       double low = 0, high = 1;
-      if (fits(k, c, along, part, 1.0)) {
+      if (fits(1.0)) {
         low = 1;
-      } else if (!fits(k, c, along, part, 0.0)) {
+      } else if (!fits(0.0)) {
         high = 0;
       } else {
         for (int n = 0; n < kBisections; ++n) {
           const double middle = (low + high) / 2;
-          (fits(k, c, along, part, middle) ? low : high) = middle;
+          (fits(middle) ? low : high) = middle;
         }
       }
-      f_.mass[j * f_.num_classes + c] = low == 1 ? 1.0 : high;
+      const int64_t at = j * f_.num_classes + c;
+      f_.mass[at] = low == 1 ? 1.0 : high;
+      if (f_.mass[at] > 0 && low < 1) least_sums(f_.least_sums + at * kFeatures);
     }
     f_.whole[k * f_.num_classes + c] = f_.mass[begin * f_.num_classes + c] == 1.0;
   }
 
-  bool fits(int64_t k, int64_t c, double along, double part, double mass) const {
+  // Load g of a unit of all ids; which: 0, 1, 2, of the lightest block, the heaviest, of all.
+  double density(int64_t g, int64_t which) const {
+    return along(f_.density + (table_ * f_.num_classes + class_) * 2 * f_.num_loads * kFeatures, g, which);
+  }
+  double along(const double* x, int64_t g, int64_t which) const {
+    const double whole = x[g * kFeatures + which], narrow = x[(f_.num_loads + g) * kFeatures + which];
+    return whole + along_ * (narrow - whole);
+  }
+
+  bool fits(double mass) const {
     const int64_t G = f_.num_loads;
-    const double* own = f_.own + (k * f_.num_classes + c) * 2 * G;
-    const double* partial = f_.partial + c * G;
-    const double bytes = part * sums_at(f_.sums, k, mass);
+    const double* partial = f_.partial + class_ * G;
+    const double* asks = f_.asks + (table_ * f_.num_classes + class_) * G;
+    const double bytes = part_ * sums_at(f_.sums, table_, mass);
     double step = 0;
     for (int64_t phase = 0; phase < G; phase += kGroups) {
       double busy = 0;
       for (int64_t g = phase; g < phase + kGroups; ++g) {
-        const double load = mass * (own[g] + along * (own[G + g] - own[g])) + bytes * partial[g];
+        const double load = mass * density(g, 0) - (mass == 1 ? asks[g] : 0.0) + bytes * partial[g];
         if (load > f_.most[g]) return false;
-        busy = std::max(busy, load + f_.floor[c * G + g]);
+        busy = std::max(busy, load + f_.floor[class_ * G + g]);
       }
       step += busy;
     }
     return step <= f_.step;
   }
 
+  // An owner whose rows weigh r by mass holds m(r) of it at most, r m + s(m) = limit with the concave
+  // partial sums s, and asks for s(m) / m of them by mass at least. That is concave in r, so that owners
+  // of mixed rows ask for no less than their rows would apart, nor than the chord over all r that blocks
+  // have: partial sums at least, linear in the features. The limit that says most of the whole table is taken.
+  void least_sums(double* out) const {
+    double best = 0;
+    const auto look = [&](const Limit& x, auto unit) {
+      const double low = by_mass(x, x.least), high = by_mass(x, x.most);
+      const double slope = x.most > x.least ? std::max(0.0, (high - low) / (x.most - x.least)) : 0.0;
+      const double all = low + slope * (x.mean - x.least);
+      if (!(all > best)) return;
+      best = all;
+      for (int64_t n = 0; n < kFeatures; ++n) out[n] = slope * unit(n);
+      out[0] += (low - slope * x.least) / f_.total_ids[table_];
+    };
+    const double* units = f_.per_unit + (table_ * f_.num_classes + class_) * 2 * f_.num_loads * kFeatures;
+    const double bytes = part_ * sums_at(f_.sums, table_, 1.0);
+    const double* partial = f_.partial + class_ * f_.num_loads;
+    const double* floor = f_.floor + class_ * f_.num_loads;
+    Limit step;  // of all phases together, by one group in each
+    step.limit = f_.step;
+    double step_unit[kFeatures] = {};
+    for (int64_t phase = 0; phase < f_.num_loads; phase += kGroups) {
+      int64_t top = phase;
+      for (int64_t g = phase; g < phase + kGroups; ++g) {
+        const Limit x{density(g, 0), density(g, 1), density(g, 2), part_ * partial[g], f_.most[g]};
+        if (std::isfinite(x.limit)) look(x, [&](int64_t n) { return along(units, g, n); });
+        if (density(g, 2) + bytes * partial[g] > density(top, 2) + bytes * partial[top]) top = g;
+      }
+      step.least += density(top, 0), step.most += density(top, 1), step.mean += density(top, 2);
+      step.partial += part_ * partial[top], step.limit -= floor[top];
+      for (int64_t n = 0; n < kFeatures; ++n) step_unit[n] += along(units, top, n);
+    }
+    if (std::isfinite(step.limit)) look(step, [&](int64_t n) { return step_unit[n]; });
+    // What a table asks in one piece says all that larger owners would.
+    if (best <= sums_at(f_.sums, table_, 1.0)) std::fill(out, out + kFeatures, 0.0);
+  }
+
+  // Partial sums by mass of an owner as large as may be; beyond the whole table they are constant.
+  double by_mass(const Limit& x, double weight) const {
+    const double all = sums_at(f_.sums, table_, 1.0);
+    if (weight + x.partial * all <= x.limit) return all * weight / (x.limit - x.partial * all);
+    double low = 0, high = 1;
+    for (int n = 0; n < kBisections; ++n) {
+      const double middle = (low + high) / 2;
+      (weight * middle + x.partial * sums_at(f_.sums, table_, middle) <= x.limit ? low : high) = middle;
+    }
+    return sums_at(f_.sums, table_, high) / high;
+  }
+
   OperFit& f_;
+  int64_t table_ = 0, class_ = 0;
+  double along_ = 0, part_ = 1;
 };
 
 }  // namespace

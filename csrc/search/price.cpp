@@ -16,9 +16,8 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-9;   // up to which an owner that has more than full is full
+constexpr double kParts[] = {1.0 / 64, 1.0 / 16, 1.0 / 4, 1.0, 2.0};  // of an owner's mass; 2: and more
 constexpr double kWhole = 1 - 1e-9;  // mass of an owner that holds a whole piece
-constexpr int kMostTurns = 8;        // of their lines
-constexpr int64_t kMostParts = 8;  // of the masses of several classes: more say less than other boxes
 
 // to[b] = once[b] + times more[b]
 OPER_CLONES void blend(double* __restrict to, const double* once, const double* more, double times,
@@ -52,32 +51,24 @@ OPER_CLONES double spare(double* __restrict gain, const double* fixed, int64_t n
   return sum;
 }
 
-// Where cost[b] + weight ids[b] is below least[b], it becomes that, and `which` the block's class.
-OPER_CLONES void choose(double* __restrict least, int64_t* __restrict classes, const double* cost,
-                        const double* ids, double weight, int64_t which, int64_t n) {
-  for (int64_t b = 0; b < n; ++b) {
-    const double x = cost[b] + weight * ids[b];
-    classes[b] = x < least[b] ? which : classes[b];
-    least[b] = x < least[b] ? x : least[b];
-  }
-}
-
-// Of the blocks found in class `which` (0: in any): sum of cost - fixed, and of ids.
+// Of the blocks found in class `which` (0: in any): sum of cost - fixed, of ids and of least sums.
 OPER_CLONES void picked(const int64_t* found, int64_t which, const double* cost, const double* fixed,
-                        const double* ids, int64_t n, double* total, double* mass) {
+                        const double* ids, const double* least, int64_t n, double* total, double* mass,
+                        double* sums) {
   constexpr int64_t kSums = 8;  // in this order whatever the processor
-  double totals[kSums] = {}, masses[kSums] = {};
+  double totals[kSums] = {}, masses[kSums] = {}, leasts[kSums] = {};
   const auto add = [&](int64_t b, int64_t i) {
     const bool in = which > 0 ? found[b] == which : found[b] > 0;
     totals[i] += in ? cost[b] - fixed[b] : 0.0;
     masses[i] += in ? ids[b] : 0.0;
+    leasts[i] += in ? least[b] : 0.0;
   };
   int64_t b = 0;
   for (; b + kSums <= n; b += kSums)
     for (int64_t i = 0; i < kSums; ++i) add(b + i, i);
   for (int64_t i = 0; b < n; ++b, ++i) add(b, i);
-  *total = *mass = 0;
-  for (int64_t i = 0; i < kSums; ++i) *total += totals[i], *mass += masses[i];
+  *total = *mass = *sums = 0;
+  for (int64_t i = 0; i < kSums; ++i) *total += totals[i], *mass += masses[i], *sums += leasts[i];
 }
 
 enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };
@@ -107,15 +98,8 @@ class Pricing {
     // Only what is cheaper than what is known is looked for: most prices of most tables find nothing.
     const double known = p_.known[k];
     best_ = std::min(known, still), best_kind_ = -1, least_ = kInfinity;
-    if (M == 1) {
-      for (int64_t j = 0; j < num_types; ++j)
-        if (mass_of(j, 0) > 0 && std::isfinite(p_.go[begin_])) {  // as all blocks of the table
-          if (has(kAllPushed)) all_of_one_class(j);
-          if (has(kTiersPushed)) part_of_one_class(j, is_cut() ? kinds_[2 * j].cost : best_);
-        }
-    } else if (num_types > 0) {
-      several(num_types);
-    }
+    for (const Mode mode : {kAllPushed, kTiersPushed})
+      if (num_types > 0 && has(mode)) types(num_types, mode);
     double value = std::min(best_, least_);
     int64_t at = 0;
     if (is_cut() && num_types > 0 && std::isfinite(value)) {
@@ -123,7 +107,7 @@ class Pricing {
       // so in some of its pieces. Types on the way that were passed over are looked at after all.
       double whole = whole_widths();
       for (int64_t i; whole < known && (i = passed_over()) >= 0; whole = whole_widths()) look_at(i);
-      if (whole < known) at = path_parts();
+      if (whole < known && path_cost() < known) at = path_parts();
       value = std::min(known, whole);
     } else if (best_ < known) {
       at = part(0, 1.0, best_kind_, 1.0);
@@ -194,80 +178,18 @@ class Pricing {
     return least;
   }
 
-  // Pieces of type j where all owners are alike and everything is pushed.
-  void all_of_one_class(int64_t j) {
-    const double streams = streams_of(j), own = streams * p_.own[k_ * p_.num_options];
-    double all = sums_cost(j, 0, mass_all_) + (mass_of(j, 0) < kWhole ? own * mass_all_ : 0.0) +
-                 (streams - 1.0) * p_.piece;
-    for (int64_t b = 0; b < n_; ++b) all += go_of(j, 0, begin_ + b);
-    chosen_.assign(n_, 1);
-    const int64_t i = kind_of(j, kAllPushed);
-    keep_set(i, all);
-    kinds_[i].least = all, kinds_[i].is_exact = true;
-    least_ = std::min(least_, all);
-  }
-
-  // The same where some rows are pushed: a prefix of the blocks by what pushing them costs per id, or so
-  // much that owners are full. No block at all stands for the least part of one: that is pushed for the
-  // charge alone. Sets that cost more than `limit` are not looked for.
-  void part_of_one_class(int64_t j, double limit) {
-    const double* ids = p_.ids + begin_;
-    const double streams = streams_of(j), own = streams * p_.own[k_ * p_.num_options], full = full_of(j, 0);
-    // No set costs less than if every id paid the least share of partial sums: that of all ids, or of
-    // a full owner's.
-    const double fixed = all_still_ + (streams - 1.0) * (all_more_ + p_.piece) + streams * p_.tiers_pushed[k_];
-    const double most = std::min(mass_all_, full);
-    const double lowest = most > 0 ? sums_cost(j, 0, most) / most : 0.0;
-    double least = fixed;
-    for (int64_t b = 0; b < n_; ++b) {
-      gain_[b] = go_of(j, 0, begin_ + b) + own * ids[b] - stay_of(streams, begin_ + b);
-      least += std::min(0.0, gain_[b] + lowest * ids[b]);
-    }
-    Kind& kind = kinds_[kind_of(j, kTiersPushed)];
-    if (least < limit) {
-      double cheapest = limit;
-      int64_t end = -1;
-      least = kInfinity;
-      walk(ids, n_, full, p_.price[0], [&](int64_t count, double found) {
-        least = std::min(least, found + fixed);
-        if (count >= 0 && found + fixed < cheapest) cheapest = found + fixed, end = count;
-      });
-      if (end >= 0) {
-        chosen_.assign(n_, 0);
-        for (int64_t i = 0; i < end; ++i) chosen_[order_[i]] = 1;
-        keep_set(kind_of(j, kTiersPushed), cheapest);
-        kind.is_exact = true;
-      }
-    }
-    kind.least = least, least_ = std::min(least_, least);
-  }
-
-  // Rows of a table may be pushed to several classes of owners. Partial sums f are concave in the mass
-  // q of a class's owners from where some number of them is full to where one more is: for q between two
-  // masses they cost no less than the chord, or than full owners where one of these lies between, so that
-  // blocks choose their class for themselves. Where the set that they choose costs more than the bound, the
-  // masses of the class that is most to blame are divided at its own, for which both chords are exact
-  // (Falk and Soland 1969).
-  void several(int64_t num_types) {
+  // Look at all types of pieces, all of whose rows are pushed, or some.
+  void types(int64_t num_types, Mode mode) {
     chosen_.assign(n_, 0), class_.assign(n_, 0), found_.assign(n_, 0);
-    for (const Mode mode : {kAllPushed, kTiersPushed})
-      if (has(mode)) several_of(num_types, mode);
-  }
-
-  void several_of(int64_t num_types, Mode mode) {
     mode_ = mode;
-    const bool must = mode == kAllPushed;
     types_.clear();
     for (int64_t j = 0; j < num_types; ++j)
-      if (admitted(j)) {
-        begin_type(j);
-        types_.push_back({offset_ + gains(sides_.data(), begin_, n_, must), j});
-      }
+      if (admitted(j)) types_.push_back({begin_type(j), j});
     std::sort(types_.begin(), types_.end());  // the most promising first
     for (const auto& [below, j] : types_) {
       limit_ = best_;
       Kind& kind = kinds_[kind_of(j, mode)];
-      kind.least = below < best_ - close() ? least_of(j) : below;
+      kind.least = below < best_ ? least_of(j) : below;
       kind.is_exact = kind.cost <= kind.least + close();
       least_ = std::min(least_, kind.least);
     }
@@ -276,8 +198,7 @@ class Pricing {
   // Look at pieces of kind i whatever others cost.
   void look_at(int64_t i) {
     limit_ = kInfinity, mode_ = i % 2 ? kTiersPushed : kAllPushed;
-    if (p_.num_options == 1) part_of_one_class(i / 2, kInfinity);
-    else kinds_[i].least = least_of(i / 2);
+    kinds_[i].least = least_of(i / 2);
     kinds_[i].is_exact = true;
   }
 
@@ -285,77 +206,104 @@ class Pricing {
   // are known, only so much.
   double least_of(int64_t j) {
     const bool must = mode_ == kAllPushed;
-    begin_type(j);
-    if (must && of_class_.size() == 2) return offset_ + two_classes(j);
-    double least = kInfinity;
-    bounds_.assign(1, gains(sides_.data(), begin_, n_, must));
-    for (int64_t count = 0; !sides_.empty(); ++count)
-      least = std::min(least, divided(j, begin_, n_, count >= kMostParts, must));
-    if (least < room(j)) least = std::max(least, together(j, begin_, n_, must));
+    double least = begin_type(j) - offset_;
+    if (least < room(j)) least = std::max(least, linear(j, must));
+    if (least < room(j)) least = std::max(least, prefixes(j, must));
+    if (least < room(j) && of_class_.size() == 2) least = std::max(least, two_classes(j, must));
     return least + offset_;
   }
 
-  // Least cost of all blocks in two classes of owners. The first has a prefix of the blocks by what it
-  // saves per id: as partial sums are concave wherever no owner gets full, ends of blocks and masses
-  // that fill owners are all there is to look at.
-  double two_classes(int64_t j) {
-    const int64_t first = of_class_[0], second = of_class_[1];
-    const double* ids = p_.ids + begin_;
-    double total = 0, mass = 0, least = kInfinity, cheapest = known_of(j) - offset_;
+  // What every block costs beside staying, in its cheapest class, and with what its rows send at least.
+  void cheapest_classes(bool with_sums) {
+    std::fill(gain_.begin(), gain_.end(), kInfinity);
+    for (const int64_t m : of_class_)
+      for (int64_t b = 0, at = m * n_; b < n_; ++b, ++at) {
+        const double cost = pushed_[at] + (with_sums ? least_sums_[at] : 0.0);
+        if (cost < gain_[b]) gain_[b] = cost, class_[b] = m + 1;
+      }
+    for (int64_t b = 0; b < n_; ++b) gain_[b] = std::min(gain_[b] - fixed_[b], 1e30);
+  }
+
+  // Where partial sums are no less than linear in what is pushed, blocks choose for themselves.
+  double linear(int64_t j, bool must) {
+    cheapest_classes(true);
+    double least = 0;
     for (int64_t b = 0; b < n_; ++b) {
-      total += pushed_[second * n_ + b] - fixed_[b];
-      gain_[b] = pushed_[first * n_ + b] - pushed_[second * n_ + b];
+      found_[b] = must || gain_[b] < 0 ? class_[b] : 0;
+      least += found_[b] ? gain_[b] : 0.0;
     }
-    by_slope(ids, n_);
-    int64_t end = -1;
-    for (int64_t count = 0; count <= n_; ++count) {
-      const double found = total + sums_cost(j, first, mass) + sums_cost(j, second, mass_all_ - mass);
+    keep(j, 0);
+    return least;
+  }
+
+  // If all owners counted as one class, of those that hold most and pay least: a prefix of the blocks, by
+  // what pushing costs per id, or so much that owners are full. No block at all stands for the least part
+  // of one: that is pushed for the charge alone.
+  double prefixes(int64_t j, bool must) {
+    double full = 0, price = kInfinity, cheapest = kInfinity, least = kInfinity;
+    for (const int64_t m : of_class_) full = std::max(full, full_of(j, m)), price = std::min(price, p_.price[m]);
+    cheapest_classes(false);
+    int64_t end = n_;
+    walk(p_.ids + begin_, n_, full, price, [&](int64_t count, double found) {
+      if (must && count < n_) return;
       least = std::min(least, found);
-      if (found < cheapest) cheapest = found, end = count;
-      if (count == n_) break;
-      const int b = order_[count];
-      const Fills mine = fills(full_of(j, first), mass, mass + ids[b]);
-      const Fills other = fills(full_of(j, second), mass_all_ - mass - ids[b], mass_all_ - mass);
-      for (const double at : {mine.first, mine.last, mass_all_ - other.first, mass_all_ - other.last})
-        if (at > mass && at < mass + ids[b])
-          least = std::min(least, total + gain_[b] * (at - mass) / ids[b] + between(j, first, mine, at) +
-                                      between(j, second, other, mass_all_ - at));
-      mass += ids[b], total += gain_[b];
-    }
-    if (end >= 0) {
-      for (int64_t i = 0; i < n_; ++i) chosen_[order_[i]] = (i < end ? first : second) + 1;
-      keep_set(kind_of(j, mode_), cheapest + offset_);
+      if (count >= 0 && found < cheapest) cheapest = found, end = count;
+    });
+    std::fill(found_.begin(), found_.end(), 0);
+    for (int64_t i = 0; i < end; ++i) found_[order_[i]] = class_[order_[i]];
+    keep(j, 0);
+    for (const int64_t m : of_class_)
+      if (of_class_.size() > 1) keep(j, m + 1);
+    return least;
+  }
+
+  // Owners of two classes: the first holds a mass between two `kParts` of a full owner's, where a chord
+  // lies below its partial sums, so that blocks choose for themselves between it and staying; the second
+  // has a prefix of them, as above.
+  double two_classes(int64_t j, bool must) {
+    const int64_t first = of_class_[0], second = of_class_[1];
+    const double full = std::min(full_of(j, first), mass_all_);
+    double least = kInfinity, low = 0;
+    for (const double part : kParts) {
+      const double high = part * full, at = low > 0 ? sums_cost(j, first, low) : 0.0;
+      // More than one full owner is no cheaper than if all were full.
+      const double slope = low < full ? (sums_cost(j, first, high) - at) / (high - low) : at / low;
+      double total = low < full ? at - slope * low : 0.0;
+      for (int64_t b = 0; b < n_; ++b) {
+        const double mine = pushed_[first * n_ + b] + slope * p_.ids[begin_ + b];
+        class_[b] = must || mine < fixed_[b] ? first + 1 : 0;
+        const double other = class_[b] ? mine : fixed_[b];
+        gain_[b] = std::min(pushed_[second * n_ + b] - other, 1e30);
+        total += other - fixed_[b];
+      }
+      double cheapest = kInfinity, lowest = kInfinity;
+      int64_t end = 0;
+      walk(p_.ids + begin_, n_, full_of(j, second), p_.price[second], [&](int64_t count, double found) {
+        lowest = std::min(lowest, found);
+        if (count >= 0 && found < cheapest) cheapest = found, end = count;
+      });
+      least = std::min(least, total + lowest);
+      found_ = class_;
+      for (int64_t i = 0; i < end; ++i) found_[order_[i]] = second + 1;
+      keep(j, 0);
+      low = high;
     }
     return least;
   }
 
-  // The least and the largest mass between two that fills all owners of it.
-  struct Fills {
-    double first, last;
-  };
-  static Fills fills(double full, double low, double high) {
-    return {full * (std::floor(low / full) + 1), full_before(full, high)};
-  }
-
-  // Cost of the partial sums of so many ids of class m; between masses that fill owners as if all were
-  // full, which is no more.
-  double between(int64_t j, int64_t m, const Fills& x, double ids) const {
-    if (!(ids >= x.first && ids <= x.last)) return sums_cost(j, m, ids);
-    return sums_cost(j, m, full_of(j, m)) * ids / full_of(j, m);
-  }
-
   // What a set of blocks may cost beside `offset_` to be worth a closer look.
-  double room(int64_t j) const { return known_of(j) - close() - offset_; }
+  double close() const {
+    return p_.close * (std::abs(rest_) + (std::isfinite(limit_) ? std::abs(limit_) : 0.0));
+  }
+  double room(int64_t j) const { return known_of(j) - offset_; }
   double known_of(int64_t j) const { return std::min(limit_, kinds_[kind_of(j, mode_)].cost); }
 
-  // Look at pieces of type j: masses of all sizes, and what they cost whatever is pushed.
-  void begin_type(int64_t j) {
-    set_type(j, begin_, n_);
-    sides_.clear();
-    for (const int64_t m : of_class_) sides_.push_back(side(j, m, 0.0, mass_all_));
+  // Look at pieces of type j; returns what they cost at least.
+  double begin_type(int64_t j) {
+    set_type(j);
     const double streams = streams_of(j);
-    rest_ = 0.0;
     fixed_.resize(n_);
+    rest_ = 0.0;
     for (int64_t b = 0; b < n_; ++b) {
       const double stay = stay_of(streams, begin_ + b);
       fixed_[b] = std::isfinite(stay) ? stay : 0.0;
@@ -363,113 +311,23 @@ class Pricing {
     }
     offset_ = rest_ + (streams - 1.0) * p_.piece +
               (mode_ == kTiersPushed ? streams * p_.tiers_pushed[k_] : 0.0);
-  }
-
-  // What no set costs less than, if all owners counted as one class, of those that fill least and pay
-  // least: classes that are alike share a table in more ways than can be told apart.
-  double together(int64_t j, int64_t begin, int64_t n, bool must) {
-    double full = 0, price = kInfinity;
+    // Every id pays the least share of partial sums: that of all ids, or of a full owner's.
     std::fill(gain_.begin(), gain_.end(), kInfinity);
     for (const int64_t m : of_class_) {
-      full = std::max(full, mass_of(j, m)), price = std::min(price, p_.price[m]);
-      lower(&gain_[0], &pushed_[m * n], p_.ids + begin, 0.0, n);
+      const double most = std::min(mass_all_, full_of(j, m));
+      const double share = most > 0 ? sums_cost(j, m, most) / most : 0.0;
+      lower(&gain_[0], &pushed_[m * n_], p_.ids + begin_, share, n_);
     }
-    for (int64_t b = 0; b < n; ++b) gain_[b] = std::min(gain_[b] - fixed_[b], 1e30);
-    double all = 0;
-    const double least = walk(p_.ids + begin, n, full * p_.total_ids[k_], price,
-                              [&](int64_t count, double found) {
-                                if (count == n) all = found;
-                              });
-    return must ? all : least;
-  }
-
-  double close() const {
-    return p_.close * (std::abs(rest_) + (std::isfinite(limit_) ? std::abs(limit_) : 0.0));
-  }
-
-  // Masses of a class of owners, and the chord of its partial sums.
-  struct Side {
-    double low, high, slope, fixed;
-  };
-
-  Side side(int64_t j, int64_t m, double low, double high) const {
-    if (!(high > low)) return {low, high, 0.0, sums_cost(j, m, low)};
-    const double full = full_of(j, m);
-    if (full_before(full, high) > low)  // nothing costs less than owners that are all full
-      return {low, high, sums_cost(j, m, full) / full, 0.0};
-    const double at = low > 0 ? sums_cost(j, m, low) : 0.0;
-    const double slope = (sums_cost(j, m, high) - at) / (high - low);
-    return {low, high, slope, at - slope * low};
-  }
-
-  // Least cost of the last of `sides_`, which is taken away: a bound, or infinity where it is divided in
-  // two. Real sets that are cheaper than all before are kept.
-  double divided(int64_t j, int64_t begin, int64_t n, bool is_last, bool must) {
-    const size_t count = of_class_.size();
-    part_.assign(sides_.end() - int64_t(count), sides_.end());
-    sides_.resize(sides_.size() - count);
-    double bound = bounds_.back();  // of what this is a part of
-    bounds_.pop_back();
-    for (int turn = 0;; ++turn) {
-      bound = std::max(bound, gains(part_.data(), begin, n, must));
-      if (bound >= room(j)) return bound;
-      classes(begin, n);
-      for (int64_t b = 0; b < n; ++b) found_[b] = must || gain_[b] < 0 ? class_[b] : 0;
-      keep(j, begin, n, 0);
-      for (const int64_t m : of_class_) keep(j, begin, n, m + 1);
-      if (bound >= room(j)) return bound;
-      if (turn == kMostTurns || !turned(j)) break;
-    }
-    size_t worst = count;
-    double most = 0, at = 0;
-    for (size_t i = 0; i < count && !is_last; ++i) {
-      const int64_t m = of_class_[i];
-      const Side& x = part_[i];
-      const double mass = mass_[m], full = full_of(j, m);
-      if (mass <= x.low || mass > x.high) continue;
-      const double gap = sums_cost(j, m, mass) - (x.fixed + x.slope * mass);
-      const double before = full_before(full, mass);  // whence another owner is begun, until it is full
-      const double cut = before > x.low ? before : before + full < x.high ? before + full : mass;
-      if (gap > most && cut < x.high) worst = i, most = gap, at = cut;
-    }
-    if (worst == count) return bound;
-    const Side x = part_[worst];
-    // Lines that were turned for this part serve no other one.
-    for (size_t i = 0; i < count; ++i) part_[i] = side(j, of_class_[i], part_[i].low, part_[i].high);
-    for (const auto& [low, high] : {std::pair{x.low, at}, std::pair{at, x.high}}) {
-      part_[worst] = side(j, of_class_[worst], low, high);
-      sides_.insert(sides_.end(), part_.begin(), part_.end());
-      bounds_.push_back(bound);
-    }
-    return kInfinity;
-  }
-
-  // A class whose mass lies beyond its side, where the line is below its partial sums: the line is
-  // turned about the end of the side, up to them. On the side it was below them before, and then all the
-  // more. Whether there was one.
-  bool turned(int64_t j) {
-    bool any = false;
-    for (size_t i = 0; i < part_.size(); ++i) {
-      Side& x = part_[i];
-      const double mass = mass_[of_class_[i]];
-      if (mass >= x.low && mass <= x.high) continue;
-      const double sums = mass > 0 ? sums_cost(j, of_class_[i], mass) : 0.0;
-      if (sums <= (x.fixed + x.slope * mass) + 1e-9 * std::abs(sums)) continue;
-      const double end = mass < x.low ? x.low : x.high, there = x.fixed + x.slope * end;
-      x.slope = (there - sums) / (end - mass);
-      x.fixed = there - x.slope * end;
-      any = true;
-    }
-    return any;
+    return offset_ + spare(&gain_[0], &fixed_[0], n_, mode_ == kAllPushed ? kInfinity : 0.0);
   }
 
   // What pushing each block to each class costs in pieces of type j, partial sums apart.
-  void set_type(int64_t j, int64_t begin, int64_t n) {
-    const int64_t M = p_.num_options;
+  void set_type(int64_t j) {
+    const int64_t M = p_.num_options, n = n_, begin = begin_;
     of_class_.clear();
-    pushed_.resize(M * n);
+    pushed_.resize(M * n), least_sums_.resize(M * n);
     for (int64_t m = 0; m < M; ++m) {
-      if (mass_of(j, m) <= 0) continue;
+      if (!may_push(j, m)) continue;
       const double more = p_.streams[type_of(j, m)] - 1.0;
       const int64_t at = m * p_.num_blocks + begin;
       blend(&pushed_[m * n], p_.go + at, p_.more + at, more, n);
@@ -477,42 +335,27 @@ class Pricing {
       const bool asks = mode_ == kTiersPushed || mass_of(j, m) < kWhole;
       for (int64_t b = 0; b < n && asks; ++b)
         pushed_[m * n + b] += (more + 1.0) * p_.own[k_ * M + m] * p_.ids[begin + b];
+      const double* unit = p_.least_sums + 3 * type_of(j, m);
+      for (int64_t b = 0; b < n; ++b) {
+        double sums = 0;
+        for (int64_t f = 0; f < 3; ++f) sums += unit[f] * p_.features[f * p_.num_blocks + begin + b];
+        least_sums_[m * n + b] = p_.price[m] * sums;
+      }
       of_class_.push_back(m);
     }
   }
 
-  // What every block costs at least, against staying, when partial sums cost what `sides` (by class of
-  // the type) say; returns that of the blocks that are then pushed, and of the sides.
-  double gains(const Side* sides, int64_t begin, int64_t n, bool must) {
-    weight_.clear();
-    std::fill(gain_.begin(), gain_.begin() + n, kInfinity);
-    double fixed = 0;
-    for (size_t i = 0; i < of_class_.size(); ++i) {
-      weight_.push_back(sides[i].slope), fixed += sides[i].fixed;
-      lower(&gain_[0], &pushed_[of_class_[i] * n], p_.ids + begin, weight_.back(), n);
-    }
-    return fixed + spare(&gain_[0], &fixed_[0], n, must ? kInfinity : 0.0);
-  }
-
-  // The classes by which blocks cost what `gains` found.
-  void classes(int64_t begin, int64_t n) {
-    lowest_.assign(n, kInfinity);
-    for (size_t i = 0; i < of_class_.size(); ++i)
-      choose(&lowest_[0], &class_[0], &pushed_[of_class_[i] * n], p_.ids + begin, weight_[i],
-             of_class_[i] + 1, n);
-  }
-
   // Keep the blocks of `found_` if pushing them (all to one class: `only` > 0) is the cheapest yet; what
-  // each costs is what `set_type` found. Without `only`, their `mass_` by class is looked up, too.
-  void keep(int64_t j, int64_t begin, int64_t n, int64_t only) {
+  // each costs is what `set_type` found.
+  void keep(int64_t j, int64_t only) {
+    const int64_t n = n_;
     double total = 0;
-    if (only == 0) mass_.assign(p_.num_options, 0.0);
     for (const int64_t m : of_class_) {
       if (only > 0 && m != only - 1) continue;
-      double cost, ids;
-      picked(&found_[0], only ? 0 : m + 1, &pushed_[m * n], &fixed_[0], p_.ids + begin, n, &cost, &ids);
-      total += cost + (ids > 0 ? sums_cost(j, m, ids) : 0.0);
-      if (only == 0) mass_[m] = ids;
+      double cost, ids, sums;
+      picked(&found_[0], only ? 0 : m + 1, &pushed_[m * n], &fixed_[0], p_.ids + begin_, &least_sums_[m * n], n,
+             &cost, &ids, &sums);
+      total += cost + (ids > 0 ? std::max(sums_cost(j, m, ids), sums) : 0.0);
     }
     if (!(total + offset_ < known_of(j))) return;
     for (int64_t b = 0; b < n; ++b) chosen_[b] = found_[b] ? (only ? only : found_[b]) : 0;
@@ -643,6 +486,20 @@ class Pricing {
     return -1;
   }
 
+  // What the sets on the path cost; their bounds may be lower.
+  double path_cost() const {
+    const double columns = double(p_.columns[k_] / p_.step);
+    double cost = 0;
+    int64_t lane = lane_;
+    for (int64_t at = p_.columns[k_] / p_.step; at > 0;) {
+      const Step& x = steps_[kLanes * at + lane];
+      const double whole = x.kind < 0 ? still_cost(columns / double(x.width)) : kinds_[x.kind].cost;
+      cost += double(x.width) / columns * whole;
+      at -= x.width, lane = x.lane;
+    }
+    return cost;
+  }
+
   // Write the parts of the path that `whole_widths` found; returns how many.
   int64_t path_parts() {
     const int64_t count = p_.columns[k_] / p_.step;
@@ -674,8 +531,12 @@ class Pricing {
   }
   bool admitted(int64_t j) const {
     for (int64_t m = 0; m < p_.num_options; ++m)
-      if (mass_of(j, m) > 0) return true;
+      if (may_push(j, m)) return true;
     return false;
+  }
+  // Whether a class may own such pieces: then it may own all blocks of the table.
+  bool may_push(int64_t j, int64_t m) const {
+    return mass_of(j, m) > 0 && std::isfinite(p_.go[m * p_.num_blocks + begin_]);
   }
   OperPricing& p_;
   int64_t k_ = 0;
@@ -688,12 +549,10 @@ class Pricing {
   Mode mode_ = kAllPushed;
   static constexpr int64_t kLanes = 3;
   int64_t lane_ = 0;
-  std::vector<double> gain_, slope_, fixed_, pushed_, weight_, lowest_, mass_;
+  std::vector<double> gain_, slope_, fixed_, pushed_, least_sums_;
   std::vector<Kind> kinds_;
   std::vector<std::pair<double, int64_t>> by_width_[2];
   std::vector<Step> steps_;
-  std::vector<Side> sides_, part_;
-  std::vector<double> bounds_;  // of what `sides_` are parts of
   std::vector<std::pair<double, int64_t>> types_;
   std::vector<int> order_;
   std::vector<int64_t> chosen_, class_, found_, of_class_;

@@ -17,14 +17,19 @@ struct OperFit {
   OperArgument argument;
   int64_t num_tables, num_classes, num_loads;  // T, C, G (phases x 5)
   OperSums sums;
-  const double* own;      // [T, C, 2, G], all ids of a table in pieces as narrow (wide) as they get
+  // Of pieces as wide, and as narrow, as they get; see `Pieces._set_loads`.
+  const double* density;  // [T, C, 2, G, 3], what all ids of a table ask by block, least, most; of all blocks
+  const double* per_unit; // [T, C, 2, G, 3], what a unit of each feature asks, but rows
+  const double* asks;     // [T, C, G], of these what an owner of all rows does not ask
   const double* partial;  // [C, G], a byte of partial sums
   const int64_t* first;   // [T + 1], where each table's types begin, N of them
+  const double* total_ids;  // [T]
   const double* narrow;   // [N], narrowest width of each type, the whole row first
   const double* floor;    // [C, G], what the owner does anyway
   const double* most;     // [G], largest load of a piece
   double step;            // largest sum over phases
   double* mass;           // [N, C], out: 0 where no piece fits
+  double* least_sums;     // [N, C, 3], out: bytes of partial sums of a unit of each feature, at least
   uint8_t* whole;         // [T, C], out: whether the table fits as one piece
 };
 
@@ -49,11 +54,13 @@ struct OperPricing {
   const double* go;             // [M, K], cost when pushed as one id stream
   const double* more;           // [M, K], cost of every further stream
   const double* own;            // [T, M], cost of an id that a rank pushes to itself
+  const double* features;       // [3, K], but rows
   const double* ids;            // [K]
   const double* total_ids;      // [T]
   const double* price;          // [M], of a byte of partial sums
   const int64_t* first;         // [T * M + 1], types of a table in an option
   const double *streams, *mass; // by type
+  const double* least_sums;     // by type, 3 each, bytes of partial sums of a unit of each feature, at least
   const double* narrowest;      // by type, least width of its pieces; the widest is columns / streams
   const int64_t* columns;       // [T], width of the tables that are cut by columns, 0 for others
   const uint8_t* pushes;        // [T], 0: as is cheapest; 1: no row is pushed; 2: some row is

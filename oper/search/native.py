@@ -35,8 +35,9 @@ class Fit(Argument):
 
     _fields_: ClassVar[list[Any]] = [
         *((n, _int) for n in ("num_tables", "num_classes", "num_loads")), ("sums", Sums),
-        *((n, _array) for n in ("own", "partial", "first", "narrow", "floor", "most")),
-        ("step", _double), ("mass", _array), ("whole", _array)]
+        *((n, _array) for n in ("density", "per_unit", "asks", "partial", "first", "total_ids",
+                                "narrow", "floor", "most")),
+        ("step", _double), *((n, _array) for n in ("mass", "least_sums", "whole"))]
 
 
 class Pricing(Argument):
@@ -47,7 +48,8 @@ class Pricing(Argument):
         ("close", _double), ("piece", _double), ("sums", Sums),
         *((n, _array) for n in (
             "starts", "stay", "stay_more", "one", "tiers", "tiers_pushed", "go", "more", "own",
-            "ids", "total_ids", "price", "first", "streams", "mass", "narrowest", "columns",
+            "features", "ids", "total_ids", "price", "first", "streams", "mass", "least_sums",
+            "narrowest", "columns",
             "pushes", "known", "out_value", "out_num_parts", "out_kind", "out_mode", "out_share",
             "out_streams", "out_chosen"))]
 

@@ -110,7 +110,7 @@ def test_half_a_tree_bounds_less(case: tuple[Plan, Problem]) -> None:
     trees = [p["tree"] for p in proof["parts"] if "load" in p["tree"]]
     assert trees
     for tree in trees:
-        tree["at_us"] *= 50.0
+        tree["at_us"] /= 50.0
     found = verify_plan(replace(plan, notes={**plan.notes, "certificate": proof}), problem)
     assert not found.certified and "its prices show" in found.why
 

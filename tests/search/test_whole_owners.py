@@ -71,12 +71,16 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
     one = stay.reshape(num_tables, n).sum(axis=1) * rng.uniform(1.0, 1.3, num_tables)
     tiers, tiers_pushed = rng.uniform(0, 0.3, (2, num_tables))
     own = rng.uniform(0, 0.1, num_options)
+    features = rng.uniform(0, 1, (3, blocks)) * ids.ravel()
+    least_sums = rng.uniform(0, 2.0, (num_tables * num_options, 3)) * sums[:, -1].repeat(
+        num_options)[:, None]
     states = rng.integers(0, 5, num_tables).astype(np.uint8)
     if must:
         states[(states == STILL) | (states == PARTLY)] = FREE
     arrays = {"starts": np.arange(num_tables + 1) * n, "stay": stay, "go": go,
               "stay_more": np.zeros(blocks),
-              "more": np.zeros_like(go), "ids": ids.ravel(), "total_ids": np.ones(num_tables),
+              "more": np.zeros_like(go), "ids": ids.ravel(),
+              "features": features, "least_sums": least_sums, "total_ids": np.ones(num_tables),
               "price": price, "first": np.arange(num_tables * num_options + 1),
               "streams": np.ones(mass.size), "mass": mass, "narrowest": np.full(mass.size, 8.0),
               "columns": np.zeros(num_tables, np.int64), "known": np.full(num_tables, np.inf),
@@ -110,7 +114,9 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
             owners = np.floor(share / full)
             out += pushed @ go[m, at]
             out += share * own[m]  # no owner holds all ids of a table
-            out += price[m] * (owners * sent(full) + sent(np.maximum(0, share - owners * full)))
+            by_mass = owners * sent(full) + sent(np.maximum(0, share - owners * full))
+            out += price[m] * np.maximum(by_mass, pushed @ (
+                features[:, at].T @ least_sums[k * num_options + m]))
         outside = {FREE: none & False, STILL: ~none, PUSHES: none, PARTLY: none | every,
                    WHOLLY: ~every}
         out[outside[states[k]]] = np.inf

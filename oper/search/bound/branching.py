@@ -189,7 +189,7 @@ def _load_cuts(node: Bound, limit: float) -> list[Cut]:
     rooms = np.full(largest.shape, np.inf)
     for row, phase, group in relaxation.owner_rows:
         # The largest piece for which the row leaves room in the phases that the solution found.
-        room = relaxation.phase_weight[row] @ times - total[row] + box.least[phase, group]
+        room = relaxation.phase_weight[row] @ times - total[row] + node.node.least[phase, group]
         rooms[phase, group] = min(rooms[phase, group], room)
     excess = np.where(np.isfinite(rooms), largest - rooms, 0.0) / max(1e-9, node.lower_bound_us)
     weight: np.ndarray = np.full(largest.shape, _IDLE)
@@ -228,8 +228,11 @@ def _largest(node: Bound) -> np.ndarray:
                 rank_class = relaxation.options[o].rank_class
                 types = node.node.fit.types[k][rank_class]
                 j = min(piece.kind, types.mass.size - 1)
-                mass = min(float(types.mass[j]),
-                           piece.amount[o, IDS] / relaxation.tables[k].total[IDS])
+                ids = piece.amount[o, IDS] / relaxation.tables[k].total[IDS]
+                owned = piece.amount[o] * min(1.0, float(types.mass[j]) / ids)
                 width = relaxation.pieces.widths[k][j][0]
-                out = np.maximum(out, relaxation.pieces.load(k, rank_class, width, mass))
+                load = relaxation.pieces.load(k, rank_class, width, owned)
+                # Of the rows that load an owner least, it may have so much; of others less.
+                over = float((load / np.maximum(node.node.box.most, 1e-9)).max())
+                out = np.maximum(out, load / max(1.0, over))
     return out

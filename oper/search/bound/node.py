@@ -103,8 +103,11 @@ class Node:
         self.pushes = (np.zeros(len(relaxation.tables), np.uint8) if pushes is None else pushes)
         self.fit = relaxation.pieces.fit(self.box)
         self.base = relaxation.base.copy()
+        least = (relaxation.implied * self.box.least.reshape(-1, 1)).max(axis=0)
+        #: float64 [num_phases, 5], what some piece puts on its owner at least.
+        self.least = np.maximum(self.box.least, least.reshape(self.box.least.shape))
         for row, phase, group in relaxation.owner_rows:
-            self.base[row] += self.box.least[phase, group]
+            self.base[row] += self.least[phase, group]
 
     # -- the price of tables ----------------------------------------------------------------------
 
@@ -121,8 +124,8 @@ class Node:
         of pushed blocks of a piece is then a prefix of the blocks ordered by what pushing costs per
         unit of mass (each tangent of a concave function separates over blocks, and its minimum over
         fractional sets lies at a vertex), so all prefixes are tried, and the masses at which owners
-        are full. With several classes sets are divided by their mass until a bound of their cost
-        meets that of a real one, or there are many.
+        are full. Several classes are bounded as one, and two of them for each of some masses of the
+        first; where owners may be loaded with little, what rows send at least bounds all of them.
         """
         r = self.relaxation
         value = r.coefficients @ prices  # [T, M, 4]
@@ -185,7 +188,8 @@ class Node:
             num_parts = 1
         shape, blocks = (len(r.tables), num_parts), len(r.table_of)
         given = {
-            **costs, "starts": r.starts, "ids": r.features[:, IDS], "total_ids": r.total_ids,
+            **costs, "starts": r.starts, "features": r.features[:, IDS:].T,
+            "ids": r.features[:, IDS], "total_ids": r.total_ids,
             "price": r.unit[classes, PARTIALS] @ prices,
             "own": np.outer(r.asks, r.own[options] @ prices),
             "tiers": r.tiers @ prices, "tiers_pushed": r.tiers_pushed @ prices,
@@ -196,6 +200,7 @@ class Node:
             "first": np.cumsum([0, *(x.mass.size for x in types)]),
             "streams": np.concatenate([np.zeros(0), *(x.streams for x in types)]),
             "mass": np.concatenate([np.zeros(0), *(x.mass for x in types)]),
+            "least_sums": np.concatenate([np.zeros((0, 3)), *(x.least_sums for x in types)]),
             "narrowest": np.concatenate([np.zeros(0), *(x.narrow for x in types)]),
             "columns": pieces.columns}
         out = {"value": np.zeros(shape[0]), "num_parts": np.zeros(shape[0], np.int64),
@@ -269,6 +274,7 @@ class Node:
             for n in np.flatnonzero(amount[:, o, IDS] > 0):
                 share = np.full(x.mass.size, amount[n, o, IDS] / r.total_ids[k])
                 sums = r.pieces.sum_bytes(np.full(x.mass.size, k), share, np.maximum(x.mass, 1e-9))
+                sums = np.maximum(sums, x.least_sums @ amount[n, o, IDS:])
                 cost = sums * (unit[PARTIALS] @ prices) + (
                     x.streams - 1.0) * (amount[n, o] @ (r.per_stream[k, o] @ prices))
                 out[n] = int(np.where(x.mass > 0, cost, np.inf).argmin())
@@ -280,12 +286,14 @@ class Node:
         `others` streams of rows that are not pushed (float64 [N, 1])."""
         r = self.relaxation
         owner = np.ones((len(tables), len(r.options)))
-        streams = owner * others
+        streams, sums = owner * others, np.zeros_like(owner)
         for o in np.flatnonzero(r.pushes).tolist():
             n = amount[:, o, IDS] > 0
             streams[n, o], mass = self.fit.chosen(tables[n], r.options[o].rank_class, kind[n])
             owner[n, o] = np.maximum(mass, 1e-9)
-        return r.resources_of(amount, tables, streams, owner)
+            sums[n, o] = self.fit.least_sums(tables[n], r.options[o].rank_class, kind[n],
+                                             amount[n, o])
+        return r.resources_of(amount, tables, streams, owner, sums)
 
     def bound_at(self, prices: np.ndarray, value: np.ndarray) -> float:
         """The lower bound (microseconds) that prices and each table's least cost at them certify.

@@ -20,9 +20,9 @@ import numpy as np
 
 from oper.search import native
 from oper.search.cost.model import CostModel
-from oper.search.cost.tally import FORWARD_BYTES, NUM_ROWS, PARTIALS, row_bytes
+from oper.search.cost.tally import NUM_ROWS, PARTIALS
 from oper.search.problem.machine import GROUPS, RankClasses, by_group
-from oper.search.problem.statement import IDS, TableProblem
+from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
 
 MIN_COLUMNS = 8  # pieces of the space are at least so wide: one memory sector of float32
 COLUMN_STEP = 4  # and their edges are multiples of this: one vector load
@@ -56,11 +56,14 @@ class PieceTypes:
     Attributes:
         streams: float64 [J], least id streams per column.
         mass: float64 [J], largest mass of one owner, of the table's whole mass 1 (0: none fits).
+        least_sums: float64 [J, 3], bytes of partial sums of a unit of each feature but rows, at
+            least.
         narrow: float64 [J], columns of the narrowest.
     """
 
     streams: np.ndarray
     mass: np.ndarray
+    least_sums: np.ndarray
     narrow: np.ndarray
 
 
@@ -169,18 +172,43 @@ class Pieces:
         self.narrow = np.array([w[0] for x in self.widths for w in x], float)
         self.streams = np.array([t.spec.dim / w[1] for t, x in zip(tables, self.widths, strict=True)
                                  for w in x], float)
-        self._known_ids: dict[tuple[int, int], np.ndarray] = {}
-        self._own = self._own_loads()
+        self._set_loads()
 
-    def _own_loads(self) -> np.ndarray:
-        """What all ids of a table cost its owner, as one piece and in the narrowest ones; float64
-        [T, C, 2, G]."""
-        out = np.array([np.stack([self._ids(k, w[n][0]) for n in (0, -1)], axis=1)
-                        for k, w in enumerate(self.widths)])
-        if out.size:  # nothing where the owner does less than a reader, at any width
-            out = np.where(out.min(axis=2, keepdims=True) < 0, 0.0, out)
+    def _set_loads(self) -> None:
+        """What a table as a pushed piece puts on its owner, partial sums apart, in one piece and in
+        the narrowest ones.
+
+        Attributes:
+            per_unit: float64 [T, C, 2, G, 3], of a unit of each feature but rows.
+            density: float64 [T, C, 2, G, 3], of all ids if they were those of the block where that
+                is least, and most; of all ids.
+            asks: float64 [T, C, G], what is part of these for the ids that the owner pushes to
+                itself, unless it has all rows.
+        """
         num_loads = self.floor.shape[1] * self.floor.shape[2]
-        return out.reshape(len(self.tables), len(self._first), 2, num_loads)
+        shape = (len(self.tables), len(self._first), 2, num_loads, 3)
+        self.per_unit, self.density = np.zeros(shape), np.zeros(shape)
+        self.by_block: list[np.ndarray] = []  # [C, 2, G, B] each
+        own = self.model.costs.push_ns * self.unit[:, list(self.model.passes)].sum(axis=1)
+        asks = np.array([all(x.mode == "pull" or x.placement == "replicated"
+                             for x in self.model.problem.pinned_of(t.spec.name))
+                         for t in self.tables], float)
+        own = own.reshape(1, shape[1], num_loads) * asks[:, None, None]
+        self.asks = own * np.array([t.total[IDS] for t in self.tables])[:, None, None]
+        for k, t in enumerate(self.tables):
+            each = np.stack([self._unit_loads(t, self.widths[k][n][0]) for n in (0, -1)])
+            each = each.reshape(2, 3, shape[1], num_loads).transpose(2, 0, 3, 1)  # [C, 2, G, 3]
+            each[..., 0] += own[k, :, None]
+            blocks = t.blocks[t.blocks[:, IDS] > 0]
+            by_block = each @ (blocks[:, IDS:] / blocks[:, IDS:IDS + 1] * t.total[IDS]).T
+            # Nothing where the owner does less than a reader, at any width.
+            less = (by_block.min(axis=-1) < 0).any(axis=1)[:, None, :]
+            self.per_unit[k] = np.where(less[..., None], 0.0, each)
+            by_block = np.where(less[..., None], 0.0, by_block)
+            self.by_block.append(by_block)
+            self.asks[k] = np.where(less[:, 0], 0.0, self.asks[k])
+            self.density[k] = np.stack([by_block.min(axis=-1), by_block.max(axis=-1),
+                                        self.per_unit[k] @ t.total[IDS:]], axis=-1)
 
     def every_plan(self) -> Box:
         """The box of all plans."""
@@ -191,16 +219,19 @@ class Pieces:
         """The pieces that plans of `box` may have."""
         shape = (len(self.tables), len(self._first))
         mass = np.zeros((self.narrow.size, shape[1]))
+        least_sums = np.zeros((self.narrow.size, shape[1], 3))
         whole = np.zeros(shape, np.uint8)
         if self.tables:
-            arrays = {"own": self._own, "partial": np.maximum(self.large[:, PARTIALS], 0.0),
-                      "first": self.first,
+            arrays = {"density": self.density, "per_unit": self.per_unit, "asks": self.asks,
+                      "partial": np.maximum(self.large[:, PARTIALS], 0.0),
+                      "first": self.first, "total_ids": np.array([t.total[IDS]
+                                                                  for t in self.tables]),
                       "narrow": self.narrow, "floor": self.floor - self.hidden, "most": box.most,
-                      "mass": mass, "whole": whole}
+                      "mass": mass, "least_sums": least_sums, "whole": whole}
             arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
             native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
-                        num_loads=self._own.shape[-1], sums=self.native_sums, step=box.step)
-        return Fit(self, mass, whole.astype(bool))
+                        num_loads=self.density.shape[-2], sums=self.native_sums, step=box.step)
+        return Fit(self, mass, least_sums, whole.astype(bool))
 
     def sum_bytes(self, tables: np.ndarray, share: np.ndarray, owner: np.ndarray) -> np.ndarray:
         """Bytes of partial sums that the owners of a share of a table's mass send to each reader at
@@ -228,41 +259,68 @@ class Pieces:
         inside = left + (at - low) * (right - left)
         return np.asarray(inside * np.minimum(share / _FIRST, 1.0))
 
-    def _ids(self, k: int, width: int) -> np.ndarray:
-        """What all ids of `width` columns cost their owner at least; float64 [C, num_phases, 5]."""
-        if (k, width) not in self._known_ids:
-            self._known_ids[k, width] = self._make_ids(k, width)
-        return self._known_ids[k, width]
-
-    def _make_ids(self, k: int, width: int) -> np.ndarray:
-        t, classes = self.tables[k], np.arange(len(self._first))
-        world, first = self.model.machine.world_size, np.array(self._first)
-        owner = np.zeros((classes.size, 4, world))
-        owner[classes, IDS, first] = t.total[IDS]
-        rows = self.model.push_rows(t, width, owner)
-        own = rows[classes, :, first]
-        # The first read of a row is dearer than the next one, unless caches are warm.
-        again, once = self.model.repeat_cost(t, True)[first], self.model.caching.first(t)[first]
-        own[:, FORWARD_BYTES] -= (t.total[IDS] * world * np.maximum(again - once, 0.0)
-                                  * row_bytes(t, width)[0])
-        out = np.einsum("cq,cqpg->cpg", own, self.unit)
+    def _unit_loads(self, t: TableProblem, width: int) -> np.ndarray:
+        """What a unit of each feature but rows puts on the owner of a piece of `width` columns;
+        float64 [3, C, num_phases, 5]."""
+        rows = self._rows_of(t, width, self._first)
+        own = rows[..., np.arange(len(self._first)), :, self._first].swapaxes(0, 1)
+        out = np.einsum("fcq,cqpg->fcpg", own, self.unit)
         if self.beside_reader:
             owners, read = [o for o, _ in self._pairs], rows
             if owners != self._first:  # a class of one rank reads what another one owns
-                other = np.zeros_like(owner)
-                other[classes, IDS, owners] = t.total[IDS]
-                read = self.model.push_rows(t, width, other)
-            more = own - read[classes, :, [r[0] for _, r in self._pairs]]
-            out[..., LOCAL] = np.einsum("cq,cqp->cp", more, self.large[..., LOCAL])
+                read = self._rows_of(t, width, owners)
+            more = own - read[..., np.arange(len(owners)), :,
+                              [r[0] for _, r in self._pairs]].swapaxes(0, 1)
+            out[..., LOCAL] = np.einsum("fcq,cqp->fcp", more, self.large[..., LOCAL])
         return np.asarray(out)
 
-    def load(self, k: int, c: int, width: int, mass: float) -> np.ndarray:
-        """Load of a piece of `width` columns and a share `mass` of table `k`'s lookups on its
-        owner, of class `c`, at least; float64 [num_phases, 5]."""
+    def _rows_of(self, t: TableProblem, width: int, owners: list[int]) -> np.ndarray:
+        """Tally rows of a unit of each feature but rows, on the owner of each class; float64
+        [3, C, 20, W]."""
+        owner = np.zeros((3, len(owners), NUM_FEATURES, self.model.machine.world_size))
+        for f in range(3):
+            owner[f, np.arange(len(owners)), IDS + f, owners] = 1.0
+        return self.model.push_rows(t, width, owner)
+
+    def load(self, k: int, c: int, width: int, features: np.ndarray) -> np.ndarray:
+        """Load of a piece of `width` columns of table `k` on its owner, of class `c`.
+
+        Args:
+            k, c, width: see above.
+            features: float64 [4], of the rows of the piece, in all columns.
+
+        Returns:
+            float64 [num_phases, 5].
+        """
         t = self.tables[k]
-        sums = float(self.model.partial_bytes(t, width, np.array(mass * t.total[IDS])))
-        return np.asarray(np.maximum(self._ids(k, width)[c], 0.0) * mass
+        widest, narrowest = self.widths[k][0][0], self.widths[k][-1][0]
+        along = (widest - width) / max(1, widest - narrowest)
+        each = self.per_unit[k, c, 0] + along * (self.per_unit[k, c, 1] - self.per_unit[k, c, 0])
+        sums = float(self.model.partial_bytes(t, width, features[IDS]))
+        load = each @ features[IDS:]
+        if features[ROWS] >= t.spec.num_rows * (1 - 1e-12):
+            load = load - self.asks[k, c]
+        return np.asarray(load.reshape(self.floor.shape[1:])
                           + sums * np.maximum(self.large[c, PARTIALS], 0.0))
+
+    def implied(self, may: np.ndarray) -> np.ndarray:
+        """What a piece puts on its owner by one load at least, of what it does by another: the
+        least ratio over all rows; float64 [G, G].
+
+        Args:
+            may: bool [T, C], which tables may be pushed to which class.
+        """
+        out = np.full((self.density.shape[-2],) * 2, np.inf)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            for k, c in np.argwhere(may).tolist():
+                sums = np.maximum(self.large[c, PARTIALS], 0.0).reshape(-1, 1)
+                # Who has all rows does not ask itself.
+                whole = self.density[k, c, :, :, 2:] - self.asks[k, c, :, None]  # [2, G, 1]
+                for x in (*self.by_block[k][c], *whole, sums):  # [G, B], of widest and narrowest
+                    ratio = np.where(x[:, None] > 0, x[None] / x[:, None], np.inf)
+                    ratio = np.where(x[None] < 0, 0.0, ratio)
+                    out = np.minimum(out, ratio.min(axis=-1))
+        return np.where(np.isfinite(out), out, 0.0)
 
 
 class Fit:
@@ -274,13 +332,16 @@ class Fit:
         least_streams: float64 [N], id streams of each type in the class where they are least.
     """
 
-    def __init__(self, pieces: Pieces, mass: np.ndarray, whole: np.ndarray) -> None:
+    def __init__(self, pieces: Pieces, mass: np.ndarray, least_sums: np.ndarray,
+                 whole: np.ndarray) -> None:
         self._pieces, self._mass, self._whole, one = pieces, mass, whole, np.ones(1)
+        self._least_sums = least_sums
         spans = list(pairwise(pieces.first.tolist()))
         # What fits as a whole row has the least streams, whatever its width is.
-        self.types = [[PieceTypes(one, one, pieces.narrow[a:b].min(keepdims=True))
+        self.types = [[PieceTypes(one, one, np.zeros((1, 3)), pieces.narrow[a:b].min(keepdims=True))
                        if whole[k, c] else
-                       PieceTypes(pieces.streams[a:b], mass[a:b, c], pieces.narrow[a:b])
+                       PieceTypes(pieces.streams[a:b], mass[a:b, c], least_sums[a:b, c],
+                                  pieces.narrow[a:b])
                        for c in range(whole.shape[1])] for k, (a, b) in enumerate(spans)]
         any_whole = np.repeat(whole.any(axis=1), np.diff(pieces.first))
         self.least_streams = np.where(any_whole, 1.0, pieces.streams)
@@ -308,3 +369,11 @@ class Fit:
         at, whole = self.place(tables, kind), self._whole[tables, c]
         return (np.where(whole, 1.0, self._pieces.streams[at]),
                 np.where(whole, 1.0, self._mass[at, c]))
+
+    def least_sums(self, tables: np.ndarray, c: int, kind: np.ndarray, features: np.ndarray
+                   ) -> np.ndarray:
+        """Bytes of partial sums that rows of some features (float64 [N, 4]) ask at least, for as
+        much as owners may be loaded with; float64 [N], other arguments as `chosen`."""
+        each = np.where(self._whole[tables, c][:, None], 0.0,
+                        self._least_sums[self.place(tables, kind), c])
+        return np.asarray((each * features[:, IDS:]).sum(axis=1))

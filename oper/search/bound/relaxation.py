@@ -101,6 +101,12 @@ class Relaxation:
                              and (self.alike or not several))
         self._add_owner_rows(apart)
         self._build_charges()
+        # Pinned pushed rows may be those of the largest piece.
+        may = np.zeros((len(self.tables), len(self.classes.ranks)), bool) | ~self.asks[:, None]
+        for o in np.flatnonzero(self.pushes).tolist():
+            may[:, self.options[o].rank_class] |= self.allowed[:, o]
+        #: float64 [G, G], what a piece's loads say of each other, see `Pieces.implied`.
+        self.implied = self.pieces.implied(may)
         sizes = [t.blocks.shape[0] for t in self.tables]
         self.total_ids = np.array([t.total[IDS] for t in self.tables])
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -300,7 +306,7 @@ class Relaxation:
             for p in range(int(self.phase_of.max()) + 1))
 
     def resources_of(self, amount: np.ndarray, tables: np.ndarray, streams: np.ndarray,
-                     owner: np.ndarray) -> np.ndarray:
+                     owner: np.ndarray, least_sums: np.ndarray | float = 0.0) -> np.ndarray:
         """What features placed by option ask of the resource rows, charges apart.
 
         Args:
@@ -308,15 +314,18 @@ class Relaxation:
             tables: int64 [N], the table of each entry.
             streams: float64 [N, M], columns of the table over those of one piece.
             owner: float64 [N, M], mass that one owner holds at most, of the table's mass 1.
+            least_sums: float64 [N, M], bytes of partial sums at least.
 
         Returns:
             float64 [N, R].
         """
         out = np.einsum("nof,nofr->nr", amount, self.coefficients[tables])
+        least_sums = np.broadcast_to(least_sums, streams.shape)
         for o in np.flatnonzero(self.pushes):
             n = np.flatnonzero(amount[:, o, IDS] > 0)
             share = amount[n, o, IDS] / self.total_ids[tables[n]]
-            size = self.pieces.sum_bytes(tables[n], share, owner[n, o])
+            size = np.maximum(self.pieces.sum_bytes(tables[n], share, owner[n, o]),
+                              least_sums[n, o])
             out[n] += size[:, None] * self.unit[self.options[o].rank_class, PARTIALS]
         n = np.flatnonzero((streams > 1.0).any(axis=1))
         out[n] += np.einsum("no,nof,nofr->nr", streams[n] - 1.0, amount[n],

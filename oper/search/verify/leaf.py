@@ -15,7 +15,6 @@ import numpy as np
 
 from oper.search.cost.model import CostModel
 from oper.search.cost.tally import (
-    FORWARD_BYTES,
     FORWARD_NS,
     HELD,
     HOST_HELD,
@@ -118,20 +117,15 @@ class Checker:
         partial = u.own[:, PARTIALS, :, :PIECE_GROUPS].copy()
         if self.part.beside_reader:
             partial[..., LOCAL] -= u.other[:, PARTIALS, :, LOCAL]
-        ids = []
-        first = self.units.first
-        for t, x in zip(self.tables, rows, strict=True):
-            each = np.einsum("wcq,cqpg->wcpg", x.owner[:2, :, IDS], u.own[..., :PIECE_GROUPS])
+        each = []
+        for x in rows:
+            owner, reader = (y[:2, :, IDS:].swapaxes(1, 2) for y in (x.owner, x.reader))
+            load = np.einsum("wfcq,cqpg->wfcpg", owner, u.own[..., :PIECE_GROUPS])
             if self.part.beside_reader:
-                each[..., LOCAL] -= self._read_by_peer(x.owner[:2, :, IDS], x.reader[:2, :, IDS])
-            # A row's first read costs less than the next where caches are warm.
-            saved = np.maximum(self.model.repeat_cost(t, True) - self.model.caching.first(t), 0.0)
-            saved = saved[first] * self.model.machine.world_size * t.spec.row_bytes
-            less = saved[:, None] * u.own[:, FORWARD_BYTES, :, LOCAL]  # [C, P], of all columns
-            each[0, ..., LOCAL] -= less
-            each[1, ..., LOCAL] -= less / t.spec.dim
-            ids.append(each * float(t.total[IDS]))
-        self.costs.set_loads(np.array(ids), np.maximum(partial, 0.0))
+                load[..., LOCAL] -= self._read_by_peer(owner, reader)
+            each.append(load)
+        asks = self.model.costs.push_ns * u.own[:, list(self.model.passes)].sum(axis=1)
+        self.costs.set_loads(np.array(each), asks[..., :PIECE_GROUPS], np.maximum(partial, 0.0))
 
     def _read_by_peer(self, owner: np.ndarray, reader: np.ndarray) -> np.ndarray:
         """Own time of another rank, of the owner's class if there is one; float64 [..., C, P]."""
@@ -162,10 +156,11 @@ class Checker:
         total += float((load * self.visible).sum())
         total += float(leaf.memory @ self.model.machine.per_domain(self.base.rows[HELD]))
         total += float(leaf.host @ self.model.machine.per_host(self.base.rows[HOST_HELD]))
+        least = np.maximum(leaf.least, (self.costs.ratio * leaf.least[..., None, None]).max((0, 1)))
         for kind, p, g, price in owner:
             weights, _ = self._owner_row(kind, p, g)
             floor = self.floor[:, p, g].min()
-            total += price * float(leaf.least[p, g] + floor
+            total += price * float(least[p, g] + floor
                                    - weights @ self.hidden_most.max(axis=0))
         return total + float(self.costs.least(self._asked(leaf, load, owner), leaf,
                                               self.floor - self.hidden_most[..., None]).sum())

@@ -11,9 +11,11 @@ owners of one class, or pushed. Per piece of width w:
 * an owner that does not hold a whole piece asks itself for its own ids.
 
 The best set of pushed blocks with owners of one class is a prefix of the blocks by gain per id, or
-ends where owners are full, as what is concave is least at an end. With several classes the shares
-are divided, the part with the least bound first, chords of the concave sums below each part. Pieces
-then make up the columns.
+ends where owners are full, as what is concave is least at an end; owners of several classes are
+taken for one, of those that hold most and pay least, and two of them are looked at once more, by
+what the first holds. Beside it, what owners may be loaded with says what their rows send at least,
+linear in the rows, so that each block chooses for itself. The greatest of these bounds counts.
+Pieces then make up the columns.
 """
 
 from __future__ import annotations
@@ -29,8 +31,7 @@ from oper.search.verify.prices import FREE, PARTLY, PUSHES, STILL, WHOLLY, Leaf
 
 STEP, NARROWEST = 4, 8  # columns: what widths are multiples of, and the least that is pushed
 _POINTS, _LEAST_SHARE = 1200, 1e-7  # at which partial sums are tabulated; chords lie below
-_PARTS, _TURNS = 32, 4  # of the shares of several classes, and of the lines in a part
-_CLOSE = 1e-5  # of a cost, up to which a bound is as good as the cost
+_PARTS = 1 / 64, 1 / 16, 1 / 4, 1, 2  # of what one owner holds, between which a line is drawn
 _BISECTIONS = 40
 _ROUNDING = 1e-9
 
@@ -94,17 +95,54 @@ class TableCosts:
         self.of = np.repeat(np.arange(len(tables)), [len(w) for w in widths])
         self.width = np.concatenate([np.zeros(0, np.int64), *widths])
         self.may: dict[str, np.ndarray] = {}
-        self.ids = np.zeros((len(tables), 2, 1, 1, 5))
-        self.partial = np.zeros((1, 1, 5))
+        self.ratio = np.zeros((1, 1, 1, 1))
 
     def admit(self, may: dict[str, np.ndarray]) -> None:
         """Say which table may be held how, by the owner's class; bool [T, C] by kind."""
         self.may = may
 
-    def set_loads(self, ids: np.ndarray, partial: np.ndarray) -> None:
-        """Say what all ids of a table as a pushed piece (float64 [T, 2, C, P, 5]: of all columns,
-        and a further one), and a byte of partial sums ([C, P, 5]), put on the owner."""
-        self.ids, self.partial = ids, partial
+    def set_loads(self, each: np.ndarray, asks: np.ndarray, partial: np.ndarray) -> None:
+        """Say what pushed pieces put on their owners, by class, phase and group.
+
+        Args:
+            each: float64 [T, 2, 3, C, P, 5], a unit of each feature but rows, in all columns, and
+                in a further one.
+            asks: float64 [C, P, 5], an id that the owner pushes to itself, unless it has all rows.
+            partial: float64 [C, P, 5], a byte of partial sums.
+
+        Attributes:
+            unit: float64 [N, C, P, 5, 3], of pieces that are looked at.
+            low, high: float64 [N, C, P, 5], what all ids would ask if they were those of the block
+                where that is least, and most.
+            spared: float64 [T, C, P, 5], what the owner of all rows does not ask.
+            ratio: float64 [P, 5, P, 5], least load by the second that a piece has by the first.
+        """
+        self.partial = partial
+        self.spared = (self.total * self.asks)[:, None, None, None] * asks
+        shape = (self.of.size, *partial.shape)
+        self.unit, self.low, self.high = np.zeros((*shape, 3)), np.zeros(shape), np.zeros(shape)
+        ratio = np.full((*shape[2:], *shape[2:]), np.inf)
+        for k, t in enumerate(self.tables):
+            n = np.flatnonzero(self.of == k)
+            less = (self.dims[k] - self.width[n])[:, None, None, None, None]
+            unit = np.moveaxis(each[k, 0] - less * each[k, 1], 1, -1)
+            unit[..., 0] += asks * self.asks[k]
+            blocks = t.blocks[t.blocks[:, IDS] > 0]
+            by_block = unit @ (blocks[:, IDS:] / blocks[:, [IDS]] * self.total[k]).T
+            # What owners of some rows have less of than readers is not looked at.
+            odd = (by_block[self.width[n] >= NARROWEST] < 0).any(axis=(0, -1))
+            by_block[:, odd] = 0.0
+            self.spared[k][odd] = 0.0
+            self.unit[n] = np.where(odd[..., None], 0.0, unit)
+            self.low[n], self.high[n] = by_block.min(axis=-1), by_block.max(axis=-1)
+            # The owner of all rows does not ask itself.
+            every = self.unit[n] @ t.total[IDS:] - self.spared[k]
+            wide = self.width[n] >= min(NARROWEST, self.dims[k])
+            for c in np.flatnonzero(self.may["push"][k] | (not self.asks[k])):
+                for x in (*by_block[wide][[0, -1], c], *every[wide][[0, -1], c, ..., None],
+                          partial[c, ..., None]):
+                    ratio = np.minimum(ratio, _least_ratio(x))
+        self.ratio = np.where(np.isfinite(ratio), ratio, 0.0)
 
     def least(self, asked: Asked, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
         """Least cost of every table; infinite where the leaf has no placement of it.
@@ -129,9 +167,8 @@ class TableCosts:
             wide = whole | (self.width >= NARROWEST)
             at = np.flatnonzero(wide & (leaf.pushes[self.of] != STILL))
             mass = self._masses(at, leaf, floor)
-            must = leaf.pushes[self.of] >= PUSHES
-            pushed[:, at] = self._pushed(at, asked, cost["push"][at], stay[at],
-                                      np.where(must[at], np.inf, still[at]), mass)
+            pushed[:, at] = self._pushed(at, asked, cost["push"][at], stay[at], mass,
+                                         self._lines(at, leaf, floor, mass))
         return np.array([self._table(k, still, pushed, int(leaf.pushes[k]), asked.piece)
                          for k in range(len(self.tables))])
 
@@ -177,57 +214,182 @@ class TableCosts:
     def _masses(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
         """The largest share of its table's lookups that one owner of a pushed piece may hold, of
         pieces `at`, by class; float64 [n, C], 0 where none fits."""
-        of, width = self.of[at], self.width[at]
-        less = (self.dims[of] - width)[:, None, None, None]
-        ids = np.maximum(self.ids[of, 0] - less * self.ids[of, 1], 0.0)  # [n, C, P, 5]
-        part = (width / self.dims[of])[:, None, None, None]
+        part = (self.width[at] / self.dims[self.of[at]])[:, None, None, None]
 
-        def fits(share: np.ndarray) -> np.ndarray:
-            sums = self._sums(of, share)[..., None, None]
-            load = share[..., None, None] * ids + part * sums * self.partial
+        def fits(share: np.ndarray, spared: np.ndarray | float = 0.0) -> np.ndarray:
+            sums = self._sums(self.of[at], share)[..., None, None]
+            load = share[..., None, None] * self.low[at] - spared + part * sums * self.partial
             step = np.maximum((load + floor).max(axis=-1), 0.0).sum(axis=-1)
             return np.asarray((load <= leaf.most * (1 + _ROUNDING)).all(axis=(-1, -2))
                               & (step <= leaf.step_us * (1 + _ROUNDING)))
 
         low, high = np.zeros((2, at.size, floor.shape[0]))
         high += 1.0
-        everything, nothing = fits(high), ~fits(low)
+        everything, nothing = fits(high, self.spared[self.of[at]]), ~fits(low)
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
             good = fits(middle)
             low, high = np.where(good, middle, low), np.where(good, high, middle)
         return np.where(everything, 1.0, np.where(nothing, 0.0, high))
 
+    def _lines(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray, mass: np.ndarray
+               ) -> list[np.ndarray]:
+        """Bytes of partial sums of each block of pieces `at` at least, by class, as each limit of
+        what an owner is loaded with has it; float64 [n, B, C] each.
+
+        An owner whose rows ask r by share holds m(r) at most, r m + sums(m) = limit, and sends
+        sums(m) / m by share at least. That is concave in r: owners of mixed rows send no less than
+        their rows would apart, nor than what the chord over the r of all blocks says.
+        """
+        part = (self.width[at] / self.dims[self.of[at]])[:, None]
+        whole = self._sums(self.of[at], np.ones((at.size, 1)))
+        limits = [(self.low[at][..., p, g], self.high[at][..., p, g], self.unit[at][..., p, g, :],
+                   self.partial[:, p, g], np.full(floor.shape[0], leaf.most[p, g]))
+                  for p, g in np.argwhere(np.isfinite(leaf.most)).tolist()]
+        if np.isfinite(leaf.step_us):  # all phases together, by the group that asks most in each
+            top = (self.high[at] + (part * whole)[..., None, None] * self.partial).argmax(axis=-1)
+            low, high, unit, partial, base = (
+                np.take_along_axis(np.broadcast_to(x, self.low[at].shape), top[..., None], -1)
+                .sum(axis=(-1, -2)) for x in (self.low[at], self.high[at], self.low[at],
+                                              self.partial, floor))
+            each = np.take_along_axis(self.unit[at], top[..., None, None], -2).sum(axis=(-2, -3))
+            limits.append((low, high, each, partial, leaf.step_us - base))
+        out = []
+        blocks = self.blocks[self.of[at]]
+        for low, high, unit, partial, limit in limits:
+            first, last = (self._by_share(at, x, part * partial, limit + 0 * x, whole)
+                           for x in (low, high))
+            slope = np.where(high > low, (last - first) / np.maximum(high - low, 1e-300), 0.0)
+            slope = np.maximum(slope, 0.0)
+            share = blocks[..., IDS] / self.total[self.of[at], None]
+            sums = (slope[:, None] * np.einsum("ncf,nbf->nbc", unit, blocks[..., IDS:])
+                    + (first - slope * low)[:, None] * share[..., None])
+            # Who may have a whole piece sends no more than that.
+            out.append(np.where(((mass > 0) & (mass < 1))[:, None], sums, 0.0))
+        return out
+
+    def _by_share(self, at: np.ndarray, ask: np.ndarray, partial: np.ndarray, limit: np.ndarray,
+                  whole: np.ndarray) -> np.ndarray:
+        """Partial sums by share of owners that are as large as the limit allows; float64 [n, C]."""
+        low, high = np.zeros_like(ask), np.ones_like(ask)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            good = ask * middle + partial * self._sums(self.of[at], middle) <= limit
+            low, high = np.where(good, middle, low), np.where(good, high, middle)
+        over = ask + partial * whole <= limit  # beyond all lookups nothing more is sent
+        room = np.where(over, np.maximum(limit - partial * whole, 1e-300), 1.0)
+        return np.where(over, whole * ask / room, self._sums(self.of[at], high) / high)
+
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
-                still: np.ndarray, mass: np.ndarray) -> np.ndarray:
-        """Least cost of pieces of which all rows are pushed, or some, as far as that is below
-        `still` or easily shown; float64 [2, n]."""
+                mass: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:
+        """Least cost of pieces of which all rows are pushed, or some; float64 [2, n]."""
         of = self.of[at]
         price = (self.width[at] / self.dims[of])[:, None] * asked.partial
         ids = self.blocks[of, :, IDS]
-        go = np.where((mass > 0)[:, None, :], go, np.inf)
+        go = np.where((mass > 0)[:, None], go, np.inf)
         some = (self.total[of] * self.model.tiers_ns(True) * asked.tier + self.bags[of] * asked.bag)
         own = ids[..., None] * asked.own * self.asks[of, None, None]
         free = np.isfinite(stay).all(axis=1)
         out = np.full((2, at.size), np.inf)
         usable = np.isfinite(go).all(axis=1)  # [n, C]
-        for single in (True, False):
-            n = np.flatnonzero((usable.sum(axis=1) == 1) if single else usable.sum(axis=1) > 1)
-            if not n.size:
-                continue
-            share = ids[n] / self.total[of[n], None]
-            search = _Search(self, of[n], share, price[n], mass[n], usable[n])
-            parted = go[n] + own[n]
-            every = go[n] + np.where(mass[n, None] < 1 - _ROUNDING, own[n], 0.0)
-            zero = np.zeros_like(stay[n])
-            out[0, n] = search.least(every, zero, True, still[n])
-            m = np.flatnonzero(free[n])
-            if m.size:
-                search = search.of(m)
-                rest = stay[n][m].sum(axis=1) + some[n][m]
-                found = search.least(parted[m], stay[n][m], False, still[n][m] - rest)
-                out[1, n[m]] = rest + found
+        n = np.flatnonzero(usable.any(axis=1))
+        if not n.size:
+            return out
+        # Sums are concave: each row sends no less than its part of what its class sends at most.
+        most = np.minimum(ids.sum(axis=1)[:, None] / self.total[of, None], mass)
+        each = self._sums(of, most) / np.maximum(most, _LEAST_SHARE)
+        lines = [*lines, ids[..., None] / self.total[of, None, None] * each[:, None]]
+        price = np.where(usable, price, np.inf)[n]
+        mass = np.where(usable, mass, 0.0)[n]
+        go, own, lines = (np.where(usable[:, None], go, np.inf)[n], own[n], [x[n] for x in lines])
+        every = go + np.where(mass[:, None] < 1 - _ROUNDING, own, 0.0)
+        out[0, n] = self._least(of[n], every, np.zeros_like(stay[n]), price, mass, lines, True)
+        m = free[n]
+        if m.any():
+            found = self._least(of[n[m]], (go + own)[m], stay[n[m]], price[m], mass[m],
+                                [x[m] for x in lines], False)
+            out[1, n[m]] = stay[n[m]].sum(axis=1) + some[n[m]] + found
         return out
+
+    def _least(self, of: np.ndarray, go: np.ndarray, stay: np.ndarray, price: np.ndarray,
+               mass: np.ndarray, lines: list[np.ndarray], must: bool) -> np.ndarray:
+        """Least sum of `go - stay` over pushed blocks of pieces of tables `of` and of their partial
+        sums; of all blocks, if `must`.
+
+        Args:
+            of: int64 [n].
+            go, stay: float64 [n, B, C], infinite where blocks may not be pushed; [n, B].
+            price: float64 [n, C], of a byte of partial sums of all columns.
+            mass: float64 [n, C], share of its table's lookups that one owner holds at most.
+            lines: float64 [n, B, C] each, bytes of partial sums of each block at least.
+
+        Returns:
+            float64 [n].
+        """
+        gain = np.minimum(go.min(axis=2) - stay, 1e30)
+        share = self.blocks[of, :, IDS] / self.total[of, None]
+        # Owners of all classes as one, of those that hold most and pay least.
+        out = self._prefixes(of, gain, share, price.min(axis=1)[:, None], mass.max(axis=1)[:, None],
+                             must)
+        for x in lines:
+            sums = np.where(np.isfinite(go), x * np.where(price < np.inf, price, 0.0)[:, None], 0.0)
+            gain = np.minimum((go + sums).min(axis=2) - stay, 1e30)
+            out = np.maximum(out, (gain if must else np.minimum(gain, 0.0)).sum(axis=1))
+        n = np.flatnonzero((price < np.inf).sum(axis=1) == 2)
+        if n.size:
+            both = np.argsort(price[n] == np.inf, axis=1, kind="stable")[:, :2]
+            pay, most = (np.take_along_axis(x[n], both, 1) for x in (price, mass))
+            two = self._two_classes(of[n], np.take_along_axis(go[n], both[:, None], 2), stay[n],
+                                    share[n], pay, most, must)
+            out[n] = np.maximum(out[n], two)
+        return out
+
+    def _two_classes(self, of: np.ndarray, go: np.ndarray, stay: np.ndarray, share: np.ndarray,
+                     price: np.ndarray, mass: np.ndarray, must: bool) -> np.ndarray:
+        """As `_least`, where owners of the first class hold a share between two of `_PARTS` of a
+        full one's: a line lies below their sums there, and those of the second hold a prefix."""
+        full, low = np.minimum(mass[:, :1], share.sum(axis=1, keepdims=True)), 0.0 * mass[:, :1]
+        out, before = np.full(len(of), np.inf), low
+        for part in _PARTS:
+            high = np.minimum(part, 1.0) * full
+            after = price[:, :1] * self._sums(of, high)
+            # More than one full owner send no less than if all were full.
+            slope = (after - before) / (high - low) if part <= 1 else after / high
+            other = go[..., 0] + slope * share
+            if not must:
+                other = np.minimum(other, stay)
+            found = self._prefixes(of, np.minimum(go[..., 1] - other, 1e30), share, price[:, 1:],
+                                   mass[:, 1:], False)
+            start = (before - slope * low)[:, 0] if part <= 1 else 0.0
+            out = np.minimum(out, start + (other - stay).sum(axis=1) + found)
+            low, before = high, after
+        return out
+
+    def _prefixes(self, of: np.ndarray, gain: np.ndarray, share: np.ndarray, price: np.ndarray,
+                  most: np.ndarray, must: bool) -> np.ndarray:
+        """As `_least`, where partial sums are those of owners who hold `most`."""
+        n = np.arange(len(gain))[:, None]
+        if must:
+            sums = self._owners(of, share.sum(axis=1, keepdims=True), most)
+            return np.asarray(gain.sum(axis=1) + (price * sums)[:, 0])
+        rate = np.where(share > 0, gain / np.maximum(share, 1e-300),
+                        np.where(gain < 0, -np.inf, np.inf))
+        order = np.argsort(rate, axis=1, kind="stable")
+        gain, share = gain[n, order], share[n, order]
+        zero = np.zeros((len(gain), 1))
+        total = np.concatenate([zero, np.cumsum(gain, axis=1)], axis=1)
+        end = np.concatenate([zero, np.cumsum(share, axis=1)], axis=1)
+        least = np.minimum((total + price * self._owners(of, end, most)).min(axis=1), 0.0)
+        # Inside of a block owners may be full: after the first of them, and after the last.
+        last = most * _full(end[:, 1:], most)
+        first = np.minimum(last, most * (np.floor(end[:, :-1] / most) + 1))
+        for at in (first, last):
+            inside = (at > end[:, :-1]) & (at < end[:, 1:])
+            part = np.where(inside, (at - end[:, :-1]) / np.maximum(share, 1e-300), 0.0)
+            found = total[:, :-1] + part * gain + price * self._owners(
+                of, np.where(inside, at, 0.0), most)
+            least = np.minimum(least, np.where(inside, found, np.inf).min(axis=1))
+        return np.asarray(least)
 
     # -- a table of pieces ------------------------------------------------------------------------
 
@@ -263,150 +425,11 @@ class TableCosts:
         return float(min(x[-1] for x in lanes[pushes]) - piece)
 
 
-class _Search:
-    """Least cost of what is pushed of some pieces, against staying.
-
-    Args:
-        costs: the tables.
-        of: int64 [n], table of each piece.
-        share: float64 [n, B], of its table's lookups that a block has.
-        price: float64 [n, C], of a byte of partial sums of all columns.
-        mass: float64 [n, C], share that one owner holds at most.
-        usable: bool [n, C].
-    """
-
-    def __init__(self, costs: TableCosts, of: np.ndarray, share: np.ndarray, price: np.ndarray,
-                 mass: np.ndarray, usable: np.ndarray) -> None:
-        self.costs, self.table, self.share = costs, of, share
-        self.price, self.mass, self.usable = price, mass, usable
-
-    def of(self, n: np.ndarray) -> _Search:
-        """The same of fewer pieces."""
-        return _Search(self.costs, self.table[n], self.share[n], self.price[n], self.mass[n],
-                       self.usable[n])
-
-    def least(self, go: np.ndarray, stay: np.ndarray, must: bool, enough: np.ndarray
-              ) -> np.ndarray:
-        """Least sum of `go - stay` over pushed blocks (float64 [n, B, C], [n, B]) and of partial
-        sums; of all blocks, if `must`; float64 [n]. More than `enough` need not be shown."""
-        price = np.where(self.usable, self.price, np.inf).min(axis=1)
-        mass = np.where(self.usable, self.mass, 0.0).max(axis=1)
-        alike = self._prefixes(np.minimum(go.min(axis=2) - stay, 1e30), price, mass, must)
-        if (self.usable.sum(axis=1) == 1).all():
-            return alike
-        return np.maximum(alike, self._divided(go - stay[..., None], must, enough))
-
-    def _prefixes(self, gain: np.ndarray, price: np.ndarray, mass: np.ndarray, must: bool
-                  ) -> np.ndarray:
-        """With owners of one class."""
-        n, one = np.arange(len(gain))[:, None], mass[:, None]
-        if must:
-            share = self.share.sum(axis=1, keepdims=True)
-            sums = self.costs._owners(self.table, share, one)[:, 0]
-            return np.asarray(gain.sum(axis=1) + price * sums)
-        rate = np.where(self.share > 0, gain / np.maximum(self.share, 1e-300),
-                        np.where(gain < 0, -np.inf, np.inf))
-        order = np.argsort(rate, axis=1, kind="stable")
-        gain, share = gain[n, order], self.share[n, order]
-        zero = np.zeros((len(gain), 1))
-        total = np.concatenate([zero, np.cumsum(gain, axis=1)], axis=1)
-        end = np.concatenate([zero, np.cumsum(share, axis=1)], axis=1)
-        found = total + price[:, None] * self.costs._owners(self.table, end, one)
-        least = np.minimum(found.min(axis=1), 0.0)
-        # Inside of a block owners may be full: after the first of them, and after the last.
-        last = one * _full(end[:, 1:], one)
-        first = np.minimum(last, one * (np.floor(end[:, :-1] / one) + 1))
-        for at in (first, last):
-            inside = (at > end[:, :-1]) & (at < end[:, 1:])
-            part = np.where(inside, (at - end[:, :-1]) / np.maximum(share, 1e-300), 0.0)
-            found = total[:, :-1] + part * gain + price[:, None] * self.costs._owners(
-                self.table, np.where(inside, at, 0.0), one)
-            least = np.minimum(least, np.where(inside, found, np.inf).min(axis=1))
-        return least
-
-    def _divided(self, gain: np.ndarray, must: bool, enough: np.ndarray) -> np.ndarray:
-        """With owners of several classes (gain float64 [n, B, C]); a bound of `enough` (float64
-        [n]) is not raised."""
-        size, classes = len(gain), gain.shape[2]
-        each = np.arange(size)
-        low, high = np.zeros((2, size, _PARTS + 1, classes))
-        high += self.share.sum(axis=1)[:, None, None]
-        bound = np.full((size, _PARTS + 1), np.inf)
-        error, cut = np.zeros((2, size, _PARTS + 1, classes))
-        bound[:, 0], error[:, 0], cut[:, 0] = self._part(gain, low[:, 0], high[:, 0], must)
-        for new in range(1, _PARTS + 1):
-            at = bound.argmin(axis=1)
-            worst = error[each, at].argmax(axis=1)
-            least = bound[each, at]
-            n = np.flatnonzero((error[each, at, worst] > _CLOSE * np.abs(least)) & (least < enough))
-            if not n.size:
-                break
-            at, worst = at[n], worst[n]
-            low[n, new], high[n, new] = low[n, at], high[n, at]
-            before = bound[n, at]
-            low[n, new, worst] = high[n, at, worst] = cut[n, at, worst]
-            part = self.of(n)
-            for slot in (at, np.full(n.size, new)):
-                found, error[n, slot], cut[n, slot] = part._part(gain[n], low[n, slot],
-                                                                 high[n, slot], must)
-                bound[n, slot] = np.maximum(found, before)
-        return np.asarray(bound.min(axis=1))
-
-    def _part(self, gain: np.ndarray, low: np.ndarray, high: np.ndarray, must: bool
-              ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bound where the owners of each class hold a share between two (float64 [n, C]): partial
-        sums by a line below them. What the line misses at the shares that blocks then choose, and
-        where to divide; float64 [n], [n, C], [n, C]."""
-        mass = np.maximum(self.mass, _LEAST_SHARE)
-        at_low, at_high = self._cost(low), self._cost(high)
-        wide = np.maximum(high - low, 1e-300)
-        slope, fixed = (at_high - at_low) / wide, at_low - (at_high - at_low) / wide * low
-        full = _full(high, mass) * mass > low  # nothing costs less than owners that are all full
-        slope = np.where(full, self._cost(mass) / mass, slope)
-        fixed = np.where(full, 0.0, fixed)
-        point = high <= low
-        slope, fixed = np.where(point, 0.0, slope), np.where(point, at_low, fixed)
-        slope, fixed = np.where(self.usable, slope, 0.0), np.where(self.usable, fixed, 0.0)
-        bound, held = self._with_lines(gain, slope, fixed, must)
-        best, turned_slope, turned_fixed = bound, slope, fixed
-        for _ in range(_TURNS):
-            # A share beyond an end of its part, where the line is too low: turned about that end,
-            # the line is as high as the cost there, and on the part it is lower than before.
-            end = np.clip(held, low, high)
-            there, cost = turned_fixed + turned_slope * end, self._cost(held)
-            turn = self.usable & (held != end) & (
-                cost > turned_fixed + turned_slope * held + _ROUNDING * np.abs(cost))
-            if not turn.any():
-                break
-            steep = (cost - there) / np.where(turn, held - end, 1.0)
-            turned_slope = np.where(turn, steep, turned_slope)
-            turned_fixed = np.where(turn, there - steep * end, turned_fixed)
-            found, held = self._with_lines(gain, turned_slope, turned_fixed, must)
-            best = np.maximum(best, found)
-        inside = np.clip(held, low, high)
-        error = np.where(self.usable & (inside > low) & (inside < high),
-                         self._cost(inside) - fixed - slope * inside, 0.0)
-        begin = _full(inside, mass) * mass
-        cut = np.where(begin > low, begin, np.where(begin + mass < high, begin + mass, inside))
-        return best, np.maximum(error, 0.0), cut
-
-    def _with_lines(self, gain: np.ndarray, slope: np.ndarray, fixed: np.ndarray, must: bool
-                    ) -> tuple[np.ndarray, np.ndarray]:
-        """Least cost where partial sums lie on lines, and the shares by class that it has; float64
-        [n], [n, C]."""
-        cost = gain + self.share[..., None] * slope[:, None, :]  # [n, B, C]
-        best = cost.argmin(axis=2)
-        least = np.minimum(np.take_along_axis(cost, best[..., None], 2)[..., 0], 1e30)
-        chosen = np.ones_like(best, bool) if must else least < 0
-        bound = np.where(chosen, least, 0.0).sum(axis=1) + fixed.sum(axis=1)
-        held = np.stack([(self.share * (chosen & (best == c))).sum(axis=1)
-                         for c in range(cost.shape[2])], axis=1)
-        return bound, held
-
-    def _cost(self, share: np.ndarray) -> np.ndarray:
-        """Of partial sums by class; float64 [n, C]."""
-        return np.where(self.usable, self.price, 0.0) * self.costs._owners(
-            self.table, share, np.maximum(self.mass, _LEAST_SHARE))
+def _least_ratio(loads: np.ndarray) -> np.ndarray:
+    """The least of loads (float64 [P, 5, B]) over others that are not 0; float64 [P, 5, P, 5]."""
+    by = loads[:, :, None, None]
+    out = np.divide(loads, by, out=np.full((*by.shape[:2], *loads.shape), np.inf), where=by > 0)
+    return np.asarray(np.where(loads < 0, 0.0, out).min(axis=-1))
 
 
 def _full(share: np.ndarray, most: np.ndarray) -> np.ndarray:
