@@ -9,7 +9,7 @@ from typing import Any
 
 from oper.errors import FileFormatError, fail
 from oper.files import read_json
-from oper.report.figures import colour, name_colours, plain, pyplot, stacked, svg_of
+from oper.report.figures import NUM_COLOURS, colour, name_colours, plain, pyplot, stacked, svg_of
 from oper.report.page import Plot, Table, render
 from oper.tables import format_bytes
 
@@ -72,10 +72,12 @@ def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
     """Median milliseconds of every contender, with the 10th and 90th percentile."""
     found = []
     for what in ("step", "forward"):
-        bars: list[tuple[str, list[tuple[str, Mapping[str, float]]]]] = []
+        bars: list[tuple[str, list[tuple[str, Mapping[str, Any]]]]] = []
         for c in cases:
             plans = c.get("plans", c.get("contenders"))
-            times = [(name, p[what]) for name, p in plans.items()
+            times: list[tuple[str, Mapping[str, Any]]] = [
+                (name, {**p[what], "predicted_ms": p.get("predicted_ms")})
+                     for name, p in plans.items()
                      if isinstance(p, dict) and isinstance(p.get(what), dict)
                      and all(_is_number(p[what].get(k)) for k in ("median_ms", "p10_ms", "p90_ms"))
                      ] if isinstance(plans, dict) else []
@@ -83,28 +85,39 @@ def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
                 bars.append((c["name"], times))
         if bars:
             title = "training steps" if what == "step" else "forward passes"
+            mark = (" The diamond is what the cost model predicts." if any(
+                _is_number(t["predicted_ms"]) for _, times in bars for _, t in times) else "")
             found.append(Plot(f"Contenders: {title}", "Median; the line spans the 10th to the 90th "
-                              "percentile.", _grouped(bars, what)))
+                              f"percentile.{mark}", _grouped(bars, what)))
     return found
 
 
-def _grouped(cases: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, float]]]]], name: str
+def _grouped(cases: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]], name: str
              ) -> str:
     names = list(dict.fromkeys(n for _, times in cases for n, _ in times))
     figure, axis = pyplot().subplots(figsize=(8.0, 0.9 + 0.22 * sum(len(t) + 1 for _, t in cases)))
     y, ticks = 0, []
+    by_colour = len(names) <= NUM_COLOURS  # else every bar has its name beside it
     for title, times in cases:
-        ticks.append((y + (len(times) - 1) / 2, title))
-        for contender, t in times:
-            axis.barh(y, t["median_ms"], 0.8, color=colour(names.index(contender)))
-            axis.plot([t["p10_ms"], t["p90_ms"]], [y, y], color="#7f7f7f", linewidth=1.5)
+        if by_colour:
+            ticks.append((y + (len(times) - 1) / 2, title))
+        else:
+            ticks += [(y, title), *((y + 1 + k, n) for k, (n, _) in enumerate(times))]
             y += 1
-        y += 1
+        for contender, t in times:
+            number = names.index(contender) if by_colour else int(contender != "oper")
+            axis.barh(y, t["median_ms"], 0.8, color=colour(number))
+            axis.plot([t["p10_ms"], t["p90_ms"]], [y, y], color="#7f7f7f", linewidth=1.5)
+            if _is_number(t["predicted_ms"]):
+                axis.plot(t["predicted_ms"], y, marker="D", markersize=4, color="#7f7f7f")
+            y += 1
+        y += by_colour
     axis.set_yticks([at for at, _ in ticks], [plain(title) for _, title in ticks], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds")
     axis.spines[["top", "right"]].set_visible(False)
-    name_colours(axis, names)
+    if by_colour:
+        name_colours(axis, names)
     return svg_of(figure, f"contenders {name}")
 
 

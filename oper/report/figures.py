@@ -21,6 +21,7 @@ _TERM_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00
 PLACEMENT_COLOURS = {"replicated": "#009E73", "striped": "#56B4E9", "striped push": "#0072B2",
                      "owned": "#E69F00", "owned push": "#D55E00",
                      "host memory": "#882255", "copy per host": "#CC79A7"}
+NUM_COLOURS = len(_TERM_COLOURS)
 _MARK = "#7f7f7f"  # seen on light and on dark pages
 _MAX_CURVES = 10
 _MAX_LABEL = 48  # characters
