@@ -29,15 +29,16 @@ def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
 
 
 def number(least: float = 0.0, above: bool = False) -> Callable[[str], float]:
-    """A type for ``add_argument``: finite numbers from `least` on, or above it."""
+    """A type for ``add_argument``: finite numbers from `least` on, or above it; `least` -inf: any."""
+    limits = "finite number" if least == -math.inf else f"number {'>' if above else '>='} {least:g}"
+
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (least < value if above else least <= value) or value == math.inf:
-            raise argparse.ArgumentTypeError(
-                f"{text!r}, expected a number {'>' if above else '>='} {least:g}")
+        if not (least < value if above else least <= value) or math.isinf(value):
+            raise argparse.ArgumentTypeError(f"{text!r}, expected a {limits}")
         return value
 
     return parse

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, UsageError, fail
 from oper.files import check_local
-from oper.flags import whole
+from oper.flags import number, whole
 
 if TYPE_CHECKING:
     from oper.data.preprocessing.options import PreprocessOptions
@@ -71,7 +72,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                      help="id columns; A:| for fields like 3|17|4, A:integral for ids written "
                           "17850.0, A:int, A:uint64, A:hex32, A:bins=18/30 for numbers by bins")
     own.add_argument("--label", metavar="NAME", help="column of 0 and 1, or with")
-    own.add_argument("--threshold", type=float, metavar="X", help="1 for numbers from X on")
+    own.add_argument("--threshold", type=number(-math.inf), metavar="X",
+                     help="1 for numbers from X on")
     own.add_argument("--among", metavar="A,B", help="1 for these texts")
     own.add_argument("--dense", metavar="A,B", help="number columns; A:log1p = log(1 + max(A, 0))")
     own.add_argument("--cross", action="append", metavar="A*B=N", default=[],

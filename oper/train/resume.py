@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from oper.data import Folder
-from oper.errors import FileFormatError, InvalidInputError, OperError, PeerLostError, fail
+from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError, fail
 from oper.files import write_text
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.files import METADATA
@@ -86,7 +86,7 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._survivors and self._step and kind and issubclass(
-                kind, (PeerLostError, RuntimeError)):
+                kind, (DeadlineError, RuntimeError)):  # PeerLostError is one, too
             try:
                 if self._survivors.save(self._folder, self._extra(self._step)):
                     _log.warning("step %d is saved from what the survivors hold", self._step)
