@@ -29,7 +29,7 @@ def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
 
 
 def number(least: float = 0.0, above: bool = False) -> Callable[[str], float]:
-    """A type for ``add_argument``: finite numbers from `least` on, or above it; `least` -inf: any."""
+    """A type for ``add_argument``: finite numbers from `least` on, or above it; any if -inf."""
     limits = "finite number" if least == -math.inf else f"number {'>' if above else '>='} {least:g}"
 
     def parse(text: str) -> float:
