@@ -96,12 +96,12 @@ def test_they_save_what_crosses_hosts(topology):
 
 def test_copies_are_dealt_evenly_and_rows_stay_whole():
     stated = problem(6, 2, gpus(8, per_host=4), allow=PER_HOST)
-    model, first = CostModel(stated), copy_sets(CostModel(stated).machine)[0]
+    relaxation = Relaxation(CostModel(stated))
+    model, first = relaxation.model, copy_sets(relaxation.model.machine)[0]
     placements = [(Piece(0, t.spec.dim, (Tier(0, t.spec.num_rows, "replicated", first),)),)
                   for t in stated.tables]
     load = {s: 0.0 for s in copy_sets(model.machine)}
-    for t, (piece,) in zip(stated.tables, spread_copies(model, stated.tables, placements),
-                           strict=True):
+    for t, (piece,) in zip(stated.tables, spread_copies(relaxation, placements), strict=True):
         edges = [x.start for x in piece.tiers] + [piece.tiers[-1].stop]
         assert edges == sorted(set(edges)) and edges[0] == 0 and edges[-1] == t.spec.num_rows
         assert [x.stop for x in piece.tiers[:-1]] == edges[1:-1]

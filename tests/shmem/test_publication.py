@@ -34,10 +34,11 @@ from tests.shmem.test_publication import look
 from oper.shmem.publication.reader import Reader, shared_pss_bytes
 torch.set_num_threads(1)
 reader = Reader(sys.argv[1], 180.0, int(sys.argv[2]))
-print("ready", flush=True)
 if sys.argv[3:] == ["hold"]:
     with reader.pinned():
+        print("ready", flush=True)
         time.sleep(600)
+print("ready", flush=True)
 print(*look(reader, int(sys.argv[1].rpartition("-")[2])), flush=True)
 sys.stdin.readline()
 print(shared_pss_bytes(), flush=True)

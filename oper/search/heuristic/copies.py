@@ -9,46 +9,93 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Piece, Tier
+from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
-from oper.search.cost.tally import row_bytes
-from oper.search.heuristic.placing import Placement
-from oper.search.problem.machine import copy_sets
+from oper.search.cost.tally import Tally, row_bytes
+from oper.search.heuristic.placing import Placement, tallied
+from oper.search.problem.machine import by_group, copy_sets
 from oper.search.problem.statement import TOUCHED, TableProblem
 
-_FINE = 4.0  # parts of a rank's mean load that copies are cut into
+#: Parts of a rank's mean load that copies are cut into; a table of one tier pays for its second.
+_COARSE, _FINE = 4, 16
 _MAX_SETS = 8  # tiers of one table that they are cut into
+_POWER = 16  # of the mean that stands for the slowest rank, so that ties do not stop the search
+_PASSES = 4  # over all parts
+
+_Part = tuple[int, int, int, Tier]  # table, piece, tier, and some of its rows
 
 
-def spread_copies(model: CostModel, tables: Sequence[TableProblem],
-                  placements: Sequence[Placement]) -> list[Placement]:
+def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> list[Placement]:
     """The placements with their copies dealt over the ranks of hosts.
 
+    Tiers are cut into parts, and the parts are given to ranks by local search: each in turn, the
+    largest first, goes where the step is then the shortest. Ranks of a host count as alike.
+
     Args:
-        model: the cost model.
-        tables: the tables.
-        placements: of each; copies all on the first of `copy_sets`.
+        relaxation: the cost model and the tables.
+        placements: of each table; copies all on the first of `copy_sets`.
     """
+    model, tables = relaxation.model, relaxation.tables
     sets = copy_sets(model.machine)
-    if not sets:
-        return list(placements)
     found = [(k, i, n) for k, pieces in enumerate(placements) for i, piece in enumerate(pieces)
-             for n, tier in enumerate(piece.tiers) if _is_first(tier, sets)]
-    weight = {(k, i, n): _weight(tables[k], placements[k][i], n) for k, i, n in found}
-    load = np.zeros(len(sets))
-    parts: dict[tuple[int, int, int], list[Tier]] = {}
-    grain = sum(weight.values()) / len(sets) / _FINE
-    for place in sorted(found, key=lambda p: (-weight[p], p)):
-        k, i, n = place
-        tier = placements[k][i].tiers[n]
-        count = min(int(np.ceil(weight[place] / max(grain, 1e-30))), len(sets), _MAX_SETS)
-        parts[place] = _cut(tables[k], tier, max(1, count))
-        for x, part in enumerate(parts[place]):
-            to = int(load.argmin())
-            load[to] += weight[place] / len(parts[place])
-            parts[place][x] = replace(part, ranks=sets[to])
-    return [tuple(Piece(p.start, p.stop, tuple(
-        y for n, x in enumerate(p.tiers) for y in parts.get((k, i, n), [x])))
+             for n, tier in enumerate(piece.tiers) if sets and _is_first(tier, sets)]
+    if not found:
+        return list(placements)
+    weight = [_weight(tables[k], placements[k][i], n) for k, i, n in found]
+    mean = max(sum(weight), 1e-30) / len(sets)
+    parts: list[_Part] = []
+    for (k, i, n), w in zip(found, weight, strict=True):
+        fine = _FINE if len(placements[k][i].tiers) > 1 else _COARSE
+        count = max(1, min(int(np.ceil(fine * w / mean)), len(sets), _MAX_SETS))
+        parts += [(k, i, n, x) for x in _cut(tables[k], placements[k][i].tiers[n], count)]
+    loads = np.stack([_loads(model, model.piece_tally(
+        tables[k], replace(placements[k][i], tiers=(x,)), True)) for k, i, n, x in parts])
+    total = _loads(model, tallied(relaxation, _with(placements, parts, [sets[0]] * len(parts))))
+    return _with(placements, parts, [sets[x] for x in _dealt(loads, total, sets)])
+
+
+def _with(placements: Sequence[Placement], parts: Sequence[_Part],
+          ranks: Sequence[tuple[int, ...]]) -> list[Placement]:
+    """The placements with tiers replaced by their parts, each on its ranks."""
+    cut: dict[tuple[int, int, int], list[Tier]] = {}
+    for (k, i, n, x), r in zip(parts, ranks, strict=True):
+        cut.setdefault((k, i, n), []).append(replace(x, ranks=r))
+    return [tuple(replace(p, tiers=tuple(
+        y for n, x in enumerate(p.tiers) for y in cut.get((k, i, n), [x])))
         for i, p in enumerate(pieces)) for k, pieces in enumerate(placements)]
+
+
+def _loads(model: CostModel, tally: Tally) -> np.ndarray:
+    """Seconds by phase and by group of terms that run beside each other; float64 [P, 6, W]."""
+    return by_group(model.units(tally) * model.machine.seconds_per_unit)
+
+
+def _dealt(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
+    """Numbers of the sets that parts go to.
+
+    Args:
+        loads: float64 [N, P, 6, W], of each part where it is on the first set.
+        total: float64 [P, 6, W], of everything where all parts are there.
+        sets: of ranks.
+    """
+    seen = np.tile(np.arange(total.shape[-1]), (len(sets), 1))  # each rank in the first set's terms
+    for swapped, ranks in zip(seen, sets, strict=True):
+        swapped[list(ranks)], swapped[list(sets[0])] = sets[0], ranks
+    at = np.full(len(loads), -1)
+    now = total - loads.sum(axis=0)
+    for _ in range(_PASSES):
+        before = at.copy()
+        for n in np.argsort(-loads.max(axis=(1, 2, 3)), kind="stable").tolist():
+            if at[n] >= 0:
+                now = now - loads[n][..., seen[at[n]]]
+            then = (now[:, :, None] + loads[n][..., seen]).clip(0.0)  # [P, 6, sets, W]
+            most = np.maximum(then.max(axis=(1, 3), keepdims=True), 1e-30)
+            mean = ((then / most) ** _POWER).sum(axis=(1, 3), keepdims=True) ** (1 / _POWER)
+            at[n] = (most * mean).sum(axis=0).argmin()
+            now = then[:, :, at[n]]
+        if (at == before).all():
+            break
+    return at.tolist()
 
 
 def _is_first(tier: Tier, sets: list[tuple[int, ...]]) -> bool:

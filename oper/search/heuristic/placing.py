@@ -227,12 +227,17 @@ def table_tally(model: CostModel, t: TableProblem, pieces: Placement) -> Tally:
     return model.tally(t, pieces, t.ids_are_positions or is_cut(pieces))
 
 
+def tallied(relaxation: Relaxation, placements: list[Placement]) -> Tally:
+    """Tally of placements of all tables of the relaxation, with what all plans pay."""
+    total = relaxation.base_tally
+    for t, pieces in zip(relaxation.tables, placements, strict=True):
+        total = total.plus(table_tally(relaxation.model, t, pieces))
+    return total
+
+
 def evaluated(relaxation: Relaxation, placements: list[Placement]) -> Evaluation:
     """What placements of all tables of the relaxation cost, with what all plans pay."""
-    model, total = relaxation.model, relaxation.base_tally
-    for t, pieces in zip(relaxation.tables, placements, strict=True):
-        total = total.plus(table_tally(model, t, pieces))
-    return model.evaluation(total)
+    return relaxation.model.evaluation(tallied(relaxation, placements))
 
 
 def table_plan(t: TableProblem, pieces: Placement) -> TablePlan:

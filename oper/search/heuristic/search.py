@@ -142,8 +142,7 @@ def _found(book: RecipeBook, parts: list[list[Part]], units: tuple[int, ...]) ->
     placements = Placer(relaxation, book.total).place(parts, units)
     held = relaxation.problem.constraints.tables
     placements = [impose(held.get(t.spec.name), x) for t, x in zip(
-        relaxation.tables, spread_copies(relaxation.model, relaxation.tables, placements),
-        strict=True)]
+        relaxation.tables, spread_copies(relaxation, placements), strict=True)]
     return Found(placements, evaluated(relaxation, placements))
 
 
