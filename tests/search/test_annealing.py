@@ -15,12 +15,13 @@ from oper.search import native
 from oper.search.bound.master import lower_bound
 from oper.search.bound.options import PUSH
 from oper.search.cost.model import evaluate
+from oper.search.cost.tally import owned_features
 from oper.search.heuristic.annealing import Annealing, Packed
 from oper.search.heuristic.placing import Placer, evaluated
 from oper.search.heuristic.recipes import RecipeBook
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
-from oper.search.problem.statement import Problem, make_problem
+from oper.search.problem.statement import ROWS, Problem, make_problem
 from oper.topology import Costs, Topology
 from tests.search.search_cases import gpus, host, problem, tables_and_stats
 
@@ -165,6 +166,18 @@ def test_ranks_without_pushed_pieces_own_more_of_the_pulled_rows() -> None:
     assert sum(found.units) > 0 and min(found.units) < max(found.units)
     ((_, owner, _),) = found.parts[0][0].shards
     assert found.units[owner[0]] <= np.mean(found.units)
+
+
+@pytest.mark.parametrize("units", [(0, 256), (256, 0), (1, 3)])
+def test_ranks_own_the_parts_of_pulled_rows_that_they_were_given(units: tuple[int, int]) -> None:
+    """All of them, where one rank has been given all."""
+    annealed = _annealing(problem(6, 1, _hosts(2, 1), allow=frozenset({"striped", "owned", "pull"})))
+    found = annealed.run(1_000, 0.0, 1)
+    placed = Placer(annealed.relaxation, annealed.book.total).place(found.parts, units)
+    held = sum(owned_features(t, tier, 2, True)[ROWS]
+               for t, pieces in zip(annealed.relaxation.tables, placed, strict=True)
+               for tier in pieces[0].tiers)
+    assert held / held.sum() == pytest.approx(np.array(units) / sum(units), abs=0.02)
 
 
 def test_arguments_of_another_size_or_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ class Placer:
         ranks = self.relaxation.classes.ranks[chosen.rank_class]
         units = units[ranks] // max(1, int(np.gcd.reduce(units[ranks])))
         placements = self.model.problem.placements_of(self.relaxation.tables[k].spec.name)
-        if (units <= 1).all() or "striped" not in placements:
+        if (units == units[0]).all() or "striped" not in placements:
             return None
         if stop - start < 2 * units.sum():
             # Systematic sampling, begun elsewhere for every table, so that roundings cancel.
@@ -156,7 +156,8 @@ class Placer:
             units = np.diff(np.floor(ends + k * _GOLDEN % 1.0), prepend=0).astype(np.int64)
         has = units > 0
         if has.sum() == 1:
-            return None
+            owned = "owned" in placements
+            return Tier(start, stop, "owned" if owned else "striped", (int(ranks[has][0]),))
         return Tier(start, stop, "striped", tuple(ranks[has].tolist()),
                     tuple(units[has].tolist()), "pull")
 
