@@ -303,14 +303,15 @@ Status meet(Context& context, Meeting what, const Batch& batch, ParallelFor para
   return context.exchange ? context.exchange->meet(what, batch, parallel, mine) : mine;
 }
 
-// Features of tables that are read directly.
-Status pool_direct(Context& context, const Batch& batch, float* out, bool all,
+// Features of tables for which `direct(table)`: those that are read directly.
+template <class Direct>
+Status pool_direct(Context& context, const Batch& batch, float* out, Direct direct,
                    ParallelFor parallel) {
   std::atomic<int64_t> bad{-1};
   const auto task = [&](size_t f, const BagRange& range, Scratch& scratch) {
     reach(FaultPoint::kForward);
     const Table& table = context.tables[context.features[f].table];
-    if (all || !table.has_push) note_bad(bad, kernels().pool(table, range, out, scratch));
+    if (direct(table)) note_bad(bad, kernels().pool(table, range, out, scratch));
   };
   run_bag_tasks(context, batch, false, parallel, task);
   if (bad.load() >= 0) return {4, bad.load()};
@@ -355,14 +356,24 @@ void count_gradients(Context& context) {
   }
 }
 
-Status forward_with_push(Context& context, const Batch& batch, float* out, ParallelFor parallel) {
+// What others hold, rows and sums, is asked for in one meeting and comes in another: a link that
+// carries much of the one carries little of the other, and nobody waits for it twice.
+Status forward_with_push(Context& context, Batch& batch, float* out, ParallelFor parallel) {
+  Exchange* const exchange = context.exchange.get();
+  const bool pulls = exchange && exchange->gathers(true);
+  const auto is_awaited = [&](const Table& table) {
+    return pulls && exchange->has_far_rows(table, true);
+  };
   const std::vector<int32_t> tables = push_tables(context, false);
   const std::vector<int32_t> own = push_tables(context, true);
   const int64_t n = static_cast<int64_t>(tables.size());
   const int64_t num_own = static_cast<int64_t>(own.size());
   context.reset_outbox();
-  Status status = pool_direct(context, batch, out, false, parallel);
+  Status status = pool_direct(
+      context, batch, out,
+      [&](const Table& table) { return !table.has_push && !is_awaited(table); }, parallel);
   std::atomic<int64_t> bad{status.code ? status.detail : -1};
+  if (pulls) note_bad(bad, exchange->list_far_rows(batch, kRows, true, parallel));
   std::atomic<bool> full{false};
   run_tasks(context, num_own, false, parallel, [&](int64_t k, Scratch& scratch) {
     const int64_t result = kernels().request(context, own[k], batch, scratch);
@@ -381,6 +392,13 @@ Status forward_with_push(Context& context, const Batch& batch, float* out, Paral
   if (full.load()) return meet(context, Meeting::kPartials, batch, parallel, {3, -1});
   status = meet(context, Meeting::kPartials, batch, parallel);
   if (status.code != 0) return status;
+  if (pulls) {
+    exchange->address_rows(batch, parallel);
+    status = pool_direct(
+        context, batch, out,
+        [&](const Table& table) { return !table.has_push && is_awaited(table); }, parallel);
+    if (status.code != 0) return status;
+  }
   run_tasks(context, num_own, false, parallel, [&](int64_t k, Scratch& scratch) {
     kernels().pool_pushed(context, own[k], batch, out, scratch);
   });
@@ -397,7 +415,8 @@ Status forward(Context& context, const Batch& batch, float* out, bool collective
                ParallelFor parallel) {
   PhaseClock clock(context);
   Batch found = batch;
-  if (context.exchange && context.exchange->gathers(collective && context.has_push)) {
+  const bool pushes = collective && context.has_push;
+  if (!pushes && context.exchange && context.exchange->gathers(false)) {
     const Status status = context.exchange->gather(found, kRows, collective, parallel);
     if (status.code != 0) return status;
   }
@@ -406,11 +425,11 @@ Status forward(Context& context, const Batch& batch, float* out, bool collective
   if (copies.owns_lock()) {
     const Status status = context.peer_rows->stage(context, found, collective, parallel);
     // A rank that cannot look up learns of it where it meets the others.
-    if (status.code != 0 && !(collective && context.has_push)) return status;
+    if (status.code != 0 && !pushes) return status;
   }
-  const Status status = collective && context.has_push
-                            ? forward_with_push(context, found, out, parallel)
-                            : pool_direct(context, found, out, true, parallel);
+  const Status status =
+      pushes ? forward_with_push(context, found, out, parallel)
+             : pool_direct(context, found, out, [](const Table&) { return true; }, parallel);
   context.count_pass(0);
   clock.end(kForward);
   return status;

@@ -30,6 +30,7 @@ Exchange::Exchange(Context& context, ExchangeSetup setup)
   asked_by_.resize(static_cast<size_t>(W * T));
   listed_.resize(static_cast<size_t>(W * T));
   asked_slots_.resize(static_cast<size_t>(W * T));
+  num_asked_slots_.resize(static_cast<size_t>(W * T));
   gathered_.resize(static_cast<size_t>(W * T));
   for (int32_t r = 0; r < W; ++r) {
     if (setup_.near[r]) continue;
@@ -59,6 +60,7 @@ Exchange::Exchange(Context& context, ExchangeSetup setup)
         is_far |= table.read.tiers[k].base[o] < 0;
         pulls_far |= table.read.tiers[k].base[o] < 0 && !table.pushes[k];
       }
+    is_far_.push_back(is_far);
     pulls_far_.push_back(pulls_far);
     if (is_far) far_tables_.push_back(static_cast<int32_t>(t));
   }

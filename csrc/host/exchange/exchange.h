@@ -3,7 +3,8 @@
 // What such a rank has left for this one is received into private buffers and laid out as a mirror
 // of its outbox, so that the kernels read it like that of a neighbour. Per meeting there is one
 // exchange of fixed-size headers (phase, error, counts) among all ranks and one of what they count,
-// for all tables at once; a gather is followed by one of the rows that were asked for.
+// for all tables at once; a gather is followed by one of the rows that were asked for. Where owners
+// pool rows, too, rows are asked for together with sums, and come together with them.
 #pragma once
 
 #include <memory>
@@ -64,9 +65,17 @@ class Exchange {
   bool gathers(bool pools) const { return pools ? setup_.pulls : setup_.gathers; }
   // Whether ranks read replicas of their neighbours.
   bool shares_replicas() const { return setup_.shares_replicas; }
+  // Whether some rows of a table cannot be addressed; `pulled`: some of those that no owner pools.
+  bool has_far_rows(const Table& table, bool pulled) const {
+    return (pulled ? pulls_far_ : is_far_)[table.index];
+  }
   // Fetches the rows of other domains that the batch needs and fills in their addresses, which hold
   // until the next gather. Collective. `collective` is that of `forward`.
   Status gather(Batch& batch, Moved kind, bool collective, ParallelFor parallel);
+  // The two halves of a gather whose meetings are kRequests and kPartials: lists the rows, and returns
+  // -1 or the position of an id that is out of range; and fills in the addresses.
+  int64_t list_far_rows(const Batch& batch, Moved kind, bool collective, ParallelFor parallel);
+  void address_rows(Batch& batch, ParallelFor parallel);
   // `mine` is an error of this rank, if any; all ranks learn of it.
   Status meet(Meeting what, const Batch& batch, ParallelFor parallel, Status mine);
   // [kNumSent][W] bytes sent since the last reset, and the number of exchanges.
@@ -161,7 +170,11 @@ class Exchange {
   void list_bags(int64_t table, int32_t peer);
   bool is_as_before(int64_t table, int32_t peer, bool weighted) const;
   void deliver(Meeting what, bool is_reply, int32_t peer, int64_t table, const char* const* arrays);
-  void address_rows(Batch& batch, ParallelFor parallel);
+  // Distinct rows of a table that this rank asks a rank for.
+  uint32_t num_far_rows(int32_t peer, int64_t table) const {
+    const std::vector<int64_t>& split = splits_[table];
+    return split.empty() ? 0 : static_cast<uint32_t>(split[peer + 1] - split[peer]);
+  }
   // Whether the counts and slots that a rank has sent are such as a rank of this job sends. Nothing
   // is allocated, read or written by them before.
   bool counts_fit(Meeting what, int32_t peer, int64_t table) const;
@@ -177,7 +190,8 @@ class Exchange {
   ExchangeSetup setup_;
   std::vector<int32_t> far_;         // ranks of other domains, ascending
   std::vector<int32_t> far_tables_;  // tables with rows that this rank cannot address
-  std::vector<bool> pulls_far_;      // [T] whether some of these are in pulled tiers
+  std::vector<bool> is_far_;         // [T] whether it is one of these
+  std::vector<bool> pulls_far_;      // [T] whether some of these rows are in pulled tiers
   int64_t head_width_;
   std::vector<uint32_t> heads_out_, heads_in_;
   uint32_t sequence_ = 0;
@@ -191,6 +205,7 @@ class Exchange {
   std::vector<Requested> asked_, asked_by_;   // [W * T] in the last forward pass: sent, received
   std::vector<Listed> listed_;                // [W * T]
   std::vector<const uint32_t*> asked_slots_;  // [W * T] of this rank
+  std::vector<uint32_t> num_asked_slots_;     // [W * T]
   std::vector<const char*> gathered_;         // [W * T] rows
   std::vector<std::vector<char>> mirrors_;    // outbox headers of far ranks
   std::vector<std::pair<void*, size_t>> mapped_;

@@ -18,10 +18,12 @@ Exchange::Shapes Exchange::shapes_of(Meeting what, bool is_reply, const Table& t
       return {{{kSentRowIds, 0, 4}}, 1};
     case Meeting::kRequests:
       return {{{kSentIds, 0, 4}, {kSentIds, 0, 4, false, false, true},
-               {kSentIdWeights, 0, 4, false, true}},
-              3};
+               {kSentIdWeights, 0, 4, false, true}, {kSentRowIds, 1, 4}},
+              4};
     case Meeting::kPartials:
-      return {{{kSentPartialSums, 0, gradient, true}}, 1};
+      return {{{kSentPartialSums, 0, gradient, true},
+               {kSentRows, 1, row, table.row_type == RowType::kFloat32}},
+              2};
     case Meeting::kGradients:
       return {{{kSentGradientRows, 0, 4}, {kSentGradientRows, 0, gradient, true},
                {kSentGradientIds, 1, 4}, {kSentGradientIds, 1, 4, false, false, true},
@@ -52,12 +54,13 @@ void Exchange::count_table(Meeting what, bool weighted, int64_t t) {
   for (int32_t r : far_) {
     uint32_t* counts = counts_to(r, t);
     std::fill(counts, counts + kCounts, 0u);
-    if (what == Meeting::kGather && !splits_[t].empty())
-      counts[0] = static_cast<uint32_t>(splits_[t][r + 1] - splits_[t][r]);
+    if (what == Meeting::kGather) counts[0] = num_far_rows(r, t);
+    if (what == Meeting::kRequests && setup_.pulls) counts[1] = num_far_rows(r, t);
     if (what == Meeting::kRequests && table.is_pushed) {
       counts[0] = static_cast<uint32_t>(asked[r + 1] - asked[r]);
       list_bags(t, r);
     }
+    if (what == Meeting::kPartials) counts[1] = num_asked_slots_[cell(r, t)];
     if (what == Meeting::kPartials && table.is_pushed)
       counts[0] = static_cast<uint32_t>(context_.partial_table(context_.rank, t, r)->count);
     if (what == Meeting::kGradients) {
@@ -183,9 +186,13 @@ Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, 
   const char* base = context_.outbox[context_.rank];
   const int64_t gradient = context_.tables[t].gradient_bytes();
   if (what == Meeting::kPartials) {
+    if (part == 1)
+      return {reinterpret_cast<const char*>(context_.tables[t].rows), asked_slots_[cell(r, t)]};
     const PartialTable* entry = context_.partial_table(context_.rank, t, r);
     return {base + entry->rows_offset};
   }
+  if (what == Meeting::kRequests && part == 3)
+    return {reinterpret_cast<const char*>(far_rows_[t].keys + splits_[t][r])};
   if (what == Meeting::kGradients && part < 2) {
     OutboxTable* entry = context_.outbox_table(context_.rank, t);
     const int64_t first = Context::outbox_begin(entry)[r];
@@ -216,9 +223,10 @@ bool Exchange::counts_fit(Meeting what, int32_t r, int64_t t) const {
     case Meeting::kGather:
       return counts[0] <= mine;
     case Meeting::kRequests:
-      return counts[0] == 0 || (table.is_pushed && counts[0] != kAsBefore);
-    case Meeting::kPartials:  // one for each bag that was asked for
-      return counts[0] == (table.is_pushed ? bags_[cell(r, t)].size() : 0);
+      return (counts[0] == 0 || (table.is_pushed && counts[0] != kAsBefore)) && counts[1] <= mine;
+    case Meeting::kPartials:  // one for each bag, and for each row, that was asked for
+      return counts[0] == (table.is_pushed ? bags_[cell(r, t)].size() : 0) &&
+             counts[1] == (setup_.pulls ? num_far_rows(r, t) : 0);
     case Meeting::kGradients:
       if (counts[0] > mine) return false;
       if (!table.is_pushed) return counts[1] == 0 && counts[2] == 0;
@@ -249,7 +257,8 @@ bool Exchange::slots_fit(Meeting what, bool is_reply, int32_t r, int64_t t,
   const Table& table = context_.tables[t];
   const uint32_t* counts = counts_from(r, t);
   const int64_t mine = num_slots(table, context_.rank), theirs = num_slots(table, r);
-  const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
+  const auto* slots =
+      reinterpret_cast<const uint32_t*>(arrays[what == Meeting::kRequests ? 3 : 0]);
   const auto below = [&](int64_t n, int64_t end) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; ++i) largest = std::max(largest, slots[i]);
@@ -259,7 +268,7 @@ bool Exchange::slots_fit(Meeting what, bool is_reply, int32_t r, int64_t t,
     case Meeting::kGather:
       return is_reply || below(counts[0], mine);
     case Meeting::kRequests:
-      return requests_fit(arrays[0], arrays[1], counts[0], -1, t);
+      return below(counts[1], mine) && requests_fit(arrays[0], arrays[1], counts[0], -1, t);
     case Meeting::kPartials:
       return true;
     case Meeting::kGradients: {
@@ -309,8 +318,11 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
     case Meeting::kRequests:
       asked_by_[cell(r, t)] = {arrays[0], arrays[1], arrays[2], counts[0]};
       lay_out_requests(asked_by_[cell(r, t)], nullptr);
+      asked_slots_[cell(r, t)] = reinterpret_cast<const uint32_t*>(arrays[3]);
+      num_asked_slots_[cell(r, t)] = counts[1];
       break;
     case Meeting::kPartials:
+      gathered_[cell(r, t)] = arrays[1];
       *context_.partial_table(r, t, context_.rank) = {
           counts[0], reinterpret_cast<const char*>(bags_[cell(r, t)].data()) - base,
           arrays[0] - base};
@@ -346,6 +358,16 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
 
 Status Exchange::gather(Batch& batch, Moved kind, bool collective, ParallelFor parallel) {
   if (failed_.code != 0) return failed_;
+  const int64_t bad = list_far_rows(batch, kind, collective, parallel);
+  Status status = meet(Meeting::kGather, batch, parallel, bad >= 0 ? Status{4, bad} : Status{});
+  if (status.code != 0) return status;
+  status = exchange_payload(Meeting::kGather, true, false, parallel);
+  if (status.code == 0) address_rows(batch, parallel);
+  return status;
+}
+
+int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
+                                ParallelFor parallel) {
   const int32_t W = context_.world_size;
   const int64_t num_far = static_cast<int64_t>(far_tables_.size());
   int64_t total = 0;
@@ -392,11 +414,7 @@ Status Exchange::gather(Batch& batch, Moved kind, bool collective, ParallelFor p
       for (int64_t i = split[r]; i < split[r + 1]; ++i)
         rows.keys[i] -= static_cast<uint32_t>(table.owner_begin[r]);
   });
-  Status status = meet(Meeting::kGather, batch, parallel, bad.load() >= 0 ? Status{4, bad.load()} : Status{});
-  if (status.code != 0) return status;
-  status = exchange_payload(Meeting::kGather, true, false, parallel);
-  if (status.code == 0) address_rows(batch, parallel);
-  return status;
+  return bad.load();
 }
 
 void Exchange::address_rows(Batch& batch, ParallelFor parallel) {

@@ -1,5 +1,7 @@
 #include "host/exchange/peer_rows.h"
 
+#include "host/exchange/exchange.h"
+
 #include <atomic>
 #include <cstring>
 
@@ -33,9 +35,8 @@ Status PeerRows::stage(Context& context, Batch& batch, bool collective, Parallel
             [&](int64_t t, Scratch& scratch) {
     const Table& table = context.tables[t];
     if ((!counts && !is_chosen[t]) || (collective && table.has_push)) return;
-    // An exchange with other memory domains has found this batch's rows.
-    for (int32_t f : table.features)
-      if (batch.features[f].rows != nullptr) return;
+    // An exchange with other memory domains finds the rows of this one.
+    if (context.exchange && context.exchange->has_far_rows(table, false)) return;
     int64_t total = 0;
     for (int32_t f : table.features) {
       const FeatureBags& bags = batch.features[f];

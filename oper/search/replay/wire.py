@@ -102,10 +102,8 @@ class WireReplay:
                 for piece, placed in zip(entry.pieces, pieces, strict=True):
                     sizes = _Sizes(table, piece.stop - piece.start, self.is_half)
                     self._refreshes(sent, placed, sizes, touched)
-        # Rows of pushed tiers are pooled by their owners: then only those of pulled tiers are asked
-        # for.
-        asks = self._needs.pulls if self._has_push else self._needs.gathers
-        meetings = int(asks) + 2 * self._has_push
+        # Where owners pool rows of pushed tiers, those of pulled tiers travel in the same meetings.
+        meetings = 2 if self._has_push else int(self._needs.gathers)
         if self.training:
             meetings += 1 + rounds + self._needs.refreshes
             meetings += int(self._needs.gathers and trains_weights)

@@ -1,7 +1,7 @@
 """The exchange between memory domains for tables in device memory.
 
-What `csrc/host/exchange/exchange.h` is for host memory: the same meetings, the same messages, the
-same order of sums. Within a domain kernels read their peers' memory; ranks of other domains send
+What `csrc/host/exchange/exchange.h` is for host memory: the same messages, the same order of sums;
+the same meetings, but that rows and sums of owners travel one after the other. Within a domain kernels read their peers' memory; ranks of other domains send
 each other distinct rows, partial sums, reduced gradients, squares and changed masters by
 collectives of torch.distributed (NCCL where the group has it). What a far rank has sent is laid out
 as a mirror of its outbox, request or partial sums, which kernels read like a neighbour's.
