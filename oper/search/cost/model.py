@@ -77,7 +77,9 @@ from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Probl
 from oper.traffic import ROW_WISE
 
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
-ID_BYTES = 8  # one id on the wire
+ID_BYTES = 8  # one id in memory
+SLOT_BYTES = 4  # number of a row at its owner, which goes with its gradient and its new value
+REQUEST_BYTES = SLOT_BYTES + 1 / 8  # to an owner, per pushed id; the bit says where bags begin
 SQUARE_BYTES = 4  # of a row's sum of squared gradients over the columns of a piece
 PUSH_PASSES = 3  # over the ids of a table with pushed rows, at their reader, in each direction
 #: Columns of the rows that the host kernels are compiled for; others take a loop over columns.
@@ -135,7 +137,7 @@ class CostModel:
         out[..., SERVED, :] = owner[..., TOUCHED, :] * row
         out[..., HELD, :] = owner[..., ROWS, :] * row
         if self.training:
-            out[..., GRADS, :] = owner[..., TOUCHED, :] * grad
+            out[..., GRADS, :] = owner[..., TOUCHED, :] * (grad + SLOT_BYTES)
             out[..., HELD, :] += owner[..., ROWS, :] * state
         total = owner.sum(axis=-1)
         self._add_reader(out, t, width, total)
@@ -151,8 +153,8 @@ class CostModel:
         total = master.sum(axis=-1)
         out[..., HELD, :] = total[..., ROWS, None] * row
         if self.training:
-            out[..., GRADS, :] = master[..., TOUCHED, :] * grad
-            out[..., BROADCAST, :] = master[..., TOUCHED_ALL, :] * row
+            out[..., GRADS, :] = master[..., TOUCHED, :] * (grad + SLOT_BYTES)
+            out[..., BROADCAST, :] = master[..., TOUCHED_ALL, :] * (row + SLOT_BYTES)
             out[..., HELD, :] += master[..., ROWS, :] * (row + state)  # masters beside the copies
             out[..., UPDATE_NS, :] = total[..., TOUCHED_ALL, None] * self.costs.refresh_ns
         else:
@@ -172,7 +174,7 @@ class CostModel:
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
         ids, every = owner[..., IDS, :] * world, owner[..., TOUCHED_ALL, :]
         mine = owner[..., IDS, :].sum(axis=-1)[..., None]
-        out[..., PUSH_IDS, :] = owner[..., IDS, :] * ID_BYTES
+        out[..., PUSH_IDS, :] = owner[..., IDS, :] * REQUEST_BYTES
         first = self.caching.first(t)
         out[..., FORWARD_BYTES, :] = ((every * first + (ids - every) * again) * row
                                       + ID_BYTES * (ids + mine))
