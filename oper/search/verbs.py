@@ -235,7 +235,7 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
         return with_bound(priced, problem, plan.lower_bound_us, proof_of(plan)), problem
     if not found.fits:
         return with_bound(priced, problem, 0.0), problem
-    return proved(priced, problem, max_boxes=0), problem
+    return proved(priced, problem, max_work=0), problem
 
 
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:

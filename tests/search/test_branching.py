@@ -22,7 +22,7 @@ from oper.search.cost.tally import UPDATE_BYTES, UPDATE_ROWS, owned_features
 from oper.search.planner import plan_problem, proved
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import IDS, NUM_FEATURES, Problem, make_problem
-from oper.topology import Topology
+from oper.topology import Domain, Topology
 
 
 def alternating(num_ranks: int, per_host: int) -> Topology:
@@ -33,9 +33,21 @@ def alternating(num_ranks: int, per_host: int) -> Topology:
     return replace(fast, domains=tuple(pair[n % 2] for n, pair in enumerate(domains)))
 
 
+def linked(topology: Topology) -> Topology:
+    """Every other host, or domain of a single one, with links of half the speed."""
+    def slower(d: Domain) -> Domain:
+        return replace(d, link_gbps=d.link_gbps / 2, cross_gbps=d.cross_gbps / 2)
+
+    single = topology.num_hosts == 1
+    return replace(topology, domains=tuple(
+        slower(d) if (n if single else d.host) % 2 else d
+        for n, d in enumerate(topology.domains)))
+
+
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
               "many": gpus(12, per_host=4), "mixed": alternating(8, 4),
-              "unequal": gpus(4, slow=2)}
+              "unequal": gpus(4, slow=2), "links": linked(gpus(8, per_host=2)),
+             "uneven": linked(gpus(5, per_host=3)), "domains": linked(gpus(4))}
 
 
 def stated(seed: int, name: str, num_tables: int = 4, costs: dict[str, float] | None = None,
@@ -108,7 +120,8 @@ def largest_loads(relaxation: Relaxation, plan: Plan) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("name", ["gpus", "hosts", "host", "unequal", "mixed"])
+@pytest.mark.parametrize("name", ["gpus", "hosts", "host", "unequal", "mixed", "links", "uneven",
+                                  "domains"])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("costly", [False, True])
 def test_no_plan_is_below_the_bound_of_its_own_node(seed, name, costly):
@@ -190,15 +203,15 @@ def test_a_plan_is_proved_closer_than_planning_had_time_for():
                            batch_size=work.batch_size, allow=EVERYTHING)
     plan = plan_problem(problem, time_budget_s=0.5)
     plan = replace(plan, lower_bound_us=plan.notes["relaxation_us"])
-    first = proved(plan, problem, max_boxes=4)
-    better = proved(plan, problem, max_boxes=200)
+    first = proved(plan, problem, max_work=280)
+    better = proved(plan, problem, max_work=14000)
     assert plan.lower_bound_us <= first.lower_bound_us <= better.lower_bound_us <= plan.step_us
     assert better.lower_bound_us > first.lower_bound_us
     assert better.tables == plan.tables and better.notes["gap_kind"] == "branching"
     near = proved(plan, problem, goal_gap=plan.gap + 0.5)
     # Near enough already: nothing is solved.
     assert near.lower_bound_us == pytest.approx(plan.lower_bound_us, rel=1e-12)
-    assert proved(plan, problem, max_boxes=200).lower_bound_us == better.lower_bound_us
+    assert proved(plan, problem, max_work=14000).lower_bound_us == better.lower_bound_us
 
 
 def test_squares_of_all_pieces_but_one_are_part_of_what_a_piece_costs():

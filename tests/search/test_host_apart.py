@@ -155,7 +155,7 @@ def test_it_is_far_above_the_plain_bound_where_pieces_are_large_and_certifies_it
     assert found.recompute() >= found.lower_bound_us * (1 - 1e-9)
     plan = plan_problem(few)
     assert plan.gap < 0.05
-    assert proved(plan, few, max_boxes=100).lower_bound_us >= plan.lower_bound_us
+    assert proved(plan, few, max_work=7000).lower_bound_us >= plan.lower_bound_us
 
 
 def test_a_host_is_apart_where_its_ranks_differ_and_hosts_do_not():
@@ -165,7 +165,7 @@ def test_a_host_is_apart_where_its_ranks_differ_and_hosts_do_not():
     forward = relaxation.model.phases.index("forward")
     assert _load_apart(relaxation) == (forward, GROUPS.index("cross_in"))
     plan = plan_problem(many, target_gap=0.0)
-    better = proved(plan, many, max_boxes=30)
+    better = proved(plan, many, max_work=2100)
     assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us * (1 + 1e-9)
 
 
@@ -174,5 +174,5 @@ def test_where_hosts_differ_none_is_apart():
     held = {"tables": {"t0": {"ranks": [0, 1]}}}
     uneven = stated(1, "hosts", constraints=held)
     plan = plan_problem(uneven, target_gap=0.0)
-    better = proved(plan, uneven, max_boxes=20)
+    better = proved(plan, uneven, max_work=1400)
     assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us

@@ -27,12 +27,10 @@ from oper.search.problem.space import STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
 from oper.traffic import ROW_WISE
 
-_FEW = 20  # tables, up to which a host apart costs no more time than other nodes
 _MANY = 200  # tables, above which less is tried
 _NEGLIGIBLE = 1e-2  # of a step
-_MANY_HOSTS = 4  # above which planning looks at none of them apart where ranks differ, and less
+_MANY_HOSTS = 4  # above which planning looks at none of them apart where ranks differ
 _MANY_CLASSES = 2  # of ranks, above which prices with a host apart take too long
-_HOST_NODES = 2  # what a node with one of many hosts apart costs, in others
 _OVERFLOW = 1e-6  # of a memory, up to which a relaxed solution fits
 _TURN = 6  # nodes of one subspace before another may have its turn: one cut at every load tried
 
@@ -61,9 +59,6 @@ class Subspace:
         self.tree = Branching(bound)
         self.hosts: Branching | None = None
         self._apart = _load_apart(bound.relaxation)
-        is_cheap = (len(set(problem.machine.host)) <= _MANY_HOSTS
-                    or len(bound.relaxation.tables) <= _FEW)
-        self._host_nodes = 1 if is_cheap else _HOST_NODES
         base = bound.relaxation.fixed_tally
         barriers = (STILL not in plans and not base.num_pushed) + (
             plans == (WITH_COLUMNS,) and not base.num_split)
@@ -93,10 +88,9 @@ class Subspace:
         return self.tree.solved + (0 if self.hosts is None else self.hosts.solved)
 
     @property
-    def effort(self) -> int:
-        """What they cost, in relaxations without a host apart."""
-        return self.tree.solved + (0 if self.hosts is None
-                                   else self._host_nodes * self.hosts.solved)
+    def work(self) -> int:
+        """What they cost, see `Branching`."""
+        return self.tree.work + (0 if self.hosts is None else self.hosts.work)
 
     def is_part_of(self, other: Subspace) -> bool:
         """Whether `other` has all plans of this part and its barriers hardly count, so that a
@@ -174,34 +168,34 @@ def fit(parts: list[Subspace]) -> bool:
     return any(x.bound.overflow <= _OVERFLOW for x in parts)
 
 
-def tighten(parts: list[Subspace], max_nodes: int, step_us: float, goal_us: float,
+def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float,
             deadline: float | None, raise_: Callable[..., None] = Subspace.tighten) -> int:
-    """Raise the bound of whichever part holds it down, by `Subspace.tighten` or `Subspace.prove`;
-    returns the nodes solved."""
+    """Raise the bound of whichever part holds it down, by `Subspace.tighten` or `Subspace.prove`,
+    for about so much work (see `Branching`); returns the nodes solved."""
     before = sum(x.solved for x in parts)
-    end = max_nodes + sum(x.effort for x in parts)
-    while sum(x.effort for x in parts) < end:
+    end = max_work + sum(x.work for x in parts)
+    while sum(x.work for x in parts) < end:
         lowest = min(parts, key=lambda x: x.lower_bound_us)
         solved, known = lowest.solved, lowest.lower_bound_us
-        raise_(lowest, min(max_nodes, _TURN), step_us, goal_us, deadline)
+        raise_(lowest, _TURN, step_us, goal_us, deadline)
         if lowest.solved == solved and lowest.lower_bound_us <= known:
             break
     return sum(x.solved for x in parts) - before
 
 
-def space_bound(problem: Problem, max_nodes: int = 0) -> float:
+def space_bound(problem: Problem, max_work: int = 0) -> float:
     """Lower bound (us) of all plans of the space; 0 where memory fits none.
 
     Args:
         problem: the problem.
-        max_nodes: relaxations to solve while branching, about, without the cutoff of a known step.
+        max_work: tables to price while branching, about, without the cutoff of a known step.
     """
     parts = subspaces(problem, None)
     if not fit(parts):
         return 0.0
     found = [x for x in parts if not x.bound.is_infeasible]
-    if max_nodes:
-        tighten(found, max_nodes, np.inf, np.inf, None, partial(Subspace.prove, patiently=True))
+    if max_work:
+        tighten(found, max_work, np.inf, np.inf, None, partial(Subspace.prove, patiently=True))
     return min(x.lower_bound_us for x in found)
 
 

@@ -32,14 +32,14 @@ class Effort:
     Attributes:
         num_starts: nodes of the tree from whose relaxed solutions the last search begins.
         num_probes: short annealings from each.
-        max_nodes: nodes solved to raise the bound at a time, of a hundred tables.
+        max_work: tables to price to raise the bound at a time, see `Branching`.
         deadline: `time.monotonic()` value at which it ends; None = the counts decide, so that
             equal seeds give equal plans.
     """
 
     num_starts: int
     num_probes: int
-    max_nodes: int
+    max_work: int
     deadline: float | None = None
 
     def over(self) -> bool:
@@ -47,7 +47,7 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(3, 4, 40), "thorough": Effort(8, 32, 300)}
+EFFORTS = {"fast": Effort(3, 4, 15_000), "thorough": Effort(8, 32, 150_000)}
 _CHAINS = 2  # annealings that run beside each other; their number never changes what is found
 _MOVES = 78_000_000  # of one annealing, over the ranks and a little; more for more tables
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of them

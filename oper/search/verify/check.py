@@ -24,7 +24,7 @@ from oper.plan import Plan
 from oper.search.cost.model import CostModel, evaluate, is_ordered
 from oper.search.problem.constraints import violations
 from oper.search.problem.digest import problem_digest
-from oper.search.problem.machine import CROSS_IN, CROSS_OUT, GROUPS, LINK_IN, LINK_OUT, rank_classes
+from oper.search.problem.machine import GROUPS, rank_classes
 from oper.search.problem.space import PLANS, STILL, WITH_COLUMNS, WITH_ROWS, used_by
 from oper.search.problem.statement import Problem
 from oper.search.verify.leaf import Checker
@@ -35,6 +35,8 @@ from oper.search.verify.prices import (
     PARTLY,
     PIECE_GROUPS,
     PUSHES,
+    RETURNED,
+    SPREAD,
     STILL as PUSHES_NOTHING,
     WHOLLY,
     Leaf,
@@ -326,11 +328,13 @@ class _Proof:
                     raise _NotShown("the proof has another host apart than it says")
             else:
                 raise _NotShown(f"the proof has a row {kind!r}, which is unknown")
-        if owner:
-            links = m.seconds_per_unit[[LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT]]
-            even = all((x == x[..., :1]).all() for x in (links, m.num_near, m.num_host))
-            if not (self.problem.training and m.world_size > 1 and even):
-                raise _NotShown("the proof has rows about owners, whose links are not alike")
+            if kind in (SPREAD, RETURNED):
+                links = ("cross_in", "cross_out") if m.host.any() else ("link_in", "link_out")
+                if not m.domain.any() or what[1] not in links or (
+                        kind == RETURNED and what != ["forward", links[0]]):
+                    raise _NotShown(f"the proof has a row {kind!r} about {what}")
+        if owner and not (self.problem.training and m.world_size > 1):
+            raise _NotShown("the proof has rows about owners, and there are none")
         return replace(at, load=load, memory=memory, host=host, memory_us=memory_us,
                        owner=tuple(owner))
 

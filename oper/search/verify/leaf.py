@@ -119,7 +119,7 @@ class Checker:
             partial[..., LOCAL] -= u.other[:, PARTIALS, :, LOCAL]
         each = []
         for x in rows:
-            owner, reader = (y[:2, :, IDS:].swapaxes(1, 2) for y in (x.owner, x.reader))
+            owner, reader = (y[:, :, IDS:].swapaxes(1, 2) for y in (x.owner, x.reader))
             load = np.einsum("wfcq,cqpg->wfcpg", owner, u.own[..., :PIECE_GROUPS])
             if self.part.beside_reader:
                 load[..., LOCAL] -= self._read_by_peer(owner, reader)
@@ -158,7 +158,7 @@ class Checker:
         total += float(leaf.host @ self.model.machine.per_host(self.base.rows[HOST_HELD]))
         least = np.maximum(leaf.least, (self.costs.ratio * leaf.least[..., None, None]).max((0, 1)))
         for kind, p, g, price in owner:
-            weights, _ = self._owner_row(kind, p, g)
+            weights = self._owner_row(kind, p, g)
             floor = self.floor[:, p, g].min()
             total += price * float(least[p, g] + floor
                                    - weights @ self.hidden_most.max(axis=0))
@@ -169,7 +169,7 @@ class Checker:
         """Prices whose weights add up to at most 1 in every phase."""
         load, owner = leaf.load.copy(), list(leaf.owner)
         for phase in range(load.shape[0]):
-            weights = [price * self._owner_row(kind, p, g)[0] for kind, p, g, price in owner]
+            weights = [price * self._owner_row(kind, p, g) for kind, p, g, price in owner]
             total = float(load[phase].sum()) + sum(float(w[phase]) for w in weights)
             if total > 1.0:
                 load[phase] /= total
@@ -177,19 +177,23 @@ class Checker:
                          for (kind, p, g, price), w in zip(owner, weights, strict=True)]
         return load, owner
 
-    def _owner_row(self, kind: str, p: int, g: int) -> tuple[np.ndarray, float]:
-        """Weights of the phases' times that bound such a row, and of what its rank reads."""
-        m, world = self.model.machine, float(self.model.machine.world_size)
+    def _owner_row(self, kind: str, p: int, g: int) -> np.ndarray:
+        """Weights of the phases' times that bound such a row.
+
+        A rank that takes s seconds for a byte reads all that other hosts own, `E - e` bytes of E.
+        What its own host owns, `e (others) <= T sum 1 / s` of it sends within a phase of length T,
+        or gets back as gradients. So `T (1 + spared) >= load + s E`.
+        """
         one = np.eye(len(self.model.phases))[p]
-        if kind in (PIECE, READER, APART):
-            return one, float(kind != PIECE)
-        near = float(m.num_near[0] if m.num_host[0] == world else m.num_host[0])
-        ratio = near / (world - near)
-        weights = one * (1.0 + ratio) if kind == SPREAD else one.copy()
-        if kind == RETURNED:
-            widest = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
-            weights[-1] += ratio * max(1.0, widest)
-        return weights, world / (world - near)
+        if kind not in (SPREAD, RETURNED):
+            return one
+        m = self.model.machine
+        seconds, of = m.seconds_per_unit[g + 1], self.units.hood
+        others = m.world_size - np.bincount(of)[of]
+        spared = float((seconds * np.bincount(of, 1 / seconds)[of] / others).max())
+        widest = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
+        return one + spared * (one if kind == SPREAD else
+                               max(1.0, widest) * np.eye(one.size)[-1])
 
     def _asked(self, leaf: Leaf, load: np.ndarray, owner: list[tuple[str, int, int, float]]
                ) -> Asked:
@@ -201,29 +205,28 @@ class Checker:
         unit[:, HOST_HELD] += leaf.host[m.host[rank]]
         size = np.array([r.size for r in self.classes.ranks])
         every, partial = size @ unit, unit[:, PARTIALS].copy()  # [20], [C]
-        shape = (3, len(self.tables), size.size, 4)
+        shape = (2, len(self.tables), size.size, 4)
         cost = {}
         for kind in self.kinds:
             cost[kind] = np.einsum("twcfqd,dq->wtcf", np.array([x.total for x in self.rows[kind]]),
                                    unit) if self.tables else np.zeros(shape)
         for name, p, g, price in owner:
-            weight = price * self._owner_row(name, p, g)[1]
-            if weight == 0:
+            if name == PIECE:
                 continue
             for kind in self.kinds:
                 for k, x in enumerate(self.rows[kind]):
-                    cost[kind][:, k] += weight * self._read(name, p, g, x.owner, x.reader)
+                    cost[kind][:, k] += price * self._read(name, p, g, x.owner, x.reader)
             sums = np.zeros((u.own.shape[0], 1, NUM_ROWS))
             sums[:, 0, PARTIALS] = 1.0
-            partial += weight * self._read(name, p, g, sums,
+            partial += price * self._read(name, p, g, sums,
                                            np.zeros((*sums.shape, size.size)))[:, 0]
             if name == READER:
-                every = every + weight * u.own[:, :, p, g].min(axis=0)
+                every = every + price * u.own[:, :, p, g].min(axis=0)
         if self.copies:
             y = load.mean(axis=-1)
             cost["copies"] = np.zeros(shape)
             for k, (times, held) in enumerate(self.copies):
-                cost["copies"][0, k] = np.einsum("fpg,pg->f", times, y) + held * leaf.memory[0]
+                cost["copies"][:, k] = np.einsum("fpg,pg->f", times, y) + held * leaf.memory[0]
         costs = self.model.costs
         passes = list(self.model.passes)
         return Asked(
@@ -249,6 +252,6 @@ class Checker:
             inside = np.isin(u.first, here)
             mean = (mean - inside[:, None] * u.own[:, :, p, g]) / here.size
         else:
-            mean = u.mean_other[:, :, p, g]
+            mean = u.far[:, :, p, g]
         return np.asarray(np.einsum("...cfq,cq->...cf", owner[..., :NUM_RELATIONAL],
                                     mean[:, :NUM_RELATIONAL]))

@@ -41,8 +41,8 @@ class Asked:
     """Prices of what tables ask, for C classes of owners.
 
     Attributes:
-        cost: by kind, float64 [3, T, C, 4], a unit of each feature in a piece of all columns, what
-            a further column adds, and what owners of parts of a row exchange.
+        cost: by kind, float64 [2, T, C, 4], a unit of each feature in a piece of all columns, and
+            what a piece asks whatever its width is.
         partial: float64 [C], a byte of partial sums.
         own: float64 [C], an id that a rank pushes to itself.
         piece: a further piece of a table.
@@ -94,6 +94,7 @@ class TableCosts:
         #: int64 [N], table and width of each kind of piece that is looked at.
         self.of = np.repeat(np.arange(len(tables)), [len(w) for w in widths])
         self.width = np.concatenate([np.zeros(0, np.int64), *widths])
+        self.share = self.width / self.dims[self.of]  # of a table's columns
         self.may: dict[str, np.ndarray] = {}
         self.ratio = np.zeros((1, 1, 1, 1))
 
@@ -105,8 +106,8 @@ class TableCosts:
         """Say what pushed pieces put on their owners, by class, phase and group.
 
         Args:
-            each: float64 [T, 2, 3, C, P, 5], a unit of each feature but rows, in all columns, and
-                in a further one.
+            each: float64 [T, 2, 3, C, P, 5], a unit of each feature but rows, in a piece of all
+                columns, and in any.
             asks: float64 [C, P, 5], an id that the owner pushes to itself, unless it has all rows.
             partial: float64 [C, P, 5], a byte of partial sums.
 
@@ -124,8 +125,8 @@ class TableCosts:
         ratio = np.full((*shape[2:], *shape[2:]), np.inf)
         for k, t in enumerate(self.tables):
             n = np.flatnonzero(self.of == k)
-            less = (self.dims[k] - self.width[n])[:, None, None, None, None]
-            unit = np.moveaxis(each[k, 0] - less * each[k, 1], 1, -1)
+            share = self.share[n][:, None, None, None, None]
+            unit = np.moveaxis(share * each[k, 0] + (1 - share) * each[k, 1], 1, -1)
             unit[..., 0] += asks * self.asks[k]
             blocks = t.blocks[t.blocks[:, IDS] > 0]
             by_block = unit @ (blocks[:, IDS:] / blocks[:, [IDS]] * self.total[k]).T
@@ -157,26 +158,24 @@ class TableCosts:
         """
         if not self.tables:
             return np.zeros(0)
-        whole = self.width == self.dims[self.of]
-        cost = {kind: self._blocks(x, whole) for kind, x in asked.cost.items()}  # [N, B, C]
+        cost = {kind: self._blocks(x) for kind, x in asked.cost.items()}  # [N, B, C]
         for kind, x in cost.items():
             np.copyto(x, np.inf, where=~self.may[kind][self.of][:, None, :])
         still, stay = self._still(asked, {k: x for k, x in cost.items() if k != "push"})
         pushed = np.full((2, self.of.size), np.inf)
         if "push" in cost:
-            wide = whole | (self.width >= NARROWEST)
+            wide = (self.share == 1) | (self.width >= NARROWEST)
             at = np.flatnonzero(wide & (leaf.pushes[self.of] != STILL))
             mass = self._masses(at, leaf, floor)
             pushed[:, at] = self._pushed(at, asked, cost["push"][at], stay[at], mass,
-                                         self._lines(at, leaf, floor, mass))
+                                         self._line(at, leaf, floor, mass))
         return np.array([self._table(k, still, pushed, int(leaf.pushes[k]), asked.piece)
                          for k in range(len(self.tables))])
 
-    def _blocks(self, cost: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    def _blocks(self, cost: np.ndarray) -> np.ndarray:
         """What blocks of pieces ask; float64 [N, B, C]."""
-        less = (self.dims[self.of] - self.width)[:, None, None]
-        each = cost[0][self.of] - less * cost[1][self.of]
-        each += np.where(whole[:, None, None], 0.0, cost[2][self.of])
+        share = self.share[:, None, None]
+        each = share * cost[0][self.of] + (1 - share) * cost[1][self.of]
         return np.asarray(np.einsum("nbf,ncf->nbc", self.blocks[self.of], each))
 
     def _still(self, asked: Asked, cost: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -214,7 +213,7 @@ class TableCosts:
     def _masses(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
         """The largest share of its table's lookups that one owner of a pushed piece may hold, of
         pieces `at`, by class; float64 [n, C], 0 where none fits."""
-        part = (self.width[at] / self.dims[self.of[at]])[:, None, None, None]
+        part = self.share[at][:, None, None, None]
 
         def fits(share: np.ndarray, spared: np.ndarray | float = 0.0) -> np.ndarray:
             sums = self._sums(self.of[at], share)[..., None, None]
@@ -232,16 +231,15 @@ class TableCosts:
             low, high = np.where(good, middle, low), np.where(good, high, middle)
         return np.where(everything, 1.0, np.where(nothing, 0.0, high))
 
-    def _lines(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray, mass: np.ndarray
-               ) -> list[np.ndarray]:
-        """Bytes of partial sums of each block of pieces `at` at least, by class, as each limit of
-        what an owner is loaded with has it; float64 [n, B, C] each.
+    def _line(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray, mass: np.ndarray) -> np.ndarray:
+        """Bytes of partial sums of each block of pieces `at` at least, by class, as that limit of
+        what an owner is loaded with has it that says most of all blocks; float64 [n, B, C].
 
         An owner whose rows ask r by share holds m(r) at most, r m + sums(m) = limit, and sends
         sums(m) / m by share at least. That is concave in r: owners of mixed rows send no less than
         their rows would apart, nor than what the chord over the r of all blocks says.
         """
-        part = (self.width[at] / self.dims[self.of[at]])[:, None]
+        part = self.share[at][:, None]
         whole = self._sums(self.of[at], np.ones((at.size, 1)))
         limits = [(self.low[at][..., p, g], self.high[at][..., p, g], self.unit[at][..., p, g, :],
                    self.partial[:, p, g], np.full(floor.shape[0], leaf.most[p, g]))
@@ -254,7 +252,7 @@ class TableCosts:
                                               self.partial, floor))
             each = np.take_along_axis(self.unit[at], top[..., None, None], -2).sum(axis=(-2, -3))
             limits.append((low, high, each, partial, leaf.step_us - base))
-        out = []
+        out = np.zeros((at.size, self.blocks.shape[1], floor.shape[0]))
         blocks = self.blocks[self.of[at]]
         for low, high, unit, partial, limit in limits:
             first, last = (self._by_share(at, x, part * partial, limit + 0 * x, whole)
@@ -264,9 +262,9 @@ class TableCosts:
             share = blocks[..., IDS] / self.total[self.of[at], None]
             sums = (slope[:, None] * np.einsum("ncf,nbf->nbc", unit, blocks[..., IDS:])
                     + (first - slope * low)[:, None] * share[..., None])
-            # Who may have a whole piece sends no more than that.
-            out.append(np.where(((mass > 0) & (mass < 1))[:, None], sums, 0.0))
-        return out
+            out = np.where((sums.sum(axis=1) > out.sum(axis=1))[:, None], sums, out)
+        # Who may have a whole piece sends no more than that.
+        return np.where(((mass > 0) & (mass < 1))[:, None], out, 0.0)
 
     def _by_share(self, at: np.ndarray, ask: np.ndarray, partial: np.ndarray, limit: np.ndarray,
                   whole: np.ndarray) -> np.ndarray:
@@ -281,10 +279,10 @@ class TableCosts:
         return np.where(over, whole * ask / room, self._sums(self.of[at], high) / high)
 
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
-                mass: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:
+                mass: np.ndarray, line: np.ndarray) -> np.ndarray:
         """Least cost of pieces of which all rows are pushed, or some; float64 [2, n]."""
         of = self.of[at]
-        price = (self.width[at] / self.dims[of])[:, None] * asked.partial
+        price = self.share[at][:, None] * asked.partial
         ids = self.blocks[of, :, IDS]
         go = np.where((mass > 0)[:, None], go, np.inf)
         some = (self.total[of] * self.model.tiers_ns(True) * asked.tier + self.bags[of] * asked.bag)
@@ -298,7 +296,7 @@ class TableCosts:
         # Sums are concave: each row sends no less than its part of what its class sends at most.
         most = np.minimum(ids.sum(axis=1)[:, None] / self.total[of, None], mass)
         each = self._sums(of, most) / np.maximum(most, _LEAST_SHARE)
-        lines = [*lines, ids[..., None] / self.total[of, None, None] * each[:, None]]
+        lines = [line, ids[..., None] / self.total[of, None, None] * each[:, None]]
         price = np.where(usable, price, np.inf)[n]
         mass = np.where(usable, mass, 0.0)[n]
         go, own, lines = (np.where(usable[:, None], go, np.inf)[n], own[n], [x[n] for x in lines])
@@ -405,24 +403,17 @@ class TableCosts:
         if self.cut[k] and dim % STEP:  # a fraction of a piece may be left
             return float((np.minimum(np.minimum(still, every), some) * (dim / widths)).min()
                          - piece)
-        # What a table costs of which nothing, all and some is pushed, by columns made up so far.
+        # By columns made up so far, and by whether some rows stayed (1) and some are pushed (2).
         steps = dim // STEP if self.cut[k] else 1
-        nothing, everything, something = np.full((3, steps + 1), np.inf)
-        nothing[0] = everything[0] = 0.0
         count = widths // STEP if self.cut[k] else np.ones(1, np.int64)
-        for to in range(1, nothing.size):
+        cost, pieces = np.full((4, steps + 1), np.inf), np.stack([still, every, some])
+        cost[0, 0] = 0.0
+        for to in range(1, steps + 1):
             m = count <= to
-            before = to - count[m]
-            nothing[to] = (nothing[before] + still[m]).min()
-            everything[to] = (everything[before] + every[m]).min()
-            beside = np.where(before > 0, 0.0, np.inf)
-            none, every_, some_ = nothing[before], everything[before], something[before]
-            something[to] = min((np.minimum(np.minimum(none, every_), some_) + some[m]).min(),
-                                (np.minimum(none, some_) + beside + every[m]).min(),
-                                (np.minimum(every_, some_) + beside + still[m]).min())
-        lanes = {FREE: (nothing, everything, something), STILL: (nothing,),
-                 PUSHES: (everything, something), PARTLY: (something,), WHOLLY: (everything,)}
-        return float(min(x[-1] for x in lanes[pushes]) - piece)
+            found = (cost[:, None, to - count[m]] + pieces[:, m]).min(axis=-1)  # [4, 3]
+            np.minimum.at(cost[:, to], np.arange(4)[:, None] | np.arange(1, 4), found)
+        known = {FREE: (1, 2, 3), STILL: (1,), PUSHES: (2, 3), PARTLY: (3,), WHOLLY: (2,)}
+        return float(min(cost[x, -1] for x in known[pushes]) - piece)
 
 
 def _least_ratio(loads: np.ndarray) -> np.ndarray:
