@@ -84,8 +84,7 @@ class Checker:
         self.floor = np.stack([base[..., r].min(axis=-1) for r in self.classes.ranks])
         self.hidden_most = np.stack([hidden[:, r].max(axis=-1) for r in self.classes.ranks])
         self.costs = TableCosts(model, self.tables, [free_blocks(model, t) for t in self.tables],
-                                WITH_COLUMNS in part.plans)
-        self.costs.admit(self._allowed())
+                                WITH_COLUMNS in part.plans, self._allowed())
         self._set_piece_loads()
 
     def _allowed(self) -> dict[str, np.ndarray]:
@@ -148,34 +147,22 @@ class Checker:
         """The bound in microseconds.
 
         Args:
-            leaf: the leaf; its prices are scaled down where they add up to more than 1.
+            leaf: the leaf; all its prices are scaled down where those of a phase add up to more
+                than 1.
             fixed_us: fixed cost of a step of any of its plans.
         """
-        load, owner = self._normalised(leaf)
-        total = fixed_us - leaf.memory_us
-        total += float((load * self.visible).sum())
-        total += float(leaf.memory @ self.model.machine.per_domain(self.base.rows[HELD]))
-        total += float(leaf.host @ self.model.machine.per_host(self.base.rows[HOST_HELD]))
+        visible = -leaf.memory_us + float((leaf.load * self.visible).sum())
+        visible += float(leaf.memory @ self.model.machine.per_domain(self.base.rows[HELD]))
+        visible += float(leaf.host @ self.model.machine.per_host(self.base.rows[HOST_HELD]))
         least = np.maximum(leaf.least, (self.costs.ratio * leaf.least[..., None, None]).max((0, 1)))
-        for kind, p, g, price in owner:
-            weights = self._owner_row(kind, p, g)
-            floor = self.floor[:, p, g].min()
-            total += price * float(least[p, g] + floor
-                                   - weights @ self.hidden_most.max(axis=0))
-        return total + float(self.costs.least(self._asked(leaf, load, owner), leaf,
-                                              self.floor - self.hidden_most[..., None]).sum())
-
-    def _normalised(self, leaf: Leaf) -> tuple[np.ndarray, list[tuple[str, int, int, float]]]:
-        """Prices whose weights add up to at most 1 in every phase."""
-        load, owner = leaf.load.copy(), list(leaf.owner)
-        for phase in range(load.shape[0]):
-            weights = [price * self._owner_row(kind, p, g) for kind, p, g, price in owner]
-            total = float(load[phase].sum()) + sum(float(w[phase]) for w in weights)
-            if total > 1.0:
-                load[phase] /= total
-                owner = [(kind, p, g, price / total if w[phase] > 0 else price)
-                         for (kind, p, g, price), w in zip(owner, weights, strict=True)]
-        return load, owner
+        weight = leaf.load.sum(axis=(1, 2))
+        for kind, p, g, price in leaf.owner:
+            row = price * self._owner_row(kind, p, g)
+            weight = weight + row
+            visible += price * float(least[p, g] + self.floor[:, p, g].min())
+            visible -= float(row @ self.hidden_most.max(axis=0))
+        asked = self.costs.least(self._asked(leaf), leaf, self.floor - self.hidden_most[..., None])
+        return fixed_us + (visible + float(asked.sum())) / max(1.0, float(weight.max()))
 
     def _owner_row(self, kind: str, p: int, g: int) -> np.ndarray:
         """Weights of the phases' times that bound such a row.
@@ -195,11 +182,10 @@ class Checker:
         return one + spared * (one if kind == SPREAD else
                                max(1.0, widest) * np.eye(one.size)[-1])
 
-    def _asked(self, leaf: Leaf, load: np.ndarray, owner: list[tuple[str, int, int, float]]
-               ) -> Asked:
+    def _asked(self, leaf: Leaf) -> Asked:
         """Prices of what tables ask, by the class of the rank that owns."""
         u, m = self.units, self.model.machine
-        unit = np.einsum("cqpgw,pgw->cq", u.on, load)  # [C, 20]
+        unit = np.einsum("cqpgw,pgw->cq", u.on, leaf.load)  # [C, 20]
         rank = np.array(u.first)
         unit[:, HELD] += leaf.memory[m.domain[rank]]
         unit[:, HOST_HELD] += leaf.host[m.host[rank]]
@@ -210,7 +196,7 @@ class Checker:
         for kind in self.kinds:
             cost[kind] = np.einsum("twcfqd,dq->wtcf", np.array([x.total for x in self.rows[kind]]),
                                    unit) if self.tables else np.zeros(shape)
-        for name, p, g, price in owner:
+        for name, p, g, price in leaf.owner:
             if name == PIECE:
                 continue
             for kind in self.kinds:
@@ -223,7 +209,7 @@ class Checker:
             if name == READER:
                 every = every + price * u.own[:, :, p, g].min(axis=0)
         if self.copies:
-            y = load.mean(axis=-1)
+            y = leaf.load.mean(axis=-1)
             cost["copies"] = np.zeros(shape)
             for k, (times, held) in enumerate(self.copies):
                 cost["copies"][:, k] = np.einsum("fpg,pg->f", times, y) + held * leaf.memory[0]

@@ -66,11 +66,12 @@ class TableCosts:
         tables: the tables.
         blocks: features of each table's blocks, float64 [K, 4].
         cuts: whether tables may be cut by columns.
+        may: which table may be held how, by the owner's class; bool [T, C] by kind.
     """
 
     def __init__(self, model: CostModel, tables: Sequence[TableProblem],
-                 blocks: Sequence[np.ndarray], cuts: bool) -> None:
-        self.model, self.tables = model, tables
+                 blocks: Sequence[np.ndarray], cuts: bool, may: dict[str, np.ndarray]) -> None:
+        self.model, self.tables, self.may = model, tables, may
         most = max((len(b) for b in blocks), default=0)
         #: float64 [T, B, 4], padded with blocks of nothing.
         self.blocks = np.zeros((len(tables), most, 4))
@@ -95,12 +96,7 @@ class TableCosts:
         self.of = np.repeat(np.arange(len(tables)), [len(w) for w in widths])
         self.width = np.concatenate([np.zeros(0, np.int64), *widths])
         self.share = self.width / self.dims[self.of]  # of a table's columns
-        self.may: dict[str, np.ndarray] = {}
         self.ratio = np.zeros((1, 1, 1, 1))
-
-    def admit(self, may: dict[str, np.ndarray]) -> None:
-        """Say which table may be held how, by the owner's class; bool [T, C] by kind."""
-        self.may = may
 
     def set_loads(self, each: np.ndarray, asks: np.ndarray, partial: np.ndarray) -> None:
         """Say what pushed pieces put on their owners, by class, phase and group.
@@ -113,15 +109,15 @@ class TableCosts:
 
         Attributes:
             unit: float64 [N, C, P, 5, 3], of pieces that are looked at.
-            low, high: float64 [N, C, P, 5], what all ids would ask if they were those of the block
-                where that is least, and most.
+            low: float64 [N, C, P, 5], what all ids would ask if they were those of the block where
+                that is least.
             spared: float64 [T, C, P, 5], what the owner of all rows does not ask.
             ratio: float64 [P, 5, P, 5], least load by the second that a piece has by the first.
         """
         self.partial = partial
         self.spared = (self.total * self.asks)[:, None, None, None] * asks
         shape = (self.of.size, *partial.shape)
-        self.unit, self.low, self.high = np.zeros((*shape, 3)), np.zeros(shape), np.zeros(shape)
+        self.unit, self.low = np.zeros((*shape, 3)), np.zeros(shape)
         ratio = np.full((*shape[2:], *shape[2:]), np.inf)
         for k, t in enumerate(self.tables):
             n = np.flatnonzero(self.of == k)
@@ -135,7 +131,7 @@ class TableCosts:
             by_block[:, odd] = 0.0
             self.spared[k][odd] = 0.0
             self.unit[n] = np.where(odd[..., None], 0.0, unit)
-            self.low[n], self.high[n] = by_block.min(axis=-1), by_block.max(axis=-1)
+            self.low[n] = by_block.min(axis=-1)
             # The owner of all rows does not ask itself.
             every = self.unit[n] @ t.total[IDS:] - self.spared[k]
             wide = self.width[n] >= min(NARROWEST, self.dims[k])
@@ -235,48 +231,34 @@ class TableCosts:
         """Bytes of partial sums of each block of pieces `at` at least, by class, as that limit of
         what an owner is loaded with has it that says most of all blocks; float64 [n, B, C].
 
-        An owner whose rows ask r by share holds m(r) at most, r m + sums(m) = limit, and sends
-        sums(m) / m by share at least. That is concave in r: owners of mixed rows send no less than
-        their rows would apart, nor than what the chord over the r of all blocks says.
+        An owner whose rows ask r by share holds M at most, r M + sums(M) = limit, and sends
+        sums(M) / M by share at least. That is concave in r, and lines between some r lie below
+        it: owners of mixed rows send no less than their rows would apart.
         """
-        part = self.share[at][:, None]
-        whole = self._sums(self.of[at], np.ones((at.size, 1)))
-        limits = [(self.low[at][..., p, g], self.high[at][..., p, g], self.unit[at][..., p, g, :],
-                   self.partial[:, p, g], np.full(floor.shape[0], leaf.most[p, g]))
-                  for p, g in np.argwhere(np.isfinite(leaf.most)).tolist()]
-        if np.isfinite(leaf.step_us):  # all phases together, by the group that asks most in each
-            top = (self.high[at] + (part * whole)[..., None, None] * self.partial).argmax(axis=-1)
-            low, high, unit, partial, base = (
-                np.take_along_axis(np.broadcast_to(x, self.low[at].shape), top[..., None], -1)
-                .sum(axis=(-1, -2)) for x in (self.low[at], self.high[at], self.low[at],
-                                              self.partial, floor))
-            each = np.take_along_axis(self.unit[at], top[..., None, None], -2).sum(axis=(-2, -3))
-            limits.append((low, high, each, partial, leaf.step_us - base))
         out = np.zeros((at.size, self.blocks.shape[1], floor.shape[0]))
-        blocks = self.blocks[self.of[at]]
-        for low, high, unit, partial, limit in limits:
-            first, last = (self._by_share(at, x, part * partial, limit + 0 * x, whole)
-                           for x in (low, high))
-            slope = np.where(high > low, (last - first) / np.maximum(high - low, 1e-300), 0.0)
-            slope = np.maximum(slope, 0.0)
-            share = blocks[..., IDS] / self.total[self.of[at], None]
-            sums = (slope[:, None] * np.einsum("ncf,nbf->nbc", unit, blocks[..., IDS:])
-                    + (first - slope * low)[:, None] * share[..., None])
-            out = np.where((sums.sum(axis=1) > out.sum(axis=1))[:, None], sums, out)
-        # Who may have a whole piece sends no more than that.
-        return np.where(((mass > 0) & (mass < 1))[:, None], out, 0.0)
-
-    def _by_share(self, at: np.ndarray, ask: np.ndarray, partial: np.ndarray, limit: np.ndarray,
-                  whole: np.ndarray) -> np.ndarray:
-        """Partial sums by share of owners that are as large as the limit allows; float64 [n, C]."""
-        low, high = np.zeros_like(ask), np.ones_like(ask)
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            good = ask * middle + partial * self._sums(self.of[at], middle) <= limit
-            low, high = np.where(good, middle, low), np.where(good, high, middle)
-        over = ask + partial * whole <= limit  # beyond all lookups nothing more is sent
-        room = np.where(over, np.maximum(limit - partial * whole, 1e-300), 1.0)
-        return np.where(over, whole * ask / room, self._sums(self.of[at], high) / high)
+        every = np.arange(floor.shape[1])
+        for n, c in np.argwhere((mass > 0) & (mass < 1)):  # a whole piece sends no more than that
+            k, blocks = self.of[at[n]], self.blocks[self.of[at[n]]]
+            share = blocks[:, IDS] / self.total[k]
+            ask = self.unit[at[n], c] @ (blocks[:, IDS:].T / np.maximum(share, 1e-300))  # [P, 5, B]
+            partial = self.share[at[n]] * self.partial[c]
+            limits = [(ask[p, g], partial[p, g], leaf.most[p, g])
+                      for p, g in np.argwhere(np.isfinite(leaf.most))]
+            if np.isfinite(leaf.step_us):  # all phases together, by a group of each
+                whole = self.unit[at[n], c] @ self.tables[k].total[IDS:] + partial * self.sums[k, -1]
+                top = every, whole.argmax(axis=1)
+                limits.append((ask[top].sum(axis=0), partial[top].sum(),
+                               leaf.step_us - floor[c][top].sum()))
+            for ask_, partial_, limit in limits:
+                r = ((limit - partial_ * self.sums[k]) / self.grid)[::-1]
+                sent = (self.sums[k] / self.grid)[::-1]
+                first = int(np.count_nonzero(r <= 0))
+                # Beyond all lookups nothing more is sent.
+                r, sent = ((np.append(0.0, x) if first == 0 else x[first - 1:]) for x in (r, sent))
+                sums = share * np.interp(ask_, r, sent)
+                if sums.sum() > out[n, :, c].sum():
+                    out[n, :, c] = sums
+        return out
 
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
                 mass: np.ndarray, line: np.ndarray) -> np.ndarray:
