@@ -162,7 +162,9 @@ class TableCosts:
         if "push" in cost:
             wide = (self.share == 1) | (self.width >= NARROWEST)
             at = np.flatnonzero(wide & (leaf.pushes[self.of] != STILL))
-            mass = self._masses(at, leaf, floor)
+            may = self.may["push"][self.of[at]]
+            mass = np.where(may, self._masses(at, leaf, floor), 0.0)
+            at, mass = at[mass.any(axis=1)], mass[mass.any(axis=1)]
             pushed[:, at] = self._pushed(at, asked, cost["push"][at], stay[at], mass,
                                          self._line(at, leaf, floor, mass))
         return np.array([self._table(k, still, pushed, int(leaf.pushes[k]), asked.piece)
@@ -245,8 +247,8 @@ class TableCosts:
             limits = [(ask[p, g], partial[p, g], leaf.most[p, g])
                       for p, g in np.argwhere(np.isfinite(leaf.most))]
             if np.isfinite(leaf.step_us):  # all phases together, by a group of each
-                whole = self.unit[at[n], c] @ self.tables[k].total[IDS:] + partial * self.sums[k, -1]
-                top = every, whole.argmax(axis=1)
+                whole = self.unit[at[n], c] @ self.tables[k].total[IDS:]
+                top = every, (whole + partial * self.sums[k, -1]).argmax(axis=1)
                 limits.append((ask[top].sum(axis=0), partial[top].sum(),
                                leaf.step_us - floor[c][top].sum()))
             for ask_, partial_, limit in limits:
@@ -264,35 +266,25 @@ class TableCosts:
                 mass: np.ndarray, line: np.ndarray) -> np.ndarray:
         """Least cost of pieces of which all rows are pushed, or some; float64 [2, n]."""
         of = self.of[at]
-        price = self.share[at][:, None] * asked.partial
+        usable = mass > 0
+        price = np.where(usable, self.share[at][:, None] * asked.partial, np.inf)
         ids = self.blocks[of, :, IDS]
-        go = np.where((mass > 0)[:, None], go, np.inf)
-        some = (self.total[of] * self.model.tiers_ns(True) * asked.tier + self.bags[of] * asked.bag)
+        go = np.where(usable[:, None], go, np.inf)
         own = ids[..., None] * asked.own * self.asks[of, None, None]
-        free = np.isfinite(stay).all(axis=1)
-        out = np.full((2, at.size), np.inf)
-        usable = np.isfinite(go).all(axis=1)  # [n, C]
-        n = np.flatnonzero(usable.any(axis=1))
-        if not n.size:
-            return out
         # Sums are concave: each row sends no less than its part of what its class sends at most.
         most = np.minimum(ids.sum(axis=1)[:, None] / self.total[of, None], mass)
         each = self._sums(of, most) / np.maximum(most, _LEAST_SHARE)
-        lines = [line, ids[..., None] / self.total[of, None, None] * each[:, None]]
-        price = np.where(usable, price, np.inf)[n]
-        mass = np.where(usable, mass, 0.0)[n]
-        go, own, lines = (np.where(usable[:, None], go, np.inf)[n], own[n], [x[n] for x in lines])
-        every = go + np.where(mass[:, None] < 1 - _ROUNDING, own, 0.0)
-        out[0, n] = self._least(of[n], every, np.zeros_like(stay[n]), price, mass, lines, True)
-        m = free[n]
-        if m.any():
-            found = self._least(of[n[m]], (go + own)[m], stay[n[m]], price[m], mass[m],
-                                [x[m] for x in lines], False)
-            out[1, n[m]] = stay[n[m]].sum(axis=1) + some[n[m]] + found
-        return out
+        lines = line, ids[..., None] / self.total[of, None, None] * each[:, None]
+        whole = np.where(mass[:, None] < 1 - _ROUNDING, own, 0.0)
+        every = self._least(of, go + whole, np.zeros_like(stay), price, mass, lines, True)
+        free = np.isfinite(stay).all(axis=1)
+        stay = np.where(free[:, None], stay, 0.0)
+        some = (self.total[of] * self.model.tiers_ns(True) * asked.tier + self.bags[of] * asked.bag
+                + stay.sum(axis=1) + self._least(of, go + own, stay, price, mass, lines, False))
+        return np.stack([every, np.where(free, some, np.inf)])
 
     def _least(self, of: np.ndarray, go: np.ndarray, stay: np.ndarray, price: np.ndarray,
-               mass: np.ndarray, lines: list[np.ndarray], must: bool) -> np.ndarray:
+               mass: np.ndarray, lines: Sequence[np.ndarray], must: bool) -> np.ndarray:
         """Least sum of `go - stay` over pushed blocks of pieces of tables `of` and of their partial
         sums; of all blocks, if `must`.
 
@@ -312,7 +304,7 @@ class TableCosts:
         out = self._prefixes(of, gain, share, price.min(axis=1)[:, None], mass.max(axis=1)[:, None],
                              must)
         for x in lines:
-            sums = np.where(np.isfinite(go), x * np.where(price < np.inf, price, 0.0)[:, None], 0.0)
+            sums = x * np.where(price < np.inf, price, 0.0)[:, None]
             gain = np.minimum((go + sums).min(axis=2) - stay, 1e30)
             out = np.maximum(out, (gain if must else np.minimum(gain, 0.0)).sum(axis=1))
         n = np.flatnonzero((price < np.inf).sum(axis=1) == 2)
