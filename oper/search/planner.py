@@ -152,13 +152,13 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tup
     step_us = best[1].evaluation.step_us
     notes = {"constants": problem.topology.source,
              "bound": "whole-table configurations, class means",
-             "gap_kind": "branching" if any(x.solved for x in fitting) else "relaxation",
-             "bound_boxes": sum(x.solved for x in fitting),
+             "bound_method": "branching" if any(x.solved for x in fitting) else "relaxation",
+             "bnb_nodes": sum(x.solved for x in fitting),
              "relaxation_us": root_us}
     return replace(plan, step_us=step_us, notes=notes), _proof(parts)
 
 
-def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_work: int = 200_000,
+def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_work: int = 200_000,
            time_budget_s: float | None = None) -> Plan:
     """`plan` with its lower bound raised by branch and price, for longer than planning may take.
 
@@ -181,8 +181,8 @@ def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_work: int
     lower_us = _proved_us(proof)
     if is_for(plan, problem) and plan.lower_bound_us > lower_us:
         lower_us, proof = plan.lower_bound_us, proof_of(plan)
-    notes = {**plan.notes, "gap_kind": "branching" if nodes else plan.notes.get("gap_kind"),
-             "bound_boxes": nodes}
+    notes = {**plan.notes, "bound_method": "branching" if nodes else plan.notes.get("bound_method"),
+             "bnb_nodes": nodes}
     plan = replace(plan, batch_size=problem.batch_size, step_us=step_us, lower_bound_us=0.0,
                    notes=notes)
     return with_bound(plan, problem, lower_us, proof)

@@ -16,14 +16,14 @@ from test_host_apart import _lopsided
 from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem, verify_plan
-from oper.search.bound.branching import Branching
+from oper.search.bound.branching import SearchTree
 from oper.search.bound.master import solve_node
 from oper.search.bound.node import Node
 from oper.search.bound.relaxation import Relaxation
 from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.heuristic.placing import table_plan
-from oper.search.planner import plan_problem, proved
+from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem
 from oper.topology import Topology
@@ -82,7 +82,7 @@ def test_no_plan_is_below_the_bound(problem: Problem, seed: int) -> None:
 @QUICK
 @given(problems(), st.integers(0, 10**6))
 def test_what_is_certified_the_checker_accepts(problem: Problem, seed: int) -> None:
-    plan = proved(plan_problem(problem, time_budget_s=0.3), problem, max_work=2100)
+    plan = tighten_bound(plan_problem(problem, time_budget_s=0.3), problem, max_work=2100)
     found = verify_plan(plan, problem)
     assert found.certified, found.why
     rng = np.random.default_rng(seed)
@@ -127,7 +127,7 @@ def test_unequal_links_are_branched_on() -> None:
     assert len({d.cross_gbps for d in machine.domains}) == 2
     problem = make_problem(work.tables, work.stats, machine, batch_size=work.batch_size,
                            allow=EVERYTHING)
-    tree = Branching(solve_node(Node(Relaxation(CostModel(problem)))))
+    tree = SearchTree(solve_node(Node(Relaxation(CostModel(problem)))))
     first = tree.bound.lower_bound_us
     tree.run(40)
     assert tree.bound.lower_bound_us > first * 1.2

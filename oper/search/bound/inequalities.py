@@ -1,4 +1,4 @@
-"""Rows of the relaxation about the owner of the largest pushed piece.
+"""Valid inequalities of the relaxation about the owner of the largest pushed piece.
 
 Let y be the largest load that a piece puts on its owner, in some phase and group. The phase takes
 at least y, and at least y beside what the owner does as a reader. An owner reads its own piece,
@@ -11,8 +11,8 @@ which is `n / (W - n)` where links are alike, and s the least s_r. What is read 
 T_f comes back as gradients in the phase T_u, which limits what a host owns as well: `T_f + k b T_u
 >= y + s E`, b >= 1 being the largest ratio of a row's bytes to its gradient's.
 
-Better still is a relaxation in which the ranks of the host (on a single host: of the memory
-domain) that owns the piece are a class of their own (`Relaxation(apart=...)`): what such a reader
+Better still is a relaxation in which the ranks of the host (on a single host: of the memory domain)
+that owns the piece are a class of their own (`Relaxation(distinguished=...)`): what such a reader
 is spared is then part of the solution, in every phase. Hosts are interchangeable, so it is the
 first, for one load at a time.
 """
@@ -42,7 +42,8 @@ from oper.search.problem.statement import NUM_FEATURES, TableProblem
 Load = tuple[int, int]  # phase and group of terms
 _Limit = tuple[np.ndarray, str]  # weights of the phases' times, and what it says
 #: Kinds of rows: the load of the piece alone; beside what a rank reads; the same over links, where
-#: its host is spared what it owns; that with the gradients that come back; with the host apart.
+#: its host is spared what it owns; that with the gradients that come back; with the
+#: distinguished host.
 PIECE, READER, SPREAD, RETURNED, APART = "piece", "reader", "spread", "returned", "apart"
 
 
@@ -76,7 +77,7 @@ class _Units(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnerRows:
+class Inequalities:
     """What is known of the owner of the largest piece; O rows.
 
     Attributes:
@@ -102,22 +103,23 @@ class OwnerRows:
     per_stream: np.ndarray
 
 
-class OwnerRowMaker:
+class InequalityMaker:
     """Makes the rows; where ranks are unequal, the owner reads as fast as the fastest.
 
     Args:
         rows: the resource rows.
         pieces: the pushed pieces, with the tables that they are of.
         options: ways to place a block.
-        apart: the load whose owner's host is apart, see `Relaxation`.
+        distinguished: the load whose owner's host is distinguished, see `Relaxation`.
     """
 
     def __init__(self, rows: ResourceRows, pieces: Pieces, options: list[Option],
-                 apart: Load | None) -> None:
-        self.rows, self.pieces, self.options, self.apart = rows, pieces, options, apart
+                 distinguished: Load | None) -> None:
+        self.rows, self.pieces, self.options = rows, pieces, options
+        self.distinguished = distinguished
         self.model, self.classes, self.tables = rows.model, rows.classes, pieces.tables
 
-    def make(self) -> OwnerRows:
+    def make(self) -> Inequalities:
         """The rows; none where nothing is pushed."""
         model, pieces = self.model, self.pieces
         pushes = any(o.kind == PUSH for o in self.options)
@@ -131,10 +133,10 @@ class OwnerRowMaker:
                     limits += found
         if not names:
             return self._none()
-        apart = self.apart if self.apart in names else None
-        if apart is not None:  # what the reader's part is follows below
-            names.append(apart)
-            limits.append((np.eye(len(model.phases))[apart[0]], APART))
+        distinguished = self.distinguished if self.distinguished in names else None
+        if distinguished is not None:  # what the reader's part is follows below
+            names.append(distinguished)
+            limits.append((np.eye(len(model.phases))[distinguished[0]], APART))
         weights, kinds = np.array([x[0] for x in limits]), [x[1] for x in limits]
         reads = np.array([kind != PIECE for kind in kinds], float)
         at = tuple(np.array(names, np.int64).T)
@@ -143,24 +145,24 @@ class OwnerRowMaker:
         unit = np.repeat((reads * np.minimum(units.other, units.own).min(axis=0)[:, at[0], at[1]]
                           )[None], len(self.classes.ranks), axis=0)
         read = np.zeros(self.rows.unit.shape[:2])
-        if apart is not None:
-            read = unit[:, :, -1] = self._host_reads(apart)
+        if distinguished is not None:
+            read = unit[:, :, -1] = self._host_reads(distinguished)
         # Loads exceed the phases by the dense compute that hides them, at most.
         hidden = pieces.hidden.max(axis=0)[:, 0]
         base = pieces.floor.min(axis=0)[at] - weights @ hidden
         once, more = self._coefficients(units, at, reads)
-        if apart is not None:
+        if distinguished is not None:
             for o in range(len(self.options)):
                 self._host_coefficients(o, read, once, more)
-        return OwnerRows(names, kinds, np.where(plain, at[0], -2), weights, base, unit,
+        return Inequalities(names, kinds, np.where(plain, at[0], -2), weights, base, unit,
                          reads * units.every.min(axis=0)[:, at[0], at[1]], once, more)
 
-    def _none(self) -> OwnerRows:
+    def _none(self) -> Inequalities:
         table = np.zeros((len(self.tables), len(self.options), NUM_FEATURES, 0))
         unit = np.zeros((*self.rows.unit.shape[:2], 0))
         weight = np.zeros((0, len(self.model.phases)))
-        return OwnerRows([], [], np.zeros(0, np.int64), weight, np.zeros(0), unit, unit[0], table,
-                         table)
+        return Inequalities([], [], np.zeros(0, np.int64), weight, np.zeros(0), unit, unit[0],
+                            table, table)
 
     def _coefficients(self, units: _Units, at: tuple[np.ndarray, ...], reads: np.ndarray
                       ) -> tuple[np.ndarray, np.ndarray]:
@@ -176,19 +178,20 @@ class OwnerRowMaker:
                 more[k, alike] = reads * (2 * load - twice).min(axis=(0, 1))[:, at[0], at[1]]
         return once, more
 
-    def _host_reads(self, apart: Load) -> np.ndarray:
+    def _host_reads(self, distinguished: Load) -> np.ndarray:
         """What a unit of each tally row, spread over a class, puts on a reader of the first
         neighbourhood beside what its owner does; float64 [C, 20].
 
-        Through the links between hosts, all ranks of a host read alike: whatever other hosts own.
+        Through the links between hosts, all ranks of a host read whatever other hosts own, those
+        with the fastest links in the least time.
         """
-        phase, group = apart
-        pieces, classes = self.pieces, self.classes
-        mine = int(classes.of_rank[0])
-        row = self.rows.names.index((phase, GROUPS[group], mine))
-        out = self.rows.unit[:, :, row].copy()
-        out[mine] -= pieces.unit[mine, :, phase, group] / classes.ranks[mine].size
-        return out
+        phase, group = distinguished
+        pieces, classes, found = self.pieces, self.classes, []
+        for mine in set(classes.of_rank[first_neighbourhood(self.model.machine)].tolist()):
+            row = self.rows.names.index((phase, GROUPS[group], mine))
+            found.append(self.rows.unit[:, :, row].copy())
+            found[-1][mine] -= pieces.unit[mine, :, phase, group] / classes.ranks[mine].size
+        return np.min(found, axis=0)
 
     def _host_coefficients(self, o: int, read: np.ndarray, once: np.ndarray,
                            more: np.ndarray) -> None:

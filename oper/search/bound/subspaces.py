@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from oper.search.bound.branching import Branching
+from oper.search.bound.branching import SearchTree
 from oper.search.bound.certificate import part_to_json
+from oper.search.bound.inequalities import neighbourhoods
 from oper.search.bound.master import Bound, solve_node
 from oper.search.bound.node import Node
-from oper.search.bound.owner_rows import neighbourhoods
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
 from oper.search.problem.machine import GROUPS
@@ -30,7 +30,7 @@ from oper.traffic import ROW_WISE
 _MANY = 200  # tables, above which less is tried
 _NEGLIGIBLE = 1e-2  # of a step
 _MANY_HOSTS = 4  # above which planning looks at none of them apart where ranks differ
-_MANY_CLASSES = 2  # of ranks, above which prices with a host apart take too long
+_MANY_CLASSES = 2  # of ranks, above which prices with a distinguished host take too long
 _OVERFLOW = 1e-6  # of a memory, up to which a relaxed solution fits
 _TURN = 6  # nodes of one subspace before another may have its turn: one cut at every load tried
 
@@ -56,9 +56,9 @@ class Subspace:
     def __init__(self, problem: Problem, plans: tuple[str, ...], deadline: float | None) -> None:
         bound = solve_node(Node(Relaxation(CostModel(problem))), deadline=deadline)
         self.plans = plans
-        self.tree = Branching(bound)
-        self.hosts: Branching | None = None
-        self._apart = _load_apart(bound.relaxation)
+        self.tree = SearchTree(bound)
+        self.hosts: SearchTree | None = None
+        self._distinguished = _distinguished_load(bound.relaxation)
         base = bound.relaxation.fixed_tally
         barriers = (STILL not in plans and not base.num_pushed) + (
             plans == (WITH_COLUMNS,) and not base.num_split)
@@ -89,7 +89,7 @@ class Subspace:
 
     @property
     def work(self) -> int:
-        """What they cost, see `Branching`."""
+        """What they cost, see `SearchTree`."""
         return self.tree.work + (0 if self.hosts is None else self.hosts.work)
 
     def is_part_of(self, other: Subspace) -> bool:
@@ -123,14 +123,14 @@ class Subspace:
               patiently: bool = False) -> None:
         """As `tighten`, for the bound alone, with the host of the largest piece apart where that
         may gain something; where it takes long as well, if `patiently`."""
-        if (self._apart is None or self.tree.is_uncut
+        if (self._distinguished is None or self.tree.is_single
                 or not (patiently or self.hosts or _is_short(self.bound.relaxation))):
             self.tighten(max_nodes, step_us, goal_us, deadline)
             return
         self.cutoff_us = min(self.cutoff_us, step_us)
         if self.hosts is None:
             model = CostModel(self.bound.relaxation.problem)
-            self.hosts = Branching(solve_node(Node(Relaxation(model, self._apart)),
+            self.hosts = SearchTree(solve_node(Node(Relaxation(model, self._distinguished)),
                                               deadline=deadline))
         self.hosts.run(max_nodes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
                        deadline=deadline)
@@ -141,7 +141,7 @@ class Subspace:
             return self.tree.lowest(number)
         relaxation, out = self.bound.relaxation, []
         for found in self.hosts.lowest(number):
-            node = Node(relaxation, found.node.box, found.node.pushes)
+            node = Node(relaxation, found.node.limits, found.node.pushes)
             bound = solve_node(node, pool=self.bound.pool.under(node, self.bound.prices))
             out.append(self.bound if bound.is_infeasible else bound)
         return out
@@ -171,7 +171,7 @@ def fit(parts: list[Subspace]) -> bool:
 def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float,
             deadline: float | None, raise_: Callable[..., None] = Subspace.tighten) -> int:
     """Raise the bound of whichever part holds it down, by `Subspace.tighten` or `Subspace.prove`,
-    for about so much work (see `Branching`); returns the nodes solved."""
+    for about so much work (see `SearchTree`); returns the nodes solved."""
     before = sum(x.solved for x in parts)
     end = max_work + sum(x.work for x in parts)
     while sum(x.work for x in parts) < end:
@@ -200,14 +200,14 @@ def space_bound(problem: Problem, max_work: int = 0) -> float:
 
 
 def _is_short(relaxation: Relaxation) -> bool:
-    """Whether planning has the time for a relaxation with a host apart; on one host it gains less
-    than other boxes at first."""
+    """Whether planning has the time for a relaxation with a distinguished host; on one host it
+    gains less than other nodes at first."""
     num_hosts = len(set(relaxation.model.machine.host))
     return len(relaxation.tables) <= _MANY and (
         1 < num_hosts <= _MANY_HOSTS or (num_hosts > 1 and relaxation.alike))
 
 
-def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
+def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:
     """The load by which the host of the largest piece (on a single host: its memory domain) is
     looked at apart: what a rank receives from others in the forward phase; None where hosts
     differ, or ranks differ much."""
@@ -215,7 +215,7 @@ def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
     of_rank, group = neighbourhoods(model.machine)
     number = int(of_rank.max()) + 1
     members = [np.bincount(of_rank[r], minlength=number) for r in relaxation.classes.ranks]
-    if not (relaxation.owner_rows and number > 1 and relaxation.is_symmetric
+    if not (relaxation.inequalities and number > 1 and relaxation.is_symmetric
             and len(relaxation.classes.ranks) <= _MANY_CLASSES
             and all((n == n[0]).all() for n in members)):
         return None

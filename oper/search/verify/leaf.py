@@ -232,12 +232,9 @@ class Checker:
             local = np.einsum("...cfqd,dq->...cfd", reader[..., NUM_RELATIONAL:, :],
                               u.own[:, NUM_RELATIONAL:, p, g])
             return np.asarray(np.minimum(own, other + np.nanmin(local, axis=-1)))
+        read = u.far[:, :, p, g]
         if name == APART:
-            here = np.array(self.part.apart)
-            mean = u.on[:, :, p, g][..., here].sum(axis=-1)
-            inside = np.isin(u.first, here)
-            mean = (mean - inside[:, None] * u.own[:, :, p, g]) / here.size
-        else:
-            mean = u.far[:, :, p, g]
+            here = u.rest[:, :, p, g][..., list(self.part.apart)].min(axis=-1)
+            read = np.where(np.isfinite(here), here, 0.0)  # nobody else is there
         return np.asarray(np.einsum("...cfq,cq->...cf", owner[..., :NUM_RELATIONAL],
-                                    mean[:, :NUM_RELATIONAL]))
+                                    read[:, :NUM_RELATIONAL]))

@@ -37,6 +37,7 @@ class UnitLoads:
         first: a rank of each of the C classes.
         on: float64 [C, 20, P, 6, W], microseconds on every rank.
         own: float64 [C, 20, P, 6], on the rank itself.
+        rest: as `on`, infinite on the rank itself.
         other: float64 [C, 20, P, 6], the least on any other rank.
         hood: int64 [W], host of each rank; on a single host, its memory domain.
         far: float64 [C, 20, P, 6], the least on a rank of another of these, were all links as fast
@@ -51,10 +52,10 @@ class UnitLoads:
             rows[c, np.arange(NUM_ROWS), np.arange(NUM_ROWS), rank] = 1.0
         self.on = time_us(model, model.loads(rows))
         self.own = np.stack([self.on[c, ..., r] for c, r in enumerate(self.first)])
-        rest = self.on.copy()
+        self.rest = self.on.copy()
         for c, rank in enumerate(self.first):
-            rest[c, ..., rank] = np.inf if world > 1 else 0.0
-        self.other = rest.min(axis=-1)
+            self.rest[c, ..., rank] = np.inf if world > 1 else 0.0
+        self.other = self.rest.min(axis=-1)
         m = model.machine
         self.hood = m.host if m.host.any() else m.domain
         seconds = m.seconds_per_unit[1:]
