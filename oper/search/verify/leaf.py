@@ -118,28 +118,26 @@ class Checker:
             partial[..., LOCAL] -= u.other[:, PARTIALS, :, LOCAL]
         each = []
         for x in rows:
-            owner, reader = (y[:, :, IDS:].swapaxes(1, 2) for y in (x.owner, x.reader))
-            load = np.einsum("wfcq,cqpg->wfcpg", owner, u.own[..., :PIECE_GROUPS])
-            if self.part.beside_reader:
-                load[..., LOCAL] -= self._read_by_peer(owner, reader)
+            owner, reader = x.owner[:, :, IDS:], x.reader[:, :, IDS:]
+            load = np.einsum("wcfq,cqpg->wfcpg", owner, u.own[..., :PIECE_GROUPS])
+            if self.part.beside_reader:  # than a rank of the owner's class, if there is one
+                read = self._elsewhere(owner, reader)[..., LOCAL]
+                same = np.einsum("wcfcp->wfcp", read)
+                load[..., LOCAL] -= np.where(np.isnan(same), np.nanmin(read, axis=3).swapaxes(1, 2),
+                                             same)
             each.append(load)
         asks = self.model.costs.push_ns * u.own[:, list(self.model.passes)].sum(axis=1)
         self.costs.set_loads(np.array(each), asks[..., :PIECE_GROUPS], np.maximum(partial, 0.0))
 
-    def _read_by_peer(self, owner: np.ndarray, reader: np.ndarray) -> np.ndarray:
-        """Own time of another rank, of the owner's class if there is one; float64 [..., C, P]."""
+    def _elsewhere(self, owner: np.ndarray, reader: np.ndarray) -> np.ndarray:
+        """Microseconds on a rank of each class that owns nothing, by the owner's class; owner
+        [..., C, F, 20], reader [..., C, F, 20, D] -> float64 [..., C, F, D, P, 6], NaN where there
+        is no such rank."""
         u = self.units
-        out = np.einsum("...cq,cqp->...cp", owner, u.other[..., LOCAL])
-        local = self._reading(reader)
-        same = np.einsum("...ccp->...cp", local)
-        return np.asarray(out + np.where(np.isnan(same), np.nanmin(local, axis=-2), same))
-
-    def _reading(self, reader: np.ndarray) -> np.ndarray:
-        """Own time of readers (rows [..., C, 20, D]) by owner's and reader's class; [..., C, D, P].
-        """
-        u = self.units
-        return np.einsum("...cqd,dqp->...cdp", reader[..., NUM_RELATIONAL:, :],
-                         u.own[:, NUM_RELATIONAL:, :, LOCAL])
+        local = np.einsum("...cfqd,dqpg->...cfdpg", reader[..., NUM_RELATIONAL:, :],
+                          u.own[:, NUM_RELATIONAL:])
+        served = np.einsum("...cfq,cqpg->...cfpg", owner, u.other)
+        return np.asarray(local + served[..., None, :, :])
 
     # -- a leaf -----------------------------------------------------------------------------------
 
@@ -227,11 +225,8 @@ class Checker:
         u = self.units
         if name == READER:
             own = np.einsum("...cfq,cq->...cf", owner, u.own[:, :, p, g])
-            other = np.einsum("...cfq,cq->...cf", owner[..., :NUM_RELATIONAL],
-                              u.other[:, :NUM_RELATIONAL, p, g])
-            local = np.einsum("...cfqd,dq->...cfd", reader[..., NUM_RELATIONAL:, :],
-                              u.own[:, NUM_RELATIONAL:, p, g])
-            return np.asarray(np.minimum(own, other + np.nanmin(local, axis=-1)))
+            other = np.nanmin(self._elsewhere(owner, reader)[..., p, g], axis=-1)
+            return np.asarray(np.minimum(own, other))
         read = u.far[:, :, p, g]
         if name == APART:
             here = u.rest[:, :, p, g][..., list(self.part.apart)].min(axis=-1)
