@@ -179,6 +179,16 @@ def test_more_nodes_never_lower_the_bound_and_few_do_most():
     assert found[2] - found[0] > 0.5 * (found[-1] - found[0]) > 0
 
 
+def test_work_is_a_count():
+    """Tables priced, not seconds, so that what it buys is always the same."""
+    work = plan_workloads.few_tables(0)
+    problem = make_problem(work.tables, work.stats, plan_workloads.machine(8, True),
+                           batch_size=work.batch_size, allow=EVERYTHING)
+    trees = [branched(problem, 12) for _ in range(2)]
+    assert trees[0].work == trees[1].work >= trees[0].solved * len(work.tables) > 0
+    assert branched(problem, 30).work > trees[0].work
+
+
 def test_every_branching_leaves_two_smaller_nodes():
     """Else a node is branched on for ever: here, close limits of the forward phase's ids were."""
     work = plan_workloads.few_tables(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -88,6 +88,28 @@ def test_what_is_certified_the_checker_accepts(problem: Problem, seed: int) -> N
     rng = np.random.default_rng(seed)
     for other in some_plans(problem, rng):
         assert evaluate(other, problem).step_us >= found.lower_bound_us * (1 - 1e-9)
+
+
+@QUICK
+@given(problems(), st.integers(0, 10**6))
+def test_masters_of_replicated_rows_are_priced_below_every_deal(problem: Problem, seed: int
+                                                                ) -> None:
+    """Up to eight tiers, the ranks of some classes first in some of them, others in others."""
+    relaxation, rng = Relaxation(CostModel(problem)), np.random.default_rng(seed)
+    node = Node(relaxation)
+    for _ in range(3):
+        prices = relaxation.project_prices(rng.uniform(0, 1, relaxation.num_rows) ** 4)
+        prices[relaxation.rows.phase_of.size:] = 0.0  # of the owner of a large piece
+        least = node.price(prices).value
+        for k, t in enumerate(relaxation.tables):
+            edges = sorted({0, t.spec.num_rows, *rng.integers(0, t.spec.num_rows, 7).tolist()})
+            order = rng.permutation(len(relaxation.classes.ranks))
+            tiers = tuple(Tier(a, b, "replicated", tuple(
+                int(r) for c in rng.permutation(order) for r in relaxation.classes.ranks[c]))
+                for a, b in pairwise(edges))
+            tally = relaxation.model.tally(t, (Piece(0, t.spec.dim, tiers),), True)
+            asked = relaxation.rows.of_tally(tally) @ prices[:relaxation.rows.phase_of.size]
+            assert least[k] <= asked * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -27,7 +27,7 @@ from oper.search.cost.model import CostModel, evaluate, is_ordered
 from oper.search.problem.constraints import TableConstraint, violations
 from oper.search.problem.digest import problem_digest
 from oper.search.problem.machine import GROUPS
-from oper.search.problem.space import used_by
+from oper.search.problem.space import MAX_REPLICATED, used_by
 from oper.search.problem.statement import Problem, TableProblem
 
 _ROUNDING = 1e-6  # of a step, by which sums of many terms may differ
@@ -178,6 +178,10 @@ def outside_space(plan: Plan, problem: Problem) -> str:
     for t in problem.tables:
         held = problem.constraints.tables.get(t.spec.name)
         entry = plan.table(t.spec.name)
+        if any(sum(x.placement == "replicated" and len(x.ranks) == plan.world_size
+                   and not _is_pinned(problem, t, x) for x in piece.tiers)
+               > MAX_REPLICATED + len(problem.pinned_of(t.spec.name)) for piece in entry.pieces):
+            return f"table {t.spec.name!r} has more than {MAX_REPLICATED} replicated tiers"
         ordered = is_ordered(t, entry)
         if held is not None and ordered != _is_taken_as_ordered(t, held, ordered):
             return (f"table {t.spec.name!r} has {'a' if ordered else 'no'} hotness order, and its "

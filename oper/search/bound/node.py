@@ -129,11 +129,12 @@ class Node:
         """
         r = self.relaxation
         value = r.coefficients @ prices  # [T, M, 4]
-        cost = np.einsum("bf,bof->bo", r.features, value[r.table_of])
+        cost = r.by_option(np.einsum("bf,bof->bo", r.features, value[r.table_of]))
         cost = np.where(r.allowed[r.table_of], cost, np.inf)
         still = np.where(r.pushes, np.inf, cost)
         stay = still.argmin(axis=1)
-        more = np.einsum("bf,bof->bo", r.features, (r.per_stream @ prices)[r.table_of])
+        more = r.by_option(np.einsum("bf,bof->bo", r.features,
+                                     (r.per_stream @ prices)[r.table_of]))
         stay_more = np.where(np.isfinite(still), more, np.inf).min(axis=1)
         one, one_stay = self._one_tier(still)
         piece = self._call(prices, {

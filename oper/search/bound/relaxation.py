@@ -39,7 +39,8 @@ from oper.search.bound.rows import ResourceRows
 from oper.search.cost.model import CostModel
 from oper.search.cost.tally import FORWARD_NS, HELD, HOST_HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.problem.machine import copy_sets
-from oper.search.problem.statement import IDS, NUM_FEATURES, TableProblem
+from oper.search.problem.space import MAX_REPLICATED
+from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
 
 
 def has_copies(model: CostModel) -> bool:
@@ -113,6 +114,14 @@ class Relaxation:
         self.table_of = np.repeat(np.arange(len(self.tables)), sizes)
         self.features = (np.concatenate([self._free_blocks(t) for t in self.tables]) if self.tables
                          else np.zeros((0, NUM_FEATURES)))
+        #: float64 [num_blocks, M], share of each block that is placed as the option says; the
+        #: masters of the rest are dealt over all ranks.
+        self.own_share = np.ones((len(self.features), len(self.options)))
+        for o in np.flatnonzero(self.plain != np.arange(len(self.options))).tolist():
+            most = np.array([self._most_masters(t, self.options[o].rank_class)
+                             for t in self.tables])
+            self.own_share[:, o] = np.minimum(1.0, most[self.table_of]
+                                              / np.maximum(self.features[:, ROWS], 1e-9))
 
     # -- building ---------------------------------------------------------------------------------
 
@@ -137,6 +146,18 @@ class Relaxation:
         self.allowed = np.array(allowed, bool).reshape(len(self.tables), len(self.options))
         #: bool [M], which of them push.
         self.pushes = np.array([o.kind == PUSH for o in self.options], bool)
+
+    def _most_masters(self, t: TableProblem, rank_class: int) -> float:
+        """Rows of a block whose masters may lie where they cost least, if that is in `rank_class`.
+
+        Masters are dealt in turn: of W rows of a tier in a row each rank has one. Rows of a block
+        differ in nothing, so that only what is left of a turn, by tier, may lie in some classes and
+        not in others: in all but the smallest of the others.
+        """
+        tiers = MAX_REPLICATED + len(self.problem.pinned_of(t.spec.name))
+        sizes = [r.size for r in self.classes.ranks]
+        rest = sum(sizes) - min(sizes[:rank_class] + sizes[rank_class + 1:])
+        return float(rest * tiers) if t.ids_are_positions else np.inf
 
     def _may(self, t: TableProblem, option: Option) -> bool:
         name = t.spec.name
@@ -288,9 +309,18 @@ class Relaxation:
     def amounts(self, choice: np.ndarray) -> np.ndarray:
         """Features by option of whole tables (int64 [num_blocks]); float64 [T, M, 4]."""
         shape = (len(self.tables), len(self.options), NUM_FEATURES)
-        at = self.table_of * len(self.options) + choice
-        return np.stack([np.bincount(at, f, minlength=shape[0] * shape[1])
-                         for f in self.features.T], axis=-1).reshape(shape)
+        own = self.own_share[np.arange(choice.size), choice]
+        out = np.zeros((shape[0] * shape[1], NUM_FEATURES))
+        for option, share in ((choice, own), (self.plain[choice], 1.0 - own)):
+            at = self.table_of * len(self.options) + option
+            out += np.stack([np.bincount(at, f * share, minlength=len(out))
+                             for f in self.features.T], axis=-1)
+        return out.reshape(shape)
+
+    def by_option(self, asked: np.ndarray) -> np.ndarray:
+        """What blocks ask in each option, given what they would if all of it was placed so; float64
+        [num_blocks, M]."""
+        return self.own_share * asked + (1.0 - self.own_share) * asked[:, self.plain]
 
     def project_prices(self, prices: np.ndarray) -> np.ndarray:
         """`prices` made a certificate: non-negative, at most 1 in weighted sum by phase."""

@@ -17,9 +17,10 @@ from oper.search.bound.master import Bound
 from oper.search.bound.node import Configuration
 from oper.search.bound.options import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import row_bytes
+from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
 
-MAX_TIERS = 8  # a table's directory stays small, and no relaxed solution needs more
+MAX_TIERS = MAX_REPLICATED  # a directory stays small, and no relaxed solution needs more
 _POOL = 24  # candidates kept per table
 _ROUNDING = 1e-5  # of a memory at most is left free for stripes that are not quite even
 _HIDDEN = 2e-6  # of a memory, by a score that is near enough to the bound

@@ -25,7 +25,14 @@ from oper.search.cost.model import CostModel, evaluate, is_ordered
 from oper.search.problem.constraints import violations
 from oper.search.problem.digest import problem_digest
 from oper.search.problem.machine import GROUPS, rank_classes
-from oper.search.problem.space import PLANS, STILL, WITH_COLUMNS, WITH_ROWS, used_by
+from oper.search.problem.space import (
+    MAX_REPLICATED,
+    PLANS,
+    STILL,
+    WITH_COLUMNS,
+    WITH_ROWS,
+    used_by,
+)
 from oper.search.problem.statement import Problem
 from oper.search.verify.leaf import Checker
 from oper.search.verify.prices import (
@@ -203,6 +210,14 @@ class _Proof:
             if ordered != taken:
                 raise _NotShown(f"table {t.spec.name!r} has pinned rows, which the proof prices in "
                                 "another order of ids")
+        for t in free:
+            for piece in plan.table(t.spec.name).pieces:
+                pinned = problem.pinned_of(t.spec.name)
+                copies = [x for x in piece.tiers if x.placement == "replicated" and x not in pinned
+                          and len(x.ranks) == plan.world_size]
+                if len(copies) > MAX_REPLICATED + len(pinned):
+                    raise _NotShown(f"table {t.spec.name!r} has {len(copies)} replicated tiers, "
+                                    "which the proof's space has not")
         tiers = [(t, piece, x) for t in free for piece in plan.table(t.spec.name).pieces
                  for x in piece.tiers if x not in problem.pinned_of(t.spec.name)]
         pushes = any(x.mode == "push" and x.placement != "replicated" for _, _, x in tiers)

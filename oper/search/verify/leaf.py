@@ -84,7 +84,8 @@ class Checker:
         self.floor = np.stack([base[..., r].min(axis=-1) for r in self.classes.ranks])
         self.hidden_most = np.stack([hidden[:, r].max(axis=-1) for r in self.classes.ranks])
         self.costs = TableCosts(model, self.tables, [free_blocks(model, t) for t in self.tables],
-                                WITH_COLUMNS in part.plans, self._allowed())
+                                WITH_COLUMNS in part.plans, self._allowed(),
+                                np.array([r.size for r in self.classes.ranks]))
         self._set_piece_loads()
 
     def _allowed(self) -> dict[str, np.ndarray]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.search.cost.model import CostModel
+from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import IDS, TableProblem
 from oper.search.verify.prices import FREE, PARTLY, PUSHES, STILL, WHOLLY, Leaf
 
@@ -67,16 +68,27 @@ class TableCosts:
         blocks: features of each table's blocks, float64 [K, 4].
         cuts: whether tables may be cut by columns.
         may: which table may be held how, by the owner's class; bool [T, C] by kind.
+        sizes: int64 [C], ranks of each class.
     """
 
     def __init__(self, model: CostModel, tables: Sequence[TableProblem],
-                 blocks: Sequence[np.ndarray], cuts: bool, may: dict[str, np.ndarray]) -> None:
-        self.model, self.tables, self.may = model, tables, may
+                 blocks: Sequence[np.ndarray], cuts: bool, may: dict[str, np.ndarray],
+                 sizes: np.ndarray) -> None:
+        self.model, self.tables, self.may, self.sizes = model, tables, may, sizes
         most = max((len(b) for b in blocks), default=0)
         #: float64 [T, B, 4], padded with blocks of nothing.
         self.blocks = np.zeros((len(tables), most, 4))
         for k, b in enumerate(blocks):
             self.blocks[k, :len(b)] = b
+        # Masters of replicated rows are dealt in turn: of equal rows of a tier, only what is left
+        # of a turn may lie in some classes and not in another one.
+        some = [sizes.sum() - np.delete(sizes, c).min(initial=sizes.sum())
+                for c in range(sizes.size)]
+        tiers = [MAX_REPLICATED + len(model.problem.pinned_of(t.spec.name))
+                 if t.ids_are_positions else np.inf for t in tables]
+        #: float64 [T, B, C], share of each block whose masters may lie where they cost least.
+        self.masters = np.minimum(1.0, np.array(tiers).reshape(-1, 1, 1) * np.maximum(some, 1)
+                                  / np.maximum(self.blocks[..., :1], 1e-9))
         self.total = np.array([t.total[IDS] for t in tables])
         self.bags = np.array([t.traffic.num_bags for t in tables])
         self.dims = np.array([t.spec.dim for t in tables], np.int64)
@@ -155,6 +167,10 @@ class TableCosts:
         if not self.tables:
             return np.zeros(0)
         cost = {kind: self._blocks(x) for kind, x in asked.cost.items()}  # [N, B, C]
+        if "replicated" in cost:
+            x, part = cost["replicated"], self.sizes / self.sizes.sum()
+            cost["replicated"] = self.masters[self.of] * (x - (x @ part)[..., None]) + (
+                x @ part)[..., None]
         for kind, x in cost.items():
             np.copyto(x, np.inf, where=~self.may[kind][self.of][:, None, :])
         still, stay = self._still(asked, {k: x for k, x in cost.items() if k != "push"})
