@@ -51,8 +51,8 @@ class Packing : private PackMoves {
     std::vector<State> found;
     is_held_ = p_.seed % 2 == 0;  // each suits some problems, and callers try several seeds
     for (int64_t i = 0; i < starts && !over_; ++i) {
-      if (i > 0) reset(p_.recipe, p_.part_width, p_.units);
-      pour_all(i % 3 == 0 ? 0.0 : kOtherwise);
+      if (i > 0) reset(p_.candidate, p_.part_width, p_.units);
+      construct_all(i % 3 == 0 ? 0.0 : kOtherwise);
       found.push_back(annealed(kHot[i % int64_t(std::size(kHot))],
                                int64_t(share * moves) / starts));
     }
@@ -68,7 +68,7 @@ class Packing : private PackMoves {
     std::copy(units_.begin(), units_.end(), p_.units);
     int64_t n = 0, number = 0;
     for (int64_t k = 0; k < T; ++k) {
-      p_.recipe[k] = recipe_[k], p_.part_width[k] = width_[k];
+      p_.candidate[k] = candidate_[k], p_.part_width[k] = width_[k];
       for (const int id : of_table_[k]) {
         const Piece& x = pieces_[id];
         for (int i = 0; i < x.owners && n < p_.capacity; ++i, ++n) {
@@ -85,7 +85,7 @@ class Packing : private PackMoves {
   // What an earlier call wrote.
   State given() const {
     State x;
-    x.recipe.assign(p_.recipe, p_.recipe + T), x.width.assign(p_.part_width, p_.part_width + T);
+    x.candidate.assign(p_.candidate, p_.candidate + T), x.width.assign(p_.part_width, p_.part_width + T);
     x.units.assign(p_.units, p_.units + W);
     std::vector<int64_t> place(W);
     for (int64_t r = 0; r < W; ++r) place[p_.rank_of[r]] = r;

@@ -6,8 +6,8 @@
 #include "search/argument.h"
 
 // Arrays are row-major. W ranks in the order of their classes, C classes, G loads (5 per phase, then
-// the share of memory), N recipes of all tables, K+1 shares 0, 1/K, ..., 1, H hottest rows. T parts of
-// tables: the first part of every table, and then, where tables may have several recipes, the second
+// the share of memory), N candidates of all tables, K+1 shares 0, 1/K, ..., 1, H hottest rows. T parts of
+// tables: the first part of every table, and then, where tables may have several candidates, the second
 // of each.
 struct OperPacking {
   OperArgument argument;
@@ -18,8 +18,8 @@ struct OperPacking {
   const double* partial;       // [C, G], a byte of partial sums at its owner
   const double* partial_read;  // [C, C, G], and on readers of each class
   const double* level;         // [phases], how busy ranks should be
-  const int64_t* first;        // [T], where the recipes of each part's table begin
-  const int64_t* num_recipes;  // [T]
+  const int64_t* first;        // [T], where the candidates of each part's table begin
+  const int64_t* num_candidates;  // [T]
   const double* stay;          // [N, C, G], a column of rows that are not pushed, without `fill`
   const double* stay_once;     // [N, C, G], what such a part costs whatever its width
   const double* fill;          // [N, C, G], all that owners of pulled rows do, by their class
@@ -48,7 +48,7 @@ struct OperPacking {
   uint64_t seed;
   int64_t resumes;  // whether to go on from what an earlier call found, in the arrays below
   // Found:
-  int64_t* recipe;  // [T], in: where to begin
+  int64_t* candidate;  // [T], in: where to begin
   int64_t* part_width;  // [T], columns, in: where to begin
   int64_t* units;   // [W], parts of its class's pulled rows that each rank owns, in: where to begin
   int64_t capacity, count;

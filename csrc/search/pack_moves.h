@@ -20,7 +20,7 @@ class PackMoves : protected PackState {
  protected:
   explicit PackMoves(OperPacking& p) : PackState(p) {
     for (int64_t k = 0; k < whole_; ++k)
-      for (int64_t i = 0; i < p.num_recipes[k]; ++i) {
+      for (int64_t i = 0; i < p.num_candidates[k]; ++i) {
         const int64_t n = p.first[k] + i;
         const double* x = p.column + n * C * G;
         pushed_.resize(std::max<size_t>(pushed_.size(), size_t(n + 1)));
@@ -43,7 +43,7 @@ class PackMoves : protected PackState {
 
   // -- where to -----------------------------------------------------------------------------------
 
-  double harm(int64_t r) const {
+  double marginal_cost(int64_t r) const {
     double sum = 0;
     for (int64_t ph = 0; ph < P; ++ph) {
       double b = 0;
@@ -57,24 +57,24 @@ class PackMoves : protected PackState {
     return sum;
   }
 
-  // All ranks' in `harms_`.
-  void look_at_harms() {
-    harms_.assign(W, 0.0f), looked_at_.resize(W);
+  // All ranks' in `marginal_`.
+  void price_ranks() {
+    marginal_.assign(W, 0.0f), looked_at_.resize(W);
     for (int64_t ph = 0; ph < P; ++ph) {
       look_at_phase(ph, looked_at_.data());
-      add_fourth_powers(looked_at_.data(), scale_[ph], W, harms_.data());
+      add_fourth_powers(looked_at_.data(), scale_[ph], W, marginal_.data());
     }
-    for (const int64_t r : saved_rank_) harms_[r] = float(harm(r));  // whose loads this move changes
+    for (const int64_t r : saved_rank_) marginal_[r] = float(marginal_cost(r));  // whose loads this move changes
   }
 
-  // A rank that may own table `k` and does not yet; the least harmful of a few, or -1.
+  // A rank that may own table `k` and does not yet; the cheapest of a few, or -1.
   int64_t pick_rank(int64_t k, int tries) {
     int64_t best = -1;
     double least = 0;
     for (int i = 0; i < tries; ++i) {
       const int64_t r = random_.below(W);
       if (!free_for(k, r) || r == best) continue;
-      const double h = harm(r);
+      const double h = marginal_cost(r);
       if (best < 0 || h < least) best = r, least = h;
     }
     return best;
@@ -91,14 +91,14 @@ class PackMoves : protected PackState {
     return place(other) < place(id) ? other : id;
   }
 
-  // Pieces of `width` columns dealt among `owners` each, where they harm least.
-  bool pour(int64_t k, int width, int owners) {
+  // Pieces of `width` columns dealt among `owners` each, where they cost least.
+  bool construct(int64_t k, int width, int owners) {
     int left = int(width_[k]);
     if (!p_.may_split[k]) width = left;
     width = std::clamp((width + kColumnStep - 1) / kColumnStep * kColumnStep, kMinColumns, 1 << 20);
     const auto unsure = [&] { return float(1 + 0.02 * random_.unit()); };
-    look_at_harms();
-    for (float& x : harms_) x *= unsure();
+    price_ranks();
+    for (float& x : marginal_) x *= unsure();
     auto& order = order_;
     while (left > 0) {
       Piece x;
@@ -106,14 +106,14 @@ class PackMoves : protected PackState {
       x.width = left - width < kMinColumns ? left : width;
       order.clear();
       for (int64_t r = 0; r < W; ++r)
-        if (free_for(k, r)) order.push_back({harms_[r], int32_t(r)});
+        if (free_for(k, r)) order.push_back({marginal_[r], int32_t(r)});
       if (order.empty()) return false;
       x.owners = int(std::min<size_t>(size_t(owners), order.size()));
       std::partial_sort(order.begin(), order.begin() + x.owners, order.end());
       for (int i = 0; i < x.owners; ++i) x.rank[i] = uint16_t(order[i].second), x.weight[i] = 1;
       x.total = x.owners;
       insert(x);
-      for (int i = 0; i < x.owners; ++i) harms_[x.rank[i]] = float(harm(x.rank[i])) * unsure();
+      for (int i = 0; i < x.owners; ++i) marginal_[x.rank[i]] = float(marginal_cost(x.rank[i])) * unsure();
       left -= x.width;
     }
     return true;
@@ -121,7 +121,7 @@ class PackMoves : protected PackState {
 
   // Pieces as the relaxation would have them; a share `otherwise` of the tables in other ones, which
   // single moves of large pieces do not lead to.
-  void pour_all(double otherwise) {
+  void construct_all(double otherwise) {
     begin_move();
     for (int64_t ph = 0; ph < P; ++ph) scale_[ph] = float(1.0 / std::max(1e-9, p_.level[ph]));
     for (int64_t i = 0; i < whole_; ++i) {  // second parts are empty
@@ -138,7 +138,7 @@ class PackMoves : protected PackState {
         }
       }
       owners = std::clamp<int64_t>(owners, 1, max_owners(k));
-      while (!pour(k, width, int(owners))) {  // more pieces than ranks: widen them
+      while (!construct(k, width, int(owners))) {  // more pieces than ranks: widen them
         while (!of_table_[k].empty()) erase(of_table_[k].back());
         width *= 2;
       }
@@ -327,34 +327,34 @@ class PackMoves : protected PackState {
     return true;
   }
 
-  // Another recipe of a table, or `now`; often one beside it.
-  int64_t other_recipe(int64_t k, int64_t now) {
-    int64_t next = random_.below(p_.num_recipes[k]);
+  // Another candidate of a table, or `now`; often one beside it.
+  int64_t other_candidate(int64_t k, int64_t now) {
+    int64_t next = random_.below(p_.num_candidates[k]);
     if (random_.unit() < 0.5)
-      next = std::clamp<int64_t>(now + (random_.unit() < 0.5 ? -1 : 1), 0, p_.num_recipes[k] - 1);
+      next = std::clamp<int64_t>(now + (random_.unit() < 0.5 ? -1 : 1), 0, p_.num_candidates[k] - 1);
     return is_held_ && !is_on_its_side(k, next) ? now : next;
   }
 
-  // Whether a recipe pushes as the relaxation does, or does not as it does not. What large tables do is
+  // Whether a candidate pushes as the relaxation does, or does not as it does not. What large tables do is
   // settled while it is hot, and the relaxation knows better than a hot search which of them to push.
-  bool is_on_its_side(int64_t k, int64_t recipe) const {
-    const double its = pushed_[p_.first[k] + p_.recipe[k]], now = pushed_[p_.first[k] + recipe];
+  bool is_on_its_side(int64_t k, int64_t candidate) const {
+    const double its = pushed_[p_.first[k] + p_.candidate[k]], now = pushed_[p_.first[k] + candidate];
     return its > 0 ? now >= kSide * its : now == 0;
   }
 
   bool retier() {
     const int64_t k = pick_part();
-    const int64_t recipe = other_recipe(k, recipe_[k]);
-    if (recipe == recipe_[k]) return false;
+    const int64_t candidate = other_candidate(k, candidate_[k]);
+    if (candidate == candidate_[k]) return false;
     std::vector<Piece> old;
     while (!of_table_[k].empty()) {
       old.push_back(pieces_[of_table_[k].back()]);
       erase(of_table_[k].back());
     }
-    set_recipe(k, recipe);
+    set_candidate(k, candidate);
     if (!pushes(k)) return true;
     for (const Piece& x : old) insert(x);
-    return !old.empty() || pour(k, int(width_[k]), int(1 + random_.below(max_owners(k))));
+    return !old.empty() || construct(k, int(width_[k]), int(1 + random_.below(max_owners(k))));
   }
 
   // Columns of one part of a table go to its other part.
@@ -380,9 +380,9 @@ class PackMoves : protected PackState {
     }
     set_width(k, width_[k] - d);
     if (is_new) {
-      const int64_t recipe = other_recipe(to, recipe_[k]);
-      if (recipe == recipe_[k]) return false;
-      set_recipe(to, recipe);
+      const int64_t candidate = other_candidate(to, candidate_[k]);
+      if (candidate == candidate_[k]) return false;
+      set_candidate(to, candidate);
     }
     set_width(to, width_[to] + d);
     if (!pushes(to)) return true;
@@ -417,11 +417,11 @@ class PackMoves : protected PackState {
     const int width = int(std::clamp(std::ceil(double(width_[k]) / count), 8.0, 1e6));
     const int owners = std::clamp(first.owners + int(random_.below(3)) - 1, 1, max_owners(k));
     while (!of_table_[k].empty()) erase(of_table_[k].back());
-    return pour(k, width, owners);
+    return construct(k, width, owners);
   }
 
-  std::vector<double> pushed_;  // by recipe, what a column loads its owner with
-  std::vector<float> harms_, looked_at_;  // of ranks
+  std::vector<double> pushed_;  // by candidate, what a column loads its owner with
+  std::vector<float> marginal_, looked_at_;  // of ranks
   std::vector<std::pair<float, int32_t>> order_;
   bool is_held_ = false;  // every table stays on its side
 };

@@ -2,7 +2,7 @@
 // is undone.
 //
 // A table's columns are divided into two parts, one of which may be empty. A state gives every part a
-// recipe (which rows are pushed, pulled, replicated) and cuts its pushed rows into column pieces, each
+// candidate (which rows are pushed, pulled, replicated) and cuts its pushed rows into column pieces, each
 // dealt among a few owners by integer weights. A rank's load is a vector over (phase, group of terms)
 // and memory; what readers carry is alike for all ranks of a class. Pulled rows are dealt in parts that
 // are the same for all tables of a class, so that ranks which own little of the rest can own more of
@@ -80,12 +80,12 @@ class PackState {
       while (r < W && p.class_of[r] == c) ++r;
       block_.push_back({begin, r});
     }
-    reset(p.recipe, p.part_width, p.units);
+    reset(p.candidate, p.part_width, p.units);
   }
 
   // A state without pieces.
-  void reset(const int64_t* recipe, const int64_t* width, const int64_t* units) {
-    recipe_.assign(recipe, recipe + T), width_.assign(width, width + T);
+  void reset(const int64_t* candidate, const int64_t* width, const int64_t* units) {
+    candidate_.assign(candidate, candidate + T), width_.assign(width, width + T);
     load_.assign(p_.base, p_.base + W * G);
     every_.assign(C * G, 0.0), fill_.assign(C * G, 0.0);
     units_.assign(units, units + W);
@@ -118,7 +118,7 @@ class PackState {
 
   void add_stay(int64_t k, double sign) {
     if (width_[k] == 0) return;
-    const int64_t at = (p_.first[k] + recipe_[k]) * C * G;
+    const int64_t at = (p_.first[k] + candidate_[k]) * C * G;
     const double columns = sign * double(width_[k]);
     for (int64_t i = 0; i < C * G; ++i)
       every_[i] += columns * p_.stay[at + i] + sign * p_.stay_once[at + i];
@@ -128,11 +128,11 @@ class PackState {
 
   // The rows that are not pushed are cut into the same columns as those that are: what a cut costs
   // whatever its width is. Most moves take as many pieces out as they put in, so that this waits for
-  // the end of a move, or of a recipe.
+  // the end of a move, or of a candidate.
   void settle_cuts(int64_t k) {
     const double cuts = cuts_of(k) - counted_cuts_[k];
     if (cuts == 0) return;
-    const int64_t at = (p_.first[k] + recipe_[k]) * C * G;
+    const int64_t at = (p_.first[k] + candidate_[k]) * C * G;
     for (int64_t i = 0; i < C * G; ++i) every_[i] += cuts * p_.stay_once[at + i];
     for (int64_t i = 0; i < C * G; ++i) fill_[i] += cuts * p_.fill_once[at + i];
     counted_cuts_[k] += cuts;
@@ -150,7 +150,7 @@ class PackState {
 
   // Shares of lookups by owner: rows are dealt in turn, and the hottest ones weigh more than theirs.
   void deal(Piece& x) const {
-    const int64_t n = p_.first[x.table] + recipe_[x.table];
+    const int64_t n = p_.first[x.table] + candidate_[x.table];
     double mass[kMaxOwners] = {1.0};
     if (x.owners > 1) {
       const double* head = p_.head + n * p_.num_heads;
@@ -216,7 +216,7 @@ class PackState {
 
   // The loads of a table's piece `from` become those of `to`; either may have no owners.
   void carry(const Piece& from, const Piece& to) {
-    const int64_t n = p_.first[to.table] + recipe_[to.table];
+    const int64_t n = p_.first[to.table] + candidate_[to.table];
     int64_t c = -1;
     double a = 0, b = 0, d = 0;  // of the owners of one class, for what they put on readers
     const auto pass_on = [&] {
@@ -356,7 +356,7 @@ class PackState {
   void begin_move() {
     ++stamp_;
     saved_rank_.clear(), saved_load_.clear();
-    log_.clear(), recipes_log_.clear(), widths_log_.clear();
+    log_.clear(), candidates_log_.clear(), widths_log_.clear();
     saved_every_ = every_, saved_fill_ = fill_;
     refilled_ = {-1, -1};
   }
@@ -376,8 +376,8 @@ class PackState {
         link(new_piece(it->before));
       }
     }
-    for (auto it = recipes_log_.rbegin(); it != recipes_log_.rend(); ++it)
-      recipe_[it->first] = it->second;
+    for (auto it = candidates_log_.rbegin(); it != candidates_log_.rend(); ++it)
+      candidate_[it->first] = it->second;
     for (auto it = widths_log_.rbegin(); it != widths_log_.rend(); ++it)
       width_[it->first] = it->second;
     for (size_t i = 0; i < saved_rank_.size(); ++i) {
@@ -398,11 +398,11 @@ class PackState {
     share_[r] = float(double(units) / double(std::max<int64_t>(class_units_[p_.class_of[r]], 1)));
   }
 
-  void set_recipe(int64_t k, int64_t recipe) {  // its pieces are out
+  void set_candidate(int64_t k, int64_t candidate) {  // its pieces are out
     settle_cuts(k);
-    recipes_log_.push_back({k, recipe_[k]});
+    candidates_log_.push_back({k, candidate_[k]});
     add_stay(k, -1);
-    recipe_[k] = recipe;
+    candidate_[k] = candidate;
     add_stay(k, 1);
   }
 
@@ -422,7 +422,7 @@ class PackState {
   }
   int64_t partner(int64_t k) const { return k < whole_ ? k + whole_ : k - whole_; }
 
-  bool pushes(int64_t k) const { return width_[k] > 0 && p_.pushes[p_.first[k] + recipe_[k]]; }
+  bool pushes(int64_t k) const { return width_[k] > 0 && p_.pushes[p_.first[k] + candidate_[k]]; }
   bool may(int64_t k, int64_t r) const { return p_.may[k * W + r]; }
   bool free_for(int64_t k, int64_t r) const { return may(k, r) && !owns_[k * W + r]; }
 
@@ -431,19 +431,19 @@ class PackState {
   // A state to come back to.
   struct State {
     double step = std::numeric_limits<double>::infinity();
-    std::vector<int64_t> recipe, width, units;
+    std::vector<int64_t> candidate, width, units;
     std::vector<Piece> pieces;
   };
 
   void keep_best() {
-    best_.step = step_, best_.recipe = recipe_, best_.width = width_, best_.units = units_;
+    best_.step = step_, best_.candidate = candidate_, best_.width = width_, best_.units = units_;
     best_.pieces.clear();
     for (int64_t k = 0; k < T; ++k)
       for (const int id : of_table_[k]) best_.pieces.push_back(pieces_[id]);
   }
   void restore(const State& state) {
     best_ = state;
-    reset(best_.recipe.data(), best_.width.data(), best_.units.data());
+    reset(best_.candidate.data(), best_.width.data(), best_.units.data());
     begin_move();
     for (const Piece& x : best_.pieces) insert(x);
     finish_move();
@@ -460,7 +460,7 @@ class PackState {
   Random random_;
   int64_t W, C, G, P, T, whole_, moves_ = 0;
   std::vector<int64_t> place_;  // of a table in `order`
-  std::vector<int64_t> recipe_, width_, busiest_, units_, class_units_;
+  std::vector<int64_t> candidate_, width_, busiest_, units_, class_units_;
   std::vector<double> load_, every_, saved_every_, fill_, saved_fill_, saved_load_, peak_;
   std::vector<float> flat_, busy_, kept_busy_, scale_, share_;
   std::pair<int64_t, int64_t> refilled_{-1, -1};
@@ -469,7 +469,7 @@ class PackState {
   std::vector<double> counted_cuts_;
   std::vector<std::vector<int>> of_table_, on_rank_;
   std::vector<uint8_t> owns_;
-  std::vector<std::pair<int64_t, int64_t>> block_, recipes_log_, widths_log_;
+  std::vector<std::pair<int64_t, int64_t>> block_, candidates_log_, widths_log_;
   std::vector<int64_t> saved_rank_, saved_mark_;
   std::vector<Logged> log_;
   int64_t stamp_ = 0;

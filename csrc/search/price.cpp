@@ -430,7 +430,7 @@ class Pricing {
   // The cheapest way to make up a table's columns of pieces, each of a width and at the cost by column
   // that some type has, or that of pushing nothing: pieces are whole, and what is left of a table beside
   // the widest ones has to be narrower, and pay for an id stream as well. A path through the columns, in
-  // three lanes: nothing is pushed so far, everything, or something.
+  // lanes by whether some rows stay and whether some are pushed so far.
   double whole_widths() {
     const int64_t columns = p_.columns[k_], step = p_.step, count = columns / step;
     for (auto& x : by_width_) x.assign(count + 1, {kInfinity, 0});  // a piece so wide, and its kind
@@ -445,29 +445,24 @@ class Pricing {
           for (int64_t some = 0; some < 2; ++some)
             by_width_[some][w] = std::min(by_width_[some][w], std::pair(kinds_[2 * j + some].least, 2 * j + some));
       }
-    enum Lane : int64_t { kNothing, kEverything, kSomething };
     steps_.assign(kLanes * (count + 1), Step{});
-    steps_[kNothing].cost = steps_[kEverything].cost = 0;
+    steps_[0].cost = 0;
     for (int64_t to = 1; to <= count; ++to)
       for (int64_t w = 1; w <= to; ++w) {
         const double share = double(w) / double(count);
-        const double still = share * still_cost(double(count) / double(w));
         const auto [all, i] = by_width_[0][w];
         const auto [part, l] = by_width_[1][w];
         const Step* from = &steps_[kLanes * (to - w)];
         Step* x = &steps_[kLanes * to];
-        x[kNothing].take(from[kNothing].cost + still, w, -1, kNothing);
-        x[kEverything].take(from[kEverything].cost + share * all, w, i, kEverything);
         for (int64_t lane = 0; lane < kLanes; ++lane) {
-          x[kSomething].take(from[lane].cost + share * part, w, l, lane);
-          if (to == w) continue;  // beside what is pushed something stays, or the other way around
-          if (lane != kEverything) x[kSomething].take(from[lane].cost + share * all, w, i, lane);
-          if (lane != kNothing) x[kSomething].take(from[lane].cost + still, w, -1, lane);
+          x[lane | kStays].take(from[lane].cost + share * still_cost(1 / share), w, -1, lane);
+          x[lane | kIsPushed].take(from[lane].cost + share * all, w, i, lane);
+          x[kStays | kIsPushed].take(from[lane].cost + share * part, w, l, lane);
         }
       }
     const uint8_t pushes = p_.pushes[k_];
-    const bool may[] = {pushes <= kStill, pushes != kStill && pushes != kPartly,
-                        pushes != kStill && pushes != kWholly};
+    const bool may[kLanes] = {false, pushes <= kStill, pushes != kStill && pushes != kPartly,
+                              pushes != kStill && pushes != kWholly};
     double least = kInfinity;
     for (int64_t lane = 0; lane < kLanes; ++lane)
       if (const double cost = steps_[kLanes * count + lane].cost; may[lane] && cost < least)
@@ -547,7 +542,7 @@ class Pricing {
   double best_ = 0, least_ = 0, rest_ = 0, offset_ = 0;
   double limit_ = kInfinity;  // what sets may cost to be worth a look
   Mode mode_ = kAllPushed;
-  static constexpr int64_t kLanes = 3;
+  static constexpr int64_t kStays = 1, kIsPushed = 2, kLanes = 4;
   int64_t lane_ = 0;
   std::vector<double> gain_, slope_, fixed_, pushed_, least_sums_;
   std::vector<Kind> kinds_;

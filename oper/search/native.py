@@ -63,13 +63,13 @@ class Packing(Argument):
             "num_heads")),
         *((n, _array) for n in (
             "class_of", "rank_of", "base", "partial", "partial_read", "level", "first",
-            "num_recipes", "stay", "stay_once", "fill", "fill_once", "column", "stream",
+            "num_candidates", "stay", "stay_once", "fill", "fill_once", "column", "stream",
             "column_read", "stream_read", "column_ids", "head_at", "head", "asked", "whole",
             "sums", "pushes", "may_split", "may_stripe", "num_may", "may", "order",
             "first_width", "first_owners")),
         ("max_moves", _int), ("seconds", _double), ("goal", _double), ("seed", ctypes.c_uint64),
         ("resumes", _int),
-        *((n, _array) for n in ("recipe", "part_width", "units")), ("capacity", _int),
+        *((n, _array) for n in ("candidate", "part_width", "units")), ("capacity", _int),
         ("count", _int),
         *((n, _array) for n in ("table", "piece", "width", "rank", "weight")),
         ("step", _double), ("moves", _int)]

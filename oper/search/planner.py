@@ -29,7 +29,6 @@ from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
 
-_LEAST_NODES = 8  # however many tables there are
 _CLOSE = 1e-6  # a gap up to which no simpler plan is looked at
 _Proof = dict[str, Any]  # see `_proof`
 
@@ -153,13 +152,13 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tup
     step_us = best[1].evaluation.step_us
     notes = {"constants": problem.topology.source,
              "bound": "whole-table configurations, class means",
-             "gap_kind": "branching" if any(x.solved for x in fitting) else "relaxation",
-             "bound_boxes": sum(x.solved for x in fitting),
+             "bound_method": "branching" if any(x.solved for x in fitting) else "relaxation",
+             "bnb_nodes": sum(x.solved for x in fitting),
              "relaxation_us": root_us}
     return replace(plan, step_us=step_us, notes=notes), _proof(parts)
 
 
-def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_boxes: int = 2000,
+def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_work: int = 200_000,
            time_budget_s: float | None = None) -> Plan:
     """`plan` with its lower bound raised by branch and price, for longer than planning may take.
 
@@ -167,7 +166,7 @@ def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_boxes: in
         plan: a plan of the problem that fits.
         problem: the problem.
         goal_gap: stop when the gap is at most this.
-        max_boxes: relaxations to solve at most, about.
+        max_work: tables to price while branching, about.
         time_budget_s: seconds after which the bound so far is returned; None = no limit.
 
     Raises:
@@ -176,14 +175,14 @@ def proved(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_boxes: in
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     step_us = evaluate(plan, problem).step_us
     parts = subspaces(problem, deadline)
-    nodes = tighten([x for x in parts if not x.bound.is_infeasible], max_boxes, step_us,
+    nodes = tighten([x for x in parts if not x.bound.is_infeasible], max_work, step_us,
                     step_us / (1 + goal_gap), deadline, partial(Subspace.prove, patiently=True))
     proof = _proof(parts)
     lower_us = _proved_us(proof)
     if is_for(plan, problem) and plan.lower_bound_us > lower_us:
         lower_us, proof = plan.lower_bound_us, proof_of(plan)
-    notes = {**plan.notes, "gap_kind": "branching" if nodes else plan.notes.get("gap_kind"),
-             "bound_boxes": nodes}
+    notes = {**plan.notes, "bound_method": "branching" if nodes else plan.notes.get("bound_method"),
+             "bnb_nodes": nodes}
     plan = replace(plan, batch_size=problem.batch_size, step_us=step_us, lower_bound_us=0.0,
                    notes=notes)
     return with_bound(plan, problem, lower_us, proof)
@@ -219,11 +218,9 @@ def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, 
     Every part that may hold the best plan is searched from its best node; the best part again from
     several, once a known step has made its tree smaller.
     """
-    num_tables = len(parts[0].bound.relaxation.tables)
-    nodes = max(_LEAST_NODES, round(budget.max_nodes * 100 / max(50, num_tables)))
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
-    tighten(parts, nodes, np.inf, np.inf, first)
+    tighten(parts, budget.max_work, np.inf, np.inf, first)
     best: tuple[Subspace, Found] | None = None
 
     def is_enough() -> bool:
@@ -242,8 +239,8 @@ def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, 
     assert best is not None
     for turn in range(2):
         part, found = best
-        tighten(parts, nodes, found.step_us, found.step_us / (1 + target_gap), budget.deadline,
-                Subspace.prove)
+        tighten(parts, budget.max_work, found.step_us, found.step_us / (1 + target_gap),
+                budget.deadline, Subspace.prove)
         if turn == 1 or is_enough() or found.step_us <= part.lower_bound_us:
             break
         again = search(part.lowest(budget.num_starts), budget,

@@ -224,7 +224,7 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     """The plan of ``oper explain``'s arguments, priced, and the problem that it is judged by."""
     from oper.search.bound.certificate import is_for, proof_of, with_bound
     from oper.search.cost.model import evaluate
-    from oper.search.planner import proved
+    from oper.search.planner import tighten_bound
 
     plan, problem = stated(args, _stats(args))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
@@ -235,7 +235,7 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
         return with_bound(priced, problem, plan.lower_bound_us, proof_of(plan)), problem
     if not found.fits:
         return with_bound(priced, problem, 0.0), problem
-    return proved(priced, problem, max_boxes=0), problem
+    return tighten_bound(priced, problem, max_work=0), problem
 
 
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:

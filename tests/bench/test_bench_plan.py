@@ -19,7 +19,7 @@ from oper.search.problem.statement import make_problem
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 
-KEYS = ("gap", "certificate_checked", "uncapped_bound_us", "gap_kind", "proved_gap",
+KEYS = ("gap", "certificate_checked", "uncapped_bound_us", "bound_method", "proved_gap",
         "proved_boxes", "seconds", "modelled_step_us", "best_peer", "best_peer_step_us",
         "ratio_vs_torchrec", "ratio_vs_best_peer", "lower_bound_us",
         "peak_rss_mb", "verified")

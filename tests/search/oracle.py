@@ -38,6 +38,7 @@ def relaxed_by_cvxpy(relaxation: Relaxation) -> float:
     phase_time = cp.Variable(num_phases, nonneg=True)
     cost = np.einsum("bf,bofr->bor", relaxation.features,
                      relaxation.coefficients[relaxation.table_of])
+    cost = np.stack([relaxation.by_option(x) for x in np.moveaxis(cost, -1, 0)], axis=-1)
     cost += _chords(relaxation)
     load = [relaxation.base[r] + cp.sum(cp.multiply(cost[:, :, r], share))
             for r in range(relaxation.num_rows)]

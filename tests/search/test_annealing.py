@@ -17,8 +17,8 @@ from oper.search.bound.options import PUSH
 from oper.search.cost.model import evaluate
 from oper.search.cost.tally import owned_features
 from oper.search.heuristic.annealing import Annealing, Packed
+from oper.search.heuristic.candidates import CandidatePool
 from oper.search.heuristic.placing import Placer, evaluated
-from oper.search.heuristic.recipes import RecipeBook
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import ROWS, Problem, make_problem
@@ -30,7 +30,7 @@ PUSHED = frozenset({"striped", "owned", "push", "columns"})
 
 def _annealing(stated: Problem) -> Annealing:
     bound = lower_bound(stated)
-    return Annealing(RecipeBook(bound), bound)
+    return Annealing(CandidatePool(bound), bound)
 
 
 def _check(stated: Problem, annealed: Annealing, found: Packed) -> None:
@@ -38,9 +38,9 @@ def _check(stated: Problem, annealed: Annealing, found: Packed) -> None:
     for t, parts in zip(stated.tables, found.parts, strict=True):
         assert sum(part.width for part in parts) == t.spec.dim and len(parts) <= 2
         for part in parts:
-            assert part.recipe.stops[-1] == t.spec.num_rows
+            assert part.candidate.stops[-1] == t.spec.num_rows
             assert (part.width % 4 == 0 and part.width >= 8) or part.width == t.spec.dim
-            pushes = any(options[o].kind == PUSH for o in part.recipe.options)
+            pushes = any(options[o].kind == PUSH for o in part.candidate.options)
             assert sum(width for width, _, _ in part.shards) == part.width * pushes
             for width, ranks, weights in part.shards:
                 assert len(set(ranks)) == len(ranks) and len(weights) in (0, len(ranks))
@@ -58,7 +58,7 @@ def test_layouts_hold_every_pushed_column_once(seed: int, slow: int) -> None:
     assert found.num_moves == 20_000
 
 
-def test_columns_of_a_table_may_have_two_recipes_and_cost_what_they_say() -> None:
+def test_columns_of_a_table_may_have_two_candidates_and_cost_what_they_say() -> None:
     work = plan_workloads.synthetic(12, 1, 0.6)
     stated = make_problem(work.tables, work.stats, plan_workloads.machine(16), batch_size=4096,
                           allow=EVERYTHING)
@@ -66,8 +66,9 @@ def test_columns_of_a_table_may_have_two_recipes_and_cost_what_they_say() -> Non
     found = annealed.run(100_000, 0.0, 1)
     _check(stated, annealed, found)
     assert any(len(parts) == 2 for parts in found.parts)
-    assert all(parts[0].recipe != parts[1].recipe for parts in found.parts if len(parts) == 2)
-    placed = Placer(annealed.relaxation, annealed.book.total).place(found.parts, found.units)
+    assert all(parts[0].candidate != parts[1].candidate
+               for parts in found.parts if len(parts) == 2)
+    placed = Placer(annealed.relaxation, annealed.pool.total).place(found.parts, found.units)
     relaxation = annealed.relaxation
     evaluation = evaluated(relaxation, placed)
     # Stripes are not quite even.
@@ -100,9 +101,9 @@ def test_what_the_search_adds_up_is_what_the_cost_model_says(topology: Topology,
                                            batch_size=256, allow=allow - {"per_host"}))
         found = annealed.run(20_000, 0.0, seed)
         relaxation = annealed.relaxation
-        placed = Placer(relaxation, annealed.book.total).place(found.parts, found.units)
+        placed = Placer(relaxation, annealed.pool.total).place(found.parts, found.units)
         evaluation = evaluated(relaxation, placed)
-        # Stripes of few rows are not quite even; of two recipes only one may have several tiers.
+        # Stripes of few rows are not quite even; of two candidates only one may have several tiers.
         assert evaluation.step_us == pytest.approx(found.step_us, rel=0.02)
 
 
@@ -113,7 +114,7 @@ def test_the_modelled_step_is_the_evaluated_one() -> None:
     assert many.step_us <= few.step_us
     # Stripes by weights among them, whose hottest rows go to owners in the order of the pattern.
     relaxation = annealed.relaxation
-    placed = Placer(relaxation, annealed.book.total).place(many.parts, many.units)
+    placed = Placer(relaxation, annealed.pool.total).place(many.parts, many.units)
     evaluation = evaluated(relaxation, placed)
     assert any(weights for parts in many.parts for p in parts for _, _, weights in p.shards)
     assert evaluation.step_us == pytest.approx(many.step_us, rel=0.01)

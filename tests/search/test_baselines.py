@@ -104,7 +104,7 @@ def test_bench_entries_hold_the_named_keys_and_check_themselves():
     entries = list(bench_plan.run(_arguments("--seed", "1"), chosen))
     assert [e["name"] for e in entries] == [c.name for c in chosen]
     for e in entries:
-        assert e.keys() >= {"gap", "gap_kind", "seconds", "modelled_step_us", "best_peer",
+        assert e.keys() >= {"gap", "bound_method", "seconds", "modelled_step_us", "best_peer",
                             "best_peer_step_us", "ratio_vs_torchrec", "ratio_vs_best_peer",
                             "lower_bound_us", "peak_rss_mb", "verified"}
         assert e["verified"] and e["gap"] <= 0.03

@@ -88,8 +88,9 @@ def test_the_certificate_alone_gives_the_bound_and_damage_only_weakens_it():
     assert found.recompute() == pytest.approx(found.lower_bound_us, rel=1e-6)
     rng = np.random.default_rng(0)
     for _ in range(20):
-        prices = found.relaxation.normalised(found.prices * rng.uniform(0, 3, found.prices.size))
-        value = found.node.cheapest(prices).value
+        prices = found.relaxation.project_prices(
+            found.prices * rng.uniform(0, 3, found.prices.size))
+        value = found.node.price(prices).value
         # Any prices whatever bound the relaxation from below.
         assert found.node.bound_at(prices, value) <= found.relaxed_us * (1 + 1e-9)
 
@@ -100,8 +101,8 @@ def test_configurations_claim_the_resources_they_take():
     relaxation = Relaxation(CostModel(stated))
     node, rng = Node(relaxation), np.random.default_rng(2)
     for _ in range(10):
-        prices = relaxation.normalised(rng.uniform(0, 1, relaxation.num_rows))
-        columns = node.cheapest(prices)
+        prices = relaxation.project_prices(rng.uniform(0, 1, relaxation.num_rows))
+        columns = node.price(prices)
         assert columns.resources @ prices == pytest.approx(columns.value, rel=1e-9)
 
 
@@ -111,15 +112,15 @@ def test_only_what_is_cheaper_than_the_known_is_looked_for(topology):
     relaxation = Relaxation(CostModel(problem(12, 5, topology, allow=EVERYTHING)))
     node, rng = Node(relaxation), np.random.default_rng(3)
     for _ in range(10):
-        prices = relaxation.normalised(rng.uniform(0, 1, relaxation.num_rows))
-        columns = node.cheapest(prices)
+        prices = relaxation.project_prices(rng.uniform(0, 1, relaxation.num_rows))
+        columns = node.price(prices)
         least = columns.resources @ prices
         assert None not in columns.configurations
-        known = node.cheapest(prices, least * (1 - 1e-6))
+        known = node.price(prices, least * (1 - 1e-6))
         assert not any(known.configurations) and not known.resources.any()
         assert (known.value <= least * (1 + 1e-9)).all()
         assert known.value == pytest.approx(columns.value, rel=1e-3)
-        dear = node.cheapest(prices, least * 1.01)
+        dear = node.price(prices, least * 1.01)
         assert None not in dear.configurations
         assert dear.resources @ prices == pytest.approx(least, rel=1e-3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -11,18 +12,18 @@ from search_cases import gpus, host, random_tier, tables_and_stats
 
 from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.bound.branching import Branching, _largest, _load_cuts
+from oper.search.bound.branching import SearchTree, _largest, _load_branchings
 from oper.search.bound.master import solve_node
 from oper.search.bound.node import PUSHES, STILL, Node
 from oper.search.bound.options import PUSH
-from oper.search.bound.pieces import COLUMN_STEP, LOCAL, MIN_COLUMNS, Box, column_widths
+from oper.search.bound.pieces import COLUMN_STEP, LOCAL, MIN_COLUMNS, LoadLimits, column_widths
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.cost.tally import UPDATE_BYTES, UPDATE_ROWS, owned_features
-from oper.search.planner import plan_problem, proved
+from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import IDS, NUM_FEATURES, Problem, make_problem
-from oper.topology import Topology
+from oper.topology import Domain, Topology
 
 
 def alternating(num_ranks: int, per_host: int) -> Topology:
@@ -33,9 +34,20 @@ def alternating(num_ranks: int, per_host: int) -> Topology:
     return replace(fast, domains=tuple(pair[n % 2] for n, pair in enumerate(domains)))
 
 
+def linked(topology: Topology, is_slow: Callable[[Domain], int]) -> Topology:
+    """Some domains with links of half the speed."""
+    return replace(topology, domains=tuple(
+        replace(d, link_gbps=d.link_gbps / 2, cross_gbps=d.cross_gbps / 2) if is_slow(d) else d
+        for d in topology.domains))
+
+
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
-              "many": gpus(12, per_host=4), "mixed": alternating(8, 4),
-              "unequal": gpus(4, slow=2)}
+             "many": gpus(12, per_host=4), "mixed": alternating(8, 4),
+             "unequal": gpus(4, slow=2),
+             "links": linked(gpus(8, per_host=2), lambda d: d.host % 2),
+             "uneven": linked(gpus(5, per_host=3), lambda d: d.host % 2),
+             "domains": linked(gpus(4), lambda d: d.ranks[0] % 2),
+             "pairs": linked(gpus(6, per_host=2), lambda d: d.ranks[0] % 2)}
 
 
 def stated(seed: int, name: str, num_tables: int = 4, costs: dict[str, float] | None = None,
@@ -49,10 +61,10 @@ def stated(seed: int, name: str, num_tables: int = 4, costs: dict[str, float] | 
                         **more)  # type: ignore[arg-type]
 
 
-def branched(problem: Problem, max_boxes: int = 24) -> Branching:
-    boxes = Branching(solve_node(Node(Relaxation(CostModel(problem)))))
-    boxes.run(max_boxes)
-    return boxes
+def branched(problem: Problem, max_nodes: int = 24) -> SearchTree:
+    tree = SearchTree(solve_node(Node(Relaxation(CostModel(problem)))))
+    tree.run(max_nodes)
+    return tree
 
 
 def pushing_plan(problem: Problem, rng: np.random.Generator) -> Plan:
@@ -108,7 +120,8 @@ def largest_loads(relaxation: Relaxation, plan: Plan) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("name", ["gpus", "hosts", "host", "unequal", "mixed"])
+@pytest.mark.parametrize("name", ["gpus", "hosts", "host", "unequal", "mixed", "links", "uneven",
+                                  "domains", "pairs"])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("costly", [False, True])
 def test_no_plan_is_below_the_bound_of_its_own_node(seed, name, costly):
@@ -126,8 +139,8 @@ def test_no_plan_is_below_the_bound_of_its_own_node(seed, name, costly):
                            else STILL for t in plan.tables], np.uint8)
         step_us = evaluate(plan, many).step_us
         for least, states in product((0.0, 1.0 - 1e-9), (None, pushes)):
-            box = Box(largest * least, largest * (1 + 1e-9))
-            found = solve_node(Node(relaxation, box, states))
+            limits = LoadLimits(largest * least, largest * (1 + 1e-9))
+            found = solve_node(Node(relaxation, limits, states))
             assert found.lower_bound_us <= step_us * (1 + 1e-9)
 
 
@@ -135,7 +148,7 @@ def test_unequal_ranks_of_one_host_have_rows_about_the_owner_of_a_large_piece():
     problem = stated(1, "unequal")
     relaxation = Relaxation(CostModel(problem))
     assert len(relaxation.classes.ranks) == 2
-    assert any(group == LOCAL for _, _, group in relaxation.owner_rows)
+    assert any(group == LOCAL for _, _, group in relaxation.inequalities)
     first = solve_node(Node(relaxation))
     assert branched(problem).bound.lower_bound_us > first.lower_bound_us * 1.001
 
@@ -145,42 +158,52 @@ def test_branching_raises_the_bound_and_certifies_itself():
     problem = make_problem(work.tables, work.stats, plan_workloads.machine(16),
                            batch_size=work.batch_size, allow=EVERYTHING)
     first = solve_node(Node(Relaxation(CostModel(problem)))).lower_bound_us
-    boxes = branched(problem)
-    assert boxes.solved > 0
-    assert boxes.bound.lower_bound_us > first * 1.2
-    assert boxes.bound.recompute() >= boxes.bound.lower_bound_us * (1 - 1e-9)
+    tree = branched(problem)
+    assert tree.solved > 0
+    assert tree.bound.lower_bound_us > first * 1.2
+    assert tree.bound.recompute() >= tree.bound.lower_bound_us * (1 - 1e-9)
 
 
-def test_more_boxes_never_lower_the_bound_and_few_do_most():
+def test_more_nodes_never_lower_the_bound_and_few_do_most():
     work = plan_workloads.synthetic(30, 0)
     problem = make_problem(work.tables, work.stats, plan_workloads.machine(64),
                            batch_size=work.batch_size, allow=EVERYTHING)
-    boxes = Branching(solve_node(Node(Relaxation(CostModel(problem)))))
-    found = [boxes.bound.lower_bound_us]
+    tree = SearchTree(solve_node(Node(Relaxation(CostModel(problem)))))
+    found = [tree.bound.lower_bound_us]
     for _ in range(4):
-        boxes.run(12)
-        found.append(boxes.bound.lower_bound_us)
-        lowest = [b.lower_bound_us for b in boxes.lowest(3)]
+        tree.run(12)
+        found.append(tree.bound.lower_bound_us)
+        lowest = [b.lower_bound_us for b in tree.lowest(3)]
         assert lowest == sorted(lowest) and lowest[0] == found[-1]
     assert (np.diff(found) >= 0).all()
     assert found[2] - found[0] > 0.5 * (found[-1] - found[0]) > 0
 
 
-def test_every_cut_leaves_two_smaller_boxes():
-    """Else a box is cut for ever: in this one, narrow boxes of the forward phase's ids were."""
+def test_work_is_a_count():
+    """Tables priced, not seconds, so that what it buys is always the same."""
+    work = plan_workloads.few_tables(0)
+    problem = make_problem(work.tables, work.stats, plan_workloads.machine(8, True),
+                           batch_size=work.batch_size, allow=EVERYTHING)
+    trees = [branched(problem, 12) for _ in range(2)]
+    assert trees[0].work == trees[1].work >= trees[0].solved * len(work.tables) > 0
+    assert branched(problem, 30).work > trees[0].work
+
+
+def test_every_branching_leaves_two_smaller_nodes():
+    """Else a node is branched on for ever: here, close limits of the forward phase's ids were."""
     work = plan_workloads.few_tables(0)
     problem = make_problem(work.tables, work.stats, plan_workloads.machine(64), batch_size=4096,
                            allow=EVERYTHING)
-    boxes = Branching(solve_node(Node(Relaxation(CostModel(problem)))))
-    boxes.run(120)
-    nodes = boxes.lowest(200)
+    tree = SearchTree(solve_node(Node(Relaxation(CostModel(problem)))))
+    tree.run(120)
+    nodes = tree.lowest(200)
     assert len(nodes) > 20
     for bound in nodes:
-        box = bound.node.box
-        for cut in _load_cuts(bound, np.inf):
-            low, high = (x.box for x in cut.parts)
+        limits = bound.node.limits
+        for cut in _load_branchings(bound, np.inf):
+            low, high = (x.limits for x in cut.children)
             assert low.most[cut.at] == high.least[cut.at] and cut.ratio > 1
-            assert box.least[cut.at] < low.most[cut.at] < min(box.most[cut.at],
+            assert limits.least[cut.at] < low.most[cut.at] < min(limits.most[cut.at],
                                                               _largest(bound)[cut.at])
 
 
@@ -190,15 +213,15 @@ def test_a_plan_is_proved_closer_than_planning_had_time_for():
                            batch_size=work.batch_size, allow=EVERYTHING)
     plan = plan_problem(problem, time_budget_s=0.5)
     plan = replace(plan, lower_bound_us=plan.notes["relaxation_us"])
-    first = proved(plan, problem, max_boxes=4)
-    better = proved(plan, problem, max_boxes=200)
+    first = tighten_bound(plan, problem, max_work=280)
+    better = tighten_bound(plan, problem, max_work=14000)
     assert plan.lower_bound_us <= first.lower_bound_us <= better.lower_bound_us <= plan.step_us
     assert better.lower_bound_us > first.lower_bound_us
-    assert better.tables == plan.tables and better.notes["gap_kind"] == "branching"
-    near = proved(plan, problem, goal_gap=plan.gap + 0.5)
+    assert better.tables == plan.tables and better.notes["bound_method"] == "branching"
+    near = tighten_bound(plan, problem, goal_gap=plan.gap + 0.5)
     # Near enough already: nothing is solved.
     assert near.lower_bound_us == pytest.approx(plan.lower_bound_us, rel=1e-12)
-    assert proved(plan, problem, max_boxes=200).lower_bound_us == better.lower_bound_us
+    assert tighten_bound(plan, problem, max_work=14000).lower_bound_us == better.lower_bound_us
 
 
 def test_squares_of_all_pieces_but_one_are_part_of_what_a_piece_costs():
@@ -220,13 +243,13 @@ def test_squares_of_all_pieces_but_one_are_part_of_what_a_piece_costs():
     assert whole == pytest.approx(once)
 
 
-def test_a_smaller_box_admits_less_and_bounds_higher():
+def test_closer_limits_admit_less_and_bound_higher():
     problem = stated(3, "hosts")
     relaxation = Relaxation(CostModel(problem))
     shape = relaxation.pieces.floor.shape[1:]
     before, masses = 0.0, []
     for limit in (1e9, 300.0, 100.0, 30.0):
-        node = Node(relaxation, Box(np.zeros(shape), np.full(shape, limit)))
+        node = Node(relaxation, LoadLimits(np.zeros(shape), np.full(shape, limit)))
         found = solve_node(node).lower_bound_us
         assert found >= before * (1 - 1e-9)
         before = found
@@ -235,11 +258,11 @@ def test_a_smaller_box_admits_less_and_bounds_higher():
 
 
 def test_pieces_admitted_are_those_that_fit():
-    """The largest mass by type is where rows of the least load by id meet the box."""
+    """The largest mass by type is where rows of the least load by id meet the limits."""
     problem = stated(2, "gpus")
     relaxation = Relaxation(CostModel(problem))
     pieces, shape = relaxation.pieces, relaxation.pieces.floor.shape[1:]
-    fit = pieces.fit(Box(np.zeros(shape), np.full(shape, 2.0)))
+    fit = pieces.fit(LoadLimits(np.zeros(shape), np.full(shape, 2.0)))
     seen = 0
     for k, types in enumerate(fit.types):
         t = relaxation.tables[k]
@@ -260,7 +283,7 @@ def test_pieces_admitted_are_those_that_fit():
 @pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])
 @pytest.mark.parametrize("seed", range(4))
 def test_owners_who_fit_send_no_less_than_least_sums(seed, name):
-    """Rows dealt at random to owners, none of whom is loaded with more than the box has."""
+    """Rows dealt at random to owners, none of whom is loaded with more than the limits say."""
     costs = {"push_ns": 20.0, "id_ns": 1.0, "sort_ns": 2.0, "update_ns": 10.0}
     relaxation = Relaxation(CostModel(stated(seed, name, costs=costs)))
     pieces, rng = relaxation.pieces, np.random.default_rng(seed)
@@ -279,9 +302,10 @@ def test_owners_who_fit_send_no_less_than_least_sums(seed, name):
                 largest = np.max(loads, axis=0)
                 step = max(np.maximum(x + pieces.floor[0] - pieces.hidden[0], 0).max(axis=-1).sum()
                            for x in loads)
-                for box in (Box(0 * largest, largest * (1 + 1e-9)),
-                            Box(0 * largest, np.full_like(largest, np.inf), step * (1 + 1e-9))):
-                    fit, kind = pieces.fit(box), np.array([3 * j])
+                for limits in (LoadLimits(0 * largest, largest * (1 + 1e-9)),
+                               LoadLimits(0 * largest, np.full_like(largest, np.inf),
+                                          step * (1 + 1e-9))):
+                    fit, kind = pieces.fit(limits), np.array([3 * j])
                     least = fit.least_sums(np.array([k]), 0, kind, owners.sum(axis=0)[None])[0]
                     one = pieces.sum_bytes(np.full(len(owners), k), owners[:, IDS] / t.total[IDS],
                                            np.ones(len(owners)))
@@ -312,27 +336,28 @@ def test_pieces_are_whole(ranks):
     machine = plan_workloads.machine(ranks, False)
     machine = replace(machine, costs=replace(machine.costs, table_us=1.0, tier_ns=1.0,
                                              push_tier_ns=1.0, push_bag_ns=2.0, push_ns=0.5))
-    boxes = branched(make_problem(work.tables, work.stats, machine, batch_size=work.batch_size,
+    tree = branched(make_problem(work.tables, work.stats, machine, batch_size=work.batch_size,
                                   allow=EVERYTHING), 60)
-    relaxation, more = boxes.bound.relaxation, 0
+    relaxation, more = tree.bound.relaxation, 0
     pieces = relaxation.pieces
     columns, cut = pieces.columns, pieces.cut
-    for bound in boxes.lowest(12):
-        node, prices = Node(relaxation, bound.node.box), bound.prices
-        found, types = node.cheapest(prices).value, node.fit.types
+    for bound in tree.lowest(12):
+        node, prices = Node(relaxation, bound.node.limits), bound.prices
+        found, types = node.price(prices).value, node.fit.types
         for k in (0, 1):
             dim, number = int(columns[k]), types[k][0].mass.size
             one, stay, more_stay = still_costs(node, prices, k)
 
-            def pushed(kind, k=k, types=types, number=number, prices=prices, box=bound.node.box):
+            def pushed(kind, k=k, types=types, number=number, prices=prices,
+                       limits=bound.node.limits):
                 """Table `k` in pieces of one type, as if there were parts of pieces."""
                 states = np.zeros(len(relaxation.tables), np.uint8)
                 states[k] = PUSHES
-                part = Node(relaxation, box, states)
+                part = Node(relaxation, limits, states)
                 mine = [replace(x, mass=x.mass * (np.arange(number) == kind)) for x in types[k]]
                 part.fit.types = [*types[:k], mine, *types[k + 1:]]
                 pieces.columns, pieces.cut = np.zeros_like(columns), np.zeros_like(cut)
-                value = part.cheapest(prices).value[k]
+                value = part.price(prices).value[k]
                 pieces.columns, pieces.cut = columns, cut
                 return value
 

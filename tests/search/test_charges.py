@@ -131,7 +131,7 @@ def test_a_few_pushed_rows_may_be_cheaper_than_tiers_that_are_not_pushed(per_hos
     problem = make_problem(specs, stats, topology, batch_size=512, allow=EVERYTHING)
     t, everyone = problem.tables[0], (0, 1, 2, 3)
     rows = t.spec.num_rows
-    bound = space_bound(problem, max_nodes=20)
+    bound = space_bound(problem, max_work=1400)
     for edge in (1, 5, rows // 2, rows - 1):
         for last in (Tier(edge, rows, "owned", (1,), mode="push"),
                      Tier(edge, rows, "striped", everyone)):

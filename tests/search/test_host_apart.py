@@ -1,4 +1,4 @@
-"""Bounds with one host apart: prices of several classes, below every plan, above the plain ones."""
+"""Bounds with a distinguished host: prices of several classes; below plans, above plain ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from test_branching import pushing_plan, stated
 
 from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.bound.branching import Branching
+from oper.search.bound.branching import SearchTree
+from oper.search.bound.inequalities import neighbourhoods
 from oper.search.bound.master import Bound, solve_node
 from oper.search.bound.node import (
     ALL_PUSHED,
@@ -22,11 +23,10 @@ from oper.search.bound.node import (
     PieceChoice,
 )
 from oper.search.bound.options import PUSH
-from oper.search.bound.owner_rows import neighbourhoods
 from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.subspaces import _load_apart
+from oper.search.bound.subspaces import _distinguished_load
 from oper.search.cost.model import CostModel, evaluate
-from oper.search.planner import plan_problem, proved
+from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, make_problem
@@ -36,9 +36,9 @@ LOADS = [(0, GROUPS.index("cross_in")), (0, GROUPS.index("cross_out")),
          (2, GROUPS.index("cross_in"))]
 
 
-def apart(problem: Problem, load: tuple[int, int] = LOADS[0], max_boxes: int = 24) -> Bound:
-    boxes = Branching(solve_node(Node(Relaxation(CostModel(problem), load))))
-    return boxes.run(max_boxes)
+def apart(problem: Problem, load: tuple[int, int] = LOADS[0], max_nodes: int = 24) -> Bound:
+    tree = SearchTree(solve_node(Node(Relaxation(CostModel(problem), load))))
+    return tree.run(max_nodes)
 
 
 @pytest.mark.parametrize("topology", [gpus(4, slow=2), gpus(4, per_host=2)])
@@ -51,8 +51,8 @@ def test_prices_of_several_classes_are_below_every_set_and_close_to_the_best(see
     node = Node(relaxation)
     rng, tried = np.random.default_rng(seed), 0
     for _ in range(4):
-        prices = relaxation.normalised(rng.uniform(0, 1, relaxation.num_rows) ** 3)
-        columns = node.cheapest(prices)
+        prices = relaxation.project_prices(rng.uniform(0, 1, relaxation.num_rows) ** 3)
+        columns = node.price(prices)
         assert (columns.resources @ prices >= columns.value * (1 - 1e-9)).all()
         for k, t in enumerate(relaxation.tables):
             if t.blocks.shape[0] > 6:
@@ -88,7 +88,7 @@ def loads(problem: Problem) -> list[tuple[int, int]]:
     return [(phase, group - shift) for phase, group in LOADS]
 
 
-@pytest.mark.parametrize("name", ["gpus", "hosts", "many", "mixed"])
+@pytest.mark.parametrize("name", ["gpus", "hosts", "many", "mixed", "pairs"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_plan_is_below_the_bound_whatever_its_hosts_own(seed, name):
     many = stated(seed, name)
@@ -149,13 +149,13 @@ def test_it_is_far_above_the_plain_bound_where_pieces_are_large_and_certifies_it
     work = plan_workloads.few_tables(0)
     few = make_problem(work.tables, work.stats, plan_workloads.machine(16),
                        batch_size=work.batch_size, allow=EVERYTHING)
-    plain = Branching(solve_node(Node(Relaxation(CostModel(few))))).run(60)
-    found = apart(few, max_boxes=40)
+    plain = SearchTree(solve_node(Node(Relaxation(CostModel(few))))).run(60)
+    found = apart(few, max_nodes=40)
     assert found.lower_bound_us > plain.lower_bound_us * 1.03
     assert found.recompute() >= found.lower_bound_us * (1 - 1e-9)
     plan = plan_problem(few)
     assert plan.gap < 0.05
-    assert proved(plan, few, max_boxes=100).lower_bound_us >= plan.lower_bound_us
+    assert tighten_bound(plan, few, max_work=7000).lower_bound_us >= plan.lower_bound_us
 
 
 def test_a_host_is_apart_where_its_ranks_differ_and_hosts_do_not():
@@ -163,9 +163,9 @@ def test_a_host_is_apart_where_its_ranks_differ_and_hosts_do_not():
     relaxation = Relaxation(CostModel(many))
     assert len(relaxation.classes.ranks) == 2
     forward = relaxation.model.phases.index("forward")
-    assert _load_apart(relaxation) == (forward, GROUPS.index("cross_in"))
+    assert _distinguished_load(relaxation) == (forward, GROUPS.index("cross_in"))
     plan = plan_problem(many, target_gap=0.0)
-    better = proved(plan, many, max_boxes=30)
+    better = tighten_bound(plan, many, max_work=2100)
     assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us * (1 + 1e-9)
 
 
@@ -174,5 +174,5 @@ def test_where_hosts_differ_none_is_apart():
     held = {"tables": {"t0": {"ranks": [0, 1]}}}
     uneven = stated(1, "hosts", constraints=held)
     plan = plan_problem(uneven, target_gap=0.0)
-    better = proved(plan, uneven, max_boxes=20)
+    better = tighten_bound(plan, uneven, max_work=1400)
     assert plan.lower_bound_us <= better.lower_bound_us <= plan.step_us

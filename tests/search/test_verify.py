@@ -23,7 +23,7 @@ from oper.plan import Plan, Tier
 from oper.search import evaluate, make_problem, verify_plan
 from oper.search.bound.certificate import outside_space
 from oper.search.bound.subspaces import space_bound
-from oper.search.planner import plan_problem, proved
+from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.constraints import violations
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem, with_overlap
@@ -39,7 +39,7 @@ def case() -> tuple[Plan, Problem]:
     specs, stats = tables_and_stats(4, 3, lengths=(20, 50), min_rows=5000)
     specs = [replace(s, dim=64) for s in specs]
     problem = make_problem(specs, stats, gpus(8, per_host=2), batch_size=4096, allow=EVERYTHING)
-    plan = proved(plan_problem(problem), problem, max_boxes=60)
+    plan = tighten_bound(plan_problem(problem, target_gap=0.05), problem, max_work=4200)
     assert json.dumps(plan.notes["certificate"]).count('"parts"') > 2
     return plan, problem
 
@@ -179,8 +179,8 @@ def test_no_plan_is_below_what_a_proof_shows(topology: Topology, warm: float, se
     problem = make_problem(specs, stats, replace(topology, costs=costs), batch_size=512,
                            allow=EVERYTHING, constraints={"tables": tables})
     plan = plan_problem(problem, time_budget_s=0.5, seed=seed % 7)
-    plan = proved(plan, problem, max_boxes=12)
-    bound = space_bound(problem, max_nodes=6)
+    plan = tighten_bound(plan, problem, max_work=840)
+    bound = space_bound(problem, max_work=420)
     found = verify_plan(plan, problem)
     assert found.certified, found.why
     for _ in range(8):

@@ -23,7 +23,7 @@ from oper.plan import OBJECTIVES
 from oper.search.bound.certificate import not_certified
 from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import score_peers
-from oper.search.planner import plan_problem, proved
+from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import make_problem
 from oper.search.verify.check import verify_plan
@@ -190,7 +190,7 @@ def run_case(case: Case, workload: Workload, torchrec: TorchRecPlanner | None = 
     why = not_certified(plan, problem)
     verdict = verify_plan(plan, problem)
     if not plan.gap <= TARGET_GAP and prove_seconds > 0:
-        better = proved(plan, problem, goal_gap=TARGET_GAP, time_budget_s=prove_seconds)
+        better = tighten_bound(plan, problem, goal_gap=TARGET_GAP, time_budget_s=prove_seconds)
     begin = time.perf_counter()
     theirs = {} if torchrec is None else torchrec.propose(problem)
     torchrec_seconds = time.perf_counter() - begin
@@ -201,11 +201,11 @@ def run_case(case: Case, workload: Workload, torchrec: TorchRecPlanner | None = 
         "name": case.name, "modelled": topology.source, "gap": None if why else plan.gap,
         "not_certified": why or None, "certificate_checked": verdict.certified,
         "uncapped_bound_us": verdict.bound_us if math.isfinite(verdict.bound_us) else None,
-        "gap_kind": plan.notes["gap_kind"], "seconds": seconds,
+        "bound_method": plan.notes["bound_method"], "seconds": seconds,
         "other_busy_cores": round(others, 2), "modelled_step_us": found.step_us,
         "lower_bound_us": plan.lower_bound_us,
         "proved_gap": None if math.isnan(better.gap) else better.gap,
-        "proved_boxes": better.notes["bound_boxes"], "best_peer": best,
+        "proved_boxes": better.notes["bnb_nodes"], "best_peer": best,
         "best_peer_step_us": None if best is None else peers[best],
         "ratio_vs_best_peer": None if best is None else peers[best] / found.step_us,
         "ratio_vs_torchrec": None if own is None else own / found.step_us,
@@ -248,9 +248,10 @@ def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Returns:
         ``{"groups": {"CONSTANTS/OBJECTIVE": figures}}``: the number of cases and of those whose
         certificate the checker accepts (``certified``); median and worst of the gap, of the gap
-        after `proved`, and of the seconds; median and least of TorchRec's step over ours; and how
-        many peers' plans are faster than ours (``peers_ahead``). None where nothing is to count; a
-        gap that is not certified counts as infinite, and is None when it is the median or worst.
+        after `tighten_bound`, and of the seconds; median and least of TorchRec's step over ours;
+        and how many peers' plans are faster than ours (``peers_ahead``). None where nothing is to
+        count; a gap that is not certified counts as infinite, and is None when it is the median or
+        worst.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for e in entries:

@@ -1,14 +1,14 @@
 """Branch and bound: how large the largest piece is, and which tables push rows.
 
-A box of loads limits what else a plan may have: in short phases pieces are small and pay many id
+Limits of the loads say what else a plan may have: in short phases pieces are small and pay many id
 streams and partial sums; in long ones the phase itself is dear. A table that the relaxed solution
-pushes in part pays only a part of what pushing costs; in its two halves it pays all, or nothing.
-Where it has to push something, its halves push all of it, or not all.
-The node with the least bound is parted until the plan that is already known is close enough.
+pushes in part pays only a part of what pushing costs; in its two children it pays all, or nothing.
+Where it has to push something, its children push all of it, or not all.
+The node with the least bound is branched on until the plan that is already known is close enough.
 
-Which load (by phase and group of terms) or table a node is parted at decides how fast the bound
-rises. Several are tried, and the one that lifts both halves most is kept (strong branching,
-Applegate et al. 1995); the halves of a box are cut at the same load until they are slim.
+Which load (by phase and group of terms) or table a node is branched on decides how fast the bound
+rises. Several are tried, and the one that lifts both children most is kept (strong branching,
+Applegate et al. 1995); a node is branched on at the load of its parent until the limits are close.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from itertools import count
 
 import numpy as np
 
+from oper.search.bound.inequalities import Load
 from oper.search.bound.master import Bound, solve_node
-from oper.search.bound.node import FREE, HALVES, PUSHES, Node, what_pushes
-from oper.search.bound.owner_rows import Load
+from oper.search.bound.node import CHILDREN, FREE, PUSHES, Node, what_pushes
 from oper.search.bound.pieces import NUM_PIECE_GROUPS
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS
 
 _NARROW = 0.0005  # what pieces may exceed their phase by, as a share of the step
-_SLIM = 1.04  # largest over least load, from which a box is cut at the same load again
-_FAR = 8.0  # a box that begins at 0 is cut as if it began at a part of its end
+_SLIM = 1.04  # largest over least load, from which a node is branched on at the same load again
+_FAR = 8.0  # limits that begin at 0 are branched on as if they began at a part of their end
 _STAY = 0.5  # a load is cut again if it is overlooked by this share of the worst one
-_CANDIDATES = 3  # loads, and tables, that are tried where more than a few nodes may be solved
-_FEW = 5
+_CANDIDATES = 3  # loads, and tables, that are tried
+_ROUND = 20  # what a round takes beside pricing, in tables priced: measured with 4 to 100 tables
 _IN_PART = 1e-3  # share that a table must push at least, and not push, to be branched at
 _IDLE = 0.05  # weight of a load whose resource has no price
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class Branching:
     """A way to part a node.
 
     Attributes:
         at: a load, or a table.
-        merit: how much of the step the relaxed solution overlooks there, in prices.
-        parts: the boxes and tables that push of both halves.
-        ratio: of the largest piece of the solution to the least of the box; infinite for a table.
+        score: how much of the step the relaxed solution overlooks there, in prices.
+        children: what they leave of the node, two halves that hold all its plans.
+        ratio: of the largest piece of the solution to the least of the limits; infinite for
+            a table.
     """
 
     at: Load | int
-    merit: float
-    parts: tuple[Node, Node]
+    score: float
+    children: tuple[Node, Node]
     ratio: float
 
 
@@ -60,77 +61,80 @@ class TreeNode:
 
     Attributes:
         bound: of its plans.
-        cut: how it was parted; None for a leaf.
-        parts: its two halves.
-        last: where what it is a half of was parted.
+        branching: how it was branched on; None for a leaf.
+        children: its two children.
+        last: where what it is a half of was branched on.
     """
 
     bound: Bound
     last: Load | int | None = None
-    cut: Cut | None = None
-    parts: tuple[TreeNode, ...] = ()
+    branching: Branching | None = None
+    children: tuple[TreeNode, ...] = ()
 
 
-class Branching:
-    """A tree whose node with the least bound is parted first.
+class SearchTree:
+    """A tree whose node with the least bound is branched on first.
 
     Attributes:
         root: the tree.
         bound: of all plans, from the leaf that holds the bound down.
         solved: relaxations solved so far.
-        is_uncut: whether there was nothing to cut, because no load of a piece was overlooked, and
+        work: what they cost, in tables priced (by round and class of owners). A count, so that
+            equal seeds give equal plans; some 0.07 ms each on a core of 2026.
+        is_single: whether there was nothing to branch on, as no load of a piece was overlooked, and
             no table is pushed in part.
     """
 
     def __init__(self, bound: Bound) -> None:
-        self.bound, self.solved, self.is_uncut = bound, 0, False
+        self.bound, self.solved, self.work, self.is_single = bound, 0, 0, False
         self.root = TreeNode(bound)
         self._order = count()
         self._heap: list[tuple[float, int, TreeNode]] = []
         relaxation = bound.relaxation
-        if relaxation.tables and relaxation.owner_rows and bound.overflow <= 1e-6:
+        if relaxation.tables and bound.overflow <= 1e-6:
             self._heap = [(bound.lower_bound_us, next(self._order), self.root)]
 
-    def run(self, max_boxes: int, *, step_us: float = np.inf, goal_us: float = np.inf,
+    def run(self, max_nodes: int, *, step_us: float = np.inf, goal_us: float = np.inf,
             deadline: float | None = None) -> Bound:
         """Part nodes until the bound is good enough; returns it.
 
         Args:
-            max_boxes: relaxations to solve, about.
+            max_nodes: relaxations to solve, about.
             step_us: a step that is already known; only faster plans are bounded.
             goal_us: stop when the bound has reached this.
             deadline: `time.monotonic()` value at which to stop.
         """
         limit = step_us - self.bound.relaxation.fixed_us
-        end = self.solved + max_boxes
-        num_tried = _CANDIDATES if max_boxes >= _FEW else 1
+        end = self.solved + max_nodes
         while self._heap and self.solved < end and self._heap[0][0] < min(goal_us, step_us):
             if deadline is not None and time.monotonic() > deadline:
                 break
             parent = self._heap[0][2]
             node, last = parent.bound, parent.last
-            loads, tables = _load_cuts(node, limit), _table_cuts(node, limit)
+            loads, tables = _load_branchings(node, limit), _table_branchings(node, limit)
             if not loads and not tables:
-                self.is_uncut = self.solved == 0
+                self.is_single = self.solved == 0
                 break
-            tried = loads[:num_tried] + tables[:num_tried]
+            tried = loads[:_CANDIDATES] + tables[:_CANDIDATES]
             again = next((x for x in loads if x.at == last), None)
-            if again and again.ratio >= _SLIM and again.merit >= _STAY * loads[0].merit:
+            if again and again.ratio >= _SLIM and again.score >= _STAY * loads[0].score:
                 tried = [again]
-            found = [[self._solve(node, part, deadline) for part in x.parts] for x in tried]
+            found = [[self._solve(node, part, deadline) for part in x.children] for x in tried]
             best = max(range(len(tried)), key=lambda n: _gain(node, found[n]))
             heapq.heappop(self._heap)
-            parent.cut = tried[best]
-            parent.parts = tuple(TreeNode(x, tried[best].at) for x in found[best])
-            for part in parent.parts:
+            parent.branching = tried[best]
+            parent.children = tuple(TreeNode(x, tried[best].at) for x in found[best])
+            for part in parent.children:
                 heapq.heappush(self._heap, (part.bound.lower_bound_us, next(self._order), part))
         if self._heap:
             self.bound = self._heap[0][2].bound
         return self.bound
 
     def _solve(self, parent: Bound, part: Node, deadline: float | None) -> Bound:
-        self.solved += 1
         found = solve_node(part, deadline=deadline, pool=parent.pool.under(part, parent.prices))
+        self.solved += 1
+        priced = len(part.pushes) * max(1, int(part.relaxation.pushes.sum()))
+        self.work += max(1, found.num_rounds) * (priced + _ROUND)
         return replace(found, lower_bound_us=max(found.lower_bound_us, parent.lower_bound_us))
 
     def lowest(self, number: int) -> list[Bound]:
@@ -141,20 +145,20 @@ class Branching:
 
 def _gain(node: Bound, parts: list[Bound]) -> float:
     """What a cut gains: the product of both gains, so that a part which gains nothing spoils it. By
-    the relaxed solutions, which bounds that were left early come near in smaller boxes."""
+    the relaxed solutions, which bounds that were left early come near in smaller nodes."""
     least = 1e-4 * node.lower_bound_us
     most = 10 * node.lower_bound_us  # of a part that has no plans
     return float(np.prod([np.clip(max(x.relaxed_us, x.lower_bound_us) - node.lower_bound_us, least,
                                   most) for x in parts]))
 
 
-def _table_cuts(node: Bound, limit: float) -> list[Cut]:
+def _table_branchings(node: Bound, limit: float) -> list[Branching]:
     """Tables of which the relaxed solution has a part of either half, those first of which the
     lesser part costs most."""
     pool, relaxation, pushes = node.pool, node.relaxation, node.node.pushes
     at = np.flatnonzero(pool.weight > 1e-9)
     tables = np.array(pool.table, np.int64)[at]
-    second = {state: halves[1] for state, halves in HALVES.items()}
+    second = {state: children[1] for state, children in CHILDREN.items()}
     is_second = np.array([second.get(int(pushes[pool.table[n]]), -1)
                           in what_pushes(pool.configuration[n]) for n in at], bool)
     part = np.bincount(tables[is_second], pool.weight[at[is_second]], len(relaxation.tables))
@@ -165,54 +169,55 @@ def _table_cuts(node: Bound, limit: float) -> list[Cut]:
                   if at.size else np.zeros(0))
     pieces = relaxation.pieces
     may = (pushes == FREE) | ((pushes == PUSHES) & ((pieces.columns > 0) | ~pieces.cut))
-    merit = np.where((lesser > _IN_PART) & may, lesser * cost, 0.0)
+    score = np.where((lesser > _IN_PART) & may, lesser * cost, 0.0)
     out = []
-    for k in np.argsort(-merit, kind="stable")[:_CANDIDATES].tolist():
-        if merit[k] > 0:
+    for k in np.argsort(-score, kind="stable")[:_CANDIDATES].tolist():
+        if score[k] > 0:
             parts = []
-            for state in HALVES[int(pushes[k])]:
+            for state in CHILDREN[int(pushes[k])]:
                 pushed = pushes.copy()
                 pushed[k] = state
-                parts.append(Node(relaxation, replace(node.node.box, step=limit), pushed))
-            out.append(Cut(k, float(merit[k]) / node.lower_bound_us, (parts[0], parts[1]), np.inf))
+                parts.append(Node(relaxation, replace(node.node.limits, step=limit), pushed))
+            out.append(Branching(k, float(score[k]) / node.lower_bound_us, (parts[0], parts[1]),
+                                 np.inf))
     return out
 
 
-def _load_cuts(node: Bound, limit: float) -> list[Cut]:
-    """The two halves of a box at each load that the relaxed solution overlooks, by how much of the
-    step it overlooks, largest first; loads whose resource has no price count little."""
-    relaxation, box = node.relaxation, node.node.box
+def _load_branchings(node: Bound, limit: float) -> list[Branching]:
+    """The two children of a node at each load that the relaxed solution overlooks, by how much of
+    the step it overlooks, largest first; loads whose resource has no price count little."""
+    relaxation, limits = node.relaxation, node.node.limits
     largest = _largest(node)
     total = node.total()
     times = np.array([max(0.0, float(total[relaxation.phase_of == p].max()))
                       for p in range(largest.shape[0])])
-    rooms = np.full(largest.shape, np.inf)
-    for row, phase, group in relaxation.owner_rows:
+    slack = np.full(largest.shape, np.inf)
+    for row, phase, group in relaxation.inequalities:
         # The largest piece for which the row leaves room in the phases that the solution found.
         room = relaxation.phase_weight[row] @ times - total[row] + node.node.least[phase, group]
-        rooms[phase, group] = min(rooms[phase, group], room)
-    excess = np.where(np.isfinite(rooms), largest - rooms, 0.0) / max(1e-9, node.lower_bound_us)
+        slack[phase, group] = min(slack[phase, group], room)
+    excess = np.where(np.isfinite(slack), largest - slack, 0.0) / max(1e-9, node.lower_bound_us)
     weight: np.ndarray = np.full(largest.shape, _IDLE)
     for n, (phase, name, _) in enumerate(relaxation.rows.names):
         if GROUPS.index(name) < NUM_PIECE_GROUPS:
             weight[phase, GROUPS.index(name)] += node.prices[n]
-    for row, phase, group in relaxation.owner_rows:
+    for row, phase, group in relaxation.inequalities:
         weight[phase, group] += node.prices[row]
     out = []
     for flat in np.argsort(-excess * weight, axis=None, kind="stable").tolist():
         at = divmod(flat, excess.shape[1])
-        low, high = float(box.least[at]), float(largest[at])
-        if excess[at] <= _NARROW or high <= low:  # no piece of the solution is in the box: no cut
+        low, high = float(limits.least[at]), float(largest[at])
+        if excess[at] <= _NARROW or high <= low:  # no piece of the solution is within the limits
             continue
-        begin = max(low, float(rooms[at]), high / _FAR)
-        # Both halves are smaller than the box, however narrow it is.
+        begin = max(low, float(slack[at]), high / _FAR)
+        # Both children are smaller than the node, however close its limits are.
         cut = float(np.clip(np.sqrt(begin * high), low + 0.1 * (high - low),
                             max(high * 0.98, (low + high) / 2)))
-        most, least = box.most.copy(), box.least.copy()
+        most, least = limits.most.copy(), limits.least.copy()
         most[at] = least[at] = cut
-        out.append(Cut(at, float(excess[at] * weight[at]), (
-            Node(relaxation, replace(box, most=most, step=limit), node.node.pushes),
-            Node(relaxation, replace(box, least=least, step=limit), node.node.pushes)),
+        out.append(Branching(at, float(excess[at] * weight[at]), (
+            Node(relaxation, replace(limits, most=most, step=limit), node.node.pushes),
+            Node(relaxation, replace(limits, least=least, step=limit), node.node.pushes)),
             high / low if low > 0 else np.inf))
     return out
 
@@ -233,6 +238,6 @@ def _largest(node: Bound) -> np.ndarray:
                 width = relaxation.pieces.widths[k][j][0]
                 load = relaxation.pieces.load(k, rank_class, width, owned)
                 # Of the rows that load an owner least, it may have so much; of others less.
-                over = float((load / np.maximum(node.node.box.most, 1e-9)).max())
+                over = float((load / np.maximum(node.node.limits.most, 1e-9)).max())
                 out = np.maximum(out, load / max(1.0, over))
     return out

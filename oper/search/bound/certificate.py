@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from oper.plan import Piece, Plan, Tier
-from oper.search.bound.branching import Branching, TreeNode
+from oper.search.bound.branching import SearchTree, TreeNode
 from oper.search.bound.master import Bound
 from oper.search.bound.pieces import COLUMN_STEP, MIN_COLUMNS
 from oper.search.bound.relaxation import Relaxation, has_copies
@@ -27,10 +27,11 @@ from oper.search.cost.model import CostModel, evaluate, is_ordered
 from oper.search.problem.constraints import TableConstraint, violations
 from oper.search.problem.digest import problem_digest
 from oper.search.problem.machine import GROUPS
-from oper.search.problem.space import used_by
+from oper.search.problem.space import MAX_REPLICATED, used_by
 from oper.search.problem.statement import Problem, TableProblem
 
 _ROUNDING = 1e-6  # of a step, by which sums of many terms may differ
+_SLACK = 1e-9  # by which bounds of barriers added and taken off may differ
 _NOTE = "certificate"
 
 
@@ -58,7 +59,7 @@ def proof_of(plan: Plan) -> dict[str, Any]:
     return {k: noted[k] for k in ("bound_us", "cutoff_us", "parts") if k in noted}
 
 
-def part_to_json(tree: Branching, plans: tuple[str, ...], target_us: float) -> dict[str, Any]:
+def part_to_json(tree: SearchTree, plans: tuple[str, ...], target_us: float) -> dict[str, Any]:
     """A part of a proof: the tree down to nodes whose bound is at least `target_us`, with the
     branching of every inner node and the prices of every leaf.
 
@@ -68,7 +69,8 @@ def part_to_json(tree: Branching, plans: tuple[str, ...], target_us: float) -> d
     """
     relaxation = tree.bound.relaxation
     model, classes = relaxation.model, relaxation.classes
-    load = None if relaxation.apart is None else _load_name(relaxation, relaxation.apart)
+    by_load = relaxation.distinguished
+    load = None if by_load is None else _load_name(relaxation, by_load)
     return {
         "plans": list(plans), "apart": load,
         "classes": [r.tolist() for r in classes.ranks],
@@ -81,7 +83,7 @@ def part_to_json(tree: Branching, plans: tuple[str, ...], target_us: float) -> d
             *(["host memory", k] for k in range(
                 classes.num_host_classes if relaxation.rows.uses_host else 0)),
             *([kind, *_load_name(relaxation, (p, g))] for kind, (_, p, g) in zip(
-                relaxation.owner_kinds, relaxation.owner_rows, strict=True))],
+                relaxation.inequality_kinds, relaxation.inequalities, strict=True))],
         "tree": _tree_to_json(tree.root, target_us)}
 
 
@@ -94,18 +96,19 @@ def _load_name(relaxation: Relaxation, load: tuple[int, int]) -> list[str]:
 
 
 def _tree_to_json(node: TreeNode, target_us: float) -> dict[str, Any]:
-    if node.cut is None or node.bound.lower_bound_us >= target_us:
+    # A child that was left early has its parent's bound, but not its prices.
+    if node.branching is None or node.bound.lower_bound_us >= target_us * (1 - _SLACK):
         return {"prices": _prices_to_json(node.bound)}
-    relaxation, at = node.bound.relaxation, node.cut.at
-    parts = [_tree_to_json(x, target_us) for x in node.parts]
+    relaxation, at = node.bound.relaxation, node.branching.at
+    parts = [_tree_to_json(x, target_us) for x in node.children]
     if isinstance(at, int):
         return {"table": relaxation.tables[at].spec.name, "parts": parts}
-    return {"load": _load_name(relaxation, at), "at_us": float(node.cut.parts[1].box.least[at]),
-            "parts": parts}
+    at_us = float(node.branching.children[1].limits.least[at])
+    return {"load": _load_name(relaxation, at), "at_us": at_us, "parts": parts}
 
 
 def _prices_to_json(bound: Bound) -> dict[str, float]:
-    prices = bound.relaxation.normalised(bound.prices)
+    prices = bound.relaxation.project_prices(bound.prices)
     return {str(k): float(f"{prices[k]:.7g}") for k in np.flatnonzero(prices).tolist()}
 
 
@@ -175,6 +178,10 @@ def outside_space(plan: Plan, problem: Problem) -> str:
     for t in problem.tables:
         held = problem.constraints.tables.get(t.spec.name)
         entry = plan.table(t.spec.name)
+        if any(sum(x.placement == "replicated" and len(x.ranks) == plan.world_size
+                   and not _is_pinned(problem, t, x) for x in piece.tiers)
+               > MAX_REPLICATED + len(problem.pinned_of(t.spec.name)) for piece in entry.pieces):
+            return f"table {t.spec.name!r} has more than {MAX_REPLICATED} replicated tiers"
         ordered = is_ordered(t, entry)
         if held is not None and ordered != _is_taken_as_ordered(t, held, ordered):
             return (f"table {t.spec.name!r} has {'a' if ordered else 'no'} hotness order, and its "

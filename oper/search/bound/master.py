@@ -2,7 +2,7 @@
 
 The master chooses for every table a convex combination of configurations so that the sum of the
 phase times is least and memory holds (Dantzig and Wolfe 1960). Its duals price the resources; each
-table answers with its cheapest configuration at these prices (`Node.cheapest`). Whatever the
+table answers with its cheapest configuration at these prices (`Node.price`). Whatever the
 solver reports, the bound is recomputed from the prices themselves: prices that are non-negative and
 sum to at most 1 over each phase certify it without reference to the solver's status.
 """
@@ -68,7 +68,7 @@ class Pool:
         self.known.add(key)
         return is_new
 
-    def cheapest(self, prices: np.ndarray, num_tables: int) -> np.ndarray:
+    def least_costs(self, prices: np.ndarray, num_tables: int) -> np.ndarray:
         """What each table's cheapest configuration costs at `prices`; float64 [T]."""
         out = np.full(num_tables, np.inf)
         np.minimum.at(out, self.table, np.array(self.resources) @ prices)
@@ -144,10 +144,10 @@ class Bound:
 
     def recompute(self) -> float:
         """The bound once more from the certificate alone (microseconds)."""
-        prices = self.relaxation.normalised(self.prices)
+        prices = self.relaxation.project_prices(self.prices)
         if not self.relaxation.tables:
             return self.node.bound_at(prices, np.zeros(0))
-        return self.node.bound_at(prices, self.node.cheapest(prices).value)
+        return self.node.bound_at(prices, self.node.price(prices).value)
 
 
 def lower_bound(problem: Problem, *, tolerance: float = 1e-4, max_rounds: int = 200,
@@ -186,7 +186,7 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
     everything = np.arange(len(relaxation.tables))
     missing = np.setdiff1d(everything, pool.table)
     for prices in _starting_prices(relaxation) if missing.size else ():
-        columns = node.cheapest(prices)
+        columns = node.price(prices)
         pool.add(columns, missing)
         if np.isinf(columns.value).any():
             none = np.zeros(relaxation.num_rows)
@@ -200,8 +200,8 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
         if solved is None:
             break
         relaxed, over, raw = solved
-        prices = relaxation.normalised(raw)
-        columns = node.cheapest(prices, pool.cheapest(prices, everything.size))
+        prices = relaxation.project_prices(raw)
+        columns = node.price(prices, pool.least_costs(prices, everything.size))
         found = node.bound_at(prices, columns.value)
         if found > best:
             best, best_prices = found, prices
@@ -223,7 +223,7 @@ def _full(node: Node, prices: np.ndarray) -> np.ndarray | None:
     """Memory prices that bound every step by `_NEVER`, where memory at these prices (float64 [R])
     is less than all tables need at least (Farkas); else None."""
     memory = np.where(node.relaxation.phase_of == -1, np.maximum(prices, 0.0), 0.0)
-    need = node.cheapest(memory).value.sum() + float(memory @ node.base)
+    need = node.price(memory).value.sum() + float(memory @ node.base)
     missing = need - float(memory.sum()) * (1 + 1e-9)
     return memory * (1.01 * _NEVER / missing) if missing > 0 else None
 
@@ -244,12 +244,12 @@ def _starting_prices(relaxation: Relaxation) -> list[np.ndarray]:
     memory = relaxation.phase_of == -1
     even = np.zeros(relaxation.num_rows)
     even[~memory] = 1.0
-    out.append(relaxation.normalised(even))
+    out.append(relaxation.project_prices(even))
     out.append(np.where(memory, 1e6, 1e-6))
     for group in sorted({name[1] for name in relaxation.rows.names}):
         one = np.zeros(relaxation.num_rows)
         one[:len(relaxation.rows.names)] = [name[1] == group for name in relaxation.rows.names]
-        out.append(relaxation.normalised(one + 1e-6 * ~memory))
+        out.append(relaxation.project_prices(one + 1e-6 * ~memory))
     return out
 
 

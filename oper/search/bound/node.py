@@ -1,7 +1,7 @@
 """A node of the branch-and-bound tree: part of the plans, and what its tables cost at given prices.
 
-Nodes are values: one holds a box of loads that large pieces may have, and which tables push, and
-nothing of it changes.
+Nodes are values: one holds limits of the loads that large pieces may have, and which tables
+push, and nothing of it changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from oper.search import native
 from oper.search.bound.options import PUSH
-from oper.search.bound.pieces import COLUMN_STEP, Box
+from oper.search.bound.pieces import COLUMN_STEP, LoadLimits
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.tally import PARTIALS
 from oper.search.problem.statement import IDS
@@ -22,8 +22,8 @@ from oper.search.problem.statement import IDS
 #: What a node knows of a table: nothing; that no row of it is pushed; that some row is; that some
 #: are, and some not; that all are.
 FREE, STILL, PUSHES, PARTLY, WHOLLY = 0, 1, 2, 3, 4
-#: What the two halves of a node know of a table that it is parted at, by what it knows itself.
-HALVES = {FREE: (STILL, PUSHES), PUSHES: (PARTLY, WHOLLY)}
+#: What the two children of a node know of the table that it is branched on, by what itself knows.
+CHILDREN = {FREE: (STILL, PUSHES), PUSHES: (PARTLY, WHOLLY)}
 #: Modes of a piece: one tier, or several, without pushed rows; all rows pushed, or some.
 ONE_TIER, TIERS, ALL_PUSHED, TIERS_PUSHED = 0, 1, 2, 3
 _WHOLE = 1 - 1e-9  # mass of an owner that holds a whole piece
@@ -88,7 +88,7 @@ class Node:
 
     Args:
         relaxation: the relaxation.
-        box: loads that large pieces may have; None: any.
+        limits: of the loads that large pieces may have; None: any.
         pushes: uint8 [T], FREE, STILL, PUSHES, PARTLY or WHOLLY; None: all free.
 
     Attributes:
@@ -96,22 +96,22 @@ class Node:
         base: float64 [R], what every plan of it asks.
     """
 
-    def __init__(self, relaxation: Relaxation, box: Box | None = None,
+    def __init__(self, relaxation: Relaxation, limits: LoadLimits | None = None,
                  pushes: np.ndarray | None = None) -> None:
         self.relaxation = relaxation
-        self.box = relaxation.pieces.every_plan() if box is None else box
+        self.limits = relaxation.pieces.every_plan() if limits is None else limits
         self.pushes = (np.zeros(len(relaxation.tables), np.uint8) if pushes is None else pushes)
-        self.fit = relaxation.pieces.fit(self.box)
+        self.fit = relaxation.pieces.fit(self.limits)
         self.base = relaxation.base.copy()
-        least = (relaxation.implied * self.box.least.reshape(-1, 1)).max(axis=0)
+        least = (relaxation.implied * self.limits.least.reshape(-1, 1)).max(axis=0)
         #: float64 [num_phases, 5], what some piece puts on its owner at least.
-        self.least = np.maximum(self.box.least, least.reshape(self.box.least.shape))
-        for row, phase, group in relaxation.owner_rows:
+        self.least = np.maximum(self.limits.least, least.reshape(self.limits.least.shape))
+        for row, phase, group in relaxation.inequalities:
             self.base[row] += self.least[phase, group]
 
     # -- the price of tables ----------------------------------------------------------------------
 
-    def cheapest(self, prices: np.ndarray, known: np.ndarray | None = None) -> Columns:
+    def price(self, prices: np.ndarray, known: np.ndarray | None = None) -> Columns:
         """Each table's cheapest configuration at `prices` (float64 [R], per row, >= 0).
 
         Where `known` (float64 [T]) says what the cheapest known one costs, only cheaper ones are
@@ -129,11 +129,12 @@ class Node:
         """
         r = self.relaxation
         value = r.coefficients @ prices  # [T, M, 4]
-        cost = np.einsum("bf,bof->bo", r.features, value[r.table_of])
+        cost = r.by_option(np.einsum("bf,bof->bo", r.features, value[r.table_of]))
         cost = np.where(r.allowed[r.table_of], cost, np.inf)
         still = np.where(r.pushes, np.inf, cost)
         stay = still.argmin(axis=1)
-        more = np.einsum("bf,bof->bo", r.features, (r.per_stream @ prices)[r.table_of])
+        more = r.by_option(np.einsum("bf,bof->bo", r.features,
+                                     (r.per_stream @ prices)[r.table_of]))
         stay_more = np.where(np.isfinite(still), more, np.inf).min(axis=1)
         one, one_stay = self._one_tier(still)
         piece = self._call(prices, {

@@ -36,8 +36,8 @@ _ROUNDING = 1e-9  # up to which an owner that has more than full is full
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Box:
-    """Plans by the largest load that any one pushed piece puts on its owner, phase by phase.
+class LoadLimits:
+    """Limits of the largest load that any one pushed piece puts on its owner, phase by phase.
 
     Attributes:
         least, most: float64 [num_phases, 5], microseconds by phase and group of terms.
@@ -210,13 +210,13 @@ class Pieces:
             self.density[k] = np.stack([by_block.min(axis=-1), by_block.max(axis=-1),
                                         self.per_unit[k] @ t.total[IDS:]], axis=-1)
 
-    def every_plan(self) -> Box:
-        """The box of all plans."""
+    def every_plan(self) -> LoadLimits:
+        """The limits of all plans."""
         shape = self.floor.shape[1:]
-        return Box(np.zeros(shape), np.full(shape, np.inf))
+        return LoadLimits(np.zeros(shape), np.full(shape, np.inf))
 
-    def fit(self, box: Box) -> Fit:
-        """The pieces that plans of `box` may have."""
+    def fit(self, limits: LoadLimits) -> Fit:
+        """The pieces that plans within `limits` may have."""
         shape = (len(self.tables), len(self._first))
         mass = np.zeros((self.narrow.size, shape[1]))
         least_sums = np.zeros((self.narrow.size, shape[1], 3))
@@ -226,11 +226,11 @@ class Pieces:
                       "partial": np.maximum(self.large[:, PARTIALS], 0.0),
                       "first": self.first, "total_ids": np.array([t.total[IDS]
                                                                   for t in self.tables]),
-                      "narrow": self.narrow, "floor": self.floor - self.hidden, "most": box.most,
+                      "narrow": self.narrow, "floor": self.floor - self.hidden, "most": limits.most,
                       "mass": mass, "least_sums": least_sums, "whole": whole}
             arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
             native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
-                        num_loads=self.density.shape[-2], sums=self.native_sums, step=box.step)
+                        num_loads=self.density.shape[-2], sums=self.native_sums, step=limits.step)
         return Fit(self, mass, least_sums, whole.astype(bool))
 
     def sum_bytes(self, tables: np.ndarray, share: np.ndarray, owner: np.ndarray) -> np.ndarray:
@@ -324,8 +324,8 @@ class Pieces:
 
 
 class Fit:
-    """The pieces that plans of a box may have; a table that fits a class of ranks as one piece has
-    that one alone.
+    """The pieces that plans within limits may have; a table that fits a class of ranks as one piece
+    has that one alone.
 
     Attributes:
         types: by table and class, types of its pieces.

@@ -24,6 +24,7 @@ import numpy as np
 
 from oper.plan import Piece
 from oper.search.bound.copies import CopyRows
+from oper.search.bound.inequalities import InequalityMaker, Load, first_neighbourhood
 from oper.search.bound.options import (
     COPIES,
     HOST,
@@ -33,13 +34,13 @@ from oper.search.bound.options import (
     Option,
     row_makers,
 )
-from oper.search.bound.owner_rows import Load, OwnerRowMaker, first_neighbourhood
 from oper.search.bound.pieces import Pieces
 from oper.search.bound.rows import ResourceRows
 from oper.search.cost.model import CostModel
 from oper.search.cost.tally import FORWARD_NS, HELD, HOST_HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.problem.machine import copy_sets
-from oper.search.problem.statement import IDS, NUM_FEATURES, TableProblem
+from oper.search.problem.space import MAX_REPLICATED
+from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
 
 
 def has_copies(model: CostModel) -> bool:
@@ -54,8 +55,8 @@ class Relaxation:
 
     Args:
         model: the cost model.
-        apart: a load, by phase and group of terms. Among interchangeable hosts (domains, on a
-            single host) the one that owns the piece with the largest such load is the first,
+        distinguished: a load, by phase and group of terms. Among interchangeable hosts (domains, on
+            a single host) the one that owns the piece with the largest such load is the first,
             without loss of generality; its ranks are then classes of their own, so that the
             relaxation sees what that host owns.
 
@@ -72,9 +73,9 @@ class Relaxation:
         own: float64 [M, R], what an id that a rank pushes to itself asks; of the tables `asks`
             (bool [T]) alone.
         pieces: pushed pieces.
-        owner_rows: row, phase and group of the rows about the owner of a large piece; `owner_kinds`
-            what each says.
-        apart: the load by whose largest piece a host is apart.
+        inequalities: row, phase and group of the rows about the owner of a large piece;
+            `inequality_kinds` what each says.
+        distinguished: the load by whose largest piece a host is distinguished.
         unit: float64 [C, 20, R], what a unit of each tally row, spread over a class, asks.
         base: float64 [R], what every plan asks.
         pinned: float64 [R], what rows that are pinned ask; part of `base`, and of no configuration.
@@ -83,23 +84,23 @@ class Relaxation:
         fixed_us: fixed cost of a step.
     """
 
-    def __init__(self, model: CostModel, apart: Load | None = None) -> None:
-        self.model, self.apart = model, apart
+    def __init__(self, model: CostModel, distinguished: Load | None = None) -> None:
+        self.model, self.distinguished = model, distinguished
         self.problem = model.problem
         self.tables = self.problem.free_tables
-        self.rows = ResourceRows(model, [] if apart is None else
+        self.rows = ResourceRows(model, [] if distinguished is None else
                                  [first_neighbourhood(model.machine)])
         self.classes = self.rows.classes
-        self._build_options(apart)
+        self._build_options(distinguished)
         self._build_base()
-        #: Whether all ranks are interchangeable, but for a host apart.
-        self.alike = len(self.classes.ranks) == (1 if apart is None else 2)
-        # Across hosts links bind, and boxes cut at the own time of unequal ranks gain little.
+        #: Whether all ranks are interchangeable, but for a distinguished host.
+        self.alike = len(self.classes.ranks) == (1 if distinguished is None else 2)
+        # Across hosts links bind, and branching on the own time of unequal ranks gains little.
         several = len(set(model.machine.host.tolist())) > 1
         self.pieces = Pieces(model, self.tables, self.classes, self.base_tally.rows,
                              model.training and model.machine.world_size > 1
                              and (self.alike or not several))
-        self._add_owner_rows(apart)
+        self._add_inequalities(distinguished)
         self._build_charges()
         # Pinned pushed rows may be those of the largest piece.
         may = np.zeros((len(self.tables), len(self.classes.ranks)), bool) | ~self.asks[:, None]
@@ -113,10 +114,18 @@ class Relaxation:
         self.table_of = np.repeat(np.arange(len(self.tables)), sizes)
         self.features = (np.concatenate([self._free_blocks(t) for t in self.tables]) if self.tables
                          else np.zeros((0, NUM_FEATURES)))
+        #: float64 [num_blocks, M], share of each block that is placed as the option says; the
+        #: masters of the rest are dealt over all ranks.
+        self.own_share = np.ones((len(self.features), len(self.options)))
+        for o in np.flatnonzero(self.plain != np.arange(len(self.options))).tolist():
+            most = np.array([self._most_masters(t, self.options[o].rank_class)
+                             for t in self.tables])
+            self.own_share[:, o] = np.minimum(1.0, most[self.table_of]
+                                              / np.maximum(self.features[:, ROWS], 1e-9))
 
     # -- building ---------------------------------------------------------------------------------
 
-    def _build_options(self, apart: Load | None) -> None:
+    def _build_options(self, distinguished: Load | None) -> None:
         self.options = []
         every_class = range(len(self.classes.ranks))
         if "replicated" in self.problem.allow:
@@ -124,19 +133,31 @@ class Relaxation:
             if len(every_class) > 1:
                 # Master copies are dealt row by row: a few hot rows may all lie in one class.
                 self.options += [Option(REPLICATED, c) for c in every_class]
-        if apart is None and has_copies(self.model):
+        if distinguished is None and has_copies(self.model):
             self.options.append(Option(COPIES, -1))
         kinds = [(SHARD, "pull"), (PUSH, "push")] + [(HOST, "pull")] * self.rows.uses_host
         for kind, mode in kinds:
             if mode in self.problem.allow:
                 self.options += [Option(kind, c) for c in every_class]
-        #: int64 [M], the option that stands for each in a recipe: masters dealt over all ranks.
+        #: int64 [M], the option that stands for each in a candidate: masters dealt over all ranks.
         self.plain = np.where([o.kind == REPLICATED for o in self.options], 0,
                               np.arange(len(self.options)))
         allowed = [self._may(t, o) for t in self.tables for o in self.options]
         self.allowed = np.array(allowed, bool).reshape(len(self.tables), len(self.options))
         #: bool [M], which of them push.
         self.pushes = np.array([o.kind == PUSH for o in self.options], bool)
+
+    def _most_masters(self, t: TableProblem, rank_class: int) -> float:
+        """Rows of a block whose masters may lie where they cost least, if that is in `rank_class`.
+
+        Masters are dealt in turn: of W rows of a tier in a row each rank has one. Rows of a block
+        differ in nothing, so that only what is left of a turn, by tier, may lie in some classes and
+        not in others: in all but the smallest of the others.
+        """
+        tiers = MAX_REPLICATED + len(self.problem.pinned_of(t.spec.name))
+        sizes = [r.size for r in self.classes.ranks]
+        rest = sum(sizes) - min(sizes[:rank_class] + sizes[rank_class + 1:])
+        return float(rest * tiers) if t.ids_are_positions else np.inf
 
     def _may(self, t: TableProblem, option: Option) -> bool:
         name = t.spec.name
@@ -215,10 +236,10 @@ class Relaxation:
                 per_stream[k, o] = self.mean(model.cut_rows(t, once, twice))[:, :shape[-1]]
         return coefficients, per_stream
 
-    def _add_owner_rows(self, apart: Load | None) -> None:
+    def _add_inequalities(self, distinguished: Load | None) -> None:
         """Put the rows about owners behind the others."""
         rows = self.rows
-        owners = OwnerRowMaker(rows, self.pieces, self.options, apart).make()
+        owners = InequalityMaker(rows, self.pieces, self.options, distinguished).make()
         self.unit = np.concatenate([rows.unit, owners.unit], axis=-1)
         coefficients, per_stream = self._block_costs()
         self.coefficients = np.concatenate([coefficients, owners.coefficients], axis=-1)
@@ -230,8 +251,8 @@ class Relaxation:
         timed = np.arange(len(rows.names))
         weight[timed, rows.phase_of[timed]] = 1.0
         self.phase_weight = np.concatenate([weight, owners.weight])
-        self.owner_rows = [(rows.phase_of.size + n, *load) for n, load in enumerate(owners.loads)]
-        self.owner_kinds = owners.kinds
+        self.inequalities = [(rows.phase_of.size + n, *load) for n, load in enumerate(owners.loads)]
+        self.inequality_kinds = owners.kinds
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None],
                                 (NUM_ROWS, NUM_ROWS, self.model.machine.world_size))
         #: float64 [20, R], what a unit of each tally row on every rank asks.
@@ -288,11 +309,20 @@ class Relaxation:
     def amounts(self, choice: np.ndarray) -> np.ndarray:
         """Features by option of whole tables (int64 [num_blocks]); float64 [T, M, 4]."""
         shape = (len(self.tables), len(self.options), NUM_FEATURES)
-        at = self.table_of * len(self.options) + choice
-        return np.stack([np.bincount(at, f, minlength=shape[0] * shape[1])
-                         for f in self.features.T], axis=-1).reshape(shape)
+        own = self.own_share[np.arange(choice.size), choice]
+        out = np.zeros((shape[0] * shape[1], NUM_FEATURES))
+        for option, share in ((choice, own), (self.plain[choice], 1.0 - own)):
+            at = self.table_of * len(self.options) + option
+            out += np.stack([np.bincount(at, f * share, minlength=len(out))
+                             for f in self.features.T], axis=-1)
+        return out.reshape(shape)
 
-    def normalised(self, prices: np.ndarray) -> np.ndarray:
+    def by_option(self, asked: np.ndarray) -> np.ndarray:
+        """What blocks ask in each option, given what they would if all of it was placed so; float64
+        [num_blocks, M]."""
+        return self.own_share * asked + (1.0 - self.own_share) * asked[:, self.plain]
+
+    def project_prices(self, prices: np.ndarray) -> np.ndarray:
         """`prices` made a certificate: non-negative, at most 1 in weighted sum by phase."""
         out = np.maximum(prices, 0.0)
         for weight in self.phase_weight.T:

@@ -26,7 +26,7 @@ class ResourceRows:
 
     Args:
         model: the cost model.
-        apart: sets of ranks that are to be classes of their own.
+        distinguished: sets of ranks that are to be classes of their own.
 
     Attributes:
         classes: classes of ranks.
@@ -36,9 +36,9 @@ class ResourceRows:
         unit: float64 [C, 20, R], what a unit of each tally row, spread over a class, asks.
     """
 
-    def __init__(self, model: CostModel, apart: list[list[int]]) -> None:
+    def __init__(self, model: CostModel, distinguished: list[list[int]]) -> None:
         self.model = model
-        self.classes = _classes(model, apart)
+        self.classes = _classes(model, distinguished)
         self.uses_host = _uses_host(model)
         num_classes = len(self.classes.ranks)
         spread = np.stack([self.spread(c) for c in range(num_classes)])  # [C, W]
@@ -118,12 +118,12 @@ class ResourceRows:
         return np.stack(out, axis=-1)
 
 
-def _classes(model: CostModel, apart: list[list[int]]) -> RankClasses:
-    """Ranks that machine and constraints do not tell apart, nor the sets of ranks `apart`."""
+def _classes(model: CostModel, distinguished: list[list[int]]) -> RankClasses:
+    """Ranks that machine and constraints do not tell apart, nor the sets `distinguished`."""
     held = model.problem.constraints.tables.values()
     sets = [*(c.ranks for c in held if c.ranks is not None),
             *(tier.ranks for c in held for tier in c.tiers or ())]
-    return rank_classes(model.machine, [*sets, *_equally_hidden(model.hidden), *apart])
+    return rank_classes(model.machine, [*sets, *_equally_hidden(model.hidden), *distinguished])
 
 
 def _equally_hidden(hidden: np.ndarray) -> list[list[int]]:

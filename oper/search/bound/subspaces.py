@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from oper.search.bound.branching import Branching
+from oper.search.bound.branching import SearchTree
 from oper.search.bound.certificate import part_to_json
+from oper.search.bound.inequalities import neighbourhoods
 from oper.search.bound.master import Bound, solve_node
 from oper.search.bound.node import Node
-from oper.search.bound.owner_rows import neighbourhoods
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
 from oper.search.problem.machine import GROUPS
@@ -27,12 +27,10 @@ from oper.search.problem.space import STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
 from oper.traffic import ROW_WISE
 
-_FEW = 20  # tables, up to which a host apart costs no more time than other nodes
 _MANY = 200  # tables, above which less is tried
 _NEGLIGIBLE = 1e-2  # of a step
-_MANY_HOSTS = 4  # above which planning looks at none of them apart where ranks differ, and less
-_MANY_CLASSES = 2  # of ranks, above which prices with a host apart take too long
-_HOST_NODES = 2  # what a node with one of many hosts apart costs, in others
+_MANY_HOSTS = 4  # above which planning looks at none of them apart where ranks differ
+_MANY_CLASSES = 2  # of ranks, above which prices with a distinguished host take too long
 _OVERFLOW = 1e-6  # of a memory, up to which a relaxed solution fits
 _TURN = 6  # nodes of one subspace before another may have its turn: one cut at every load tried
 
@@ -58,12 +56,9 @@ class Subspace:
     def __init__(self, problem: Problem, plans: tuple[str, ...], deadline: float | None) -> None:
         bound = solve_node(Node(Relaxation(CostModel(problem))), deadline=deadline)
         self.plans = plans
-        self.tree = Branching(bound)
-        self.hosts: Branching | None = None
-        self._apart = _load_apart(bound.relaxation)
-        is_cheap = (len(set(problem.machine.host)) <= _MANY_HOSTS
-                    or len(bound.relaxation.tables) <= _FEW)
-        self._host_nodes = 1 if is_cheap else _HOST_NODES
+        self.tree = SearchTree(bound)
+        self.hosts: SearchTree | None = None
+        self._distinguished = _distinguished_load(bound.relaxation)
         base = bound.relaxation.fixed_tally
         barriers = (STILL not in plans and not base.num_pushed) + (
             plans == (WITH_COLUMNS,) and not base.num_split)
@@ -93,10 +88,9 @@ class Subspace:
         return self.tree.solved + (0 if self.hosts is None else self.hosts.solved)
 
     @property
-    def effort(self) -> int:
-        """What they cost, in relaxations without a host apart."""
-        return self.tree.solved + (0 if self.hosts is None
-                                   else self._host_nodes * self.hosts.solved)
+    def work(self) -> int:
+        """What they cost, see `SearchTree`."""
+        return self.tree.work + (0 if self.hosts is None else self.hosts.work)
 
     def is_part_of(self, other: Subspace) -> bool:
         """Whether `other` has all plans of this part and its barriers hardly count, so that a
@@ -129,14 +123,14 @@ class Subspace:
               patiently: bool = False) -> None:
         """As `tighten`, for the bound alone, with the host of the largest piece apart where that
         may gain something; where it takes long as well, if `patiently`."""
-        if (self._apart is None or self.tree.is_uncut
+        if (self._distinguished is None or self.tree.is_single
                 or not (patiently or self.hosts or _is_short(self.bound.relaxation))):
             self.tighten(max_nodes, step_us, goal_us, deadline)
             return
         self.cutoff_us = min(self.cutoff_us, step_us)
         if self.hosts is None:
             model = CostModel(self.bound.relaxation.problem)
-            self.hosts = Branching(solve_node(Node(Relaxation(model, self._apart)),
+            self.hosts = SearchTree(solve_node(Node(Relaxation(model, self._distinguished)),
                                               deadline=deadline))
         self.hosts.run(max_nodes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
                        deadline=deadline)
@@ -147,7 +141,7 @@ class Subspace:
             return self.tree.lowest(number)
         relaxation, out = self.bound.relaxation, []
         for found in self.hosts.lowest(number):
-            node = Node(relaxation, found.node.box, found.node.pushes)
+            node = Node(relaxation, found.node.limits, found.node.pushes)
             bound = solve_node(node, pool=self.bound.pool.under(node, self.bound.prices))
             out.append(self.bound if bound.is_infeasible else bound)
         return out
@@ -174,46 +168,46 @@ def fit(parts: list[Subspace]) -> bool:
     return any(x.bound.overflow <= _OVERFLOW for x in parts)
 
 
-def tighten(parts: list[Subspace], max_nodes: int, step_us: float, goal_us: float,
+def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float,
             deadline: float | None, raise_: Callable[..., None] = Subspace.tighten) -> int:
-    """Raise the bound of whichever part holds it down, by `Subspace.tighten` or `Subspace.prove`;
-    returns the nodes solved."""
+    """Raise the bound of whichever part holds it down, by `Subspace.tighten` or `Subspace.prove`,
+    for about so much work (see `SearchTree`); returns the nodes solved."""
     before = sum(x.solved for x in parts)
-    end = max_nodes + sum(x.effort for x in parts)
-    while sum(x.effort for x in parts) < end:
+    end = max_work + sum(x.work for x in parts)
+    while sum(x.work for x in parts) < end:
         lowest = min(parts, key=lambda x: x.lower_bound_us)
         solved, known = lowest.solved, lowest.lower_bound_us
-        raise_(lowest, min(max_nodes, _TURN), step_us, goal_us, deadline)
+        raise_(lowest, _TURN, step_us, goal_us, deadline)
         if lowest.solved == solved and lowest.lower_bound_us <= known:
             break
     return sum(x.solved for x in parts) - before
 
 
-def space_bound(problem: Problem, max_nodes: int = 0) -> float:
+def space_bound(problem: Problem, max_work: int = 0) -> float:
     """Lower bound (us) of all plans of the space; 0 where memory fits none.
 
     Args:
         problem: the problem.
-        max_nodes: relaxations to solve while branching, about, without the cutoff of a known step.
+        max_work: tables to price while branching, about, without the cutoff of a known step.
     """
     parts = subspaces(problem, None)
     if not fit(parts):
         return 0.0
     found = [x for x in parts if not x.bound.is_infeasible]
-    if max_nodes:
-        tighten(found, max_nodes, np.inf, np.inf, None, partial(Subspace.prove, patiently=True))
+    if max_work:
+        tighten(found, max_work, np.inf, np.inf, None, partial(Subspace.prove, patiently=True))
     return min(x.lower_bound_us for x in found)
 
 
 def _is_short(relaxation: Relaxation) -> bool:
-    """Whether planning has the time for a relaxation with a host apart; on one host it gains less
-    than other boxes at first."""
+    """Whether planning has the time for a relaxation with a distinguished host; on one host it
+    gains less than other nodes at first."""
     num_hosts = len(set(relaxation.model.machine.host))
     return len(relaxation.tables) <= _MANY and (
         1 < num_hosts <= _MANY_HOSTS or (num_hosts > 1 and relaxation.alike))
 
 
-def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
+def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:
     """The load by which the host of the largest piece (on a single host: its memory domain) is
     looked at apart: what a rank receives from others in the forward phase; None where hosts
     differ, or ranks differ much."""
@@ -221,7 +215,7 @@ def _load_apart(relaxation: Relaxation) -> tuple[int, int] | None:
     of_rank, group = neighbourhoods(model.machine)
     number = int(of_rank.max()) + 1
     members = [np.bincount(of_rank[r], minlength=number) for r in relaxation.classes.ranks]
-    if not (relaxation.owner_rows and number > 1 and relaxation.is_symmetric
+    if not (relaxation.inequalities and number > 1 and relaxation.is_symmetric
             and len(relaxation.classes.ranks) <= _MANY_CLASSES
             and all((n == n[0]).all() for n in members)):
         return None

@@ -27,7 +27,7 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
     share = relaxation.base[relaxation.phase_of == -1].copy()
     if relaxation.tables:
         # With memory alone priced, every table takes the configuration that needs least of it.
-        cheapest = bound.node.cheapest(np.where(relaxation.phase_of == -1, 1.0, 0.0))
+        cheapest = bound.node.price(np.where(relaxation.phase_of == -1, 1.0, 0.0))
         share += cheapest.resources[:, relaxation.phase_of == -1].sum(axis=0)
     need = share[classes.of_domain] * machine.capacity_bytes
     factor = 1.0 + bound.overflow

@@ -2,10 +2,10 @@
 
 Packing whole tables evenly is NP-hard, but pieces may be cut: by columns, which costs an id stream
 each, and by rows, which costs partial sums. The search (``csrc/search/pack.cpp``) moves, swaps,
-shifts, splits, merges and re-deals pieces and exchanges recipes, and looks at the whole step every
-time. As the relaxation mixes configurations of a table, so do the columns of a table: they are in
-two parts, each with a recipe of its own. Pulled rows are divisible: ranks of a class own as many
-parts of them as they have room for. Replicated rows load all ranks of a class alike.
+shifts, splits, merges and re-deals pieces and exchanges candidates, and looks at the whole step
+every time. As the relaxation mixes configurations of a table, so do the columns of a table: they
+are in two parts, each with a candidate of its own. Pulled rows are divisible: ranks of a class own
+as many parts of them as they have room for. Replicated rows load all ranks of a class alike.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from oper.search.bound.options import PUSH, SHARD, row_makers
 from oper.search.bound.pieces import COLUMN_STEP, MIN_COLUMNS, NUM_PIECE_GROUPS, own_load
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
-from oper.search.heuristic.recipes import Recipe, RecipeBook
+from oper.search.heuristic.candidates import Candidate, CandidatePool
 from oper.search.problem.machine import GROUPS, by_group
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
@@ -34,7 +34,7 @@ _HEADS = 16  # hottest pushed rows of a table that are told apart
 _UNITS = 256  # parts of pulled rows in all, about
 
 _OWNERSHIP = ("table", "piece", "width", "rank", "weight")  # arrays by piece and owner
-_CHANGED = ("recipe", "part_width", "units")  # other arrays that a search changes
+_CHANGED = ("candidate", "part_width", "units")  # other arrays that a search changes
 
 #: A column piece: its columns, its owners, and how many rows each of them takes in turn.
 Shard = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -46,12 +46,12 @@ class Part:
 
     Attributes:
         width: how many.
-        recipe: their tiers.
+        candidate: their tiers.
         shards: pieces of what is pushed, none where nothing is.
     """
 
     width: int
-    recipe: Recipe
+    candidate: Candidate
     shards: tuple[Shard, ...] = ()
 
 
@@ -96,8 +96,8 @@ class Loads:
         own_unit: float64 [C, 20, G], what its owner does more than others of its class.
     """
 
-    def __init__(self, book: RecipeBook) -> None:
-        self.relaxation, self.full = book.relaxation, book.full
+    def __init__(self, pool: CandidatePool) -> None:
+        self.relaxation, self.full = pool.relaxation, pool.full
         self.model = self.relaxation.model
         self.class_of = self.relaxation.classes.of_rank
         ranks = self.relaxation.classes.ranks
@@ -108,7 +108,7 @@ class Loads:
             self.num_classes, NUM_ROWS, -1)
         machine = self.model.machine
         for c, r in enumerate(ranks):
-            room = book.full * machine.capacity_bytes[machine.domain[r[0]]]
+            room = pool.full * machine.capacity_bytes[machine.domain[r[0]]]
             room /= machine.num_near[r[0]]
             self.own_unit[c, HELD, -1] = 1.0 / max(room, 1e-3)
         self.piece_us = np.zeros(self.num_loads)  # of a piece, in every phase that looks at tables
@@ -154,32 +154,32 @@ class Loads:
 
 
 class Annealing:
-    """The search's view of a recipe book: arrays over recipes.
+    """The search's view of a candidate pool: arrays over candidates.
 
     Args:
-        book: recipes; the chosen ones are where a search begins.
+        pool: candidates; the chosen ones are where a search begins.
         bound: says how wide pieces are at first and among how many owners they are dealt.
     """
 
-    def __init__(self, book: RecipeBook, bound: Bound) -> None:
-        self.book, self.bound, self.loads = book, bound, Loads(book)
-        self.relaxation, self.dealt = book.relaxation, dealt_options(book.relaxation)
-        self.recipes = [self._ordered(k) for k in range(len(book.recipes))]
-        self.first = np.concatenate([[0], np.cumsum([len(r) for r in self.recipes])])
+    def __init__(self, pool: CandidatePool, bound: Bound) -> None:
+        self.pool, self.bound, self.loads = pool, bound, Loads(pool)
+        self.relaxation, self.dealt = pool.relaxation, dealt_options(pool.relaxation)
+        self.candidates = [self._ordered(k) for k in range(len(pool.candidates))]
+        self.first = np.concatenate([[0], np.cumsum([len(r) for r in self.candidates])])
         arrays = self._arrays()
-        arrays |= self._begin(arrays)  # here, as another box may be set when it is searched from
+        arrays |= self._begin(arrays)  # here, as another limits may be set when it is searched from
         self.arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
 
     def _ordered(self, k: int) -> list[int]:
-        """Recipes of table `k`, neighbours alike: by how much they deal, then replicate."""
-        amount = self.book.amounts[k]
+        """Candidates of table `k`, neighbours alike: by how much they deal, then replicate."""
+        amount = self.pool.amounts[k]
         dealt = amount[:, self.dealt[k], IDS].sum(axis=1)
         return np.lexsort((amount[:, 0, IDS], dealt)).tolist()
 
     def _arrays(self) -> dict[str, np.ndarray]:
         relaxation, loads = self.relaxation, self.loads
-        amount = np.concatenate([self.book.amounts[k][r] for k, r in enumerate(self.recipes)])
-        table = np.repeat(np.arange(len(self.recipes)), np.diff(self.first))
+        amount = np.concatenate([self.pool.amounts[k][r] for k, r in enumerate(self.candidates)])
+        table = np.repeat(np.arange(len(self.candidates)), np.diff(self.first))
         dealt = np.where(self.dealt[table][..., None], amount, 0.0)
         features, stay = dealt.sum(axis=1), amount - dealt  # [N, 4], [N, O, 4]
         pushed_ids = dealt[:, relaxation.pushes, IDS].sum(axis=1)
@@ -210,7 +210,7 @@ class Annealing:
         piece, asked = self._unseen(pushed_ids, table)
         num_rows = np.array([t.spec.num_rows for t in tables], float)
         parts = 2 if may_split.any() else 1
-        of_parts = {"first": self.first[:-1], "num_recipes": np.diff(self.first),
+        of_parts = {"first": self.first[:-1], "num_candidates": np.diff(self.first),
                     "may_split": may_split.astype(np.uint8),
                     "may_stripe": np.array(["striped" in p for p in places], np.uint8),
                     "num_may": may.sum(axis=1), "may": may.astype(np.uint8)}
@@ -239,11 +239,11 @@ class Annealing:
         rows, in proportion to its share, for asking itself unless it owns all; float64 [N, G] each.
 
         The relaxation sees neither and is below every plan all the same. As `CostModel.whole_table`
-        and `own_requests`, but for tables of two recipes, each of which pays for its own tiers."""
+        and `own_requests`, but for tables of two candidates, each of which pays its own tiers."""
         model, tables = self.loads.model, self.relaxation.tables
         ids = self.relaxation.total_ids[table]
         bags = np.array([t.traffic.num_bags for t in tables], float)[table]
-        of = [self.book.recipes[k][r] for k, rs in enumerate(self.recipes) for r in rs]
+        of = [self.pool.candidates[k][r] for k, rs in enumerate(self.candidates) for r in rs]
         several = np.array([len(r.stops) > 1 for r in of])
         pushes = pushed_ids > 0
         tiers = ids * several * np.where(pushes, model.tiers_ns(True), model.tiers_ns(False))
@@ -259,26 +259,27 @@ class Annealing:
         return piece, asked
 
     def _heads(self) -> tuple[np.ndarray, np.ndarray]:
-        """The hottest rows that each recipe pushes: their places in its first pushed tier (int64
+        """The hottest rows that each candidate pushes: their places in its first pushed tier (int64
         [N, H]) and their shares of the lookups of all that it pushes (float64 [N, H], 0 = none)."""
         at, head = [], []
         for k, t in enumerate(self.relaxation.tables):
             pushes = self.dealt[k]
-            recipes = [self.book.recipes[k][r] for r in self.recipes[k]]
-            ends = [(0, *r.stops) for r in recipes]
-            which = [next((n for n, o in enumerate(r.options) if pushes[o]), -1) for r in recipes]
+            candidates = [self.pool.candidates[k][r] for r in self.candidates[k]]
+            ends = [(0, *r.stops) for r in candidates]
+            which = [next((n for n, o in enumerate(r.options) if pushes[o]), -1)
+                     for r in candidates]
             start, stop = np.array([e[n:n + 2] if n >= 0 else (0, 0)
                                     for e, n in zip(ends, which, strict=True)]).T
-            places = np.tile(np.arange(_HEADS), (len(recipes), 1))
+            places = np.tile(np.arange(_HEADS), (len(candidates), 1))
             edges = np.minimum(start[:, None] + np.arange(_HEADS + 1), stop[:, None])
             mass = np.diff(t.prefix(edges)[IDS], axis=1)
             if not t.ids_are_positions:  # tables of one tier are dealt by id
-                by_id = np.array([len(r.stops) == 1 for r in recipes]) & (stop > start)
+                by_id = np.array([len(r.stops) == 1 for r in candidates]) & (stop > start)
                 hot = np.argsort(-t.explicit[IDS], kind="stable")[:_HEADS]
                 places[by_id, :hot.size] = t.explicit_ids[hot]
                 mass[by_id] = 0.0
                 mass[by_id, :hot.size] = t.explicit[IDS, hot]
-            pushed = self.book.amounts[k][self.recipes[k]][:, pushes, IDS].sum(axis=1)
+            pushed = self.pool.amounts[k][self.candidates[k]][:, pushes, IDS].sum(axis=1)
             at.append(places)
             head.append(mass / np.maximum(pushed, 1e-300)[:, None] * (pushed > 0)[:, None])
         return np.concatenate(at).astype(np.int64), np.concatenate(head)
@@ -334,9 +335,9 @@ class Annealing:
         return np.isin(self.loads.class_of, good)
 
     def _begin(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Where a search begins, beside `arrays`: recipes of pieces, their widths, their owners."""
-        num_tables, world = len(self.recipes), self.loads.class_of.size
-        chosen = np.array([r.index(p) for r, p in zip(self.recipes, self.book.pick.tolist(),
+        """Where a search begins, beside `arrays`: pieces' candidates, widths and owners."""
+        num_tables, world = len(self.candidates), self.loads.class_of.size
+        chosen = np.array([r.index(p) for r, p in zip(self.candidates, self.pool.pick.tolist(),
                                                       strict=True)], np.int64)
         cuts = np.array([self._first_cut(k) for k in range(num_tables)], np.int64)
         dim = np.array([t.spec.dim for t in self.relaxation.tables])
@@ -347,7 +348,7 @@ class Annealing:
         width[:num_tables] = dim
         return {"order": np.argsort(-size, kind="stable"),
                 "first_owners": np.tile(cuts[:, 0], times), "part_width": width,
-                "first_width": np.tile(cuts[:, 1], times), "recipe": np.tile(chosen, times),
+                "first_width": np.tile(cuts[:, 1], times), "candidate": np.tile(chosen, times),
                 "units": np.full(world, max(1 + (2 * world <= MAX_PATTERN), _UNITS // world))}
 
     def run(self, max_moves: int, goal_us: float, seed: int, seconds: float = 0.0,
@@ -362,7 +363,7 @@ class Annealing:
             start: what to go on from, found by another run; by default many short searches begin
                 from the relaxed solution.
         """
-        num_tables, world = len(self.recipes), self.loads.class_of.size
+        num_tables, world = len(self.candidates), self.loads.class_of.size
         num_parts, capacity = self.arrays["first"].size, num_tables * _OWNERS * 64
         arrays = (self.arrays | {n: self.arrays[n].copy() for n in _CHANGED}
                   | {n: np.zeros(capacity, np.int64) for n in _OWNERSHIP})
@@ -381,15 +382,15 @@ class Annealing:
         parts: list[list[Part]] = [[] for _ in range(num_tables)]
         for n in np.flatnonzero(arrays["part_width"]).tolist():
             k = n % num_tables
-            recipe = self.book.recipes[k][self.recipes[k][int(arrays["recipe"][n])]]
-            part = Part(int(arrays["part_width"][n]), recipe, tuple(shards.get(n, ())))
-            if parts[k] and parts[k][0].recipe == recipe:  # both came to the same
+            candidate = self.pool.candidates[k][self.candidates[k][int(arrays["candidate"][n])]]
+            part = Part(int(arrays["part_width"][n]), candidate, tuple(shards.get(n, ())))
+            if parts[k] and parts[k][0].candidate == candidate:  # both came to the same
                 first = parts[k].pop()
-                part = Part(first.width + part.width, recipe, first.shards + part.shards)
+                part = Part(first.width + part.width, candidate, first.shards + part.shards)
             parts[k].append(part)
         units = np.zeros(world, np.int64)
         units[arrays["rank_of"]] = arrays["units"]
-        pushed = sum(bool(self.relaxation.pushes[list(part.recipe.options)].any())
+        pushed = sum(bool(self.relaxation.pushes[list(part.candidate.options)].any())
                      for every in parts for part in every)
         split = sum(sum(max(1, len(part.shards)) for part in every) - 1
                     for t, every in zip(self.relaxation.tables, parts, strict=True)
@@ -412,7 +413,7 @@ class Annealing:
     def _first_cut(self, k: int) -> tuple[int, int]:
         """Owners per piece, and columns of each piece, as the relaxation would have them."""
         relaxation, t = self.relaxation, self.relaxation.tables[k]
-        amount = self.book.amounts[k][self.book.pick[k]]
+        amount = self.pool.amounts[k][self.pool.pick[k]]
         kind = int(self.bound.node.kinds(amount[None], k, self.bound.prices)[0])
         for o, option in enumerate(relaxation.options):
             if option.kind == PUSH and amount[o, IDS] > 0:

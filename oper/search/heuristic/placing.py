@@ -1,4 +1,4 @@
-"""From recipes to ranks: deal stripes and pick owners so that no rank carries all the heads."""
+"""From candidates to ranks: deal stripes and pick owners so that no rank carries all the heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel, Evaluation
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally, owned_features
 from oper.search.heuristic.annealing import Part, Shard, dealt_options
-from oper.search.heuristic.recipes import Recipe
+from oper.search.heuristic.candidates import Candidate
 from oper.search.problem.machine import GROUPS, by_group, copy_sets
 from oper.search.problem.statement import IDS, TableProblem
 
@@ -67,9 +67,10 @@ class Placer:
         placed: dict[tuple[int, int, int], Tier] = {}
         pieces = [_pieces(every) for every in parts]
         for k, cuts in enumerate(pieces):
-            for i, (width, recipe, shard) in enumerate(cuts):
+            for i, (width, candidate, shard) in enumerate(cuts):
                 start = 0
-                for n, (stop, option) in enumerate(zip(recipe.stops, recipe.options, strict=True)):
+                tiers = zip(candidate.stops, candidate.options, strict=True)
+                for n, (stop, option) in enumerate(tiers):
                     if shard is not None and self.dealt[k, option]:
                         tier: Tier | None = self._dealt(k, start, stop, option, shard)
                     else:
@@ -79,7 +80,7 @@ class Placer:
                         self._book(k, tier, width)
                     else:
                         tier = self._template(k, start, stop, option)
-                        jobs.append(self._job(k, tier, width, (k, i, n), len(recipe.stops) > 1))
+                        jobs.append(self._job(k, tier, width, (k, i, n), len(candidate.stops) > 1))
                     start = stop
         # Indivisible work first, then uneven stripes; even stripes fill what remains anyway.
         for job in sorted(jobs, key=lambda job: (-job.imbalance, job.place)):
@@ -180,9 +181,9 @@ def _mode(kind: str) -> str:
     return "push" if kind == PUSH else "pull"
 
 
-def _pieces(parts: list[Part]) -> list[tuple[int, Recipe, Shard | None]]:
+def _pieces(parts: list[Part]) -> list[tuple[int, Candidate, Shard | None]]:
     """Column pieces of a table: width, configuration, and who owns what is dealt, if anything."""
-    return [(part.width if shard is None else shard[0], part.recipe, shard)
+    return [(part.width if shard is None else shard[0], part.candidate, shard)
             for part in parts for shard in part.shards or (None,)]
 
 

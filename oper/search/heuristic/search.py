@@ -19,9 +19,9 @@ import numpy as np
 from oper.search.bound.master import Bound
 from oper.search.cost.model import Evaluation
 from oper.search.heuristic.annealing import Annealing, Packed, Part, dealt_options
+from oper.search.heuristic.candidates import CandidatePool
 from oper.search.heuristic.copies import spread_copies
 from oper.search.heuristic.placing import Placement, Placer, evaluated
-from oper.search.heuristic.recipes import RecipeBook
 from oper.search.problem.pins import impose
 
 
@@ -32,14 +32,14 @@ class Effort:
     Attributes:
         num_starts: nodes of the tree from whose relaxed solutions the last search begins.
         num_probes: short annealings from each.
-        max_nodes: nodes solved to raise the bound at a time, of a hundred tables.
+        max_work: tables to price to raise the bound at a time, see `SearchTree`.
         deadline: `time.monotonic()` value at which it ends; None = the counts decide, so that
             equal seeds give equal plans.
     """
 
     num_starts: int
     num_probes: int
-    max_nodes: int
+    max_work: int
     deadline: float | None = None
 
     def over(self) -> bool:
@@ -47,7 +47,7 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(3, 4, 40), "thorough": Effort(8, 32, 300)}
+EFFORTS = {"fast": Effort(3, 4, 15_000), "thorough": Effort(8, 32, 150_000)}
 _CHAINS = 2  # annealings that run beside each other; their number never changes what is found
 _MOVES = 78_000_000  # of one annealing, over the ranks and a little; more for more tables
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of them
@@ -112,34 +112,34 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
     for n, bound in enumerate(bounds):
         if probes and (effort.over() or min(x.step_us for x, _ in probes) <= goal):
             break
-        book = RecipeBook(bound, reserve)
+        pool = CandidatePool(bound, reserve)
         near = bound.lower_bound_us + 0.1 * max(0.0, goal - bound.lower_bound_us)
-        book.descend(rng, near)
+        pool.descend(rng, near)
         dealt = dealt_options(bound.relaxation)
-        anneals = any(dealt[k, list(r.options)].any() for k, r in enumerate(book.chosen()))
+        anneals = any(dealt[k, list(r.options)].any() for k, r in enumerate(pool.chosen()))
         if not anneals:
-            book.refine(rng, near)
-        book.simplify(near)
+            pool.refine(rng, near)
+        pool.simplify(near)
         if not anneals:  # nodes differ in what is dealt
             parts = [[Part(t.spec.dim, r)] for t, r in zip(
-                book.relaxation.tables, book.chosen(), strict=True)]
-            world = book.relaxation.model.machine.world_size
-            return [_found(book, parts, (1,) * world)]
-        start = _Start(book, bound, effort, goal, seed + 97 * n)
+                pool.relaxation.tables, pool.chosen(), strict=True)]
+            world = pool.relaxation.model.machine.world_size
+            return [_found(pool, parts, (1,) * world)]
+        start = _Start(pool, bound, effort, goal, seed + 97 * n)
         probes += [(x, start) for x in start.probes()]
     probes = sorted(probes, key=lambda x: x[0].step_us)[:-(-len(probes) // _CONTINUED)]
     if probes[0][0].step_us > goal and not effort.over():
-        with ThreadPoolExecutor(_CHAINS) as pool:
-            longer = list(pool.map(lambda n: probes[n][1].continued(probes[n][0], n),
-                                   range(len(probes))))
+        with ThreadPoolExecutor(_CHAINS) as threads:
+            longer = list(threads.map(lambda n: probes[n][1].continued(probes[n][0], n),
+                                      range(len(probes))))
         probes = [(x, start) for x, (_, start) in zip(longer, probes, strict=True)]
-    return [_found(start.book, x.parts, x.units) for x, start in probes]
+    return [_found(start.pool, x.parts, x.units) for x, start in probes]
 
 
-def _found(book: RecipeBook, parts: list[list[Part]], units: tuple[int, ...]) -> Found:
+def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...]) -> Found:
     """A placement by `Placer.place`, held to what rows are pinned to, and what it costs."""
-    relaxation = book.relaxation
-    placements = Placer(relaxation, book.total).place(parts, units)
+    relaxation = pool.relaxation
+    placements = Placer(relaxation, pool.total).place(parts, units)
     held = relaxation.problem.constraints.tables
     placements = [impose(held.get(t.spec.name), x) for t, x in zip(
         relaxation.tables, spread_copies(relaxation, placements), strict=True)]
@@ -147,24 +147,24 @@ def _found(book: RecipeBook, parts: list[list[Part]], units: tuple[int, ...]) ->
 
 
 class _Start:
-    """Annealings from one relaxed solution, of which `book` has the configurations."""
+    """Annealings from one relaxed solution, of which `pool` has the configurations."""
 
-    def __init__(self, book: RecipeBook, bound: Bound, effort: Effort, goal: float, seed: int
+    def __init__(self, pool: CandidatePool, bound: Bound, effort: Effort, goal: float, seed: int
                  ) -> None:
-        book.add_thresholds(_CONFIGURATIONS)
-        self.book, self.effort, self.goal, self.seed = book, effort, goal, seed
-        self._annealing = Annealing(book, bound)
-        tables, world = len(book.recipes), book.relaxation.model.machine.world_size
+        pool.add_thresholds(_CONFIGURATIONS)
+        self.pool, self.effort, self.goal, self.seed = pool, effort, goal, seed
+        self._annealing = Annealing(pool, bound)
+        tables, world = len(pool.candidates), pool.relaxation.model.machine.world_size
         self._moves = max(_MOVES // (world + 64), 700 * tables)
 
     def probes(self) -> list[Packed]:
         """What short ones come to, until one reaches the goal."""
         found: list[Packed] = []
         most = self.effort.num_probes
-        with ThreadPoolExecutor(_CHAINS) as pool:
+        with ThreadPoolExecutor(_CHAINS) as threads:
             while len(found) < most:
                 seeds = range(len(found), min(len(found) + _CHAINS, most))
-                found += pool.map(lambda n: self._run(_PROBE, None, n), seeds)
+                found += threads.map(lambda n: self._run(_PROBE, None, n), seeds)
                 if min(x.step_us for x in found) <= self.goal or self.effort.over():
                     break
         return found

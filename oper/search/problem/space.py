@@ -23,6 +23,9 @@ ACROSS_HOSTS = ACROSS_DOMAINS | {"columns", "per_host"}
 #: All that the search knows, but for copies per host.
 EVERYTHING = FEATURES - {"per_host"}
 
+#: Tiers of a column piece that are replicated on all ranks and not pinned, at most.
+MAX_REPLICATED = 8
+
 #: Plans by the barriers that they pay: none for pushed rows, one for partial sums, and one more
 #: where owners of the columns of a row exchange sums of squares.
 PLANS = STILL, WITH_ROWS, WITH_COLUMNS = "nothing pushed", "rows pushed", "columns pushed"

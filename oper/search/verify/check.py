@@ -24,8 +24,15 @@ from oper.plan import Plan
 from oper.search.cost.model import CostModel, evaluate, is_ordered
 from oper.search.problem.constraints import violations
 from oper.search.problem.digest import problem_digest
-from oper.search.problem.machine import CROSS_IN, CROSS_OUT, GROUPS, LINK_IN, LINK_OUT, rank_classes
-from oper.search.problem.space import PLANS, STILL, WITH_COLUMNS, WITH_ROWS, used_by
+from oper.search.problem.machine import GROUPS, rank_classes
+from oper.search.problem.space import (
+    MAX_REPLICATED,
+    PLANS,
+    STILL,
+    WITH_COLUMNS,
+    WITH_ROWS,
+    used_by,
+)
 from oper.search.problem.statement import Problem
 from oper.search.verify.leaf import Checker
 from oper.search.verify.prices import (
@@ -35,6 +42,8 @@ from oper.search.verify.prices import (
     PARTLY,
     PIECE_GROUPS,
     PUSHES,
+    RETURNED,
+    SPREAD,
     STILL as PUSHES_NOTHING,
     WHOLLY,
     Leaf,
@@ -201,6 +210,14 @@ class _Proof:
             if ordered != taken:
                 raise _NotShown(f"table {t.spec.name!r} has pinned rows, which the proof prices in "
                                 "another order of ids")
+        for t in free:
+            for piece in plan.table(t.spec.name).pieces:
+                pinned = problem.pinned_of(t.spec.name)
+                copies = [x for x in piece.tiers if x.placement == "replicated" and x not in pinned
+                          and len(x.ranks) == plan.world_size]
+                if len(copies) > MAX_REPLICATED + len(pinned):
+                    raise _NotShown(f"table {t.spec.name!r} has {len(copies)} replicated tiers, "
+                                    "which the proof's space has not")
         tiers = [(t, piece, x) for t in free for piece in plan.table(t.spec.name).pieces
                  for x in piece.tiers if x not in problem.pinned_of(t.spec.name)]
         pushes = any(x.mode == "push" and x.placement != "replicated" for _, _, x in tiers)
@@ -326,11 +343,13 @@ class _Proof:
                     raise _NotShown("the proof has another host apart than it says")
             else:
                 raise _NotShown(f"the proof has a row {kind!r}, which is unknown")
-        if owner:
-            links = m.seconds_per_unit[[LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT]]
-            even = all((x == x[..., :1]).all() for x in (links, m.num_near, m.num_host))
-            if not (self.problem.training and m.world_size > 1 and even):
-                raise _NotShown("the proof has rows about owners, whose links are not alike")
+            if kind in (SPREAD, RETURNED):
+                links = ("cross_in", "cross_out") if m.host.any() else ("link_in", "link_out")
+                if not m.domain.any() or what[1] not in links or (
+                        kind == RETURNED and what != ["forward", links[0]]):
+                    raise _NotShown(f"the proof has a row {kind!r} about {what}")
+        if owner and not (self.problem.training and m.world_size > 1):
+            raise _NotShown("the proof has rows about owners, and there are none")
         return replace(at, load=load, memory=memory, host=host, memory_us=memory_us,
                        owner=tuple(owner))
 

@@ -84,8 +84,8 @@ class Checker:
         self.floor = np.stack([base[..., r].min(axis=-1) for r in self.classes.ranks])
         self.hidden_most = np.stack([hidden[:, r].max(axis=-1) for r in self.classes.ranks])
         self.costs = TableCosts(model, self.tables, [free_blocks(model, t) for t in self.tables],
-                                WITH_COLUMNS in part.plans)
-        self.costs.admit(self._allowed())
+                                WITH_COLUMNS in part.plans, self._allowed(),
+                                np.array([r.size for r in self.classes.ranks]))
         self._set_piece_loads()
 
     def _allowed(self) -> dict[str, np.ndarray]:
@@ -119,28 +119,26 @@ class Checker:
             partial[..., LOCAL] -= u.other[:, PARTIALS, :, LOCAL]
         each = []
         for x in rows:
-            owner, reader = (y[:2, :, IDS:].swapaxes(1, 2) for y in (x.owner, x.reader))
-            load = np.einsum("wfcq,cqpg->wfcpg", owner, u.own[..., :PIECE_GROUPS])
-            if self.part.beside_reader:
-                load[..., LOCAL] -= self._read_by_peer(owner, reader)
+            owner, reader = x.owner[:, :, IDS:], x.reader[:, :, IDS:]
+            load = np.einsum("wcfq,cqpg->wfcpg", owner, u.own[..., :PIECE_GROUPS])
+            if self.part.beside_reader:  # than a rank of the owner's class, if there is one
+                read = self._elsewhere(owner, reader)[..., LOCAL]
+                same = np.einsum("wcfcp->wfcp", read)
+                load[..., LOCAL] -= np.where(np.isnan(same), np.nanmin(read, axis=3).swapaxes(1, 2),
+                                             same)
             each.append(load)
         asks = self.model.costs.push_ns * u.own[:, list(self.model.passes)].sum(axis=1)
         self.costs.set_loads(np.array(each), asks[..., :PIECE_GROUPS], np.maximum(partial, 0.0))
 
-    def _read_by_peer(self, owner: np.ndarray, reader: np.ndarray) -> np.ndarray:
-        """Own time of another rank, of the owner's class if there is one; float64 [..., C, P]."""
+    def _elsewhere(self, owner: np.ndarray, reader: np.ndarray) -> np.ndarray:
+        """Microseconds on a rank of each class that owns nothing, by the owner's class; owner
+        [..., C, F, 20], reader [..., C, F, 20, D] -> float64 [..., C, F, D, P, 6], NaN where there
+        is no such rank."""
         u = self.units
-        out = np.einsum("...cq,cqp->...cp", owner, u.other[..., LOCAL])
-        local = self._reading(reader)
-        same = np.einsum("...ccp->...cp", local)
-        return np.asarray(out + np.where(np.isnan(same), np.nanmin(local, axis=-2), same))
-
-    def _reading(self, reader: np.ndarray) -> np.ndarray:
-        """Own time of readers (rows [..., C, 20, D]) by owner's and reader's class; [..., C, D, P].
-        """
-        u = self.units
-        return np.einsum("...cqd,dqp->...cdp", reader[..., NUM_RELATIONAL:, :],
-                         u.own[:, NUM_RELATIONAL:, :, LOCAL])
+        local = np.einsum("...cfqd,dqpg->...cfdpg", reader[..., NUM_RELATIONAL:, :],
+                          u.own[:, NUM_RELATIONAL:])
+        served = np.einsum("...cfq,cqpg->...cfpg", owner, u.other)
+        return np.asarray(local + served[..., None, :, :])
 
     # -- a leaf -----------------------------------------------------------------------------------
 
@@ -148,82 +146,72 @@ class Checker:
         """The bound in microseconds.
 
         Args:
-            leaf: the leaf; its prices are scaled down where they add up to more than 1.
+            leaf: the leaf; all its prices are scaled down where those of a phase add up to more
+                than 1.
             fixed_us: fixed cost of a step of any of its plans.
         """
-        load, owner = self._normalised(leaf)
-        total = fixed_us - leaf.memory_us
-        total += float((load * self.visible).sum())
-        total += float(leaf.memory @ self.model.machine.per_domain(self.base.rows[HELD]))
-        total += float(leaf.host @ self.model.machine.per_host(self.base.rows[HOST_HELD]))
+        visible = -leaf.memory_us + float((leaf.load * self.visible).sum())
+        visible += float(leaf.memory @ self.model.machine.per_domain(self.base.rows[HELD]))
+        visible += float(leaf.host @ self.model.machine.per_host(self.base.rows[HOST_HELD]))
         least = np.maximum(leaf.least, (self.costs.ratio * leaf.least[..., None, None]).max((0, 1)))
-        for kind, p, g, price in owner:
-            weights, _ = self._owner_row(kind, p, g)
-            floor = self.floor[:, p, g].min()
-            total += price * float(least[p, g] + floor
-                                   - weights @ self.hidden_most.max(axis=0))
-        return total + float(self.costs.least(self._asked(leaf, load, owner), leaf,
-                                              self.floor - self.hidden_most[..., None]).sum())
+        weight = leaf.load.sum(axis=(1, 2))
+        for kind, p, g, price in leaf.owner:
+            row = price * self._owner_row(kind, p, g)
+            weight = weight + row
+            visible += price * float(least[p, g] + self.floor[:, p, g].min())
+            visible -= float(row @ self.hidden_most.max(axis=0))
+        asked = self.costs.least(self._asked(leaf), leaf, self.floor - self.hidden_most[..., None])
+        return fixed_us + (visible + float(asked.sum())) / max(1.0, float(weight.max()))
 
-    def _normalised(self, leaf: Leaf) -> tuple[np.ndarray, list[tuple[str, int, int, float]]]:
-        """Prices whose weights add up to at most 1 in every phase."""
-        load, owner = leaf.load.copy(), list(leaf.owner)
-        for phase in range(load.shape[0]):
-            weights = [price * self._owner_row(kind, p, g)[0] for kind, p, g, price in owner]
-            total = float(load[phase].sum()) + sum(float(w[phase]) for w in weights)
-            if total > 1.0:
-                load[phase] /= total
-                owner = [(kind, p, g, price / total if w[phase] > 0 else price)
-                         for (kind, p, g, price), w in zip(owner, weights, strict=True)]
-        return load, owner
+    def _owner_row(self, kind: str, p: int, g: int) -> np.ndarray:
+        """Weights of the phases' times that bound such a row.
 
-    def _owner_row(self, kind: str, p: int, g: int) -> tuple[np.ndarray, float]:
-        """Weights of the phases' times that bound such a row, and of what its rank reads."""
-        m, world = self.model.machine, float(self.model.machine.world_size)
+        A rank that takes s seconds for a byte reads all that other hosts own, `E - e` bytes of E.
+        What its own host owns, `e (others) <= T sum 1 / s` of it sends within a phase of length T,
+        or gets back as gradients. So `T (1 + spared) >= load + s E`.
+        """
         one = np.eye(len(self.model.phases))[p]
-        if kind in (PIECE, READER, APART):
-            return one, float(kind != PIECE)
-        near = float(m.num_near[0] if m.num_host[0] == world else m.num_host[0])
-        ratio = near / (world - near)
-        weights = one * (1.0 + ratio) if kind == SPREAD else one.copy()
-        if kind == RETURNED:
-            widest = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
-            weights[-1] += ratio * max(1.0, widest)
-        return weights, world / (world - near)
+        if kind not in (SPREAD, RETURNED):
+            return one
+        m = self.model.machine
+        seconds, of = m.seconds_per_unit[g + 1], self.units.hood
+        others = m.world_size - np.bincount(of)[of]
+        spared = float((seconds * np.bincount(of, 1 / seconds)[of] / others).max())
+        widest = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
+        return one + spared * (one if kind == SPREAD else
+                               max(1.0, widest) * np.eye(one.size)[-1])
 
-    def _asked(self, leaf: Leaf, load: np.ndarray, owner: list[tuple[str, int, int, float]]
-               ) -> Asked:
+    def _asked(self, leaf: Leaf) -> Asked:
         """Prices of what tables ask, by the class of the rank that owns."""
         u, m = self.units, self.model.machine
-        unit = np.einsum("cqpgw,pgw->cq", u.on, load)  # [C, 20]
+        unit = np.einsum("cqpgw,pgw->cq", u.on, leaf.load)  # [C, 20]
         rank = np.array(u.first)
         unit[:, HELD] += leaf.memory[m.domain[rank]]
         unit[:, HOST_HELD] += leaf.host[m.host[rank]]
         size = np.array([r.size for r in self.classes.ranks])
         every, partial = size @ unit, unit[:, PARTIALS].copy()  # [20], [C]
-        shape = (3, len(self.tables), size.size, 4)
+        shape = (2, len(self.tables), size.size, 4)
         cost = {}
         for kind in self.kinds:
             cost[kind] = np.einsum("twcfqd,dq->wtcf", np.array([x.total for x in self.rows[kind]]),
                                    unit) if self.tables else np.zeros(shape)
-        for name, p, g, price in owner:
-            weight = price * self._owner_row(name, p, g)[1]
-            if weight == 0:
+        for name, p, g, price in leaf.owner:
+            if name == PIECE:
                 continue
             for kind in self.kinds:
                 for k, x in enumerate(self.rows[kind]):
-                    cost[kind][:, k] += weight * self._read(name, p, g, x.owner, x.reader)
+                    cost[kind][:, k] += price * self._read(name, p, g, x.owner, x.reader)
             sums = np.zeros((u.own.shape[0], 1, NUM_ROWS))
             sums[:, 0, PARTIALS] = 1.0
-            partial += weight * self._read(name, p, g, sums,
+            partial += price * self._read(name, p, g, sums,
                                            np.zeros((*sums.shape, size.size)))[:, 0]
             if name == READER:
-                every = every + weight * u.own[:, :, p, g].min(axis=0)
+                every = every + price * u.own[:, :, p, g].min(axis=0)
         if self.copies:
-            y = load.mean(axis=-1)
+            y = leaf.load.mean(axis=-1)
             cost["copies"] = np.zeros(shape)
             for k, (times, held) in enumerate(self.copies):
-                cost["copies"][0, k] = np.einsum("fpg,pg->f", times, y) + held * leaf.memory[0]
+                cost["copies"][:, k] = np.einsum("fpg,pg->f", times, y) + held * leaf.memory[0]
         costs = self.model.costs
         passes = list(self.model.passes)
         return Asked(
@@ -238,17 +226,11 @@ class Checker:
         u = self.units
         if name == READER:
             own = np.einsum("...cfq,cq->...cf", owner, u.own[:, :, p, g])
-            other = np.einsum("...cfq,cq->...cf", owner[..., :NUM_RELATIONAL],
-                              u.other[:, :NUM_RELATIONAL, p, g])
-            local = np.einsum("...cfqd,dq->...cfd", reader[..., NUM_RELATIONAL:, :],
-                              u.own[:, NUM_RELATIONAL:, p, g])
-            return np.asarray(np.minimum(own, other + np.nanmin(local, axis=-1)))
+            other = np.nanmin(self._elsewhere(owner, reader)[..., p, g], axis=-1)
+            return np.asarray(np.minimum(own, other))
+        read = u.far[:, :, p, g]
         if name == APART:
-            here = np.array(self.part.apart)
-            mean = u.on[:, :, p, g][..., here].sum(axis=-1)
-            inside = np.isin(u.first, here)
-            mean = (mean - inside[:, None] * u.own[:, :, p, g]) / here.size
-        else:
-            mean = u.mean_other[:, :, p, g]
+            here = u.rest[:, :, p, g][..., list(self.part.apart)].min(axis=-1)
+            read = np.where(np.isfinite(here), here, 0.0)  # nobody else is there
         return np.asarray(np.einsum("...cfq,cq->...cf", owner[..., :NUM_RELATIONAL],
-                                    mean[:, :NUM_RELATIONAL]))
+                                    read[:, :NUM_RELATIONAL]))

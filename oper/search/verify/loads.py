@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.plan import Piece, Tier
-from oper.search.cost.model import SQUARE_BYTES, CostModel
-from oper.search.cost.tally import NUM_RELATIONAL, NUM_ROWS, UPDATE_BYTES, UPDATE_ROWS, Tally
+from oper.search.cost.model import CostModel
+from oper.search.cost.tally import NUM_RELATIONAL, NUM_ROWS, Tally
 from oper.search.problem.machine import GROUPS, RankClasses, by_group
 from oper.search.problem.statement import NUM_FEATURES, TableProblem
-from oper.traffic import ROW_WISE
 
 LOCAL = GROUPS.index("local")
 #: Ways to hold rows; the rows of a pushed tier are pooled by their owner.
@@ -38,8 +37,11 @@ class UnitLoads:
         first: a rank of each of the C classes.
         on: float64 [C, 20, P, 6, W], microseconds on every rank.
         own: float64 [C, 20, P, 6], on the rank itself.
+        rest: as `on`, infinite on the rank itself.
         other: float64 [C, 20, P, 6], the least on any other rank.
-        mean_other: float64 [C, 20, P, 6], the sum over the other ranks, divided by W.
+        hood: int64 [W], host of each rank; on a single host, its memory domain.
+        far: float64 [C, 20, P, 6], the least on a rank of another of these, were all links as fast
+            as the fastest.
     """
 
     def __init__(self, model: CostModel, classes: RankClasses) -> None:
@@ -50,24 +52,32 @@ class UnitLoads:
             rows[c, np.arange(NUM_ROWS), np.arange(NUM_ROWS), rank] = 1.0
         self.on = time_us(model, model.loads(rows))
         self.own = np.stack([self.on[c, ..., r] for c, r in enumerate(self.first)])
-        rest = self.on.copy()
+        self.rest = self.on.copy()
         for c, rank in enumerate(self.first):
-            rest[c, ..., rank] = np.inf if world > 1 else 0.0
-        self.other = rest.min(axis=-1)
-        self.mean_other = (self.on.sum(axis=-1) - self.own) / world
+            self.rest[c, ..., rank] = np.inf if world > 1 else 0.0
+        self.other = self.rest.min(axis=-1)
+        m = model.machine
+        self.hood = m.host if m.host.any() else m.domain
+        seconds = m.seconds_per_unit[1:]
+        by_byte = self.on / np.where(seconds > 0, seconds, np.inf)
+        self.far = np.zeros(self.own.shape)
+        for c, rank in enumerate(self.first if self.hood.any() else ()):
+            self.far[c] = (by_byte[c, ..., self.hood != self.hood[rank]].min(axis=0)
+                           * seconds.min(axis=1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KindRows:
     """Tally rows of a unit of each feature, owned by a rank of each class, held in one way.
 
-    Linear in the width of the piece: `at` is a piece of all columns, `slope` what a further column
-    adds, `squares` what owners of columns of a row exchange beside it.
+    A piece of a share of the columns asks that share of the first, which is of all columns, and the
+    rest of the second, which is of none: what any piece asks, whatever its width is.
 
     Attributes:
-        total: float64 [3, C, 4, 20, C], summed over the ranks of each class: at, slope, squares.
-        owner: float64 [3, C, 4, 20], of the owner.
-        reader: float64 [3, C, 4, 20, C], of another rank of each class; NaN where there is none.
+        total: float64 [2, C, 4, 20, C], summed over the ranks of each class; with the squares that
+            owners of columns of a row exchange.
+        owner: float64 [2, C, 4, 20], of the owner, without them.
+        reader: float64 [2, C, 4, 20, C], of another rank of each class; NaN where there is none.
     """
 
     total: np.ndarray
@@ -84,13 +94,12 @@ def kind_rows(model: CostModel, t: TableProblem, kind: str, classes: RankClasses
     for c, rank in enumerate(first):
         owner[c, np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), rank] = 1.0
     once, twice = make(t, t.spec.dim, owner), make(t, 2 * t.spec.dim, owner)
-    squares = np.zeros_like(once)
-    if model.training and t.spec.optimizer in ROW_WISE:
-        squares[..., UPDATE_BYTES, :] = SQUARE_BYTES * once[..., UPDATE_ROWS, :]
-    rows = np.stack([once, (twice - once) / t.spec.dim, squares])
-    total = np.stack([rows[..., r].sum(axis=-1) for r in classes.ranks], axis=-1)
+    rows = np.stack([once, 2 * once - twice])
+    total, cut = (np.stack([x[..., r].sum(axis=-1) for r in classes.ranks], axis=-1)
+                  for x in (rows, model.cut_rows(t, once, twice)))
+    total[1] = cut
     own = np.stack([rows[:, c, ..., r] for c, r in enumerate(first)], axis=1)
-    reader = np.full_like(total, np.nan)
+    reader = np.full(total.shape, np.nan)
     for c, rank in enumerate(first):
         for d, ranks in enumerate(classes.ranks):
             others = ranks[ranks != rank]

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.search.cost.model import CostModel
+from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import IDS, TableProblem
 from oper.search.verify.prices import FREE, PARTLY, PUSHES, STILL, WHOLLY, Leaf
 
@@ -41,8 +42,8 @@ class Asked:
     """Prices of what tables ask, for C classes of owners.
 
     Attributes:
-        cost: by kind, float64 [3, T, C, 4], a unit of each feature in a piece of all columns, what
-            a further column adds, and what owners of parts of a row exchange.
+        cost: by kind, float64 [2, T, C, 4], a unit of each feature in a piece of all columns, and
+            what a piece asks whatever its width is.
         partial: float64 [C], a byte of partial sums.
         own: float64 [C], an id that a rank pushes to itself.
         piece: a further piece of a table.
@@ -66,16 +67,28 @@ class TableCosts:
         tables: the tables.
         blocks: features of each table's blocks, float64 [K, 4].
         cuts: whether tables may be cut by columns.
+        may: which table may be held how, by the owner's class; bool [T, C] by kind.
+        sizes: int64 [C], ranks of each class.
     """
 
     def __init__(self, model: CostModel, tables: Sequence[TableProblem],
-                 blocks: Sequence[np.ndarray], cuts: bool) -> None:
-        self.model, self.tables = model, tables
+                 blocks: Sequence[np.ndarray], cuts: bool, may: dict[str, np.ndarray],
+                 sizes: np.ndarray) -> None:
+        self.model, self.tables, self.may, self.sizes = model, tables, may, sizes
         most = max((len(b) for b in blocks), default=0)
         #: float64 [T, B, 4], padded with blocks of nothing.
         self.blocks = np.zeros((len(tables), most, 4))
         for k, b in enumerate(blocks):
             self.blocks[k, :len(b)] = b
+        # Masters of replicated rows are dealt in turn: of equal rows of a tier, only what is left
+        # of a turn may lie in some classes and not in another one.
+        some = [sizes.sum() - np.delete(sizes, c).min(initial=sizes.sum())
+                for c in range(sizes.size)]
+        tiers = [MAX_REPLICATED + len(model.problem.pinned_of(t.spec.name))
+                 if t.ids_are_positions else np.inf for t in tables]
+        #: float64 [T, B, C], share of each block whose masters may lie where they cost least.
+        self.masters = np.minimum(1.0, np.array(tiers).reshape(-1, 1, 1) * np.maximum(some, 1)
+                                  / np.maximum(self.blocks[..., :1], 1e-9))
         self.total = np.array([t.total[IDS] for t in tables])
         self.bags = np.array([t.traffic.num_bags for t in tables])
         self.dims = np.array([t.spec.dim for t in tables], np.int64)
@@ -94,38 +107,34 @@ class TableCosts:
         #: int64 [N], table and width of each kind of piece that is looked at.
         self.of = np.repeat(np.arange(len(tables)), [len(w) for w in widths])
         self.width = np.concatenate([np.zeros(0, np.int64), *widths])
-        self.may: dict[str, np.ndarray] = {}
+        self.share = self.width / self.dims[self.of]  # of a table's columns
         self.ratio = np.zeros((1, 1, 1, 1))
-
-    def admit(self, may: dict[str, np.ndarray]) -> None:
-        """Say which table may be held how, by the owner's class; bool [T, C] by kind."""
-        self.may = may
 
     def set_loads(self, each: np.ndarray, asks: np.ndarray, partial: np.ndarray) -> None:
         """Say what pushed pieces put on their owners, by class, phase and group.
 
         Args:
-            each: float64 [T, 2, 3, C, P, 5], a unit of each feature but rows, in all columns, and
-                in a further one.
+            each: float64 [T, 2, 3, C, P, 5], a unit of each feature but rows, in a piece of all
+                columns, and in any.
             asks: float64 [C, P, 5], an id that the owner pushes to itself, unless it has all rows.
             partial: float64 [C, P, 5], a byte of partial sums.
 
         Attributes:
             unit: float64 [N, C, P, 5, 3], of pieces that are looked at.
-            low, high: float64 [N, C, P, 5], what all ids would ask if they were those of the block
-                where that is least, and most.
+            low: float64 [N, C, P, 5], what all ids would ask if they were those of the block where
+                that is least.
             spared: float64 [T, C, P, 5], what the owner of all rows does not ask.
             ratio: float64 [P, 5, P, 5], least load by the second that a piece has by the first.
         """
         self.partial = partial
         self.spared = (self.total * self.asks)[:, None, None, None] * asks
         shape = (self.of.size, *partial.shape)
-        self.unit, self.low, self.high = np.zeros((*shape, 3)), np.zeros(shape), np.zeros(shape)
+        self.unit, self.low = np.zeros((*shape, 3)), np.zeros(shape)
         ratio = np.full((*shape[2:], *shape[2:]), np.inf)
         for k, t in enumerate(self.tables):
             n = np.flatnonzero(self.of == k)
-            less = (self.dims[k] - self.width[n])[:, None, None, None, None]
-            unit = np.moveaxis(each[k, 0] - less * each[k, 1], 1, -1)
+            share = self.share[n][:, None, None, None, None]
+            unit = np.moveaxis(share * each[k, 0] + (1 - share) * each[k, 1], 1, -1)
             unit[..., 0] += asks * self.asks[k]
             blocks = t.blocks[t.blocks[:, IDS] > 0]
             by_block = unit @ (blocks[:, IDS:] / blocks[:, [IDS]] * self.total[k]).T
@@ -134,7 +143,7 @@ class TableCosts:
             by_block[:, odd] = 0.0
             self.spared[k][odd] = 0.0
             self.unit[n] = np.where(odd[..., None], 0.0, unit)
-            self.low[n], self.high[n] = by_block.min(axis=-1), by_block.max(axis=-1)
+            self.low[n] = by_block.min(axis=-1)
             # The owner of all rows does not ask itself.
             every = self.unit[n] @ t.total[IDS:] - self.spared[k]
             wide = self.width[n] >= min(NARROWEST, self.dims[k])
@@ -157,26 +166,30 @@ class TableCosts:
         """
         if not self.tables:
             return np.zeros(0)
-        whole = self.width == self.dims[self.of]
-        cost = {kind: self._blocks(x, whole) for kind, x in asked.cost.items()}  # [N, B, C]
+        cost = {kind: self._blocks(x) for kind, x in asked.cost.items()}  # [N, B, C]
+        if "replicated" in cost:
+            x, part = cost["replicated"], self.sizes / self.sizes.sum()
+            cost["replicated"] = self.masters[self.of] * (x - (x @ part)[..., None]) + (
+                x @ part)[..., None]
         for kind, x in cost.items():
             np.copyto(x, np.inf, where=~self.may[kind][self.of][:, None, :])
         still, stay = self._still(asked, {k: x for k, x in cost.items() if k != "push"})
         pushed = np.full((2, self.of.size), np.inf)
         if "push" in cost:
-            wide = whole | (self.width >= NARROWEST)
+            wide = (self.share == 1) | (self.width >= NARROWEST)
             at = np.flatnonzero(wide & (leaf.pushes[self.of] != STILL))
-            mass = self._masses(at, leaf, floor)
+            may = self.may["push"][self.of[at]]
+            mass = np.where(may, self._masses(at, leaf, floor), 0.0)
+            at, mass = at[mass.any(axis=1)], mass[mass.any(axis=1)]
             pushed[:, at] = self._pushed(at, asked, cost["push"][at], stay[at], mass,
-                                         self._lines(at, leaf, floor, mass))
+                                         self._line(at, leaf, floor, mass))
         return np.array([self._table(k, still, pushed, int(leaf.pushes[k]), asked.piece)
                          for k in range(len(self.tables))])
 
-    def _blocks(self, cost: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    def _blocks(self, cost: np.ndarray) -> np.ndarray:
         """What blocks of pieces ask; float64 [N, B, C]."""
-        less = (self.dims[self.of] - self.width)[:, None, None]
-        each = cost[0][self.of] - less * cost[1][self.of]
-        each += np.where(whole[:, None, None], 0.0, cost[2][self.of])
+        share = self.share[:, None, None]
+        each = share * cost[0][self.of] + (1 - share) * cost[1][self.of]
         return np.asarray(np.einsum("nbf,ncf->nbc", self.blocks[self.of], each))
 
     def _still(self, asked: Asked, cost: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -214,7 +227,7 @@ class TableCosts:
     def _masses(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
         """The largest share of its table's lookups that one owner of a pushed piece may hold, of
         pieces `at`, by class; float64 [n, C], 0 where none fits."""
-        part = (self.width[at] / self.dims[self.of[at]])[:, None, None, None]
+        part = self.share[at][:, None, None, None]
 
         def fits(share: np.ndarray, spared: np.ndarray | float = 0.0) -> np.ndarray:
             sums = self._sums(self.of[at], share)[..., None, None]
@@ -232,87 +245,62 @@ class TableCosts:
             low, high = np.where(good, middle, low), np.where(good, high, middle)
         return np.where(everything, 1.0, np.where(nothing, 0.0, high))
 
-    def _lines(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray, mass: np.ndarray
-               ) -> list[np.ndarray]:
-        """Bytes of partial sums of each block of pieces `at` at least, by class, as each limit of
-        what an owner is loaded with has it; float64 [n, B, C] each.
+    def _line(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray, mass: np.ndarray) -> np.ndarray:
+        """Bytes of partial sums of each block of pieces `at` at least, by class, as that limit of
+        what an owner is loaded with has it that says most of all blocks; float64 [n, B, C].
 
-        An owner whose rows ask r by share holds m(r) at most, r m + sums(m) = limit, and sends
-        sums(m) / m by share at least. That is concave in r: owners of mixed rows send no less than
-        their rows would apart, nor than what the chord over the r of all blocks says.
+        An owner whose rows ask r by share holds M at most, r M + sums(M) = limit, and sends
+        sums(M) / M by share at least. That is concave in r, and lines between some r lie below
+        it: owners of mixed rows send no less than their rows would apart.
         """
-        part = (self.width[at] / self.dims[self.of[at]])[:, None]
-        whole = self._sums(self.of[at], np.ones((at.size, 1)))
-        limits = [(self.low[at][..., p, g], self.high[at][..., p, g], self.unit[at][..., p, g, :],
-                   self.partial[:, p, g], np.full(floor.shape[0], leaf.most[p, g]))
-                  for p, g in np.argwhere(np.isfinite(leaf.most)).tolist()]
-        if np.isfinite(leaf.step_us):  # all phases together, by the group that asks most in each
-            top = (self.high[at] + (part * whole)[..., None, None] * self.partial).argmax(axis=-1)
-            low, high, unit, partial, base = (
-                np.take_along_axis(np.broadcast_to(x, self.low[at].shape), top[..., None], -1)
-                .sum(axis=(-1, -2)) for x in (self.low[at], self.high[at], self.low[at],
-                                              self.partial, floor))
-            each = np.take_along_axis(self.unit[at], top[..., None, None], -2).sum(axis=(-2, -3))
-            limits.append((low, high, each, partial, leaf.step_us - base))
-        out = []
-        blocks = self.blocks[self.of[at]]
-        for low, high, unit, partial, limit in limits:
-            first, last = (self._by_share(at, x, part * partial, limit + 0 * x, whole)
-                           for x in (low, high))
-            slope = np.where(high > low, (last - first) / np.maximum(high - low, 1e-300), 0.0)
-            slope = np.maximum(slope, 0.0)
-            share = blocks[..., IDS] / self.total[self.of[at], None]
-            sums = (slope[:, None] * np.einsum("ncf,nbf->nbc", unit, blocks[..., IDS:])
-                    + (first - slope * low)[:, None] * share[..., None])
-            # Who may have a whole piece sends no more than that.
-            out.append(np.where(((mass > 0) & (mass < 1))[:, None], sums, 0.0))
+        out = np.zeros((at.size, self.blocks.shape[1], floor.shape[0]))
+        every = np.arange(floor.shape[1])
+        for n, c in np.argwhere((mass > 0) & (mass < 1)):  # a whole piece sends no more than that
+            k, blocks = self.of[at[n]], self.blocks[self.of[at[n]]]
+            share = blocks[:, IDS] / self.total[k]
+            ask = self.unit[at[n], c] @ (blocks[:, IDS:].T / np.maximum(share, 1e-300))  # [P, 5, B]
+            partial = self.share[at[n]] * self.partial[c]
+            limits = [(ask[p, g], partial[p, g], leaf.most[p, g])
+                      for p, g in np.argwhere(np.isfinite(leaf.most))]
+            if np.isfinite(leaf.step_us):  # all phases together, by a group of each
+                whole = self.unit[at[n], c] @ self.tables[k].total[IDS:]
+                top = every, (whole + partial * self.sums[k, -1]).argmax(axis=1)
+                limits.append((ask[top].sum(axis=0), partial[top].sum(),
+                               leaf.step_us - floor[c][top].sum()))
+            for ask_, partial_, limit in limits:
+                r = ((limit - partial_ * self.sums[k]) / self.grid)[::-1]
+                sent = (self.sums[k] / self.grid)[::-1]
+                first = int(np.count_nonzero(r <= 0))
+                # Beyond all lookups nothing more is sent.
+                r, sent = ((np.append(0.0, x) if first == 0 else x[first - 1:]) for x in (r, sent))
+                sums = share * np.interp(ask_, r, sent)
+                if sums.sum() > out[n, :, c].sum():
+                    out[n, :, c] = sums
         return out
 
-    def _by_share(self, at: np.ndarray, ask: np.ndarray, partial: np.ndarray, limit: np.ndarray,
-                  whole: np.ndarray) -> np.ndarray:
-        """Partial sums by share of owners that are as large as the limit allows; float64 [n, C]."""
-        low, high = np.zeros_like(ask), np.ones_like(ask)
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            good = ask * middle + partial * self._sums(self.of[at], middle) <= limit
-            low, high = np.where(good, middle, low), np.where(good, high, middle)
-        over = ask + partial * whole <= limit  # beyond all lookups nothing more is sent
-        room = np.where(over, np.maximum(limit - partial * whole, 1e-300), 1.0)
-        return np.where(over, whole * ask / room, self._sums(self.of[at], high) / high)
-
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
-                mass: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:
+                mass: np.ndarray, line: np.ndarray) -> np.ndarray:
         """Least cost of pieces of which all rows are pushed, or some; float64 [2, n]."""
         of = self.of[at]
-        price = (self.width[at] / self.dims[of])[:, None] * asked.partial
+        usable = mass > 0
+        price = np.where(usable, self.share[at][:, None] * asked.partial, np.inf)
         ids = self.blocks[of, :, IDS]
-        go = np.where((mass > 0)[:, None], go, np.inf)
-        some = (self.total[of] * self.model.tiers_ns(True) * asked.tier + self.bags[of] * asked.bag)
+        go = np.where(usable[:, None], go, np.inf)
         own = ids[..., None] * asked.own * self.asks[of, None, None]
-        free = np.isfinite(stay).all(axis=1)
-        out = np.full((2, at.size), np.inf)
-        usable = np.isfinite(go).all(axis=1)  # [n, C]
-        n = np.flatnonzero(usable.any(axis=1))
-        if not n.size:
-            return out
         # Sums are concave: each row sends no less than its part of what its class sends at most.
         most = np.minimum(ids.sum(axis=1)[:, None] / self.total[of, None], mass)
         each = self._sums(of, most) / np.maximum(most, _LEAST_SHARE)
-        lines = [*lines, ids[..., None] / self.total[of, None, None] * each[:, None]]
-        price = np.where(usable, price, np.inf)[n]
-        mass = np.where(usable, mass, 0.0)[n]
-        go, own, lines = (np.where(usable[:, None], go, np.inf)[n], own[n], [x[n] for x in lines])
-        every = go + np.where(mass[:, None] < 1 - _ROUNDING, own, 0.0)
-        out[0, n] = self._least(of[n], every, np.zeros_like(stay[n]), price, mass, lines, True)
-        m = free[n]
-        if m.any():
-            found = self._least(of[n[m]], (go + own)[m], stay[n[m]], price[m], mass[m],
-                                [x[m] for x in lines], False)
-            out[1, n[m]] = stay[n[m]].sum(axis=1) + some[n[m]] + found
-        return out
+        lines = line, ids[..., None] / self.total[of, None, None] * each[:, None]
+        whole = np.where(mass[:, None] < 1 - _ROUNDING, own, 0.0)
+        every = self._least(of, go + whole, np.zeros_like(stay), price, mass, lines, True)
+        free = np.isfinite(stay).all(axis=1)
+        stay = np.where(free[:, None], stay, 0.0)
+        some = (self.total[of] * self.model.tiers_ns(True) * asked.tier + self.bags[of] * asked.bag
+                + stay.sum(axis=1) + self._least(of, go + own, stay, price, mass, lines, False))
+        return np.stack([every, np.where(free, some, np.inf)])
 
     def _least(self, of: np.ndarray, go: np.ndarray, stay: np.ndarray, price: np.ndarray,
-               mass: np.ndarray, lines: list[np.ndarray], must: bool) -> np.ndarray:
+               mass: np.ndarray, lines: Sequence[np.ndarray], must: bool) -> np.ndarray:
         """Least sum of `go - stay` over pushed blocks of pieces of tables `of` and of their partial
         sums; of all blocks, if `must`.
 
@@ -332,7 +320,7 @@ class TableCosts:
         out = self._prefixes(of, gain, share, price.min(axis=1)[:, None], mass.max(axis=1)[:, None],
                              must)
         for x in lines:
-            sums = np.where(np.isfinite(go), x * np.where(price < np.inf, price, 0.0)[:, None], 0.0)
+            sums = x * np.where(price < np.inf, price, 0.0)[:, None]
             gain = np.minimum((go + sums).min(axis=2) - stay, 1e30)
             out = np.maximum(out, (gain if must else np.minimum(gain, 0.0)).sum(axis=1))
         n = np.flatnonzero((price < np.inf).sum(axis=1) == 2)
@@ -405,24 +393,17 @@ class TableCosts:
         if self.cut[k] and dim % STEP:  # a fraction of a piece may be left
             return float((np.minimum(np.minimum(still, every), some) * (dim / widths)).min()
                          - piece)
-        # What a table costs of which nothing, all and some is pushed, by columns made up so far.
+        # By columns made up so far, and by whether some rows stayed (1) and some are pushed (2).
         steps = dim // STEP if self.cut[k] else 1
-        nothing, everything, something = np.full((3, steps + 1), np.inf)
-        nothing[0] = everything[0] = 0.0
         count = widths // STEP if self.cut[k] else np.ones(1, np.int64)
-        for to in range(1, nothing.size):
+        cost, pieces = np.full((4, steps + 1), np.inf), np.stack([still, every, some])
+        cost[0, 0] = 0.0
+        for to in range(1, steps + 1):
             m = count <= to
-            before = to - count[m]
-            nothing[to] = (nothing[before] + still[m]).min()
-            everything[to] = (everything[before] + every[m]).min()
-            beside = np.where(before > 0, 0.0, np.inf)
-            none, every_, some_ = nothing[before], everything[before], something[before]
-            something[to] = min((np.minimum(np.minimum(none, every_), some_) + some[m]).min(),
-                                (np.minimum(none, some_) + beside + every[m]).min(),
-                                (np.minimum(every_, some_) + beside + still[m]).min())
-        lanes = {FREE: (nothing, everything, something), STILL: (nothing,),
-                 PUSHES: (everything, something), PARTLY: (something,), WHOLLY: (everything,)}
-        return float(min(x[-1] for x in lanes[pushes]) - piece)
+            found = (cost[:, None, to - count[m]] + pieces[:, m]).min(axis=-1)  # [4, 3]
+            np.minimum.at(cost[:, to], np.arange(4)[:, None] | np.arange(1, 4), found)
+        known = {FREE: (1, 2, 3), STILL: (1,), PUSHES: (2, 3), PARTLY: (3,), WHOLLY: (2,)}
+        return float(min(cost[x, -1] for x in known[pushes]) - piece)
 
 
 def _least_ratio(loads: np.ndarray) -> np.ndarray:

@@ -1,17 +1,18 @@
-"""Rows of the relaxation about the owner of the largest pushed piece.
+"""Valid inequalities of the relaxation about the owner of the largest pushed piece.
 
 Let y be the largest load that a piece puts on its owner, in some phase and group. The phase takes
 at least y, and at least y beside what the owner does as a reader. An owner reads its own piece,
 too: of its own time, y is what it does more for that piece than a reader, and what else it owns
-costs it the lesser of an owner's and a reader's part. Over links, reading spares what its own host
-(on a single host, its memory domain) owns: of W ranks, the n of a host own at most what they can
-send in the phase T, so that with d the mean over ranks of what is read, `T (1 + n / (W - n)) >= y +
-d W / (W - n)`. What is read in the forward phase T_f comes back as gradients in the phase T_u,
-which limits what a host owns as well: `T_f + n / (W - n) s T_u >= y + d W / (W - n)`, s >= 1 being
-the largest ratio of a row's bytes to its gradient's.
+costs it the lesser of an owner's and a reader's part. Over links, a reader r takes s_r seconds for
+every byte that other hosts (on a single host, memory domains) own, of E in all. What the n of W
+ranks of its own host own, e, they send to all others within the phase T: `e (W - n) <= sum over
+them of T / s`. So `T (1 + k) >= y + s E` with k the largest `s_r / (W - n) sum 1 / s` of all ranks,
+which is `n / (W - n)` where links are alike, and s the least s_r. What is read in the forward phase
+T_f comes back as gradients in the phase T_u, which limits what a host owns as well: `T_f + k b T_u
+>= y + s E`, b >= 1 being the largest ratio of a row's bytes to its gradient's.
 
-Better still is a relaxation in which the ranks of the host (on a single host: of the memory
-domain) that owns the piece are a class of their own (`Relaxation(apart=...)`): what such a reader
+Better still is a relaxation in which the ranks of the host (on a single host: of the memory domain)
+that owns the piece are a class of their own (`Relaxation(distinguished=...)`): what such a reader
 is spared is then part of the solution, in every phase. Hosts are interchangeable, so it is the
 first, for one load at a time.
 """
@@ -24,24 +25,25 @@ from typing import NamedTuple
 import numpy as np
 
 from oper.search.bound.options import COPIES, PUSH, Option, row_makers
-from oper.search.bound.pieces import LOCAL, Pieces, group_us, read_pairs, unit_load
+from oper.search.bound.pieces import (
+    LOCAL,
+    NUM_PIECE_GROUPS,
+    Pieces,
+    group_us,
+    read_pairs,
+    unit_load,
+)
 from oper.search.bound.rows import ResourceRows
 from oper.search.cost.model import CostModel
-from oper.search.cost.tally import GRADS, NUM_ROWS, PARTIALS
-from oper.search.problem.machine import (
-    CROSS_IN,
-    CROSS_OUT,
-    GROUPS,
-    LINK_IN,
-    LINK_OUT,
-    Machine,
-)
+from oper.search.cost.tally import NUM_ROWS
+from oper.search.problem.machine import GROUPS, TERMS, Machine
 from oper.search.problem.statement import NUM_FEATURES, TableProblem
 
 Load = tuple[int, int]  # phase and group of terms
-_Limit = tuple[np.ndarray, float, str]  # weights of the phases' times, of the reader's part; kind
+_Limit = tuple[np.ndarray, str]  # weights of the phases' times, and what it says
 #: Kinds of rows: the load of the piece alone; beside what a rank reads; the same over links, where
-#: its host is spared what it owns; that with the gradients that come back; with the host apart.
+#: its host is spared what it owns; that with the gradients that come back; with the
+#: distinguished host.
 PIECE, READER, SPREAD, RETURNED, APART = "piece", "reader", "spread", "returned", "apart"
 
 
@@ -63,7 +65,8 @@ class _Units(NamedTuple):
     """What a unit of each tally row costs a rank, by its class; float64 [C, 20, P, 5].
 
     Attributes:
-        other: when one other rank has it (over links: the mean over all ranks).
+        other: when one other rank has it (over links: one of another host, and the rank's links are
+            the fastest).
         own: when it has it itself; over links as `other`.
         every: when all ranks have it.
     """
@@ -74,7 +77,7 @@ class _Units(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnerRows:
+class Inequalities:
     """What is known of the owner of the largest piece; O rows.
 
     Attributes:
@@ -100,32 +103,29 @@ class OwnerRows:
     per_stream: np.ndarray
 
 
-class OwnerRowMaker:
-    """Makes the rows.
-
-    Links must be alike for all ranks; where their own speeds are not, the owner reads as fast as
-    the fastest.
+class InequalityMaker:
+    """Makes the rows; where ranks are unequal, the owner reads as fast as the fastest.
 
     Args:
         rows: the resource rows.
         pieces: the pushed pieces, with the tables that they are of.
         options: ways to place a block.
-        apart: the load whose owner's host is apart, see `Relaxation`.
+        distinguished: the load whose owner's host is distinguished, see `Relaxation`.
     """
 
     def __init__(self, rows: ResourceRows, pieces: Pieces, options: list[Option],
-                 apart: Load | None) -> None:
-        self.rows, self.pieces, self.options, self.apart = rows, pieces, options, apart
+                 distinguished: Load | None) -> None:
+        self.rows, self.pieces, self.options = rows, pieces, options
+        self.distinguished = distinguished
         self.model, self.classes, self.tables = rows.model, rows.classes, pieces.tables
 
-    def make(self) -> OwnerRows:
-        """The rows; none where nothing is pushed, or links differ."""
+    def make(self) -> Inequalities:
+        """The rows; none where nothing is pushed."""
         model, pieces = self.model, self.pieces
         pushes = any(o.kind == PUSH for o in self.options)
         names: list[Load] = []
         limits: list[_Limit] = []
-        if model.machine.world_size > 1 and pushes and model.training and (
-                _links_alike(model.machine)):
+        if model.machine.world_size > 1 and pushes and model.training:
             for phase in range(model.phases.index("forward"), len(model.phases)):
                 for group in np.flatnonzero(pieces.unit[:, :, phase].any(axis=(0, 1))).tolist():
                     found = self._limits(phase, GROUPS[group])
@@ -133,65 +133,65 @@ class OwnerRowMaker:
                     limits += found
         if not names:
             return self._none()
-        apart = self.apart if self.apart in names else None
-        if apart is not None:  # what the reader's part is follows below
-            names.append(apart)
-            limits.append((np.eye(len(model.phases))[apart[0]], 1.0, APART))
-        weights = np.array([x[0] for x in limits])
-        scale = np.array([x[1] for x in limits])
+        distinguished = self.distinguished if self.distinguished in names else None
+        if distinguished is not None:  # what the reader's part is follows below
+            names.append(distinguished)
+            limits.append((np.eye(len(model.phases))[distinguished[0]], APART))
+        weights, kinds = np.array([x[0] for x in limits]), [x[1] for x in limits]
+        reads = np.array([kind != PIECE for kind in kinds], float)
         at = tuple(np.array(names, np.int64).T)
         plain = (weights.sum(axis=1) == 1.0) & (weights[np.arange(len(names)), at[0]] == 1.0)
         units = self._reader_units()
-        unit = np.repeat((scale * np.minimum(units.other, units.own).min(axis=0)[:, at[0], at[1]]
+        unit = np.repeat((reads * np.minimum(units.other, units.own).min(axis=0)[:, at[0], at[1]]
                           )[None], len(self.classes.ranks), axis=0)
         read = np.zeros(self.rows.unit.shape[:2])
-        if apart is not None:
-            read = unit[:, :, -1] = self._host_reads(apart)
+        if distinguished is not None:
+            read = unit[:, :, -1] = self._host_reads(distinguished)
         # Loads exceed the phases by the dense compute that hides them, at most.
         hidden = pieces.hidden.max(axis=0)[:, 0]
         base = pieces.floor.min(axis=0)[at] - weights @ hidden
-        once, more = self._coefficients(units, at, scale)
-        if apart is not None:
+        once, more = self._coefficients(units, at, reads)
+        if distinguished is not None:
             for o in range(len(self.options)):
                 self._host_coefficients(o, read, once, more)
-        kinds = [x[2] for x in limits]
-        return OwnerRows(names, kinds, np.where(plain, at[0], -2), weights, base, unit,
-                         scale * units.every.min(axis=0)[:, at[0], at[1]], once, more)
+        return Inequalities(names, kinds, np.where(plain, at[0], -2), weights, base, unit,
+                         reads * units.every.min(axis=0)[:, at[0], at[1]], once, more)
 
-    def _none(self) -> OwnerRows:
+    def _none(self) -> Inequalities:
         table = np.zeros((len(self.tables), len(self.options), NUM_FEATURES, 0))
         unit = np.zeros((*self.rows.unit.shape[:2], 0))
         weight = np.zeros((0, len(self.model.phases)))
-        return OwnerRows([], [], np.zeros(0, np.int64), weight, np.zeros(0), unit, unit[0], table,
-                         table)
+        return Inequalities([], [], np.zeros(0, np.int64), weight, np.zeros(0), unit, unit[0],
+                            table, table)
 
-    def _coefficients(self, units: _Units, at: tuple[np.ndarray, ...], scale: np.ndarray
+    def _coefficients(self, units: _Units, at: tuple[np.ndarray, ...], reads: np.ndarray
                       ) -> tuple[np.ndarray, np.ndarray]:
-        shape = (len(self.tables), len(self.options), NUM_FEATURES, scale.size)
+        shape = (len(self.tables), len(self.options), NUM_FEATURES, reads.size)
         once, more = np.zeros(shape), np.zeros(shape)
         for kind in {o.kind for o in self.options}:
             alike = [o for o, option in enumerate(self.options) if option.kind == kind]
             for k, t in enumerate(self.tables):
                 dim = t.spec.dim
                 load = self._reader(t, kind, dim, units)
-                once[k, alike] = scale * load.min(axis=(0, 1))[:, at[0], at[1]]
+                once[k, alike] = reads * load.min(axis=(0, 1))[:, at[0], at[1]]
                 twice = self._reader(t, kind, 2 * dim, units)
-                more[k, alike] = scale * (2 * load - twice).min(axis=(0, 1))[:, at[0], at[1]]
+                more[k, alike] = reads * (2 * load - twice).min(axis=(0, 1))[:, at[0], at[1]]
         return once, more
 
-    def _host_reads(self, apart: Load) -> np.ndarray:
+    def _host_reads(self, distinguished: Load) -> np.ndarray:
         """What a unit of each tally row, spread over a class, puts on a reader of the first
         neighbourhood beside what its owner does; float64 [C, 20].
 
-        Through the links between hosts, all ranks of a host read alike: whatever other hosts own.
+        Through the links between hosts, all ranks of a host read whatever other hosts own, those
+        with the fastest links in the least time.
         """
-        phase, group = apart
-        pieces, classes = self.pieces, self.classes
-        mine = int(classes.of_rank[0])
-        row = self.rows.names.index((phase, GROUPS[group], mine))
-        out = self.rows.unit[:, :, row].copy()
-        out[mine] -= pieces.unit[mine, :, phase, group] / classes.ranks[mine].size
-        return out
+        phase, group = distinguished
+        pieces, classes, found = self.pieces, self.classes, []
+        for mine in set(classes.of_rank[first_neighbourhood(self.model.machine)].tolist()):
+            row = self.rows.names.index((phase, GROUPS[group], mine))
+            found.append(self.rows.unit[:, :, row].copy())
+            found[-1][mine] -= pieces.unit[mine, :, phase, group] / classes.ranks[mine].size
+        return np.min(found, axis=0)
 
     def _host_coefficients(self, o: int, read: np.ndarray, once: np.ndarray,
                            more: np.ndarray) -> None:
@@ -212,33 +212,32 @@ class OwnerRowMaker:
     def _limits(self, phase: int, group: str) -> list[_Limit]:
         """The rows of one phase and group."""
         machine, num_phases = self.model.machine, len(self.model.phases)
-        world, near = float(machine.world_size), float(machine.num_host[0])
         one = np.eye(num_phases)[phase]
         if group == "local":
-            return [(one, 1.0, READER) if self.pieces.beside_reader else (one, 0.0, PIECE)]
-        if group.startswith("link"):  # ranks of a memory domain have none between them
-            near = float(machine.num_near[0]) if near == world else world
-        if near == world:
-            return [(one, 0.0, PIECE)]
-        ratio, scale = near / (world - near), world / (world - near)
-        out = [(one, 0.0, PIECE), (one * (1.0 + ratio), scale, SPREAD)]
+            return [(one, READER if self.pieces.beside_reader else PIECE)]
+        of_rank, slowest = neighbourhoods(machine)
+        if group.split("_")[0] != slowest.split("_")[0] or not of_rank.any():
+            return [(one, PIECE)]
+        seconds = machine.seconds_per_unit[TERMS.index(group)]
+        others = machine.world_size - np.bincount(of_rank)[of_rank]
+        spared = float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
+        out = [(one, PIECE), (one * (1.0 + spared), SPREAD)]
         if self.model.phases[phase] == "forward" and group.endswith("in"):
             most = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
-            own = self.pieces.unit[0, :, :, GROUPS.index(group)]
-            sums, rows = (own[q].copy() for q in (PARTIALS, GRADS))
-            sums[phase] = rows[phase] = 0.0
-            if sums.any() and rows.any():
-                # Phases in which an owner receives what it sent; both amounts when it is the same.
-                back = np.maximum(np.eye(num_phases)[int(sums.argmax())],
-                                  most * np.eye(num_phases)[int(rows.argmax())])
-                out.append((one + ratio * back, scale, RETURNED))
+            # The owner receives what it sent in the last phase.
+            out.append((one + spared * max(1.0, most) * np.eye(num_phases)[-1], RETURNED))
         return out
 
     def _reader_units(self) -> _Units:
         model, classes = self.model, self.classes
         world, first = model.machine.world_size, [int(r[0]) for r in classes.ranks]
         alone = {o: unit_load(model, o) for o in {0, 1, *first}}  # [20, P, 5, W] each
-        other = np.stack([alone[0][..., 1:].sum(axis=-1) / world] * len(first))
+        # What ranks of other neighbourhoods read, by bytes, over the fastest links.
+        of_rank, _ = neighbourhoods(model.machine)
+        far = alone[0][..., of_rank != of_rank[0]]
+        seconds = model.machine.seconds_per_unit[1:1 + NUM_PIECE_GROUPS]
+        far = (far / seconds[:, of_rank != of_rank[0]]).max(axis=-1, initial=0.0)
+        other = np.stack([far * seconds.min(axis=1)] * len(first))
         own = other.copy()
         # Readers of the owner's domain, of its host and of others pay differently.
         read = np.min([np.delete(x[:, :, LOCAL], o, axis=-1).min(axis=-1)
@@ -268,11 +267,6 @@ class OwnerRowMaker:
             out[:, c] = [both + np.einsum("fq,qpg->fpg", more, unit[c])
                          for unit in (units.other, units.own)]
         return out
-
-
-def _links_alike(machine: Machine) -> bool:
-    links = machine.seconds_per_unit[[LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT]]
-    return all(bool((x == x[..., :1]).all()) for x in (links, machine.num_near, machine.num_host))
 
 
 def _owned_by(model: CostModel, rank: int) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Whole-table configurations as tier boundaries, and the search over them by class means.
 
-A recipe says where the tiers of a table end and which option (`oper.search.bound.options`) each
+A candidate says where the tiers of a table end and which option (`oper.search.bound.options`) each
 takes, but not yet which ranks. Its load on the resource rows is exact for the class means, so that
-recipes can be chosen for all tables before any rank is named: from the relaxed solution, then by
+candidates can be chosen for all tables before any rank is named: from the relaxed solution, then by
 coordinate descent.
 """
 
@@ -17,17 +17,18 @@ from oper.search.bound.master import Bound
 from oper.search.bound.node import Configuration
 from oper.search.bound.options import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import row_bytes
+from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
 
-MAX_TIERS = 8  # a table's directory stays small, and no relaxed solution needs more
-_POOL = 24  # recipes kept per table
+MAX_TIERS = MAX_REPLICATED  # a directory stays small, and no relaxed solution needs more
+_POOL = 24  # candidates kept per table
 _ROUNDING = 1e-5  # of a memory at most is left free for stripes that are not quite even
 _HIDDEN = 2e-6  # of a memory, by a score that is near enough to the bound
 _OVERFLOW = 1e3  # a plan that misses memory by x is charged as 1 + 1e3 x of its step
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class Candidate:
     """Tiers of one table: `stops[k]` ends tier k, which takes `options[k]`."""
 
     stops: tuple[int, ...]
@@ -38,19 +39,19 @@ class Recipe:
         return self.options[int(np.searchsorted(self.stops, position, side="right"))]
 
 
-def from_choice(t: TableProblem, choice: np.ndarray) -> Recipe:
-    """The recipe of an option per block (int64 [K]), adjacent equal options merged."""
+def from_choice(t: TableProblem, choice: np.ndarray) -> Candidate:
+    """The candidate of an option per block (int64 [K]), adjacent equal options merged."""
     last = np.flatnonzero(np.append(np.diff(choice) != 0, True))
-    return Recipe(tuple(int(p) for p in t.edges[last + 1]), tuple(int(o) for o in choice[last]))
+    return Candidate(tuple(int(p) for p in t.edges[last + 1]), tuple(int(o) for o in choice[last]))
 
 
-def join(first: Recipe, second: Recipe, position: int) -> Recipe:
+def join(first: Candidate, second: Candidate, position: int) -> Candidate:
     """`first` below `position`, `second` from there on."""
     stops: list[int] = []
     options: list[int] = []
-    for recipe, low, high in ((first, 0, position), (second, position, second.stops[-1])):
+    for candidate, low, high in ((first, 0, position), (second, position, second.stops[-1])):
         start = 0
-        for stop, option in zip(recipe.stops, recipe.options, strict=True):
+        for stop, option in zip(candidate.stops, candidate.options, strict=True):
             begin, end = max(start, low), min(stop, high)
             start = stop
             if end <= begin:
@@ -60,19 +61,19 @@ def join(first: Recipe, second: Recipe, position: int) -> Recipe:
             else:
                 stops.append(end)
                 options.append(option)
-    return Recipe(tuple(stops), tuple(options))
+    return Candidate(tuple(stops), tuple(options))
 
 
-class RecipeBook:
-    """Recipes per table with their resources, and the descent over them.
+class CandidatePool:
+    """Candidates per table with their resources, and the descent over them.
 
     Attributes:
         relaxation: what the resources belong to.
-        recipes: per table, the recipes known.
+        candidates: per table, the candidates known.
         resources: per table, float64 [N, R].
         amounts: per table, float64 [N, O, 4], features by option.
-        pick: per table, index of the chosen recipe.
-        total: float64 [R], resources of the chosen recipes, base included.
+        pick: per table, index of the chosen candidate.
+        total: float64 [R], resources of the chosen candidates, base included.
         full: the share of every memory that counts as full: all but what stripes that are not quite
             even may take, and `reserve`.
     """
@@ -80,7 +81,7 @@ class RecipeBook:
     def __init__(self, bound: Bound, reserve: float = 0.0) -> None:
         self.relaxation, self.node, self.prices = bound.relaxation, bound.node, bound.prices
         num_tables = len(self.relaxation.tables)
-        self.recipes: list[list[Recipe]] = [[] for _ in range(num_tables)]
+        self.candidates: list[list[Candidate]] = [[] for _ in range(num_tables)]
         self.resources: list[np.ndarray] = [np.zeros((0, self.relaxation.num_rows))] * num_tables
         none = np.zeros((0, len(self.relaxation.options), NUM_FEATURES))
         self.amounts: list[np.ndarray] = [none] * num_tables
@@ -111,7 +112,7 @@ class RecipeBook:
         pool = bound.pool
         table = np.array(pool.table, np.int64)
         priced = np.array(pool.resources) @ bound.prices if pool.resources else np.zeros(0)
-        for k in range(len(self.recipes)):
+        for k in range(len(self.candidates)):
             mine = np.flatnonzero(table == k)
             mine = mine[np.lexsort((priced[mine], -pool.weight[mine]))][:_POOL]
             t = self.relaxation.tables[k]
@@ -119,44 +120,46 @@ class RecipeBook:
             self.add(k, [from_choice(t, choices[i]) for i in mine])
             shared = mine[pool.weight[mine] > 1e-6]
             rows = t.spec.num_rows
-            self.add(k, [Recipe((rows,), (int(o),))
+            self.add(k, [Candidate((rows,), (int(o),))
                          for o in np.unique(self.relaxation.plain[self.relaxation.allowed[k]])])
-            # Parts may differ in the class of the master copies alone, which is one recipe.
-            if shared.size > 1 and len(self.recipes[k]) > 1:
-                self.add(k, crossings(t, self.recipes[k][0], self.recipes[k][1], 12))
+            # Parts may differ in the class of the master copies alone, which is one candidate.
+            if shared.size > 1 and len(self.candidates[k]) > 1:
+                self.add(k, crossings(t, self.candidates[k][0], self.candidates[k][1], 12))
                 self.pick[k] = self._add_mixture(
                     k, [from_choice(t, choices[i]) for i in shared], pool.weight[shared])
 
-    def _add_mixture(self, k: int, recipes: list[Recipe], weight: np.ndarray) -> int:
-        """Adds what comes closest to the relaxed solution's mixture of recipes, and picks it: where
-        two of them differ in rows of equal hotness alone, it asks for the same of all resources."""
+    def _add_mixture(self, k: int, candidates: list[Candidate], weight: np.ndarray) -> int:
+        """Adds what comes closest to the relaxed solution's mixture of candidates, and picks it:
+        where two of them differ in rows of equal hotness alone, it asks for the same of all
+        resources."""
         t, rest = self.relaxation.tables[k], float(weight[0])
-        mixed = [recipes[0]]
-        for recipe, more in zip(recipes[1:], weight[1:].tolist(), strict=True):
+        mixed = [candidates[0]]
+        for candidate, more in zip(candidates[1:], weight[1:].tolist(), strict=True):
             rest += more
-            mixed = [m for first in mixed[:2] for m in (at_share(t, first, recipe, 1 - more / rest),
-                                                        at_share(t, recipe, first, more / rest))]
-        known = len(self.recipes[k])
+            part = more / rest
+            mixed = [m for first in mixed[:2] for m in (at_share(t, first, candidate, 1 - part),
+                                                        at_share(t, candidate, first, part))]
+        known = len(self.candidates[k])
         self.add(k, mixed)
-        wanted = weight @ self.resources[k][[self.recipes[k].index(_simplified(t, r))
-                                             for r in recipes]] / weight.sum()
+        wanted = weight @ self.resources[k][[self.candidates[k].index(_simplified(t, r))
+                                             for r in candidates]] / weight.sum()
         new = self.resources[k][known:]
         if not len(new):
             return 0
         return known + int(np.abs(new - wanted).sum(axis=1).argmin())
 
-    def add(self, k: int, recipes: list[Recipe]) -> None:
-        """Make recipes of table `k` known; those with too many tiers are simplified first."""
+    def add(self, k: int, candidates: list[Candidate]) -> None:
+        """Make candidates of table `k` known; those with too many tiers are simplified first."""
         t = self.relaxation.tables[k]
-        known = set(self.recipes[k])
+        known = set(self.candidates[k])
         new = []
-        for recipe in recipes:
-            recipe = _simplified(t, recipe)
-            if recipe not in known:
-                known.add(recipe)
-                new.append(recipe)
+        for candidate in candidates:
+            candidate = _simplified(t, candidate)
+            if candidate not in known:
+                known.add(candidate)
+                new.append(candidate)
         if new:
-            self.recipes[k] = self.recipes[k] + new
+            self.candidates[k] = self.candidates[k] + new
             amount = self._amount(t, new)
             rows = self.node.resources_at(amount, np.full(len(new), k),
                                           self.node.kinds(amount, k, self.prices))
@@ -164,12 +167,12 @@ class RecipeBook:
             self.resources[k] = np.concatenate([self.resources[k], rows])
             self.amounts[k] = np.concatenate([self.amounts[k], amount])
 
-    def _tier_costs(self, t: TableProblem, recipes: list[Recipe]) -> np.ndarray:
+    def _tier_costs(self, t: TableProblem, candidates: list[Candidate]) -> np.ndarray:
         """What several tiers cost the ranks themselves, which the relaxation knows nothing of;
         float64 [N, R]."""
         model, options = self.relaxation.model, self.relaxation.options
         ns = [model.tiers_ns(any(options[o].kind == PUSH for o in r.options))
-              * (len(r.stops) > 1) for r in recipes]
+              * (len(r.stops) > 1) for r in candidates]
         passes = [model.phases.index(p) for p in ("forward", "backward") if p in model.phases]
         local = np.zeros(self.relaxation.num_rows, bool)
         for k, (phase, group, _) in enumerate(self.relaxation.rows.names):
@@ -177,15 +180,15 @@ class RecipeBook:
         return np.outer(np.array(ns) * float(t.total[IDS]) * 1e-3, local)
 
     def add_thresholds(self, count: int) -> None:
-        """Recipes that replicate the hottest rows, pull the next, and push the rest, with edges on
-        a grid; about `count` in all tables together."""
+        """Candidates that replicate the hottest rows, pull the next, and push the rest, with edges
+        on a grid; about `count` in all tables together."""
         options = self.relaxation.options
         kinds = {kind: [o for o, x in enumerate(options)
                         if x.kind == kind and self.relaxation.plain[o] == o]
                  for kind in (REPLICATED, SHARD, PUSH)}
         kinds[REPLICATED] += [o for o, x in enumerate(options) if x.kind == COPIES]
         chains = list(product(*(k or [-1] for k in kinds.values())))
-        per_table = count / max(1, len(self.recipes)) / len(chains)
+        per_table = count / max(1, len(self.candidates)) / len(chains)
         for k, t in enumerate(self.relaxation.tables):
             grid = np.linspace(0, t.edges.size - 1, max(3, round(np.sqrt(2 * per_table))))
             end, cold = self._in_host(k)
@@ -197,29 +200,29 @@ class RecipeBook:
                 tiers = [(s, o) for p, s, o in zip(begins, stops, (*chain, cold), strict=True)
                          if s > p]
                 if low <= high and all(o >= 0 and self.relaxation.allowed[k, o] for _, o in tiers):
-                    found.append(Recipe(tuple(s for s, _ in tiers), tuple(o for _, o in tiers)))
+                    found.append(Candidate(tuple(s for s, _ in tiers), tuple(o for _, o in tiers)))
             self.add(k, found)
 
     def _in_host(self, k: int) -> tuple[int, int]:
-        """Where the chosen recipe of table `k` begins to keep its coldest rows in host memory, and
-        the option that does (the end of the table, and any, where it keeps none)."""
-        recipe = self.recipes[k][self.pick[k]]
-        last = recipe.options[-1]
+        """Where the chosen candidate of table `k` begins to keep its coldest rows in host memory,
+        and the option that does (the end of the table, and any, where it keeps none)."""
+        candidate = self.candidates[k][self.pick[k]]
+        last = candidate.options[-1]
         if self.relaxation.options[last].kind != HOST:
-            return recipe.stops[-1], last
-        return (recipe.stops[-2] if len(recipe.stops) > 1 else 0), last
+            return candidate.stops[-1], last
+        return (candidate.stops[-2] if len(candidate.stops) > 1 else 0), last
 
-    def _amount(self, t: TableProblem, recipes: list[Recipe]) -> np.ndarray:
+    def _amount(self, t: TableProblem, candidates: list[Candidate]) -> np.ndarray:
         """Features by option; float64 [N, O, 4]."""
-        tiers = max(len(r.stops) for r in recipes)
-        ends = np.zeros((len(recipes), tiers + 1))
-        options = np.zeros((len(recipes), tiers), np.int64)
-        for n, r in enumerate(recipes):  # shorter ones end in tiers without rows
+        tiers = max(len(r.stops) for r in candidates)
+        ends = np.zeros((len(candidates), tiers + 1))
+        options = np.zeros((len(candidates), tiers), np.int64)
+        for n, r in enumerate(candidates):  # shorter ones end in tiers without rows
             ends[n, 1:] = r.stops + (r.stops[-1],) * (tiers - len(r.stops))
             options[n, :len(r.stops)] = r.options
-        out = np.zeros((len(recipes), len(self.relaxation.options), NUM_FEATURES))
+        out = np.zeros((len(candidates), len(self.relaxation.options), NUM_FEATURES))
         features = np.diff(t.prefix(ends), axis=2)  # [4, N, tiers]
-        np.add.at(out, (np.arange(len(recipes))[:, None], options), np.moveaxis(features, 0, 2))
+        np.add.at(out, (np.arange(len(candidates))[:, None], options), np.moveaxis(features, 0, 2))
         return out
 
     def scores(self, totals: np.ndarray) -> np.ndarray:
@@ -238,11 +241,11 @@ class RecipeBook:
 
     @property
     def score(self) -> float:
-        """Score of the chosen recipes."""
+        """Score of the chosen candidates."""
         return float(self.scores(self.total[None])[0])
 
     def choose(self, k: int) -> bool:
-        """Pick table `k`'s best recipe given all others; whether the score fell."""
+        """Pick table `k`'s best candidate given all others; whether the score fell."""
         rest = self.total - self.resources[k][self.pick[k]]
         scores = self.scores(rest + self.resources[k])
         best = int(scores.argmin())
@@ -256,24 +259,24 @@ class RecipeBook:
         for _ in range(max_sweeps):
             if self.score <= target:
                 return
-            if not sum([self.choose(int(k)) for k in rng.permutation(len(self.recipes))]):
+            if not sum([self.choose(int(k)) for k in rng.permutation(len(self.candidates))]):
                 return
 
     def refine(self, rng: np.random.Generator, target: float, max_rounds: int = 4) -> None:
-        """Descend over boundaries between known recipes, finer every round."""
+        """Descend over boundaries between known candidates, finer every round."""
         for _ in range(max_rounds):
             before = self.score
             if before <= target:
                 return
-            # Tables with the largest stake in the scarce rows are worth a finer look.
-            stake = np.array([np.ptp(r, axis=0).sum() for r in self.resources])
-            for k in np.argsort(-stake)[:64].tolist():
-                current = self.recipes[k][self.pick[k]]
+            # Tables with the largest spread over the scarce rows are worth a finer look.
+            spread = np.array([np.ptp(r, axis=0).sum() for r in self.resources])
+            for k in np.argsort(-spread)[:64].tolist():
+                current = self.candidates[k][self.pick[k]]
                 rest = self.total - self.resources[k][self.pick[k]]
                 near = np.argsort(self.scores(rest + self.resources[k]))[:4]
                 t = self.relaxation.tables[k]
                 self.add(k, [c for n in near.tolist() if n != self.pick[k]
-                             for c in crossings(t, current, self.recipes[k][n], 6)])
+                             for c in crossings(t, current, self.candidates[k][n], 6)])
                 self.choose(k)
             self.descend(rng, target)
             if self.score > before * (1 - 1e-5):
@@ -283,8 +286,8 @@ class RecipeBook:
         """Fewer tiers wherever the score stays within `limit` (us): ties are the rule, not the
         exception, and every tier costs the runtime a branch and the plan a line."""
         limit = max(limit, self.score * (1 + 1e-6))
-        for k, recipes in enumerate(self.recipes):
-            size = np.array([len(r.stops) for r in recipes])
+        for k, candidates in enumerate(self.candidates):
+            size = np.array([len(r.stops) for r in candidates])
             rest = self.total - self.resources[k][self.pick[k]]
             scores = self.scores(rest + self.resources[k])
             order = np.lexsort((scores, size))
@@ -292,9 +295,9 @@ class RecipeBook:
             if size[best] < size[self.pick[k]]:
                 self.pick[k], self.total = best, rest + self.resources[k][best]
 
-    def chosen(self) -> list[Recipe]:
-        """The chosen recipe of each table."""
-        return [r[p] for r, p in zip(self.recipes, self.pick, strict=True)]
+    def chosen(self) -> list[Candidate]:
+        """The chosen candidate of each table."""
+        return [r[p] for r, p in zip(self.candidates, self.pick, strict=True)]
 
 
 def _widest(found: Configuration) -> np.ndarray:
@@ -302,7 +305,7 @@ def _widest(found: Configuration) -> np.ndarray:
     return max(found, key=lambda p: p.share).choice
 
 
-def at_share(t: TableProblem, first: Recipe, second: Recipe, share: float) -> Recipe:
+def at_share(t: TableProblem, first: Candidate, second: Candidate, share: float) -> Candidate:
     """`first` for the hottest `share` of the rows in which they differ, `second` for the others."""
     cuts = sorted({0, *first.stops, *second.stops})
     differ = [(a, b) for a, b in pairwise(cuts) if first.option_at(a) != second.option_at(a)]
@@ -316,8 +319,8 @@ def at_share(t: TableProblem, first: Recipe, second: Recipe, share: float) -> Re
     return first
 
 
-def crossings(t: TableProblem, first: Recipe, second: Recipe, count: int) -> list[Recipe]:
-    """Recipes that change from one to the other at `count` positions where the two differ."""
+def crossings(t: TableProblem, first: Candidate, second: Candidate, count: int) -> list[Candidate]:
+    """Candidates that change from one to the other at `count` positions where the two differ."""
     cuts = sorted({0, *first.stops, *second.stops})
     differ = [(a, b) for a, b in pairwise(cuts)
               if first.option_at(a) != second.option_at(a)]
@@ -331,9 +334,9 @@ def crossings(t: TableProblem, first: Recipe, second: Recipe, count: int) -> lis
             + [join(second, first, p) for p in positions])
 
 
-def _simplified(t: TableProblem, recipe: Recipe) -> Recipe:
-    """`recipe` with at most MAX_TIERS tiers: those with the fewest rows join their neighbour."""
-    stops, options = list(recipe.stops), list(recipe.options)
+def _simplified(t: TableProblem, candidate: Candidate) -> Candidate:
+    """`candidate` with at most MAX_TIERS tiers: those with the fewest rows join their neighbour."""
+    stops, options = list(candidate.stops), list(candidate.options)
     while len(stops) > MAX_TIERS:
         rows = np.diff(t.prefix(np.array([0, *stops], float))[ROWS])
         k = int(rows.argmin())
@@ -346,4 +349,4 @@ def _simplified(t: TableProblem, recipe: Recipe) -> Recipe:
                 merged[0].append(stop)
                 merged[1].append(option)
         stops, options = merged
-    return Recipe(tuple(stops), tuple(options))
+    return Candidate(tuple(stops), tuple(options))

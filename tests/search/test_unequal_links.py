@@ -1,0 +1,156 @@
+"""Bounds where hosts differ in size and links: below every plan, and accepted by the checker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from search_cases import gpus, random_plan, tables_and_stats
+from test_branching import pushing_plan
+from test_certificate import KINDS, QUICK
+from test_host_apart import _lopsided
+
+from oper.bench.plan import workloads as plan_workloads
+from oper.plan import Piece, Plan, Tier
+from oper.search import make_problem, verify_plan
+from oper.search.bound.branching import SearchTree
+from oper.search.bound.master import solve_node
+from oper.search.bound.node import Node
+from oper.search.bound.relaxation import Relaxation
+from oper.search.bound.subspaces import space_bound
+from oper.search.cost.model import CostModel, evaluate
+from oper.search.heuristic.placing import table_plan
+from oper.search.planner import plan_problem, tighten_bound
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import Problem
+from oper.topology import Topology
+from tests.search.oracle import best_of_candidates
+
+SPEEDS = st.sampled_from([0.05, 0.3, 1.0, 1.7])
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Topology:
+    """Hosts of one to three ranks, or domains of a single host, each with links of its own."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
+    single, world = draw(st.booleans()), sum(sizes)
+    topology = gpus(world)
+    domains, first = [], 0
+    for h, size in enumerate(sizes):
+        ranks = tuple(range(first, first + size))
+        first += size
+        speed, slow = draw(SPEEDS), draw(SPEEDS)
+        like = replace(topology.domains[0], host=0 if single else h, link_gbps=40.0 * slow,
+                       cross_gbps=10.0 * speed, read_gbps=2000.0 * draw(SPEEDS))
+        one_each = draw(st.booleans()) and not single
+        domains += ([replace(like, ranks=(r,)) for r in ranks] if one_each
+                    else [replace(like, ranks=ranks)])
+    costs = topology.costs
+    if draw(st.booleans()):
+        costs = replace(costs, push_ns=10.0, id_ns=2.0, tier_ns=1.0, push_tier_ns=8.0,
+                        push_bag_ns=60.0, wire_ns=draw(st.sampled_from([0.0, 0.5])), table_us=1.0)
+    return replace(topology, domains=tuple(domains), costs=costs)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Long bags, so that pushing pays."""
+    specs, stats = tables_and_stats(draw(st.integers(1, 4)), draw(st.integers(0, 999)),
+                                    lengths=(4, 20, 50))
+    return make_problem(specs, stats, draw(machines()), allow=EVERYTHING,
+                        batch_size=draw(st.sampled_from([64, 4096])))
+
+
+def some_plans(problem: Problem, rng: np.random.Generator) -> list[Plan]:
+    return [make(problem, rng) for _ in range(6)
+            for make in (pushing_plan, _lopsided, lambda p, r: random_plan(p, r, KINDS))]
+
+
+@QUICK
+@given(problems(), st.integers(0, 10**6))
+def test_no_plan_is_below_the_bound(problem: Problem, seed: int) -> None:
+    bound = space_bound(problem, max_work=840)
+    rng = np.random.default_rng(seed)
+    assert bound > 0
+    for plan in some_plans(problem, rng):
+        assert evaluate(plan, problem).step_us >= bound * (1 - 1e-9)
+
+
+@QUICK
+@given(problems(), st.integers(0, 10**6))
+def test_what_is_certified_the_checker_accepts(problem: Problem, seed: int) -> None:
+    plan = tighten_bound(plan_problem(problem, time_budget_s=0.3), problem, max_work=2100)
+    found = verify_plan(plan, problem)
+    assert found.certified, found.why
+    rng = np.random.default_rng(seed)
+    for other in some_plans(problem, rng):
+        assert evaluate(other, problem).step_us >= found.lower_bound_us * (1 - 1e-9)
+
+
+@QUICK
+@given(problems(), st.integers(0, 10**6))
+def test_masters_of_replicated_rows_are_priced_below_every_deal(problem: Problem, seed: int
+                                                                ) -> None:
+    """Up to eight tiers, the ranks of some classes first in some of them, others in others."""
+    relaxation, rng = Relaxation(CostModel(problem)), np.random.default_rng(seed)
+    node = Node(relaxation)
+    for _ in range(3):
+        prices = relaxation.project_prices(rng.uniform(0, 1, relaxation.num_rows) ** 4)
+        prices[relaxation.rows.phase_of.size:] = 0.0  # of the owner of a large piece
+        least = node.price(prices).value
+        for k, t in enumerate(relaxation.tables):
+            edges = sorted({0, t.spec.num_rows, *rng.integers(0, t.spec.num_rows, 7).tolist()})
+            order = rng.permutation(len(relaxation.classes.ranks))
+            tiers = tuple(Tier(a, b, "replicated", tuple(
+                int(r) for c in rng.permutation(order) for r in relaxation.classes.ranks[c]))
+                for a, b in pairwise(edges))
+            tally = relaxation.model.tally(t, (Piece(0, t.spec.dim, tiers),), True)
+            asked = relaxation.rows.of_tally(tally) @ prices[:relaxation.rows.phase_of.size]
+            assert least[k] <= asked * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bound_is_below_the_optimum_of_tiny_cases(seed: int) -> None:
+    """Two tables on three unequal ranks, by trying everything and by mixed-integer programming."""
+    machine = gpus(3, per_host=1)
+    machine = replace(machine, domains=tuple(
+        replace(d, cross_gbps=d.cross_gbps * x, read_gbps=d.read_gbps * y) for d, x, y in zip(
+            machine.domains, (1.0, 0.5, 0.2), (1.0, 0.4, 1.5), strict=True)))
+    specs, stats = tables_and_stats(2, 70 + seed, lengths=(4, 20, 50))
+    tiny = make_problem(specs, stats, machine, batch_size=4096, allow=EVERYTHING)
+    relaxation, candidates = Relaxation(CostModel(tiny)), []
+    assert len(relaxation.classes.ranks) == 3
+    for t in relaxation.tables:
+        rows, everyone = t.spec.num_rows, (0, 1, 2)
+        tiers = [Tier(0, rows, "replicated", everyone), Tier(0, rows, "striped", everyone),
+                 Tier(0, rows, "striped", everyone, (5, 2, 1))]
+        for mode in ("pull", "push"):
+            tiers += [Tier(0, rows, "owned", (r,), mode=mode) for r in everyone]
+            tiers += [Tier(0, rows, "striped", everyone, w, mode) for w in ((), (5, 2, 1))]
+        half = t.spec.dim // 2
+        candidates.append([(Piece(0, t.spec.dim, (x,)),) for x in tiers] + [
+            (Piece(0, half, (x,)), Piece(half, t.spec.dim, (y,)))
+            for x, y in product(tiers[3:6], tiers) if half >= 8 and half % 4 == 0])
+    optimum, _ = best_of_candidates(relaxation, candidates)
+    tried = [evaluate(Plan(3, tuple(table_plan(t, x) for t, x in zip(
+        tiny.tables, chosen, strict=True)), tiny.objective, tiny.batch_size), tiny).step_us
+        for chosen in product(*candidates)]
+    assert optimum == pytest.approx(min(tried), rel=1e-6)
+    assert space_bound(tiny, max_work=2800) <= optimum * (1 + 1e-9)
+
+
+def test_unequal_links_are_branched_on() -> None:
+    """Every other host has half the links: the root says little where shards are few and large."""
+    work = plan_workloads.few_tables(2)
+    machine = plan_workloads.cluster(16, 2)
+    assert len({d.cross_gbps for d in machine.domains}) == 2
+    problem = make_problem(work.tables, work.stats, machine, batch_size=work.batch_size,
+                           allow=EVERYTHING)
+    tree = SearchTree(solve_node(Node(Relaxation(CostModel(problem)))))
+    first = tree.bound.lower_bound_us
+    tree.run(40)
+    assert tree.bound.lower_bound_us > first * 1.2
+    assert tree.bound.recompute() >= tree.bound.lower_bound_us * (1 - 1e-9)
