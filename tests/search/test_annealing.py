@@ -132,14 +132,14 @@ def test_equal_seeds_give_equal_layouts_and_others_other_ones() -> None:
 
 @pytest.mark.parametrize("slow", [0, 4])
 def test_a_run_goes_on_from_what_another_found_and_is_never_worse(slow: int) -> None:
-    annealed = _annealing(problem(12, 5, gpus(16, slow=slow), allow=EVERYTHING))
+    annealed = _annealing(problem(12, 4, gpus(16, slow=slow), allow=EVERYTHING))
     first = annealed.run(2_000, 0.0, 1)
     same = annealed.run(0, 0.0, 2, start=first)
     assert same.step_us == pytest.approx(first.step_us, rel=1e-5)  # loads are added up in float32
     assert (same.parts, same.units) == (first.parts, first.units)
     longer = annealed.run(40_000, 0.0, 2, start=first)
     assert longer.step_us <= first.step_us and longer.num_moves == 40_000
-    assert slow or longer.step_us < first.step_us * (1 - 1e-3)
+    assert longer.step_us < first.step_us * (1 - 1e-3)
     assert annealed.run(2_000, 0.0, 1).parts == first.parts  # which is left as it was
 
 
