@@ -146,17 +146,22 @@ class App:
             self._send_scores(exchange, np.zeros(0, np.float32), 0)
             return
         deadline = float("inf") if timeout is None else begin + timeout / 1e3
+        decoded = time.monotonic()
         try:
-            self._submit(PendingRequest(request, partial(self._scored, exchange), deadline, begin))
+            self._submit(PendingRequest(request, partial(self._scored, exchange, decoded), deadline,
+                                        begin))
         except OverloadedError as error:
             raise _Refused(503, "overloaded", str(error)) from None
 
-    def _scored(self, exchange: Exchange, pending: PendingRequest) -> None:
+    def _scored(self, exchange: Exchange, decoded: float, pending: PendingRequest) -> None:
         """Answer a request that the batcher is done with."""
         error = pending.error
         if pending.result is not None:
-            self._counted.latency.observe(time.monotonic() - pending.arrived)
+            scored = time.monotonic()
+            self._counted.latency.observe(scored - pending.arrived)
             self._send_scores(exchange, *pending.result)
+            ends = (pending.arrived, decoded, pending.begun, scored, time.monotonic())
+            self._counted.observe_stages(exchange.since, ends)
         elif isinstance(error, ExpiredError):
             self._refuse(exchange, _Refused(504, "expired", str(error)))
         elif isinstance(error, InvalidInputError):

@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from oper.errors import MissingDependencyError, fail
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # read by prometheus_client when it is imported
 _MEMORY, _PREFIX = "/dev/shm", "oper-serve-"
 _LATENCY_S = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .1, .25, .5, 1., 5.)
+# From its first byte to the whole request; until it is checked; until its batch begins; until there
+# are scores; until the answer is written.
+STAGES = ("receive", "decode", "wait", "score", "answer")
 _SAMPLES = tuple(float(1 << k) for k in range(15))
 _REQUESTS = tuple(float(1 << k) for k in range(9))
 
@@ -106,6 +109,9 @@ class WorkerMetrics:
                                   registry=none)
         self.latency = p.Histogram("oper_request_seconds", "From the whole request read to its "
                                    "scores ready.", buckets=_LATENCY_S, registry=none)
+        stages = p.Histogram("oper_stage_seconds", "Parts of a request's time, one after another.",
+                             ["stage"], buckets=_LATENCY_S, registry=none)
+        self.stages = {name: stages.labels(name) for name in STAGES}
         self.batch_samples = p.Histogram("oper_batch_samples", "Samples scored together.",
                                          buckets=_SAMPLES, registry=none)
         self.batch_requests = p.Histogram("oper_batch_requests", "Requests scored together.",
@@ -136,6 +142,12 @@ class WorkerMetrics:
         self.batch_requests.observe(requests)
         self.batch_samples.observe(samples)
         self.batch_seconds.observe(seconds)
+
+    def observe_stages(self, begin: float, ends: Sequence[float]) -> None:
+        """Count a request by when its stages ended."""
+        for stage, end in zip(self.stages.values(), ends, strict=True):
+            stage.observe(end - begin)
+            begin = end
 
     def observe_rows(self, total: dict[str, int]) -> None:
         """Take a predictor's `rows_read` into account."""

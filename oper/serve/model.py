@@ -127,13 +127,25 @@ class AttachedModel:
         """See `Predictor`."""
         return int(self._served.epoch)
 
+    @property
+    def shares_bags(self) -> bool:
+        """See `Predictor`."""
+        return bool(self._served.shares_bags)
+
     def predict(self, batch: Request) -> tuple[np.ndarray, int]:
         """Probabilities float32 [B]: the logistic function of the model's logits."""
         import torch
 
+        shared: list[torch.Tensor] = []
+        if batch.shared and self.shares_bags:
+            keys = torch.zeros(len(self.signature.features), dtype=torch.bool)
+            keys[list(batch.shared)] = True
+            shared = [torch.from_numpy(batch.firsts()), keys]
+        else:
+            batch = batch.expanded()
         features = kjt_of(batch, self.signature.features)
         with torch.no_grad(), self._served.pinned() as epoch:
-            logits = self._served(torch.from_numpy(batch.dense), features)
+            logits = self._served(torch.from_numpy(batch.dense), features, *shared)
             return torch.sigmoid(logits.reshape(-1)).numpy(), int(epoch)
 
     def rows_read(self) -> dict[str, int]:

@@ -28,7 +28,7 @@ from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
 
 log = logging.getLogger("oper.serve")
 _BACKLOG = 1024
-_POLL_S = 0.2
+POLL_S = 0.2
 _NICE = 10  # of the thread that publishes: requests come first
 _COUNTED = ("workers", "worker_restarts", "publications", "failed_publications", "weights_lag_us")
 _MAX_WAIT_S = 30.0  # between two starts of a worker that keeps ending
@@ -222,7 +222,7 @@ class Server:
             noted = signals or stack.enter_context(Signals())
             noted.is_up = True
             while not noted.stop and self._thread is not None and self._thread.is_alive():
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
                 if noted.reload:
                     noted.reload = False
                     self.try_publish()
@@ -249,6 +249,7 @@ class Server:
             if not self.try_publish():
                 run.refuse("the weights that its changes continue are not in service")
             return
+        failed = self._counts.failed_publications
         try:
             for change in run.changes():
                 try:
@@ -258,8 +259,10 @@ class Server:
                     return
                 run.applied(change)
                 log.info("serving step %d", change.step)
+                del change  # before the next one is read: never two at once
         except (OperError, OSError) as error:
             run.refuse(str(error))
+            self._counts.failed_publications = failed + 1  # where it could not even be read, too
             log.error("the old weights go on until there is a whole checkpoint: %s", error)
 
     # ---- the supervising thread ------------------------------------------------------------------
@@ -325,7 +328,7 @@ class Server:
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + self.options.start_s
         while not all(w.ready for w in self._workers) and not self._stop.is_set():
-            wait([x for w in self._workers for x in w.watched()], _POLL_S)
+            wait([x for w in self._workers for x in w.watched()], POLL_S)
             for worker in list(self._workers):
                 self._look_at(worker)
                 if not worker.process.is_alive():
@@ -340,7 +343,7 @@ class Server:
         assert self._listener is not None
         can_hand = any(w.ready for w in self._workers)
         watched = [x for w in self._workers for x in w.watched()]
-        wait([*watched, self._listener] if can_hand else watched, _POLL_S)
+        wait([*watched, self._listener] if can_hand else watched, POLL_S)
         for worker in list(self._workers):
             self._look_at(worker)
             if not worker.process.is_alive():
@@ -366,7 +369,7 @@ class Server:
             self._start_worker()
             return
         if time.monotonic() - worker.started < min(2.0 ** self._failures, _MAX_WAIT_S):
-            time.sleep(_POLL_S)  # its sentinel would wake the next turn at once
+            time.sleep(POLL_S)  # its sentinel would wake the next turn at once
             return
         self._failures += 1
         log.error("a new worker could not start (exit code %s); trying again",
@@ -389,7 +392,7 @@ class Server:
             return False
         except OSError as error:  # no more descriptors: others may be closed in a moment
             log.error("cannot accept a connection: %s", error)
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
             return False
         with connection:
             for worker in sorted((w for w in self._workers if w.ready),
