@@ -28,7 +28,8 @@ from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
 
 log = logging.getLogger("oper.serve")
 _BACKLOG = 1024
-POLL_S = 0.2
+_POLL_S = 0.2
+FOLLOW_S = 0.05  # between looks at signals, and at a training run
 _NICE = 10  # of the thread that publishes: requests come first
 _COUNTED = ("workers", "worker_restarts", "publications", "failed_publications", "weights_lag_us")
 _MAX_WAIT_S = 30.0  # between two starts of a worker that keeps ending
@@ -66,6 +67,7 @@ class _Worker:
     closed: Any
     most: Any
     started: float
+    place: int
     ready: bool = False
     handed: int = 0
 
@@ -98,10 +100,9 @@ class Server:
     """
 
     def __init__(self, model: Source | Predictor, options: ServeOptions | None = None) -> None:
-        for name in ("httptools", "prometheus_client"):
-            if importlib.util.find_spec(name) is None:
-                raise MissingDependencyError(fail("cannot serve", "package", name, "installed",
-                                                  "install oper[serve]"))
+        if importlib.util.find_spec("httptools") is None:
+            raise MissingDependencyError(fail("cannot serve", "package", "httptools", "installed",
+                                              "install oper[serve]"))
         check_model(model)
         self.options = options or ServeOptions()
         self.model = model
@@ -147,11 +148,11 @@ class Server:
                                          "not started", "make another one"))
         self._context = processes.get_context("spawn")
         self._counts = self._context.RawValue(Counts)
-        self._folder = metrics.Folder()
+        self._numbers = self._context.RawArray(ctypes.c_double,
+                                               self.options.workers * metrics.SIZE)
         try:
             self._listener = self._bind()
         except OSError as error:
-            self._folder.remove()
             raise self._cannot_listen(error) from error
         self._thread = threading.Thread(target=self._supervise, name="oper-serve")
         self._thread.start()
@@ -222,7 +223,7 @@ class Server:
             noted = signals or stack.enter_context(Signals())
             noted.is_up = True
             while not noted.stop and self._thread is not None and self._thread.is_alive():
-                time.sleep(POLL_S)
+                time.sleep(FOLLOW_S)
                 if noted.reload:
                     noted.reload = False
                     self.try_publish()
@@ -249,9 +250,10 @@ class Server:
             if not self.try_publish():
                 run.refuse("the weights that its changes continue are not in service")
             return
-        failed = self._counts.failed_publications
+        failed, refused = self._counts.failed_publications, ""
         try:
             for change in run.changes():
+                refused = f"step {change.step} is refused: "
                 try:
                     self.publish(change)
                 except DeadlineError as error:  # the next call tries again
@@ -259,11 +261,13 @@ class Server:
                     return
                 run.applied(change)
                 log.info("serving step %d", change.step)
+                refused = ""
                 del change  # before the next one is read: never two at once
         except (OperError, OSError) as error:
             run.refuse(str(error))
             self._counts.failed_publications = failed + 1  # where it could not even be read, too
-            log.error("the old weights go on until there is a whole checkpoint: %s", error)
+            log.error("the old weights go on until there is a whole checkpoint: %s%s", refused,
+                      error)
 
     # ---- the supervising thread ------------------------------------------------------------------
 
@@ -312,23 +316,24 @@ class Server:
         closed = self._context.RawValue(ctypes.c_long)
         most = self._context.RawValue(ctypes.c_long, _ANY_NUMBER)
         opener = self.model.opener() if hasattr(self.model, "opener") else _Opener(self.model)
-        job = WorkerJob(opener, self.options, self._folder.path, self._counts, closed, most)
+        taken = {w.place for w in self._workers}
+        place = next(k for k in range(self.options.workers) if k not in taken)
+        job = WorkerJob(opener, self.options, self._numbers, place, self._counts, closed, most)
         process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
                                         name="oper-worker")
         # Processes that this thread starts are spared our signals until they ignore them. The
         # tracker comes first: where it is not there, multiprocessing starts it and unblocks them.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
-        # A folder for metrics in the environment is not meant for the workers.
-        with theirs, for_children(without=metrics.FOLDER_VARIABLE):
+        with theirs, for_children():
             process.start()
         ours.setblocking(False)
-        self._workers.append(_Worker(process, ours, closed, most, time.monotonic()))
+        self._workers.append(_Worker(process, ours, closed, most, time.monotonic(), place))
 
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + self.options.start_s
         while not all(w.ready for w in self._workers) and not self._stop.is_set():
-            wait([x for w in self._workers for x in w.watched()], POLL_S)
+            wait([x for w in self._workers for x in w.watched()], _POLL_S)
             for worker in list(self._workers):
                 self._look_at(worker)
                 if not worker.process.is_alive():
@@ -343,7 +348,7 @@ class Server:
         assert self._listener is not None
         can_hand = any(w.ready for w in self._workers)
         watched = [x for w in self._workers for x in w.watched()]
-        wait([*watched, self._listener] if can_hand else watched, POLL_S)
+        wait([*watched, self._listener] if can_hand else watched, _POLL_S)
         for worker in list(self._workers):
             self._look_at(worker)
             if not worker.process.is_alive():
@@ -369,7 +374,7 @@ class Server:
             self._start_worker()
             return
         if time.monotonic() - worker.started < min(2.0 ** self._failures, _MAX_WAIT_S):
-            time.sleep(POLL_S)  # its sentinel would wake the next turn at once
+            time.sleep(_POLL_S)  # its sentinel would wake the next turn at once
             return
         self._failures += 1
         log.error("a new worker could not start (exit code %s); trying again",
@@ -381,7 +386,7 @@ class Server:
         self._workers.remove(worker)
         worker.control.close()
         worker.process.join()
-        metrics.forget(worker.process.pid, self._folder.path)
+        metrics.forget(self._numbers, worker.place)
 
     def _hand_over(self) -> bool:
         """Give one waiting connection away; whether there was one."""
@@ -392,7 +397,7 @@ class Server:
             return False
         except OSError as error:  # no more descriptors: others may be closed in a moment
             log.error("cannot accept a connection: %s", error)
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
             return False
         with connection:
             for worker in sorted((w for w in self._workers if w.ready),
@@ -438,7 +443,6 @@ class Server:
             worker.process.join()
         self._workers.clear()
         self._counts.workers = 0
-        self._folder.remove()
         close = getattr(self.model, "close", None)
         if close is not None:
             close()

@@ -370,28 +370,6 @@ def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def test_a_folder_left_behind_is_removed_by_the_next(tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TMPDIR", raising=False)
-    monkeypatch.setattr(metrics, "_MEMORY", str(tmp_path))
-    left = tmp_path / "oper-serve-left"
-    left.mkdir()
-    (left / "counter_1.db").write_bytes(b"x")
-    (tmp_path / "oper-serve-link").symlink_to(tmp_path)
-    first, second = metrics.Folder(), metrics.Folder()
-    assert not left.exists()
-    assert Path(first.path).parent == Path(second.path).parent == tmp_path
-    first.remove()
-    first.remove()
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        ["oper-serve-link", Path(second.path).name])
-    second.remove()
-    monkeypatch.setattr(metrics, "_MEMORY", str(tmp_path / "nowhere"))
-    third = metrics.Folder()  # a machine without such a place
-    assert Path(third.path).is_dir()
-    third.remove()
-
-
 # ---- starting ------------------------------------------------------------------------------------
 
 
@@ -417,7 +395,7 @@ def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
         process.wait()
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err and "interrupted" in err, err
-    assert not list(tmp_path.glob("oper-serve-*"))
+    assert not list(tmp_path.glob("pym*"))  # shared memory
 
 
 @pytest.mark.parametrize(("model", "words"), [

@@ -16,7 +16,7 @@ from oper.bench.serve.models import ServeWork, build, give_back_memory
 from oper.integration.checkpoint.follow import Change, Follower
 from oper.serve.model import PublishedModel
 from oper.serve.options import BatchOptions, ServeOptions
-from oper.serve.server import POLL_S, Server
+from oper.serve.server import FOLLOW_S, Server
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class _Following(Follower):
         self._thread.start()
 
     def _follow(self) -> None:
-        while not self._stop.wait(POLL_S):
+        while not self._stop.wait(FOLLOW_S):
             self._server.follow(self)
 
     def changes(self) -> Iterator[Change]:
