@@ -179,10 +179,9 @@ def join(requests: Sequence[Request]) -> Request:
         # Bags of one size: features are rows of a matrix.
         ids = np.concatenate([r.ids.reshape(num_features, -1) for r in requests], axis=1)
         return Request(dense, lengths, ids.reshape(-1), shared, first)
-    starts = np.zeros((len(requests), num_features + 1), np.int64)
-    for k, r in enumerate(requests):
-        np.cumsum(r.lengths.sum(axis=1, dtype=np.int64), out=starts[k, 1:])
-    parts = [r.ids[starts[k, f]:starts[k, f + 1]]
+    # Python's numbers, since slicing by NumPy's takes several times as long.
+    bounds = [[0, *np.cumsum(r.lengths.sum(axis=1, dtype=np.int64)).tolist()] for r in requests]
+    parts = [r.ids[bounds[k][f]:bounds[k][f + 1]]
              for f in range(num_features) for k, r in enumerate(requests) if sizes[k]]
     return Request(dense, lengths, np.concatenate(parts) if parts else requests[0].ids[:0],
                    shared, first)

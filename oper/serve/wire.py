@@ -15,6 +15,7 @@ Triton's "Binary Tensor Data Extension".
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -184,21 +185,21 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
     if lengths.shape[1] != tensors["dense"].shape[0]:  # before anything of that size is made
         raise _bad("columns of lengths", lengths.shape[1],
                    f"{tensors['dense'].shape[0]}, the rows of dense")
-    names, users = (_names(header["parameters"], key) for key in ("features", "user_features"))
-    if names is not None and names != list(signature.features):
-        lengths, ids = reorder(names, lengths, ids, signature)
-    shared = places(users or [], signature)
-    request = Request(tensors["dense"], lengths, ids, tuple(sorted(shared)))
+    features, users = (header["parameters"].get(key) for key in ("features", "user_features"))
+    for key, text in (("features", features), ("user_features", users)):
+        if text is not None and not isinstance(text, str):
+            raise _bad(key, text, "text, names divided by commas")
+    if features is not None and features != ",".join(signature.features):
+        lengths, ids = reorder(features.split(",") if features else [], lengths, ids, signature)
+    shared = _places(users, signature) if users else ()
+    request = Request(tensors["dense"], lengths, ids, shared)
     request.check(signature)
     return request
 
 
-def _names(parameters: Mapping[str, Any], key: str) -> list[str] | None:
-    """Names of features, if a message has them."""
-    found = parameters.get(key)
-    if found is not None and not isinstance(found, str):
-        raise _bad(key, found, "text, names divided by commas")
-    return found.split(",") if found else None if found is None else []
+@functools.lru_cache(maxsize=64)  # clients ask alike
+def _places(names: str, signature: Signature) -> tuple[int, ...]:
+    return tuple(sorted(places(names.split(","), signature)))
 
 
 def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = True

@@ -49,7 +49,7 @@ class Served:
         self.refused: list[str] = []
         self.torn = 0
         self.lines: queue.Queue[str] = queue.Queue()
-        self.client = Client(f"127.0.0.1:{self._port}", timeout_s=60, model="run")
+        self.client = Client(f"127.0.0.1:{self._port}", timeout_s=180, model="run")
         self._stop = threading.Event()
         self.start(**env)
         self._asking = threading.Thread(target=self._ask)
