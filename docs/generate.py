@@ -211,22 +211,15 @@ def _code(text: str) -> str:
 
 def metrics() -> str:
     """What a server's ``/metrics`` has."""
-    from types import SimpleNamespace
+    from oper.serve.metrics import SUPERVISOR, WORKERS
 
-    from oper.serve.metrics import WorkerMetrics, _Supervised
-
-    counts = SimpleNamespace(workers=0, worker_restarts=0, publications=0, failed_publications=0,
-                             weights_lag_us=0)
-    families = [family for metric in vars(WorkerMetrics()).values() if hasattr(metric, "collect")
-                for family in metric.collect()]
     lines = ["# Server metrics", "",
              "`GET /metrics` of `oper serve` answers in Prometheus' format, for all workers "
              "together. Percentiles are computed by Prometheus: "
              "`histogram_quantile(0.99, rate(oper_request_seconds_bucket[1m]))`. Gauges are "
              "refreshed twice a second.", "", "| metric | kind | meaning |", "|---|---|---|"]
-    for family in [*families, *_Supervised(counts).collect()]:
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        lines.append(f"| `{name}` | {family.type} | {_cell(family.documentation)} |")
+    lines += [f"| `{metric.family}` | {metric.kind} | {_cell(metric.about)} |"
+              for metric in (*WORKERS, *(metric for metric, _, _ in SUPERVISOR))]
     return "\n".join(lines) + "\n"
 
 

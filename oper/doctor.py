@@ -37,7 +37,6 @@ _OPTIONAL = {  # module: (distributions that provide it, what it is for, how to 
     "matplotlib": (("matplotlib",), "reports", "pip install 'oper[report]'"),
     "jinja2": (("jinja2",), "reports", "pip install 'oper[report]'"),
     "httptools": (("httptools",), "oper serve", "pip install 'oper[serve]'"),
-    "prometheus_client": (("prometheus_client",), "oper serve", "pip install 'oper[serve]'"),
     "mlperf_loadgen": (("mlcommons_loadgen",), "oper bench serve", "pip install 'oper[bench]'"),
 }
 _HUGE_BYTES = 2 << 20

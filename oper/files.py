@@ -370,6 +370,16 @@ def read_arrays(
     return arrays, header["meta"]
 
 
+def read_meta(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
+    """The `meta` mapping of an array file alone; raises as `read_arrays`, but the arrays may be
+    damaged."""
+    what = f"cannot read {os.fspath(path)!r} as {kind}"
+    with open(path, "rb") as file, damage_told(what), zipfile.ZipFile(file) as archive:
+        check_sizes(archive, what, os.fstat(file.fileno()).st_size)
+        meta: dict[str, Any] = _read_header(archive, what, kind, version)["meta"]
+    return meta
+
+
 @contextlib.contextmanager
 def damage_told(what: str) -> Iterator[None]:
     """What zipfile raises on a damaged archive, as FileFormatError that begins with `what`."""

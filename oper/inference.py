@@ -17,7 +17,7 @@ from torch import nn
 
 from oper.errors import InvalidInputError, fail
 from oper.integration.checkpoint.weights import Source, Weights
-from oper.integration.fused_interaction import fuse as fused
+from oper.integration.fused_interaction import FusedDLRM, fuse as fused
 from oper.integration.targets import (
     Target,
     describe,
@@ -204,6 +204,11 @@ class ServedModel(nn.Module):
         """As the model's; no gradients."""
         with self._reader.pinned() as epoch, torch.inference_mode():
             return self._parts[epoch & 1](*args, **kwargs)
+
+    @property
+    def shares_bags(self) -> bool:
+        """Whether calls take the samples that have bags in common; see `FusedDLRM.forward`."""
+        return isinstance(self._parts[0], FusedDLRM)
 
     @property
     def epoch(self) -> int:

@@ -41,6 +41,7 @@ def shard(
     optimizer: Optimizer | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     bounds_check: Any = "fatal",
+    gradient_guard: str = "off",
     row_dtype: str | Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Shard the embedding tables of a model by their access statistics.
@@ -68,6 +69,9 @@ def shard(
         bounds_check: what happens to ids outside their tables: ``"fatal"`` (an error),
             ``"warning"`` or ``"ignore"`` (row 0 instead), or FBGEMM's ``BoundsCheckMode``; see
             `oper.shmem.by_feature.BoundsCheck`.
+        gradient_guard: what happens to a gradient that is not finite: ``"off"`` (nothing),
+            ``"stop"`` (an error) or ``"skip"`` (that sample counts as zero, with a warning); both
+            name table and update; see `oper.shmem.optim.guard.GradientGuard`.
         row_dtype: for inference, what rows are stored as, for all tables or by table name:
             ``"float32"``, ``"float16"``, or ``"int8"`` and ``"int4"``, FBGEMM's row-wise
             quantisation; by default as in the model.
@@ -126,6 +130,7 @@ def shard(
     try:
         for target in targets:
             built.append(_build(target, made, objective, group, bounds_check, held))
+            built[-1].tables.guard.choose(gradient_guard)  # type: ignore[union-attr, operator]
     except BaseException:
         for new in built:
             new.tables.close()  # type: ignore[union-attr, operator]

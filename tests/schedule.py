@@ -58,6 +58,8 @@ NIGHTLY = (
             "test_a_record_holds_intervals_and_paired_differences"),
     Nightly("tests/bench/test_bench_serve.py::test_publications_under_load",
             "tests/shmem/test_publication.py; the other cases of the benchmark"),
+    Nightly("tests/bench/test_bench_serve.py::test_deltas_are_served_under_load",
+            "tests/faults/test_served_deltas.py; test_torn_answers_are_found"),
     Nightly("tests/bench/test_bench_train.py::test_ranks_that_share_no_memory",
             "test_two_processes_measure_and_verify; test_bench_cluster.py"),
     # ---- the runtime -----------------------------------------------------------------------------

@@ -137,10 +137,7 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
 
 
 def leftovers(pids: list[int]) -> list[str]:
-    """Processes, named shared memory and sockets of `pids` that are still there.
-
-    Names of scoring servers, which others may run meanwhile, are not theirs.
-    """
+    """Processes, named shared memory and sockets of `pids` that are still there."""
     found = []
     names = [p.name for p in Path("/dev/shm").iterdir()]
     for pid in pids:
@@ -149,7 +146,7 @@ def leftovers(pids: list[int]) -> list[str]:
             if state != "Z":
                 found.append(f"process {pid} ({state})")
         found += [f"/dev/shm/{n}" for n in names if re.search(rf"(?<!\d){pid}(?!\d)", n)]
-    found += [f"/dev/shm/{n}" for n in names if "oper" in n and not n.startswith("oper-serve-")]
+    found += [f"/dev/shm/{n}" for n in names if "oper" in n]
     for line in Path("/proc/net/unix").read_text().splitlines():
         if any(f"oper-{pid}-" in line for pid in pids):
             found.append(f"socket {line.split()[-1]}")

@@ -243,10 +243,30 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   return {out, offsets, status.code, status.detail};
 }
 
+// `first` int64 [B] and the keys that it is about, bool [num_keys], as forward_interaction takes them.
+SharedBags shared_bags(const std::optional<Tensor>& first, const std::optional<Tensor>& keys,
+                       const Tensor& key_of, int64_t size) {
+  SharedBags shared;
+  if (!first.has_value()) return shared;
+  STD_TORCH_CHECK(keys.has_value() && keys->scalar_type() == ScalarType::Bool &&
+                      first->scalar_type() == ScalarType::Long && first->numel() == size,
+                  "internal: shared bags must be int64 [B] and bool [num_keys]");
+  shared.first = int64_data(*first);
+  STD_TORCH_CHECK(std::all_of(shared.first, shared.first + size,
+                              [&](int64_t b) { return b >= 0 && b < size; }),
+                  "internal: samples that share bags must be in the batch");
+  for (int64_t f = 0; f < key_of.numel(); ++f) {
+    const int64_t key = int64_data(key_of)[f];
+    STD_TORCH_CHECK(key >= 0 && key < keys->numel(), "internal: a key of no feature");
+    shared.features.push_back(static_cast<const bool*>(keys->data_ptr())[key]);
+  }
+  return shared;
+}
+
 // Lookup and dot interaction; see host/interaction.h. For tables that are only read.
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
-    Tensor dense) {
+    Tensor dense, std::optional<Tensor> first, std::optional<Tensor> shared_keys) {
   Context& context = context_of(handle);
   const int64_t size = dense.size(0), dim = dense.size(1);
   STD_TORCH_CHECK(!context.exchange && !context.peer_rows && !context.has_push &&
@@ -260,7 +280,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
   int64_t unused = 0;
   const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true}, &unused);
   const Status status = forward_interaction(
-      context, batch, static_cast<const float*>(dense.data_ptr()), static_cast<int32_t>(dim),
+      context, batch, shared_bags(first, shared_keys, key_of, size),
+      static_cast<const float*>(dense.data_ptr()), static_cast<int32_t>(dim),
       static_cast<float*>(out.data_ptr()), parallel_over_tasks);
   return {out, offsets, status.code, status.detail};
 }
@@ -362,7 +383,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def(oper::kLookupForward);
   m.def(
       "lookup_interaction(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
-      "Tensor dense) -> (Tensor, Tensor, int, int)");
+      "Tensor dense, Tensor? first=None, Tensor? shared_keys=None) -> (Tensor, Tensor, int, int)");
   m.def(oper::kLookupResolve);
   m.def(oper::kLookupWeightGradient);
   m.def(oper::kLookupBackward);

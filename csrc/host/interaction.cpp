@@ -9,8 +9,8 @@
 
 namespace oper::host {
 
-Status forward_interaction(Context& context, const Batch& batch, const float* dense, int32_t dim,
-                           float* out, ParallelFor parallel) {
+Status forward_interaction(Context& context, const Batch& batch, const SharedBags& shared,
+                           const float* dense, int32_t dim, float* out, ParallelFor parallel) {
   constexpr int64_t kSamples = 64;  // of a block: its rows stay in the second-level cache
   const int64_t num_samples = batch.features.front().num_bags;
   const int64_t num_rows = context.output_columns / dim + 1;
@@ -28,9 +28,25 @@ Status forward_interaction(Context& context, const Batch& batch, const float* de
       std::memcpy(rows + s * inner.out_stride, dense + (begin + s) * dim, sizeof(float) * dim);
     for (size_t f = 0; f < batch.features.size(); ++f) {
       const FeatureBags& all = batch.features[f];
-      const FeatureBags bags{all.bounds + begin, n, all.out_begin + dim};
       const Table& table = context.tables[context.features[f].table];
-      note_bad(bad, kernels().pool(table, BagRange{inner, bags, 0, n, f}, rows, scratch));
+      // Pools the bags [bag, bag + count) into the rows of the block's samples from `s` on.
+      const auto pool = [&](int64_t bag, int64_t count, int64_t s) {
+        const FeatureBags bags{all.bounds + bag, count, all.out_begin + dim};
+        note_bad(bad, kernels().pool(table, BagRange{inner, bags, 0, count, f},
+                                     rows + s * inner.out_stride, scratch));
+      };
+      if (shared.first == nullptr || !shared.features[f]) {
+        pool(begin, n, 0);
+        continue;
+      }
+      const int64_t* first = shared.first + begin;
+      for (int64_t s = 0, done = 0; s < n; s = done) {
+        pool(first[s], 1, s);
+        const float* row = rows + s * inner.out_stride + all.out_begin + dim;
+        for (done = s + 1; done < n && first[done] == first[s]; ++done)
+          std::memcpy(rows + done * inner.out_stride + all.out_begin + dim, row,
+                      sizeof(float) * dim);
+      }
     }
     if (bad.load() >= 0) return;
     kernels().interact(rows, n, static_cast<int>(num_rows), dim, out + begin * stride, scratch);

@@ -31,15 +31,19 @@ class FusedDLRM(nn.Module):
         self._bags = (model.sparse_arch.embedding_bag_collection,)  # no part of its own
         self._before, self._after = _layers(model.dense_arch), _layers(model.over_arch)
 
-    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> Any:
-        """Logits [B, 1], as the model's but for the rounding of the dot products."""
-        if sparse_features.variable_stride_per_key():
-            return self.model(dense_features, sparse_features)
-        if torch.is_autocast_enabled("cpu") or dense_features.dtype != torch.float32:
+    def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor,
+                first: torch.Tensor | None = None, shared_keys: torch.Tensor | None = None) -> Any:
+        """Logits [B, 1], as the model's but for the rounding of the dot products.
+
+        `first` and `shared_keys` are those of `PublishedTables.lookup_interaction`.
+        """
+        if first is None and (sparse_features.variable_stride_per_key()
+                              or torch.is_autocast_enabled("cpu")
+                              or dense_features.dtype != torch.float32):
             return self.model(dense_features, sparse_features)
         bags = self._bags[0]
         return self._after(bags.tables.lookup_interaction(
-            bags.lookup_of(sparse_features), self._before(dense_features)))
+            bags.lookup_of(sparse_features), self._before(dense_features), first, shared_keys))
 
 
 def fuse(model: nn.Module) -> nn.Module:

@@ -14,19 +14,15 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "858
 
 
 @contextlib.contextmanager
-def for_children(without: str = "") -> Iterator[None]:
-    """Processes started inside have `MALLOC`, where the user has not set it, and not `without`."""
-    before = dict(os.environ)
-    os.environ.update({k: v for k, v in MALLOC.items() if k not in before})
-    os.environ.pop(without, None)
+def for_children() -> Iterator[None]:
+    """Processes started inside have `MALLOC`, where the user has not set it."""
+    added = MALLOC.keys() - os.environ.keys()
+    os.environ.update({name: MALLOC[name] for name in added})
     try:
         yield
     finally:
-        for name in {*MALLOC, without} - {""}:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                os.environ.pop(name, None)
+        for name in added:
+            del os.environ[name]
 
 
 def give_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -42,7 +41,7 @@ class App:
         submit: takes checked requests in; see `oper.serve.batching.Batcher.submit`.
         counted: metrics of this worker.
         max_bytes: of a request's body.
-        page: makes the text of ``/metrics`` and its content type.
+        page: makes the text of ``/metrics``.
 
     Attributes:
         in_flight: requests for scores without an answer.
@@ -50,7 +49,7 @@ class App:
 
     def __init__(self, signature: Signature, submit: Callable[[PendingRequest], None],
                  counted: metrics.WorkerMetrics, max_bytes: int,
-                 page: Callable[[], tuple[bytes, str]]) -> None:
+                 page: Callable[[], bytes]) -> None:
         self.signature, self._submit, self._counted = signature, submit, counted
         self._max_bytes, self._page = max_bytes, page
         self.in_flight = 0
@@ -95,24 +94,13 @@ class App:
                                        parameters={"model": self.signature.name}))
         elif path == self._model:
             exchange.answer(200, self._metadata())
-        elif path == "/metrics":  # read from files: requests are scored meanwhile
-            loop = asyncio.get_running_loop()
-            loop.run_in_executor(None, self._page).add_done_callback(
-                partial(self._send_page, exchange))
+        elif path == "/metrics":
+            exchange.answer(200, self._page(), metrics.CONTENT_TYPE.encode())
         else:
             raise _Refused(404, "", fail(
                 "no such address", "path", path,
                 f"{self._model}[/infer], /v2/health/live, /v2/health/ready or /metrics",
                 "use one of these paths"))
-
-    def _send_page(self, exchange: Exchange, made: asyncio.Future[tuple[bytes, str]]) -> None:
-        error = made.exception()
-        if error is not None:
-            log.error("no metrics", exc_info=error)
-            self._refuse(exchange, _Refused(500, "", f"no metrics: {error}"))
-        else:
-            text, kind = made.result()
-            exchange.answer(200, text, kind.encode())
 
     def _metadata(self) -> bytes:
         s = self.signature
@@ -146,17 +134,21 @@ class App:
             self._send_scores(exchange, np.zeros(0, np.float32), 0)
             return
         deadline = float("inf") if timeout is None else begin + timeout / 1e3
+        decoded = time.monotonic()
         try:
-            self._submit(PendingRequest(request, partial(self._scored, exchange), deadline, begin))
+            self._submit(PendingRequest(request, partial(self._scored, exchange, decoded), deadline,
+                                        begin))
         except OverloadedError as error:
             raise _Refused(503, "overloaded", str(error)) from None
 
-    def _scored(self, exchange: Exchange, pending: PendingRequest) -> None:
+    def _scored(self, exchange: Exchange, decoded: float, pending: PendingRequest) -> None:
         """Answer a request that the batcher is done with."""
         error = pending.error
         if pending.result is not None:
-            self._counted.latency.observe(time.monotonic() - pending.arrived)
+            scored = time.monotonic()
             self._send_scores(exchange, *pending.result)
+            self._counted.observe_request(exchange.since, (
+                pending.arrived, decoded, pending.begun, scored, time.monotonic()))
         elif isinstance(error, ExpiredError):
             self._refuse(exchange, _Refused(504, "expired", str(error)))
         elif isinstance(error, InvalidInputError):

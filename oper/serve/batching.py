@@ -33,6 +33,7 @@ class PendingRequest:
         request: what is scored.
         done: called once, when `result` or `error` is set.
         deadline: on the clock of `time.monotonic`; not scored after it.
+        arrived, begun: when the request was whole; when its batch began.
         result: scores float32 [B] and the epoch.
         error: why there are none.
     """
@@ -41,6 +42,7 @@ class PendingRequest:
     done: Callable[[PendingRequest], Any]
     deadline: float = float("inf")
     arrived: float = field(default_factory=time.monotonic)
+    begun: float = 0.0
     result: tuple[np.ndarray, int] | None = None
     error: Exception | None = None
 
@@ -134,6 +136,8 @@ class Batcher:
 
     def _score(self, live: list[PendingRequest], begin: float) -> None:
         joined = join([p.request for p in live])
+        if not getattr(self._predictor, "shares_bags", False):
+            joined = joined.expanded()
         try:
             scores, epoch = self._predictor.predict(joined)
             if len(scores) != joined.num_samples:
@@ -158,6 +162,6 @@ class Batcher:
         at = 0
         for pending in live:
             size = pending.request.num_samples
-            pending.result = scores[at:at + size], epoch
+            pending.result, pending.begun = (scores[at:at + size], epoch), begin
             at += size
             pending.done(pending)

@@ -108,13 +108,16 @@ class Client:
         self._idle: list[_Connection] = []
         self._asked: collections.Counter[str | None] = collections.Counter()  # in hand, by worker
 
-    def score(self, dense: np.ndarray, features: Mapping[str, Any]) -> np.ndarray:
+    def score(self, dense: np.ndarray, features: Mapping[str, Any],
+              user: Mapping[str, Any] | None = None) -> np.ndarray:
         """Scores of samples.
 
         Args:
             dense: float [B, num_dense].
             features: by name, one id per sample (int [B]), or a pair of ids (int [L]) and lengths
                 (int [B]). Features that are not named have empty bags.
+            user: features that all samples have in common, as those of one sample: sent, checked
+                and looked up once.
 
         Returns:
             float32 [B].
@@ -124,19 +127,21 @@ class Client:
             DeadlineError: no answer in time.
         """
         dense = np.ascontiguousarray(dense, np.float32)
-        size = dense.shape[0]
-        ids, lengths = [], []
-        for name, value in features.items():
+        names = [*features, *(user or {})]
+        ids, lengths = [np.zeros(0, np.int64)], np.zeros((len(names), dense.shape[0]), np.int32)
+        for k, (name, value) in enumerate([*features.items(), *(user or {}).items()]):
+            size = dense.shape[0] if k < len(features) else 1
             pair = value if isinstance(value, tuple) else (value, np.ones(size, np.int32))
             ids.append(_whole(f"ids of {name!r}", pair[0], np.int64).reshape(-1))
-            lengths.append(_whole(f"lengths of {name!r}", pair[1], np.int32))
-            if lengths[-1].shape != (size,):
-                raise InvalidInputError(fail("cannot score", "shape of lengths",
-                                             lengths[-1].shape, f"({size},), one per sample",
+            counts = _whole(f"lengths of {name!r}", pair[1], np.int32)
+            if counts.shape != (size,):
+                raise InvalidInputError(fail("cannot score", "shape of lengths", counts.shape,
+                                             f"({size},), one per sample",
                                              "give one length per sample"))
-        request = Request(dense, np.stack(lengths) if lengths else np.zeros((0, size), np.int32),
-                          np.concatenate(ids) if ids else np.zeros(0, np.int64))
-        return self.infer(*wire.encode_request(request, list(features)))[0]
+            lengths[k, :size] = counts
+        request = Request(dense, lengths, np.concatenate(ids),
+                          tuple(range(len(features), len(names))))
+        return self.infer(*wire.encode_request(request, names))[0]
 
     def score_request(self, request: Request) -> tuple[np.ndarray, int]:
         """Scores float32 [B] of a request in the model's order, and the epoch of the weights."""

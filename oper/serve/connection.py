@@ -52,17 +52,20 @@ class Exchange:
 
     Attributes:
         method, path, headers: the request; names of headers are in small letters.
+        since: when its first byte came, on the clock of `time.monotonic`.
         size: bytes of the body.
         body: itself; empty where it is larger than `ServeOptions.max_bytes`.
         ends: whether the connection ends with the answer.
     """
 
-    __slots__ = ("_connection", "body", "ends", "headers", "method", "path", "response", "size")
+    __slots__ = ("_connection", "body", "ends", "headers", "method", "path", "response", "since",
+                 "size")
 
     def __init__(self, connection: Connection, method: bytes, path: str,
                  headers: dict[bytes, bytes], size: int = 0) -> None:
         self._connection, self.method, self.path = connection, method, path
         self.headers, self.size, self.body, self.ends = headers, size, b"", True
+        self.since = connection.since
         self.response: tuple[int, bytes, bytes, Headers] | None = None
 
     def answer(self, status: int, body: bytes = b"", kind: bytes = JSON, more: Headers = ()
@@ -76,6 +79,7 @@ class Connection(asyncio.Protocol):
     """One connection.
 
     Attributes:
+        since: when the first byte of the request in hand came, or the connection.
         last_used: grows from one use of any connection to the next.
     """
 
@@ -88,7 +92,7 @@ class Connection(asyncio.Protocol):
         self._pending: deque[Exchange] = deque()
         self._whole: list[Exchange] = []  # parsed, not handled yet
         self._unread = 0  # bytes since the last whole request
-        self._since = time.monotonic()  # when the first of them came, or the connection
+        self.since = time.monotonic()
         self._blocked_since = float("inf")  # the client does not read its answers
         self._ends = False  # nothing more is read
         self.last_used = next(self._uses)
@@ -178,7 +182,7 @@ class Connection(asyncio.Protocol):
         if self._ends:
             return
         if not self._unread:
-            self._since = time.monotonic()
+            self.since = time.monotonic()
         self._unread += len(data)
         problem = ""
         try:
@@ -238,7 +242,7 @@ class Connection(asyncio.Protocol):
                 pending.clear()
                 self._transport.close()
         if not self._unread:
-            self._since = time.monotonic()
+            self.since = time.monotonic()
         if self._blocked_since == float("inf") and not self._ends and (
                 len(pending) <= _MAX_PIPELINED):
             self._transport.resume_reading()
@@ -281,9 +285,9 @@ class Connection(asyncio.Protocol):
         elif self._ends or self._pending:
             return
         elif not self._unread and not self._in_body:
-            if now - self._since > options.keep_alive_s:
+            if now - self.since > options.keep_alive_s:
                 self.close()
-        elif now - self._since > options.read_s:
+        elif now - self.since > options.read_s:
             self._refuse(408 if self._in_body else 400, fail(
                 "the request did not arrive", "waited (s)", options.read_s, "all of it in less",
                 "send it again"))

@@ -1,175 +1,197 @@
-"""Prometheus metrics of all workers together, through ``prometheus_client``'s multi-process files.
+"""Prometheus metrics of all workers together, in memory that they share with the supervisor.
 
-A worker's counts stay when it ends; what it has in hand (queue, requests, rows) ends with it.
+Each worker counts in a place of its own. The one that takes the place of a worker that has ended
+goes on counting there, while what that had in hand (its gauges) ends with it.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from oper.errors import MissingDependencyError, fail
+import numpy as np
 
-FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # read by prometheus_client when it is imported
-_MEMORY, _PREFIX = "/dev/shm", "oper-serve-"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY_S = (.0005, .001, .002, .003, .005, .0075, .01, .015, .02, .03, .05, .1, .25, .5, 1., 5.)
 _SAMPLES = tuple(float(1 << k) for k in range(15))
 _REQUESTS = tuple(float(1 << k) for k in range(9))
+# From its first byte to the whole request; until it is checked; until its batch begins; until there
+# are scores; until the answer is written.
+STAGES = ("receive", "decode", "wait", "score", "answer")
+_OUTCOMES = ("ok", "invalid", "oversized", "overloaded", "expired", "failed", "gone")
+_DOMAINS = ("local", "remote")
 
 
-class Folder:
-    """A folder for the files of one server, in memory where there is such a place.
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One family of numbers.
 
-    Workers count in mapped files. On a disk the system writes them back every few seconds, and
-    whoever counts meanwhile waits for the disk: milliseconds in the middle of a request.
-
-    A killed server leaves its folder behind; the next one of the user removes it. Whether the
-    owner lives is told by its lock on the folder, which ends with it.
+    Attributes:
+        name: without Prometheus' endings.
+        kind: ``"counter"``, ``"gauge"`` or ``"histogram"``.
+        about: what it says.
+        label, values: name of a label, and a series for each of its values.
+        buckets: upper bounds of a histogram's.
     """
 
-    def __init__(self) -> None:
-        place = tempfile.gettempdir()
-        if "TMPDIR" not in os.environ and os.access(_MEMORY, os.R_OK | os.W_OK | os.X_OK):
-            place = _MEMORY
-        for left in Path(place).glob(f"{_PREFIX}*"):
-            self._remove_if_left(left)
-        self._lock = -1
-        while self._lock < 0:
-            self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
-            self._lock = _locked(Path(self.path))  # -1: another server took it for left behind
+    name: str
+    kind: str
+    about: str
+    label: str = ""
+    values: tuple[str, ...] = ("",)
+    buckets: tuple[float, ...] = ()
 
-    def remove(self) -> None:
-        """Remove it. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+    @property
+    def family(self) -> str:
+        """As Prometheus calls it."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
 
-    @staticmethod
-    def _remove_if_left(folder: Path) -> None:
-        lock = _locked(folder)
-        if lock >= 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+    @property
+    def width(self) -> int:
+        """Numbers of a series: of a histogram its buckets, the one above them and the sum."""
+        return len(self.buckets) + 2 if self.kind == "histogram" else 1
 
-
-def _locked(folder: Path) -> int:
-    """An open, locked descriptor of a folder of this user, or -1."""
-    try:
-        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return -1
-    try:
-        if os.fstat(number).st_uid == os.getuid():
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.exists():
-                return number
-    except OSError:  # its server lives
-        pass
-    os.close(number)
-    return -1
+    def lines(self, series: Sequence[np.ndarray]) -> Iterator[str]:
+        """Text of all series."""
+        yield f"# HELP {self.family} {self.about}"
+        yield f"# TYPE {self.family} {self.kind}"
+        for value, numbers in zip(self.values, series, strict=True):
+            label = f'{self.label}="{value}"' if self.label else ""
+            mark = f"{{{label}}}" if label else ""
+            if self.kind != "histogram":
+                yield f"{self.family}{mark} {float(numbers[0])}"
+                continue
+            counts = np.cumsum(numbers[:-1])
+            for bound, count in zip((*self.buckets, "+Inf"), counts, strict=True):
+                more = f"{label}," if label else ""
+                yield f'{self.name}_bucket{{{more}le="{bound}"}} {float(count)}'
+            yield f"{self.name}_count{mark} {float(counts[-1])}"
+            yield f"{self.name}_sum{mark} {float(numbers[-1])}"
 
 
-def use_folder(folder: str) -> None:
-    """Keep this process's metrics in `folder`; before anything imports ``prometheus_client``."""
-    os.environ[FOLDER_VARIABLE] = folder
+_REQUEST = Metric("oper_requests", "counter", "Requests by outcome.", "outcome", _OUTCOMES)
+_LATENCY = Metric("oper_request_seconds", "histogram", "From the whole request read to its scores "
+                  "ready.", buckets=_LATENCY_S)
+_STAGE = Metric("oper_stage_seconds", "histogram", "Parts of a request's time, one after another.",
+                "stage", STAGES, _LATENCY_S)
+_BATCH_SAMPLES = Metric("oper_batch_samples", "histogram", "Samples scored together.",
+                        buckets=_SAMPLES)
+_BATCH_REQUESTS = Metric("oper_batch_requests", "histogram", "Requests scored together.",
+                         buckets=_REQUESTS)
+_BATCH_SECONDS = Metric("oper_batch_seconds", "histogram", "Time of the model on a batch.",
+                        buckets=_LATENCY_S)
+_QUEUED = Metric("oper_queued_samples", "gauge", "Samples that wait for a batch.")
+_IN_FLIGHT = Metric("oper_requests_in_flight", "gauge", "Requests without an answer yet.")
+_ROWS = Metric("oper_embedding_rows_read", "counter", "Embedding rows read, by the memory domain "
+               "that holds them.", "domain", _DOMAINS)
+_EPOCH = Metric("oper_weights_epoch", "gauge", "Publication that batches are scored with; the "
+                "oldest of all workers.")
+WORKERS = (_REQUEST, _LATENCY, _STAGE, _BATCH_SAMPLES, _BATCH_REQUESTS, _BATCH_SECONDS, _QUEUED,
+           _IN_FLIGHT, _ROWS, _EPOCH)
+# What the supervisor counts: the field of `oper.serve.server.Counts`, and its unit.
+SUPERVISOR = (
+    (Metric("oper_workers", "gauge", "Workers that take requests."), "workers", 1.0),
+    (Metric("oper_worker_restarts", "counter", "Workers replaced because they had ended."),
+     "worker_restarts", 1.0),
+    (Metric("oper_publications", "counter", "New weights published since the start."),
+     "publications", 1.0),
+    (Metric("oper_failed_publications", "counter", "Weights that could not be published."),
+     "failed_publications", 1.0),
+    (Metric("oper_weights_lag_seconds", "gauge", "From the training step of the last change to its "
+            "weights in service."), "weights_lag_us", 1e-6))
 
 
-def forget(pid: int, folder: str) -> None:
+def _places() -> tuple[dict[tuple[str, str], int], int]:
+    """Where each series of a worker begins, by name and label; and how many numbers there are."""
+    found, at = {}, 0
+    for metric in WORKERS:
+        for value in metric.values:
+            found[metric.name, value] = at
+            at += metric.width
+    return found, at
+
+
+_PLACES, SIZE = _places()  # SIZE: numbers of a worker
+
+
+def _of_worker(numbers: Any, worker: int) -> Any:
+    """A worker's part of the shared numbers, a memoryview of float64 [SIZE]."""
+    whole = memoryview(numbers).cast("B").cast("d")
+    return whole[worker * SIZE:(worker + 1) * SIZE]
+
+
+def forget(numbers: Any, worker: int) -> None:
     """Drop what an ended worker had in hand."""
-    prometheus().multiprocess.mark_process_dead(pid, folder)
-
-
-def prometheus() -> Any:
-    """The ``prometheus_client`` package; raises MissingDependencyError."""
-    try:
-        import prometheus_client
-        import prometheus_client.multiprocess
-    except ImportError as error:
-        raise MissingDependencyError(fail("cannot serve", "import", str(error),
-                                          "prometheus_client", "install oper[serve]")) from error
-    return prometheus_client
+    mine = _of_worker(numbers, worker)
+    for metric in WORKERS:
+        if metric.kind == "gauge":
+            mine[_PLACES[metric.name, ""]] = 0.0
 
 
 class WorkerMetrics:
-    """What one worker counts."""
+    """What one worker counts.
 
-    def __init__(self) -> None:
-        p = prometheus()
-        none = p.CollectorRegistry()  # what is exported is read back from the folder
-        self.requests = p.Counter("oper_requests", "Requests by outcome.", ["outcome"],
-                                  registry=none)
-        self.latency = p.Histogram("oper_request_seconds", "From the whole request read to its "
-                                   "scores ready.", buckets=_LATENCY_S, registry=none)
-        self.batch_samples = p.Histogram("oper_batch_samples", "Samples scored together.",
-                                         buckets=_SAMPLES, registry=none)
-        self.batch_requests = p.Histogram("oper_batch_requests", "Requests scored together.",
-                                          buckets=_REQUESTS, registry=none)
-        self.batch_seconds = p.Histogram("oper_batch_seconds", "Time of the model on a batch.",
-                                         buckets=_LATENCY_S, registry=none)
-        self.queued = p.Gauge("oper_queued_samples", "Samples that wait for a batch.",
-                              registry=none, multiprocess_mode="livesum")
-        self.in_flight = p.Gauge("oper_requests_in_flight", "Requests without an answer yet.",
-                                 registry=none, multiprocess_mode="livesum")
-        self.rows = p.Counter("oper_embedding_rows_read", "Embedding rows read, by the memory "
-                              "domain that holds them.", ["domain"], registry=none)
-        self.epoch = p.Gauge("oper_weights_epoch", "Publication that batches are scored with; "
-                             "the oldest of all workers.", registry=none,
-                             multiprocess_mode="livemin")
+    Args:
+        numbers: shared ``double [workers * SIZE]``.
+        worker: which one it is.
+    """
+
+    def __init__(self, numbers: Any, worker: int) -> None:
+        self._numbers = _of_worker(numbers, worker)
+        self._stages = [_PLACES[_STAGE.name, stage] for stage in STAGES]
         self._rows_seen: dict[str, int] = {}
-        self._by_outcome: dict[str, Any] = {}
+
+    def _add(self, metric: Metric, value: str, amount: float) -> None:
+        self._numbers[_PLACES[metric.name, value]] += amount
+
+    def _observe(self, metric: Metric, amount: float, at: int = -1) -> None:
+        at = _PLACES[metric.name, ""] if at < 0 else at
+        self._numbers[at + bisect_left(metric.buckets, amount)] += 1
+        self._numbers[at + len(metric.buckets) + 1] += amount
 
     def count(self, outcome: str) -> None:
         """Count a request that is done."""
-        child = self._by_outcome.get(outcome)
-        if child is None:
-            child = self._by_outcome[outcome] = self.requests.labels(outcome)
-        child.inc()
+        self._add(_REQUEST, outcome, 1)
+
+    def observe_request(self, begin: float, ends: Sequence[float]) -> None:
+        """Count a scored request by when its first byte came and when its `STAGES` ended."""
+        self._observe(_LATENCY, ends[3] - ends[0])
+        for at, end in zip(self._stages, ends, strict=True):
+            self._observe(_STAGE, end - begin, at)
+            begin = end
 
     def observe_batch(self, requests: int, samples: int, seconds: float) -> None:
         """Count one batch."""
-        self.batch_requests.observe(requests)
-        self.batch_samples.observe(samples)
-        self.batch_seconds.observe(seconds)
+        self._observe(_BATCH_REQUESTS, requests)
+        self._observe(_BATCH_SAMPLES, samples)
+        self._observe(_BATCH_SECONDS, seconds)
 
-    def observe_rows(self, total: dict[str, int]) -> None:
+    def set_gauges(self, queued: int, in_flight: int, epoch: int) -> None:
+        """Samples that wait, requests without an answer, and the publication in use."""
+        for metric, value in ((_QUEUED, queued), (_IN_FLIGHT, in_flight), (_EPOCH, epoch)):
+            self._numbers[_PLACES[metric.name, ""]] = value
+
+    def observe_rows(self, total: Mapping[str, int]) -> None:
         """Take a predictor's `rows_read` into account."""
-        for domain, count in total.items():
-            self.rows.labels(domain).inc(count - self._rows_seen.get(domain, 0))
+        for domain in _DOMAINS:
+            count = total.get(domain, 0)
+            self._add(_ROWS, domain, count - self._rows_seen.get(domain, 0))
             self._rows_seen[domain] = count
 
 
-class _Supervised:
-    """What the supervising process knows, as a collector."""
-
-    def __init__(self, counts: Any) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Any]:
-        p = prometheus()
-        for name, kind, about in (
-                ("workers", p.metrics_core.GaugeMetricFamily, "Workers that take requests."),
-                ("worker_restarts", p.metrics_core.CounterMetricFamily,
-                 "Workers replaced because they had ended."),
-                ("publications", p.metrics_core.CounterMetricFamily,
-                 "New weights published since the start."),
-                ("failed_publications", p.metrics_core.CounterMetricFamily,
-                 "Weights that could not be published.")):
-            yield kind(f"oper_{name}", about, value=getattr(self._counts, name))
-        yield p.metrics_core.GaugeMetricFamily(
-            "oper_weights_lag_seconds", "From the training step of the last change to its weights "
-            "in service.", value=self._counts.weights_lag_us / 1e6)
-
-
-def page(folder: str, counts: Any) -> tuple[bytes, str]:
-    """The metrics of all workers as text, and its content type."""
-    p = prometheus()
-    registry = p.CollectorRegistry()
-    p.multiprocess.MultiProcessCollector(registry, path=folder)
-    registry.register(_Supervised(counts))
-    return p.generate_latest(registry), p.CONTENT_TYPE_LATEST
+def page(numbers: Any, counts: Any) -> bytes:
+    """The metrics of supervisor and workers in Prometheus' text format."""
+    table = np.frombuffer(numbers, np.float64).reshape(-1, SIZE)
+    lines = [line for metric, field, unit in SUPERVISOR
+             for line in metric.lines([np.array([getattr(counts, field) * unit])])]
+    for metric in WORKERS:
+        series = [table[:, at:at + metric.width] for at in (
+            _PLACES[metric.name, value] for value in metric.values)]
+        if metric is _EPOCH:  # 0: a worker that has not told yet
+            known = series[0][series[0] > 0]
+            lines += metric.lines([np.array([known.min() if known.size else 0.0])])
+        else:
+            lines += metric.lines([x.sum(axis=0) for x in series])
+    return ("\n".join(lines) + "\n").encode()

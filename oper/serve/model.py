@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,8 @@ class PublishedModel:
         """See `Source`; by default reads the folder again that the model came from. A `Change` of
         a training run is made in place."""
         if isinstance(weights, Change):
-            return int(self._publication.apply(weights.rows, weights.dense))
+            with _one_thread():
+                return int(self._publication.apply(weights.rows, weights.dense))
         if weights is None:
             if self._reads_again is None:
                 raise InvalidInputError(fail("cannot publish", "weights", None,
@@ -108,6 +109,20 @@ class PublishedModel:
         self._publication.close()
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """For many small tensors: threads of torch's that wait for each other would keep cores from the
+    workers."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class AttachedModel:
     """A worker's `Predictor`: the architecture over the published weights.
 
@@ -120,6 +135,7 @@ class AttachedModel:
         import oper
 
         self.signature = signature
+        self._last_shared: tuple[tuple[int, ...], Any] = (), None  # and its mask
         self._served: Any = oper.attach(build("meta"), name, fuse=True)
 
     @property
@@ -127,13 +143,26 @@ class AttachedModel:
         """See `Predictor`."""
         return int(self._served.epoch)
 
+    @property
+    def shares_bags(self) -> bool:
+        """See `Predictor`."""
+        return bool(self._served.shares_bags)
+
     def predict(self, batch: Request) -> tuple[np.ndarray, int]:
         """Probabilities float32 [B]: the logistic function of the model's logits."""
         import torch
 
+        shared: list[torch.Tensor] = []
+        if batch.shared and self.shares_bags:
+            if self._last_shared[0] != batch.shared:
+                self._last_shared = batch.shared, torch.tensor(
+                    [k in batch.shared for k in range(len(self.signature.features))])
+            shared = [torch.from_numpy(batch.firsts()), self._last_shared[1]]
+        else:
+            batch = batch.expanded()
         features = kjt_of(batch, self.signature.features)
         with torch.no_grad(), self._served.pinned() as epoch:
-            logits = self._served(torch.from_numpy(batch.dense), features)
+            logits = self._served(torch.from_numpy(batch.dense), features, *shared)
             return torch.sigmoid(logits.reshape(-1)).numpy(), int(epoch)
 
     def rows_read(self) -> dict[str, int]:

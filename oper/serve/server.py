@@ -29,6 +29,7 @@ from oper.serve.worker import CONNECTION, READY, WorkerJob, run_worker
 log = logging.getLogger("oper.serve")
 _BACKLOG = 1024
 _POLL_S = 0.2
+FOLLOW_S = 0.05  # between looks at signals, and at a training run
 _NICE = 10  # of the thread that publishes: requests come first
 _COUNTED = ("workers", "worker_restarts", "publications", "failed_publications", "weights_lag_us")
 _MAX_WAIT_S = 30.0  # between two starts of a worker that keeps ending
@@ -66,6 +67,7 @@ class _Worker:
     closed: Any
     most: Any
     started: float
+    place: int
     ready: bool = False
     handed: int = 0
 
@@ -98,10 +100,9 @@ class Server:
     """
 
     def __init__(self, model: Source | Predictor, options: ServeOptions | None = None) -> None:
-        for name in ("httptools", "prometheus_client"):
-            if importlib.util.find_spec(name) is None:
-                raise MissingDependencyError(fail("cannot serve", "package", name, "installed",
-                                                  "install oper[serve]"))
+        if importlib.util.find_spec("httptools") is None:
+            raise MissingDependencyError(fail("cannot serve", "package", "httptools", "installed",
+                                              "install oper[serve]"))
         check_model(model)
         self.options = options or ServeOptions()
         self.model = model
@@ -147,11 +148,11 @@ class Server:
                                          "not started", "make another one"))
         self._context = processes.get_context("spawn")
         self._counts = self._context.RawValue(Counts)
-        self._folder = metrics.Folder()
+        self._numbers = self._context.RawArray(ctypes.c_double,
+                                               self.options.workers * metrics.SIZE)
         try:
             self._listener = self._bind()
         except OSError as error:
-            self._folder.remove()
             raise self._cannot_listen(error) from error
         self._thread = threading.Thread(target=self._supervise, name="oper-serve")
         self._thread.start()
@@ -222,7 +223,7 @@ class Server:
             noted = signals or stack.enter_context(Signals())
             noted.is_up = True
             while not noted.stop and self._thread is not None and self._thread.is_alive():
-                time.sleep(_POLL_S)
+                time.sleep(FOLLOW_S)
                 if noted.reload:
                     noted.reload = False
                     self.try_publish()
@@ -249,8 +250,10 @@ class Server:
             if not self.try_publish():
                 run.refuse("the weights that its changes continue are not in service")
             return
+        failed, refused = self._counts.failed_publications, ""
         try:
             for change in run.changes():
+                refused = f"step {change.step} is refused: "
                 try:
                     self.publish(change)
                 except DeadlineError as error:  # the next call tries again
@@ -258,9 +261,13 @@ class Server:
                     return
                 run.applied(change)
                 log.info("serving step %d", change.step)
+                refused = ""
+                del change  # before the next one is read: never two at once
         except (OperError, OSError) as error:
             run.refuse(str(error))
-            log.error("the old weights go on until there is a whole checkpoint: %s", error)
+            self._counts.failed_publications = failed + 1  # where it could not even be read, too
+            log.error("the old weights go on until there is a whole checkpoint: %s%s", refused,
+                      error)
 
     # ---- the supervising thread ------------------------------------------------------------------
 
@@ -309,18 +316,19 @@ class Server:
         closed = self._context.RawValue(ctypes.c_long)
         most = self._context.RawValue(ctypes.c_long, _ANY_NUMBER)
         opener = self.model.opener() if hasattr(self.model, "opener") else _Opener(self.model)
-        job = WorkerJob(opener, self.options, self._folder.path, self._counts, closed, most)
+        taken = {w.place for w in self._workers}
+        place = next(k for k in range(self.options.workers) if k not in taken)
+        job = WorkerJob(opener, self.options, self._numbers, place, self._counts, closed, most)
         process = self._context.Process(target=run_worker, args=(theirs, job), daemon=True,
                                         name="oper-worker")
         # Processes that this thread starts are spared our signals until they ignore them. The
         # tracker comes first: where it is not there, multiprocessing starts it and unblocks them.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
-        # A folder for metrics in the environment is not meant for the workers.
-        with theirs, for_children(without=metrics.FOLDER_VARIABLE):
+        with theirs, for_children():
             process.start()
         ours.setblocking(False)
-        self._workers.append(_Worker(process, ours, closed, most, time.monotonic()))
+        self._workers.append(_Worker(process, ours, closed, most, time.monotonic(), place))
 
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + self.options.start_s
@@ -378,7 +386,7 @@ class Server:
         self._workers.remove(worker)
         worker.control.close()
         worker.process.join()
-        metrics.forget(worker.process.pid, self._folder.path)
+        metrics.forget(self._numbers, worker.place)
 
     def _hand_over(self) -> bool:
         """Give one waiting connection away; whether there was one."""
@@ -435,7 +443,6 @@ class Server:
             worker.process.join()
         self._workers.clear()
         self._counts.workers = 0
-        self._folder.remove()
         close = getattr(self.model, "close", None)
         if close is not None:
             close()

@@ -6,12 +6,16 @@ in `oper.serve.requests.Request`; its parameter ``features`` (text, names divide
 the rows of ``lengths`` where they are not all features in the model's order. The answer has the
 output ``scores`` FP32 [B] and the parameter ``epoch``.
 
+Features that all samples have in common, those of the user whose candidates they are, may come
+once: named by the parameter ``user_features``, as bags of the first sample.
+
 Source: https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol and
 Triton's "Binary Tensor Data Extension".
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, OperError, fail
-from oper.serve.requests import WHAT, Request, Signature, reorder
+from oper.serve.requests import WHAT, Request, Signature, places, reorder
 
 HEADER_LENGTH = "inference-header-content-length"
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -55,10 +59,15 @@ def encode(tensors: Mapping[str, np.ndarray], direction: str, parameters: Mappin
 
 
 def encode_request(request: Request, features: Sequence[str] | None = None) -> tuple[bytes, int]:
-    """A request as a message; `features` as in the head of this module."""
-    parameters = {"binary_data_output": True}
+    """A request as a message; `features` names its rows of lengths where they are not the model's,
+    or where some are shared by all samples."""
+    parameters: dict[str, Any] = {"binary_data_output": True}
+    if features is None or request.first is not None:
+        request = request.expanded()
     if features is not None:
-        parameters["features"] = ",".join(features)  # type: ignore[assignment]
+        parameters["features"] = ",".join(features)
+        if request.shared:
+            parameters["user_features"] = ",".join(features[k] for k in request.shared)
     return encode({"dense": request.dense, "lengths": request.lengths, "ids": request.ids},
                   "inputs", parameters)
 
@@ -176,15 +185,21 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
     if lengths.shape[1] != tensors["dense"].shape[0]:  # before anything of that size is made
         raise _bad("columns of lengths", lengths.shape[1],
                    f"{tensors['dense'].shape[0]}, the rows of dense")
-    features = header["parameters"].get("features")
-    if features is not None:
-        if not isinstance(features, str):
-            raise _bad("features", features, "text, names divided by commas")
-        names = features.split(",") if features else []
-        lengths, ids = reorder(names, lengths, ids, signature)
-    request = Request(tensors["dense"], lengths, ids)
+    features, users = (header["parameters"].get(key) for key in ("features", "user_features"))
+    for key, text in (("features", features), ("user_features", users)):
+        if text is not None and not isinstance(text, str):
+            raise _bad(key, text, "text, names divided by commas")
+    if features is not None and features != ",".join(signature.features):
+        lengths, ids = reorder(features.split(",") if features else [], lengths, ids, signature)
+    shared = _places(users, signature) if users else ()
+    request = Request(tensors["dense"], lengths, ids, shared)
     request.check(signature)
     return request
+
+
+@functools.lru_cache(maxsize=64)  # clients ask alike
+def _places(names: str, signature: Signature) -> tuple[int, ...]:
+    return tuple(sorted(places(names.split(","), signature)))
 
 
 def encode_scores(scores: np.ndarray, epoch: int, model: str, binary: bool = True

@@ -42,7 +42,8 @@ class WorkerJob:
     Attributes:
         opener: makes the predictor.
         options: of the server.
-        folder: of the metrics files.
+        numbers, place: what all workers count, shared memory, and where this one does; see
+            `oper.serve.metrics`.
         counts: what the supervisor counts, shared memory; see `oper.serve.server.Counts`.
         closed: connections that this worker has closed so far; shared with the supervisor.
         most: connections that it should have at most, as the supervisor says. It lets the others
@@ -51,7 +52,8 @@ class WorkerJob:
 
     opener: Callable[[], Predictor]
     options: ServeOptions
-    folder: str
+    numbers: Any
+    place: int
     counts: Any
     closed: Any
     most: Any
@@ -63,7 +65,6 @@ def run_worker(control: socket.socket, job: WorkerJob) -> None:
     for number in OURS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, OURS)
-    metrics.use_folder(job.folder)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     import torch
 
@@ -92,10 +93,10 @@ class _Worker:
     def __init__(self, control: socket.socket, job: WorkerJob, predictor: Predictor) -> None:
         self.options, self.connections = job.options, set[Connection]()
         self._control, self._job, self._predictor = control, job, predictor
-        self._counted = metrics.WorkerMetrics()
+        self._counted = metrics.WorkerMetrics(job.numbers, job.place)
         self._batcher = Batcher(predictor, job.options.batching, self._counted.observe_batch)
         self._app = App(predictor.signature, self._submit, self._counted, job.options.max_bytes,
-                        lambda: metrics.page(job.folder, job.counts))
+                        lambda: metrics.page(job.numbers, job.counts))
         self.handle, self.abandoned = self._app.handle, self._app.abandoned
         self._taken = 0  # connections so far
         self._leaving = 0  # connections whose last answer is on its way
@@ -131,10 +132,8 @@ class _Worker:
 
     def report(self) -> None:
         """Bring the gauges up to date."""
-        self._counted.queued.set(self._batcher.queued)
-        self._counted.in_flight.set(self._app.in_flight)
+        self._counted.set_gauges(self._batcher.queued, self._app.in_flight, self._predictor.epoch)
         self._counted.observe_rows(self._predictor.rows_read())
-        self._counted.epoch.set(self._predictor.epoch)
 
     # ---- batches ---------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.migration import Migration, check_room, copied, prepared
 from oper.shmem.optim.arguments import KernelArguments, feature_rows
 from oper.shmem.optim.clipping import GradientClamp
+from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.optim.optimizers import Optimizer, check_supported
 from oper.shmem.optim.rounding import rounding_key
 from oper.shmem.passes import Backward, as_one
@@ -123,6 +124,7 @@ class ShardedTables(MeasuredTables):
         self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
         self._arguments = KernelArguments(self.optimizers or {}, self._rounding_keys,
                                           any(t.dtype != "float32" for t in tables))
+        self.guard = GradientGuard(self.features, self.specs)
         self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
         domains = find_domains(group)
         self._exchange = self._open_exchange(domains) if len(set(domains)) > 1 else None
@@ -319,6 +321,9 @@ class ShardedTables(MeasuredTables):
                 self.turns.end(parts)
             for part in parts:
                 part.frozen |= self.frozen
+                if self.guard.mode != "off":
+                    part.grad = self.guard.apply(part.grad, part.batch, part.offsets,
+                                                 self.num_steps + 1)
                 if self._clamp.is_active:
                     part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
             if os.getpid() != self._process or self._heap is None:
@@ -516,6 +521,7 @@ class ShardedTables(MeasuredTables):
             setattr(self, name, getattr(other, name))
         self._skipped, self._pending = dict(other._skipped), list(other._pending)
         self.bounds = copy.deepcopy(other.bounds, memo)
+        self.guard.mode = other.guard.mode
         self.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}
                              for group in other.param_groups]
         if other.pull is not False:

@@ -129,6 +129,10 @@ class TrainConfig:
             `start` and this one: rows go where it says.
         delta_every: steps between deltas (0 = none): the rows that have changed since, written
             while training goes on; needs `checkpoint_every`.
+        guard: what a gradient that is not finite does, where tables are sharded by ``"oper"``:
+            ``"off"`` (nothing), ``"stop"`` (ends the run), ``"skip"`` (tables leave its samples
+            out, the dense part the step); both name table or parameter and step. Costs a pass over
+            the gradient of the embeddings.
         tables_on: ``"cpu"``: every rank draws the whole tables from the seed, so that all kinds of
             sharding start from the same numbers; ``"meta"``: a rank initialises its shard only, for
             tables that do not fit one process (other numbers than ``"cpu"``, the same for every
@@ -157,6 +161,7 @@ class TrainConfig:
     eval_users: int = 0
     checkpoint_every: int = 0
     delta_every: int = 0
+    guard: str = "off"
     start: str = ""
     remap: str = ""
     tables_on: str = "cpu"

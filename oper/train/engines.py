@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,12 +32,16 @@ class Engine:
         bare: the same model for evaluation, without DistributedDataParallel.
         optimizers: what steps after the backward pass; sharded tables are updated within it.
         collective: whether evaluation needs all ranks.
+        guard: `TrainConfig.guard`.
+        num_steps: made so far.
     """
 
     module: nn.Module
     bare: nn.Module
     optimizers: list[Any]
     collective: bool = False
+    guard: str = "off"
+    num_steps: int = 0
 
     def step(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """One training step; returns what the model's forward gives. Collective."""
@@ -44,9 +49,28 @@ class Engine:
             optimizer.zero_grad()
         loss, rest = self.module(batch)
         loss.backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.num_steps += 1
+        if self.guard == "off" or self._is_finite():
+            for optimizer in self.optimizers:
+                optimizer.step()
         return loss.detach(), rest
+
+    def _is_finite(self) -> bool:
+        """Whether the dense gradients are finite, which are the same on all ranks; raises
+        InvalidInputError otherwise where the run is to stop, and warns where it is to go on."""
+        grads = {name: p.grad for name, p in self.bare.named_parameters() if p.grad is not None}
+        norms: Any = torch._foreach_norm(list(grads.values())) if grads else []
+        # A norm may be infinite where no number is.
+        bad = next((name for (name, grad), norm in zip(grads.items(), norms, strict=True)
+                    if not bool(norm.isfinite()) and not bool(grad.isfinite().all())), "")
+        if not bad:
+            return True
+        text = fail(f"the gradient of {bad!r} in step {self.num_steps} is not finite", "gradient",
+                    "inf or nan", "finite numbers", "lower the learning rate, or look at the data")
+        if self.guard == "stop":
+            raise InvalidInputError(text)
+        warnings.warn(f"{text}; the dense part leaves the step out", stacklevel=2)
+        return False
 
     @torch.no_grad()
     def logits(self, batch: Any) -> torch.Tensor:
@@ -96,14 +120,15 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
         "stats": model_stats(config.stats) if config.stats else None,
         "plan": model_plan(config.plan) if config.plan else None,
         "topology": config.topology or None, "batch_size": config.batch_size} | shard_arguments
-    sharded = oper.shard(model, optimizer=table_optimizer(o), **arguments)
+    sharded = oper.shard(model, optimizer=table_optimizer(o), gradient_guard=config.guard,
+                         **arguments)
     module = sharded
     if ranks()[1] > 1:
         from torch.nn.parallel import DistributedDataParallel
 
         # The settings of TorchRec's own wrapper, but for buffers: a DLRM has none to broadcast.
         module = DistributedDataParallel(sharded, gradient_as_bucket_view=True, static_graph=True)
-    return Engine(module, sharded, [dense_optimizer(o, sharded)])
+    return Engine(module, sharded, [dense_optimizer(o, sharded)], guard=config.guard)
 
 
 def table_optimizer(config: OptimizerConfig) -> Optimizer:

@@ -90,6 +90,7 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
          begin: _Start) -> tuple[int, bool]:
     """All epochs but the steps done; the steps made and whether an interrupt ended them."""
     done, checkpoints = begin.done, begin.checkpoints
+    engine.num_steps = done
     total = config.epochs * task.steps_per_epoch
     total = min(total, config.max_steps or total)
     meter = _Meter()

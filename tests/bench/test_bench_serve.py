@@ -7,18 +7,21 @@ import mmap
 import os
 import socketserver
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from oper.bench.core.child import Child
 from oper.bench.core.memory import num_descriptors, pss_bytes, unfiled_pss_bytes
 from oper.bench.core.stalls import Stalls, spin
 from oper.bench.core.workload import Workload
 from oper.bench.serve import loadgen, suite as serve
 from oper.bench.serve.client import Seen, _Sender
-from oper.bench.serve.host import Swap
+from oper.bench.serve.delta_case import DeltaCase, _Check, _train, run_delta_case
+from oper.bench.serve.host import Publication, Swap
 from oper.bench.serve.live_case import LiveCase, _growth, _overlaps, _shares, run_live_case
 from oper.bench.serve.models import FLOOR, KINDS, FloorPredictor, ServeWork
 from oper.bench.serve.pool import Pool
@@ -313,6 +316,53 @@ def test_http_has_the_same_in_process_beside_it() -> None:
     assert entry["loadgen"]["min_queries"] == 64 == min(r["requests"] for r in entry["runs"])
     assert "in process" in serve.report([entry])
     json.dumps(entry)
+
+
+def test_candidates_are_named_once_and_in_full() -> None:
+    case = LiveCase("candidates", "candidates", replace(SMALL, user_features=1), workers=1,
+                    seconds=0.3, run_s=0.3, min_queries=64, max_runs=1, votes=1, bound_ms=1e3)
+    entry = run_live_case(case, lambda _: None)
+    assert entry["verified"] and entry["bit_equal"] and entry["errors"] == 0, entry
+    assert entry["single_ms"] > 0 and entry["full_single_ms"] > 0
+    assert {"queries_per_s", "full_queries_per_s", "ratio_full", "cpu_ratio_full"} <= set(entry)
+    assert [r["failed"] + r["wrong"] for r in entry["runs"]] == [0] * 6
+    assert min(r["requests"] for r in entry["runs"]) >= 64
+    assert "all rows in full" in serve.report([entry])
+    json.dumps(entry)
+
+
+def test_deltas_are_served_under_load() -> None:
+    case = DeltaCase("delta", SMALL, workers=1, rate=50.0, deltas=8, every_s=0.05, changed=0.1,
+                     quiet_s=0.5, wholes=2)
+    entry = run_delta_case(case, lambda _: None)
+    assert entry["verified"] and entry["bit_equal"], entry
+    assert (entry["torn"], entry["errors"], entry["deltas"]) == (0, 0, 8)
+    assert entry["epochs_seen"] > 1 and entry["least_change_of_scores"] > 0
+    for key in ("bytes_share", "time_share", "peak_ratio", "lag_p99_s", "p99_ratio"):
+        assert 0 < entry[key] < float("inf"), key
+    assert "8" in serve.report([entry])
+    json.dumps(entry)
+
+
+def test_torn_answers_are_found(tmp_path: Path) -> None:
+    """Scores of one epoch under the number of another, or of an epoch that there never was."""
+    case = DeltaCase("delta", SMALL, changed=0.1, deltas=2, every_s=0.0)
+    trainer = Child(_train, (case, str(tmp_path / "run")), "the training process")
+    try:
+        trainer.wait()
+        trainer.ask("run", 2)
+    finally:
+        trainer.close()
+    check = _Check(case, tmp_path)
+    try:
+        scores = check._score(0)
+        made = [Publication(step, 0.0, 0.0) for step in (1, 2)]
+        seen = Seen(result(True), np.zeros(4), np.ones(4), np.array([2, 4, 6, 8]), 0, 0, 0, [],
+                    unchecked=[(0, epoch, scores) for epoch in (2, 4, 6, 8)])
+        assert check.torn(made, 2, seen) == 3
+        assert check.moved > 0
+    finally:
+        check.close()
 
 
 def test_queries_are_sent_again_and_what_fails_is_counted() -> None:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 import oper
 from oper.errors import FileFormatError, InvalidInputError
-from oper.shmem.publication.reader import Reader, checksums
+from oper.shmem.publication.reader import Reader
 
 pytest.importorskip("torchrec")
 from oper.integration.checkpoint.delta_files import base_of, folder_of
@@ -65,7 +66,7 @@ def run(runs: Path, tmp_path: Path) -> Path:
 def publish() -> Iterator[Callable[..., oper.Publication]]:
     held = []
 
-    def make(weights: Path, row_dtype: str | None = None) -> oper.Publication:
+    def make(weights: Any, row_dtype: str | None = None) -> oper.Publication:
         held.append(oper.publish(Model(), f"follow-{os.getpid()}-{next(_names)}", weights=weights,
                                  row_dtype=row_dtype))
         return held[-1]
@@ -78,8 +79,7 @@ def publish() -> Iterator[Callable[..., oper.Publication]]:
 def bits(publication: oper.Publication) -> dict[str, int]:
     """Checksums of all that readers see."""
     reader = Reader(publication.name)
-    with reader.pinned() as epoch:
-        found = checksums(reader.layout, reader.addresses[epoch & 1], reader._dense[epoch & 1])
+    found = reader.sums()
     reader.close()
     return found
 
@@ -185,6 +185,32 @@ def test_a_delta_of_other_steps_is_refused(run: Path) -> None:
     follower.applied(replace(next(changes), step=1))
     with pytest.raises(FileFormatError, match="continues step=2, expected 1"):
         next(changes)
+
+
+def test_a_thousand_changes_are_each_a_whole_publication(
+        publish: Callable[..., oper.Publication]) -> None:
+    """Some rows of some tables, or none, and the dense weights; all bits of every epoch."""
+    state = {key: value.clone() for key, value in Model().state_dict().items()}
+    served, whole = publish(state, "int8"), publish(state, "int8")
+    readers = [Reader(served.name), Reader(whole.name)]
+    tables = {key.split(".")[-2]: key for key in state if not key.startswith("dense")}
+    rng = np.random.default_rng(0)
+    for k in range(1, 1001):
+        rows = {}
+        for table, key in tables.items():
+            size = state[key].shape[0]
+            ids = rng.permutation(size)[:rng.integers(0, min(9, size) + 1)]
+            found = torch.from_numpy(rng.standard_normal((ids.size, 8), np.float32))
+            state[key][ids] = found
+            rows[table] = ids, found
+        state["dense.bias"] += 1
+        served.apply(rows, {key: v for key, v in state.items() if key.startswith("dense")})
+        whole.publish(state)
+        first, second = (reader.sums() for reader in readers)
+        assert first == second, k
+    assert [reader.epoch for reader in readers] == [2001, 1001]
+    for reader in readers:
+        reader.close()
 
 
 def test_what_does_not_fit_changes_nothing(runs: Path, publish: Callable[..., oper.Publication]

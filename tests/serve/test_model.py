@@ -20,6 +20,7 @@ from oper import cli
 from oper.errors import FileFormatError, InvalidInputError
 from oper.serve import Client, Request
 from oper.serve.model import CONFIG, STATE, PublishedModel, build_trained, kjt_of, load_model
+from oper.serve.requests import join
 from oper.tables import TableSpec
 from oper.train.model import describe, save_state
 from tests.support import ROOT, damage_record, wait_for
@@ -72,6 +73,32 @@ def test_scores_of_a_worker_are_those_of_the_model(
         assert after == epoch + 1
         assert np.abs(scores - scores_of(other, request)).max() < tolerance
         assert published.memory_bytes()["tables"] > 0
+    finally:
+        predictor.close()
+        published.close()
+
+
+@pytest.mark.parametrize("row_dtype", [None, "int8"])
+def test_candidates_score_as_full_rows_and_their_user_is_looked_up_once(
+        tmp_path: Path, row_dtype: str | None) -> None:
+    write_run(tmp_path, 1)
+    published = load_model(tmp_path, row_dtype=row_dtype)
+    predictor: Any = published.opener()()
+    try:
+        full = request_of(0, 30)
+        lengths = full.lengths.copy()
+        lengths[1:, 1:] = 0
+        parts = np.split(full.ids, np.cumsum(full.lengths.sum(axis=1))[:-1])
+        request = Request(full.dense, lengths, np.concatenate(
+            [part[:n] for part, n in zip(parts, lengths.sum(axis=1), strict=True)]), (1, 2))
+        batch = join([request, request])
+        scores, read = [], [0]
+        for each in (batch, batch.expanded()):
+            scores.append(predictor.predict(each)[0])
+            read.append(predictor.rows_read()["local"])
+        assert predictor.shares_bags and batch.shared == (1, 2)
+        assert np.array_equal(*scores) and scores[0].std() > 0
+        assert read[1] == batch.ids.size and read[2] - read[1] == batch.expanded().ids.size
     finally:
         predictor.close()
         published.close()

@@ -44,6 +44,60 @@ def test_scores_come_back() -> None:
     assert np.array_equal(found, scores)
 
 
+def with_user(request: Request, shared: tuple[int, ...]) -> Request:
+    """The request, the first sample's bags of these features being those of all."""
+    lengths = request.lengths.copy()
+    lengths[list(shared), 1:] = 0
+    parts = np.split(request.ids, np.cumsum(request.lengths.sum(axis=1))[:-1])
+    return Request(request.dense, lengths, np.concatenate(
+        [part[:lengths[k].sum()] for k, part in enumerate(parts)]), shared)
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4),
+       st.sets(st.integers(0, 2)), st.booleans())
+def test_a_users_features_are_those_of_all_candidates(seed: int, sizes: list[int],
+                                                      shared: set[int], mixed: bool) -> None:
+    rng = np.random.default_rng(seed)
+    requests = [with_user(random_request(rng, n), tuple(sorted(shared))) for n in sizes]
+    full = [r.expanded() for r in requests]
+    for request, whole in zip(requests, full, strict=True):
+        whole.check(SIGNATURE)
+        bags = {k: request.ids[n:n + request.lengths[k, 0]] for k, n in enumerate(
+            np.cumsum([0, *request.lengths.sum(axis=1)])[:-1])}
+        ends = np.cumsum(whole.lengths).reshape(whole.lengths.shape)
+        for k in shared:
+            for end, length in zip(ends[k], whole.lengths[k], strict=True):
+                assert np.array_equal(whole.ids[end - length:end], bags[k])
+        body, header = wire.encode_request(request, list(SIGNATURE.features))
+        found = wire.decode_request(body, header, SIGNATURE)
+        assert found.shared == request.shared
+        assert same(found, request)
+        again = wire.decode_request(*wire.encode_request(request), SIGNATURE)  # without names
+        assert not again.shared and same(again, whole)
+    if mixed:
+        requests.append(random_request(rng, 3))
+        full.append(requests[-1])
+    found, want = join(requests), join(full)
+    assert bool(found.shared) == (bool(shared) and not mixed)
+    assert same(found.expanded(), want)
+
+
+def test_a_users_features_are_checked() -> None:
+    request = with_user(random_request(np.random.default_rng(0), 4, uniform=True), (0, 2))
+    body, header = wire.encode_request(request, list(SIGNATURE.features))
+
+    def refused(old: bytes, new: bytes, words: str) -> None:
+        changed = body[:header].replace(old, new) + body[header:]
+        with pytest.raises(InvalidInputError, match=words):
+            wire.decode_request(changed, len(changed) - len(body) + header, SIGNATURE)
+
+    refused(b'"a,c"', b'"a,b"', "lengths of user_features='more than one bag'")
+    refused(b'"a,c"', b'"a,d"', "unknown features")
+    refused(b'"a,c"', b'"a,a"', "features=.*every feature at most once")
+    refused(b'"a,c"', b'7', "user_features=7, expected text")
+    refused(b'"a,b,c"', b'"c,b,a"', "cannot score")
+
+
 def test_features_may_come_in_any_order_and_be_left_out() -> None:
     whole = random_request(np.random.default_rng(0), 4)
     per_feature = np.split(whole.ids, np.cumsum(whole.lengths.sum(axis=1))[:-1])

@@ -57,8 +57,14 @@ def test_metrics_count_every_worker(server: Server) -> None:
         wait_for(lambda: value_of(client.metrics(), "oper_embedding_rows_read_total")
                  - value_of(before, "oper_embedding_rows_read_total") == 6 * 15)
         after = client.metrics()
-    for name, grown in (("oper_request_seconds_count", 6), ("oper_batch_samples_sum", 30)):
+    for name, grown in (("oper_request_seconds_count", 6), ("oper_batch_samples_sum", 30),
+                        ("oper_stage_seconds_count", 6 * 5)):
         assert value_of(after, name) - value_of(before, name) == grown
+    stages = {name: value_of(after, rf'oper_stage_seconds_sum{{stage="{name}"}}')
+              for name in metrics.STAGES}
+    assert all(seconds > 0 for seconds in stages.values()), stages
+    between = stages["decode"] + stages["wait"] + stages["score"]
+    assert between == pytest.approx(value_of(after, "oper_request_seconds_sum"), rel=1e-6)
     assert value_of(after, "oper_workers") == 2
     for name in ("oper_queued_samples", "oper_weights_epoch", "oper_request_seconds_bucket",
                  "oper_worker_restarts_total", "oper_publications_total"):
@@ -89,6 +95,15 @@ def test_features_by_name(client: Client) -> None:
     assert error.value.status == 400
     with pytest.raises(InvalidInputError, match="shape of lengths"):
         client.score(dense, {"a": (np.array([1]), [1])})
+
+
+def test_a_user_is_named_once(client: Client) -> None:
+    dense = np.array([[1, 0], [0, 2], [0, 0]])
+    scores = client.score(dense, {"c": np.array([6, 0, 1])},
+                          {"b": np.array([5]), "a": (np.array([1, 2, 3]), [3])})
+    assert scores.tolist() == [1000 + 6 + 10 + 3 * 6, 2000 + 6 + 10, 6 + 10 + 3]
+    with pytest.raises(InvalidInputError, match="shape of lengths"):
+        client.score(dense, {}, {"a": np.array([1, 2])} | {"b": (np.array([1, 2, 3]), [1, 1, 1])})
 
 
 def test_a_request_leaves_at_once_and_its_worker_is_remembered(
@@ -355,28 +370,6 @@ def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def test_a_folder_left_behind_is_removed_by_the_next(tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TMPDIR", raising=False)
-    monkeypatch.setattr(metrics, "_MEMORY", str(tmp_path))
-    left = tmp_path / "oper-serve-left"
-    left.mkdir()
-    (left / "counter_1.db").write_bytes(b"x")
-    (tmp_path / "oper-serve-link").symlink_to(tmp_path)
-    first, second = metrics.Folder(), metrics.Folder()
-    assert not left.exists()
-    assert Path(first.path).parent == Path(second.path).parent == tmp_path
-    first.remove()
-    first.remove()
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        ["oper-serve-link", Path(second.path).name])
-    second.remove()
-    monkeypatch.setattr(metrics, "_MEMORY", str(tmp_path / "nowhere"))
-    third = metrics.Folder()  # a machine without such a place
-    assert Path(third.path).is_dir()
-    third.remove()
-
-
 # ---- starting ------------------------------------------------------------------------------------
 
 
@@ -402,7 +395,7 @@ def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
         process.wait()
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err and "interrupted" in err, err
-    assert not list(tmp_path.glob("oper-serve-*"))
+    assert not list(tmp_path.glob("pym*"))  # shared memory
 
 
 @pytest.mark.parametrize(("model", "words"), [

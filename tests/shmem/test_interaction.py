@@ -115,6 +115,32 @@ def test_a_sample_does_not_depend_on_its_batch_nor_on_threads() -> None:
             _only(batch, s).ids.numel() for s in (0, 63, 64, 199))
 
 
+@pytest.mark.parametrize("size", [1, 64, 150])
+def test_bags_that_samples_share_are_looked_up_once(size: int) -> None:
+    """The bits of full rows; three requests in a batch, whose shared bags lie anywhere."""
+    with published(26, 64, "int8") as (tables, reader), reader.pinned():
+        batch, dense = batch_of(26, size), torch.randn(size, 64)
+        first = torch.tensor([0] * (size // 3) + [size // 3] * (size // 2),
+                             dtype=torch.int64)
+        first = torch.nn.functional.pad(first, (0, size - first.numel()),
+                                        value=size // 3 + size // 2)
+        keys = torch.arange(26) % 3 > 0
+        batch.key_of = torch.randperm(26, generator=torch.Generator().manual_seed(0))
+        ends = batch.lengths.cumsum(0).reshape(26, size)
+        lengths = batch.lengths.reshape(26, size)
+        of = torch.where(keys[:, None], first, torch.arange(size))  # whose bag each sample has
+        bags = [[batch.ids[int(ends[k, b] - lengths[k, b]):int(ends[k, b])] for b in of[k]]
+                for k in range(26)]
+        full = Lookup(torch.cat([bag for row in bags for bag in row]),
+                      lengths.gather(1, of).reshape(-1), batch.key_of, size)
+        counts = [int(tables.traffic(reset=True).counts.sum())]
+        want = tables.lookup_interaction(full, dense)
+        counts.append(int(tables.traffic(reset=True).counts.sum()))
+        assert torch.equal(tables.lookup_interaction(batch, dense, first, keys), want)
+        counts.append(int(tables.traffic(reset=True).counts.sum()))
+        assert counts[1] == full.ids.numel() and (size == 1 or counts[2] < counts[1] / 2)
+
+
 def _only(batch: Lookup, sample: int) -> Lookup:
     """One sample of a batch."""
     lengths = batch.lengths.reshape(-1, batch.batch_size)

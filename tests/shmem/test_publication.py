@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO
 
 import numpy as np
@@ -295,7 +295,24 @@ def test_weights_that_do_not_fit_change_nothing(name: str) -> None:
             publisher.publish(rows, weights)  # type: ignore[arg-type]
         assert reader.epoch == 1
         assert reader.verify() == 1
-    assert publisher.publish(constant(2), dense(2)) == 2
+    def one_bad(number: float, table: str = "a") -> Callable[[str], Rows]:
+        def rows(name: str) -> Rows:
+            for begin, values in constant(2)(name):
+                if name == table and begin == 9000 * (name == "a"):
+                    values[5, 3] = number
+                yield begin, values
+        return rows
+
+    for rows, weights, words in (
+            (one_bad(float("nan")), dense(2), "table 'a': row 9005='inf or nan'"),
+            (one_bad(float("inf")), dense(2), "table 'a': row 9005='inf or nan'"),
+            (one_bad(float("nan"), "b"), dense(2), "table 'b': row 5='inf or nan'"),
+            (constant(2), {**dense(2), "w": dense(2)["w"] * float("nan")}, "w='nan'")):
+        with pytest.raises(InvalidInputError, match=words):
+            publisher.publish(rows, weights)
+        assert reader.verify() == 1
+    large = {**dense(2), "w": torch.full_like(dense(2)["w"], 3e38)}
+    assert publisher.publish(one_bad(3e38), large) == 2  # the sums are not finite
     reader.close()
     publisher.close()
 

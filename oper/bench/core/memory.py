@@ -51,17 +51,22 @@ def unfiled_pss_bytes(pid: int) -> int:
     return sum(int(x) << 10 for x in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", text, re.M))
 
 
-def peak_rss_mb() -> float:
-    """Peak resident memory of this process so far, in units of 10^6 bytes (the kernel's VmHWM).
+def peak_rss_mb(pid: int | str = "self") -> float:
+    """Peak resident memory of a process so far, in units of 10^6 bytes (the kernel's VmHWM).
 
     `getrusage` will not do: its peak begins with that of the process that started this one.
     """
-    text = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.M)
     if found is None:
-        raise OperError(fail("cannot read the peak memory", "/proc/self/status", text[:40],
+        raise OperError(fail("cannot read the peak memory", f"/proc/{pid}/status", text[:40],
                              "a line VmHWM", "run on Linux with /proc mounted"))
     return int(found[1]) * 1024 / 1e6
+
+
+def reset_peak(pid: int) -> None:
+    """Let a process's `peak_rss_mb` begin anew, with what is resident now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
 
 
 def num_descriptors(pid: int) -> int:

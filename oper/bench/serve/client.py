@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ class Seen:
         retries: requests sent again.
         messages: of some failures.
         cores: that the client kept busy, LoadGen included.
+        unchecked: query, epoch and scores float32 [candidates] of answers that there was nothing
+            learned to compare with.
     """
 
     result: loadgen.Result
@@ -56,6 +58,7 @@ class Seen:
     retries: int
     messages: list[str]
     cores: float = 0.0
+    unchecked: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
 
     @property
     def latency_ms(self) -> np.ndarray:
@@ -70,10 +73,12 @@ class LoadClient:
         address: of the server.
         served: what it scores.
         connections: requests in flight at most.
+        once: queries name the features of their user once.
     """
 
-    def __init__(self, address: str, served: ServeWork, connections: int = 64) -> None:
-        self._child = Child(_client, (address, served, connections),
+    def __init__(self, address: str, served: ServeWork, connections: int = 64,
+                 once: bool = False) -> None:
+        self._child = Child(_client, (address, served, connections, once),
                             "the client of the benchmark")
         self._child.wait(_ANSWER_S)
 
@@ -161,14 +166,16 @@ def _field(head: bytes, name: bytes) -> bytes:
 class _Sender:
     """Sends queries over any number of connections and one thread that reads them."""
 
-    def __init__(self, address: str, served: ServeWork, connections: int) -> None:
+    def __init__(self, address: str, served: ServeWork, connections: int, once: bool = False
+                 ) -> None:
         from oper.serve.wire import HEADER_LENGTH, encode_request
 
         host, _, port = address.rpartition(":")
         self._place, self._most = (host.strip("[]"), int(port)), connections
         self._messages = []
         for request in served.library():
-            body, length = encode_request(request)
+            body, length = encode_request(request.expanded()) if not once else encode_request(
+                request, served.signature.features)
             self._messages.append(
                 f"POST /v2/models/{served.signature.name}/infer HTTP/1.1\r\nhost: {address}\r\n"
                 f"content-type: application/octet-stream\r\n{HEADER_LENGTH}: {length}\r\n"
@@ -210,16 +217,19 @@ class _Sender:
         begin, busy = time.perf_counter(), time.process_time()
         result = loadgen.run(settings, self._issue)
         cores = (time.process_time() - busy) / (time.perf_counter() - begin)
-        wrong, epochs = 0, []
+        wrong, epochs = 0, list[int]()
+        unchecked: list[tuple[int, int, np.ndarray]] = []
         for _, _, index, answer in self._answers:
             epochs.append(0)
             if answer:
                 scores, epochs[-1] = _scores(answer)
-                wrong += bool(np.abs(scores - self._expected[epochs[-1] % 2][index]).max()
-                              > TOLERANCE)
+                if self._expected:
+                    wrong += not same(scores, self._expected[epochs[-1] % 2][index])
+                else:
+                    unchecked.append((index, epochs[-1], scores))
         times = np.array([(b, e) for b, e, _, _ in self._answers]).reshape(-1, 2)
         return Seen(result, times[:, 0], times[:, 1], np.array(epochs, np.int64), wrong,
-                    len(self._failures), self._retries, self._failures[:5], cores)
+                    len(self._failures), self._retries, self._failures[:5], cores, unchecked)
 
     def _issue(self, pairs: list[tuple[int, int]]) -> None:
         now = time.monotonic()
@@ -319,6 +329,11 @@ class _Sender:
             self._finish(query, b"")
 
 
+def same(scores: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether scores are those expected, whatever batches they were computed in."""
+    return bool(np.abs(scores - expected).max() <= TOLERANCE)
+
+
 def _scores(answer: bytes) -> tuple[np.ndarray, int]:
     """Scores and epoch of an answer, head and all; raises OperError."""
     from oper.serve.wire import HEADER_LENGTH, decode_scores
@@ -331,9 +346,9 @@ def _scores(answer: bytes) -> tuple[np.ndarray, int]:
     return decode_scores(body, int(length))
 
 
-def _client(control: Any, address: str, served: ServeWork, connections: int) -> None:
+def _client(control: Any, address: str, served: ServeWork, connections: int, once: bool) -> None:
     die_with_parent()
-    sender = _Sender(address, served, connections)
+    sender = _Sender(address, served, connections, once)
     control.send(True)
     while obey(control, {"learn": sender.learn, "run": sender.run}):
         pass

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from oper.bench.core.child import Child, obey
 from oper.bench.core.memory import cpu_seconds, num_descriptors, pss_bytes
 from oper.bench.serve.models import ServeWork, build, give_back_memory
-from oper.serve.options import BatchOptions
+from oper.integration.checkpoint.follow import Change, Follower
+from oper.serve.model import PublishedModel
+from oper.serve.options import BatchOptions, ServeOptions
+from oper.serve.server import FOLLOW_S, Server
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,21 @@ class Swap:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One change of a training run in service.
+
+    Attributes:
+        step: of the run.
+        seconds: that reading, checking and publishing it have taken.
+        lag_s: from the step to its weights in service.
+    """
+
+    step: int
+    seconds: float
+    lag_s: float
+
+
 class Host:
     """``oper.serve.Server`` with a published model, which two sets of weights take turns in.
 
@@ -39,18 +59,33 @@ class Host:
         workers: of the server.
         batching: of each worker.
         spin_us: of each worker.
+        run: folder of a training run's checkpoints, whose weights are served instead.
     """
 
     def __init__(self, served: ServeWork, workers: int, batching: BatchOptions,
-                 spin_us: float = 0.0) -> None:
-        self._child = Child(_host, (served, workers, batching, spin_us),
-                            "the server of the benchmark", daemon=False)
+                 spin_us: float = 0.0, run: str = "") -> None:
+        options = ServeOptions(port=0, workers=workers, batching=batching, spin_us=spin_us)
+        self._child = Child(_host, (served, options, run), "the server of the benchmark",
+                            daemon=False)
         self.address: str = self._child.wait()
+        self.pid = self._child.pid
 
-    def publish(self) -> Swap:
-        """Publish the other set of weights."""
-        swap: Swap = self._child.ask("publish")
+    def publish(self, weights: str = "") -> Swap:
+        """Publish the other set of weights, or a checkpoint."""
+        swap: Swap = self._child.ask("publish", weights)
         return swap
+
+    def follow(self) -> None:
+        """Begin to publish what the training run saves."""
+        self._child.ask("follow")
+
+    def followed(self) -> list[Publication]:
+        """Publications of its changes so far."""
+        return list(self._child.ask("followed"))
+
+    def stop_following(self) -> None:
+        """Publish no more of the run."""
+        self._child.ask("stop_following")
 
     def worker_pids(self) -> list[int]:
         """Workers that take requests."""
@@ -82,34 +117,75 @@ class Host:
         return self._child.close(90)
 
 
-def _host(control: Any, served: ServeWork, workers: int, batching: BatchOptions,
-          spin_us: float) -> None:
-    """What the process does until the other end of `control` closes."""
-    from oper.serve.model import PublishedModel
-    from oper.serve.options import ServeOptions
-    from oper.serve.server import Server
+class _Following(Follower):
+    """Follows a training run as ``oper serve --watch`` does, and notes what it costs."""
 
-    sets = {"a": build(served, "cpu").state_dict()}
-    sets["b"] = {name: -w if "embedding_bags" in name else w for name, w in sets["a"].items()}
-    last = [name for name in sets["b"] if name.endswith("bias")][-1]
-    sets["b"][last] = sets["b"][last] + 0.5
+    def __init__(self, server: Server, run: str) -> None:
+        super().__init__(lambda: Path(run), in_service=False)  # published whole first
+        self.made: list[Publication] = []
+        self._began = 0.0
+        self._server, self._stop = server, threading.Event()
+        self._thread = threading.Thread(target=self._follow)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(FOLLOW_S):
+            self._server.follow(self)
+
+    def changes(self) -> Iterator[Change]:
+        """Notes when the reading of each begins."""
+        self._began = time.time()
+        for change in super().changes():
+            yield change
+            del change
+            self._began = time.time()
+
+    def applied(self, change: Change) -> None:
+        """It is in service now."""
+        now = time.time()
+        self.made.append(Publication(change.step, now - self._began, now - change.time_s))
+        super().applied(change)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join()
+
+
+def _host(control: Any, served: ServeWork, options: ServeOptions, run: str) -> None:
+    """What the process does until the other end of `control` closes."""
+    sets: dict[str, Any] = {"a": Path(run), "b": Path(run)} if run else _two_sets(served)
     model = PublishedModel(functools.partial(build, served), sets["a"], served.signature,
-                           served.row_dtype, keep_spare=True)
+                           served.row_dtype, keep_spare=not run).reads_again(lambda: sets["a"])
     give_back_memory()
-    options = ServeOptions(port=0, workers=workers, batching=batching, spin_us=spin_us)
+    following: list[_Following] = []
     with Server(model, options) as server:
         control.send(server.address)
-        commands: dict[str, Callable[[], Any]] = {
+        commands: dict[str, Callable[..., Any]] = {
             "pids": lambda: server.worker_pids, "counts": lambda: server.counts,
             "memory": model.memory_bytes, "publication": lambda: model.publication_name,
-            "publish": lambda: _swap(server, sets)}
+            "publish": lambda weights: _swap(server, Path(weights) if weights else sets),
+            "follow": lambda: following.append(_Following(server, run)),
+            "followed": lambda: following[-1].made,
+            "stop_following": lambda: following[-1].stop()}
         while obey(control, commands):
             pass
 
 
-def _swap(server: Any, sets: dict[str, Any]) -> Swap:
-    """Publish the set that is not being served."""
-    even = (server.counts["publications"] + 1) % 2 == 1  # the first publication is set A
+def _two_sets(served: ServeWork) -> dict[str, Any]:
+    """Sets A and B."""
+    sets = {"a": build(served, "cpu").state_dict()}
+    sets["b"] = {name: -w if "embedding_bags" in name else w for name, w in sets["a"].items()}
+    last = [name for name in sets["b"] if name.endswith("bias")][-1]
+    sets["b"][last] = sets["b"][last] + 0.5
+    return sets
+
+
+def _swap(server: Server, weights: Any) -> Swap:
+    """Publish weights, or of two sets the one that is not being served."""
+    if isinstance(weights, dict):
+        even = (server.counts["publications"] + 1) % 2 == 1  # the first publication is set A
+        weights = weights["b" if even else "a"]
     begin = time.monotonic()
-    epoch = server.publish(sets["b" if even else "a"])
+    epoch = server.publish(weights)
     return Swap(begin, time.monotonic(), epoch)

@@ -38,8 +38,9 @@ class LiveCase:
     Attributes:
         name: for the record.
         kind: ``"http"``: the highest rate at the latency bound, beside the same in process;
-            ``"publish"``: new weights under load; ``"soak"``: long, with a killed worker. The
-            capacity of these two is the highest rate that the server keeps up with.
+            ``"candidates"``: the same of requests that name their user's features once, beside
+            full ones; ``"publish"``: new weights under load; ``"soak"``: long, with a killed
+            worker. The capacity of these two is the highest rate that the server keeps up with.
         served: what is scored.
         workers: of the server.
         seconds: length of the main runs.
@@ -137,7 +138,8 @@ def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, 
     with _running(case, progress) as live:
         clock = record.BusyClock(lambda: (live.host.cpu_seconds() + live.beside_s
                                             + live.client.cpu_seconds()))
-        entry = {"http": _http, "publish": _publish, "soak": _soak}[case.kind](live)
+        entry = {"http": _http, "candidates": _candidates, "publish": _publish,
+                 "soak": _soak}[case.kind](live)
         entry |= {"other_busy_cores": round(clock.others(list), 2),
                   "server_memory_bytes": live.host.memory(),
                   "separation_of_sets": live.separation, "std_of_scores": live.std}
@@ -176,64 +178,129 @@ class _InProcess:
             return loadgen.run(settings, issue)
 
 
-def _http(live: _Live) -> dict[str, Any]:
-    """The highest rates at the bound over HTTP and in process, then runs of both at one rate: equal
-    queries, arrivals, lengths of runs and verdicts. The two take turns."""
-    case, seen = live.case, list[Seen]()
-    beside = _InProcess(live)
+Side = tuple[Callable[[loadgen.Settings], loadgen.Result], Callable[[], float]]  # a run, its CPU
 
-    def over_http(settings: loadgen.Settings) -> loadgen.Result:
-        seen.append(live.client.run(settings))
-        return seen[-1].result
 
-    sides = {"http": (over_http, live.host.cpu_seconds),
-             "in_process": (beside.run, beside.cpu_seconds)}
-    try:
+@dataclass(slots=True)
+class _Compared:
+    """Two ways to have the same queries scored: highest rates at the bound, one query alone, and
+    what runs of both at one rate, which the first way decides, have shown."""
+
+    sides: dict[str, Side]
+    single: dict[str, loadgen.Result] = field(default_factory=dict)
+    searches: dict[str, Search] = field(default_factory=dict)
+    runs: dict[str, list[loadgen.Result]] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)  # processor time (s) of the last runs
+    target: float = 0.0
+
+    def measure(self, live: _Live) -> None:
+        """Equal queries, arrivals, lengths of runs and verdicts. The two take turns."""
+        case = live.case
         live.progress(f"{case.name}: looking for the capacity")
-        single = {name: run(replace(live.settings, scenario="SingleStream", expected_qps=300))
-                  for name, (run, _) in sides.items()}
-        searches = {name: Search(0.5 * result.rate, case.bound_ms, case.max_runs, case.votes)
-                    for name, result in single.items()}
-        search(searches, lambda name, rate, before: sides[name][0](replace(
+        single = replace(live.settings, scenario="SingleStream", expected_qps=300)
+        self.single = {name: run(single) for name, (run, _) in self.sides.items()}
+        self.searches = {name: Search(0.5 * result.rate, case.bound_ms, case.max_runs, case.votes)
+                         for name, result in self.single.items()}
+        search(self.searches, lambda name, rate, before: self.sides[name][0](replace(
             live.at(rate, case.run_s), min_queries=case.min_queries,
             seed=live.settings.seed + before)), case.search_s)
-        rate = searches["http"].best()[0]
+        leading = self.searches[next(iter(self.sides))]
         # Where no rate keeps the bound, what the lowest one does is of interest, beside the other.
-        target = case.load * (rate or min(r[0] for r in searches["http"].to_json()))
-        settings = replace(live.at(target, case.seconds), min_queries=case.min_queries)
-        runs: dict[str, list[loadgen.Result]] = {name: [] for name in sides}
-        busy = dict.fromkeys(sides, 0.0)
-        first = len(seen)
+        self.target = case.load * (leading.best()[0] or min(r[0] for r in leading.to_json()))
+        self.runs, self.busy = {name: [] for name in self.sides}, dict.fromkeys(self.sides, 0.0)
         for turn in range(_ROUNDS):
-            live.progress(f"{case.name}: {target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
-            for name in list(sides)[::1 - 2 * (turn % 2)]:
-                run, cpu = sides[name]
+            live.progress(f"{case.name}: {self.target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
+            for name in list(self.sides)[::1 - 2 * (turn % 2)]:
+                run, cpu = self.sides[name]
                 before = cpu()
-                runs[name].append(run(replace(settings, seed=settings.seed + turn)))
-                busy[name] += cpu() - before
+                settings = self.settings(live)
+                self.runs[name].append(run(replace(settings, seed=settings.seed + turn)))
+                self.busy[name] += cpu() - before
+
+    def settings(self, live: _Live) -> loadgen.Settings:
+        """Of the last runs."""
+        return replace(live.at(self.target, live.case.seconds), min_queries=live.case.min_queries)
+
+    def rate(self, name: str) -> float:
+        """The highest VALID one."""
+        return round(self.searches[name].best()[0], 2)
+
+    def saved(self, name: str, other: str) -> float:
+        """Queries per second of processor time, of those of the other."""
+        return round(self.busy[other] / self.busy[name], 4) if self.busy[name] else 0.0
+
+    def to_json(self, live: _Live, queries: int) -> dict[str, Any]:
+        """For the record; `queries` is how many each had in the last runs."""
+        latency = {name: {p: round(float(np.median([r.latency_ms[p] for r in found])), 4)
+                          for p in ("p50", "p90", "p99")} for name, found in self.runs.items()}
+        first = next(iter(self.sides))
+        return {"p99_ms": latency[first]["p99"], "latency_ms": latency,
+                "cpu_ms_per_query": {n: round(b / queries * 1e3, 4) for n, b in self.busy.items()},
+                "single_ms": self.single[first].latency_ms["p50"],
+                "target_qps": round(self.target, 2), "capacity_qps": self.rate(first),
+                "capacity": {name: {"single_stream": self.single[name].to_json(),
+                                    "search": found.to_json()}
+                             for name, found in self.searches.items()},
+                "loadgen": self.settings(live).to_json()}
+
+
+def _http(live: _Live) -> dict[str, Any]:
+    """Over HTTP, and the same in process."""
+    seen, beside = list[Seen](), _InProcess(live)
+    compared = _Compared({"http": (_noting(live.client, seen), live.host.cpu_seconds),
+                          "in_process": (beside.run, beside.cpu_seconds)})
+    try:
+        compared.measure(live)
         live.beside_s = beside.cpu_seconds()
     finally:
         beside.close()
-    last = seen[first:]
-    # Equal settings and seeds: LoadGen issues equal queries on both sides.
-    queries = sum(s.begin.size for s in last)
-    latency = {name: {p: round(float(np.median([r.latency_ms[p] for r in found])), 4)
-                      for p in ("p50", "p90", "p99")} for name, found in runs.items()}
+    last = seen[-_ROUNDS:]
     errors = _errors(*seen)
-    return {"queries_per_s": round(rate, 2),
-            "in_process_queries_per_s": round(searches["in_process"].best()[0], 2),
-            "ratio_in_process": round(busy["in_process"] / busy["http"], 4) if busy["http"] else 0,
-            "cpu_ms_per_query": {n: round(b / queries * 1e3, 4) for n, b in busy.items()},
-            "single_ms": single["http"].latency_ms["p50"],
-            "in_process_single_ms": single["in_process"].latency_ms["p50"],
+    return {"queries_per_s": compared.rate("http"),
+            "in_process_queries_per_s": compared.rate("in_process"),
+            "ratio_in_process": compared.saved("http", "in_process"),
+            "in_process_single_ms": compared.single["in_process"].latency_ms["p50"],
             "client_cores": round(float(np.mean([s.cores for s in last])), 3),
-            "p99_ms": latency["http"]["p99"], "errors": errors, "verified": not errors,
-            "target_qps": round(target, 2), "capacity_qps": round(rate, 2), "latency_ms": latency,
+            "errors": errors, "verified": not errors,
+            # Equal settings and seeds: LoadGen issues equal queries on both sides.
+            **compared.to_json(live, sum(s.begin.size for s in last)),
             "runs": [_summary(s) for s in last],
-            "in_process_runs": [r.to_json() for r in runs["in_process"]],
-            "capacity": {name: {"single_stream": single[name].to_json(),
-                                "search": found.to_json()} for name, found in searches.items()},
-            "loadgen": settings.to_json()}
+            "in_process_runs": [r.to_json() for r in compared.runs["in_process"]]}
+
+
+def _candidates(live: _Live) -> dict[str, Any]:
+    """Requests that name their user's features once, beside the same with all rows in full."""
+    seen: dict[str, list[Seen]] = {"once": [], "full": []}
+    once = LoadClient(live.host.address, live.case.served, once=True)
+    try:
+        # Only the newest set of weights is in service from here on.
+        is_equal = np.array_equal(once.learn(), live.client.learn())
+        compared = _Compared({
+            "once": (_noting(once, seen["once"]), live.host.cpu_seconds),
+            "full": (_noting(live.client, seen["full"]), live.host.cpu_seconds)})
+        compared.measure(live)
+        live.beside_s = once.cpu_seconds()
+    finally:
+        once.close()
+    last = [s for found in seen.values() for s in found[-_ROUNDS:]]
+    errors = _errors(*seen["once"], *seen["full"])
+    rates = {name: compared.rate(name) for name in seen}
+    return {"queries_per_s": rates["once"], "full_queries_per_s": rates["full"],
+            "ratio_full": round(rates["once"] / rates["full"], 4) if rates["full"] else None,
+            "cpu_ratio_full": compared.saved("once", "full"),
+            "bit_equal": bool(is_equal), "errors": errors, "verified": is_equal and not errors,
+            "full_single_ms": compared.single["full"].latency_ms["p50"],
+            **compared.to_json(live, sum(s.begin.size for s in last) // 2),
+            "runs": [_summary(s) for s in last]}
+
+
+def _noting(client: LoadClient, seen: list[Seen]) -> Callable[[loadgen.Settings], loadgen.Result]:
+    """Runs of a client, kept in `seen`."""
+    def run(settings: loadgen.Settings) -> loadgen.Result:
+        seen.append(client.run(settings))
+        return seen[-1].result
+
+    return run
 
 
 def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:

@@ -35,6 +35,8 @@ class ServeWork:
         work: tables and skew; its batch size is not used.
         candidates: samples of a query.
         num_queries: distinct queries, drawn again and again by LoadGen.
+        user_features: so many features, the first ones, are the visitor's: all candidates of a
+            query have the same ids.
         dense_layers, over_layers: sizes of the MLPs; by default those of ``oper train``.
         row_dtype: of OPER's rows; TorchRec's are quantised to the same width.
     """
@@ -45,6 +47,7 @@ class ServeWork:
     dense_layers: tuple[int, ...] = (128, 64)
     over_layers: tuple[int, ...] = (128, 64)
     row_dtype: str = "int8"
+    user_features: int = 0
 
     @property
     def signature(self) -> Signature:
@@ -53,13 +56,15 @@ class ServeWork:
 
     def query(self, number: int) -> Request:
         """A query of the library."""
-        work, size = self.work, self.candidates * self.work.pooling
+        work = self.work
         rng = np.random.default_rng((work.seed, TIMED, number, work.pooling, 7))
-        ids = np.concatenate([
-            _scatter(n, work.seed, t)[draw_ids(rng, n, size, work.exponent)]
-            for t, n in enumerate(work.num_rows)]).astype(np.int64)
         lengths = np.full((len(work.num_rows), self.candidates), work.pooling, np.int32)
-        return Request(rng.random((self.candidates, NUM_DENSE), np.float32), lengths, ids)
+        lengths[:self.user_features, 1:] = 0
+        ids = np.concatenate([
+            _scatter(n, work.seed, t)[draw_ids(rng, n, int(lengths[t].sum()), work.exponent)]
+            for t, n in enumerate(work.num_rows)]).astype(np.int64)
+        return Request(rng.random((self.candidates, NUM_DENSE), np.float32), lengths, ids,
+                       tuple(range(self.user_features)))
 
     def library(self) -> list[Request]:
         """All queries."""
@@ -117,6 +122,7 @@ class TorchPredictor:
         """Probabilities float32 [B], and 1."""
         import torch
 
+        batch = batch.expanded()
         with torch.no_grad():
             logits = self._models[self.variant](torch.from_numpy(batch.dense),
                                                 kjt_of(batch, self.signature.features))

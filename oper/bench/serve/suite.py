@@ -12,6 +12,7 @@ from typing import Any
 from oper.bench.core import record
 from oper.bench.core.launch import run_workers
 from oper.bench.core.workload import CRITEO_KAGGLE_ROWS, Workload
+from oper.bench.serve.delta_case import DeltaCase, run_delta_case
 from oper.bench.serve.live_case import LiveCase, run_live_case
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.server_case import ServerCase, run_server_case
@@ -19,7 +20,8 @@ from oper.bench.tables.lookup_case import LookupCase, run_case
 from oper.flags import number
 
 WORLD_SIZE = 2
-Case = LookupCase | ServerCase | LiveCase
+Case = LookupCase | ServerCase | LiveCase | DeltaCase
+_USER_FEATURES = 18  # of the 26: the other 8 are the candidate's
 # Publishing 50 times should take a minute, not an hour.
 _PUBLISHED_ROWS = tuple(min(n, 250_000) for n in CRITEO_KAGGLE_ROWS)
 
@@ -30,8 +32,11 @@ def cases(quick: bool) -> list[Any]:
         f"forward-pool{p}", Workload(pooling=p), torchrec=True, rounds=10) for p in (1, 20)]
     found.append(ServerCase("server-10ms"))
     found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=100.0))
+    found.append(LiveCase("candidates", "candidates", ServeWork(user_features=_USER_FEATURES),
+                          load=0.9, run_s=4.0, search_s=100.0))
     served = ServeWork(Workload(num_rows=_PUBLISHED_ROWS))
     found.append(LiveCase("publish", "publish", served, load=0.3, votes=2, max_runs=8))
+    found.append(DeltaCase("delta", served))
     found.append(LiveCase("soak", "soak", served, seconds=600.0, votes=2, max_runs=8))
     return [_shorter(c) for c in found] if quick else found
 
@@ -41,7 +46,10 @@ def _shorter(case: Case) -> Case:
     if isinstance(case, LookupCase):
         work = replace(small, pooling=case.work.pooling)
         return replace(case, work=work, num_stats_batches=4, rounds=4, per_round=3)
-    served = ServeWork(small, num_queries=64)
+    served = ServeWork(small, num_queries=64, user_features=getattr(
+        case, "served", ServeWork()).user_features)
+    if isinstance(case, DeltaCase):
+        return replace(case, served=served, deltas=20, quiet_s=2.0, rate=100.0)
     if isinstance(case, ServerCase):
         return replace(case, served=served, run_s=0.7, min_queries=64, max_runs=4, search_s=30.0,
                        other_s=0.5)
@@ -64,6 +72,8 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
             yield next(measured)
         elif isinstance(case, ServerCase):
             yield run_server_case(case, _progress)
+        elif isinstance(case, DeltaCase):
+            yield run_delta_case(case, _progress)
         else:
             if case.kind == "soak" and args.soak_seconds:
                 case = replace(case, seconds=args.soak_seconds)
@@ -81,6 +91,7 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
     parts = [_forward([e for e in entries if "ratio_forward" in e])]
     parts += [_server(e) for e in entries if "contenders" in e]
     parts.append(_live([e for e in entries if "capacity" in e]))
+    parts.append(_delta([e for e in entries if "bytes_share" in e]))
     wrong = "".join(f"{e['name']}: NOT verified: {e.get('verification', e)}\n"
                     for e in entries if not e["verified"])
     return "\n".join(p for p in parts if p) + record.noise_note(entries) + wrong
@@ -136,6 +147,9 @@ def _live(entries: Sequence[dict[str, Any]]) -> str:
             more = f"in process {e['in_process_queries_per_s']:.0f}/s, " \
                    f"{e['ratio_in_process']:.2f} of its queries per processor second; single " \
                    f"{e['single_ms']:.2f} ms; the client took {e['client_cores']:.2f} cores"
+        if "ratio_full" in e:
+            more = f"all rows in full {e['full_queries_per_s']:.0f}/s; " \
+                   f"{e['cpu_ratio_full']:.2f} times its queries per processor second"
         if "quiet" in e:
             more = f"{e['swaps']} swaps of {e['swap_ms']['median']:.0f} ms, quiet p99 " \
                    f"{e['quiet_p99_ms']:.2f} ms"
@@ -145,3 +159,12 @@ def _live(entries: Sequence[dict[str, Any]]) -> str:
                      f"{e['p99_ms']:.2f} ms", e["errors"], sum(r["retries"] for r in runs),
                      "yes" if e["verified"] else "NO", more])
     return record.table(headers, rows) + "\n"
+
+
+def _delta(entries: Sequence[dict[str, Any]]) -> str:
+    return record.table_of(entries, {
+        "rows that changed, served": "{name}", "deltas": "{deltas}",
+        "bytes of a whole publication": "{bytes_share:.2%}", "time of one": "{time_share:.1%}",
+        "peak memory": "{peak_ratio:.2f}x", "lag p99": "{lag_p99_s:.2f} s",
+        "p99 / quiet": "{p99_ratio:.2f}", "torn": "{torn}", "errors": "{errors}",
+        "verified": record.yes})

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from oper.errors import FileFormatError, InvalidInputError, fail
-from oper.files import read_arrays, write_arrays
+from oper.files import read_arrays, read_meta, write_arrays
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA, sum_of
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.shmem.rows import LogicalRows
@@ -84,13 +84,18 @@ def write_part(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray
 def read_part(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Arrays and description of a part; raises FileFormatError when it is damaged or foreign."""
     arrays, meta = read_arrays(path, KIND, VERSION)
+    return arrays, _checked(path, meta)
+
+
+def _checked(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """The description of a part; raises FileFormatError when it is of another file."""
     numbers = [meta.get(k) for k in ("number", "step", "since", "rank", "world_size", "part")]
     if not (all(type(n) is int and n >= 0 for n in numbers) and meta["rank"] < meta["world_size"]
             and isinstance(meta.get("items"), list) and type(meta.get("last")) is bool
             and path.name == f"rank-{meta['rank']:05d}-{meta['part']:05d}.npz"):
         raise FileFormatError(fail(f"cannot read {str(path)!r}", "description", numbers,
                                    "a part of a delta checkpoint", "remove the folder of deltas"))
-    return arrays, meta
+    return meta
 
 
 def find(checkpoint: Path, place: Path) -> list[Delta]:
@@ -110,7 +115,8 @@ def find(checkpoint: Path, place: Path) -> list[Delta]:
 
 
 def look(folder: Path, number: int) -> Delta:
-    """What there is of delta `number` in its folder; raises FileFormatError when it is damaged."""
+    """What there is of delta `number` in its folder, by the descriptions of its parts; raises
+    FileFormatError when these are damaged."""
     parts: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)
@@ -119,7 +125,9 @@ def look(folder: Path, number: int) -> Delta:
     delta = Delta(number)
     for rank, paths in sorted(parts.items()):
         files = [paths[k] for k in range(len(paths)) if k in paths]
-        _, meta = read_part(files[-1]) if len(files) == len(paths) else ({}, {"last": False})
+        if len(files) < len(paths):
+            continue
+        meta = _checked(files[-1], read_meta(files[-1], KIND, VERSION))
         if not meta["last"]:
             continue
         if delta.world_size not in (0, meta["world_size"]) or meta["number"] != number or (

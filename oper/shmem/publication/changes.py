@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ import torch
 from oper.errors import InvalidInputError, fail
 from oper.shmem.memory.quantise import as_rows
 from oper.shmem.publication.reader import DenseEntry, Layout
+from oper.tables import TableSpec
 
 Changes = Mapping[str, tuple[np.ndarray, torch.Tensor]]  # ids and rows by table
 
@@ -27,13 +28,29 @@ def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
         raise InvalidInputError(fail(what, "ids", (ids.shape, ids[:4].tolist()),
                                      f"int64 [{values.shape[0]}] in [0, {spec.num_rows})",
                                      "pass ids of the rows"))
-    if values.dtype.is_floating_point:
-        bad = ~torch.isfinite(values).all(dim=1)
-        if bool(bad.any()):
-            raise InvalidInputError(fail(what, f"row {int(ids[int(bad.nonzero()[0])])}",
-                                         "inf or nan", "finite numbers",
-                                         "look at the training run"))
-    return ids, as_rows(values.detach(), spec)
+    return ids, stored_rows(what, spec, values, lambda k: int(ids[k]))
+
+
+def stored_rows(what: str, spec: TableSpec, values: torch.Tensor, id_of: Callable[[int], int]
+                ) -> torch.Tensor:
+    """Rows as they are stored; raises InvalidInputError, beginning with `what`, for one that is not
+    finite, or not in the type of the table's rows."""
+    _check_finite(what, values, id_of)
+    rows = as_rows(values.detach(), spec)
+    if rows.dtype != values.dtype:
+        _check_finite(what, rows, id_of)
+    return rows
+
+
+def _check_finite(what: str, rows: torch.Tensor, id_of: Callable[[int], int]) -> None:
+    # One pass, which reads only. A sum of finite numbers may be infinite: looked at again.
+    if not rows.dtype.is_floating_point or bool(torch.isfinite(rows.sum(dtype=torch.float32))):
+        return
+    bad = ~torch.isfinite(rows).all(dim=1)
+    if bool(bad.any()):
+        raise InvalidInputError(fail(what, f"row {id_of(int(bad.nonzero()[0]))}", "inf or nan",
+                                     f"finite numbers that {rows.dtype} holds",
+                                     "look at the training run"))
 
 
 def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
@@ -53,7 +70,8 @@ def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[D
 
 
 def check_dense(entry: DenseEntry, dense: Mapping[str, torch.Tensor]) -> None:
-    """Raise InvalidInputError unless a weight of this shape and type is there."""
+    """Raise InvalidInputError unless a weight of this shape and type is there, and no number of
+    it is nan (an infinite one may be a mask's)."""
     value = dense.get(entry.key)
     found = None if value is None else (str(value.dtype).removeprefix("torch."),
                                         tuple(value.shape))
@@ -61,3 +79,6 @@ def check_dense(entry: DenseEntry, dense: Mapping[str, torch.Tensor]) -> None:
         raise InvalidInputError(
             fail("cannot publish weights beside the tables", entry.key, found,
                  f"{(entry.dtype, entry.shape)}", "publish weights of the same model"))
+    if bool(value.isnan().any()):
+        raise InvalidInputError(fail("cannot publish weights beside the tables", entry.key, "nan",
+                                     "numbers", "look at the training run"))

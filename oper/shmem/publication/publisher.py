@@ -9,7 +9,9 @@ even after SIGKILL, frees the reader's place.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
+import operator
 import os
 import selectors
 import socket
@@ -27,7 +29,6 @@ from oper.plan import Plan
 from oper.shmem.group.domains import peer_credentials
 from oper.shmem.library import load
 from oper.shmem.memory import numa
-from oper.shmem.memory.quantise import as_rows
 from oper.shmem.memory.segments import create_segment, map_segment, no_segment, page_kind
 from oper.shmem.migration import check_room
 from oper.shmem.publication.changes import (
@@ -35,6 +36,7 @@ from oper.shmem.publication.changes import (
     changed_entries,
     check_dense,
     packed_rows,
+    stored_rows,
 )
 from oper.shmem.publication.handshake import GREETING, MAGIC, check_name, socket_name
 from oper.shmem.publication.reader import (
@@ -333,7 +335,8 @@ class Publisher:
                         fail(f"cannot publish table {name!r}", "rows",
                              (begin, begin + values.shape[0]), f"within 0..{spec.num_rows}",
                              "pass this table's rows"))
-                packed = as_rows(values.detach(), spec)
+                packed = stored_rows(f"cannot publish table {name!r}", spec, values,
+                                     functools.partial(operator.add, begin))
                 for view in views:
                     view.write(name, packed, begin)
                 covered += values.shape[0]

@@ -211,12 +211,18 @@ class PublishedTables(BufferRows):
         self._check_status(code, detail, batch, offsets)
         return out
 
-    def lookup_interaction(self, batch: Lookup, dense: torch.Tensor) -> torch.Tensor:
+    def lookup_interaction(self, batch: Lookup, dense: torch.Tensor,
+                           first: torch.Tensor | None = None,
+                           shared_keys: torch.Tensor | None = None) -> torch.Tensor:
         """DLRM's dot interaction of pooled embeddings and a dense row, without writing the former.
 
         Args:
             batch: pooled; all tables have one dim D.
             dense: float32 [B, D], contiguous.
+            first: int64 [B] or None, for samples in a row that have some features in common: the
+                first of them, whose bags are looked up for all.
+            shared_keys: bool [num_keys], which keys of the batch these are; bags of other samples
+                are not read and may be empty.
 
         Returns:
             float32 [B, D + F * (F + 1) / 2]: the dense row, then the dot products of the pairs
@@ -238,7 +244,7 @@ class PublishedTables(BufferRows):
         out: torch.Tensor
         out, offsets, code, detail = torch.ops.oper.lookup_interaction(
             self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
-            dense.contiguous())
+            dense.contiguous(), first, shared_keys)
         self._check_status(code, detail, batch, offsets)
         return out
 
@@ -445,13 +451,18 @@ class Reader:
                 raise FileFormatError(fail(
                     f"publication {self.name!r} cannot be verified", "checksums", "none",
                     "those of a whole publication that writes them", "publish all weights"))
-            found = checksums(self.layout, self.addresses[buffer], self._dense[buffer])
+            found = self.sums()
             bad = [k for k, crc in found.items() if told["crc32"].get(k) != crc]
         if bad:
             raise FileFormatError(
                 fail(f"publication {self.name!r} is damaged", "parts", bad[:8],
                      "the checksums that the publisher wrote", "publish again"))
         return epoch
+
+    def sums(self) -> dict[str, int]:
+        """CRC-32 of every segment of the current epoch, by name."""
+        with self.pinned() as epoch:
+            return checksums(self.layout, self.addresses[epoch & 1], self._dense[epoch & 1])
 
     def close(self) -> None:
         """Detach; views of the buffers must not be used afterwards."""

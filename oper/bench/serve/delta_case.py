@@ -1,0 +1,343 @@
+"""From training to serving under load: what a step has changed, saved as a delta, is served.
+
+A process trains and saves a delta after each step, the server publishes each, a client sends
+requests at a fixed rate. Beside it: the same training and load with nothing published, and
+publications of all weights. After the run every answer is compared with the scores of its epoch,
+computed from the same deltas where nobody reads while they are applied.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oper.bench.core import record
+from oper.bench.core.child import Child, obey
+from oper.bench.core.launch import die_with_parent
+from oper.bench.core.memory import cpu_seconds, peak_rss_mb, reset_peak
+from oper.bench.serve import loadgen
+from oper.bench.serve.client import LoadClient, Seen, same
+from oper.bench.serve.host import Host, Publication
+from oper.bench.serve.models import ServeWork, build
+from oper.errors import OperError
+from oper.integration.checkpoint.follow import Follower
+from oper.serve.model import AttachedModel
+from oper.serve.options import BatchOptions
+
+_LATE_S = 30.0  # that the last changes may take to be served
+_RATE = 0.02  # of learning: about a tenth of a row
+_NICE = 10  # of the training process, which shares the cores
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaCase:
+    """One case.
+
+    Attributes:
+        name: for the record.
+        served: what is trained and scored.
+        workers: of the server.
+        rate: requests per second.
+        deltas: how many are served.
+        every_s: between two steps.
+        changed: share of each table's rows that a step changes.
+        quiet_s: length of each of the two runs without publications.
+        wholes: publications of all weights, for comparison.
+    """
+
+    name: str
+    served: ServeWork = field(default_factory=ServeWork)
+    workers: int = 2
+    rate: float = 330.0
+    deltas: int = 1000
+    every_s: float = 0.1
+    changed: float = 0.01
+    quiet_s: float = 10.0
+    wholes: int = 5
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Requests of one phase, and the memory that the server took meanwhile."""
+
+    seen: Seen
+    growth_bytes: float  # of the supervisor at its peak
+
+
+@dataclass(slots=True)
+class _Live:
+    """A training process, a server, a client."""
+
+    case: DeltaCase
+    folder: Path
+    trainer: Child
+    host: Host
+    client: LoadClient
+
+    def train(self, steps: int, meanwhile: Callable[[], Any] = lambda: None) -> tuple[_Phase, int]:
+        """Train so many steps under load; also the bytes of the deltas."""
+        self.trainer.send("run", steps)
+        phase = self.load(steps * self.case.every_s, meanwhile)
+        return phase, int(self.trainer.wait())
+
+    def load(self, seconds: float, meanwhile: Callable[[], Any]) -> _Phase:
+        """Requests for so long."""
+        reset_peak(self.host.pid)
+        before = peak_rss_mb(self.host.pid)
+        self.client.start(loadgen.Settings(
+            "Server", self.case.rate, seconds, num_samples=self.case.served.num_queries))
+        meanwhile()
+        seen = self.client.finish(seconds)
+        return _Phase(seen, (peak_rss_mb(self.host.pid) - before) * 1e6)
+
+
+def run_delta_case(case: DeltaCase, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure the case; an entry of the record."""
+    load_before = record.load_average()
+    with tempfile.TemporaryDirectory(prefix="oper-bench-deltas-") as name:
+        progress(f"{case.name}: starting a training process and the server")
+        run = str(Path(name) / "run")
+        trainer = Child(_train, (case, run), "the training process of the benchmark")
+        try:
+            trainer.wait()
+            host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), run=run)
+            try:
+                client = LoadClient(host.address, case.served)
+                try:
+                    entry = _measure(_Live(case, Path(name), trainer, host, client), progress)
+                finally:
+                    client.close()
+            finally:
+                code = host.close()
+        finally:
+            trainer.close()
+    if code:
+        raise OperError(f"the server of case {case.name} ended with exit code {code}")
+    return {"name": case.name, **entry, "case": asdict(case), "niceness": os.nice(0),
+            "cores": f"training, client and server share {os.cpu_count()}",
+            "load_before": load_before, "load_after": record.load_average()}
+
+
+def _measure(live: _Live, progress: Callable[[str], None]) -> dict[str, Any]:
+    case, host, trainer = live.case, live.host, live.trainer
+    quiet_steps = max(1, round(case.quiet_s / case.every_s))
+    clock = record.BusyClock(lambda: host.cpu_seconds() + live.client.cpu_seconds()
+                             + cpu_seconds(trainer.pid))
+
+    def quiet() -> _Phase:
+        progress(f"{case.name}: {case.rate:.0f} requests/s, nothing is published")
+        return live.train(quiet_steps)[0]
+
+    still = [quiet()]
+    whole_bytes = trainer.ask("full")
+    published = host.counts()["publications"]
+    host.follow()
+    _wait(lambda: host.counts()["publications"] > published)
+    first = 2  # epoch of the weights that the deltas continue
+    progress(f"{case.name}: {case.rate:.0f} requests/s, {case.deltas} deltas")
+    during, delta_bytes = live.train(case.deltas)
+    _wait(lambda: len(host.followed()) >= case.deltas)
+    host.stop_following()
+    made, failed = host.followed(), host.counts()["failed_publications"]
+    served_sums = _sums(host.publication())
+    whole = str(live.folder / "whole")
+    trainer.ask("save", whole)
+    still.append(quiet())
+    progress(f"{case.name}: {case.rate:.0f} requests/s, {case.wholes} publications of all weights")
+    swaps: list[float] = []
+
+    def swap() -> None:
+        for _ in range(case.wholes):
+            found = host.publish(whole)
+            swaps.append(found.end - found.begin)
+
+    beside = live.load(case.quiet_s, swap)
+    memory, others = host.memory(), clock.others(list)
+    progress(f"{case.name}: comparing {len(during.seen.unchecked)} answers")
+    check = _Check(case, live.folder)
+    try:
+        torn = check.torn(made, first, during.seen)
+        is_equal = check.sums() == served_sums == check.whole(whole)
+    finally:
+        check.close()
+    latency = {name: np.concatenate([p.seen.latency_ms for p in phases]) for name, phases in (
+        ("quiet", still), ("deltas", [during]), ("wholes", [beside]))}
+    p99 = {name: float(np.percentile(found, 99)) for name, found in latency.items()}
+    held = memory["tables"] + memory["dense"]
+    errors = sum(p.seen.failed for p in (*still, during, beside)) + failed + (
+        case.deltas - len(made))
+    seconds = {"delta": [m.seconds for m in made], "whole": swaps}
+    lag = np.array([m.lag_s for m in made] or [np.inf])
+    return {
+        "bytes_share": round(delta_bytes / case.deltas / whole_bytes, 5),
+        "time_share": round(float(np.median(seconds["delta"] or [np.inf])
+                                  / np.median(seconds["whole"])), 4),
+        "peak_ratio": round(1 + during.growth_bytes / held, 4),
+        "whole_peak_ratio": round(1 + beside.growth_bytes / held, 4),
+        "lag_p99_s": round(float(np.percentile(lag, 99)), 4),
+        "lag_p50_s": round(float(np.median(lag)), 4),
+        "p99_ratio": round(p99["deltas"] / p99["quiet"], 4),
+        "whole_p99_ratio": round(p99["wholes"] / p99["quiet"], 4),
+        "torn": torn, "errors": errors, "bit_equal": is_equal,
+        "verified": not torn and not errors and is_equal and check.moved > 0,
+        "deltas": len(made), "epochs_seen": int(np.unique(during.seen.epoch).size),
+        "requests": {name: int(found.size) for name, found in latency.items()},
+        "latency_ms": {name: {f"p{q}": round(float(np.percentile(found, q)), 3)
+                              for q in (50, 90, 99)} for name, found in latency.items()},
+        "publication_ms": {name: round(1e3 * float(np.median(found or [np.inf])), 3)
+                           for name, found in seconds.items()},
+        "delta_bytes": delta_bytes // case.deltas, "whole_bytes": whole_bytes,
+        "least_change_of_scores": check.moved, "server_memory_bytes": memory,
+        "client_cores": round(during.seen.cores, 3), "other_busy_cores": round(others, 2)}
+
+
+def _wait(is_done: Callable[[], bool]) -> None:
+    until = time.monotonic() + _LATE_S
+    while not is_done() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+class _Check:
+    """Applies the deltas of a run again, to a publication that nobody else reads.
+
+    Attributes:
+        moved: least that a delta has changed the scores of a query, the most of its candidates.
+    """
+
+    def __init__(self, case: DeltaCase, folder: Path) -> None:
+        import oper
+
+        self._case, self._run = case, folder / "run"
+        self._publication = oper.publish(build(case.served, "meta"), f"bench-check-{os.getpid()}",
+                                         weights=self._run, row_dtype=case.served.row_dtype)
+        self._model = AttachedModel(functools.partial(build, case.served), self._publication.name,
+                                    case.served.signature)
+        self.moved = 0.0
+
+    def torn(self, made: list[Publication], first: int, seen: Seen) -> int:
+        """Answers with scores that are not those of their epoch.
+
+        Args:
+            made: the changes that were served.
+            first: epoch of the weights before them.
+            seen: answers.
+        """
+        answers: dict[int, list[tuple[int, np.ndarray]]] = {}
+        for index, epoch, scores in seen.unchecked:
+            answers.setdefault(epoch, []).append((index, scores))
+        torn = self._differing(answers.pop(first, ()))
+        before, moved = self._score(0), []
+        follower = Follower(lambda: self._run)
+        changes = follower.changes()
+        for k, publication in enumerate(made, 1):
+            change = next(changes)
+            if change.step != publication.step:
+                break
+            self._publication.apply(change.rows, change.dense)
+            follower.applied(change)
+            torn += self._differing(answers.pop(first + 2 * k, ()))
+            now = self._score(0)
+            moved.append(float(np.abs(now - before).max()))
+            before = now
+        self.moved = min(moved, default=0.0)
+        return torn + sum(map(len, answers.values()))  # of no epoch that there was
+
+    def _differing(self, answers: Iterable[tuple[int, np.ndarray]]) -> int:
+        return sum(not same(scores, self._score(index)) for index, scores in answers)
+
+    def _score(self, index: int) -> np.ndarray:
+        return self._model.predict(self._case.served.query(index))[0]
+
+    def sums(self) -> dict[str, int]:
+        """Checksums of what the deltas have made."""
+        return _sums(self._publication.name)
+
+    def whole(self, checkpoint: str) -> dict[str, int]:
+        """Checksums of a whole publication."""
+        self._publication.publish(checkpoint)
+        return self.sums()
+
+    def close(self) -> None:
+        """Free the tables."""
+        self._model.close()
+        self._publication.close()
+
+
+def _sums(name: str) -> dict[str, int]:
+    """Checksums of all that the readers of a publication see."""
+    from oper.shmem.publication.reader import Reader
+
+    reader = Reader(name)
+    try:
+        return reader.sums()
+    finally:
+        reader.close()
+
+
+# ---- in the training process ---------------------------------------------------------------------
+
+
+def _train(control: Any, case: DeltaCase, place: str) -> None:
+    """Train, and save what is asked for, until the other end of `control` closes."""
+    import torch
+
+    import oper
+    from oper.integration.checkpoint.deltas import DeltaCheckpoints
+
+    die_with_parent()
+    os.nice(_NICE)
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no statistics: one rank needs none
+        model: Any = oper.shard(build(case.served, "cpu"), optimizer=oper.RowWiseAdagrad(lr=_RATE))
+    step = 0
+    with DeltaCheckpoints(place, model) as saver:
+
+        def full() -> int:
+            saver.save_full(step)
+            return sum(p.stat().st_size for p in Path(place).iterdir())
+
+        def run(steps: int) -> int:
+            nonlocal step
+            saver.flush()
+            before, begin = saver.written_bytes, time.monotonic()
+            for k in range(steps):
+                time.sleep(max(0.0, begin + k * case.every_s - time.monotonic()))
+                step += 1
+                _step(model, case, step)
+                saver.save(step)
+            saver.flush()
+            return saver.written_bytes - before
+
+        full()
+        control.send(True)
+        while obey(control, {"full": full, "run": run,
+                             "save": functools.partial(oper.save_checkpoint, model=model)}):
+            pass
+
+
+def _step(model: Any, case: DeltaCase, step: int) -> None:
+    """Change a share of the rows by the runtime's own update, and a parameter beside them."""
+    import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    work = case.served.work
+    counts = [max(1, round(case.changed * n)) for n in work.num_rows]
+    ids = [torch.arange(count) * (n // count) + step % (n // count)
+           for n, count in zip(work.num_rows, counts, strict=True)]
+    kjt = KeyedJaggedTensor(list(work.features), torch.cat(ids), lengths=torch.tensor(counts))
+    pooled = model.sparse_arch(kjt)
+    direction = torch.randn(pooled.shape, generator=torch.Generator().manual_seed(step))
+    (pooled * direction).sum().backward()
+    with torch.no_grad():
+        last = [p for name, p in model.named_parameters() if name.endswith("bias")][-1]
+        last += 0.02 * (-1) ** step

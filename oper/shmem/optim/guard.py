@@ -1,0 +1,82 @@
+"""Gradients that are not finite: refused or left out, by the name of their table."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.shmem.batch import Lookup
+from oper.shmem.by_feature import key_bounds
+from oper.tables import TableSpec
+
+GUARDS = ("off", "stop", "skip")
+
+
+class GradientGuard:
+    """Looks at the gradient of a lookup's output before anything is made of it.
+
+    Args:
+        features: (feature name, table name) in output order.
+        specs: the tables by name.
+
+    Attributes:
+        mode: of `GUARDS`: ``"stop"`` raises, ``"skip"`` takes the gradient of a sample (of an id,
+            where bags are not pooled) as zero and warns.
+    """
+
+    def __init__(self, features: Sequence[tuple[str, str]], specs: Mapping[str, TableSpec]
+                 ) -> None:
+        self._tables = [table for _, table in features]
+        self._ends = torch.tensor([specs[table].dim for table in self._tables]).cumsum(0)
+        self.mode = "off"
+
+    def choose(self, mode: str) -> None:
+        """Set the mode; raises InvalidInputError for another than those of `GUARDS`."""
+        if mode not in GUARDS:
+            raise InvalidInputError(fail("cannot guard gradients", "gradient_guard", mode,
+                                         f"one of {GUARDS}", "choose one of these"))
+        self.mode = mode
+
+    def apply(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor, step: int
+              ) -> torch.Tensor:
+        """The gradient, of finite numbers.
+
+        Args:
+            grad: float32 [B, columns] (pooled), or [N, D].
+            batch: the batch of the forward pass.
+            offsets: int64 [num_keys * B + 1], bounds of its bags.
+            step: number of the update, for the message.
+
+        Raises:
+            InvalidInputError: a number is not finite, and the mode is ``"stop"``.
+        """
+        # One pass, which reads only. A sum of finite numbers may be infinite: looked at again.
+        if bool(torch.isfinite(grad.sum())):
+            return grad
+        finite = torch.isfinite(grad)
+        if bool(finite.all()):
+            return grad
+        row, column = (int(x) for x in (~finite).nonzero()[0])
+        text = fail(f"the gradient of table {self._table(batch, offsets, row, column)!r} in update "
+                    f"{step} is not finite", f"number at {(row, column)}", float(grad[row, column]),
+                    "finite numbers", "lower the learning rate, or clip gradients")
+        if self.mode == "stop":
+            raise InvalidInputError(text)
+        bad = ~finite.all(dim=1, keepdim=True)
+        warnings.warn(f"{text}; {int(bad.sum())} of {grad.shape[0]} rows are left out",
+                      stacklevel=2)
+        return grad.masked_fill(bad, 0.0)
+
+    def _table(self, batch: Lookup, offsets: torch.Tensor, row: int, column: int) -> str:
+        """Whose number it is."""
+        if batch.pooled:
+            return self._tables[int(torch.searchsorted(self._ends, column, right=True))]
+        bounds = key_bounds(batch, offsets)
+        for table, key in zip(self._tables, batch.key_of.tolist(), strict=True):
+            row -= bounds[key + 1] - bounds[key]
+            if row < 0:
+                return table
+        raise AssertionError("a row of no feature")

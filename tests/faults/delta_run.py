@@ -1,0 +1,107 @@
+"""A training run whose steps are served: a score tells whether it is of one step, and of which."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import oper
+from oper.integration.checkpoint.deltas import DeltaCheckpoints
+from oper.serve import PublishedModel, Request, Signature
+from oper.serve.model import find_weights
+from oper.shmem.publication.reader import BufferRows
+from oper.train.resume import CHECKPOINT
+from tests.world_support import report
+
+ROWS, DIM, TOUCHED = 640, 4, 8
+DIE_AT = "OPER_TEST_DIE_AT"  # the copy of changed rows at which the supervisor is killed
+_SLOPE = 0.01
+# Two samples: one with all rows of both tables, one without any.
+REQUEST = Request(np.zeros((2, 1), np.float32), np.array([[ROWS, 0], [ROWS, 0]], np.int32),
+                  np.tile(np.arange(ROWS, dtype=np.int64), 2))
+
+
+class Model(nn.Module):
+    """Each step adds 1 to `TOUCHED` rows of each table and to ``step``.
+
+    The logit is the sum of all rows of a bag, in steps, minus ``step``: small whole numbers, exact.
+    With all rows it is 0, whatever the step, unless rows or parameters are of several steps.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection([EmbeddingBagConfig(
+            name=f"t{f}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=[f])
+            for f in "ab"], device=torch.device(device))
+        self.step = nn.Parameter(torch.zeros(1, device=device))
+        if device != "meta":
+            for value in self.bags.parameters():
+                nn.init.zeros_(value)
+
+    def forward(self, dense: torch.Tensor, kjt: KeyedJaggedTensor) -> torch.Tensor:
+        steps = self.bags(kjt).values().sum(1) / (2 * DIM * TOUCHED)
+        return (steps - self.step) * _SLOPE
+
+
+def step_of(scores: np.ndarray) -> int:
+    """The step that the scores of `REQUEST` are of; -1 when they are of several."""
+    step = -np.log(scores[1] / (1 - scores[1].astype(np.float64))) / _SLOPE
+    return round(step) if scores[0] == 0.5 and abs(step - round(step)) < 0.01 else -1
+
+
+def train(rank: int, world_size: int, folder: str, steps: int, full_every: int) -> int:
+    """Go on with the run in `folder` until it has so many steps, and save each."""
+    model: Any = oper.shard(Model(), optimizer=oper.SGD(lr=1.0))
+    place = Path(folder) / CHECKPOINT
+    with DeltaCheckpoints(place, model) as saver:
+        done = saver.load().step if place.exists() else 0
+        if not done:
+            saver.save_full(0, {"step": 0})
+        report(done)
+        for step in range(done + 1, steps + 1):
+            first = (step * 7 * TOUCHED) % (ROWS - TOUCHED)
+            ids = torch.arange(first, first + TOUCHED).repeat(2)
+            kjt = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.tensor([TOUCHED] * 2))
+            (-model.bags(kjt).values().sum()).backward()
+            with torch.no_grad():
+                model.step += 1
+            if step % full_every == 0:
+                saver.save_full(step, {"step": step})
+            else:
+                saver.save(step)
+            time.sleep(0.01)
+    return steps
+
+
+def build(device: str) -> nn.Module:
+    return Model(device)
+
+
+def make() -> PublishedModel:
+    """For ``oper serve``: the newest weights of the run in the environment's folder."""
+    if os.environ.get(DIE_AT):
+        _die_at(int(os.environ[DIE_AT]))
+    return PublishedModel(build, find_weights(os.environ["OPER_TEST_RUN"]),
+                          Signature("run", ("a", "b"), (ROWS, ROWS), 1))
+
+
+def _die_at(count: int) -> None:
+    """Kill this process between two tables of a delta, in the middle of the copy."""
+    put, calls = BufferRows.put, iter(range(1, 1 << 30))
+
+    def counted(self: BufferRows, *args: Any) -> None:
+        put(self, *args)
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    BufferRows.put = counted  # type: ignore[method-assign]

@@ -1,0 +1,121 @@
+"""Gradients that are not finite: named and refused, or left out sample by sample."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import oper
+from oper.errors import InvalidInputError
+from tests.world_support import run_world
+
+pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
+
+
+class Bags(nn.Module):
+    """Two tables, whose rows side by side are the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.EmbeddingBag(20, 4, mode="sum") for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.first(ids), self.second(ids)], 1)
+
+
+IDS = torch.tensor([[1, 2], [3, 4], [5, 6]])
+
+
+def rows_of(model: nn.Module) -> list[torch.Tensor]:
+    return [getattr(value, "full_tensor", value.clone)() for value in model.state_dict().values()]
+
+
+def sharded(guard: str, model: nn.Module | None = None) -> nn.Module:
+    return oper.shard(model or Bags(), optimizer=oper.SGD(lr=0.5), gradient_guard=guard)
+
+
+def gradient(bad: float | None = None) -> torch.Tensor:
+    grad = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    if bad is not None:
+        grad[1, 6] = bad  # of the second table
+    return grad
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_stop_names_the_table_and_the_update(bad: float) -> None:
+    model = sharded("stop")
+    model(IDS).backward(gradient())
+    second = rows_of(model)[1]
+    with pytest.raises(InvalidInputError, match=r"table 'second' in update 2 .*\(1, 2\)="):
+        model(IDS).backward(gradient(bad))
+    assert torch.equal(rows_of(model)[1], second)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_skip_leaves_the_sample_out(bad: float) -> None:
+    model, other = sharded("skip"), sharded("off")
+    with pytest.warns(UserWarning, match="table 'second' in update 1 .*; 1 of 3 rows are left"):
+        model(IDS).backward(gradient(bad))
+    grad = gradient()
+    grad[1, 4:] = 0
+    other(IDS).backward(grad)
+    for mine, want in zip(rows_of(model), rows_of(other), strict=True):
+        assert torch.equal(mine, want) and bool(torch.isfinite(mine).all())
+
+
+def test_large_numbers_are_finite() -> None:
+    """Their sum is not."""
+    model = sharded("stop")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(IDS).backward(torch.full((3, 8), 3e38) * torch.tensor([1, 1, -1])[:, None])
+    assert bool(torch.isfinite(rows_of(model)[0][1]).all())
+
+
+def test_unpooled_rows_are_named_by_their_feature() -> None:
+    configs = pytest.importorskip("torchrec.modules.embedding_configs")
+    modules = pytest.importorskip("torchrec.modules.embedding_modules")
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    model = sharded("skip", modules.EmbeddingCollection([configs.EmbeddingConfig(
+        name=f"t{f}", num_embeddings=9, embedding_dim=4, feature_names=[f]) for f in "ab"]))
+    before = rows_of(model)
+    kjt = KeyedJaggedTensor(["b", "a"], torch.tensor([1, 2, 3, 4, 5]),
+                            lengths=torch.tensor([2, 1, 0, 2]))
+    out = model(kjt)
+    grads = [torch.ones_like(out[f].values()) for f in "ab"]
+    grads[1][2, 0] = float("nan")  # id 3 of feature b
+    with pytest.warns(UserWarning, match="table 'tb' in update 1"):
+        torch.autograd.backward([out[f].values() for f in "ab"], grads)
+    after = rows_of(model)
+    moved = [(a != b).any(dim=1).nonzero().reshape(-1).tolist()
+             for a, b in zip(after, before, strict=True)]
+    assert moved == [[4, 5], [1, 2]]
+
+
+def test_another_mode_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="gradient_guard='on'"):
+        sharded("on")
+
+
+def _ranks(rank: int, world_size: int) -> list[torch.Tensor]:
+    model = sharded("skip")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model(IDS + rank).backward(gradient(float("nan") if rank else None))
+    assert sum("left out" in str(w.message) for w in found) == rank
+    return rows_of(model)
+
+
+def test_ranks_need_not_agree() -> None:
+    first, second = run_world(2, _ranks)
+    model, other = sharded("off"), gradient()
+    other[1, 4:] = 0
+    model(torch.cat([IDS, IDS + 1])).backward(torch.cat([gradient(), other]) / 2)
+    for mine, theirs, want in zip(first, second, rows_of(model), strict=True):
+        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, want)
