@@ -37,7 +37,6 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 from oper.traffic import KINDS, Traffic
 
-NUM_RANKS = 8
 _NUM_SAMPLES = 100_000_000  # behind `power_law`
 
 

@@ -175,7 +175,7 @@ class Client:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ServerError(200, fail(
                 f"{self._place[0]}:{self._place[1]} is no scoring server", path, data[:60],
-                "JSON as the protocol has it", "correct the address")) from None
+                "JSON as the protocol has it", "pass the address that oper serve prints")) from None
 
     def metrics(self) -> str:
         """The server's metrics in Prometheus' text format."""
@@ -293,7 +293,7 @@ def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
     found = np.asarray(value)
     if found.size and found.dtype.kind not in "iu":
         raise InvalidInputError(fail("cannot score", name, found.dtype.name, "integers",
-                                     "correct them"))
+                                     "pass integers, e.g. ids.astype(numpy.int64)"))
     return found.astype(dtype)
 
 

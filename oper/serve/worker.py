@@ -215,7 +215,7 @@ class _Worker:
             connection.close()
 
     def should_close(self) -> bool:
-        """Whether the connection of the answer in hand is to end with it."""
+        """Whether the connection is to be closed after the answer that is being written."""
         if self._drains:
             return True
         if len(self.connections) - self._leaving <= self._job.most.value:

@@ -48,7 +48,7 @@ class ServeWork:
 
     @property
     def signature(self) -> Signature:
-        """For requests."""
+        """Signature of the requests."""
         return Signature("bench", tuple(self.work.features), self.work.num_rows, NUM_DENSE)
 
     def query(self, number: int) -> Request:

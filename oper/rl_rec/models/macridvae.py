@@ -141,7 +141,7 @@ class MacridVAE(Recommender):
         return self.infer(items, lengths, self._unit_rows(items))[0]
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """float32 [B, n]."""
+        """Scores of `items` for each user, float32 [B, n]."""
         return self.decode(encoded, self._unit_rows(items))
 
     def schedule(self, step: int, num_steps: int) -> None:
