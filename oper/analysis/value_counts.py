@@ -115,7 +115,7 @@ def _tail(counts: np.ndarray, missing: int, least: int, num_tail: int | None
 
 
 def _continued(values: np.ndarray, rows: np.ndarray, missing: int) -> np.ndarray:
-    """Of the rows by count those of the largest counts that hold the missing accesses."""
+    """How many rows of each count, the largest counts first, hold the missing accesses."""
     mass = values * rows
     if mass.sum() <= missing:
         return rows * (missing / mass.sum())

@@ -121,7 +121,7 @@ class Join:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Those that are added."""
+        """Columns of the joined file that are added to the log's rows."""
         return tuple(c for c in self.layout.columns if c.kind != "skip" and c.name != self.key)
 
 

@@ -70,7 +70,7 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
 
 
 def verdict(drift: Drift) -> str:
-    """One line for a person."""
+    """One line on a drift: its distance and, with a plan, whether another plan pays."""
     text = f"{drift.name}: mean distance {drift.mean:.3f}"
     change = drift.replanning
     if change is None:

@@ -143,7 +143,7 @@ class Client:
         return self.infer(*wire.encode_request(request))
 
     def infer(self, body: bytes, header_length: int) -> tuple[np.ndarray, int]:
-        """As `score_request`, of a message that `oper.serve.wire.encode_request` made."""
+        """Like `score_request`, for a message made by `oper.serve.wire.encode_request`."""
         headers = {wire.HEADER_LENGTH: str(header_length),
                    "content-type": "application/octet-stream"}
         answer, data = self._call("POST", f"/v2/models/{self.model}/infer", body, headers)

@@ -236,7 +236,7 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _allow_descriptors() -> None:
-    """As many open files as the system lets this process have: connections are files."""
+    """Raise the limit of open files to what the system allows: every connection is a file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -60,7 +60,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """For a person and for records."""
+        """The label of this workload in printouts and records."""
         lengths = "-".join(map(str, sorted(set(self.bag_lengths))))
         return (f"{len(self.num_rows)} tables, pooling {lengths}, dim {self.dim}, "
                 f"exponent {self.exponent:g}")

@@ -128,8 +128,10 @@ class TorchPredictor:
 
 
 class FloorPredictor:
-    """As much computing for every sample, whatever is in it, and no memory beyond a core's caches:
-    what the machine and the way to it allow a server that takes this long."""
+    """A null model: the same amount of computing for every sample, within a core's caches.
+
+    It shows what the machine and the transport allow a server whose model takes this long.
+    """
 
     epoch = 1
 

@@ -55,7 +55,7 @@ class Unit:
     stop: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The unit as values that JSON can hold."""
         return asdict(self)
 
 

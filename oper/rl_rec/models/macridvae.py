@@ -128,7 +128,7 @@ class MacridVAE(Recommender):
         return nn.functional.normalize(self.item_out(items), dim=1)
 
     def lookups(self, batch: Histories) -> list[Any]:
-        """Of the encoder's bags (K features on one table) and of the decoder's rows."""
+        """Lookups of the encoder's bags (K features on one table) and of the decoder's rows."""
         items, lengths = positives(batch)
         candidates = Drawn(self.num_items, self.config.sampled)
         weights = torch.ones(self.config.num_concepts, items.numel())

@@ -115,7 +115,7 @@ class MultVAE(Recommender):
         return nll + self.beta * kl, {"nll": nll.detach(), "kl": kl.detach()}
 
     def lookups(self, batch: Histories) -> list[Any]:
-        """Of the encoder's bags and of the decoder's rows."""
+        """Lookups of the encoder's bags and of the decoder's rows."""
         items, lengths = positives(batch)
         candidates = Drawn(self.num_items, self.config.sampled)
         weights = bag_weights(lengths, 0.0, False).unsqueeze(0)
