@@ -195,14 +195,12 @@ class CostModel:
     def cut_rows(self, t: TableProblem, once: np.ndarray, twice: np.ndarray) -> np.ndarray:
         """What a column piece costs whatever its width; load vector float64 [..., 20, W].
 
-        By linearity in the width: twice the cost of a piece less the cost of one twice as wide.
-        The squared norms that the owners of a row's columns exchange are counted once per piece. A
+        The squared norms that the owners of a row's columns exchange are counted once per piece; a
         table of n pieces exchanges them n - 1 times, so the caller takes one off per table.
 
         Args:
             t: the table.
-            once, twice: float64 [..., 20, W], the cost of the same rows in a piece, and in one of
-                twice the width.
+            once, twice: as returned, of the same rows in a piece, and in one twice as wide.
         """
         out = 2 * once - twice
         if self.training and t.spec.optimizer in ROW_WISE and self.problem.may_split(t):
@@ -432,12 +430,8 @@ class CostModel:
 
     def subset_rows(self, t: TableProblem, width: int, tier: Tier,
                     owner: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
-        """Cost of a tier that is replicated on some ranks.
-
-        Returns:
-            The load vector float64 [20, W] without broadcasts; the bytes that a rank without a
-            copy reads; the bytes that each rank broadcasts as the master of its rows, float64 [W].
-        """
+        """A tier replicated on some ranks: its load vector float64 [20, W] without broadcasts, the
+        bytes that a rank without a copy reads, and those that each rank broadcasts, float64 [W]."""
         rows = self.tier_rows(t, width, tier, owner)
         row, _, state = row_bytes(t, width)
         send = rows[BROADCAST].copy()
