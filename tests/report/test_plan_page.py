@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -17,13 +16,13 @@ import pytest
 from oper.errors import InvalidInputError, MissingDependencyError
 from oper.plan import Plan
 from oper.report.plan_page import write_page
-from oper.report.verbs import configure_explain, run_explain
 from oper.search import make_plan, make_problem
 from oper.search.explain.what_if import changed_problem, parse_change
 from oper.search.planner import plan_problem
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
+from tests.support import run_command
 
 TOPOLOGY = """name = "mine"
 [[domain]]
@@ -65,10 +64,8 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def explain(files: dict[str, str], *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    configure_explain(parser)
-    return run_explain(parser.parse_args([files["plan"], "--stats", files["stats"], "--topology",
-                                          files["topology"], *words]))
+    return run_command("explain", files["plan"], "--stats", files["stats"], "--topology",
+                       files["topology"], *words)
 
 
 class References(HTMLParser):
