@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import numpy as np
 import pytest
 
-from oper.bench import verbs
 from oper.bench.plan import suite as plan, torchrec_planner as plan_peer
 from oper.bench.plan.torchrec_planner import TorchRecPlanner
 from oper.bench.plan.workloads import Workload, cluster, drawn, machine
@@ -18,6 +16,7 @@ from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import make_problem
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
+from tests.support import run_command
 
 KEYS = ("gap", "certificate_checked", "uncapped_bound_us", "gap_kind", "proved_gap",
         "proved_boxes", "seconds", "modelled_step_us", "best_peer", "best_peer_step_us",
@@ -38,9 +37,7 @@ def small(seed: int = 0) -> Workload:
 
 
 def bench(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    verbs.configure_bench(parser)
-    return verbs.run_bench(parser.parse_args(["plan", *words]))
+    return run_command("bench", "plan", *words)
 
 
 @pytest.fixture

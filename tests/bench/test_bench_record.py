@@ -1,6 +1,5 @@
 """Records, timings and the comparison that a benchmark rests on."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -9,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from oper.bench import verbs
 from oper.bench.core import record
 from oper.bench.core.memory import peak_rss_mb
 from oper.bench.core.workload import Workload, batch_ids, collect_stats, draw_ids
 from oper.bench.tables.verify import Verdict
 from oper.errors import InvalidInputError, OperError
+from tests.support import run_command
 
 
 def test_interleave_gives_every_contender_the_same_calls_in_turns() -> None:
@@ -94,9 +93,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, words: list[str], verified: bool) -> i
     entry = {"verified": verified, "name": "ebc-pool1"}
     monkeypatch.setattr(train, "run", lambda args, chosen: iter([entry] * len(chosen)))
     monkeypatch.setattr(train, "report", lambda entries: f"{len(entries)}\n")
-    parser = argparse.ArgumentParser()
-    verbs.configure_bench(parser)
-    return verbs.run_bench(parser.parse_args(words))
+    return run_command("bench", *words)
 
 
 def test_an_unverified_case_fails_the_command(monkeypatch, tmp_path, capsys) -> None:
@@ -153,5 +150,4 @@ def test_a_record_that_cannot_be_kept_is_told_before_the_run(tmp_path, monkeypat
 
     monkeypatch.setattr(train, "run", lambda *_: pytest.fail("measured"))
     with pytest.raises(InvalidInputError, match="cannot write the result"):
-        verbs.run_bench(argparse.Namespace(benchmark="train", device="", model="", quick=True,
-                                           cases="*", json=str(tmp_path)))
+        run_command("bench", "train", "--quick", "--json", tmp_path)
