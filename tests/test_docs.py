@@ -116,11 +116,15 @@ class Shell:
 
     def run(self, text: str) -> str:
         """Run commands, each of which must succeed; their output."""
+        return self._answer(f"set -e\n{text}\nset +e; echo '<done>'\n", text)
+
+    def _answer(self, words: str, text: str) -> str:
+        """What is printed after `words`, which run `text`, until ``<done>``."""
         assert self._bash.stdin and self._bash.stdout
         timer = threading.Timer(TIMEOUT_S, self.close)
         timer.start()
         try:
-            self._bash.stdin.write(f"set -e\n{text}\nset +e; echo '<done>'\n")
+            self._bash.stdin.write(words)
             self._bash.stdin.flush()
             lines = []
             for line in self._bash.stdout:
@@ -129,7 +133,7 @@ class Shell:
                 lines.append(line)
         finally:
             timer.cancel()
-        pytest.fail(f"a command of\n{text}\nfailed:\n{''.join(lines)}")
+        pytest.fail(f"the block\n{text}\nfailed:\n{''.join(lines)}")
 
     def close(self) -> None:
         """End the shell with all that it has started."""
@@ -162,21 +166,7 @@ class Interpreter(Shell):
         self._bash.stdin.write(f"exec python {folder.parent / 'prompt.py'}\n")
 
     def run(self, text: str) -> str:
-        assert self._bash.stdin
-        self._bash.stdin.write(f"{len(text)}\n{text}")
-        self._bash.stdin.flush()
-        assert self._bash.stdout
-        lines = []
-        timer = threading.Timer(TIMEOUT_S, self.close)
-        timer.start()
-        try:
-            for line in self._bash.stdout:
-                if line.rstrip("\n").endswith("<done>"):
-                    return "".join(lines)
-                lines.append(line)
-        finally:
-            timer.cancel()
-        pytest.fail(f"the block\n{text}\nfailed:\n{''.join(lines)}")
+        return self._answer(f"{len(text)}\n{text}", text)
 
 
 @contextmanager
