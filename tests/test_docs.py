@@ -209,7 +209,6 @@ def run_page(page: Path, folder: Path) -> dict[int, str]:
 @pytest.mark.parametrize("page", [
     pytest.param(p, id=name_of(p)) for p in PAGES if any(runs(b) for b in blocks(p))])
 def test_blocks_run(page: Path, workspace: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torchrec")
     folder = tmp_path / "page"
     if "tutorials" in page.parts:
         folder.mkdir()
@@ -295,7 +294,6 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_generated_pages_have_all_there_is() -> None:
-    pytest.importorskip("torchrec")
     pages = dict(GENERATE["pages"]())
     for verb in cli.COMMANDS:
         assert f"\n## oper {verb}\n" in pages["reference/cli.md"]
@@ -320,7 +318,6 @@ def test_links_of_copied_pages_are_those_of_the_site() -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/notebooks/*.ipynb")),
                          ids=lambda p: p.stem)
 def test_notebooks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = json.loads(path.read_text(encoding="utf-8"))
     assert notebook["nbformat"] == 4

@@ -2,11 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
-
-pytest.importorskip("torchrec")
-
 import numpy as np
+import pytest
 import torch
 
 from oper.bench.core.launch import run_workers

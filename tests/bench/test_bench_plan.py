@@ -167,7 +167,6 @@ def test_a_plan_behind_a_peer_is_not_verified(suite, monkeypatch, capsys) -> Non
 
 
 def test_torchrec_is_a_peer(suite, tmp_path) -> None:
-    pytest.importorskip("torchrec")
     target = tmp_path / "plan.json"
     assert bench("--only", "*/small/8/training/*", "--torchrec-seconds", "10",
                  "--json", str(target)) == 0
@@ -180,7 +179,6 @@ def test_torchrec_is_a_peer(suite, tmp_path) -> None:
 
 
 def test_a_planner_that_does_not_come_back_is_ended(monkeypatch) -> None:
-    pytest.importorskip("torchrec")
     work = small()
     stated = make_problem(work.tables, work.stats, machine(8), batch_size=512, allow=EVERYTHING)
     with TorchRecPlanner(10.0) as planner:

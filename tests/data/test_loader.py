@@ -22,8 +22,6 @@ from oper import native
 from oper.data import Loader, LoaderOptions
 from oper.data.folder import MANIFEST
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
-
-pytest.importorskip("torchrec")
 from tests.data.loader_support import KEYS, ROWS, check, everything, rows_of, write_folder
 
 

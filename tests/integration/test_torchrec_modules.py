@@ -13,8 +13,6 @@ import oper
 from oper.errors import InvalidInputError, PlanError
 from tests.runtime_support import RowWiseAdagrad, assert_bitwise, run_ranks
 
-pytest.importorskip("torchrec")
-
 KINDS = ["replicated", "striped", "owned", "mixed0", "mixed3"]
 OPTIMIZER = RowWiseAdagrad(lr=0.05, eps=1e-8)
 

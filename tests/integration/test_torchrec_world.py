@@ -12,8 +12,6 @@ import torch
 from tests.runtime_support import assert_bitwise
 from tests.world_support import run_world
 
-pytest.importorskip("torchrec")
-
 LR, STEPS = 0.2, 10
 
 

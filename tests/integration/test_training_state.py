@@ -15,9 +15,6 @@ import oper
 from oper.errors import InvalidInputError, OperError
 from tests.integration.module_support import KJT, LR, bag, collection, kjt, rows, shard
 
-pytest.importorskip("torchrec")
-
-
 # ---- freezing ------------------------------------------------------------------------------------
 
 

@@ -26,8 +26,6 @@ from oper.search.problem.presets import topology_preset
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("jinja2")
 BROWSER = next(filter(None, map(shutil.which, (
     "chromium-headless-shell", "chromium", "google-chrome"))), None)
 

@@ -89,8 +89,6 @@ class References(HTMLParser):
 
 
 def test_page_is_complete_in_itself(files, tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
     target = tmp_path / "plan.html"
     assert explain(files, "--html", str(target)) == 0
     text = target.read_text()
@@ -112,7 +110,6 @@ def test_page_is_complete_in_itself(files, tmp_path, capsys) -> None:
 
 
 def test_equal_plans_give_equal_pages(files, tmp_path) -> None:
-    pytest.importorskip("matplotlib")
     for name in ("a.html", "b.html"):
         explain(files, "--html", str(tmp_path / name))
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
@@ -127,7 +124,6 @@ def test_the_verb_loads_no_plotting_without_a_page(files) -> None:
 
 
 def test_a_missing_package_is_named(files, tmp_path, monkeypatch) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(MissingDependencyError, match=r"jinja2.*oper\[report\]"):
         explain(files, "--html", str(tmp_path / "x.html"))

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.world_support import run_world
-
-pytest.importorskip("torchrec")
 from oper.integration.table_tensor import TableParameter
 from oper.rl_rec.models.base import Histories, Recommender, Sequences
 from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig, Concepts
@@ -17,6 +14,7 @@ from oper.rl_rec.models.multvae import MultVAE, MultVAEConfig
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
 from oper.train.config import OptimizerConfig, TrainConfig
 from oper.train.engines import is_table, unsharded, with_oper
+from tests.world_support import run_world
 
 NUM_ITEMS, NUM_USERS, STEPS = 400, 40, 24
 AUTOENCODERS = ("cadvae", "cadvae-learned", "multvae", "macridvae")

@@ -80,7 +80,6 @@ def test_no_plan_with_rows_in_host_memory_is_below_the_bound(seed, name, objecti
 
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
 def test_the_readable_statement_says_the_same(name):
-    pytest.importorskip("cvxpy")
     stated = problem(4, 7, TOPOLOGIES[name], "inference", allow=WITH_HOST)
     relaxation = Relaxation(CostModel(stated))
     found = solve_node(Node(relaxation), tolerance=1e-7)
