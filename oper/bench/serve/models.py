@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, _scatter, draw_ids
+from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, _scatter
+from oper.data.generate.ids import power_law_ids
 from oper.serve.allocator import give_back
 from oper.serve.model import AttachedModel, kjt_of
 from oper.serve.requests import Request, Signature
@@ -56,7 +57,7 @@ class ServeWork:
         work, size = self.work, self.candidates * self.work.pooling
         rng = np.random.default_rng((work.seed, TIMED, number, work.pooling, 7))
         ids = np.concatenate([
-            _scatter(n, work.seed, t)[draw_ids(rng, n, size, work.exponent)]
+            _scatter(n, work.seed, t)[power_law_ids(n, size, work.exponent, rng, scatter=False)]
             for t, n in enumerate(work.num_rows)]).astype(np.int64)
         lengths = np.full((len(work.num_rows), self.candidates), work.pooling, np.int32)
         return Request(rng.random((self.candidates, NUM_DENSE), np.float32), lengths, ids)
