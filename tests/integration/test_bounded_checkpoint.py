@@ -18,19 +18,15 @@ import torch.distributed.checkpoint as dcp
 
 import oper
 from oper.errors import InvalidInputError, OperError
-from oper.integration.torch_modules import module_spec
-from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.serve.allocator import give_back
-from tests.runtime_support import assert_bitwise
-from tests.world_support import RankFailedError, report, run_world, world
-
-pytest.importorskip("torchrec")
 from oper.integration.checkpoint import (
     files as checkpoint_files,
     planners as checkpoint,
     saving,
     table_state,
 )
+from oper.integration.torch_modules import module_spec
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.serve.allocator import give_back
 from tests.checkpoint_support import (
     flat,
     fused,
@@ -40,6 +36,8 @@ from tests.checkpoint_support import (
     state_of,
     train,
 )
+from tests.runtime_support import assert_bitwise
+from tests.world_support import RankFailedError, report, run_world, world
 
 CHUNK = 512  # bytes: every table of more than 16 rows is several chunks
 

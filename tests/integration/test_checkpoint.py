@@ -16,10 +16,6 @@ import torch.distributed.checkpoint as dcp
 
 import oper
 from oper.errors import InvalidInputError
-from tests.runtime_support import assert_bitwise
-from tests.world_support import RankFailedError, run_world
-
-pytest.importorskip("torchrec")
 from oper.integration.checkpoint.on_demand import TableRows
 from tests.checkpoint_support import (
     Model,
@@ -32,6 +28,8 @@ from tests.checkpoint_support import (
     state_of,
     train,
 )
+from tests.runtime_support import assert_bitwise
+from tests.world_support import RankFailedError, run_world
 
 
 def restore(model: Model, folder: str) -> None:
