@@ -436,7 +436,8 @@ def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -
             fail(what, "header", str(error), "a JSON header", "write it again")
         ) from None
     if found_kind != kind:
-        raise FileFormatError(fail(what, "kind", found_kind, f"{kind!r}", "pass the right file"))
+        raise FileFormatError(fail(what, "kind", found_kind, f"{kind!r}",
+                                   "pass a file of the expected kind"))
     if type(found_version) is not int or found_version != version:  # true is no version 1
         raise FileFormatError(
             fail(what, "version", found_version, f"{version}", "write it again with this release")

@@ -172,7 +172,7 @@ class TableStats:
         if top >= self.num_rows:
             raise InvalidInputError(
                 fail(what, "largest id", top, f"< num_rows={self.num_rows}",
-                     "pass the right number of rows"))
+                     "pass the number of rows of the table, above its largest id"))
         known = self.head_ids.size + int(self.tail_num_rows.sum())
         if known != self.num_rows:
             raise InvalidInputError(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from oper import cli
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.stats import AccessStats, TableStats, TimeBucket
 from oper.tables import TableSpec
@@ -36,6 +38,15 @@ def run_oper(*words: str, env: dict[str, str] | None = None, cwd: Path = ROOT
     """Run ``python -m oper`` with these words."""
     return subprocess.run([sys.executable, "-m", "oper", *words], cwd=cwd, capture_output=True,
                           text=True, check=False, timeout=300, env={**os.environ, **(env or {})})
+
+
+def run_command(*words: object) -> int:
+    """What a command returns that runs in this process; its errors come out, which `cli.main` would
+    print."""
+    command = str(words[0])
+    args = cli.build_parser(command).parse_args([str(w) for w in words])
+    run: int = getattr(import_module(cli.COMMANDS[command][0]), f"run_{command}")(args)
+    return run
 
 
 def damage_record(path: Path, start: bytes) -> None:

@@ -116,11 +116,15 @@ class Shell:
 
     def run(self, text: str) -> str:
         """Run commands, each of which must succeed; their output."""
+        return self._answer(f"set -e\n{text}\nset +e; echo '<done>'\n", text)
+
+    def _answer(self, words: str, text: str) -> str:
+        """What is printed after `words`, which run `text`, until ``<done>``."""
         assert self._bash.stdin and self._bash.stdout
         timer = threading.Timer(TIMEOUT_S, self.close)
         timer.start()
         try:
-            self._bash.stdin.write(f"set -e\n{text}\nset +e; echo '<done>'\n")
+            self._bash.stdin.write(words)
             self._bash.stdin.flush()
             lines = []
             for line in self._bash.stdout:
@@ -129,7 +133,7 @@ class Shell:
                 lines.append(line)
         finally:
             timer.cancel()
-        pytest.fail(f"a command of\n{text}\nfailed:\n{''.join(lines)}")
+        pytest.fail(f"the block\n{text}\nfailed:\n{''.join(lines)}")
 
     def close(self) -> None:
         """End the shell with all that it has started."""
@@ -162,21 +166,7 @@ class Interpreter(Shell):
         self._bash.stdin.write(f"exec python {folder.parent / 'prompt.py'}\n")
 
     def run(self, text: str) -> str:
-        assert self._bash.stdin
-        self._bash.stdin.write(f"{len(text)}\n{text}")
-        self._bash.stdin.flush()
-        assert self._bash.stdout
-        lines = []
-        timer = threading.Timer(TIMEOUT_S, self.close)
-        timer.start()
-        try:
-            for line in self._bash.stdout:
-                if line.rstrip("\n").endswith("<done>"):
-                    return "".join(lines)
-                lines.append(line)
-        finally:
-            timer.cancel()
-        pytest.fail(f"the block\n{text}\nfailed:\n{''.join(lines)}")
+        return self._answer(f"{len(text)}\n{text}", text)
 
 
 @contextmanager
@@ -219,7 +209,6 @@ def run_page(page: Path, folder: Path) -> dict[int, str]:
 @pytest.mark.parametrize("page", [
     pytest.param(p, id=name_of(p)) for p in PAGES if any(runs(b) for b in blocks(p))])
 def test_blocks_run(page: Path, workspace: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torchrec")
     folder = tmp_path / "page"
     if "tutorials" in page.parts:
         folder.mkdir()
@@ -305,7 +294,6 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_generated_pages_have_all_there_is() -> None:
-    pytest.importorskip("torchrec")
     pages = dict(GENERATE["pages"]())
     for verb in cli.COMMANDS:
         assert f"\n## oper {verb}\n" in pages["reference/cli.md"]
@@ -330,7 +318,6 @@ def test_links_of_copied_pages_are_those_of_the_site() -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/notebooks/*.ipynb")),
                          ids=lambda p: p.stem)
 def test_notebooks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = json.loads(path.read_text(encoding="utf-8"))
     assert notebook["nbformat"] == 4

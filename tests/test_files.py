@@ -120,11 +120,6 @@ def test_round_trip(path: Path) -> None:
         np.testing.assert_array_equal(arrays[name], array)
 
 
-def test_numpy_reads_the_same_file(path: Path) -> None:
-    with np.load(path, allow_pickle=False) as loaded:
-        np.testing.assert_array_equal(loaded["values"], ARRAYS["values"])
-
-
 def test_it_is_an_archive_like_any_other(tmp_path: Path) -> None:
     """Names, sizes and sums, of members whose names are not ASCII, too."""
     path = tmp_path / "z.npz"

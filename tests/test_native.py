@@ -35,7 +35,6 @@ def numbers(dtype: Any) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_codes_count_and_order_distinct_values(dtype: Any, data: st.DataObject) -> None:
     values = data.draw(numbers(dtype))
     is_there = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
@@ -67,7 +66,6 @@ def test_codes_of_many_values(num: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_merging_adds_counts_up(dtype: Any, data: st.DataObject) -> None:
     lists = data.draw(st.lists(numbers(dtype), min_size=1, max_size=6))
     parts = [np.unique(np.array(x, dtype), return_counts=True) for x in lists]
@@ -148,7 +146,6 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(values=numbers(np.int64), level=st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
 def test_distinct_values_and_samples_are_the_same_with_and_without(
         values: list[int], level: int) -> None:
     found, places = [], []

@@ -95,7 +95,7 @@ class Tally:
         return True
 
     def _add_run(self, ids: np.ndarray, counts: np.ndarray | None) -> int:
-        """As `add`, all or nothing: sorted runs, of which those of like size are merged."""
+        """Like `add`, all or nothing, into sorted runs; runs of similar size are merged."""
         room = self.max_bytes // 16 - ids.size
         if self.num_ids > room:
             self._runs = [merge_counts(self._runs)] if self._runs else []
@@ -138,7 +138,7 @@ class Tally:
             self.error += level
 
     def sample(self, level: int) -> Counts:
-        """As `result`, of the ids whose hash has `level` leading zeros (see `native.sampled`)."""
+        """`result` for the ids whose hash has `level` leading zeros (see `native.sampled`)."""
         compiled = library()
         if compiled is None:
             ids, counts = merge_counts(self._runs) if self._runs else (_EMPTY, _EMPTY)

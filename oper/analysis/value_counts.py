@@ -60,7 +60,7 @@ def stats_from_value_counts(path: str | os.PathLike[str], options: ValueCountOpt
     unknown = sorted(set(options.num_rows or {}) - set(fields))
     if unknown:
         raise InvalidInputError(fail(what, "num_rows", unknown, f"fields {sorted(fields)[:12]}",
-                                     "correct the names"))
+                                     "name fields that the file has"))
     tables, modelled = {}, 0
     for name, counts in fields.items():
         missing = total - int(counts.sum())
@@ -115,7 +115,7 @@ def _tail(counts: np.ndarray, missing: int, least: int, num_tail: int | None
 
 
 def _continued(values: np.ndarray, rows: np.ndarray, missing: int) -> np.ndarray:
-    """Of the rows by count those of the largest counts that hold the missing accesses."""
+    """How many rows of each count, the largest counts first, hold the missing accesses."""
     mass = values * rows
     if mass.sum() <= missing:
         return rows * (missing / mass.sum())
@@ -163,7 +163,8 @@ def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         seen.add((field, value))
         found.setdefault(field, []).append(count)
     if not found:
-        raise FileFormatError(fail(what, "rows", 0, "at least one", "pass the right file"))
+        raise FileFormatError(fail(what, "rows", 0, "at least one",
+                                   "pass a file of counts with rows after its header"))
     return {name: np.array(counts, np.int64) for name, counts in found.items()}
 
 
@@ -190,5 +191,6 @@ def _lines(path: str | os.PathLike[str], what: str) -> Iterator[tuple[int, str, 
                 yield rows.line_num, row[field], row[value], row[count]
         except (csv.Error, UnicodeDecodeError, EOFError, gzip.BadGzipFile, OSError) as error:
             raise FileFormatError(
-                fail(what, "content", str(error), "a complete CSV file", "pass the right file")
+                fail(what, "content", str(error), "a complete CSV file",
+                     "fetch the file again")
             ) from None

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core import record
-from oper.bench.core.workload import draw_ids
 from oper.bench.device.suite import EXPONENTS, SHAPES
 from oper.bench.plan.torchrec_planner import TorchRecPlanner
 from oper.bench.plan.workloads import power_law
+from oper.data.generate.ids import power_law_ids
 from oper.flags import number
 from oper.plan import Plan
 from oper.search.cost.model import evaluate
@@ -37,7 +37,6 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 from oper.traffic import KINDS, Traffic
 
-NUM_RANKS = 8
 _NUM_SAMPLES = 100_000_000  # behind `power_law`
 
 
@@ -96,7 +95,8 @@ def model(name: str, shape: tuple[int, int, int, int, str, int], exponent: float
 
 def _draw(rank: int, table: int, rows: int, count: int, exponent: float) -> np.ndarray:
     """Ids in hotness order, int64 [count]."""
-    return draw_ids(np.random.default_rng((rank, table)), rows, count, exponent)
+    return power_law_ids(rows, count, exponent, np.random.default_rng((rank, table)),
+                         scatter=False)
 
 
 def seconds_of(traffic: Sequence[Traffic], topology: Topology) -> dict[str, Any]:

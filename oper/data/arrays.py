@@ -10,7 +10,7 @@ import pyarrow as pa
 
 
 def save(file: BinaryIO | Path, array: np.ndarray) -> None:
-    """As `numpy.save`, whose writes do not pass on what the system says of a failure."""
+    """Like `numpy.save`, but a failed write raises the system's own error (such as a full disk)."""
     if isinstance(file, Path):
         with file.open("wb") as opened:
             save(opened, array)

@@ -154,7 +154,7 @@ class Folder:
         what = f"cannot read {str(self.path)!r}"
         if split not in SPLITS:
             raise InvalidInputError(
-                fail(what, "split", split, f"one of {SPLITS}", "correct the name"))
+                fail(what, "split", split, f"one of {SPLITS}", "choose one of them"))
         found = sorted((self.path / split).glob("part-*.parquet"))
         if not found and self.rows[split]:
             raise FileFormatError(

@@ -121,7 +121,7 @@ class Join:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Those that are added."""
+        """Columns of the joined file that are added to the log's rows."""
         return tuple(c for c in self.layout.columns if c.kind != "skip" and c.name != self.key)
 
 
@@ -213,7 +213,7 @@ class Recipe:
                 return layout
         raise InvalidInputError(
             fail(f"recipe {self.name!r}", "layout", name,
-                 f"one of {[x.name for x in self.layouts]}", "correct the name"))
+                 f"one of {[x.name for x in self.layouts]}", "choose one of them"))
 
 
 _SHARE = re.compile(r"[0-9.]{1,40}(e[+-]?[0-9]{1,3})?|[0-9]{1,20}/[0-9]{1,20}")
@@ -248,7 +248,7 @@ def load_recipe(name_or_path: str) -> Recipe:
         known = sorted(p.parent.name for p in datasets_root().glob("*/recipe.toml"))
         raise InvalidInputError(
             f"no such recipe: recipe={name_or_path!r}, expected a .toml file or one of "
-            f"{', '.join([*known, 'csv', 'parquet'])}; correct the name")
+            f"{', '.join([*known, 'csv', 'parquet'])}; choose one of them")
     value = read_toml(path, f"cannot read {str(path)!r} as a recipe")
     recipe = recipe_from_dict(value, f"invalid recipe {str(path)!r}")
     # Side tables are named from where the recipe is.

@@ -98,7 +98,8 @@ def _in_our_names(name: str, given: dict[str, Any]) -> dict[str, Any]:
         if mode == "NONE":
             given["weight_decay"] = 0.0
     elif "decoupled" in given:
-        raise InvalidInputError(fail(_WHAT, f"{name}.decoupled", given["decoupled"], "not given",
+        raise InvalidInputError(fail(_WHAT, f"{name}.decoupled", given["decoupled"],
+                                     "no such argument",
                                      "use FBGEMM's weight_decay_mode=WeightDecayMode.DECOUPLE"))
     return given
 

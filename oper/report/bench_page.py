@@ -9,7 +9,7 @@ from typing import Any
 
 from oper.errors import FileFormatError, fail
 from oper.files import read_json
-from oper.report.figures import NUM_COLOURS, colour, name_colours, plain, pyplot, stacked, svg_of
+from oper.report.figures import NUM_COLOURS, canvas, colour, colours_of, name_bars, stacked, svg_of
 from oper.report.page import Plot, Table, render
 from oper.tables import format_bytes
 
@@ -95,7 +95,7 @@ def _contenders(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
 def _grouped(cases: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]], name: str
              ) -> str:
     names = list(dict.fromkeys(n for _, times in cases for n, _ in times))
-    figure, axis = pyplot().subplots(figsize=(8.0, 0.9 + 0.22 * sum(len(t) + 1 for _, t in cases)))
+    figure, axis = canvas(0.7 + 0.2 * sum(len(t) + 1 for _, t in cases))
     y, ticks = 0, []
     by_colour = len(names) <= NUM_COLOURS  # else every bar has its name beside it
     for title, times in cases:
@@ -112,13 +112,8 @@ def _grouped(cases: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]
                 axis.plot(t["predicted_ms"], y, marker="D", markersize=4, color="#7f7f7f")
             y += 1
         y += by_colour
-    axis.set_yticks([at for at, _ in ticks], [plain(title) for _, title in ticks], fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("milliseconds")
-    axis.spines[["top", "right"]].set_visible(False)
-    if by_colour:
-        name_colours(axis, names)
-    return svg_of(figure, f"contenders {name}")
+    name_bars(axis, [title for _, title in ticks], "milliseconds", [at for at, _ in ticks])
+    return svg_of(figure, f"contenders {name}", colours_of(names) if by_colour else ())
 
 
 def _phases(cases: Sequence[Mapping[str, Any]]) -> list[Plot]:
@@ -176,10 +171,7 @@ def _links(cases: Sequence[Mapping[str, Any]]) -> list[Plot | Table]:
 
 
 def _bars(key: str, values: Sequence[tuple[str, float]]) -> str:
-    figure, axis = pyplot().subplots(figsize=(7.6, 0.7 + 0.26 * len(values)))
+    figure, axis = canvas(0.7 + 0.24 * len(values))
     axis.barh(range(len(values)), [v for _, v in values], color=colour(0))
-    axis.set_yticks(range(len(values)), [plain(n) for n, _ in values], fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel(plain(key))
-    axis.spines[["top", "right"]].set_visible(False)
+    name_bars(axis, [n for n, _ in values], key)
     return svg_of(figure, f"bars {key}")

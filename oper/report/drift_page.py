@@ -12,7 +12,7 @@ from oper.analysis import distance
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan
 from oper.replanning import Replanning, replan, step_us
-from oper.report.figures import axes, line, plain, with_legend
+from oper.report.figures import axes, line, plain, short, with_legend
 from oper.report.page import Plot, Table, render
 from oper.stats import AccessStats
 from oper.tables import format_bytes
@@ -70,7 +70,7 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
 
 
 def verdict(drift: Drift) -> str:
-    """One line for a person."""
+    """One line on a drift: its distance and, with a plan, whether another plan pays."""
     text = f"{drift.name}: mean distance {drift.mean:.3f}"
     change = drift.replanning
     if change is None:
@@ -142,7 +142,7 @@ def _distances(old: AccessStats, found: Sequence[Drift]) -> str:
     names = sorted(old.tables, key=lambda n: -old.tables[n].num_accesses)[:_MAX_CURVES]
     for k, name in enumerate(names):
         axis.plot(range(len(found)), [d.distances[name] for d in found], **line(k),
-                  label=plain(name))
+                  label=short(name))
     _name_ticks(axis, [d.name for d in found])
     axis.set_ylim(0, 1.02)
     return with_legend(figure, axis, "distances")
@@ -161,6 +161,5 @@ def _cost_curve(start: float, changes: Sequence[tuple[str, Replanning]]) -> str:
 
 
 def _name_ticks(axis: Any, names: Sequence[str]) -> None:
-    axis.set_xticks(range(len(names)), [plain(n) for n in names], fontsize=8, rotation=30,
-                    ha="right")
+    axis.set_xticks(range(len(names)), [plain(n) for n in names], rotation=30, ha="right")
     axis.set_xlim(-0.3, max(1, len(names)) - 0.7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,9 @@ _MARK = "#7f7f7f"  # seen on light and on dark pages
 _MAX_CURVES = 10
 _MAX_LABEL = 48  # characters
 MAX_MAPPED = 40  # tables in the placement map
+_WIDTH = 4.8  # inches of every plot, so that its text can be read on a phone
+# Of a legend: label, colour and matplotlib's style of line of every entry.
+Legend = Sequence[tuple[str, str, str]]
 
 
 def pyplot() -> Any:
@@ -45,12 +49,25 @@ def pyplot() -> Any:
     return plt
 
 
-def svg_of(figure: Any, name: str) -> str:
-    """A figure as an SVG element without anything that refers outside of it.
+def canvas(height: float, num_rows: int = 1) -> tuple[Any, Any]:
+    """A figure of the common width and `height` inches, and its axes one below the other."""
+    figure, axes = pyplot().subplots(num_rows, 1, figsize=(_WIDTH, height), layout="constrained",
+                                     squeeze=False)
+    for axis in axes[:, 0]:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(which="both", labelsize=9)
+    return figure, axes[0, 0] if num_rows == 1 else axes[:, 0]
+
+
+def svg_of(figure: Any, name: str, legend: Legend = ()) -> str:
+    """A figure as an SVG element without anything that refers outside of it, below its legend.
+
+    The legend is text of the page, which breaks its lines where the page is narrow.
 
     Args:
         figure: a matplotlib figure; closed afterwards.
         name: makes the identifiers inside differ from those of other figures of the page.
+        legend: the entries.
     """
     import matplotlib
 
@@ -62,49 +79,51 @@ def svg_of(figure: Any, name: str) -> str:
     text = out.getvalue()
     text = text[text.index("<svg"):]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # implied inside HTML
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # implied inside HTML
+    lines = {"-": "solid", "--": "dashed", ":": "dotted"}
+    entries = "".join(f'<li><i style="border-color: {colour}; border-style: {lines[line]}"></i>'
+                      f"{html.escape(label)}</li>" for label, colour, line in legend)
+    return (f'<ul class="legend">{entries}</ul>' if entries else "") + text
+
+
+def short(name: str) -> str:
+    """A name of bearable length."""
+    return name if len(name) <= _MAX_LABEL else name[:_MAX_LABEL - 1] + "\u2026"
 
 
 def plain(name: str) -> str:
-    """A name as a label: dollar signs are no formula, an underscore in front hides nothing."""
-    short = name if len(name) <= _MAX_LABEL else name[:_MAX_LABEL - 1] + "\u2026"
-    return ("\u200b" if short.startswith("_") else "") + short.replace("$", r"\$")
+    """A name as a label of an axis: dollar signs are no formula."""
+    return short(name).replace("$", r"\$")
 
 
 def loads(found: Evaluation, before: Evaluation | None) -> str:
     """Microseconds per rank by term, one panel per phase; the plan compared with as marks."""
-    plt = pyplot()
     num_ranks = found.held_bytes.size
-    figure, axes = plt.subplots(len(found.phases), 1, figsize=(9.0, 0.5 + 2.1 * len(found.phases)),
-                                squeeze=False)
-    ranks = np.arange(num_ranks)
-    for number, (axis, phase) in enumerate(zip(axes[:, 0], found.phases, strict=True)):
+    figure, axes = canvas(0.4 + 1.5 * len(found.phases), len(found.phases))
+    ranks, legend = np.arange(num_ranks), {TERMS[0]: colour(0)}
+    for number, (axis, phase) in enumerate(zip(np.atleast_1d(axes), found.phases, strict=True)):
         us = phase.seconds * 1e6
         # Memory and compute add up; links run beside them and get bars of their own.
         links = [k for k in range(2, len(TERMS)) if us[k].max() > 0]
         bar = 0.8 / (1 + len(links))
-        axis.bar(ranks, us[0], bar, color=_TERM_COLOURS[0], label=TERMS[0])
+        axis.bar(ranks, us[0], bar, color=colour(0))
         if us[1].max() > 0:
-            axis.bar(ranks, us[1], bar, us[0], color=_TERM_COLOURS[1], label=TERMS[1])
+            axis.bar(ranks, us[1], bar, us[0], color=colour(1))
+            legend[TERMS[1]] = colour(1)
         for slot, k in enumerate(links, 1):
-            axis.bar(ranks + slot * bar, us[k], bar, color=_TERM_COLOURS[k],
-                     label=TERMS[k].replace("_", " "))
+            axis.bar(ranks + slot * bar, us[k], bar, color=colour(k))
+            legend[TERMS[k].replace("_", " ")] = colour(k)
         if before is not None:
             level = before.phases[number].groups.max(axis=0) * 1e6
             axis.hlines(level, ranks - bar / 2, ranks + bar * (len(links) + 0.5), _MARK,
-                        linewidth=2, label="whole tables")
+                        linewidth=2)
+            legend["whole tables"] = _MARK
         axis.set_title(phase.name, fontsize=10)
         axis.set_xticks((ranks + bar * len(links) / 2)[:: max(1, num_ranks // 16)],
                         ranks[:: max(1, num_ranks // 16)])
         axis.set_ylabel("microseconds")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("rank")
-    handles = {label: h for a in axes[:, 0] for h, label in zip(
-        *a.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="lower left", ncols=len(handles),
-                  bbox_to_anchor=(0.05, 1.0), frameon=False, fontsize=9)
-    figure.tight_layout()
-    return svg_of(figure, "loads")
+    axis.set_xlabel("rank")
+    return svg_of(figure, "loads", [(label, c, "-") for label, c in legend.items()])
 
 
 def coverage(problem: Problem) -> str:
@@ -114,34 +133,35 @@ def coverage(problem: Problem) -> str:
     for k, t in enumerate(tables):
         share = t.cumulative[IDS] / max(float(t.total[IDS]), 1e-300)
         axis.plot(t.edges[1:] / t.spec.num_rows, share[1:], **line(k, marked=False),
-                  label=f"{plain(t.spec.name)} ({t.spec.num_rows:,} rows)")
+                  label=f"{short(t.spec.name)} ({t.spec.num_rows:,} rows)")
     axis.set_ylim(0, 1.02)
     return with_legend(figure, axis, "coverage")
 
 
 def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: str) -> str:
     """Horizontal bars made of named parts; a part has the same colour in all of them."""
-    plt = pyplot()
     parts = list(dict.fromkeys(part for _, found in bars for part in found))
-    figure, axis = plt.subplots(figsize=(8.0, 0.9 + 0.3 * len(bars)))
+    figure, axis = canvas(0.7 + 0.28 * len(bars))
     for y, (_, found) in enumerate(bars):
         left = 0.0
         for part, value in found.items():
-            axis.barh(y, value, 0.7, left, color=colour(parts.index(part)), label=part)
+            axis.barh(y, value, 0.7, left, color=colour(parts.index(part)))
             left += value
-    axis.set_yticks(range(len(bars)), [plain(title) for title, _ in bars], fontsize=8)
+    name_bars(axis, [title for title, _ in bars], label)
+    return svg_of(figure, name, colours_of(parts))
+
+
+def name_bars(axis: Any, names: Sequence[str], label: str, places: Sequence[float] = ()) -> None:
+    """Name horizontal bars from the top on, at 0, 1, ... or at `places`, and their values."""
+    axis.set_yticks(places or range(len(names)), [plain(n) for n in names])
+    axis.margins(y=0.01)
     axis.invert_yaxis()
-    axis.set_xlabel(label)
-    axis.spines[["top", "right"]].set_visible(False)
-    name_colours(axis, parts)
-    return svg_of(figure, name)
+    axis.set_xlabel(plain(label))
 
 
-def name_colours(axis: Any, names: Sequence[str]) -> None:
-    """Say above the axes what the k-th colour stands for."""
-    handles = [pyplot().Rectangle((0, 0), 1, 1, color=colour(k)) for k in range(len(names))]
-    axis.legend(handles, [plain(n) for n in names], loc="lower left", bbox_to_anchor=(0.0, 1.0),
-                ncols=4, frameon=False, fontsize=8)
+def colours_of(names: Sequence[str]) -> Legend:
+    """A legend in which the k-th name has the k-th colour."""
+    return [(short(n), colour(k), "-") for k, n in enumerate(names)]
 
 
 def colour(k: int) -> str:
@@ -158,10 +178,9 @@ def line(k: int, marked: bool = True) -> dict[str, Any]:
 
 def axes(xlabel: str, ylabel: str, log: str = "") -> tuple[Any, Any]:
     """A figure for curves and its axes; `log` names the logarithmic ones."""
-    figure, axis = pyplot().subplots(figsize=(7.6, 3.8))
+    figure, axis = canvas(2.8)
     axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
-    axis.spines[["top", "right"]].set_visible(False)
     if "x" in log:
         axis.set_xscale("log")
     if "y" in log:
@@ -170,9 +189,9 @@ def axes(xlabel: str, ylabel: str, log: str = "") -> tuple[Any, Any]:
 
 
 def with_legend(figure: Any, axis: Any, name: str) -> str:
-    """The figure with the names of its curves beside them, as SVG."""
-    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-    return svg_of(figure, name)
+    """The figure as SVG, below the names of its curves."""
+    return svg_of(figure, name, [(x.get_label(), x.get_color(), x.get_linestyle())
+                                 for x in axis.get_lines()])
 
 
 def placement_kind(tier: Tier, world_size: int) -> str:
@@ -186,9 +205,8 @@ def placement_kind(tier: Tier, world_size: int) -> str:
 
 def placement_map(plan: Plan, problem: Problem) -> str:
     """One bar per table, its lookups from the hottest row on, coloured by where rows live."""
-    plt = pyplot()
     tables = sorted(problem.tables, key=lambda t: -float(t.total[IDS]) * t.spec.dim)[:MAX_MAPPED]
-    figure, axis = plt.subplots(figsize=(9.0, 0.6 + 0.24 * len(tables)))
+    figure, axis = canvas(0.6 + 0.22 * len(tables))
     for y, t in enumerate(tables):
         entry = plan.table(t.spec.name)
         every = max(float(t.total[IDS]), 1e-300)
@@ -201,18 +219,14 @@ def placement_map(plan: Plan, problem: Problem) -> str:
                           color=PLACEMENT_COLOURS[placement_kind(tier, plan.world_size)])
                 if tier.placement == "owned" and part > 0.04 and high > 0.5:
                     # The page finds labels inside of bars by this name.
-                    axis.text(left + part / 2, low + high / 2, str(tier.ranks[0]), fontsize=7,
+                    axis.text(left + part / 2, low + high / 2, str(tier.ranks[0]), fontsize=8,
                               ha="center", va="center", gid=f"inside{y}-{piece.start}-{tier.start}")
                 left += part
-    axis.set_yticks(range(len(tables)), [plain(t.spec.name) for t in tables], fontsize=8)
-    axis.invert_yaxis()
+    name_bars(axis, [t.spec.name for t in tables],
+              "share of lookups, hottest rows first (number: owner)")
     axis.set_xlim(0, 1)
-    axis.set_xlabel("share of the table's lookups, hottest rows first (number = owner)")
-    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.spines["left"].set_visible(False)
     used = {placement_kind(x, plan.world_size)
             for e in plan.tables for p in e.pieces for x in p.tiers}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for k, c in PLACEMENT_COLOURS.items()
-               if k in used]
-    axis.legend(handles, [k for k in PLACEMENT_COLOURS if k in used], loc="lower left",
-                bbox_to_anchor=(0.0, 1.0), ncols=5, frameon=False, fontsize=8)
-    return svg_of(figure, "placement")
+    return svg_of(figure, "placement", [(k, c, "-") for k, c in PLACEMENT_COLOURS.items()
+                                        if k in used])

@@ -32,7 +32,11 @@ dl div { border: 1px solid var(--line); border-radius: 6px; padding: 0.5rem 0.7r
 dt { color: var(--soft); font-size: 0.8rem; } dd { margin: 0; font-size: 1.2rem; }
 figure { margin: 0.5rem 0; } figcaption, .note { color: var(--soft); font-size: 0.9rem; }
 .wide { overflow-x: auto; }
-.wide svg { display: block; width: 100%; height: auto; max-width: 60rem; min-width: 30rem; }
+.wide svg { display: block; width: 100%; height: auto; max-width: 42rem; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 1rem; margin: 0.3rem 0; padding: 0;
+          list-style: none; font-size: 0.85rem; }
+.legend i { display: inline-block; width: 1.4rem; margin-right: 0.4rem; vertical-align: middle;
+            border-width: 0.2rem 0 0; }
 svg text { fill: var(--text) !important; }
 svg [id^="inside"] text { fill: #111 !important; }
 svg [style*="stroke: #000000"] { stroke: var(--soft) !important; }
@@ -42,6 +46,9 @@ th, td { text-align: left; padding: 0.3rem 1.2rem 0.3rem 0; border-bottom: 1px s
          white-space: nowrap; vertical-align: top; }
 th { color: var(--soft); font-weight: normal; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
+@media (max-width: 30rem) {
+  th, td { padding-right: 0.7rem; } th, td:not(.number) { white-space: normal; }
+}
 pre { overflow-x: auto; background: var(--panel); padding: 1rem; border-radius: 6px;
       font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
 </style>

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from oper.analysis.summary import skew
-from oper.report.figures import axes, line, plain, with_legend
+from oper.report.figures import axes, line, short, with_legend
 from oper.report.page import Plot, Table, render
 from oper.stats import AccessStats, TableStats
 
@@ -59,7 +59,7 @@ def _coverage(tables: Named) -> str:
     for k, (name, t) in enumerate(tables):
         sizes = np.unique(np.geomspace(1, t.num_rows, 200).astype(np.int64))
         axis.plot(sizes / t.num_rows, t.coverage(sizes), **line(k, marked=sizes.size == 1),
-                  label=plain(name))
+                  label=short(name))
     axis.set_ylim(0, 1.02)
     return with_legend(figure, axis, "coverage")
 
@@ -72,14 +72,14 @@ def _hotness(tables: Named) -> str:
         bins = np.floor(np.log2(values[touched])).astype(np.int64)
         total = np.bincount(bins, rows[touched])
         found = np.flatnonzero(total)
-        axis.plot(2.0**found, total[found], **line(k), label=plain(name))
+        axis.plot(2.0**found, total[found], **line(k), label=short(name))
     return with_legend(figure, axis, "hotness")
 
 
 def _presence(tables: Named) -> str:
     figure, axis = axes("samples", "distinct rows", "xy")
     for k, (name, t) in enumerate(tables):
-        axis.plot(t.presence_samples, t.presence_rows, **line(k), label=plain(name))
+        axis.plot(t.presence_samples, t.presence_rows, **line(k), label=short(name))
     return with_legend(figure, axis, "presence")
 
 
@@ -87,7 +87,7 @@ def _lengths(tables: Named) -> str:
     figure, axis = axes("ids per bag", "share of bags")
     for k, (name, t) in enumerate(tables):
         if t.num_bags:
-            axis.plot(t.length_values, t.length_counts / t.num_bags, **line(k), label=plain(name))
+            axis.plot(t.length_values, t.length_counts / t.num_bags, **line(k), label=short(name))
     top = max(int(t.length_values[-1]) for _, t in tables if t.num_bags)
     axis.set_xscale("symlog" if top > 32 else "linear", **{"linthresh": 16} if top > 32 else {})
     axis.set_xlim(-0.02 * top, 1.1 * top)
@@ -101,6 +101,6 @@ def _drift(tables: Named) -> str:
     figure, axis = axes("time bucket", "distance from the one before")
     for k, (name, t) in enumerate(tables):
         found = bucket_distances(t)
-        axis.plot(np.arange(1, len(found) + 1), found, **line(k), label=plain(name))
+        axis.plot(np.arange(1, len(found) + 1), found, **line(k), label=short(name))
     axis.set_ylim(0, 1)
     return with_legend(figure, axis, "drift")

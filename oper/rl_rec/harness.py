@@ -202,7 +202,7 @@ def run_seeds(name: str, config: Any, data: Interactions, seeds: Sequence[int],
 
 
 def as_runs(name: str, seed: int, fitted: Fitted) -> Runs:
-    """One training run, without its model."""
+    """One training run as `Runs`, without its model."""
     about = {"seed": seed, "epochs": fitted.epochs, "seconds": round(fitted.seconds, 1),
              f"valid_{CHOSEN_BY}": round(fitted.valid_ndcg, 6),
              f"test_{CHOSEN_BY}": round(fitted.test.summary()[CHOSEN_BY], 6)}

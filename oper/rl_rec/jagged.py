@@ -49,7 +49,7 @@ class Jagged:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """int64 [N]."""
+        """Length of each row, int64 [N]."""
         return self.offsets.diff()
 
     @property

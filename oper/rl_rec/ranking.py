@@ -110,7 +110,7 @@ class RankingMetrics:
     def __init__(self, ks: Sequence[int] = (5, 10, 20), recall: str = "all") -> None:
         if not ks or min(ks) < 1:
             raise InvalidInputError(fail("cannot measure rankings", "ks", list(ks),
-                                         "cut-offs >= 1", "correct them"))
+                                         "cut-offs >= 1", "pass cut-offs such as (5, 10)"))
         if recall not in ("all", "min"):
             raise InvalidInputError(fail("cannot measure rankings", "recall", recall,
                                          "'all' or 'min'", "choose one"))

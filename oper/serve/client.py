@@ -148,7 +148,7 @@ class Client:
         return self.infer(*wire.encode_request(request))
 
     def infer(self, body: bytes, header_length: int) -> tuple[np.ndarray, int]:
-        """As `score_request`, of a message that `oper.serve.wire.encode_request` made."""
+        """Like `score_request`, for a message made by `oper.serve.wire.encode_request`."""
         headers = {wire.HEADER_LENGTH: str(header_length),
                    "content-type": "application/octet-stream"}
         answer, data = self._call("POST", f"/v2/models/{self.model}/infer", body, headers)
@@ -180,7 +180,7 @@ class Client:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ServerError(200, fail(
                 f"{self._place[0]}:{self._place[1]} is no scoring server", path, data[:60],
-                "JSON as the protocol has it", "correct the address")) from None
+                "JSON as the protocol has it", "pass the address that oper serve prints")) from None
 
     def metrics(self) -> str:
         """The server's metrics in Prometheus' text format."""
@@ -298,7 +298,7 @@ def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
     found = np.asarray(value)
     if found.size and found.dtype.kind not in "iu":
         raise InvalidInputError(fail("cannot score", name, found.dtype.name, "integers",
-                                     "correct them"))
+                                     "pass integers, e.g. ids.astype(numpy.int64)"))
     return found.astype(dtype)
 
 

@@ -154,7 +154,7 @@ class Connection(asyncio.Protocol):
         self._owner.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone."""
+        """The connection is closed."""
         self._owner.connections.discard(self)
         self._pending.clear()
         if self._in_body and not self._ends:
@@ -173,7 +173,7 @@ class Connection(asyncio.Protocol):
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """It has read them."""
+        """The client has read enough answers: read requests again."""
         self._blocked_since = float("inf")
         self._transport.resume_reading()
 

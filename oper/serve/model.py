@@ -73,7 +73,7 @@ class PublishedModel:
 
     @property
     def publication_name(self) -> str:
-        """By which workers attach to the weights."""
+        """Name of the publication that workers attach to."""
         return str(self._publication.name)
 
     def reads_again(self, read: Callable[[], Any]) -> PublishedModel:

@@ -14,7 +14,7 @@ OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Signals:
     """Notes SIGTERM and SIGINT (stop) and SIGHUP (reload) from entering on; the main thread's.
 
-    Until the server is up, a stop interrupts what its start is busy with (KeyboardInterrupt).
+    Until the server is up, a stop interrupts its start (KeyboardInterrupt).
 
     Attributes:
         stop: whether the server is to stop.

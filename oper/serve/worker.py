@@ -214,7 +214,7 @@ class _Worker:
             connection.close()
 
     def should_close(self) -> bool:
-        """Whether the connection of the answer in hand is to end with it."""
+        """Whether the connection is to be closed after the answer that is being written."""
         if self._drains:
             return True
         if len(self.connections) - self._leaving <= self._job.most.value:
@@ -235,7 +235,7 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _allow_descriptors() -> None:
-    """As many open files as the system lets this process have: connections are files."""
+    """Raise the limit of open files to what the system allows: every connection is a file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from oper.analysis import CountOptions, SparseCounter, TableCounter
 from oper.analysis.presence import Lookups
@@ -76,7 +76,6 @@ def test_dense_and_sparse_agree_and_spilling_loses_nothing(monkeypatch: pytest.M
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=30), min_size=2, max_size=6))
-@settings(max_examples=50, deadline=None)
 def test_parts_merge_to_the_whole(batches: list[list[int]]) -> None:
     whole = TableCounter("t", 10, presence_samples=(2,))
     parts = []
@@ -99,7 +98,6 @@ def test_parts_merge_to_the_whole(batches: list[list[int]]) -> None:
 
 
 @given(st.lists(st.lists(st.integers(-(2**40), 2**40), max_size=40), max_size=8))
-@settings(max_examples=50, deadline=None)
 def test_sparse_counter_counts_any_integers(batches: list[list[int]]) -> None:
     counter = SparseCounter()
     for batch in batches:

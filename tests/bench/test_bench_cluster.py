@@ -26,8 +26,6 @@ from oper.errors import InvalidInputError
 from oper.report.bench_page import bench_page
 from oper.topology import Topology
 
-pytest.importorskip("torchrec")
-
 emulated = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Workload((3000, 400, 30), 16, 256, 4, lengths=(4, 1, 4))

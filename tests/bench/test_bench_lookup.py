@@ -2,11 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
-
-pytest.importorskip("torchrec")
-
 import numpy as np
+import pytest
 import torch
 
 from oper.bench.core.launch import run_workers
@@ -23,11 +20,12 @@ from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 
+WORK = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
+
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_lookups_are_measured_and_verified(world_size: int) -> None:
-    work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
-    case = LookupCase(f"lookup-w{world_size}", work, world_size, num_batches=4,
+    case = LookupCase(f"lookup-w{world_size}", WORK, world_size, num_batches=4,
                       num_stats_batches=4, rounds=2, per_round=2)
     entry, = run_workers(run_case, [case], world_size, 2 // world_size)
     assert entry["verified"] is True, entry["verification"]
@@ -43,8 +41,7 @@ def test_lookups_are_measured_and_verified(world_size: int) -> None:
 
 
 def test_updates_are_measured_and_verified() -> None:
-    work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
-    case = UpdateCase("update-w2", work, 2, num_batches=4, num_stats_batches=4, rounds=2,
+    case = UpdateCase("update-w2", WORK, 2, num_batches=4, num_stats_batches=4, rounds=2,
                       per_round=2)
     entry, = run_workers(run_update_case, [case], 2)
     assert entry["verified"] is True, entry["verification"]
@@ -56,9 +53,9 @@ def test_updates_are_measured_and_verified() -> None:
 
 
 def test_growth_is_measured_and_verified() -> None:
-    work = Workload(num_rows=(40, 12_000), dim=4, batch_size=64, pooling=3)
-    case = ScaleCase("scale-dim-4", work, 2, axis="dim", num_batches=2, rounds=2, per_round=2)
-    wide = replace(case, name="scale-dim-64", work=replace(work, dim=64))
+    case = ScaleCase("scale-dim-4", replace(WORK, dim=4), 2, axis="dim", num_batches=2, rounds=2,
+                     per_round=2)
+    wide = replace(case, name="scale-dim-64", work=replace(WORK, dim=64))
     entries = list(run_workers(run_scale_case, [case, wide], 2))
     assert all(e["verified"] for e in entries), entries
     # A row of 16 bytes takes a line, one of 256 bytes four.
@@ -72,8 +69,8 @@ def test_growth_is_measured_and_verified() -> None:
 
 
 def test_growing_tables_are_set_beside_the_bare_machine() -> None:
-    work = Workload(num_rows=(40, 12_000), dim=64, batch_size=64, pooling=3)
-    case = ScaleCase("scale-rows-small", work, 2, axis="rows", num_batches=2, rounds=2, per_round=2)
+    case = ScaleCase("scale-rows-small", replace(WORK, dim=64), 2, axis="rows", num_batches=2,
+                     rounds=2, per_round=2)
     entry, = run_workers(run_scale_case, [case], 2)
     assert entry["verified"] is True, entry
     assert set(entry["timings"]) == {"oper", "gather ceiling", "update ceiling"}

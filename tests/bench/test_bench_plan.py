@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import numpy as np
 import pytest
 
-from oper.bench import verbs
 from oper.bench.plan import suite as plan, torchrec_planner as plan_peer
 from oper.bench.plan.torchrec_planner import TorchRecPlanner
 from oper.bench.plan.workloads import Workload, cluster, drawn, machine
@@ -18,6 +16,7 @@ from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import make_problem
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
+from tests.support import run_command
 
 KEYS = ("gap", "certificate_checked", "uncapped_bound_us", "bound_method", "proved_gap",
         "proved_boxes", "seconds", "modelled_step_us", "best_peer", "best_peer_step_us",
@@ -38,9 +37,7 @@ def small(seed: int = 0) -> Workload:
 
 
 def bench(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    verbs.configure_bench(parser)
-    return verbs.run_bench(parser.parse_args(["plan", *words]))
+    return run_command("bench", "plan", *words)
 
 
 @pytest.fixture
@@ -170,7 +167,6 @@ def test_a_plan_behind_a_peer_is_not_verified(suite, monkeypatch, capsys) -> Non
 
 
 def test_torchrec_is_a_peer(suite, tmp_path) -> None:
-    pytest.importorskip("torchrec")
     target = tmp_path / "plan.json"
     assert bench("--only", "*/small/8/training/*", "--torchrec-seconds", "10",
                  "--json", str(target)) == 0
@@ -183,7 +179,6 @@ def test_torchrec_is_a_peer(suite, tmp_path) -> None:
 
 
 def test_a_planner_that_does_not_come_back_is_ended(monkeypatch) -> None:
-    pytest.importorskip("torchrec")
     work = small()
     stated = make_problem(work.tables, work.stats, machine(8), batch_size=512, allow=EVERYTHING)
     with TorchRecPlanner(10.0) as planner:

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import run_oper
-
-pytest.importorskip("torchrec")
 from oper.bench.quality import recommenders
+from tests.support import run_oper
 
 
 def write_log(folder: Path, forwards: bool = True) -> None:

@@ -1,6 +1,5 @@
 """Records, timings and the comparison that a benchmark rests on."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -9,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from oper.bench import verbs
 from oper.bench.core import record
 from oper.bench.core.memory import peak_rss_mb
-from oper.bench.core.workload import Workload, batch_ids, collect_stats, draw_ids
+from oper.bench.core.workload import Workload, batch_ids, collect_stats
+from oper.bench.tables import train
 from oper.bench.tables.verify import Verdict
 from oper.errors import InvalidInputError, OperError
+from tests.bench import helpers
+from tests.support import run_command
 
 
 def test_interleave_gives_every_contender_the_same_calls_in_turns() -> None:
@@ -65,17 +66,6 @@ def test_a_comparison_can_fail(ours: list[float], passed: bool) -> None:
     assert json.loads(json.dumps(verdict.to_json()))["passed"] is passed
 
 
-def test_ids_follow_the_power_law() -> None:
-    rng = np.random.default_rng(0)
-    counts = np.bincount(draw_ids(rng, 1000, 400_000, 1.05), minlength=1000)
-    edges = np.arange(1, 1002.0) ** (1 - 1.05)
-    expected = (edges[:-1] - edges[1:]) / (edges[0] - edges[-1]) * 400_000
-    assert counts.size == 1000
-    assert np.all(np.abs(counts - expected) < 6 * np.sqrt(expected) + 1)
-    uniform = np.bincount(draw_ids(rng, 10, 100_000, 0.0), minlength=10)
-    assert np.all(np.abs(uniform - 10_000) < 600)
-
-
 def test_batches_are_reproducible_and_statistics_come_from_others() -> None:
     work = Workload(num_rows=(50, 7), batch_size=64, pooling=3)
     ids = batch_ids(work, 1, 2, 0)
@@ -89,14 +79,10 @@ def test_batches_are_reproducible_and_statistics_come_from_others() -> None:
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, words: list[str], verified: bool) -> int:
-    from oper.bench.tables import train
-
     entry = {"verified": verified, "name": "ebc-pool1"}
     monkeypatch.setattr(train, "run", lambda args, chosen: iter([entry] * len(chosen)))
     monkeypatch.setattr(train, "report", lambda entries: f"{len(entries)}\n")
-    parser = argparse.ArgumentParser()
-    verbs.configure_bench(parser)
-    return verbs.run_bench(parser.parse_args(words))
+    return run_command("bench", *words)
 
 
 def test_an_unverified_case_fails_the_command(monkeypatch, tmp_path, capsys) -> None:
@@ -118,16 +104,12 @@ def test_a_pattern_without_cases_is_an_error(monkeypatch) -> None:
 
 def test_a_failing_worker_shows_its_log() -> None:
     from oper.bench.core.launch import run_workers
-    from tests.bench import helpers
-
     with pytest.raises(OperError, match=r"a benchmark process has failed(.|\n)*Error: of no use"):
         list(run_workers(helpers.fail, ["of no use"], 1))
 
 
 def test_a_helper_process_obeys_and_its_errors_come_out() -> None:
     from oper.bench.core.child import Child
-    from tests.bench import helpers
-
     child = Child(helpers.doubles, (), "the helper")
     assert child.ask("double", 4) == 8
     with pytest.raises(OperError, match="unsupported operand"):
@@ -149,9 +131,6 @@ def test_peak_memory_is_that_of_the_process_itself() -> None:
 
 
 def test_a_record_that_cannot_be_kept_is_told_before_the_run(tmp_path, monkeypatch) -> None:
-    from oper.bench.tables import train
-
     monkeypatch.setattr(train, "run", lambda *_: pytest.fail("measured"))
     with pytest.raises(InvalidInputError, match="cannot write the result"):
-        verbs.run_bench(argparse.Namespace(benchmark="train", device="", model="", quick=True,
-                                           cases="*", json=str(tmp_path)))
+        run_command("bench", "train", "--quick", "--json", tmp_path)

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("torchrec")
-
 from oper.bench.core.launch import run_workers
 from oper.bench.core.workload import Workload
 from oper.bench.tables import train

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from dataclasses import fields, replace
@@ -25,6 +24,7 @@ from oper.bench.core.workload import Workload, collect_stats
 from oper.errors import InvalidInputError
 from oper.search import topology_preset
 from oper.topology import Costs, Topology
+from tests.support import run_command
 
 TRUE = Costs(phase_us=40.0, id_ns=3.0, sort_ns=4.0, reduce_ns=4.0, update_ns=20.0, run_ns=2.0,
              refresh_ns=6.0, tier_ns=1.5, push_tier_ns=5.0, push_ns=10.0, push_bag_ns=30.0,
@@ -151,10 +151,7 @@ def test_the_verb_measures_real_processes(tmp_path, monkeypatch, capsys) -> None
         Workload((2000, 100), 32, 128, 3)])
     monkeypatch.setattr(calibrate, "last_level_cache_bytes", lambda: 1 << 20)
     target, check = tmp_path / "mine.toml", tmp_path / "check.json"
-    parser = argparse.ArgumentParser()
-    calibrate.configure_calibrate(parser)
-    assert calibrate.run_calibrate(parser.parse_args(
-        ["-o", str(target), "--quick", "--check", str(check)])) == 0
+    assert run_command("calibrate", "-o", target, "--quick", "--check", check) == 0
     made = topology_preset(str(target))
     assert made.world_size == 2 and made.source == "measured"
     d = made.domains[0]
@@ -177,11 +174,9 @@ def test_what_cannot_be_measured_or_kept_is_told_before(words: list[str], tmp_pa
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "measure", lambda *_: pytest.fail("measured"))
     (tmp_path / "a.json").touch()
-    parser = argparse.ArgumentParser()
-    calibrate.configure_calibrate(parser)
     words = ["-o", str(tmp_path / "out.toml"), *(w.format(tmp_path) for w in words)]
     with pytest.raises((InvalidInputError, SystemExit)) as error:
-        calibrate.run_calibrate(parser.parse_args(words))
+        run_command("calibrate", *words)
     assert error.value.args == (2,) or "cannot write the result" in str(error.value)
 
 

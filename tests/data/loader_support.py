@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from oper.data import PreprocessOptions, preprocess
 from oper.data.generic import Choice, generic_recipe
-
-pytest.importorskip("torchrec")
 
 ROWS = 500
 KEYS = ["item", "tags", "history", "user"]

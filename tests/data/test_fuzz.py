@@ -18,7 +18,6 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.reading.readers import Unit, read_unit
 from oper.data.recipe import Recipe
 from oper.errors import OperError
-from oper.stats import AccessStats, TableStats
 
 ROUNDS = 60
 
@@ -115,35 +114,6 @@ def test_damaged_files(tmp_path: Path, make: Callable[[Path], Any]) -> None:
         except OperError as error:
             counts[1] += str(path.name) in str(error) or "day_0" in str(error)
     assert sum(counts) == ROUNDS, "an error names its file"
-
-
-def test_damaged_statistics_and_folders(tmp_path: Path, invent: Any, write: Any) -> None:
-    stats = AccessStats(10, {"t": TableStats.from_counts(
-        9, np.arange(4), np.arange(1, 5), (np.array([1]), np.array([10])))})
-    path = tmp_path / "stats.npz"
-    stats.save(path)
-    good, rng = path.read_bytes(), np.random.default_rng(1)
-    for _ in range(ROUNDS):
-        path.write_bytes(damage(good, rng))
-        try:  # what is read without complaint is what was written
-            found = AccessStats.load(path).tables["t"]
-            assert found.head_counts.tolist() == stats.tables["t"].head_counts.tolist()
-        except OperError:
-            continue
-    # Damage that a checksum does not find cannot be found; damage of work in progress is.
-    log = str(write(tmp_path / "train.txt", invent(60)))
-    preprocess(load_recipe("criteo-kaggle"), [log], tmp_path / "out")
-    parts = sorted((tmp_path / "out" / "train").glob("*.parquet"))
-    good = parts[0].read_bytes()
-    whole = pq.read_table(parts[0])
-    for _ in range(ROUNDS):
-        parts[0].write_bytes(damage(good, rng))
-        try:
-            found = pq.read_table(parts[0], page_checksum_verification=True)
-            assert found.schema != whole.schema or found.num_rows != whole.num_rows or (
-                found.equals(whole))
-        except (pa.ArrowException, OSError):
-            continue
 
 
 def test_work_that_was_begun_with_a_damaged_note_is_an_error(

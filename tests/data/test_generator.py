@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from oper.analysis import CountOptions, collect, skew
 from oper.data.generate.generator import (
@@ -37,7 +37,6 @@ class _Batch:
 
 @given(st.integers(1, 100_000), st.floats(0, 3), st.floats(0, 100),
        st.lists(st.floats(0.001, 0.2), max_size=3))
-@settings(max_examples=60, deadline=None)
 def test_power_laws_have_their_rows_and_shares(
     num_rows: int, exponent: float, shift: float, heavy: list[float]
 ) -> None:

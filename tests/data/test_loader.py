@@ -15,15 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader
 
 from oper import native
 from oper.data import Loader, LoaderOptions
 from oper.data.folder import MANIFEST
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
-
-pytest.importorskip("torchrec")
 from tests.data.loader_support import KEYS, ROWS, check, everything, rows_of, write_folder
 
 
@@ -90,7 +88,6 @@ def test_seed_and_epoch_choose_the_order(folder: Path) -> None:
 @given(world_size=st.integers(1, 9), batch_size=st.integers(1, 600), window=st.sampled_from(
     [0, 1, 70, 300, 5000]), workers=st.integers(1, 5), drop_last=st.booleans(),
     epoch=st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
 def test_every_row_once_over_ranks_and_workers(
     folder: Path, world_size: int, batch_size: int, window: int, workers: int, drop_last: bool,
     epoch: int

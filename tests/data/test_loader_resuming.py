@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader
 
 from oper.data import Loader, LoaderOptions
 from oper.errors import InvalidInputError
-
-pytest.importorskip("torchrec")
 from tests.data.loader_support import everything, write_folder
 
 

@@ -12,7 +12,6 @@ from oper.data import Loader, LoaderOptions, PreprocessOptions, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.errors import InvalidInputError
 
-pytest.importorskip("torchrec")
 ROWS = 611
 
 

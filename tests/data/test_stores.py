@@ -106,7 +106,7 @@ def test_a_bucket_and_back(local: Path, bucket: str) -> None:
     with pytest.raises(InvalidInputError, match="something else"):
         preprocess(CRITEO, [str(local / "train.txt")], bucket.format("logs"))
     for name in ("logs/none.txt", "none/*.txt"):
-        with pytest.raises(InvalidInputError, match="correct the name"):
+        with pytest.raises(InvalidInputError, match="check the path"):
             preprocess(CRITEO, [bucket.format(name)], local / "x")
 
 

@@ -169,10 +169,8 @@ def _wait_less(injection: Injection | None) -> None:
         os.environ["OPER_DEADLINE_S"] = str(DEADLINE_S)
 
 
-def train_tables(rank: int, world_size: int, injection: Injection | None, note: str, seed: int
-                 ) -> dict[str, Any]:
-    """Train tables for some steps, the fault armed in the middle; final rows, or the error."""
-    _wait_less(injection)
+def open_tables(world_size: int, seed: int) -> ShardedTables:
+    """The tables of this rank, filled. Collective."""
     tables = ShardedTables(_plan(_SPECS, world_size, seed), [(f"f_{s.name}", s.name)
                                                              for s in _SPECS],
                            ProcessGroup(), RowWiseAdagrad(lr=0.1), 1.0 / world_size)
@@ -180,6 +178,14 @@ def train_tables(rank: int, world_size: int, injection: Injection | None, note: 
         g = torch.Generator().manual_seed(seed)
         tables.write(s.name, torch.rand(s.num_rows, s.dim, generator=g))
     tables.publish()
+    return tables
+
+
+def train_tables(rank: int, world_size: int, injection: Injection | None, note: str, seed: int
+                 ) -> dict[str, Any]:
+    """Train tables for some steps, the fault armed in the middle; final rows, or the error."""
+    _wait_less(injection)
+    tables = open_tables(world_size, seed)
     try:
         for step in range(_STEPS):
             if injection is not None and step == _ARMED_AT:

@@ -205,21 +205,12 @@ def _main(rank: int, world_size: int, seed: int, store: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from oper.errors import OperError
-    from oper.shmem.group.groups import ProcessGroup
-    from oper.shmem.optim.optimizers import RowWiseAdagrad
-    from oper.shmem.tables import ShardedTables
-    from tests.faults.injection import _SPECS, _batch, _plan
+    from tests.faults.injection import _SPECS, _batch, open_tables
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                             world_size=world_size)
-    tables = ShardedTables(_plan(_SPECS, world_size, seed), [(f"f_{s.name}", s.name)
-                                                             for s in _SPECS],
-                           ProcessGroup(), RowWiseAdagrad(lr=0.1), 1.0 / world_size)
-    for s in _SPECS:
-        tables.write(s.name, torch.rand(s.num_rows, s.dim,
-                                        generator=torch.Generator().manual_seed(seed)))
-    tables.publish()
+    tables = open_tables(world_size, seed)
     print(json.dumps({"kind": "ready"}), flush=True)
     try:
         for step in range(_STEPS):

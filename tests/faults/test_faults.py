@@ -108,5 +108,5 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, files.Sample]
 def test_a_file_is_not_what_it_was(kind: str, how: str, samples: dict[str, files.Sample],
                                    tmp_path: Path) -> None:
     rng = random.Random(f"{kind} {how}")
-    for _ in range(6):
+    for _ in range(20):
         check(files.damaged_file(samples[kind], how, rng, tmp_path))

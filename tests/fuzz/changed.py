@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,11 +26,11 @@ from typing import Any
 
 from oper.bench.core import record
 from tests.faults.pauses import Pauses
-from tests.fuzz import native
 from tests.fuzz.targets import MEMORY, TARGETS, change, describe, one, place, seeds
 
 _HANG_S, _MEMORY_BYTES = 60.0, 4 << 30
 _TEXT = "text (native)"
+_SOURCE = Path(__file__).with_name("text.cpp")
 
 
 def _run(name: str, files: str, last: int, counts: tuple[Any, Any], told: Any) -> None:
@@ -120,13 +121,27 @@ def _processor(pid: int) -> tuple[bool, float]:
     return said[0] == "R", (int(said[11]) + int(said[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def build_native(folder: Path) -> Path | None:
+    """The sanitized fuzzer of the compiled parser; None without a compiler that can."""
+    compiler, program = shutil.which("g++") or shutil.which("clang++"), folder / "text"
+    if compiler is None:
+        return None
+    done = subprocess.run(
+        [compiler, "-std=c++20", "-O1", "-g", "-fsanitize=address,undefined",
+         "-fno-sanitize-recover=all", f"-I{_SOURCE.parents[2] / 'csrc'}", str(_SOURCE), "-o",
+         str(program)], capture_output=True, text=True, check=False)
+    if done.returncode and "sanitize" not in done.stderr and "asan" not in done.stderr:
+        raise RuntimeError(done.stderr)
+    return None if done.returncode else program
+
+
 def run_native(runs: int, case: dict[str, Any]) -> None:
     """The compiled parser of text, sanitized."""
     began, left = time.monotonic(), runs - case["executions"]
     if left <= 0:
         return
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        program = native.build(Path(folder))
+        program = build_native(Path(folder))
         if program is None:
             raise SystemExit("no compiler with sanitizers")
         done = subprocess.run([str(program), str(left), str(1 + case["executions"])], text=True,

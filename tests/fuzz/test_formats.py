@@ -29,7 +29,6 @@ from oper.data import Loader, LoaderOptions
 from oper.errors import FileFormatError
 from tests.faults.pauses import Pauses
 from tests.fuzz import changed, crash
-from tests.fuzz.native import build
 from tests.fuzz.targets import MEMORY, TARGETS, change, one, place, remove_files, seeds
 
 
@@ -112,7 +111,7 @@ def test_no_progress_is_a_hang_but_no_processor_is_none(monkeypatch: pytest.Monk
 
 def test_changed_lines_of_text(tmp_path: Path) -> None:
     """The compiled parser, with the sanitizers of addresses and of undefined behaviour."""
-    program = build(tmp_path)
+    program = changed.build_native(tmp_path)
     if program is None:
         pytest.skip("no compiler with sanitizers")
     command = [str(program), "10000", "7"]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pytest
 import torch
+import torchrec
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as KJT
 
 import oper
-
-pytest.importorskip("torchrec")
-import torchrec
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as KJT
 
 LR = 0.5
 

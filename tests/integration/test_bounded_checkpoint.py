@@ -18,22 +18,16 @@ import torch.distributed.checkpoint as dcp
 
 import oper
 from oper.errors import InvalidInputError, OperError
-from oper.integration.torch_modules import module_spec
-from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.serve.allocator import give_back
-from tests.runtime_support import assert_bitwise
-from tests.world_support import RankFailedError, report, run_world, world
-
-pytest.importorskip("torchrec")
 from oper.integration.checkpoint import (
     files as checkpoint_files,
     planners as checkpoint,
     saving,
     table_state,
 )
-from oper.integration.checkpoint.on_demand import TableRows
+from oper.integration.torch_modules import module_spec
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.serve.allocator import give_back
 from tests.checkpoint_support import (
-    Model,
     flat,
     fused,
     read,
@@ -42,6 +36,8 @@ from tests.checkpoint_support import (
     state_of,
     train,
 )
+from tests.runtime_support import assert_bitwise
+from tests.world_support import RankFailedError, report, run_world, world
 
 CHUNK = 512  # bytes: every table of more than 16 rows is several chunks
 
@@ -95,30 +91,6 @@ def test_any_plan_and_world_goes_on(saved: Any, world_size: int, plan: int, tmp_
     if (world_size, plan) == (2, 101):
         assert_bitwise(run_ranks(go_on, 2, 101, range(3, 6), str(folder)),
                        run_ranks(go_on, 2, 101, range(6)), "training goes on")
-
-
-def _with_planners(rank: int, world_size: int, load: str, save: str) -> dict[str, torch.Tensor]:
-    """dcp's own calls, from and to programs that know nothing of OPER."""
-    model = sharded(world_size, 102, seed=7)
-    with oper.rows_on_demand(CHUNK):
-        state = model.state_dict()
-        assert isinstance(state["places.weight"], TableRows)
-        dcp.load(state, checkpoint_id=load, planner=oper.LoadPlanner())
-        model.load_state_dict(state)
-        dcp.save(model.state_dict(), checkpoint_id=save, planner=oper.SavePlanner())
-    return flat(dict(model.state_dict()))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_from_and_to_the_unsharded_model(world_size: int, tmp_path: Path) -> None:
-    plain, other = Model(seed=3), Model(seed=4)
-    dcp.save(plain.state_dict(), checkpoint_id=str(tmp_path / "in"), no_dist=True)
-    want = flat(dict(plain.state_dict()))
-    for got in run_world(world_size, _with_planners, str(tmp_path / "in"), str(tmp_path / "out")):
-        assert_bitwise(got, want, "loaded from the unsharded model")
-    state = other.state_dict()
-    dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
-    assert_bitwise(flat(dict(state)), want, "loaded by the unsharded model")
 
 
 class _Counting(oper.LoadPlanner):

@@ -6,6 +6,7 @@ Weights and optimizer state are saved in logical order; what loads them need not
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import oper
 from oper.errors import InvalidInputError
-from tests.runtime_support import assert_bitwise
-from tests.world_support import RankFailedError, run_world
-
-pytest.importorskip("torchrec")
+from oper.integration.checkpoint.on_demand import TableRows
 from tests.checkpoint_support import (
     Model,
     batch_of,
@@ -29,6 +28,8 @@ from tests.checkpoint_support import (
     state_of,
     train,
 )
+from tests.runtime_support import assert_bitwise
+from tests.world_support import RankFailedError, run_world
 
 
 def restore(model: Model, folder: str) -> None:
@@ -165,12 +166,26 @@ def _plain_weights(rank: int, world_size: int, load: str, save: str) -> dict[str
     return flat(dict(model.state_dict()))
 
 
+def _with_planners(rank: int, world_size: int, load: str, save: str) -> dict[str, torch.Tensor]:
+    """dcp's own calls, from and to programs that know nothing of OPER."""
+    model = sharded(world_size, 102, seed=7)
+    with oper.rows_on_demand(512):  # bytes: most tables are several chunks
+        state = model.state_dict()
+        assert isinstance(state["places.weight"], TableRows)
+        dcp.load(state, checkpoint_id=load, planner=oper.LoadPlanner())
+        model.load_state_dict(state)
+        dcp.save(model.state_dict(), checkpoint_id=save, planner=oper.SavePlanner())
+    return flat(dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("body", [_plain_weights, _with_planners])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_from_and_to_the_unsharded_model(world_size: int, tmp_path: Path) -> None:
+def test_weights_from_and_to_the_unsharded_model(world_size: int, body: Callable[..., Any],
+                                                 tmp_path: Path) -> None:
     plain, other = Model(seed=3), Model(seed=4)
     dcp.save(plain.state_dict(), checkpoint_id=str(tmp_path / "in"), no_dist=True)
     want = flat(dict(plain.state_dict()))
-    for got in run_world(world_size, _plain_weights, str(tmp_path / "in"), str(tmp_path / "out")):
+    for got in run_world(world_size, body, str(tmp_path / "in"), str(tmp_path / "out")):
         assert_bitwise(got, want, "loaded from the unsharded model")
     state = other.state_dict()
     dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)

@@ -10,17 +10,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+from torchrec.modules import embedding_configs as configs
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
+from oper.integration.torchrec_modules import table_specs
+from tests.checkpoint_support import read
 from tests.runtime_support import assert_bitwise, mixed_plan
 from tests.world_support import RankFailedError, run_world
-
-configs = pytest.importorskip("torchrec.modules.embedding_configs")
-from torchrec.modules.embedding_modules import EmbeddingBagCollection  # noqa: E402
-from torchrec.optim.keyed import CombinedOptimizer  # noqa: E402
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
-
-from oper.integration.torchrec_modules import table_specs  # noqa: E402
 
 ROWS = {"a": 38, "b": 200}
 KINDS = ("table_wise", "row_wise", "column_wise")
@@ -50,7 +51,6 @@ def batch_of(step: int, rank: int) -> KeyedJaggedTensor:
 
 def by_torchrec(kind: str, seed: int, **tag: float) -> tuple[nn.Module, Any]:
     """The model and its fused optimizer; `tag`: arguments of the optimizer's tag."""
-    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.sharding_plan import (
@@ -60,8 +60,6 @@ def by_torchrec(kind: str, seed: int, **tag: float) -> tuple[nn.Module, Any]:
         table_wise,
     )
     from torchrec.distributed.types import ShardingPlan
-    from torchrec.optim import RowWiseAdagrad
-
     class Sharder(EmbeddingBagCollectionSharder):
         def sharding_types(self, compute_device_type: str) -> list[str]:
             return [*KINDS, "data_parallel"]  # the stock one hides row_wise on CPU
@@ -119,14 +117,6 @@ def _state(model: nn.Module, optimizer: Any, parts: str) -> dict[str, Any]:
 def _train(model: nn.Module, rank: int, steps: range) -> None:
     for step in steps:
         (model(batch_of(step, rank)) - 0.2).square().sum().backward()
-
-
-def read(folder: str) -> dict[str, torch.Tensor]:
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    state = {name: torch.full(item.size, torch.nan) for name, item
-             in metadata.state_dict_metadata.items() if hasattr(item, "size")}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    return state
 
 
 def close(got: Any, want: Any) -> None:
@@ -238,9 +228,6 @@ def _small_gradients(rank: int, world_size: int) -> list[torch.Tensor]:
     """What steps change in the outputs when gradients are of the size of eps and nobody names it:
     of TorchRec's sharded tables (whose rows differ: it draws its own), of OPER's by a tag and by an
     argument, and of unsharded ones under TorchRec's class, which is told FBGEMM's eps."""
-    from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-    from torchrec.optim import RowWiseAdagrad
-
     theirs, _ = by_torchrec("table_wise", 0, lr=LR)
     ours = Model(0)
     _apply_optimizer_in_backward(RowWiseAdagrad, ours.bags.parameters(), {"lr": LR})

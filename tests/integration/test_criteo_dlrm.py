@@ -102,7 +102,6 @@ def sharded(world_size: int, kind: str) -> tuple[list[torch.Tensor], dict[str, t
 @pytest.mark.parametrize("kind", ["replicated", "striped", "owned", "mixed0"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_dlrm_on_real_clicks(world_size: int, kind: str) -> None:
-    pytest.importorskip("torchrec")
     click_log()
     from tests.dlrm_support import assert_close
 
@@ -121,7 +120,6 @@ def test_dlrm_on_real_clicks(world_size: int, kind: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_plans_agree_bit_for_bit_on_real_clicks(world_size: int) -> None:
-    pytest.importorskip("torchrec")
     click_log()
     outputs, state = sharded(world_size, "striped")
     for kind in ("replicated", "owned", "mixed0"):

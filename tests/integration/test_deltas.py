@@ -16,15 +16,13 @@ from torch import nn
 
 import oper
 from oper.errors import FileFormatError, InvalidInputError, OperError
-from tests.runtime_support import assert_bitwise
-from tests.world_support import RankFailedError, run_world
-
-pytest.importorskip("torchrec")
 from oper.integration.checkpoint import deltas as module
 from oper.integration.checkpoint.delta_files import find, read_part
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.saving import Restored
 from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
+from tests.runtime_support import assert_bitwise
+from tests.world_support import RankFailedError, run_world
 
 
 def saved_run(rank: int, world_size: int, plan: int, folder: str, steps: int,

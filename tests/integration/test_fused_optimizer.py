@@ -7,29 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-
-import oper
-from oper.errors import InvalidInputError
-from oper.plan import uniform_plan
-from tests.runtime_support import assert_bitwise
-
-configs = pytest.importorskip("torchrec.modules.embedding_configs")
-from torch.distributed.optim import _apply_optimizer_in_backward  # noqa: E402
-from torchrec.modules.embedding_modules import EmbeddingBagCollection  # noqa: E402
-from torchrec.optim import (  # noqa: E402
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec.modules import embedding_configs as configs
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim import (
     RowWiseAdagrad as TorchRecRowWise,
     optimizers,
 )
-from torchrec.optim.keyed import (  # noqa: E402
+from torchrec.optim.keyed import (
     CombinedOptimizer,
     KeyedOptimizerWrapper,
     OptimizerWrapper,
 )
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oper.integration.table_tensor import TableTensor  # noqa: E402
-from oper.integration.tags import tagged_optimizer  # noqa: E402
-from oper.integration.torchrec_modules import table_specs  # noqa: E402
+import oper
+from oper.errors import InvalidInputError
+from oper.integration.table_tensor import TableTensor
+from oper.integration.tags import tagged_optimizer
+from oper.integration.torchrec_modules import table_specs
+from oper.plan import uniform_plan
+from tests.runtime_support import assert_bitwise
 
 
 def bags(names: str = "ab", rows: int = 20) -> EmbeddingBagCollection:

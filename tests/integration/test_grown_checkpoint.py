@@ -8,18 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-import oper
-from oper.errors import OperError
-from tests.runtime_support import assert_bitwise, mixed_plan
-
-pytest.importorskip("torchrec")
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import oper
+from oper.errors import OperError
 from oper.integration.torchrec_modules import table_specs
 from tests.checkpoint_support import flat, run_ranks
+from tests.runtime_support import assert_bitwise, mixed_plan
 
 OLD, NEW = {"a": 40, "b": 7}, {"a": 55, "b": 8}
 OPTIMIZERS = {"adam": oper.Adam(lr=0.05), "adagrad": oper.RowWiseAdagrad(lr=0.1)}

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-
-import oper
-from tests.runtime_support import assert_bitwise, rich_plan
-
-pytest.importorskip("torchrec")
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+import oper
 from oper.integration.torchrec_modules import table_specs
 from tests.checkpoint_support import batch_of, flat, run_ranks
+from tests.runtime_support import assert_bitwise, rich_plan
 from tests.world_support import run_world
 
 TYPES = {"a": DataType.FP16, "b": DataType.FP32, "c": DataType.BF16}

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torchrec
 from torch import nn
 
 import oper
-from oper.errors import InvalidInputError
 from tests.world_support import run_world
-
-torchrec = pytest.importorskip("torchrec")
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -62,11 +60,6 @@ def test_per_sample_weights_in_half(dtype: torch.dtype) -> None:
     assert (out.float() - want).abs().le(step_of(want, dtype)).all()
     out.float().sum().backward()
     assert weights.grad is not None and weights.grad.dtype == dtype
-
-
-def test_double_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"weight\.dtype=.?float64"):
-        oper.shard(nn.EmbeddingBag(10, 4, mode="sum", dtype=torch.float64), optimizer=oper.SGD())
 
 
 def collection(data_type: str) -> Any:

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torchrec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oper
 from oper.errors import OperError
-
-torchrec = pytest.importorskip("torchrec")
 
 
 class Model(nn.Module):

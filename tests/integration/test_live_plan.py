@@ -12,11 +12,9 @@ import oper
 from oper.errors import InvalidInputError, PlanError
 from oper.plan import uniform_plan
 from oper.tables import TableSpec
+from tests.checkpoint_support import Model, flat, sharded, state_of, train
 from tests.runtime_support import assert_bitwise
 from tests.world_support import run_world
-
-pytest.importorskip("torchrec")
-from tests.checkpoint_support import Model, flat, sharded, state_of, train
 
 
 def _trained(rank: int, world_size: int, move_to: str | None) -> dict[str, torch.Tensor]:

@@ -5,15 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pytest
 import torch
-
-import oper
-from oper.errors import InvalidInputError
-from tests.runtime_support import assert_bitwise
-from tests.world_support import run_world
-
-pytest.importorskip("torchrec")
 import torchrec
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
@@ -22,6 +14,11 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as KJT
+
+import oper
+from oper.errors import InvalidInputError
+from tests.runtime_support import assert_bitwise
+from tests.world_support import run_world
 
 BATCH, LR, STEPS = 12, 0.1, 6
 

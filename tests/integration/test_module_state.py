@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torchrec
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 import oper
 from oper.errors import InvalidInputError
@@ -19,11 +23,6 @@ from oper.plan import Plan, uniform_plan
 from oper.tables import TableSpec
 from tests.integration.module_support import KJT, LR, bag, collection, kjt, shard
 from tests.world_support import run_world
-
-pytest.importorskip("torchrec")
-import torchrec
-from torchrec.modules.embedding_configs import DataType
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 # ---- copies --------------------------------------------------------------------------------------
 
@@ -153,11 +152,6 @@ def test_hooks_stay_and_gradient_hooks_are_refused() -> None:
         shard(hooked)
 
 
-def test_a_topology_of_another_world() -> None:
-    with pytest.raises(InvalidInputError, match="ranks of the topology"):
-        shard(bag(), topology="h100-8")
-
-
 def test_resharding_by_torchrec_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"oper\.migrate"):
         shard(collection()).update_shards({}, None, None)
@@ -257,7 +251,6 @@ def test_data_parallel_in_either_order(order: str) -> None:
 
 
 def _wrapped(rank: int, world_size: int) -> bool:
-    from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
     from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
@@ -280,8 +273,6 @@ def test_model_parallel_with_default_sharders_around_feature_processors() -> Non
 
 
 def _collisions(rank: int, world_size: int) -> bool:
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-
     from tests.integration.test_managed_collision import batch_of, make
 
     model = shard(nn.Sequential(make()))

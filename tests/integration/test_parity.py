@@ -9,24 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchrec
 from hypothesis import given, settings, strategies as st
-
-import oper
-from oper.errors import InvalidInputError
-from tests.runtime_support import rich_plan
-
-torchrec = pytest.importorskip("torchrec")
-from torchrec.modules.mc_embedding_modules import (  # noqa: E402
+from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
-from torchrec.modules.mc_modules import (  # noqa: E402
+from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
 
-from oper.integration.torchrec_modules import table_specs  # noqa: E402
+import oper
+from oper.errors import InvalidInputError
+from oper.integration.torchrec_modules import table_specs
+from tests.runtime_support import rich_plan
 
 KJT = torchrec.KeyedJaggedTensor
 LR = 0.5

@@ -9,22 +9,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchrec.modules import embedding_configs
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TorchRecRowWise
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
 from oper.errors import InvalidInputError
+from oper.integration.torchrec_modules import table_specs
 from oper.plan import uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import assert_bitwise, mixed_plan, plans_for, run_ranks
 from tests.world_support import run_world
-
-embedding_configs = pytest.importorskip("torchrec.modules.embedding_configs")
-from torchrec.modules.embedding_modules import EmbeddingCollection  # noqa: E402
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TorchRecRowWise  # noqa: E402
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
-
-from oper.integration.torchrec_modules import table_specs  # noqa: E402
-from oper.shmem.batch import Lookup  # noqa: E402
-from oper.shmem.tables import ShardedTables  # noqa: E402
 
 DIM = 20
 TABLES = {"t0": (50, ["a", "b"]), "t1": (30, ["b", "c"]), "t2": (1, ["d"]), "t3": (700, ["e"])}
@@ -140,8 +138,6 @@ def test_training_equals_the_unsharded_one(ours: Any, theirs: Callable[..., Any]
 
 def test_a_model_takes_both_kinds_of_collection() -> None:
     """Pooled and unpooled side by side, with a table name that both use."""
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -261,29 +257,6 @@ def test_embedding_training(ours: Any, theirs: Callable[..., Any]) -> None:
         optimizer.step()
     close(sharded.state_dict()["weight"], plain.weight.detach(), "weight")
     assert torch.equal(plain.weight[2], start[2]) and not torch.equal(plain.weight[3], start[3])
-
-
-@pytest.mark.parametrize("ours", [
-    oper.Adam(lr=0.1, weight_decay=0.5), oper.RowWiseAdagrad(lr=0.1, weight_decay=0.5)])
-@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
-def test_the_padding_row_is_not_touched(make: type, ours: Any) -> None:
-    """Not even by weight decay, which other looked-up rows feel."""
-    module = oper.shard(make(10, 4, padding_idx=2), optimizer=ours)
-    with torch.no_grad():
-        before = module.state_dict()["weight"]
-    module(torch.tensor([[1, 2, 2], [2, 3, 1]])).sum().backward()
-    changed = (module.state_dict()["weight"] != before).any(1).tolist()
-    assert changed == [False, True, False, True] + 6 * [False]
-
-
-@pytest.mark.parametrize("module, option", [
-    (nn.Embedding(5, 4, max_norm=1.0), "max_norm"),
-    (nn.Embedding(5, 4, scale_grad_by_freq=True), "scale_grad_by_freq"),
-    (nn.Embedding(5, 4, dtype=torch.float64), "dtype"),
-])
-def test_refused_options(module: nn.Module, option: str) -> None:
-    with pytest.raises(InvalidInputError, match=option):
-        oper.shard(module, optimizer=oper.SGD(lr=0.1))
 
 
 # ---- processes -----------------------------------------------------------------------------------

@@ -12,12 +12,10 @@ import torch
 
 import oper
 from oper.errors import DeadlineError, OperError, PeerLostError
-from tests.runtime_support import assert_bitwise
-from tests.world_support import RankFailedError, report, run_world, world
-
-pytest.importorskip("torchrec")
 from oper.integration.checkpoint.survivors import Survivors
 from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
+from tests.runtime_support import assert_bitwise
+from tests.world_support import RankFailedError, report, run_world, world
 
 POINTS = {"forward": 2, "outbox": 3, "barrier": 4, "update": 5}  # see csrc/host/faults.h
 

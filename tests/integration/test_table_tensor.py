@@ -13,9 +13,6 @@ from torch import nn
 from oper.errors import InvalidInputError, OperError
 from tests.integration.module_support import LR, bag, collection, kjt, rows, shard
 
-pytest.importorskip("torchrec")
-
-
 # ---- reading and writing -------------------------------------------------------------------------
 
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {

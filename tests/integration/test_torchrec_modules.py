@@ -8,20 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TheirAdagrad
 
 import oper
 from oper.errors import InvalidInputError, PlanError
-from tests.runtime_support import RowWiseAdagrad, assert_bitwise, run_ranks
-
-pytest.importorskip("torchrec")
+from tests.dlrm_support import (
+    KEYS,
+    assert_close,
+    configs,
+    copies,
+    make_collection,
+    make_dlrm,
+    make_kjt,
+    plan_for,
+    virtual_ranks,
+)
+from tests.runtime_support import RowWiseAdagrad, apply_optimizer, assert_bitwise, run_ranks
 
 KINDS = ["replicated", "striped", "owned", "mixed0", "mixed3"]
 OPTIMIZER = RowWiseAdagrad(lr=0.05, eps=1e-8)
 
 
 def shard(collection: Any, kind: str = "striped", **fields: Any) -> Any:
-    from tests.dlrm_support import plan_for
-
     fields = {"optimizer": OPTIMIZER, "plan": plan_for(collection, 1, kind)} | fields
     return oper.shard(copy.deepcopy(collection), **fields)
 
@@ -29,8 +38,6 @@ def shard(collection: Any, kind: str = "striped", **fields: Any) -> Any:
 def on_ranks(world_size: int, make: Any, body: Any, kind: str = "striped", **fields: Any
              ) -> list[Any]:
     """`body(sharded, group)` on virtual ranks, each with its own copy of `make()`."""
-    from tests.dlrm_support import copies, plan_for, virtual_ranks
-
     base = make()
     models = copies(base, world_size)
     fields = {"optimizer": OPTIMIZER, "plan": plan_for(base, world_size, kind)} | fields
@@ -47,8 +54,6 @@ def on_ranks(world_size: int, make: Any, body: Any, kind: str = "striped", **fie
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_shapes_and_weights_are_kept(kind: str) -> None:
-    from tests.dlrm_support import make_collection
-
     collection = make_collection()
     sharded = shard(collection, kind)
     want, got = collection.state_dict(), sharded.state_dict()
@@ -62,8 +67,6 @@ def test_names_shapes_and_weights_are_kept(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_has_the_order_and_values_of_the_unsharded_one(kind: str) -> None:
-    from tests.dlrm_support import assert_close, make_collection, make_kjt
-
     collection = make_collection()
     sharded = shard(collection, kind)
     for int32 in (False, True):
@@ -78,10 +81,6 @@ def test_output_has_the_order_and_values_of_the_unsharded_one(kind: str) -> None
 
 
 def test_keys_in_any_order() -> None:
-    from torchrec import KeyedJaggedTensor
-
-    from tests.dlrm_support import KEYS, make_collection, make_kjt
-
     sharded = shard(make_collection())
     kjt = make_kjt(3, 9)
     want = sharded(kjt).values()
@@ -92,10 +91,6 @@ def test_keys_in_any_order() -> None:
 
 
 def test_a_missing_feature_is_named() -> None:
-    from torchrec import KeyedJaggedTensor
-
-    from tests.dlrm_support import make_collection, make_kjt
-
     kjt = make_kjt(3, 9)
     short = KeyedJaggedTensor.from_jt_dict({k: kjt[k] for k in ("a", "b", "c", "d")})
     with pytest.raises(InvalidInputError, match=r"missing features=\['e'\]"):
@@ -103,8 +98,6 @@ def test_a_missing_feature_is_named() -> None:
 
 
 def test_a_bad_id_names_feature_and_table() -> None:
-    from tests.dlrm_support import KEYS, make_collection, make_kjt
-
     sharded = shard(make_collection())
     kjt = make_kjt(3, 9)
     at = kjt.offset_per_key()[KEYS.index("c")]
@@ -114,10 +107,6 @@ def test_a_bad_id_names_feature_and_table() -> None:
 
 
 def test_variable_batch_per_feature_is_refused() -> None:
-    from torchrec import KeyedJaggedTensor
-
-    from tests.dlrm_support import make_collection
-
     kjt = KeyedJaggedTensor(
         keys=["a", "b", "c", "d", "e"], values=torch.zeros(6, dtype=torch.int64),
         lengths=torch.ones(6, dtype=torch.int64),
@@ -127,8 +116,6 @@ def test_variable_batch_per_feature_is_refused() -> None:
 
 
 def test_an_empty_batch() -> None:
-    from tests.dlrm_support import make_collection, make_kjt
-
     sharded = shard(make_collection())
     out = sharded(make_kjt(0, 0))
     assert out.values().shape == (0, sum(out.length_per_key()))
@@ -140,9 +127,6 @@ def test_an_empty_batch() -> None:
 
 def train(module: Any, weighted: bool, optimizer: Any = None, steps: int = 20) -> list[Any]:
     """Train a sharded (or, with `optimizer`, an unsharded) collection on squared error."""
-    from tests.dlrm_support import make_kjt
-    from tests.runtime_support import apply_optimizer
-
     outs = []
     states = {n: {"momentum1": torch.zeros(p.shape[0])} for n, p in module.named_parameters()}
     for step in range(steps):
@@ -162,8 +146,6 @@ def train(module: Any, weighted: bool, optimizer: Any = None, steps: int = 20) -
 @pytest.mark.parametrize("kind", ["striped", "mixed0"])
 def test_mean_beside_sum_trains_as_unsharded(kind: str) -> None:
     """TorchRec 1.8 divides the sum tables' outputs too when a mean table is split by rows."""
-    from tests.dlrm_support import assert_close, make_collection
-
     collection = make_collection()
     sharded = shard(collection, kind)
     want, got = train(collection, False, OPTIMIZER), train(sharded, False)
@@ -177,8 +159,6 @@ def test_mean_by_rows_beside_other_placements(kind: str) -> None:
     """Row-split mean next to an owned and a replicated sum table, at two ranks."""
     from oper.integration.torchrec_modules import table_specs
     from oper.plan import Piece, Plan, TablePlan, Tier
-    from tests.dlrm_support import assert_close, make_collection, make_kjt, plan_for
-
     base = make_collection()
     placements = [("owned", (1,)), ("striped", (0, 1)), ("replicated", (0, 1)),
                   ("striped", (1, 0)), ("owned", (0,))]
@@ -196,10 +176,6 @@ def test_mean_by_rows_beside_other_placements(kind: str) -> None:
 
 
 def test_weighted_collections() -> None:
-    from torchrec import EmbeddingBagCollection
-
-    from tests.dlrm_support import assert_close, configs, make_kjt
-
     torch.manual_seed(0)
     tables = [c for c in configs() if c.pooling.name == "SUM"]
     collection = EmbeddingBagCollection(tables=tables, is_weighted=True)
@@ -212,8 +188,6 @@ def test_weighted_collections() -> None:
 
 
 def test_weights_of_the_input_are_ignored_unless_asked_for() -> None:
-    from tests.dlrm_support import make_collection, make_kjt
-
     sharded = shard(make_collection())
     assert torch.equal(sharded(make_kjt(1, 7, weighted=True)).values(),
                        sharded(make_kjt(1, 7)).values())
@@ -221,12 +195,7 @@ def test_weights_of_the_input_are_ignored_unless_asked_for() -> None:
 
 def test_equals_torchrecs_fused_collection() -> None:
     """All tables sum: with mean among them TorchRec 1.8's fused collection mixes up its keys."""
-    from torchrec import EmbeddingBagCollection, PoolingType
     from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TheirAdagrad
-
-    from tests.dlrm_support import assert_close, configs, make_kjt
-
     tables = [replace(c, pooling=PoolingType.SUM) for c in configs()]
     collection = EmbeddingBagCollection(tables=tables)
     fused = FusedEmbeddingBagCollection(
@@ -249,8 +218,6 @@ def test_equals_torchrecs_fused_collection() -> None:
 @pytest.mark.parametrize("divide", [True, False])
 def test_gradient_division_is_torchrecs_switch(divide: bool) -> None:
     from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
-
-    from tests.dlrm_support import make_collection, make_kjt
 
     before = get_gradient_division()
     set_gradient_division(divide)
@@ -275,8 +242,6 @@ def test_gradient_division_is_torchrecs_switch(divide: bool) -> None:
 
 
 def test_meta_tables_get_the_same_numbers_whatever_the_plan() -> None:
-    from tests.dlrm_support import make_collection
-
     def body(sharded, group):
         return dict(sharded.state_dict())
 
@@ -302,8 +267,6 @@ def test_meta_tables_get_the_same_numbers_whatever_the_plan() -> None:
 
 
 def test_the_seed_rules_meta_tables() -> None:
-    from tests.dlrm_support import make_collection
-
     states = []
     for seed in (1, 1, 2):
         collection = make_collection(device="meta")
@@ -315,8 +278,6 @@ def test_the_seed_rules_meta_tables() -> None:
 
 
 def test_init_functions_are_used() -> None:
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-
     tables = [EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=["f"],
                                  init_fn=lambda w: torch.nn.init.constant_(w, 7.0))]
     sharded = shard(EmbeddingBagCollection(tables=tables, device=torch.device("meta")))
@@ -327,8 +288,6 @@ def test_init_functions_are_used() -> None:
 
 
 def test_state_goes_round_through_other_plans() -> None:
-    from tests.dlrm_support import make_collection
-
     first = shard(make_collection(), "mixed0")
     train(first, False, steps=3)
     state = first.state_dict()
@@ -340,8 +299,6 @@ def test_state_goes_round_through_other_plans() -> None:
 
 
 def test_loading_reaches_replicas() -> None:
-    from tests.dlrm_support import make_collection, make_kjt
-
     sharded = shard(make_collection(), "replicated")
     other = make_collection(seed=9)
     sharded.load_state_dict(other.state_dict())
@@ -350,8 +307,6 @@ def test_loading_reaches_replicas() -> None:
 
 
 def test_load_refuses_other_shapes_and_keys() -> None:
-    from tests.dlrm_support import make_collection
-
     sharded = shard(make_collection())
     good = sharded.state_dict()
     key = "embedding_bags.t1.weight"
@@ -364,33 +319,8 @@ def test_load_refuses_other_shapes_and_keys() -> None:
     assert sharded.load_state_dict({}, strict=False).missing_keys == list(good)
 
 
-def test_the_learning_rate_can_be_scheduled() -> None:
-    from tests.dlrm_support import make_collection, make_kjt
-
-    sharded = shard(make_collection(), optimizer=oper.SGD(lr=1.0))
-    optimizer = sharded.fused_optimizer
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    kjt, moved = make_kjt(0, 8), []
-    for _ in range(3):
-        before = sharded.state_dict()["embedding_bags.t4.weight"]
-        sharded(kjt).values().sum().backward()
-        optimizer.step()
-        moved.append((sharded.state_dict()["embedding_bags.t4.weight"] - before).abs().max().item())
-        scheduler.step()
-    assert moved[1] == pytest.approx(moved[0] / 2, rel=1e-3)
-    assert moved[2] == pytest.approx(moved[0] / 4, rel=1e-3)
-    optimizer.param_groups[0]["lr"] = 0.0
-    before = dict(sharded.state_dict())
-    sharded(kjt).values().sum().backward()
-    assert_bitwise(dict(sharded.state_dict()), before, "weights at rate 0")
-
-
 def test_tags_are_honoured() -> None:
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TheirAdagrad
-
-    from tests.dlrm_support import make_collection, plan_for
-
     def tagged(kind: Any, **arguments: Any) -> Any:
         collection = make_collection()
         apply_optimizer_in_backward(kind, collection.parameters(), arguments)
@@ -407,17 +337,9 @@ def test_tags_are_honoured() -> None:
     before = dict(still.state_dict())
     train(still, False, steps=2)
     assert_bitwise(dict(still.state_dict()), before, "weights at the tag's rate 0")
-    for kind, arguments, word in (
-            (torch.optim.RMSprop, {"lr": 0.1}, "RMSprop"),
-            (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "nesterov")):
-        collection = tagged(kind, **arguments)
-        with pytest.raises(InvalidInputError, match=word):
-            oper.shard(collection, plan=plan_for(collection, 1))
 
 
 def test_plans_for_other_models_and_worlds() -> None:
-    from tests.dlrm_support import make_collection, make_dlrm, plan_for
-
     collection = make_collection()
     with pytest.raises(PlanError, match="world"):
         oper.shard(make_collection(), plan=plan_for(collection, 2), optimizer=OPTIMIZER)

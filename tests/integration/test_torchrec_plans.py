@@ -9,8 +9,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ShardingPlan, ShardingPlanner
+from torchrec.modules import embedding_configs as configs
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from oper.errors import InvalidInputError, PlanError
+from oper.integration.torchrec_plans import (
+    ExportOptions,
+    OperPlanner,
+    from_torchrec,
+    lost_in_torchrec,
+    to_torchrec,
+)
+from oper.integration.torchrec_proposals import planner_topology, torchrec_proposals
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.search import evaluate, make_plan, make_problem
 from oper.search.problem.space import EVERYTHING
@@ -18,18 +30,6 @@ from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
 from tests.world_support import run_world
-
-configs = pytest.importorskip("torchrec.modules.embedding_configs")
-from torchrec.modules.embedding_modules import EmbeddingBagCollection  # noqa: E402
-
-from oper.integration.torchrec_plans import (  # noqa: E402
-    ExportOptions,
-    OperPlanner,
-    from_torchrec,
-    lost_in_torchrec,
-    to_torchrec,
-)
-from oper.integration.torchrec_proposals import planner_topology, torchrec_proposals  # noqa: E402
 
 ROWS = (40, 1000, 5000, 8, 301)
 DIM = 16
@@ -168,7 +168,6 @@ def test_exports_without_loss_come_back_as_they_were(tiers: dict[int, Any]) -> N
 
 
 def test_every_sharding_type_of_torchrec_is_imported() -> None:
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.sharding_plan import (
         column_wise,
         construct_module_sharding_plan,
@@ -178,8 +177,6 @@ def test_every_sharding_type_of_torchrec_is_imported() -> None:
         table_row_wise,
         table_wise,
     )
-    from torchrec.distributed.types import ShardingPlan
-
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -230,7 +227,6 @@ def test_import_names_a_missing_table() -> None:
 
 def _train(rank: int, world_size: int) -> tuple[dict[str, str], float, list[str], str]:
     """Plan collectively, shard by DistributedModelParallel, compare with the unsharded model."""
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -280,9 +276,6 @@ def test_a_planning_error_reaches_all_ranks() -> None:
 
 
 def test_planner_is_torchrecs_and_uses_what_sharders_offer() -> None:
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.types import ShardingPlanner
-
     planner = OperPlanner(zipf_stats(), gpus(4), batch_size=64)
     assert isinstance(planner, ShardingPlanner)
     out = planner.plan(Model(), [EmbeddingBagCollectionSharder()])

@@ -8,19 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torchrec.distributed.model_parallel import DistributedModelParallel as DMP
 
+import oper
+from tests.dlrm_support import (
+    EBC,
+    assert_close,
+    make_batch,
+    make_collection,
+    make_dlrm,
+    make_kjt,
+    plan_for,
+)
 from tests.runtime_support import assert_bitwise
 from tests.world_support import run_world
-
-pytest.importorskip("torchrec")
 
 LR, STEPS = 0.2, 10
 
 
 def _shard(model: Any, world_size: int, kind: str, **fields: Any) -> Any:
-    import oper
-    from tests.dlrm_support import EBC, plan_for
-
     plan = plan_for(model.get_submodule(EBC), world_size, kind)
     return oper.shard(model, plan=plan, **{"optimizer": oper.SGD(lr=LR)} | fields)
 
@@ -33,8 +41,6 @@ def _full(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def _train(model: Any, rank: int, tables_too: bool) -> list[float]:
     """Data-parallel SGD; the unsharded model's tables are ordinary parameters."""
-    from tests.dlrm_support import make_batch
-
     losses = []
     for step in range(STEPS):
         loss, _ = model(make_batch(100 * rank + step, 9 + 3 * rank))
@@ -51,8 +57,6 @@ def _train(model: Any, rank: int, tables_too: bool) -> list[float]:
 
 
 def _close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
-    from tests.dlrm_support import assert_close
-
     assert list(got) == list(want), what
     for name in want:
         assert_close(got[name], want[name], f"{what}: {name}")
@@ -62,10 +66,6 @@ def _close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: st
 
 
 def _ddp(rank: int, world_size: int, kind: str) -> None:
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    from tests.dlrm_support import EBC, make_dlrm
-
     unsharded = DDP(make_dlrm(seed=3))
     want = _train(unsharded, rank, True)
     model = make_dlrm(seed=3)
@@ -89,10 +89,6 @@ def test_ddp_around_the_sharded_model(world_size: int, kind: str) -> None:
 
 
 def _ranks_disagree(rank: int, world_size: int) -> None:
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    from tests.dlrm_support import make_dlrm
-
     # As under DDP, rank 0's weights are everybody's.
     sharded = DDP(_shard(make_dlrm(seed=rank), world_size, "mixed0"))
     _close(_full(sharded.module.state_dict()), _full(make_dlrm(seed=0).state_dict()), "rank 0's")
@@ -106,13 +102,10 @@ def test_rank_0_decides_where_weights_differ() -> None:
 
 
 def _dmp(rank: int, world_size: int, pipelined: bool) -> dict[str, torch.Tensor]:
-    from torchrec.distributed.model_parallel import DistributedModelParallel as DMP
     from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
     from torchrec.distributed.types import ShardingPlan
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
-
-    from tests.dlrm_support import EBC, make_batch, make_dlrm
 
     plain = make_dlrm(seed=3)
     sharded = _shard(make_dlrm(seed=3), world_size, "mixed0")
@@ -168,10 +161,6 @@ def _watch(tables: Any) -> tuple[list[int], list[bool]]:
 
 
 def _both_pipelines(rank: int, world_size: int) -> None:
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    from tests.dlrm_support import make_dlrm
-
     unsharded = DDP(make_dlrm(seed=3))
     _train(unsharded, rank, True)
     want = _full(unsharded.module.state_dict())
@@ -186,10 +175,6 @@ def test_distributed_model_parallel_and_its_pipelines() -> None:
 
 def _announced(rank: int, world_size: int) -> None:
     """Plain DDP with `prefetch`, moving to another plan on the way, against the same without."""
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    from tests.dlrm_support import EBC, make_batch, make_dlrm, plan_for
-
     batches = [make_batch(100 * rank + s, 40) for s in range(STEPS)]
     found = []
     for ahead in (False, True):
@@ -227,9 +212,6 @@ def test_prefetch_under_ddp_and_a_changing_plan() -> None:
 
 
 def test_announced_batches_that_never_come_are_forgotten() -> None:
-    import oper
-    from tests.dlrm_support import make_collection, make_kjt, plan_for
-
     collection = make_collection()
     sharded = oper.shard(collection, plan=plan_for(collection, 1), optimizer=oper.SGD(lr=LR))
     batches = [make_kjt(s, 5) for s in range(20)]
@@ -251,11 +233,7 @@ def test_announced_batches_that_never_come_are_forgotten() -> None:
 
 
 def _checkpoint(rank: int, world_size: int, folder: str) -> None:
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor
-
-    import oper
-    from tests.dlrm_support import EBC, make_dlrm
 
     model = _shard(make_dlrm(seed=3), world_size, "mixed0")
     _train_alone(model, rank)
@@ -293,17 +271,11 @@ def _checkpoint(rank: int, world_size: int, folder: str) -> None:
 
 
 def _train_alone(model: Any, rank: int) -> None:
-    from tests.dlrm_support import make_batch
-
     for step in range(2):
         model(make_batch(10 * rank + step, 8))[0].backward()
 
 
 def test_checkpoints_between_plans_and_worlds(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    from tests.dlrm_support import make_dlrm
-
     run_world(2, _checkpoint, str(tmp_path))
     want, other = (torch.load(tmp_path / f"want{rank}.pt") for rank in range(2))
     # Nothing averages the dense part here, so only the tables agree between the ranks.
@@ -327,8 +299,6 @@ def test_checkpoints_between_plans_and_worlds(tmp_path: Path) -> None:
 
 
 def _evaluate_alone(rank: int, world_size: int) -> float:
-    from tests.dlrm_support import make_batch, make_dlrm
-
     model = _shard(make_dlrm(seed=3), world_size, "mixed0")
     total = 0.0
     if rank == 1:
@@ -341,8 +311,6 @@ def _evaluate_alone(rank: int, world_size: int) -> float:
 
 
 def test_one_rank_evaluates_alone() -> None:
-    from tests.dlrm_support import make_batch, make_dlrm
-
     with torch.no_grad():
         want = sum(make_dlrm(seed=3)(make_batch(k))[0].item() for k in range(5))
     assert run_world(2, _evaluate_alone, env={"OPER_DEADLINE_S": "20"})[1] == pytest.approx(
@@ -351,8 +319,6 @@ def test_one_rank_evaluates_alone() -> None:
 
 def _subgroup(rank: int, world_size: int) -> dict[str, torch.Tensor] | None:
     import torch.distributed as dist
-
-    from tests.dlrm_support import make_batch, make_dlrm
 
     group = dist.new_group([2, 1])
     if rank == 0:
@@ -367,8 +333,6 @@ def _subgroup(rank: int, world_size: int) -> dict[str, torch.Tensor] | None:
 
 
 def test_a_group_that_is_not_the_world() -> None:
-    from tests.dlrm_support import make_dlrm
-
     _, first, second = run_world(3, _subgroup)
     want = make_dlrm(seed=1).state_dict()  # new_group sorts its ranks: rank 1 is its first
     for name in (n for n in want if "embedding_bags" in n):
@@ -377,10 +341,6 @@ def test_a_group_that_is_not_the_world() -> None:
 
 
 def _default_dmp(rank: int, world_size: int) -> None:
-    from torchrec.distributed.model_parallel import DistributedModelParallel as DMP
-
-    from tests.dlrm_support import EBC, make_batch, make_dlrm
-
     sharded = _shard(make_dlrm(seed=3), world_size, "striped")
     module = sharded.get_submodule(EBC)
     model = DMP(sharded, device=torch.device("cpu"))

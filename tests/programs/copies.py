@@ -12,10 +12,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import oper
 from tests.programs.differences import SNAPSHOTS
-from tests.programs.models import tensors_of
+from tests.programs.models import tensors_of, whole
 from tests.programs.table import Seen, action, is_wrapped
 from tests.programs.training import step
-from tests.programs.weights import whole
 
 
 def _new_state(side: Any, args: dict[str, Any]) -> dict[str, torch.Tensor]:

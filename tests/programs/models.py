@@ -206,6 +206,13 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
     return [result.values()]
 
 
+def whole(value: Any) -> Any:
+    """A value of a state as a plain tensor, copied; what is no tensor as it is."""
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
 def names_of(result: Any) -> Any:
     """What an output says beside its tensors: keys, lengths, ids."""
     if isinstance(result, KeyedTensor):

@@ -16,7 +16,6 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.optim import RowWiseAdagrad, optimizers as theirs
 
 import oper
-from oper.shmem.optim.optimizers import STATE_PARTS
 
 # eps is never tiny: a gradient of nearly 0 would make steps of any sign.
 KINDS: dict[str, tuple[Any, Any, dict[str, list[Any]]]] = {
@@ -49,9 +48,3 @@ def tag(optimizer: dict[str, Any], model: nn.Module, keys: set[str]) -> None:
     """Tag a model's tables as TorchRec's users do."""
     tables = [p for name, p in model.named_parameters() if name in keys]
     _apply_optimizer_in_backward(KINDS[optimizer["kind"]][1], tables, dict(optimizer["arguments"]))
-
-
-def empty_state(kind: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The state of a table that was never trained, float32."""
-    return {part: torch.zeros(weight.shape[:1] if by_row else weight.shape)
-            for part, by_row in STATE_PARTS[kind]}

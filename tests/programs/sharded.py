@@ -15,7 +15,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 import oper
 from oper.integration.targets import describe, find_targets, name_tables
 from tests.programs import optimizers
-from tests.programs.models import NAMES, Batch, Spec, Table, build, call
+from tests.programs.models import NAMES, Batch, Spec, Table, build, call, whole
 from tests.programs.sides import Side, Talk, run_schedule
 from tests.runtime_support import rich_plan
 
@@ -141,7 +141,7 @@ class Sharded(Side):
         for owner in self.optimizers():
             state = (owner.optimizer_state_dict() if isinstance(owner, nn.Module)
                      else owner.state_dict())
-            kept.append({"state": {table: {name: _whole(x) for name, x in entries.items()}
+            kept.append({"state": {table: {name: whole(x) for name, x in entries.items()}
                                    for table, entries in state["state"].items()}}
                         | {k: v for k, v in state.items() if k != "state"})
         return kept
@@ -154,7 +154,7 @@ class Sharded(Side):
                 owner.load_state_dict(state)
 
     def restart(self, args: dict[str, Any]) -> None:
-        state = {n: _whole(x) for n, x in self.core.state_dict().items()}
+        state = {n: whole(x) for n, x in self.core.state_dict().items()}
         kept = self.keep_optimizer()
         path = f"{self.talk.folder}/fresh {args['by']}"
         if args["by"] == "checkpoint":
@@ -225,19 +225,12 @@ class Sharded(Side):
             module.tables.close()
 
 
-def _whole(value: Any) -> Any:
-    """A value of a state as a plain tensor, copied."""
-    if hasattr(value, "full_tensor"):
-        value = value.full_tensor()
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
 def _forget(owner: Any) -> None:
     """Set an optimizer state to that of tables that were never trained."""
     if isinstance(owner, nn.Module):
         state = owner.optimizer_state_dict()
         entries = state["state"]["weight"]
-        entries.update({n: torch.zeros_like(_whole(x)) for n, x in entries.items()})
+        entries.update({n: torch.zeros_like(whole(x)) for n, x in entries.items()})
         owner.load_optimizer_state_dict(state)
 
 

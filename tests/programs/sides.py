@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.optimizer_formulas import update_rows
+from tests.optimizer_formulas import first_states, update_rows
 from tests.programs import optimizers
 from tests.programs.models import (
     Batch,
@@ -54,7 +54,10 @@ class Talk:
 
 
 class Side:
-    """A model under a program.
+    """A model under a program: what both sides have in common.
+
+    `Unsharded` and `Sharded` add `computed_ranks`, `call`, what changes the tables' optimizers,
+    saves and loads, and what the oracle compares.
 
     Args:
         spec: the model's, as `models.draw_model` draws it.
@@ -112,17 +115,10 @@ class Side:
         return [Batch(self.spec, args["seed"] + 7919 * offset + 101 * rank, args["shapes"][rank])
                 for rank in self.computed_ranks()]
 
-    def computed_ranks(self) -> list[int]:
-        raise NotImplementedError
-
     @property
     def mine(self) -> int:
         """Place of this rank's batch among those of a step."""
         return self.computed_ranks().index(self.rank)
-
-    def call(self, batch: Batch) -> Any:
-        """The model's output."""
-        raise NotImplementedError
 
     def outputs(self, batch: Batch) -> list[torch.Tensor]:
         """The tensors of the model's output."""
@@ -149,48 +145,7 @@ class Side:
     def average_dense(self) -> None:
         """Gradients of the dense layer, averaged over ranks if nothing else does it."""
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradient accumulation."""
-        raise NotImplementedError
-
-    def drop_gradients(self) -> None:
-        """Forget what passes under `no_sync` have left of the tables' gradients."""
-        raise NotImplementedError
-
-    def set_lr(self, lr: float) -> None:
-        """A learning rate for all tables."""
-        raise NotImplementedError
-
-    def schedule(self, factor: float, steps: int) -> None:
-        """Some steps of a LambdaLR."""
-        raise NotImplementedError
-
-    def keep_optimizer(self) -> Any:
-        """The state of the tables' optimizers, copied."""
-        raise NotImplementedError
-
-    def load_optimizer(self, kept: Any) -> None:
-        """Load what `keep_optimizer` gave."""
-        raise NotImplementedError
-
-    def restart(self, args: dict[str, Any]) -> None:
-        """Go on with a fresh model that has loaded the state of this one."""
-        raise NotImplementedError
-
-    def checkpoint(self, between: Callable[[], Any]) -> None:
-        """Save everything to a file, do something, and load it."""
-        raise NotImplementedError
-
     # ---- what the oracle compares ----------------------------------------------------------------
-
-    def rows(self) -> dict[str, torch.Tensor]:
-        """All rows, by state_dict key, copied."""
-        raise NotImplementedError
-
-    def states(self) -> dict[str, torch.Tensor]:
-        """All optimizer states, by state_dict key and part, copied."""
-        raise NotImplementedError
 
     def dense_state(self) -> dict[str, torch.Tensor]:
         """The dense layer's numbers."""
@@ -211,7 +166,7 @@ class Unsharded(Side):
         self.hooked: dict[str, torch.Tensor] = {}
         self.steps = dict.fromkeys((t.key for t in self.tables), 0)
         parameters = dict(self.core.named_parameters())
-        self.state = {t.key: optimizers.empty_state(self.rule.name, parameters[t.key])
+        self.state = {t.key: first_states(self.rule, parameters[t.key].float())
                       for t in self.tables}
         self.prepare()
 
@@ -271,13 +226,16 @@ class Unsharded(Side):
         return other
 
     def computed_ranks(self) -> list[int]:
+        """Ranks whose batches this process computes."""
         return list(range(self.world_size))
 
     def call(self, batch: Batch) -> Any:
+        """The model's output."""
         return call_unsharded(self.net, self.spec, batch)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Gradient accumulation."""
         before, self.holds = self.holds, True
         try:
             yield
@@ -285,6 +243,7 @@ class Unsharded(Side):
             self.holds = before
 
     def drop_gradients(self) -> None:
+        """Forget what passes under `no_sync` have left of the tables' gradients."""
         for table in self.tables:
             self.core.get_parameter(table.key).grad = None
 
@@ -295,12 +254,14 @@ class Unsharded(Side):
         run_schedule(self.clock, factor, steps)
 
     def keep_optimizer(self) -> Any:
+        """The state of the tables' optimizers, copied."""
         return copy.deepcopy(self.state), dict(self.steps)
 
     def load_optimizer(self, kept: Any) -> None:
         self.state, self.steps = copy.deepcopy(kept[0]), dict(kept[1])
 
     def restart(self, args: dict[str, Any]) -> None:
+        """Go on with a fresh model that has loaded the state of this one."""
         self.core.requires_grad_(True)
         # The fresh model has the dtypes that this one had before it was converted.
         for p, fresh in zip(self.core.parameters(), build(self.spec).parameters(), strict=True):
@@ -313,6 +274,7 @@ class Unsharded(Side):
                     x.zero_()
 
     def checkpoint(self, between: Callable[[], Any]) -> None:
+        """Save everything to a file, do something, and load it."""
         kept, rows = self.keep_optimizer(), self.rows()
         dense = self.dense_state()
         between()
@@ -320,10 +282,12 @@ class Unsharded(Side):
         self.adopt(rows, self.states(), dense)
 
     def rows(self) -> dict[str, torch.Tensor]:
+        """All rows, by state_dict key, copied."""
         parameters = dict(self.core.named_parameters())
         return {t.key: parameters[t.key].detach().clone() for t in self.tables}
 
     def states(self) -> dict[str, torch.Tensor]:
+        """All optimizer states, by state_dict key and part, copied."""
         found = {f"{key} {part}": x.clone() for key, state in self.state.items()
                  for part, x in state.items()}
         if "adam" in self.rule.name:

@@ -21,16 +21,29 @@ def step(side: Any, args: dict[str, Any], offset: int = 0,
          batches: list[Batch] | None = None) -> Seen:
     """One step of training; `between` sees every batch between the forward and backward pass."""
     batches = side.batches(args, offset) if batches is None else batches
-    outs = [side.outputs(b) for b in batches]
+    outs, loss = forward(side, batches, args.get("square", 0.0))
     seen = shown(outs[side.mine])
-    loss = side.loss(outs, batches, args.get("square", 0.0))
     for batch in batches if between else []:
         between(batch)
+    finish(side, outs, loss, dense)
+    return seen
+
+
+def forward(side: Any, batches: list[Batch], square: float = 0.0
+            ) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+    """The outputs of each batch, and their loss."""
+    outs = [side.outputs(b) for b in batches]
+    return outs, side.loss(outs, batches, square)
+
+
+def finish(side: Any, outs: list[list[torch.Tensor]], loss: torch.Tensor, dense: bool = True
+           ) -> Seen:
+    """The backward pass and the dense step; what this rank has seen."""
     if loss.requires_grad:
         loss.backward()
     if dense:
         side.step_dense()
-    return seen
+    return shown(outs[side.mine])
 
 
 def shown(outs: list[torch.Tensor]) -> Seen:
@@ -101,8 +114,7 @@ def reuse_inputs(side: Any, args: dict[str, Any]) -> Seen:
     """The tensors of a batch are filled anew after its backward pass, as input pipelines do."""
     seen = step(side, args)
     for batch in side.batches(args):
-        outs = side.outputs(batch)
-        side.loss([outs], [batch]).detach()
+        forward(side, [batch])
         for x in getattr(batch, args["what"]):
             if x is not None:
                 x.zero_()
@@ -117,10 +129,7 @@ def weight_gradients(side: Any, args: dict[str, Any]) -> Seen:
         for w in batch.weights:
             if w is not None:
                 w.requires_grad_()
-    outs = [side.outputs(b) for b in batches]
-    side.loss(outs, batches).backward()
-    side.step_dense()
-    seen = shown(outs[side.mine])
+    seen = finish(side, *forward(side, batches))
     for k, w in enumerate(batches[side.mine].weights):
         if w is not None:
             grad = torch.zeros(w.shape) if w.grad is None else w.grad.float()
@@ -131,29 +140,17 @@ def weight_gradients(side: Any, args: dict[str, Any]) -> Seen:
 @action(1.5, may_refuse=True)
 def two_lookups(side: Any, args: dict[str, Any]) -> Seen:
     """Two forward passes, one backward pass of both."""
-    both, outs = [], []
-    for offset in (0, 1):
-        batches = side.batches(args, offset)
-        outs.append([side.outputs(b) for b in batches])
-        both.append(batches)
-    loss = side.loss(outs[0], both[0]) + side.loss(outs[1], both[1])
-    if loss.requires_grad:
-        loss.backward()
-    side.step_dense()
-    return shown(outs[0][side.mine] + outs[1][side.mine])
+    (first, loss), (second, other) = (forward(side, side.batches(args, k)) for k in (0, 1))
+    return finish(side, [a + b for a, b in zip(first, second, strict=True)], loss + other)
 
 
 @action(0.7, may_refuse=True, fits=lambda p: not is_wrapped(p))
 def backward_twice(side: Any, args: dict[str, Any]) -> Seen:
     """A graph is kept and gone through a second time."""
-    batches = side.batches(args)
-    outs = [side.outputs(b) for b in batches]
-    loss = side.loss(outs, batches)
+    outs, loss = forward(side, side.batches(args))
     if loss.requires_grad:
         loss.backward(retain_graph=True)
-        loss.backward()
-    side.step_dense()
-    return shown(outs[side.mine])
+    return finish(side, outs, loss)
 
 
 @action(1.0, may_refuse=True, of=("dense", "weights"),
@@ -168,8 +165,7 @@ def autograd_grad(side: Any, args: dict[str, Any]) -> Seen:
         for w in batch.weights:
             if w is not None:
                 w.requires_grad_()
-    outs = [side.outputs(b) for b in batches]
-    loss = side.loss(outs, batches)
+    _, loss = forward(side, batches)
     of = {"dense": side.dense(),
           "weights": [w for w in batches[side.mine].weights if w is not None]}[args["of"]]
     if not of or not loss.requires_grad:
@@ -232,26 +228,17 @@ def step_all_parameters(side: Any, args: dict[str, Any]) -> Seen:
 @action(0.7, to_none=(True, False))
 def zero_grad(side: Any, args: dict[str, Any]) -> Seen:
     """``zero_grad`` of the model between the passes."""
-    batches = side.batches(args)
-    outs = [side.outputs(b) for b in batches]
+    outs, loss = forward(side, side.batches(args))
     side.net.zero_grad(set_to_none=args["to_none"])
-    loss = side.loss(outs, batches)
-    if loss.requires_grad:
-        loss.backward()
-    side.step_dense()
-    return shown(outs[side.mine])
+    return finish(side, outs, loss)
 
 
 @action(1.0, may_refuse=True, how=("attribute", "named"), fits=lambda p: not is_wrapped(p))
 def regulariser(side: Any, args: dict[str, Any]) -> Seen:
     """A loss on the weight itself."""
-    batches = side.batches(args)
-    outs = [side.outputs(b) for b in batches]
-    loss = side.loss(outs, batches)
-    loss = loss + 0.125 * side.weight(side.table(args["table"]), args["how"]).square().sum()
-    loss.backward()
-    side.step_dense()
-    return shown(outs[side.mine])
+    outs, loss = forward(side, side.batches(args))
+    weight = side.weight(side.table(args["table"]), args["how"])
+    return finish(side, outs, loss + 0.125 * weight.square().sum())
 
 
 # ---- hooks ---------------------------------------------------------------------------------------
@@ -290,25 +277,22 @@ def hooks(side: Any, args: dict[str, Any]) -> Seen:
         handle = module.register_forward_pre_hook(lambda m, i: None)
     try:
         batches = side.batches(args)
-        outs = [side.outputs(b) for b in batches]
+        outs, loss = forward(side, batches)
         for out in outs if kind.startswith("tensor") else []:
             for x in out:
                 if x.requires_grad:
                     x.register_hook(lambda g: g * 0.5)
                     x.retain_grad()
-        loss = side.loss(outs, batches)
-        if loss.requires_grad:
-            loss.backward()
+        seen_outputs = finish(side, outs, loss)
     finally:
         handle.remove()
-    side.step_dense()
     told = {} if kind == "forward pre" or len(batches) > 1 or side.world_size > 1 else {
         f"hook {k}": x for k, x in enumerate(seen)}
     # Outputs of frozen tables have none, where a collection has several outputs.
     if kind == "tensor retain" and all(e["kind"] != "ec" for e in side.spec["embs"]):
         told |= {f"gradient {k}": x.grad * len(batches) for k, x in enumerate(outs[side.mine])
                  if x.grad is not None}
-    return shown(outs[side.mine]) | told | {"=calls": count[0] // len(batches)}
+    return seen_outputs | told | {"=calls": count[0] // len(batches)}
 
 
 @action(0.7, may_refuse=True, fits=lambda p: not is_wrapped(p), what=("hook", "accumulated"))
@@ -356,10 +340,7 @@ def bad_batch(side: Any, args: dict[str, Any]) -> Seen:
         else:
             batch.inputs[0] = (changed, offsets, weights)[:len(batch.inputs[0])]
         inputs.append(batch)
-    outs = [side.outputs(b) for b in inputs]
-    side.loss(outs, inputs).backward()
-    side.step_dense()
-    return shown(outs[side.mine])
+    return finish(side, *forward(side, inputs))
 
 
 def _with_ids(side: Any, args: dict[str, Any], rank: int) -> Batch:
@@ -374,16 +355,12 @@ def raise_in_backward(side: Any, args: dict[str, Any]) -> Seen:
     def refuse(grad: torch.Tensor) -> None:
         raise ArithmeticError("a user's hook")
 
-    batches = side.batches(args)
-    outs = [side.outputs(b) for b in batches]
+    outs, loss = forward(side, side.batches(args))
     for out in outs:
         for x in out:
             if x.requires_grad:
                 x.register_hook(refuse)
-    loss = side.loss(outs, batches)
-    if loss.requires_grad:
-        loss.backward()
-    return shown(outs[side.mine])
+    return finish(side, outs, loss, dense=False)
 
 
 @action(0.7)

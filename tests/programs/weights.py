@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from tests.programs.differences import DTYPE
+from tests.programs.models import tensors_of, whole
 from tests.programs.table import Seen, action, is_wrapped
-from tests.programs.training import shown, step
+from tests.programs.training import finish, forward, step
 
 HOW = ("attribute", "named", "get")
 
@@ -146,15 +147,9 @@ def freeze_between(side: Any, args: dict[str, Any]) -> Seen:
     table = side.table(args["table"])
     weight = side.weight(table)
     weight.requires_grad_(not args["on"])
-    batches = side.batches(args)
-    outs = [side.outputs(b) for b in batches]
-    seen = shown(outs[side.mine])
-    loss = side.loss(outs, batches)
+    outs, loss = forward(side, side.batches(args))
     side.weight(table).requires_grad_(args["on"])
-    if loss.requires_grad:
-        loss.backward()
-    side.step_dense()
-    return seen
+    return finish(side, outs, loss)
 
 
 @action(1.5)
@@ -190,13 +185,6 @@ def state_dict(side: Any, args: dict[str, Any]) -> Seen:
     return {f"={name}": whole(x) for name, x in found.items()}
 
 
-def whole(value: Any) -> torch.Tensor:
-    """A state_dict value as one plain tensor, copied."""
-    if hasattr(value, "full_tensor"):
-        value = value.full_tensor()
-    return value.detach().clone()
-
-
 # ---- replacing -----------------------------------------------------------------------------------
 
 
@@ -206,8 +194,6 @@ def functional_call(side: Any, args: dict[str, Any]) -> Seen:
     batch = side.batches(args)[side.mine]
     inputs = (batch.inputs,) if side.spec["container"] == "named" else batch.inputs[0]
     with torch.no_grad():
-        from tests.programs.models import tensors_of
-
         out = torch.func.functional_call(
             side.core, {side.table(args["table"]).key: _random(side, args)}, tuple(inputs))
         return {f"output {k}": x.clone() for k, x in enumerate(tensors_of(out))}

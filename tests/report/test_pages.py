@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -25,8 +26,6 @@ from oper.search.problem.presets import topology_preset
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("jinja2")
 BROWSER = next(filter(None, map(shutil.which, (
     "chromium-headless-shell", "chromium", "google-chrome"))), None)
 
@@ -204,13 +203,18 @@ def page_of(kind: str, stats: AccessStats, drifting: list[AccessStats]) -> str:
 def test_in_a_browser(tmp_path: Path, stats: AccessStats, drifting: list[AccessStats], kind: str,
                       width: int, dark: bool) -> None:
     page = tmp_path / "page.html"
-    # The page tells its own layout: how wide the content is, how large the plots are, what is cut
-    # off and cannot be scrolled to.
-    probe = ("<script>addEventListener('load', () => { document.title = JSON.stringify([document."
-             "documentElement.scrollWidth, [...document.querySelectorAll('svg')].map(s => "
-             "s.getBoundingClientRect().width), [...document.querySelectorAll('body *')].filter(e "
-             "=> /hidden|clip/.test(getComputedStyle(e).overflowX) && e.scrollWidth > e.clientWidth"
-             " + 1).map(e => e.tagName)]); })</script></body>")
+    # The page tells its own layout: how wide the content is, how wide each plot and how far to the
+    # right each entry of a legend, how high its smallest text, and what is cut off and cannot be
+    # scrolled to.
+    probe = """<script>addEventListener('load', () => {
+      const all = what => [...document.querySelectorAll(what)];
+      const boxes = what => all(what).map(e => e.getBoundingClientRect());
+      document.title = JSON.stringify([
+        document.documentElement.scrollWidth, boxes('svg').map(b => b.width),
+        boxes('.legend li').map(b => b.right), Math.min(...boxes('svg text').map(b => b.height)),
+        all('body *').filter(e => /hidden|clip/.test(getComputedStyle(e).overflowX)
+                                  && e.scrollWidth > e.clientWidth + 1).map(e => e.tagName)]);
+      })</script></body>"""
     text = page_of(kind, stats, drifting)
     page.write_text(text.replace("</body>", probe))
     shot = tmp_path / "shot.png"
@@ -226,10 +230,11 @@ def test_in_a_browser(tmp_path: Path, stats: AccessStats, drifting: list[AccessS
         browse(f"--screenshot={shot}")
     found = re.search(r"<title>(.*?)</title>", dom)
     assert found is not None
-    scroll, plots, cut = json.loads(found[1])
+    scroll, plots, legends, text_height, cut = json.loads(html.unescape(found[1]))
     brightness, covered = ink(shot, width)
     assert scroll <= width + 1, "nothing sticks out to the side"
     assert cut == []
-    assert len(plots) == text.count("<svg") > 0 and all(480 <= w <= max(width, 480) for w in plots)
+    assert len(plots) == text.count("<svg") > 0 and all(300 <= w <= width - 32 for w in plots)
+    assert legends and max(legends) <= width - 16 and text_height >= 8, "to be read on a phone"
     assert covered > 0.01, "there is something to see"
     assert (brightness < 0.75) if dark else (brightness > 0.85)

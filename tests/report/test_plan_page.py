@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -17,13 +16,13 @@ import pytest
 from oper.errors import InvalidInputError, MissingDependencyError
 from oper.plan import Plan
 from oper.report.plan_page import write_page
-from oper.report.verbs import configure_explain, run_explain
 from oper.search import make_plan, make_problem
 from oper.search.explain.what_if import changed_problem, parse_change
 from oper.search.planner import plan_problem
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
+from tests.support import run_command
 
 TOPOLOGY = """name = "mine"
 [[domain]]
@@ -65,10 +64,8 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def explain(files: dict[str, str], *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    configure_explain(parser)
-    return run_explain(parser.parse_args([files["plan"], "--stats", files["stats"], "--topology",
-                                          files["topology"], *words]))
+    return run_command("explain", files["plan"], "--stats", files["stats"], "--topology",
+                       files["topology"], *words)
 
 
 class References(HTMLParser):
@@ -92,8 +89,6 @@ class References(HTMLParser):
 
 
 def test_page_is_complete_in_itself(files, tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
     target = tmp_path / "plan.html"
     assert explain(files, "--html", str(target)) == 0
     text = target.read_text()
@@ -115,7 +110,6 @@ def test_page_is_complete_in_itself(files, tmp_path, capsys) -> None:
 
 
 def test_equal_plans_give_equal_pages(files, tmp_path) -> None:
-    pytest.importorskip("matplotlib")
     for name in ("a.html", "b.html"):
         explain(files, "--html", str(tmp_path / name))
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
@@ -130,7 +124,6 @@ def test_the_verb_loads_no_plotting_without_a_page(files) -> None:
 
 
 def test_a_missing_package_is_named(files, tmp_path, monkeypatch) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(MissingDependencyError, match=r"jinja2.*oper\[report\]"):
         explain(files, "--html", str(tmp_path / "x.html"))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("torchrec")
 from oper.rl_rec.models.base import Histories, Recommender
 from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig, Concepts, log_counts, solve, tags
 from oper.rl_rec.models.causal_graph import descendants

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from oper.rl_rec.models.causal_graph import (
     acyclic_support,
@@ -17,7 +17,6 @@ from oper.rl_rec.models.causal_graph import (
     topological_order,
 )
 
-EXAMPLES = settings(max_examples=50, deadline=None, derandomize=True)
 # A chain with a fork: 2 -> 0 -> 3, 0 -> 1, 4 alone.
 TRUTH = torch.zeros(5, 5, dtype=torch.float64)
 TRUTH[2, 0], TRUTH[0, 3], TRUTH[0, 1] = 0.9, -1.2, 0.8
@@ -41,7 +40,6 @@ def supports(draw: Any, acyclic: bool) -> torch.Tensor:
     return support.triu(1)[order][:, order]
 
 
-@EXAMPLES
 @given(supports(acyclic=True))
 def test_acyclic_graphs(support: torch.Tensor) -> None:
     a = support.double() * 2.0
@@ -54,7 +52,6 @@ def test_acyclic_graphs(support: torch.Tensor) -> None:
     assert torch.equal(acyclic_support(a, 0.1), support)
 
 
-@EXAMPLES
 @given(supports(acyclic=False))
 def test_h_is_zero_for_acyclic_graphs_alone(support: torch.Tensor) -> None:
     assert (float(acyclicity(support.double())) < 1e-9) == is_acyclic(support)

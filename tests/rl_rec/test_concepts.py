@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("torchrec")
 from oper.rl_rec import concepts
 from oper.rl_rec.concepts import activity_weights, concepts_from
 from oper.rl_rec.interactions import DataOptions, Interactions, Log, from_log

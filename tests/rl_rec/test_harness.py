@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("torchrec")
 from oper.errors import InvalidInputError
 from oper.rl_rec.concepts import concepts_from, item_clusters
 from oper.rl_rec.evaluation import evaluate_ranking, training_histories

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from oper.errors import InvalidInputError
 from oper.rl_rec.jagged import Jagged
 from oper.rl_rec.ranking import NOTHING, RankingMetrics, top_k
-
-EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 @st.composite
@@ -34,7 +32,6 @@ def catalogues(draw: Any) -> dict[str, Any]:
     return {"scores": scores, "shards": shards, "seen": seen, "k": draw(st.integers(1, 45))}
 
 
-@EXAMPLES
 @given(catalogues())
 def test_top_k_of_any_cut_is_that_of_plain_sorting(case: dict[str, Any]) -> None:
     found = top_k(case["shards"], case["k"], Jagged.from_rows(case["seen"]))
@@ -44,7 +41,6 @@ def test_top_k_of_any_cut_is_that_of_plain_sorting(case: dict[str, Any]) -> None
         assert row == want + [NOTHING] * (case["k"] - len(want))
 
 
-@EXAMPLES
 @given(st.integers(1, 6), st.integers(1, 30), st.integers(0, 10**6))
 def test_metrics_are_those_of_torchmetrics(users: int, items: int, seed: int) -> None:
     functional = pytest.importorskip("torchmetrics.functional.retrieval")
@@ -105,7 +101,6 @@ def test_bad_rankings_are_refused() -> None:
         RankingMetrics((5,)).update(torch.ones(1, 3, dtype=torch.int64), Jagged.from_rows([[1]]))
 
 
-@EXAMPLES
 @given(st.lists(st.lists(st.integers(1, 9), max_size=5), max_size=6), st.data())
 def test_rows_of_unequal_length(rows: list[list[int]], data: Any) -> None:
     jagged = Jagged.from_rows(rows)

@@ -89,7 +89,6 @@ def test_clicks_follow_the_network() -> None:
 
 
 def test_the_gymnasium_face() -> None:
-    pytest.importorskip("gymnasium")
     from gymnasium.utils.env_checker import check_env
 
     from oper.rl_rec.environment import ShopEnvironment

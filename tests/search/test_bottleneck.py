@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from oper.search.explain.bottleneck import bottlenecks, describe
 from oper.search.explain.diff import as_text, diff
 from oper.search.explain.summary import as_json
 from oper.search.problem.space import EVERYTHING
-from oper.search.verbs import configure_explain, run_explain
+from tests.support import run_command
 
 KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 
@@ -121,12 +120,9 @@ def test_verb_compares_two_plan_files(tmp_path, capsys):
     specs, _ = tables_and_stats(3, 3)
     for kind, name in (("striped", "a.json"), ("owned", "b.json")):
         uniform_plan(specs, 2, kind, topology="this-host-2", batch_size=64).save(tmp_path / name)
-    parser = argparse.ArgumentParser()
-    configure_explain(parser)
     for more in ([], ["--json"]):
         with pytest.warns(UserWarning, match="statistics"):
-            run_explain(parser.parse_args([str(tmp_path / "a.json"), "--diff",
-                                           str(tmp_path / "b.json"), *more]))
+            run_command("explain", tmp_path / "a.json", "--diff", tmp_path / "b.json", *more)
         out = capsys.readouterr().out
         tables = json.loads(out)["tables"] if more else []
         assert len(tables) == 3 if more else "3 of 3 tables are placed otherwise" in out

@@ -52,7 +52,6 @@ def test_no_pushing_or_column_split_plan_is_below_the_bound(seed, name, objectiv
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
 @pytest.mark.parametrize("objective", ["training", "inference"])
 def test_equals_the_readable_statement(name, objective):
-    pytest.importorskip("cvxpy")
     stated = problem(4, 7, TOPOLOGIES[name], objective)
     relaxation = Relaxation(CostModel(stated))
     found = solve_node(Node(relaxation), tolerance=1e-7)
@@ -62,7 +61,6 @@ def test_equals_the_readable_statement(name, objective):
 
 @pytest.mark.parametrize("name", ["gpus", "unequal"])
 def test_with_push_it_is_at_least_the_chord_relaxation(name):
-    pytest.importorskip("cvxpy")
     stated = problem(4, 8, TOPOLOGIES[name], allow=EVERYTHING)
     relaxation = Relaxation(CostModel(stated))
     found = solve_node(Node(relaxation), tolerance=1e-7)
@@ -71,7 +69,6 @@ def test_with_push_it_is_at_least_the_chord_relaxation(name):
 
 
 def test_scarce_memory_binds_the_bound():
-    pytest.importorskip("cvxpy")
     roomy = problem(5, 11, gpus(4), "inference")
     need = sum(t.spec.num_rows * t.spec.row_bytes for t in roomy.tables)
     tight = problem(5, 11, gpus(4, memory_bytes=need * 0.3), "inference")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import fields, replace
 
@@ -25,10 +24,10 @@ from oper.search.problem.pins import impose
 from oper.search.problem.presets import topology_preset
 from oper.search.problem.space import ACROSS_HOSTS, EVERYTHING, EXECUTABLE
 from oper.search.problem.statement import Problem, with_overlap
-from oper.search.verbs import configure_explain, run_explain
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Costs
+from tests.support import run_command
 
 KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 QUICK = settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate],
@@ -145,13 +144,10 @@ def test_explain_says_why_there_is_no_bound(tmp_path, capsys) -> None:
     specs, stats = tables_and_stats(4, 7, max_rows=3000)
     stats.save(tmp_path / "stats.npz")
     plan = plan_problem(make_problem(specs, stats, topology_preset("h100-8"), batch_size=256))
-    parser = argparse.ArgumentParser()
-    configure_explain(parser)
 
     def told(plan: Plan, *words: str) -> str:
         plan.save(tmp_path / "plan.json")
-        run_explain(parser.parse_args([
-            str(tmp_path / "plan.json"), "--stats", str(tmp_path / "stats.npz"), *words]))
+        run_command("explain", tmp_path / "plan.json", "--stats", tmp_path / "stats.npz", *words)
         return capsys.readouterr().out
 
     assert "not certified" not in told(plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import numpy as np
@@ -17,7 +16,7 @@ from oper.search.bound.subspaces import space_bound
 from oper.search.planner import plan_problem
 from oper.search.problem.constraints import check_constraints, parse_constraints, violations
 from oper.search.problem.space import EVERYTHING
-from oper.search.verbs import configure_explain, configure_plan, run_explain, run_plan
+from tests.support import run_command
 
 
 def ranks_of(plan, name):
@@ -178,12 +177,6 @@ def test_constraints_are_always_kept(stated):
     assert plan.lower_bound_us <= plan.step_us * (1 + 1e-9)
 
 
-def arguments(configure, *words):
-    parser = argparse.ArgumentParser()
-    configure(parser)
-    return parser.parse_args([str(w) for w in words])
-
-
 def test_verb_reads_constraints_and_the_plan_remembers_them(tmp_path, capsys):
     specs, stats = tables_and_stats(5, 2)
     stats.save(tmp_path / "stats.npz")
@@ -192,16 +185,16 @@ def test_verb_reads_constraints_and_the_plan_remembers_them(tmp_path, capsys):
     for text in ("null", "[]", "3", "{", '{"t0": {}}'):
         path.write_text(text)
         with pytest.raises(OperError):
-            run_plan(arguments(configure_plan, *words))
+            run_command("plan", *words)
         assert not out.exists()
     path.write_text(json.dumps({"tables": {"t1": {"ranks": [3]}}, "reserve_bytes": "1GB"}))
-    run_plan(arguments(configure_plan, *words))
+    run_command("plan", *words)
     plan = Plan.load(out)
     assert ranks_of(plan, "t1") == {3}
     assert plan.notes["constraints"] == {"tables": {"t1": {"ranks": [3]}},
                                          "reserve_bytes": 10**9}
     capsys.readouterr()
-    run_explain(arguments(configure_explain, out, "--stats", tmp_path / "stats.npz", "--json"))
+    run_command("explain", out, "--stats", tmp_path / "stats.npz", "--json")
     value = json.loads(capsys.readouterr().out)
     assert value["capacity_bytes"][0] == pytest.approx(
         make_problem(specs, stats, gpus(1), batch_size=1).machine.capacity_bytes[0] - 10**9)

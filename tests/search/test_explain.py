@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 
@@ -20,7 +19,7 @@ from oper.search import evaluate, make_problem, summary, topology_preset
 from oper.search.explain.summary import as_json
 from oper.search.planner import plan_problem
 from oper.search.problem.presets import preset_names
-from oper.search.verbs import configure_explain, configure_plan, run_explain, run_plan
+from tests.support import run_command
 
 
 def planned(topology, objective="training", num_tables=6):
@@ -72,12 +71,6 @@ def test_json_holds_the_same_figures():
     assert len(value["phases"][0]["rank_us"]) == 4
 
 
-def arguments(configure, *words):
-    parser = argparse.ArgumentParser()
-    configure(parser)
-    return parser.parse_args([str(w) for w in words])
-
-
 @pytest.fixture
 def stats_file(tmp_path):
     _, stats = tables_and_stats(5, 2)
@@ -87,26 +80,25 @@ def stats_file(tmp_path):
 
 def test_verb_plan_writes_a_plan_and_prints_loads_bound_and_gap(stats_file, tmp_path, capsys):
     out = tmp_path / "plan.json"
-    code = run_plan(arguments(configure_plan, stats_file, "--topology", "this-host",
-                              "--world-size", 3, "--dim", 16, "-o", out))
+    code = run_command("plan", stats_file, "--topology", "this-host", "--world-size", 3, "--dim",
+                       16, "-o", out)
     assert code == 0
     text = capsys.readouterr().out
     assert "lower bound" in text and "gap" in text and "forward, per rank" in text
     plan = Plan.load(out)
     assert plan.world_size == 3 and {t.table.dim for t in plan.tables} == {16}
     assert plan.lower_bound_us > 0 and plan.gap < 0.01
-    assert run_explain(arguments(configure_explain, out, "--stats", stats_file)) == 0
+    assert run_command("explain", out, "--stats", stats_file) == 0
     assert f"{plan.lower_bound_us:.1f} us" in capsys.readouterr().out
 
 
 def test_verb_explain_bounds_a_plan_anew_for_another_machine(stats_file, tmp_path, capsys):
     out = tmp_path / "plan.json"
-    run_plan(arguments(configure_plan, stats_file, "--topology", "h100-8", "-o", out, "--json"))
+    run_command("plan", stats_file, "--topology", "h100-8", "-o", out, "--json")
     first = json.loads(capsys.readouterr().out)
-    run_explain(arguments(configure_explain, out, "--stats", stats_file, "--topology", "a100-8",
-                          "--json"))
+    run_command("explain", out, "--stats", stats_file, "--topology", "a100-8", "--json")
     slower = json.loads(capsys.readouterr().out)
-    run_explain(arguments(configure_explain, out, "--stats", stats_file))
+    run_command("explain", out, "--stats", stats_file)
     assert " 8 ranks, 8 memory domains, 1 host (" in capsys.readouterr().out
     assert slower["lower_bound_us"] > first["lower_bound_us"]
     assert slower["step_us"] >= slower["lower_bound_us"] * (1 - 1e-9)
@@ -114,8 +106,8 @@ def test_verb_explain_bounds_a_plan_anew_for_another_machine(stats_file, tmp_pat
 
 def test_verb_plan_speaks_json_and_takes_presets_and_files(stats_file, tmp_path, capsys):
     out = tmp_path / "plan.json"
-    assert run_plan(arguments(configure_plan, stats_file, "--topology", "h100-8", "--objective",
-                              "inference", "-o", out, "--json")) == 0
+    assert run_command("plan", stats_file, "--topology", "h100-8", "--objective", "inference", "-o",
+                       out, "--json") == 0
     value = json.loads(capsys.readouterr().out)
     assert value["world_size"] == 8 and value["source"] == "published"
     mine = tmp_path / "mine.toml"
@@ -123,8 +115,7 @@ def test_verb_plan_speaks_json_and_takes_presets_and_files(stats_file, tmp_path,
     tables = tmp_path / "tables.json"
     specs, _ = tables_and_stats(5, 2)
     tables.write_text(json.dumps([s.to_json() for s in specs]))
-    assert run_plan(arguments(configure_plan, stats_file, "--topology", mine, "--tables", tables,
-                              "-o", out)) == 0
+    assert run_command("plan", stats_file, "--topology", mine, "--tables", tables, "-o", out) == 0
     assert [t.table for t in Plan.load(out).tables] == specs
     assert "mine" in capsys.readouterr().out
 
@@ -137,7 +128,7 @@ def test_verb_plan_speaks_json_and_takes_presets_and_files(stats_file, tmp_path,
 ])
 def test_verb_plan_names_what_is_wrong(stats_file, tmp_path, words, error, match):
     with pytest.raises(error, match=match):
-        run_plan(arguments(configure_plan, stats_file, *words, "-o", tmp_path / "p.json"))
+        run_command("plan", stats_file, *words, "-o", tmp_path / "p.json")
     assert not (tmp_path / "p.json").exists()
 
 
@@ -145,12 +136,12 @@ def test_verb_plan_refuses_foreign_files(stats_file, tmp_path):
     broken = tmp_path / "broken.npz"
     broken.write_bytes(stats_file.read_bytes()[:200])
     with pytest.raises(FileFormatError):
-        run_plan(arguments(configure_plan, broken, "--topology", "this-host", "-o", tmp_path / "p"))
+        run_command("plan", broken, "--topology", "this-host", "-o", tmp_path / "p")
     tables = tmp_path / "tables.json"
     tables.write_text("{")
     with pytest.raises(FileFormatError, match="JSON"):
-        run_plan(arguments(configure_plan, stats_file, "--topology", "this-host",
-                           "--tables", tables, "-o", tmp_path / "p"))
+        run_command("plan", stats_file, "--topology", "this-host", "--tables", tables, "-o",
+                    tmp_path / "p")
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import numpy as np
@@ -21,8 +20,8 @@ from oper.search.cost.model import CostModel
 from oper.search.planner import plan_problem
 from oper.search.problem.machine import CROSS_IN, HOST_MEMORY, LINK_IN
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL
-from oper.search.verbs import configure_explain, configure_plan, run_explain, run_plan
 from tests.search.oracle import best_of_candidates, relaxed_by_cvxpy
+from tests.support import run_command
 
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
               "unequal": gpus(4, slow=2, per_host=2), "one": gpus(1)}
@@ -81,7 +80,6 @@ def test_no_plan_with_rows_in_host_memory_is_below_the_bound(seed, name, objecti
 
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
 def test_the_readable_statement_says_the_same(name):
-    pytest.importorskip("cvxpy")
     stated = problem(4, 7, TOPOLOGIES[name], "inference", allow=WITH_HOST)
     relaxation = Relaxation(CostModel(stated))
     found = solve_node(Node(relaxation), tolerance=1e-7)
@@ -195,25 +193,21 @@ def test_verbs_plan_and_explain_with_host_memory(tmp_path, capsys):
     words = [tmp_path / "stats.npz", "--topology", machine, "--objective", "inference", "-o",
              tmp_path / "a.json"]
 
-    def call(configure, run, *arguments):
-        parser = argparse.ArgumentParser()
-        configure(parser)
-        run(parser.parse_args([str(w) for w in arguments]))
+    def call(*words):
+        run_command(*words)
         return capsys.readouterr().out
 
     with pytest.raises(PlanInfeasibleError):
-        call(configure_plan, run_plan, *words, "--allow", "replicated,striped,pull")
-    call(configure_plan, run_plan, *words)
+        call("plan", *words, "--allow", "replicated,striped,pull")
+    call("plan", *words)
     first = Plan.load(tmp_path / "a.json")
     assert memories(first) == {"device", "host"}
     explain = (tmp_path / "a.json", "--topology", machine, "--stats", tmp_path / "stats.npz")
-    value = json.loads(call(configure_explain, run_explain, *explain, "--json"))
+    value = json.loads(call("explain", *explain, "--json"))
     assert value["lower_bound_us"] == pytest.approx(first.lower_bound_us)
     assert value["host_bytes"][0] > 0 and value["fits"]
-    what = json.loads(call(configure_explain, run_explain, *explain, "--json", "--what-if",
-                           "host-link=x2"))["what_if"]
+    what = json.loads(call("explain", *explain, "--json", "--what-if", "host-link=x2"))["what_if"]
     assert what["after"]["planned_step_us"] < what["before"]["planned_step_us"]
-    call(configure_plan, run_plan, *words[:-1], tmp_path / "b.json", "--seed", "5")
-    found = json.loads(call(configure_explain, run_explain, *explain, "--diff",
-                            tmp_path / "b.json", "--json"))
+    call("plan", *words[:-1], tmp_path / "b.json", "--seed", "5")
+    found = json.loads(call("explain", *explain, "--diff", tmp_path / "b.json", "--json"))
     assert "memory" in json.dumps(found)

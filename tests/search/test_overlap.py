@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import numpy as np
@@ -19,7 +18,7 @@ from oper.search.planner import plan_problem
 from oper.search.problem.overlap import overlap_to_json, parse_overlap
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import with_overlap
-from oper.search.verbs import configure_explain, configure_plan, run_explain, run_plan
+from tests.support import run_command
 
 KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 
@@ -118,28 +117,22 @@ def test_json_comes_back():
     assert parse_overlap(overlap_to_json(made), ("forward", "update"), 2) == made
 
 
-def arguments(configure, *words):
-    parser = argparse.ArgumentParser()
-    configure(parser)
-    return parser.parse_args([str(w) for w in words])
-
-
 def test_the_verbs_declare_and_remember_it(tmp_path, capsys):
     _, stats = tables_and_stats(5, 2)
     stats.save(tmp_path / "stats.npz")
     out = tmp_path / "plan.json"
     words = (tmp_path / "stats.npz", "--topology", "h100-8", "-o", out)
-    run_plan(arguments(configure_plan, *words))
+    run_command("plan", *words)
     alone = Plan.load(out).step_us
     with pytest.raises(SystemExit):
-        arguments(configure_plan, *words, "--overlap", "update=fast")
+        run_command("plan", *words, "--overlap", "update=fast")
     assert "PHASE=US" in capsys.readouterr().err
-    run_plan(arguments(configure_plan, *words, "--overlap", "update=5", "--overlap", "backward=2"))
+    run_command("plan", *words, "--overlap", "update=5", "--overlap", "backward=2")
     plan = Plan.load(out)
     assert plan.notes["overlap_us"] == {"update": 5.0, "backward": 2.0}
     assert plan.step_us < alone
     assert "overlapped us" in capsys.readouterr().out
-    run_explain(arguments(configure_explain, out, "--stats", tmp_path / "stats.npz", "--json"))
+    run_command("explain", out, "--stats", tmp_path / "stats.npz", "--json")
     value = json.loads(capsys.readouterr().out)
     assert value["step_us"] == pytest.approx(plan.step_us)
     assert [p["hidden_us"][0] for p in value["phases"]] == pytest.approx([0.0, 2.0, 5.0])

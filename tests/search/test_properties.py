@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +16,9 @@ from oper.search.bound.subspaces import space_bound
 from oper.search.explain.what_if import compare
 from oper.search.planner import plan_problem
 from oper.search.problem.space import ACROSS_HOSTS, EVERYTHING, EXECUTABLE, used_features
-from oper.search.verbs import configure_plan, run_plan
 from oper.stats import AccessStats
 from oper.topology import Topology
+from tests.support import run_command
 
 QUICK = settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
 KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
@@ -194,11 +193,9 @@ def test_what_if_starts_from_the_plan():
 def test_verb_starts_from_a_plan(tmp_path, capsys):
     _, stats = tables_and_stats(5, 2)
     stats.save(tmp_path / "stats.npz")
-    parser = argparse.ArgumentParser()
-    configure_plan(parser)
-    words = [str(tmp_path / "stats.npz"), "--topology", "h100-8", "-o", str(tmp_path / "a.json")]
-    run_plan(parser.parse_args(words))
+    words = ["plan", tmp_path / "stats.npz", "--topology", "h100-8", "-o", tmp_path / "a.json"]
+    run_command(*words)
     first = Plan.load(tmp_path / "a.json")
-    run_plan(parser.parse_args([*words, "--seed", "1", "--start", str(tmp_path / "a.json")]))
+    run_command(*words, "--seed", "1", "--start", tmp_path / "a.json")
     assert Plan.load(tmp_path / "a.json").step_us <= first.step_us
     assert "gap" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import copy
 import json
@@ -27,10 +26,10 @@ from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.constraints import violations
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem, with_overlap
-from oper.search.verbs import configure_verify, run_verify
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
+from tests.support import run_command
 
 
 @pytest.fixture(scope="module")
@@ -213,10 +212,8 @@ def test_verb_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     plan.save(tmp_path / "plan.json")
 
     def told(*words: str) -> int:
-        parser = argparse.ArgumentParser()
-        configure_verify(parser)
-        return run_verify(parser.parse_args(
-            [str(tmp_path / "plan.json"), "--stats", str(tmp_path / "stats.npz"), *words]))
+        return run_command("verify", tmp_path / "plan.json", "--stats", tmp_path / "stats.npz",
+                           *words)
 
     assert told() == 0
     text = capsys.readouterr().out

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from search_cases import gpus, tables_and_stats
 
 from oper.search import native
@@ -25,7 +25,6 @@ def pieces() -> Pieces:
                                              allow=EVERYTHING))).pieces
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.02, 1.0), st.floats(1e-4, 1.0))
 def test_no_owners_of_a_share_send_less(pieces, seed, owner, share):
     rng = np.random.default_rng(seed)

@@ -142,7 +142,6 @@ def test_limits_that_are_none(limits: dict[str, Any]) -> None:
 
 
 def test_tags_of_fbgemm() -> None:
-    pytest.importorskip("torchrec")
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     from oper.integration.tags import tagged_optimizer

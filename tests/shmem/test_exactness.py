@@ -10,7 +10,7 @@ import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.group.groups import ProcessGroup, SingleGroup
-from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
+from oper.shmem.optim.optimizers import SGD
 from oper.tables import TableSpec
 from tests.runtime_support import (
     OPTIMIZERS,
@@ -140,21 +140,6 @@ def test_gradient_scale_of_one_sums_the_losses() -> None:
     assert torch.allclose(total, 2 * mean, rtol=1e-4, atol=1e-6) and mean.abs().max() > 1e-3
 
 
-def test_duplicates_are_summed_before_one_update() -> None:
-    tables = (TableSpec("t", 4, 8, ("f",), "sum"),)
-    case = Case(tables, ("f",))
-    optimizer = RowWiseAdagrad(lr=1.0, eps=0.0)
-    start = initial_weights(case)["t"]
-    sharded = open_tables(case, uniform_plan(tables, 1), SingleGroup(), optimizer)
-    batch = Batch(torch.tensor([3, 2]), torch.tensor([1, 1, 2, 1, 1]), None, torch.zeros(2, 8))
-    sharded.lookup(batch.lookup(case)).sum().backward()
-    # Row 1 was met four times: its gradient is 4 everywhere, so s = 16 and the step is 1, not 4.
-    state = sharded.read("t", part="momentum1")
-    assert state.tolist() == [0.0, 16.0, 1.0, 0.0]
-    moved = start - sharded.read("t")
-    assert torch.allclose(moved, torch.tensor([0.0, 1.0, 1.0, 0.0])[:, None].expand(4, 8))
-
-
 def test_a_backward_pass_uses_its_own_batch() -> None:
     """Two forwards before two backwards: gradient accumulation in the manner of DDP."""
     case = dlrm_case("sgd")
@@ -190,52 +175,6 @@ def test_processes_equal_virtual_ranks(world_size: int, plan: str, optimizer: st
     virtual = train_virtual(case, chosen, steps, (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer])
     assert_bitwise(got.weights, virtual.weights, "processes and virtual ranks")
     assert_bitwise(got.outputs, virtual.outputs, "outputs of processes and virtual ranks")
-
-
-FBGEMM = {
-    "sgd": (SGD(lr=0.1), "EXACT_SGD", {}),
-    "rowwise_adagrad": (RowWiseAdagrad(lr=0.05, eps=1e-8), "EXACT_ROWWISE_ADAGRAD", {"eps": 1e-8}),
-}
-
-
-@pytest.mark.parametrize("optimizer", FBGEMM)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_equals_fbgemm(weighted: bool, optimizer: str) -> None:
-    tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-    common = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
-    ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-    tables = tuple(TableSpec(f"t{k}", rows, dim, (f"f{k}",), "sum")
-                   for k, (rows, dim) in enumerate([(50, 8), (4000, 64), (1, 16), (900, 128)]))
-    case = Case(tables, tuple(f"f{k}" for k in range(4)), weighted, max_length=5)
-    ours_is, theirs_is, arguments = FBGEMM[optimizer]
-    peer = tbe.SplitTableBatchedEmbeddingBagsCodegen(
-        [(t.num_rows, t.dim, ops.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU) for t in tables],
-        optimizer=common.EmbOptimType[theirs_is], learning_rate=ours_is.lr, **arguments)
-    start = initial_weights(case)
-    for weight, t in zip(peer.split_embedding_weights(), tables, strict=True):
-        weight.copy_(start[t.name])
-    sharded = open_tables(case, uniform_plan(tables, 1), SingleGroup(), ours_is)
-    for step in range(STEPS):
-        batch = make_batch(case, step, 20)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)])
-        theirs = peer(batch.ids, offsets, batch.weights)
-        ours = sharded.lookup(batch.lookup(case))
-        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
-        rank_loss(theirs, batch.target).backward()
-        rank_loss(ours, batch.target).backward()
-    for weight, t in zip(peer.split_embedding_weights(), tables, strict=True):
-        assert (sharded.read(t.name) - weight).abs().max() <= 1e-5 * weight.abs().max()
-    if optimizer == "rowwise_adagrad":
-        for (state,), t in zip(peer.split_optimizer_states(), tables, strict=True):
-            gap = (sharded.read(t.name, part="momentum1") - state.flatten()).abs().max()
-            assert gap <= 1e-5 * state.abs().max()
-
-
-@pytest.mark.parametrize("optimizer", OTHER_OPTIMIZERS)
-@pytest.mark.parametrize("world_size, plan", [(1, "mixed0"), (2, "replicated"), (4, "mixed1")])
-def test_the_other_optimizers(world_size: int, plan: str, optimizer: str) -> None:
-    case = dlrm_case(optimizer)
-    check(case, plans_for(case.tables, world_size)[plan], optimizer)
 
 
 def test_ids_outside_every_statistic() -> None:

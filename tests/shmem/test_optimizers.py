@@ -235,21 +235,25 @@ def fbgemm_peer(case: Case, optimizer: Optimizer, **options: object) -> object:
     return peer
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad", "adagrad"])
-def test_equals_fbgemm(name: str) -> None:
+def test_equals_fbgemm(name: str, weighted: bool) -> None:
     """The optimizers that FBGEMM's CPU operator has, with a learning rate that changes."""
-    tables = (TableSpec("s", 50, 8, ("f",), "sum"), TableSpec("l", 4000, 64, ("g",), "sum"),
-              TableSpec("w", 300, 132, ("h",), "sum"))
+    tables = tuple(TableSpec(f"t{k}", rows, dim, (f"f{k}",), "sum") for k, (rows, dim) in enumerate(
+        [(50, 8), (4000, 64), (300, 132), (1, 16), (900, 128)]))
     optimizer = EVERY[name]
-    case, optimizers = one_optimizer(Case(tables, ("f", "g", "h"), max_length=5), optimizer)
+    case, optimizers = one_optimizer(Case(tables, tuple(f"f{k}" for k in range(5)), weighted,
+                                          max_length=5), optimizer)
     peer = fbgemm_peer(case, optimizer)
     ours = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
-    for step, rate in enumerate(RATES * 2):
+    for step, rate in enumerate(RATES * 3):
         ours.param_groups[0]["lr"] = optimizer.lr * rate
         peer.set_learning_rate(optimizer.lr * rate)
         batch = make_batch(case, step, 30)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)])
-        for out in (peer(batch.ids, offsets), ours.lookup(batch.lookup(case))):
+        outs = peer(batch.ids, offsets, batch.weights), ours.lookup(batch.lookup(case))
+        assert (outs[1] - outs[0]).abs().max() <= 1e-5 * outs[0].abs().max()
+        for out in outs:
             rank_loss(out, batch.target).backward()
     states = peer.split_optimizer_states() or [()] * len(case.tables)
     for t, weight, state in zip(case.tables, peer.split_embedding_weights(), states, strict=True):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from oper.plan import Piece, Plan, TablePlan, uniform_plan
+from oper.shmem.batch import Lookup
 from oper.shmem.optim.optimizers import SGD, Optimizer
 from oper.shmem.optim.rounding import (
     philox4x32,
@@ -259,8 +260,6 @@ def test_special_numbers_survive(dtype: str) -> None:
         tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(0.0), 1.0, 0)
         tables.write("t", every.view(1024, 64))
         tables.publish()
-        from oper.shmem.batch import Lookup
-
         out = tables.lookup(Lookup(torch.arange(1024), torch.ones(1024, dtype=torch.int64),
                                    case.key_of, 1024))
         out.backward(torch.zeros_like(out))
@@ -280,8 +279,6 @@ def test_small_updates_are_not_lost() -> None:
     case = Case((table,), ("f",))
 
     def body(group) -> torch.Tensor:
-        from oper.shmem.batch import Lookup
-
         tables = ShardedTables(uniform_plan(case.tables, 1), case.features, group, SGD(1.0), 1.0, 0)
         tables.write("t", torch.full((512, 16), 1.5))
         tables.publish()

@@ -25,7 +25,7 @@ from oper.train.model import load_state
 from tests.faults.pauses import Pauses
 from tests.faults.soak import make_run, soak
 from tests.support import ROOT, run_oper, wait_for
-from tests.train.test_train import config, finish, lines, start_ranks, words
+from tests.train.test_train import config, finish, lines, run_ranks, start_ranks, words
 
 FLAGS = {"max_steps": 30, "checkpoint_every": 4, "batch_size": 64, "epochs": 50, "log_every": 1}
 
@@ -47,13 +47,18 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def assert_same_state(run: Path, other: Path) -> None:
+    mine, theirs = (load_state(folder / "state.pt") for folder in (run, other))
+    assert mine.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert torch.equal(mine[key], value), key
+
+
 @pytest.fixture(scope="module")
 def calm(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run on two ranks; its last checkpoint is of step 28."""
     out: Path = tmp_path_factory.mktemp("runs") / "calm"
-    ranks = start_ranks(words(prepared, out, stats=prepared.stats, **FLAGS), 2)
-    texts = finish(ranks)
-    assert [p.returncode for p in ranks] == [0, 0], texts
+    run_ranks(words(prepared, out, stats=prepared.stats, **FLAGS))
     return out
 
 
@@ -87,10 +92,7 @@ def test_a_recommender_goes_on(model: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Engine, "step", original)
     torch.manual_seed(99)
     train(runs["crashed"], show_progress=False, resume=True)
-    mine, calm = (load_state(tmp_path / n / "state.pt") for n in ("crashed", "calm"))
-    assert mine.keys() == calm.keys()
-    for key, value in calm.items():
-        assert torch.equal(mine[key], value), key
+    assert_same_state(tmp_path / "crashed", tmp_path / "calm")
 
 
 def test_a_model_without_tables_keeps_no_checkpoints(tmp_path: Path) -> None:
@@ -114,9 +116,7 @@ def test_torchrun_starts_again_from_the_last_checkpoint(prepared: Prepared, calm
     assert run.returncode == 0, run.stdout
     assert (tmp_path / "killed.note").exists(), run.stdout
     assert [e["step"] for e in lines(out) if e["event"] == "train"] == list(range(1, 31))
-    states = load_state(out / "state.pt")
-    for key, value in load_state(calm / "state.pt").items():
-        assert torch.equal(states[key], value), key
+    assert_same_state(out, calm)
 
 
 def test_another_number_of_ranks_goes_on(prepared: Prepared, calm: Path, tmp_path: Path) -> None:
@@ -217,8 +217,6 @@ def test_a_run_starts_from_another_one(prepared: Prepared, tmp_path: Path) -> No
     still = FLAGS | {"max_steps": 1, "start": str(tmp_path / "first"), "seed": 9,
                      "optimizer.tables_lr": 0.0, "optimizer.dense_lr": 0.0}
     train(config(prepared, tmp_path / "second", **still), show_progress=False)
-    states = [load_state(tmp_path / name / "state.pt") for name in ("first", "second")]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][n], states[1][n]) for n in states[0])
+    assert_same_state(tmp_path / "second", tmp_path / "first")
     with pytest.raises(InvalidInputError, match="another folder than out"):
         config(prepared, tmp_path / "first", **still)

@@ -8,13 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import Prepared  # type: ignore[import-not-found]
-from test_train import config, finish, start_ranks, words  # type: ignore[import-not-found]
+from test_train import config, run_ranks, words  # type: ignore[import-not-found]
 
 from oper.data import Folder
 from oper.serve import Client, Request
@@ -43,24 +45,31 @@ def validation_batch(prepared: Prepared, run: Path) -> tuple[Request, np.ndarray
             torch.sigmoid(logits.reshape(-1)).numpy())
 
 
+@contextmanager
+def serving(run: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+    """A server of one worker, ended with the block."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "oper", "serve", str(run), "--port", "0", "--json", "--workers",
+         "1", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield server, Client(json.loads(server.stdout.readline())["address"], timeout_s=30)
+    finally:
+        server.kill()
+        server.wait()
+
+
 def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_path: Path) -> None:
     """First from the run's checkpoint alone, as while the training still runs, then from its
     state, which the server notices."""
     run = tmp_path / "run"
-    ranks = start_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=20,
-                              checkpoint_every=20), 2)
-    texts = finish(ranks)
-    assert [p.returncode for p in ranks] == [0, 0], texts
+    run_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=20,
+                    checkpoint_every=20))
     request, expected = validation_batch(prepared, run)
     assert expected.std() > 1e-3
     os.rename(run / STATE, tmp_path / STATE)
     assert find_weights(run).name == CHECKPOINT
-    server = subprocess.Popen(
-        [sys.executable, "-m", "oper", "serve", str(run), "--port", "0", "--json", "--watch",
-         "--workers", "1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        client = Client(json.loads(server.stdout.readline())["address"], timeout_s=30)
+    with serving(run, "--watch") as (server, client):
         scores, first = client.score_request(request)
         assert np.abs(scores - expected).max() < 1e-6
         os.utime(tmp_path / STATE)
@@ -78,19 +87,14 @@ def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_pat
         assert server.returncode == 0
         assert f"loading {run / CHECKPOINT}" in log
         assert f"cannot read the checkpoint {str(run / CHECKPOINT)!r}" in log
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path) -> None:
     """Deltas come one by one into another folder; each is served, with its lag; one that is
     damaged is refused by name, and the next whole weights heal it."""
     run, copy = tmp_path / "run", tmp_path / "copy"
-    ranks = start_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=9,
-                              checkpoint_every=5, delta_every=1), 2)
-    texts = finish(ranks)
-    assert [p.returncode for p in ranks] == [0, 0], texts
+    run_ranks(words(prepared, run, stats=prepared.stats, batch_size=128, max_steps=9,
+                    checkpoint_every=5, delta_every=1))
     request, expected = validation_batch(prepared, run)
     chain = next((run / f"{CHECKPOINT}.deltas").iterdir())
     deltas = sorted(chain.iterdir())
@@ -98,13 +102,7 @@ def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path)
     os.rename(run / STATE, tmp_path / STATE)
     there = copy / f"{CHECKPOINT}.deltas" / chain.name
     copy.mkdir()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "oper", "serve", str(run), "--port", "0", "--json", "--follow",
-         str(copy), "--workers", "1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True)
-    try:
-        assert server.stdout is not None
-        client = Client(json.loads(server.stdout.readline())["address"], timeout_s=30)
+    with serving(run, "--follow", str(copy)) as (server, client):
         assert client.score_request(request)[1] == 1
         shutil.copytree(run / CHECKPOINT, copy / CHECKPOINT)
         wait_for(lambda: client.score_request(request)[1] == 2)
@@ -140,9 +138,6 @@ def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path)
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=120)
         assert server.returncode == 0
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_the_newest_weights_are_served(tmp_path: Path) -> None:

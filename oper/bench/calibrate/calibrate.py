@@ -81,7 +81,7 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """For a person and for the record."""
+        """The label of this sample in printouts and in the record."""
         return f"{self.kind}, {self.work.name}"
 
 

@@ -34,15 +34,16 @@ _DENSE_S = 10.0  # DDP is left out where its gradients alone keep a link busy fo
 
 @dataclass(slots=True)
 class Contender:
-    """One of them, not built yet.
+    """A contender, not built yet.
 
     Attributes:
         name: for the record.
         runtime: what executes it: ``"oper"``, ``"torchrec"`` or ``"torch"``.
-        build: makes its side and, of TorchRec's, what `from_torchrec` reads. Collective.
+        build: makes what is measured and, for TorchRec, the plan that `from_torchrec` reads.
+            Collective.
         predicted_ms: modelled step of its plan by OPER's cost model; None where there is none.
         also: peers that propose the very same plan.
-        plan: OPER's runtime executes it.
+        plan: the plan, where OPER's runtime executes it.
     """
 
     name: str
@@ -60,16 +61,16 @@ class Contender:
 
 @dataclass(slots=True)
 class Planned:
-    """What rank 0 has planned.
+    """The plans that rank 0 has made.
 
     Attributes:
-        plans: by name, OPER's first; equal ones once.
-        also: names of the others, by the name that stands for them.
-        predicted_ms: by name.
-        left_out: why a peer is not there, by name.
+        plans: by contender, OPER's first; plans that are equal are kept once.
+        also: other contenders with the same plan, by the name under which it is kept.
+        predicted_ms: predicted step, by contender.
+        left_out: why a contender has no plan, by name.
         lower_bound_ms: of OPER's certificate; None where its plan is not certified.
         phases_ms: modelled phases of OPER's plan.
-        binding: what the slowest rank of each of them is busy with.
+        binding: binding resource of each phase.
     """
 
     plans: dict[str, Plan] = field(default_factory=dict)

@@ -81,8 +81,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def ordered(args: argparse.Namespace, chosen: Sequence[Any]) -> list[Any]:
-    """Those that the record to go on from holds first: whatever becomes of the others, they are
-    written again."""
+    """The cases in the order in which they run: first those that the record of ``--resume`` holds,
+    so that they are in the new record even if the run ends early."""
     check_possible()
     known = _resumed(args)
     every = {c.name: c for c in [*cases(False), *cases(True)]}
@@ -94,9 +94,11 @@ def _resumed(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """One entry per case; cases of one cluster share its processes. A case that cannot be run here
-    says why and counts as verified; one that fails says why, does not, and the others of its
-    cluster are started anew."""
+    """Run the cases; one entry each. Cases of one cluster share its processes.
+
+    The entry of a case that this machine cannot run says why and counts as verified. That of a case
+    that fails says why and does not; the processes of its cluster are then started again.
+    """
     known = _resumed(args)
     for case in chosen:
         if case.name in known:

@@ -143,7 +143,7 @@ def set_rates(links: Links, is_limited: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Of one interface, since it is there.
+    """What one network interface has counted since it was made.
 
     Attributes:
         sent_bytes, sent_packets, received_bytes: with the headers of all protocols.
@@ -155,7 +155,7 @@ class Counters:
 
 
 def read_counters() -> Counters:
-    """Of the interface of the host that this process runs on."""
+    """Counters of the interface of the emulated host that this process runs on."""
     folder = Path(f"/sys/class/net/{INTERFACE}/statistics")
     return Counters(*(int((folder / name).read_text())
                       for name in ("tx_bytes", "tx_packets", "rx_bytes")))

@@ -16,11 +16,11 @@ class Child:
     """A spawned process.
 
     Args:
-        function: called there with its end of the pipe and `arguments`; it may tell at once that
-            it is ready, and ends when the pipe does.
+        function: called in the process with its end of the pipe and `arguments`. It may send a
+            message when it is ready, and returns when the pipe is closed.
         arguments: for `function`; they can be pickled.
         what: its name in errors.
-        daemon: False for one with children of its own.
+        daemon: False for a process that starts processes itself.
 
     Attributes:
         pipe: our end.

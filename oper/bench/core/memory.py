@@ -37,8 +37,9 @@ def pss_bytes(pid: int, mapping: str = "") -> int:
 
 
 def unfiled_pss_bytes(pid: int) -> int:
-    """As `pss_bytes`, without pages of files: libraries, whose share in a process changes with the
-    number of processes.
+    """Like `pss_bytes`, without pages of files.
+
+    The share that libraries have in a process changes with the number of processes.
 
     Raises:
         OperError: no such process, or none that we may look into.

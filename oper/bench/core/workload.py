@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from oper.data.generate.ids import power_law_ids
 from oper.errors import InvalidInputError, fail
 from oper.tables import TableSpec
 
@@ -60,7 +60,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """For a person and for records."""
+        """The label of this workload in printouts and records."""
         lengths = "-".join(map(str, sorted(set(self.bag_lengths))))
         return (f"{len(self.num_rows)} tables, pooling {lengths}, dim {self.dim}, "
                 f"exponent {self.exponent:g}")
@@ -86,20 +86,6 @@ def _scatter(num_rows: int, seed: int, table: int) -> np.ndarray:
     return np.random.default_rng((seed, table)).permutation(num_rows).astype(np.int32)
 
 
-def draw_ids(rng: np.random.Generator, num_rows: int, size: int, exponent: float) -> np.ndarray:
-    """Ranks of a bounded power law, int64 [size] in [0, num_rows).
-
-    Inverse distribution function of the continuous density x**-exponent on [1, num_rows + 1).
-    """
-    u = rng.random(size)
-    if abs(exponent - 1.0) < 1e-9:
-        x = np.exp(u * math.log(num_rows + 1.0))
-    else:
-        a = 1.0 - exponent
-        x = (u * ((num_rows + 1.0) ** a - 1.0) + 1.0) ** (1.0 / a)
-    return np.clip(x.astype(np.int64) - 1, 0, num_rows - 1)
-
-
 def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: int = TIMED
               ) -> np.ndarray:
     """Ids of a rank's batch, key-major: int64 [tables, batch_size / world_size * pooling].
@@ -110,7 +96,8 @@ def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: i
     num_bags = work.batch_size // world_size
     found = np.full((len(work.num_rows), num_bags, work.pooling), NO_ID)
     for t, (n, length) in enumerate(zip(work.num_rows, work.bag_lengths, strict=True)):
-        ids = _scatter(n, work.seed, t)[draw_ids(rng, n, num_bags * length, work.exponent)]
+        ids = _scatter(n, work.seed, t)[
+            power_law_ids(n, num_bags * length, work.exponent, rng, scatter=False)]
         found[t, :, :length] = ids.reshape(num_bags, length)
     return found.reshape(len(work.num_rows), -1)
 

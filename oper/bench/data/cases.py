@@ -138,7 +138,8 @@ def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
 
 
 def _fastest_library(folder: Path) -> tuple[str, dict[str, float]]:
-    """Of those installed, by MB/s of a log of 500,000 rows, the better of two runs each."""
+    """The fastest CSV reader that is installed, and MB/s of each: the better of two runs over a
+    log of 500,000 rows."""
     log = log_file(folder, 500_000)
     bodies = {"pyarrow.csv": _PARSE, **{n: b for n, b in _OTHERS.items()
                                         if importlib.util.find_spec(n) is not None}}

@@ -72,11 +72,11 @@ def _answers(port: int) -> bool:
 
 
 def store(num_rows: int, folder: Path) -> dict[str, Any]:
-    """The same log from and to a local folder, and from and to a bucket of an S3-compatible server.
+    """Preprocess a log in a local folder, and again in a bucket of an S3-compatible server.
 
     ``verified``: all files of both outputs are the same, byte by byte, but for the manifest's paths
-    and identity. ``ratio_time`` is the second over the first; the server, moto on this machine,
-    takes part of it.
+    and identity. ``ratio_time`` is the time with the bucket over that with the folder; the server
+    (moto) runs on this machine and takes processor time from the second.
     """
     work = folder / "store"
     shutil.rmtree(work, ignore_errors=True)

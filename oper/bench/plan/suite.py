@@ -130,8 +130,11 @@ def _named(name: str) -> Case:
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """One entry per case; a case whose data is absent says so and counts as verified, one that
-    fails says why and does not."""
+    """Run the cases; one entry each.
+
+    The entry of a case whose data is missing says so and counts as verified. That of a case that
+    fails says why and does not.
+    """
     known = _resumed(args)
     with contextlib.ExitStack() as stack:
         torchrec = None

@@ -156,7 +156,7 @@ def ordered(args: argparse.Namespace, chosen: Sequence[Case]) -> list[Case]:
 
 
 def _seeds(case: Case, args: argparse.Namespace) -> list[int]:
-    """To train from, or, for ``--seeds 0``, that runs are kept of."""
+    """Seeds to train with; with ``--seeds 0`` those of which runs are kept."""
     if args.seeds:
         return list(range(1, 2 if case.quick else args.seeds + 1))
     data = load(case.data, case.protocol)
@@ -239,7 +239,7 @@ def _train_and_test(case: Case, data: Interactions, seed: int, options: FitOptio
 
 
 def _digest(*parts: Any) -> str:
-    """Of bytes or arrays of bytes."""
+    """First 12 digits of the SHA-256 of bytes or arrays."""
     found = hashlib.sha256()
     for part in parts:
         found.update(part)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, _scatter, draw_ids
+from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, _scatter
+from oper.data.generate.ids import power_law_ids
 from oper.serve.allocator import give_back
 from oper.serve.model import AttachedModel, kjt_of
 from oper.serve.requests import Request, Signature
@@ -51,7 +52,7 @@ class ServeWork:
 
     @property
     def signature(self) -> Signature:
-        """For requests."""
+        """Signature of the requests."""
         return Signature("bench", tuple(self.work.features), self.work.num_rows, NUM_DENSE)
 
     def query(self, number: int) -> Request:
@@ -61,7 +62,8 @@ class ServeWork:
         lengths = np.full((len(work.num_rows), self.candidates), work.pooling, np.int32)
         lengths[:self.user_features, 1:] = 0
         ids = np.concatenate([
-            _scatter(n, work.seed, t)[draw_ids(rng, n, int(lengths[t].sum()), work.exponent)]
+            _scatter(n, work.seed, t)[power_law_ids(
+                n, int(lengths[t].sum()), work.exponent, rng, scatter=False)]
             for t, n in enumerate(work.num_rows)]).astype(np.int64)
         return Request(rng.random((self.candidates, NUM_DENSE), np.float32), lengths, ids,
                        tuple(range(self.user_features)))
@@ -134,8 +136,10 @@ class TorchPredictor:
 
 
 class FloorPredictor:
-    """As much computing for every sample, whatever is in it, and no memory beyond a core's caches:
-    what the machine and the way to it allow a server that takes this long."""
+    """A null model: the same amount of computing for every sample, within a core's caches.
+
+    It shows what the machine and the transport allow a server whose model takes this long.
+    """
 
     epoch = 1
 

@@ -103,8 +103,10 @@ class Search:
         return max(0, int(failed) - _STRIDE) if failed > 0 else None
 
     def best(self) -> tuple[float, Result]:
-        """The highest rate with enough VALID runs, and the slowest of them; the rate is 0 when
-        there is none, with the last run."""
+        """The highest rate that enough runs have confirmed, and the slowest VALID run at that rate.
+
+        Without a confirmed rate: 0 and the last run.
+        """
         confirmed = [k for k, _ in self.runs if self.verdict(k, is_final=True)]
         if not confirmed:
             return 0.0, self.runs[-1][1]

@@ -73,7 +73,7 @@ def run_update_case(case: UpdateCase, progress: Progress) -> dict[str, Any]:
     own_gradient = gradient.chunk(world_size)[rank].clone()
 
     def contenders(batches: list[list[np.ndarray]]) -> dict[str, Steps]:
-        """By name, on batches given by number and rank."""
+        """The contenders by name, on batches that are given by number and rank."""
         kjts = [make_kjt(work, x[rank]) for x in batches]
         found = {"oper": Steps(over(kjts, lambda kjt: model(kjt).values()), own_gradient)}
         if fused is not None:

@@ -177,7 +177,7 @@ class Reference:
 
 
 class KeptReference(Reference):
-    """One that trains once, for contenders that all get the same output gradients.
+    """A reference that trains once, for contenders that all get the same output gradients.
 
     A contender whose gradients are others fails the comparison: its numbers are held against NaN.
     """

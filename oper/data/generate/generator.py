@@ -162,7 +162,7 @@ def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Worklo
         raise InvalidInputError(
             fail("no such workload", "workload", text,
                  f"one of {sorted(published.PRESETS)}, a .toml file or a statistics file",
-                 "correct the name"))
+                 "use one of these names, or the path of a file"))
     if path.suffix != ".toml":
         return workload_from_stats(AccessStats.load(path), seed=seed)
     return workload_from_dict(read_toml(path, f"cannot read {text!r} as a workload"), seed)

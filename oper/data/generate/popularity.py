@@ -128,9 +128,9 @@ def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_
                     ) -> Popularity:
     """The power law under which a log has published numbers of distinct values.
 
-    Where none has both numbers (columns of few values, nearly all of them frequent, with some that
-    were seen once or twice) the frequent values follow a power law, and rare ones, all alike, make
-    up the difference.
+    No power law may have both numbers, as for a column of few values, nearly all of them frequent,
+    with some that were seen once or twice. Then the frequent values follow a power law, and equally
+    rare values make up the difference.
 
     Args:
         num_accesses: rows of the log.

@@ -51,7 +51,7 @@ _PLAN = "plan.json"  # in a work folder: what the job was estimated to need
 
 
 def occupied(target: str, is_ours: bool) -> InvalidInputError:
-    """An output that holds something else, or an earlier one (`is_ours`), as an error."""
+    """The error for an output folder that holds an earlier output (`is_ours`) or something else."""
     what = "cannot write the preprocessed folder"
     if is_ours:
         return InvalidInputError(fail(what, "output", target, "a new or empty folder",

@@ -72,8 +72,8 @@ def dry_run(recipe: Recipe, inputs: Sequence[str], options: PreprocessOptions) -
 
 
 def looks_of(path: str, layout: Layout, recipe: Recipe | None = None) -> dict[str, dict[str, Any]]:
-    """By column of a file's first rows: ``type`` as pyarrow infers it, ``missing`` (share),
-    ``distinct``, and an ``example``. None of a format without columns of its own."""
+    """What the first rows of a file say about each column: ``type`` as pyarrow infers it,
+    ``missing`` (share), ``distinct``, and an ``example``. Empty for a format without columns."""
     table = _table(path, layout, recipe)
     found = {}
     for name, column in zip(table.column_names, table.columns, strict=True):

@@ -76,7 +76,8 @@ def on_ray(job: Job, count: int) -> Iterator[None]:
 
 
 def run_quietly(job: Job) -> None:
-    """Run the job in a worker; what goes wrong here goes wrong again, and is told, elsewhere."""
+    """Run the job in a worker, without its errors: the process that waits for the job meets them
+    again and raises them."""
     with contextlib.suppress(Exception, KeyboardInterrupt), job.joined():
         job.run()
 

@@ -135,8 +135,13 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """Of Parquet files: rows of a row group, rows of a part; whether the log is large;
-    compression, ``"none"`` or ``"zstd"``."""
+    """How Parquet files are written.
+
+    Attributes:
+        row_group_rows, part_rows: rows of a row group and of a file.
+        is_large: whether the log is too large for the page cache.
+        compression: ``"none"`` or ``"zstd"``.
+    """
 
     row_group_rows: int = 1 << 16
     part_rows: int = 1 << 21

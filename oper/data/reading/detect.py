@@ -81,7 +81,7 @@ def choose_layout(recipe: Recipe, path: str) -> Layout:
     raise FileFormatError(
         fail(f"cannot read {path!r} by recipe {recipe.name!r}", "first line", line[:120],
              f"one of the layouts {', '.join(map(_describe, recipe.layouts))}",
-             "pass the right file or another recipe"))
+             "pass a log in one of these layouts, or choose another recipe"))
 
 
 def _describe(layout: Layout) -> str:

@@ -49,7 +49,7 @@ class Needs:
         return self.work_bytes + self.output_bytes
 
     def text(self, free: int | None = None) -> str:
-        """For a person; `free` are bytes of the disk."""
+        """The estimate in words; `free` are the bytes left on the disk."""
         return (f"about {self.rows:,} rows; disk: about {format_bytes(self.work_bytes)} while "
                 f"working, {format_bytes(self.output_bytes)} to keep"
                 + ("" if free is None else f"; {format_bytes(free)} free")

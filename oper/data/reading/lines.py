@@ -87,7 +87,7 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
         if not found:
             raise InvalidInputError(
                 fail(what, "input", name, "an existing file, a folder of files, or a pattern",
-                     "correct the name"))
+                     "check the path"))
         for file in found:
             # It is read more than once, and its size is asked for.
             if not store.is_url(file) and not os.path.isfile(file):
@@ -99,7 +99,8 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
     twice = sorted({p for p, r in zip(paths, real, strict=True) if real.count(r) > 1})
     if not paths or twice:
         raise InvalidInputError(
-            fail(what, "inputs", twice or paths, "at least one file, each once", "correct them"))
+            fail(what, "inputs", twice or paths, "at least one file, each once",
+                 "name every file once"))
     return paths
 
 
@@ -292,7 +293,7 @@ def _whole_lines(path: str, memory: bytearray, part: tuple[int, int], quoting: Q
     if end - cut > MAX_LINE_BYTES:
         raise FileFormatError(
             fail(f"cannot read {path!r}", "line_bytes", end - cut, f"<= {MAX_LINE_BYTES}",
-                 "a quote stays open or this is no text log, pass the right file"))
+                 "close the quote that stays open, or pass a text log"))
     return cut
 
 

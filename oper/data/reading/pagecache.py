@@ -24,10 +24,11 @@ def is_large(paths: Sequence[str]) -> bool:
 
 
 class Passing:
-    """A file that is read or written once, from `start` on: pages behind the place go.
+    """Keeps a file that is read or written once, from `start` on, out of the page cache.
 
-    The kernel drops clean pages and begins to write dirty ones, which a later call drops; nothing
-    waits. It is advice: where a system has no such call, nothing happens.
+    The kernel is told now and then that the pages behind the current position are not needed. It
+    drops the clean ones and begins to write the dirty ones, which a later call drops; no call
+    waits. This is advice: where a system has no such call, nothing happens.
     """
 
     def __init__(self, path: str | os.PathLike[str], start: int = 0, use: bool = True) -> None:

@@ -55,7 +55,7 @@ class Unit:
     stop: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The unit as values that JSON can hold."""
         return asdict(self)
 
 
@@ -311,7 +311,7 @@ def open_parquet(path: str) -> pq.ParquetFile:
     except (pa.ArrowInvalid, OSError) as error:
         raise FileFormatError(
             fail(f"cannot read {path!r}", "content", str(error)[:200], "a complete Parquet file",
-                 "pass the right file")) from None
+                 "pass a Parquet file, or fetch this one again")) from None
 
 
 def _arrow_rows(columns: dict[str, tuple[Column, pa.Array]], recipe: Recipe, rows: np.ndarray

@@ -64,7 +64,7 @@ def _asking(url: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise InvalidInputError(fail("cannot read the log", "input", url, "an existing file",
-                                     "correct the name")) from None
+                                     "check the path")) from None
     except OSError as error:
         raise InvalidInputError(
             fail("cannot use a store", "URL", url, "one that answers and lets you in",

@@ -127,7 +127,7 @@ def _other_separator(layout: Layout, header: Sequence[str]) -> str:
         if separator != layout.separator and all(
                 any(s in names for s in c.sources) for c in layout.columns if c.kind != "skip"):
             return separator_advice(separator)
-    return "name the columns of its header, or pass the right file"
+    return "name the columns of its header, or pass a file with these columns"
 
 
 def separator_advice(separator: str) -> str:

@@ -34,7 +34,7 @@ class Sheet:
             book = openpyxl.load_workbook(path, read_only=True, data_only=True)
         except FileNotFoundError:
             raise InvalidInputError(fail("cannot read the log", "input", path, "an existing file",
-                                         "correct the name")) from None
+                                         "check the path")) from None
         except (zipfile.BadZipFile, KeyError, OSError) as error:
             raise FileFormatError(fail(what, "content", str(error)[:200], "an Excel workbook",
                                        "fetch it again")) from None

@@ -164,13 +164,13 @@ def common_kind(one: np.ndarray, other: np.ndarray) -> np.dtype[Any]:
 
 
 def write_parquet(path: Path, parts: Callable[[], Parts], missing: tuple[int, int] | None) -> None:
-    """Write value, id and count of values, by ascending value.
+    """Write a vocabulary: value, id and count, by ascending value.
 
     Texts are strings, or binary where one of them is not UTF-8.
 
     Args:
         path: the file.
-        parts: gives the values, twice.
+        parts: makes an iterator over (values, ids, counts); called twice.
         missing: id and count of a missing field, which has a null value and comes first.
     """
     kind = pa.int64()

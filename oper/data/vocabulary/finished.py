@@ -333,7 +333,8 @@ def _merged(old: Vocabulary, new: Vocabulary, shift: int) -> Parts:
 
 def unseen_values(vocabulary: Vocabulary, values: np.ndarray, counts: np.ndarray
                   ) -> tuple[np.ndarray, np.ndarray]:
-    """Those of distinct ascending values [K] with counts [K] that a vocabulary does not have."""
+    """The values and counts that a vocabulary lacks, of distinct ascending values [K] and their
+    counts [K]."""
     new = ~vocabulary.has(values)
     return values[new], counts[new]
 

@@ -360,7 +360,7 @@ class CaDVAE(Recommender):
         return loss
 
     def lookups(self, batch: Histories) -> list[Any]:
-        """Of the encoder's bags (K features on one table) and of the decoder's rows."""
+        """Lookups of the encoder's bags (K features on one table) and of the decoder's rows."""
         items, lengths = positives(batch)
         weights = torch.ones(self.config.num_concepts, items.numel())
         candidates = Drawn(self.num_items, self.config.sampled)

@@ -65,7 +65,6 @@ from oper.rl_rec.models.transformer import Attention, Block, feed_forward
 
 BACKBONES = ("causal", "interleaved")
 REWARD_LOSSES = ("bce", "mse")
-RETURNS = ("logged", "estimated")
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class MacridVAE(Recommender):
         return nn.functional.normalize(self.item_out(items), dim=1)
 
     def lookups(self, batch: Histories) -> list[Any]:
-        """Of the encoder's bags (K features on one table) and of the decoder's rows."""
+        """Lookups of the encoder's bags (K features on one table) and of the decoder's rows."""
         items, lengths = positives(batch)
         candidates = Drawn(self.num_items, self.config.sampled)
         weights = torch.ones(self.config.num_concepts, items.numel())
@@ -141,7 +141,7 @@ class MacridVAE(Recommender):
         return self.infer(items, lengths, self._unit_rows(items))[0]
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """float32 [B, n]."""
+        """Scores of `items` for each user, float32 [B, n]."""
         return self.decode(encoded, self._unit_rows(items))
 
     def schedule(self, step: int, num_steps: int) -> None:

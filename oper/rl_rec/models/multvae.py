@@ -96,7 +96,8 @@ class MultVAE(Recommender):
         return mean, log_var
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
-        """float32 [B, G], or [B, G + 1] with the 1 that meets the items' bias."""
+        """Users' factors float32 [B, G], or [B, G + 1] with a last 1 to be multiplied by the items'
+        bias."""
         g = self.decoder(z)
         return nn.functional.pad(g, (0, 1), value=1.0) if self.config.item_bias else g
 
@@ -114,7 +115,7 @@ class MultVAE(Recommender):
         return nll + self.beta * kl, {"nll": nll.detach(), "kl": kl.detach()}
 
     def lookups(self, batch: Histories) -> list[Any]:
-        """Of the encoder's bags and of the decoder's rows."""
+        """Lookups of the encoder's bags and of the decoder's rows."""
         items, lengths = positives(batch)
         candidates = Drawn(self.num_items, self.config.sampled)
         weights = bag_weights(lengths, 0.0, False).unsqueeze(0)
@@ -122,11 +123,11 @@ class MultVAE(Recommender):
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
 
     def encode(self, histories: Histories) -> torch.Tensor:
-        """What meets the items' rows, float32 [B, G]."""
+        """The decoder's output, to be multiplied by the items' rows; float32 [B, G]."""
         return self.decode(self.infer(*positives(histories))[0])
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """float32 [B, n]."""
+        """Scores of `items` for each user, float32 [B, n]."""
         return encoded @ self.item_out(items).T
 
     def schedule(self, step: int, num_steps: int) -> None:

@@ -47,7 +47,7 @@ class Phase:
 
     @property
     def binding(self) -> str:
-        """What the slowest rank is busy with."""
+        """The binding resource: what takes the slowest rank longest."""
         return GROUPS[int(self.groups[:, self.slowest_rank].argmax())]
 
 

@@ -195,15 +195,14 @@ class CostModel:
         return out
 
     def cut_rows(self, t: TableProblem, once: np.ndarray, twice: np.ndarray) -> np.ndarray:
-        """Tally rows that a column piece costs whatever its width is; float64 [..., 20, W].
+        """What a column piece costs whatever its width; load vector float64 [..., 20, W].
 
-        Squares that owners of the columns of a row exchange are among them, although a table of
-        one piece pays none: whoever takes them off the cost of columns, over the whole row, has a
-        table of n pieces pay n - 1 times.
+        The squared norms that the owners of a row's columns exchange are counted once per piece; a
+        table of n pieces exchanges them n - 1 times, so the caller takes one off per table.
 
         Args:
             t: the table.
-            once, twice: float64 [..., 20, W], its rows in a piece, and in one of twice the width.
+            once, twice: as returned, of the same rows in a piece, and in one twice as wide.
         """
         out = 2 * once - twice
         if self.training and t.spec.optimizer in ROW_WISE and self.problem.may_split(t):
@@ -433,7 +432,8 @@ class CostModel:
 
     def subset_rows(self, t: TableProblem, width: int, tier: Tier,
                     owner: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
-        """A tier replicated on some ranks: rows, bytes needed by a reader, broadcast by master."""
+        """A tier replicated on some ranks: its load vector float64 [20, W] without broadcasts, the
+        bytes that a rank without a copy reads, and those that each rank broadcasts, float64 [W]."""
         rows = self.tier_rows(t, width, tier, owner)
         row, _, state = row_bytes(t, width)
         send = rows[BROADCAST].copy()

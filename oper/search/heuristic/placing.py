@@ -121,7 +121,7 @@ class Placer:
         return _Job(imbalance, cost, rows[HELD], place, tier)
 
     def _settle(self, job: _Job) -> Tier:
-        """Name the ranks of one tier and book its load and memory."""
+        """Choose the ranks of one tier, and add its load and memory to theirs."""
         tier, ranks = job.tier, np.array(job.tier.ranks)
         machine = self.model.machine
         if tier.placement == "owned":  # the least loaded rank that has room

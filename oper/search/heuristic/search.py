@@ -158,7 +158,7 @@ class _Start:
         self._moves = max(_MOVES // (world + 64), 700 * tables)
 
     def probes(self) -> list[Packed]:
-        """What short ones come to, until one reaches the goal."""
+        """Results of short annealings, run until one reaches the goal."""
         found: list[Packed] = []
         most = self.effort.num_probes
         with ThreadPoolExecutor(_CHAINS) as threads:

@@ -67,7 +67,8 @@ def _hosts(kind: str, num_hosts: int, per_host: int) -> Topology:
     """H hosts of N GPUs with the constants of the shipped two-host preset of that kind."""
     if num_hosts < 1 or per_host < 1:
         raise InvalidInputError(fail("invalid topology", "hosts, GPUs per host",
-                                     (num_hosts, per_host), ">= 1", "correct the name"))
+                                     (num_hosts, per_host), ">= 1",
+                                     "name at least one host and one GPU, e.g. h100-2x8"))
     shipped = _find(f"{kind}-2x8")
     one = shipped.domains[0]
     domains = tuple(replace(one, ranks=(r,), host=r // per_host)

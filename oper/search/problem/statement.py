@@ -310,7 +310,7 @@ def make_problem(
 
 
 def _may_place(problem: Problem, name: str) -> bool:
-    """Whether any placement is left for table `name`, with all that may be used in need."""
+    """Whether any placement is left for table `name`, those of the fallback space included."""
     problem = problem.in_need()
     places, modes = problem.placements_of(name), problem.modes_of(name)
     memories = problem.memories_of(name)

@@ -34,13 +34,14 @@ _LINKS = (LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a rank does.
+    """One bar of the timeline: what a rank does for some time.
 
     Attributes:
-        rank, lane: where; lanes are numbers in `LANES`.
-        name: what.
-        step: in which step.
-        start_us, length_us: when.
+        rank: the rank.
+        lane: index in `LANES`: which of its resources is used.
+        name: label.
+        step: number of the training step.
+        start_us, length_us: begin and duration.
         num_bytes: bytes over the link, or from and to memory.
     """
 

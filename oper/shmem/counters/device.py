@@ -69,7 +69,8 @@ class DeviceCounters:
             self.traffic = replace(self.traffic, num_forward=self.traffic.num_forward + 1)
 
     def requests(self, addresses: np.ndarray) -> None:
-        """Ids that readers ask this owner to pool; `addresses`: of all ranks' requests."""
+        """Count the ids that readers ask this owner to pool; `addresses` are those of all ranks'
+        requests."""
         for reader in range(self._size):
             request = Request.read(self._tables, int(addresses[reader]))
             pairs, sums = request.num_pairs(), request.num_runs()

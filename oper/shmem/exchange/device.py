@@ -312,11 +312,11 @@ class DeviceExchange(Exchange):
                        int(taken.sum()) * _UNIT)
 
     def take(self, values: torch.Tensor, shift: np.ndarray, n: np.ndarray) -> torch.Tensor:
-        """`values` at the places ``shift[s] + i`` for number i of all, n[s] of each stretch."""
+        """`values` at ``shift[s] + i``, where i counts on over all ranges and range s has n[s]."""
         return values[torch.arange(int(n.sum()), device=self._device) + self.spread(shift, n)]
 
     def spread(self, values: np.ndarray, n: np.ndarray) -> torch.Tensor:
-        """Each value n[s] times."""
+        """`values[s]` repeated n[s] times, for every s."""
         return torch.repeat_interleave(self.to_device(values), self.to_device(n),
                                        output_size=int(n.sum()))
 

@@ -79,7 +79,7 @@ def find_domains(group: Group) -> list[int]:
 
 
 def _stated(labels: Any, world_size: int) -> list[int]:
-    """Numbers of the domains that virtual ranks are told to play."""
+    """The domain of each virtual rank, numbered from 0, from the labels given to them."""
     if labels is None:
         return [0] * world_size
     if len(labels) != world_size:

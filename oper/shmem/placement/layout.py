@@ -157,7 +157,8 @@ class KernelMaps:
               rank: int) -> KernelMaps:
         """The maps of `rank`, which sees arena r at `addresses[r]`; 0 = in another memory domain.
 
-        The read map of a row that it cannot see gives -1 - the row's home key.
+        The read map of a row that it cannot address gives ``-1 - k`` for home key `k` (see
+        `oper.directory`).
         """
         bases: list[np.ndarray] = []
         steps: list[np.ndarray] = []

@@ -266,7 +266,7 @@ class PublishedTables(BufferRows):
     def publish(self) -> None:
         """Nothing to do: rows are written by the publisher."""
         raise OperError(fail("cannot write published tables", "tables", list(self.specs)[:8],
-                             "a reader only reads", "publish new weights"))
+                             "tables of a trainer", "publish new weights from the trainer"))
 
     def traffic(self, reset: bool = False) -> Traffic:
         """Rows read since the start or the last reset, by table and memory domain."""
