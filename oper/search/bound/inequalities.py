@@ -25,14 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from oper.search.bound.options import COPIES, PUSH, Option, row_makers
-from oper.search.bound.pieces import (
-    LOCAL,
-    NUM_PIECE_GROUPS,
-    Pieces,
-    group_us,
-    read_pairs,
-    unit_load,
-)
+from oper.search.bound.pieces import LOCAL, Pieces, group_us, read_pairs, unit_load
 from oper.search.bound.rows import ResourceRows
 from oper.search.cost.model import CostModel
 from oper.search.cost.tally import NUM_ROWS
@@ -65,8 +58,7 @@ class _Units(NamedTuple):
     """What a unit of each tally row costs a rank, by its class; float64 [C, 20, P, 5].
 
     Attributes:
-        other: when one other rank has it (over links: one of another host, and the rank's links are
-            the fastest).
+        other: when one other rank has it; over links one of another host, read at the fastest.
         own: when it has it itself; over links as `other`.
         every: when all ranks have it.
     """
@@ -235,7 +227,7 @@ class InequalityMaker:
         # What ranks of other neighbourhoods read, by bytes, over the fastest links.
         of_rank, _ = neighbourhoods(model.machine)
         far = alone[0][..., of_rank != of_rank[0]]
-        seconds = model.machine.seconds_per_unit[1:1 + NUM_PIECE_GROUPS]
+        seconds = model.machine.seconds_per_unit[1:-1]
         far = (far / seconds[:, of_rank != of_rank[0]]).max(axis=-1, initial=0.0)
         other = np.stack([far * seconds.min(axis=1)] * len(first))
         own = other.copy()

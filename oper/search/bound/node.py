@@ -99,7 +99,8 @@ class Node:
     def __init__(self, relaxation: Relaxation, limits: LoadLimits | None = None,
                  pushes: np.ndarray | None = None) -> None:
         self.relaxation = relaxation
-        self.limits = relaxation.pieces.every_plan() if limits is None else limits
+        none = np.zeros(relaxation.pieces.floor.shape[1:])
+        self.limits = LoadLimits(none, none + np.inf) if limits is None else limits
         self.pushes = (np.zeros(len(relaxation.tables), np.uint8) if pushes is None else pushes)
         self.fit = relaxation.pieces.fit(self.limits)
         self.base = relaxation.base.copy()

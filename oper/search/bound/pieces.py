@@ -210,11 +210,6 @@ class Pieces:
             self.density[k] = np.stack([by_block.min(axis=-1), by_block.max(axis=-1),
                                         self.per_unit[k] @ t.total[IDS:]], axis=-1)
 
-    def every_plan(self) -> LoadLimits:
-        """The limits of all plans."""
-        shape = self.floor.shape[1:]
-        return LoadLimits(np.zeros(shape), np.full(shape, np.inf))
-
     def fit(self, limits: LoadLimits) -> Fit:
         """The pieces that plans within `limits` may have."""
         shape = (len(self.tables), len(self._first))

@@ -20,7 +20,6 @@ from oper.search.cost.tally import row_bytes
 from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
 
-MAX_TIERS = MAX_REPLICATED  # a directory stays small, and no relaxed solution needs more
 _POOL = 24  # candidates kept per table
 _ROUNDING = 1e-5  # of a memory at most is left free for stripes that are not quite even
 _HIDDEN = 2e-6  # of a memory, by a score that is near enough to the bound
@@ -335,9 +334,9 @@ def crossings(t: TableProblem, first: Candidate, second: Candidate, count: int) 
 
 
 def _simplified(t: TableProblem, candidate: Candidate) -> Candidate:
-    """`candidate` with at most MAX_TIERS tiers: those with the fewest rows join their neighbour."""
+    """`candidate` with MAX_REPLICATED tiers at most: those with fewest rows join a neighbour."""
     stops, options = list(candidate.stops), list(candidate.options)
-    while len(stops) > MAX_TIERS:
+    while len(stops) > MAX_REPLICATED:
         rows = np.diff(t.prefix(np.array([0, *stops], float))[ROWS])
         k = int(rows.argmin())
         options[k] = options[k - 1] if k else options[1]

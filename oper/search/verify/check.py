@@ -210,20 +210,15 @@ class _Proof:
             if ordered != taken:
                 raise _NotShown(f"table {t.spec.name!r} has pinned rows, which the proof prices in "
                                 "another order of ids")
-        for t in free:
-            for piece in plan.table(t.spec.name).pieces:
-                pinned = problem.pinned_of(t.spec.name)
-                copies = [x for x in piece.tiers if x.placement == "replicated" and x not in pinned
-                          and len(x.ranks) == plan.world_size]
-                if len(copies) > MAX_REPLICATED + len(pinned):
-                    raise _NotShown(f"table {t.spec.name!r} has {len(copies)} replicated tiers, "
-                                    "which the proof's space has not")
         tiers = [(t, piece, x) for t in free for piece in plan.table(t.spec.name).pieces
                  for x in piece.tiers if x not in problem.pinned_of(t.spec.name)]
         pushes = any(x.mode == "push" and x.placement != "replicated" for _, _, x in tiers)
         for t, piece, x in tiers:
-            name = f"table {t.spec.name!r}"
+            name, pinned = f"table {t.spec.name!r}", problem.pinned_of(t.spec.name)
             width, dim = piece.stop - piece.start, t.spec.dim
+            if sum(y.placement == "replicated" and len(y.ranks) == plan.world_size
+                   and y not in pinned for y in piece.tiers) > MAX_REPLICATED + len(pinned):
+                raise _NotShown(f"{name} has more replicated tiers than the proof's space")
             if not used_by(x, plan.world_size) <= allow or (
                     width < dim and not problem.may_split(t)):
                 raise _NotShown(f"{name} uses what the proof's space has not")
