@@ -1,8 +1,8 @@
 // torch operators for the ceilings that benchmarks set beside lookups and updates; see host/ceiling.h.
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "common/operators.h"
 #include "host/ceiling.h"
 
 using torch::headeronly::ScalarType;
@@ -42,16 +42,12 @@ void rewrite_ceiling(Tensor addresses, int64_t bytes, int64_t prefetch) {
 }
 
 }  // namespace
-}  // namespace oper::host
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  m.def(
-      "gather_ceiling(Tensor addresses, Tensor offsets, Tensor destinations, int dim, "
-      "int prefetch, bool stream, Tensor(a!) out) -> ()");
-  m.def("rewrite_ceiling(Tensor addresses, int bytes, int prefetch) -> ()");
+  OPER_OPERATOR(gather_ceiling,
+                "(Tensor addresses, Tensor offsets, Tensor destinations, int dim, int prefetch, "
+                "bool stream, Tensor(a!) out) -> ()");
+  OPER_OPERATOR(rewrite_ceiling, "(Tensor addresses, int bytes, int prefetch) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
-  m.impl("gather_ceiling", TORCH_BOX(&oper::host::gather_ceiling));
-  m.impl("rewrite_ceiling", TORCH_BOX(&oper::host::rewrite_ceiling));
-}
+}  // namespace oper::host

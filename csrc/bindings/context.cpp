@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "bindings/lookup.h"
-#include "common/description.h"
 #include "common/home_tiers.h"
+#include "common/operators.h"
 #include "host/exchange/packing.h"
 #include "host/exchange/peer_rows.h"
 
@@ -45,56 +45,44 @@ void fill_home(Table& table, int32_t rank) {
   table.has_push = table.is_pushed && !(table.all_pushed && owns_all);
 }
 
-void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
-                 const Tensor& tiers, const std::vector<Tensor>& heads) {
-  Context& context = owned.context;
-  const int64_t* table_data = int64_data(tables);
-  const int64_t* begin_data = int64_data(owner_begin);
-  const int64_t* tier_data = int64_data(tiers);
+void fill_tables(Context& context, const Description& d) {
   const int64_t* maps = context.map_storage.data();
-  const int64_t num_maps = static_cast<int64_t>(context.map_storage.size()) / 2;
-  const int64_t T = tables.size(0), W = context.world_size;
+  const int64_t T = d.num_tables, W = d.world_size;
   context.tier_storage.resize(static_cast<size_t>(2 * T));
   context.tables.resize(static_cast<size_t>(T));
   for (int64_t t = 0; t < T; ++t) {
-    const int64_t* d = table_data + t * kTableWidth;
+    const int64_t* x = d.table(t);
     Table& table = context.tables[t];
-    table.dim = static_cast<int32_t>(d[kDim]);
-    table.mean = static_cast<int32_t>(d[kMean]);
-    table.row_type = static_cast<RowType>(d[kRowType]);
-    table.first_column = static_cast<int32_t>(d[kFirstColumn]);
-    table.rows = reinterpret_cast<char*>(d[kRowAddress]);
-    table.momentum1 = reinterpret_cast<float*>(d[kMomentum1]);
-    table.momentum2 = reinterpret_cast<float*>(d[kMomentum2]);
-    table.owner_begin.assign(begin_data + t * (W + 1), begin_data + (t + 1) * (W + 1));
+    table.dim = static_cast<int32_t>(x[kDim]);
+    table.mean = static_cast<int32_t>(x[kMean]);
+    table.row_type = static_cast<RowType>(x[kRowType]);
+    table.first_column = static_cast<int32_t>(x[kFirstColumn]);
+    table.rows = reinterpret_cast<char*>(x[kRowAddress]);
+    table.momentum1 = reinterpret_cast<float*>(x[kMomentum1]);
+    table.momentum2 = reinterpret_cast<float*>(x[kMomentum2]);
+    table.owner_begin.assign(d.owner_begin + t * (W + 1), d.owner_begin + (t + 1) * (W + 1));
+    for (int64_t r = 0; r < W; ++r) {
+      table.touched.push_back(reinterpret_cast<uint32_t*>(d.touched[t * W + r]));
+      table.squares.push_back(reinterpret_cast<float*>(d.squares[t * W + r]));
+    }
     table.has_replicas = false;
     auto& read = context.tier_storage[2 * t];
     auto& home = context.tier_storage[2 * t + 1];
-    for (int64_t k = d[kTierBegin]; k < d[kTierEnd]; ++k) {
-      const int64_t* x = tier_data + k * kTierWidth;
-      read.push_back(tier_map(maps, num_maps, x[kStart], x[kReadAt], x[kReadPeriod]));
-      home.push_back(tier_map(maps, num_maps, x[kStart], x[kHomeAt], x[kHomePeriod]));
-      table.pushes.push_back(x[kPush] != 0);
+    for (int64_t k = x[kTierBegin]; k < x[kTierEnd]; ++k) {
+      const int64_t* y = d.tiers + k * kTierWidth;
+      read.push_back(tier_map(maps, d.num_maps, y[kStart], y[kReadAt], y[kReadPeriod]));
+      home.push_back(tier_map(maps, d.num_maps, y[kStart], y[kHomeAt], y[kHomePeriod]));
+      table.pushes.push_back(y[kPush] != 0);
     }
     table.pushed.resize(static_cast<size_t>(W));
-    table.row_columns = static_cast<int32_t>(d[kRowColumns]);
+    table.row_columns = static_cast<int32_t>(x[kRowColumns]);
     for (int64_t p = 0; p < T; ++p)
-      if (table_data[p * kTableWidth + kLogical] == d[kLogical] && table.dim != table.row_columns)
+      if (d.table(p)[kLogical] == x[kLogical] && table.dim != table.row_columns)
         table.pieces.push_back(static_cast<int32_t>(p));
-    HeadMap head{nullptr, nullptr, 0};
-    if (d[kHead] >= 0) {
-      head.words = static_cast<const uint64_t*>(heads[d[kHead]].data_ptr());
-      head.positions = static_cast<const uint32_t*>(heads[d[kHead] + 1].data_ptr());
-      head.num_head = heads[d[kHead] + 1].numel();
-    }
-    if (d[kHeadIds] >= 0) {
-      table.head_ids.by_position = static_cast<const uint32_t*>(heads[d[kHeadIds]].data_ptr());
-      table.head_ids.ascending = static_cast<const uint32_t*>(heads[d[kHeadIds] + 1].data_ptr());
-      table.head_ids.num_head = heads[d[kHeadIds]].numel();
-    }
+    table.head_ids = d.head_ids(t);
     const int32_t n = static_cast<int32_t>(read.size());
-    table.read = TableMap{d[kNumRows], n, read.data(), head, nullptr};
-    table.home = TableMap{d[kNumRows], n, home.data(), head, nullptr};
+    table.read = TableMap{x[kNumRows], n, read.data(), d.head_map(t), nullptr};
+    table.home = TableMap{x[kNumRows], n, home.data(), d.head_map(t), nullptr};
     for (TableMap* map : {&table.read, &table.home}) {
       context.flat_storage.push_back(flatten(*map));
       map->flat = context.flat_storage.back().get();
@@ -104,15 +92,18 @@ void fill_tables(Owned& owned, const Tensor& tables, const Tensor& owner_begin,
   }
 }
 
-void fill_replicas(Context& context, const Tensor& refreshes, const Tensor& touched) {
-  const int64_t* data = int64_data(refreshes);
-  const int64_t* lists = int64_data(touched);
-  const int64_t W = context.world_size;
-  for (int64_t i = 0; i < refreshes.size(0); ++i) {
-    const int64_t* x = data + i * kRefreshWidth;
-    Refresh part{static_cast<int32_t>(x[kTable]), static_cast<int32_t>(x[kOwner]),
-                 x[kSlotBegin], x[kSlotEnd], x[kFirst], x[kStride],
-                 reinterpret_cast<const char*>(x[kMasters]), reinterpret_cast<char*>(x[kReplicas])};
+int64_t context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arrays,
+                       int64_t outbox_bytes, std::vector<Tensor> heads) {
+  const Description d = description_of(rank, world_size, arrays, outbox_bytes, heads);
+  auto owned = std::make_unique<Owned>();
+  owned->keep_alive = heads;
+  Context& context = owned->context;
+  context.rank = d.rank;
+  context.world_size = d.world_size;
+  context.map_storage.assign(d.maps, d.maps + 2 * d.num_maps);
+  fill_tables(context, d);
+  for (int64_t k = 0; k < d.num_refreshes; ++k) {
+    const Refresh part = d.refresh(k);
     Table& table = context.tables[part.table];
     table.has_replicas = true;
     if (part.owner == context.rank)
@@ -120,33 +111,8 @@ void fill_replicas(Context& context, const Tensor& refreshes, const Tensor& touc
                                           static_cast<uint32_t>(part.slot_end));
     context.refreshes.push_back(part);
   }
-  for (size_t t = 0; t < context.tables.size(); ++t)
-    for (int64_t r = 0; r < W; ++r)
-      context.tables[t].touched.push_back(
-          reinterpret_cast<uint32_t*>(lists[static_cast<int64_t>(t) * W + r]));
-}
-
-int64_t context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor owner_begin,
-                       Tensor tiers, Tensor maps, Tensor features, Tensor refreshes,
-                       Tensor touched, Tensor squares, Tensor outboxes, int64_t outbox_bytes,
-                       std::vector<Tensor> heads) {
-  auto owned = std::make_unique<Owned>();
-  owned->keep_alive = heads;
-  Context& context = owned->context;
-  context.rank = static_cast<int32_t>(rank);
-  context.world_size = static_cast<int32_t>(world_size);
-  const int64_t* map_data = int64_data(maps);
-  context.map_storage.assign(map_data, map_data + maps.numel());
-  fill_tables(*owned, tables, owner_begin, tiers, heads);
-  fill_replicas(context, refreshes, touched);
-  const int64_t* square_data = int64_data(squares);
-  for (size_t t = 0; t < context.tables.size(); ++t)
-    for (int64_t r = 0; r < world_size; ++r)
-      context.tables[t].squares.push_back(
-          reinterpret_cast<float*>(square_data[static_cast<int64_t>(t) * world_size + r]));
-  const int64_t* feature_data = int64_data(features);
-  for (int64_t f = 0; f < features.size(0); ++f) {
-    const int64_t* x = feature_data + f * kFeatureWidth;
+  for (int64_t f = 0; f < d.num_features; ++f) {
+    const int64_t* x = d.features + f * kFeatureWidth;
     Table& table = context.tables[x[kFeatureTable]];
     context.features.push_back({static_cast<int32_t>(x[kFeatureTable]), x[kColumn],
                                 static_cast<int32_t>(x[kFeatureLogical]), x[kPieceStart]});
@@ -154,9 +120,8 @@ int64_t context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor o
     context.output_columns = std::max<int64_t>(context.output_columns, x[kColumn] + table.dim);
     context.unpooled_columns = table.row_columns;
   }
-  const int64_t* outbox_data = int64_data(outboxes);
   for (int64_t r = 0; r < world_size; ++r)
-    context.outbox.push_back(reinterpret_cast<char*>(outbox_data[r]));
+    context.outbox.push_back(reinterpret_cast<char*>(d.outboxes[r]));
   context.outbox_bytes = outbox_bytes;
   context.start_counting();
   return contexts().add(std::move(owned));
@@ -316,52 +281,30 @@ void copy_rows(Tensor from, Tensor slots, Tensor to) {
 void context_close(int64_t handle) { contexts().close(handle); }
 
 }  // namespace
-}  // namespace oper::host
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  m.def(
-      "context_create(int rank, int world_size, Tensor tables, Tensor owner_begin, Tensor tiers, "
-      "Tensor maps, Tensor features, Tensor refreshes, Tensor touched, Tensor squares, "
-      "Tensor outboxes, int outbox_bytes, Tensor[] heads) -> int");
-  m.def(
-      "context_set_barrier(int handle, int lines, int[] domain, int[] pidfds, int deadline_ms) -> "
-      "()");
-  m.def(
-      "context_set_exchange(int handle, int[] domain, Tensor targets, bool gathers, "
-      "bool pulls, bool refreshes, bool shares_replicas, int wire, int collection, int transport) "
-      "-> ()");
-  m.def("context_set_pull(int handle, int choice, Tensor costs) -> ()");
-  m.def("context_duplication(int handle) -> int[]");
-  m.def("context_sent_bytes(int handle, bool reset) -> int[]");
-  m.def("context_barrier(int handle, int phase) -> (int, int)");
-  m.def("context_positions(int handle) -> int[]");
-  m.def("context_meetings(int handle) -> int[]");
-  m.def("context_give_up(int handle, int verdict) -> ()");
-  m.def("context_phases(int handle) -> int[]");
-  m.def("context_traffic(int handle, bool reset) -> int[]");
-  m.def("context_progress(int handle) -> int[]");
-  m.def("context_mark_changes(int handle, bool on) -> ()");
-  m.def("context_take_changes(int handle, int table) -> Tensor");
-  m.def("copy_rows(Tensor rows, Tensor slots, Tensor(a!) to) -> ()");
-  m.def("context_close(int handle) -> ()");
+  OPER_OPERATOR(context_create,
+                "(int rank, int world_size, Tensor[] arrays, int outbox_bytes, Tensor[] heads) "
+                "-> int");
+  OPER_OPERATOR(context_set_barrier,
+                "(int handle, int lines, int[] domain, int[] pidfds, int deadline_ms) -> ()");
+  OPER_OPERATOR(context_set_exchange,
+                "(int handle, int[] domain, Tensor targets, bool gathers, bool pulls, bool "
+                "refreshes, bool shares_replicas, int wire, int collection, int transport) -> ()");
+  OPER_OPERATOR(context_set_pull, "(int handle, int choice, Tensor costs) -> ()");
+  OPER_OPERATOR(context_duplication, "(int handle) -> int[]");
+  OPER_OPERATOR(context_sent_bytes, "(int handle, bool reset) -> int[]");
+  OPER_OPERATOR(context_barrier, "(int handle, int phase) -> (int, int)");
+  OPER_OPERATOR(context_positions, "(int handle) -> int[]");
+  OPER_OPERATOR(context_meetings, "(int handle) -> int[]");
+  OPER_OPERATOR(context_give_up, "(int handle, int verdict) -> ()");
+  OPER_OPERATOR(context_phases, "(int handle) -> int[]");
+  OPER_OPERATOR(context_traffic, "(int handle, bool reset) -> int[]");
+  OPER_OPERATOR(context_progress, "(int handle) -> int[]");
+  OPER_OPERATOR(context_mark_changes, "(int handle, bool on) -> ()");
+  OPER_OPERATOR(context_take_changes, "(int handle, int table) -> Tensor");
+  OPER_OPERATOR(copy_rows, "(Tensor rows, Tensor slots, Tensor(a!) to) -> ()");
+  OPER_OPERATOR(context_close, "(int handle) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
-  m.impl("context_create", TORCH_BOX(&oper::host::context_create));
-  m.impl("context_set_barrier", TORCH_BOX(&oper::host::context_set_barrier));
-  m.impl("context_set_exchange", TORCH_BOX(&oper::host::context_set_exchange));
-  m.impl("context_set_pull", TORCH_BOX(&oper::host::context_set_pull));
-  m.impl("context_duplication", TORCH_BOX(&oper::host::context_duplication));
-  m.impl("context_sent_bytes", TORCH_BOX(&oper::host::context_sent_bytes));
-  m.impl("context_barrier", TORCH_BOX(&oper::host::context_barrier));
-  m.impl("context_positions", TORCH_BOX(&oper::host::context_positions));
-  m.impl("context_meetings", TORCH_BOX(&oper::host::context_meetings));
-  m.impl("context_give_up", TORCH_BOX(&oper::host::context_give_up));
-  m.impl("context_phases", TORCH_BOX(&oper::host::context_phases));
-  m.impl("context_traffic", TORCH_BOX(&oper::host::context_traffic));
-  m.impl("context_progress", TORCH_BOX(&oper::host::context_progress));
-  m.impl("context_mark_changes", TORCH_BOX(&oper::host::context_mark_changes));
-  m.impl("context_take_changes", TORCH_BOX(&oper::host::context_take_changes));
-  m.impl("copy_rows", TORCH_BOX(&oper::host::copy_rows));
-  m.impl("context_close", TORCH_BOX(&oper::host::context_close));
-}
+}  // namespace oper::host

@@ -1,11 +1,12 @@
 // torch operator for perceptrons in a row: libtorch's own linear and relu, with nobody between them who
 // needs the interpreter.
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
 #include <vector>
+
+#include "common/operators.h"
 
 using torch::stable::Tensor;
 
@@ -32,12 +33,9 @@ Tensor perceptrons(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> bi
 }
 
 }  // namespace
-}  // namespace oper::host
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  m.def("perceptrons(Tensor x, Tensor[] weights, Tensor[] biases, int[] relu) -> Tensor");
+  OPER_OPERATOR(perceptrons, "(Tensor x, Tensor[] weights, Tensor[] biases, int[] relu) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
-  m.impl("perceptrons", TORCH_BOX(&oper::host::perceptrons));
-}
+}  // namespace oper::host

@@ -82,6 +82,9 @@ Batch batch_of(const Lookup& x, const Prepared& prepared) {
   batch.bounds = int64_data(prepared.bounds);
   batch.num_bounds = prepared.bounds.numel();
   batch.key_of = static_cast<const int32_t*>(prepared.keys->on_device.data_ptr());
+  batch.num_used_keys = prepared.keys->num_used;
+  batch.users_begin = batch.key_of + prepared.keys->keys.size();
+  batch.users = batch.users_begin + batch.num_used_keys + 1;
   batch.weights = x.weights ? static_cast<const float*>(x.weights->data_ptr()) : nullptr;
   batch.batch_size = x.batch_size;
   batch.pooled = x.pooled;

@@ -44,7 +44,8 @@ using Hook = int64_t (*)(int64_t point, int64_t value);  // not 0: it has kept a
 // Which key carries each feature, as kernels take it.
 struct KeyMap {
   std::vector<int64_t> keys;  // [F of the collection]
-  Tensor on_device;           // int32 [F]
+  Tensor on_device;           // int32: `keys`, then where each key's features begin, then these
+  int64_t num_used;           // keys that may have features: the first ones
   int64_t most;               // features, with those of column pieces, that share a key
   bool is_whole;              // every key has one feature
 };

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "bindings/device.h"
+#include "common/operators.h"
 #if !defined(OPER_EMULATED)
 #include "device/memory.h"
 #endif
@@ -72,20 +73,28 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
   const std::lock_guard<std::mutex> lock(keys_lock_);
   for (const KeyMap& known : keys_)
     if (known.keys == keys) return known;
-  std::vector<int32_t> narrow(keys.begin(), keys.end());
-  std::vector<int64_t> uses;
+  std::vector<std::vector<int32_t>> users;  // features of each key, in their order
+  int32_t feature = 0;
   for (int32_t logical : context->logical()) {
     const size_t key = static_cast<size_t>(keys.at(static_cast<size_t>(logical)));
-    uses.resize(std::max(uses.size(), key + 1), 0);
-    ++uses[key];
+    users.resize(std::max(users.size(), key + 1));
+    users[key].push_back(feature++);
   }
+  std::vector<int32_t> words(keys.begin(), keys.end());
+  size_t most = 1;
+  words.push_back(0);
+  for (const auto& list : users) {
+    words.push_back(words.back() + static_cast<int32_t>(list.size()));
+    most = std::max(most, list.size());
+  }
+  for (const auto& list : users) words.insert(words.end(), list.begin(), list.end());
   const std::set<int64_t> distinct(keys.begin(), keys.end());
   const bool is_whole = distinct.size() == keys.size() &&
                         (keys.empty() || *distinct.rbegin() + 1 == key_of.numel());
-  Tensor on_device = empty(key_of.numel(), ScalarType::Int);
-  check(cudaMemcpy(on_device.data_ptr(), narrow.data(), 4 * narrow.size(), cudaMemcpyHostToDevice),
+  Tensor on_device = empty(static_cast<int64_t>(words.size()), ScalarType::Int);
+  check(cudaMemcpy(on_device.data_ptr(), words.data(), 4 * words.size(), cudaMemcpyHostToDevice),
         "cannot copy the features' keys");
-  keys_.push_back({keys, on_device, uses.empty() ? 1 : *std::max_element(uses.begin(), uses.end()),
+  keys_.push_back({keys, on_device, static_cast<int64_t>(users.size()), static_cast<int64_t>(most),
                    is_whole});
   return keys_.back();
 }
@@ -93,41 +102,17 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
 namespace {
 
 // `like`: an empty tensor on the tables' device.
-int64_t device_context_create(int64_t rank, int64_t world_size, Tensor tables, Tensor owner_begin,
-                              Tensor tiers, Tensor maps, Tensor features, Tensor refreshes,
-                              Tensor touched, Tensor squares, Tensor outboxes, int64_t outbox_bytes,
-                              std::vector<Tensor> heads, Tensor pads, int64_t deadline_ms,
-                              int64_t arena, int64_t arena_bytes, Tensor like) {
-  Description d{};
-  d.tables = int64_data(tables);
-  d.owner_begin = int64_data(owner_begin);
-  d.tiers = int64_data(tiers);
-  d.maps = int64_data(maps);
-  d.features = int64_data(features);
-  d.refreshes = int64_data(refreshes);
-  d.touched = int64_data(touched);
-  d.squares = int64_data(squares);
-  d.outboxes = int64_data(outboxes);
-  d.pads = int64_data(pads);
-  d.num_tables = tables.size(0);
-  d.num_tiers = tiers.size(0);
-  d.num_maps = maps.numel() / 2;
-  d.num_features = features.size(0);
-  d.num_refreshes = refreshes.size(0);
-  for (const Tensor& head : heads) {
-    d.heads.push_back(head.data_ptr());
-    d.head_sizes.push_back(head.numel());
-  }
-  d.outbox_bytes = outbox_bytes;
-  d.arena_begin = arena;
-  d.arena_bytes = arena_bytes;
-  d.rank = static_cast<int32_t>(rank);
-  d.world_size = static_cast<int32_t>(world_size);
+int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arrays,
+                              int64_t outbox_bytes, std::vector<Tensor> heads, Tensor pads,
+                              int64_t deadline_ms, int64_t arena, int64_t arena_bytes,
+                              Tensor like) {
   auto made = std::make_shared<Tables>();
   made->keep_alive = heads;
   made->like = like;
   const OnDevice on(*made);
-  made->context = std::make_unique<Context>(d, deadline_ms);
+  made->context = std::make_unique<Context>(
+      description_of(rank, world_size, arrays, outbox_bytes, heads),
+      Shared{int64_data(pads), arena, arena_bytes}, deadline_ms);
   return tables_of_device().add(std::move(made));
 }
 
@@ -306,61 +291,36 @@ void device_barrier(int64_t handle) {
 }
 
 }  // namespace
-}  // namespace oper::device
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  m.def(
-      "device_context_create(int rank, int world_size, Tensor tables, Tensor owner_begin, "
-      "Tensor tiers, Tensor maps, Tensor features, Tensor refreshes, Tensor touched, "
-      "Tensor squares, Tensor outboxes, int outbox_bytes, Tensor[] heads, Tensor pads, "
-      "int deadline_ms, int arena, int arena_bytes, Tensor like) -> int");
-  m.def("device_context_close(int handle) -> ()");
-  m.def(
-      "device_context_set_points(int handle, int hook, bool meets, bool exchanges, bool tells, "
-      "bool gathers, bool shares, bool counts, int num_squares) -> ()");
-  m.def(
-      "device_context_set_push(int handle, Tensor requests, Tensor partials, int bytes) -> ()");
-  m.def("device_context_set_pull(int handle, int pull, int most_staging_bytes) -> ()");
-  m.def("device_context_error(int handle) -> (int, int, int)");
-  m.def("device_context_forget_error(int handle) -> ()");
-  m.def("device_context_order(int handle) -> int[]");
-  m.def("device_context_updates_at_once(int handle) -> bool");
-  m.def("device_context_duplication(int handle) -> (int, int, int)");
-  m.def("device_arrays(int handle) -> Tensor[]");
-  m.def(
-      "device_receive_rows(int handle, Tensor stretches, Tensor rows, int num_rows, "
-      "int num_bytes) -> ()");
-  m.def("device_pack_rows(int handle, Tensor stretches, Tensor slots, Tensor(a!) out) -> ()");
+  OPER_OPERATOR(device_context_create,
+                "(int rank, int world_size, Tensor[] arrays, int outbox_bytes, Tensor[] heads, "
+                "Tensor pads, int deadline_ms, int arena, int arena_bytes, Tensor like) -> int");
+  OPER_OPERATOR(device_context_close, "(int handle) -> ()");
+  OPER_OPERATOR(device_context_set_points,
+                "(int handle, int hook, bool meets, bool exchanges, bool tells, bool gathers, "
+                "bool shares, bool counts, int num_squares) -> ()");
+  OPER_OPERATOR(device_context_set_push,
+                "(int handle, Tensor requests, Tensor partials, int bytes) -> ()");
+  OPER_OPERATOR(device_context_set_pull, "(int handle, int pull, int most_staging_bytes) -> ()");
+  OPER_OPERATOR(device_context_error, "(int handle) -> (int, int, int)");
+  OPER_OPERATOR(device_context_forget_error, "(int handle) -> ()");
+  OPER_OPERATOR(device_context_order, "(int handle) -> int[]");
+  OPER_OPERATOR(device_context_updates_at_once, "(int handle) -> bool");
+  OPER_OPERATOR(device_context_duplication, "(int handle) -> (int, int, int)");
+  OPER_OPERATOR(device_arrays, "(int handle) -> Tensor[]");
+  OPER_OPERATOR(device_receive_rows,
+                "(int handle, Tensor stretches, Tensor rows, int num_rows, int num_bytes) -> ()");
+  OPER_OPERATOR(device_pack_rows,
+                "(int handle, Tensor stretches, Tensor slots, Tensor(a!) out) -> ()");
 #if !defined(OPER_EMULATED)
-  m.def("device_memory_create(int bytes, int[] host_ranges, int device) -> int[]");
-  m.def("device_memory_attach(int[] fds, int bytes, int[] host_ranges, int device) -> int");
-  m.def("device_memory_release(int address, int bytes, int[] host_ranges) -> ()");
+  OPER_OPERATOR(device_memory_create, "(int bytes, int[] host_ranges, int device) -> int[]");
+  OPER_OPERATOR(device_memory_attach,
+                "(int[] fds, int bytes, int[] host_ranges, int device) -> int");
+  OPER_OPERATOR(device_memory_release, "(int address, int bytes, int[] host_ranges) -> ()");
 #endif
-  m.def("device_view(int address, int rows, int columns, int type, int index) -> int");
-  m.def("device_barrier(int handle) -> ()");
+  OPER_OPERATOR(device_view, "(int address, int rows, int columns, int type, int index) -> int");
+  OPER_OPERATOR(device_barrier, "(int handle) -> ()");
 }
 
-// The same for every device type: what the memory behind the tensors is decides.
-STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
-  m.impl("device_context_create", TORCH_BOX(&oper::device::device_context_create));
-  m.impl("device_context_close", TORCH_BOX(&oper::device::device_context_close));
-  m.impl("device_context_set_points", TORCH_BOX(&oper::device::device_context_set_points));
-  m.impl("device_context_set_push", TORCH_BOX(&oper::device::device_context_set_push));
-  m.impl("device_context_set_pull", TORCH_BOX(&oper::device::device_context_set_pull));
-  m.impl("device_context_error", TORCH_BOX(&oper::device::device_context_error));
-  m.impl("device_context_forget_error", TORCH_BOX(&oper::device::device_context_forget_error));
-  m.impl("device_context_order", TORCH_BOX(&oper::device::device_context_order));
-  m.impl("device_context_updates_at_once",
-         TORCH_BOX(&oper::device::device_context_updates_at_once));
-  m.impl("device_context_duplication", TORCH_BOX(&oper::device::device_context_duplication));
-  m.impl("device_arrays", TORCH_BOX(&oper::device::device_arrays));
-  m.impl("device_receive_rows", TORCH_BOX(&oper::device::device_receive_rows));
-  m.impl("device_pack_rows", TORCH_BOX(&oper::device::device_pack_rows));
-#if !defined(OPER_EMULATED)
-  m.impl("device_memory_create", TORCH_BOX(&oper::device::device_memory_create));
-  m.impl("device_memory_attach", TORCH_BOX(&oper::device::device_memory_attach));
-  m.impl("device_memory_release", TORCH_BOX(&oper::device::device_memory_release));
-#endif
-  m.impl("device_view", TORCH_BOX(&oper::device::device_view));
-  m.impl("device_barrier", TORCH_BOX(&oper::device::device_barrier));
-}
+}  // namespace oper::device

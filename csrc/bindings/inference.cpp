@@ -1,11 +1,11 @@
 // torch operators for read-only tables that many processes share; see host/publication.h.
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <string>
 #include <vector>
 
+#include "common/operators.h"
 #include "host/publication.h"
 
 using torch::headeronly::ScalarType;
@@ -49,30 +49,18 @@ std::vector<int64_t> publication_busy(int64_t control, int64_t buffer) {
 void publication_clear(int64_t control, int64_t slot) { clear_slot(control_at(control), slot); }
 
 }  // namespace
-}  // namespace oper::host
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  m.def("segment_bytes(int address, int bytes) -> Tensor");
-  m.def("publication_control_bytes() -> int");
-  m.def("publication_slots() -> int");
-  m.def("publication_init(int control) -> ()");
-  m.def("publication_epoch(int control) -> int");
-  m.def("publication_set_epoch(int control, int epoch) -> ()");
-  m.def("publication_pin(int control, int slot) -> int");
-  m.def("publication_unpin(int control, int slot, int epoch) -> ()");
-  m.def("publication_busy(int control, int buffer) -> int[]");
-  m.def("publication_clear(int control, int slot) -> ()");
+  OPER_OPERATOR(segment_bytes, "(int address, int bytes) -> Tensor");
+  OPER_OPERATOR(publication_control_bytes, "() -> int");
+  OPER_OPERATOR(publication_slots, "() -> int");
+  OPER_OPERATOR(publication_init, "(int control) -> ()");
+  OPER_OPERATOR(publication_epoch, "(int control) -> int");
+  OPER_OPERATOR(publication_set_epoch, "(int control, int epoch) -> ()");
+  OPER_OPERATOR(publication_pin, "(int control, int slot) -> int");
+  OPER_OPERATOR(publication_unpin, "(int control, int slot, int epoch) -> ()");
+  OPER_OPERATOR(publication_busy, "(int control, int buffer) -> int[]");
+  OPER_OPERATOR(publication_clear, "(int control, int slot) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
-  m.impl("segment_bytes", TORCH_BOX(&oper::host::segment_bytes));
-  m.impl("publication_control_bytes", TORCH_BOX(&oper::host::publication_control_bytes));
-  m.impl("publication_slots", TORCH_BOX(&oper::host::publication_slots));
-  m.impl("publication_init", TORCH_BOX(&oper::host::publication_init));
-  m.impl("publication_epoch", TORCH_BOX(&oper::host::publication_epoch));
-  m.impl("publication_set_epoch", TORCH_BOX(&oper::host::publication_set_epoch));
-  m.impl("publication_pin", TORCH_BOX(&oper::host::publication_pin));
-  m.impl("publication_unpin", TORCH_BOX(&oper::host::publication_unpin));
-  m.impl("publication_busy", TORCH_BOX(&oper::host::publication_busy));
-  m.impl("publication_clear", TORCH_BOX(&oper::host::publication_clear));
-}
+}  // namespace oper::host

@@ -1,6 +1,5 @@
 // torch operators of the host back end, on libtorch's stable ABI: lookups and memory. Contexts are
 // made in bindings/context.cpp.
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -17,6 +16,7 @@
 #include "bindings/lookup.h"
 #include "common/description.h"
 #include "common/lookup_schemas.h"
+#include "common/operators.h"
 #include "host/interaction.h"
 #include "host/kernels/kernels.h"
 #include "host/memory.h"
@@ -369,17 +369,16 @@ Tensor segment_view(int64_t address, int64_t rows, int64_t columns, int64_t type
 std::string kernel_name() { return kernels().name; }
 
 }  // namespace
-}  // namespace oper::host
 
 STABLE_TORCH_LIBRARY(oper, m) {
-  m.def("map_segment(int fd, int bytes, bool writable) -> int");
-  m.def(
-      "map_over_segment(int address, int fd, int offset, int bytes, bool writable) -> int");
-  m.def("unmap_segment(int address, int bytes) -> ()");
-  m.def("collapse_segment(int address, int bytes) -> int");
-  m.def("segment_view(int address, int rows, int columns, int type=0) -> Tensor");
-  m.def("kernel_name() -> str");
-  m.def("last_level_cache_bytes() -> int");
+  OPER_OPERATOR(map_segment, "(int fd, int bytes, bool writable) -> int");
+  OPER_OPERATOR(map_over_segment,
+                "(int address, int fd, int offset, int bytes, bool writable) -> int");
+  OPER_OPERATOR(unmap_segment, "(int address, int bytes) -> ()");
+  OPER_OPERATOR(collapse_segment, "(int address, int bytes) -> int");
+  OPER_OPERATOR(segment_view, "(int address, int rows, int columns, int type=0) -> Tensor");
+  OPER_OPERATOR(kernel_name, "() -> str");
+  OPER_OPERATOR(last_level_cache_bytes, "() -> int");
   m.def(oper::kLookupForward);
   m.def(
       "lookup_interaction(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
@@ -389,15 +388,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def(oper::kLookupBackward);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(oper, CompositeExplicitAutograd, m) {
-  m.impl("map_segment", TORCH_BOX(&oper::host::map_segment));
-  m.impl("map_over_segment", TORCH_BOX(&oper::host::map_over_segment));
-  m.impl("unmap_segment", TORCH_BOX(&oper::host::unmap_segment));
-  m.impl("collapse_segment", TORCH_BOX(&oper::host::collapse_segment));
-  m.impl("segment_view", TORCH_BOX(&oper::host::segment_view));
-  m.impl("last_level_cache_bytes", TORCH_BOX(&oper::host::last_level_cache_bytes));
-  m.impl("kernel_name", TORCH_BOX(&oper::host::kernel_name));
-}
+}  // namespace oper::host
 
 // Gradients are `ShardedTables`' business: straight to the kernels, without torch's search for them.
 STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCPU, m) {

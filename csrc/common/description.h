@@ -1,8 +1,9 @@
 // How Python describes a rank's tables: the columns of the int64 arrays of oper/shmem/placement/layout.py
-// (KernelMaps). Read by the bindings of both back ends.
+// (KernelMaps), as both back ends read them.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "common/directory.h"
 #include "common/optimizer.h"
@@ -22,6 +23,41 @@ enum TierColumn { kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kPush, kTi
 enum FeatureColumn { kFeatureTable, kColumn, kFeatureLogical, kPieceStart, kFeatureWidth };
 enum RefreshColumn {
   kTable, kOwner, kSlotBegin, kSlotEnd, kFirst, kStride, kMasters, kReplicas, kRefreshWidth
+};
+
+// The arrays themselves. Addresses in them are the device's for tables in device memory.
+struct Description {
+  const int64_t *tables, *owner_begin, *tiers, *maps, *features, *refreshes, *touched, *squares,
+      *outboxes;
+  int64_t num_tables, num_tiers, num_maps, num_features, num_refreshes;
+  std::vector<const void*> heads;  // where kernels read them: words, positions of each head
+  std::vector<int64_t> head_sizes;
+  int64_t outbox_bytes;
+  int32_t rank, world_size;
+
+  const int64_t* table(int64_t t) const { return tables + t * kTableWidth; }
+  HeadMap head_map(int64_t t) const {
+    const int64_t k = table(t)[kHead];
+    if (k < 0) return {nullptr, nullptr, 0};
+    return {static_cast<const uint64_t*>(heads[static_cast<size_t>(k)]), head(k + 1),
+            head_sizes[static_cast<size_t>(k) + 1]};
+  }
+  HeadIds head_ids(int64_t t) const {
+    const int64_t k = table(t)[kHeadIds];
+    if (k < 0) return {nullptr, nullptr, 0};
+    return {head(k), head(k + 1), head_sizes[static_cast<size_t>(k)]};
+  }
+  Refresh refresh(int64_t k) const {
+    const int64_t* x = refreshes + k * kRefreshWidth;
+    return {static_cast<int32_t>(x[kTable]), static_cast<int32_t>(x[kOwner]),
+            x[kSlotBegin], x[kSlotEnd], x[kFirst], x[kStride],
+            reinterpret_cast<const char*>(x[kMasters]), reinterpret_cast<char*>(x[kReplicas])};
+  }
+
+ private:
+  const uint32_t* head(int64_t k) const {
+    return static_cast<const uint32_t*>(heads[static_cast<size_t>(k)]);
+  }
 };
 
 // `maps`: int64 [2, num_maps], bases and steps; `at`: where this tier's begin.

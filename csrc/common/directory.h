@@ -67,6 +67,23 @@ OPER_HD int64_t position_of(const HeadMap& head, int64_t id) {
   return (listed & hot) | ((head.num_head + id - rank) & ~hot);
 }
 
+// Ids of the explicit head, for the way from a position back to its id; null: position = id.
+struct HeadIds {
+  const uint32_t* by_position;  // [num_head], in hotness order
+  const uint32_t* ascending;    // [num_head]
+  int64_t num_head;
+};
+
+// Rows of one replicated tier whose masters live on one owner.
+struct Refresh {
+  int32_t table;
+  int32_t owner;
+  int64_t slot_begin, slot_end;  // slots at the owner
+  int64_t first, stride;         // replica row of slot s: first + (s - slot_begin) * stride
+  const char* masters;           // the owner's shard of the table (slot 0)
+  char* replicas;                // this rank's copy of the tier, or null
+};
+
 namespace host {
 struct FlatTiers;  // the tiers' constants side by side, for vector code
 }

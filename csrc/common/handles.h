@@ -6,10 +6,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
+
+#include "common/description.h"
 
 namespace oper {
 
@@ -51,6 +55,31 @@ inline const int64_t* int64_data(const Tensor& tensor) {
       tensor.scalar_type() == ScalarType::Long && tensor.is_contiguous(),
       "internal: expected a contiguous int64 tensor");
   return static_cast<const int64_t*>(tensor.data_ptr());
+}
+
+// What Python tells of a rank's tables: `arrays` and `heads` of KernelMaps, which the caller keeps.
+inline Description description_of(int64_t rank, int64_t world_size,
+                                  const std::vector<Tensor>& arrays, int64_t outbox_bytes,
+                                  const std::vector<Tensor>& heads) {
+  Description d{};
+  const int64_t** const places[] = {&d.tables,   &d.owner_begin, &d.tiers,
+                                    &d.maps,     &d.features,    &d.refreshes,
+                                    &d.touched,  &d.squares,     &d.outboxes};
+  STD_TORCH_CHECK(arrays.size() == std::size(places), "internal: not the arrays of KernelMaps");
+  for (size_t k = 0; k < arrays.size(); ++k) *places[k] = int64_data(arrays[k]);
+  d.num_tables = arrays[0].size(0);
+  d.num_tiers = arrays[2].size(0);
+  d.num_maps = arrays[3].numel() / 2;
+  d.num_features = arrays[4].size(0);
+  d.num_refreshes = arrays[5].size(0);
+  for (const Tensor& head : heads) {
+    d.heads.push_back(head.data_ptr());
+    d.head_sizes.push_back(head.numel());
+  }
+  d.outbox_bytes = outbox_bytes;
+  d.rank = static_cast<int32_t>(rank);
+  d.world_size = static_cast<int32_t>(world_size);
+  return d;
 }
 
 constexpr int64_t kBadBatch = 10;  // status of a batch that is not what `is_fit` asks for

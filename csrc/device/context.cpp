@@ -1,6 +1,5 @@
 #include "device/context.h"
 
-#include "common/description.h"
 #include "common/home_tiers.h"
 
 #include <algorithm>
@@ -35,7 +34,7 @@ void choose_shape(RowClass& row_class, int32_t dim) {
 // Fills host copies of the device arrays and copies them in one go.
 class Context::Builder {
  public:
-  Builder(Context& context, const Description& d) : c_(context), d_(d) {}
+  Builder(Context& context, const Description& d, const Shared& s) : c_(context), d_(d), s_(s) {}
 
   void build() {
     order_tables();
@@ -52,6 +51,7 @@ class Context::Builder {
  private:
   Context& c_;
   const Description& d_;
+  const Shared& s_;
   std::vector<char> host_;
   std::vector<int32_t> place_;  // in the order of keys, of each table of the plan
   // Device addresses of the arrays.
@@ -75,14 +75,12 @@ class Context::Builder {
     return reinterpret_cast<T*>(host_.data() + (reinterpret_cast<char*>(device) - c_.memory_));
   }
 
-  const int64_t* table(int64_t t) const { return d_.tables + t * kTableWidth; }
-
   void order_tables() {
     std::map<std::tuple<int, int, int>, std::vector<int32_t>> by_shape;
     for (int64_t t = 0; t < d_.num_tables; ++t) {
       RowClass shape{};
-      shape.type = static_cast<RowType>(table(t)[kRowType]);
-      choose_shape(shape, static_cast<int32_t>(table(t)[kDim]));
+      shape.type = static_cast<RowType>(d_.table(t)[kRowType]);
+      choose_shape(shape, static_cast<int32_t>(d_.table(t)[kDim]));
       by_shape[{static_cast<int>(shape.type), shape.lanes, shape.vectors}].push_back(
           static_cast<int32_t>(t));
     }
@@ -132,7 +130,8 @@ class Context::Builder {
   int64_t piece_count() const {
     int64_t count = 0;
     for (int64_t t = 0; t < d_.num_tables; ++t)
-      for (int64_t p = 0; p < d_.num_tables; ++p) count += table(p)[kLogical] == table(t)[kLogical];
+      for (int64_t p = 0; p < d_.num_tables; ++p)
+        count += d_.table(p)[kLogical] == d_.table(t)[kLogical];
     return count;
   }
 
@@ -142,7 +141,7 @@ class Context::Builder {
     std::memcpy(host(owner_begin_), d_.owner_begin, static_cast<size_t>(T * (W + 1)) * 8);
     for (int64_t r = 0; r < W; ++r) {
       host(outboxes_)[r] = reinterpret_cast<char*>(d_.outboxes[r]);
-      host(c_.pads_)[r] = reinterpret_cast<uint32_t*>(d_.pads[r]);
+      host(c_.pads_)[r] = reinterpret_cast<uint32_t*>(s_.pads[r]);
     }
     for (int64_t k = 0; k < d_.num_tiers; ++k) {
       host(pushes_)[k] = d_.tiers[k * kTierWidth + kPush] != 0;
@@ -151,17 +150,10 @@ class Context::Builder {
     for (int64_t k = 0; k < T; ++k) num_pieces += fill_table(k, num_pieces);
     fill_features();
     for (int64_t k = 0; k < d_.num_refreshes; ++k) {
-      const int64_t* x = d_.refreshes + k * kRefreshWidth;
-      const int32_t t = place_[static_cast<size_t>(x[kTable])];
-      host(refreshes_)[k] = {t,
-                             static_cast<int32_t>(x[kOwner]),
-                             x[kSlotBegin],
-                             x[kSlotEnd],
-                             x[kFirst],
-                             x[kStride],
-                             reinterpret_cast<const char*>(x[kMasters]),
-                             reinterpret_cast<char*>(x[kReplicas])};
-      host(tables_)[t].has_replicas = true;
+      Refresh part = d_.refresh(k);
+      part.table = place_[static_cast<size_t>(part.table)];
+      host(refreshes_)[k] = part;
+      host(tables_)[part.table].has_replicas = true;
     }
     finish();
   }
@@ -170,7 +162,7 @@ class Context::Builder {
   int64_t fill_table(int64_t k, int64_t num_pieces) {
     const int64_t T = d_.num_tables, W = d_.world_size;
     const int64_t t = c_.order_[static_cast<size_t>(k)];
-    const int64_t* x = table(t);
+    const int64_t* x = d_.table(t);
     Table& out = host(tables_)[k];
     out.key_begin = c_.num_keys_;
     host(table_keys_)[k] = c_.num_keys_;
@@ -188,18 +180,8 @@ class Context::Builder {
     out.mean = static_cast<int32_t>(x[kMean]);
     out.type = static_cast<RowType>(x[kRowType]);
     out.piece_start = static_cast<int32_t>(x[kFirstColumn]);
-    HeadMap head{nullptr, nullptr, 0};
-    if (x[kHead] >= 0) {
-      const size_t h = static_cast<size_t>(x[kHead]);
-      head = {static_cast<const uint64_t*>(d_.heads[h]),
-              static_cast<const uint32_t*>(d_.heads[h + 1]), d_.head_sizes[h + 1]};
-    }
-    if (x[kHeadIds] >= 0) {
-      const size_t h = static_cast<size_t>(x[kHeadIds]);
-      out.head_by_position = static_cast<const uint32_t*>(d_.heads[h]);
-      out.head_ascending = static_cast<const uint32_t*>(d_.heads[h + 1]);
-      out.num_head_ids = d_.head_sizes[h];
-    }
+    const HeadMap head = d_.head_map(t);
+    out.head_ids = d_.head_ids(t);
     // Of each table all read maps, then all home maps.
     const int64_t first = x[kTierBegin], count = x[kTierEnd] - first;
     std::vector<TierMap> home;  // in host memory
@@ -231,7 +213,7 @@ class Context::Builder {
     out.squares = squares_ + k * W;
     out.pieces = pieces_ + num_pieces;
     for (int64_t p = 0; p < T; ++p)
-      if (table(p)[kLogical] == x[kLogical])
+      if (d_.table(p)[kLogical] == x[kLogical])
         host(pieces_)[num_pieces + out.num_pieces++] = place_[static_cast<size_t>(p)];
     c_.has_squares_ = true;
     return out.num_pieces;
@@ -294,8 +276,8 @@ class Context::Builder {
     c_.view_.num_tables = static_cast<int32_t>(T);
     c_.view_.num_features = static_cast<int32_t>(d_.num_features);
     c_.view_.num_refreshes = static_cast<int32_t>(d_.num_refreshes);
-    c_.view_.arena_begin = reinterpret_cast<const char*>(d_.arena_begin);
-    c_.view_.arena_end = c_.view_.arena_begin + d_.arena_bytes;
+    c_.view_.arena_begin = reinterpret_cast<const char*>(s_.arena_begin);
+    c_.view_.arena_end = c_.view_.arena_begin + s_.arena_bytes;
     c_.view_.duplication = c_.shared_->duplication;
     c_.view_.rank = d_.rank;
     c_.view_.world_size = d_.world_size;
@@ -307,12 +289,13 @@ class Context::Builder {
   }
 };
 
-Context::Context(const Description& description, int64_t deadline_ms) : deadline_ms_(deadline_ms) {
+Context::Context(const Description& description, const Shared& shared, int64_t deadline_ms)
+    : deadline_ms_(deadline_ms) {
   check(cudaHostAlloc(reinterpret_cast<void**>(&shared_), sizeof(HostWords), cudaHostAllocMapped),
         "cannot allocate words of host memory");
   *shared_ = {};
   try {
-    Builder(*this, description).build();
+    Builder(*this, description, shared).build();
   } catch (...) {
     cudaFreeHost(shared_);
     if (memory_) cudaFree(memory_);

@@ -4,20 +4,15 @@
 #include <string>
 #include <vector>
 
+#include "common/description.h"
 #include "device/device.h"
 
 namespace oper::device {
 
-// Int64 arrays that describe a rank's tables, as oper/shmem/placement/layout.py lays them out (KernelMaps).
-// Addresses in them are the device's.
-struct Description {
-  const int64_t *tables, *owner_begin, *tiers, *maps, *features, *refreshes, *touched, *squares,
-      *outboxes, *pads;
-  int64_t num_tables, num_tiers, num_maps, num_features, num_refreshes;
-  std::vector<const void*> heads;  // device memory: words, positions of each head
-  std::vector<int64_t> head_sizes;
-  int64_t outbox_bytes, arena_begin, arena_bytes;
-  int32_t rank, world_size;
+// What only device memory has: addresses of all ranks' signal pads [W], and this rank's arena.
+struct Shared {
+  const int64_t* pads;
+  int64_t arena_begin, arena_bytes;
 };
 
 // Host memory that kernels write.
@@ -28,7 +23,7 @@ struct HostWords {
 
 class Context {
  public:
-  Context(const Description& description, int64_t deadline_ms);
+  Context(const Description& description, const Shared& shared, int64_t deadline_ms);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;

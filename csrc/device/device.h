@@ -65,9 +65,7 @@ struct Table {
   const uint8_t* pushes;       // per tier
   const int32_t* pieces;       // [num_pieces] of the same row, in column order, or null
   int32_t num_pieces;
-  const uint32_t* head_by_position;  // [num_head] ids of the explicit head, in hotness order
-  const uint32_t* head_ascending;    // [num_head] the same in ascending order
-  int64_t num_head_ids;
+  HeadIds head_ids;  // the way back from a position to its id
   int32_t dim, row_columns, piece_start;
   int32_t mean;
   int32_t row_class;
@@ -84,14 +82,6 @@ struct UpdateArgs {
 struct Feature {
   int32_t table, logical;
   int64_t column;
-};
-
-// Rows of one replicated tier whose masters live on one owner; see csrc/host/context.h.
-struct Refresh {
-  int32_t table, owner;
-  int64_t slot_begin, slot_end, first, stride;
-  const char* masters;
-  char* replicas;
 };
 
 // In host memory that the device maps; `code` is written last.
@@ -118,6 +108,9 @@ struct Batch {
   const int64_t* bounds;  // [num_keys * batch_size + 1]
   int64_t num_bounds;
   const int32_t* key_of;  // [F of the collection]
+  const int32_t* users_begin;  // [num_used_keys + 1] where each key's features (pieces too) begin
+  const int32_t* users;        // among these
+  int64_t num_used_keys;
   const float* weights;   // per id, or null
   int64_t batch_size;
   bool pooled;

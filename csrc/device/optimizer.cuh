@@ -18,12 +18,12 @@ OPER_DEVICE int64_t position_at(const Table& table, int64_t slot) {
 }
 
 OPER_DEVICE int64_t id_at_position(const Table& table, int64_t position) {
-  const int64_t num_head = table.num_head_ids;
-  if (position < num_head) return table.head_by_position[position];
+  const int64_t num_head = table.head_ids.num_head;
+  if (position < num_head) return table.head_ids.by_position[position];
   // A cold row of this ordinal lies behind the k head ids with ascending[j] - j <= ordinal.
   const int64_t ordinal = position - num_head;
   return ordinal + lower_bound(num_head, ordinal + 1, [&](int64_t j) {
-           return static_cast<int64_t>(table.head_ascending[j]) - j;
+           return static_cast<int64_t>(table.head_ids.ascending[j]) - j;
          });
 }
 

@@ -41,23 +41,6 @@ struct FlatTiers {
 // null when the map has more than `kTiers` tiers.
 std::unique_ptr<FlatTiers> flatten(const TableMap& map);
 
-// Rows of one replicated tier whose masters live on one owner.
-struct Refresh {
-  int32_t table;
-  int32_t owner;
-  int64_t slot_begin, slot_end;  // slots at the owner
-  int64_t first, stride;         // replica row of slot s: first + (s - slot_begin) * stride
-  const char* masters;           // the owner's shard of the table (slot 0)
-  char* replicas;                // this rank's copy of the tier, or null
-};
-
-// Ids of the explicit head, for the way from a position back to its id; null: position = id.
-struct HeadIds {
-  const uint32_t* by_position = nullptr;  // [num_head]
-  const uint32_t* ascending = nullptr;    // [num_head]
-  int64_t num_head = 0;
-};
-
 // What other ranks asked this rank to update by push: reduced rows per rank.
 struct PushedRows {
   std::vector<uint32_t> slots;

@@ -144,7 +144,7 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
                     fail("cannot look up", "offsets", (offsets.dtype, tuple(offsets.shape)),
                          "int64 or int32, one dimension", "convert the batch"))
             ends = offsets[1:] if self.include_last_offset else torch.cat(
-                [offsets[1:], offsets.new_tensor([input.numel()])])
+                [offsets[1:], offsets.new_full((1,), input.numel())])
             lengths = ends - (offsets[:-1] if self.include_last_offset else offsets)
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.reshape(-1).contiguous()
@@ -160,13 +160,18 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
     def _drop_padding(self, ids: torch.Tensor, lengths: torch.Tensor,
                       weights: torch.Tensor | None
                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Padded ids neither count in the mean nor get a gradient, as in torch."""
-        if (lengths < 0).any() or int(lengths.sum()) != ids.numel():
-            return ids, lengths, weights  # refused by the lookup
-        keep = ids != self.padding_idx
-        bags = torch.repeat_interleave(lengths)
-        left = torch.bincount(bags[keep], minlength=lengths.numel())
-        return ids[keep], left, None if weights is None else weights[keep]
+        """Padded ids neither count in the mean nor get a gradient, as in torch.
+
+        Waits for a device once, for the number of ids that are left.
+        """
+        num_bags = lengths.numel()
+        # Lengths that do not fit the ids pass as they are, with all ids: the lookup refuses them.
+        fit = (lengths >= 0).all() & (lengths.sum() == ids.numel())
+        at = ((ids != self.padding_idx) | ~fit).nonzero()[:, 0]
+        bags = torch.searchsorted(lengths.cumsum(0), at, right=True)
+        left = lengths.new_zeros(num_bags + 1).index_add_(0, bags, lengths.new_ones(at.numel()))
+        return (ids[at], torch.where(fit, left[:num_bags], lengths),
+                None if weights is None else weights[at])
 
 
 class ShardedEmbedding(_ShardedModule, nn.Embedding):
@@ -196,6 +201,6 @@ class ShardedEmbedding(_ShardedModule, nn.Embedding):
     def _padded_rows(self, ids: torch.Tensor) -> torch.Tensor:
         assert self.padding_idx is not None
         with torch.no_grad():
-            padding = self._rows(ids.new_tensor([self.padding_idx]))
+            padding = self._rows(ids.new_full((1,), self.padding_idx))
         at = (ids != self.padding_idx).nonzero()[:, 0]
         return padding.expand(ids.numel(), -1).index_copy(0, at, self._rows(ids[at]))

@@ -14,6 +14,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch._library.effects import EffectType
 
 from oper.errors import OperError, fail
 from oper.shmem.batch import Lookup
@@ -130,3 +131,7 @@ def _update(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, 
 
 
 lookup_op.register_autograd(_update, setup_context=_save)
+# As often as they stand in the program, and in that order: torch takes two calls alike for one
+# otherwise, and half of a gradient would be lost.
+for _operator in (lookup_op, update_op):
+    _operator.register_effect(EffectType.ORDERED)

@@ -80,6 +80,28 @@ def test_compiled_training_is_bitwise_eager_training(weighted: bool) -> None:
     assert other.ebc.tables.num_steps == 4
 
 
+class Twice(nn.Module):
+    """Looks the same rows up twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = nn.EmbeddingBag(40, 4, mode="sum")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.bag(ids) + self.bag(ids)
+
+
+def test_lookups_alike_both_count_in_a_graph() -> None:
+    """Torch merges calls alike unless they have an effect."""
+    eager, other = (oper.shard(Twice(), optimizer=oper.SGD(lr=0.5)) for _ in range(2))
+    compiled = torch.compile(other, backend="aot_eager_decomp_partition", fullgraph=True)
+    ids = torch.arange(12).view(4, 3)
+    for model in (eager, compiled):
+        model(ids).sum().backward()
+    assert_same_state(eager, other)
+
+
 def test_per_sample_weights_get_gradients_in_a_graph() -> None:
     eager, other = pair(True)
     compiled = torch.compile(lambda kjt: other.ebc(kjt).values(), backend="aot_eager")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oper
 from oper.errors import InvalidInputError
@@ -128,6 +129,36 @@ def test_calls_that_torch_would_refuse() -> None:
     padded = shard(nn.EmbeddingBag(40, 12, mode="sum", padding_idx=0))
     with pytest.raises(InvalidInputError, match="lengths"):
         padded(ids(30), torch.tensor([0, 9, 4]))
+
+
+class CountsWaits(TorchDispatchMode):
+    """Counts torch operators that make a program wait for a device."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "bincount", "repeat_interleave", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket).rpartition(".")[2]
+        if name in self.WAITS or (name == "index" and any(
+                x is not None and x.dtype == torch.bool for x in args[1])):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_padding_waits_for_a_device_once() -> None:
+    """For the number of ids that are left, with weights as well."""
+    bag = shard(nn.EmbeddingBag(40, 12, mode="sum", padding_idx=0))
+    rows = shard(nn.Embedding(40, 12, padding_idx=0))
+    calls = [lambda: bag(ids(30), torch.tensor([0, 4, 4, 29])),
+             lambda: bag(ids(30).view(6, 5), None, torch.ones(6, 5)),
+             lambda: rows(ids(30))]
+    for call in calls:
+        with CountsWaits() as waits:
+            call()
+        assert waits.found == ["nonzero"]
 
 
 @pytest.mark.parametrize("padding", [None, 3])

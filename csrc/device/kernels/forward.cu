@@ -187,9 +187,11 @@ __global__ void __launch_bounds__(256)
     const int64_t bound = last_at_most(batch.bounds, batch.num_bounds - 1, i);
     const int64_t key = bound / B, bag = bound - key * B;
     float total = 0.0f;
-    for (int32_t f = 0; f < view.num_features; ++f) {
+    const bool is_used = key < batch.num_used_keys;
+    const int32_t end = is_used ? batch.users_begin[key + 1] : 0;
+    for (int32_t k = is_used ? batch.users_begin[key] : 0; k < end; ++k) {
+      const int32_t f = batch.users[k];
       const Feature& feature = view.features[f];
-      if (batch.key_of[feature.logical] != key) continue;
       const Table& table = view.tables[feature.table];
       const int64_t id = id_at(batch, i);
       if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(table.read.num_rows)) continue;

@@ -228,12 +228,10 @@ class KernelMaps:
             features: see `oper.shmem.optim.arguments.feature_rows`.
             device: where head maps are read.
         """
-        tables, owner_begin, tiers, maps, refreshes, touched, squares, outboxes = (
-            torch.from_numpy(x) for x in (
-                self.tables, self.owner_begin, self.tiers, self.maps.reshape(-1), self.refreshes,
-                self.touched, self.squares, self.outboxes))
-        return (self.rank, self.world_size, tables, owner_begin, tiers, maps, features, refreshes,
-                touched, squares, outboxes, self.outbox_bytes,
+        before, after = ((torch.from_numpy(x) for x in xs) for xs in (
+            (self.tables, self.owner_begin, self.tiers, self.maps),
+            (self.refreshes, self.touched, self.squares, self.outboxes)))
+        return (self.rank, self.world_size, [*before, features, *after], self.outbox_bytes,
                 [torch.from_numpy(h).to(device) for h in self.heads])
 
 

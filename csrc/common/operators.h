@@ -1,0 +1,22 @@
+// How bindings name their operators for torch.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+namespace oper {
+
+// Kernels of operators that are the same for every device type: what the memory behind the tensors is
+// decides. Registered as long as the library is loaded.
+inline torch::stable::detail::StableLibrary& kernels_for_all_devices() {
+  using Library = torch::stable::detail::StableLibrary;
+  static Library library(Library::Kind::IMPL, "oper", "CompositeExplicitAutograd", __FILE__,
+                         __LINE__);
+  return library;
+}
+
+}  // namespace oper
+
+// Within a block of STABLE_TORCH_LIBRARY, whose library is `m`: the function as an operator of its name.
+#define OPER_OPERATOR(function, signature) \
+  m.def(#function signature);              \
+  oper::kernels_for_all_devices().impl(#function, TORCH_BOX(&function))
