@@ -308,10 +308,14 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
 
 def run_analyze(args: argparse.Namespace) -> int:
     """Run ``oper analyze``; raises OperError."""
+    check_local(args.output)
+    return _save(_stats(args), args)
+
+
+def _save(stats: AccessStats, args: argparse.Namespace) -> int:
+    """Save statistics and print what they are."""
     from oper.analysis import describe
 
-    check_local(args.output)
-    stats = _stats(args)
     stats.save(args.output)
     summary = {**describe(stats), "output": args.output}
     if args.json:
@@ -400,17 +404,9 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Run ``oper generate``; raises OperError."""
-    from oper.analysis import describe
     from oper.data.generate.generator import load_workload
     from oper.data.generate.lookups import count_workload
 
     check_local(args.output)
     workload = load_workload(args.workload, args.seed)
-    stats = count_workload(workload, args.samples, args.lookups, sys.stderr.isatty())
-    stats.save(args.output)
-    summary = {**describe(stats), "output": args.output}
-    if args.json:
-        print(json.dumps(summary))
-    else:
-        _print_summary(summary)
-    return 0
+    return _save(count_workload(workload, args.samples, args.lookups, sys.stderr.isatty()), args)
