@@ -294,6 +294,29 @@ class TableStats:
         rows = np.concatenate([[rows[0] + more], rows[1:]])
         return replace(self, num_rows=num_rows, tail_values=values, tail_num_rows=rows)
 
+    def renumbered(self, rows: np.ndarray) -> TableStats:
+        """The same accesses with row r called `rows[r]` (integers [num_rows], each number once).
+
+        Raises:
+            InvalidInputError: `rows` are of another number of rows, or the counts are not exact.
+        """
+        what = "cannot renumber table statistics"
+        if rows.size != self.num_rows:
+            raise InvalidInputError(fail(what, "rows", rows.size, str(self.num_rows),
+                                         "pass the re-map of this table's vocabulary"))
+        if not self.is_exact:
+            raise InvalidInputError(fail(what, "is_exact", False, "exact counts",
+                                         "analyze what was preprocessed with the new vocabulary"))
+        buckets = []
+        for bucket in self.buckets:
+            ids = rows[bucket.ids]
+            order = np.argsort(ids)
+            buckets.append(TimeBucket(bucket.label, ids[order], bucket.counts[order]))
+        return TableStats.from_counts(
+            self.num_rows, rows[self.head_ids], self.head_counts,
+            (self.length_values, self.length_counts),
+            (self.presence_samples, self.presence_rows, self.presence_windows), tuple(buckets))
+
     def merge(self, other: TableStats) -> TableStats:
         """Statistics of both parts together (exact parts only).
 

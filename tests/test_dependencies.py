@@ -26,6 +26,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "oper.report": ("report",),
     "oper.data.loading.kjt": ("torchrec",),
     "oper.data.preprocessing.workers": ("data",),
+    "oper.data.reading.cuts": ("data",),
     "oper.data.reading.workbook": ("data",),
     "oper.search.peers": ("bench", "report"),
     "oper.bench": ("bench",),

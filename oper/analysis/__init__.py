@@ -19,6 +19,7 @@ _PUBLIC = {
     "HeavyHitters": "oper.analysis.sketch",
     "DistinctSample": "oper.analysis.sketch",
     "merge_stats": "oper.analysis.sketch",
+    "renumber_stats": "oper.analysis.sketch",
     "PresenceSampler": "oper.analysis.presence",
     "ValueCountOptions": "oper.analysis.value_counts",
     "stats_from_value_counts": "oper.analysis.value_counts",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         DistinctSample as DistinctSample,
         HeavyHitters as HeavyHitters,
         merge_stats as merge_stats,
+        renumber_stats as renumber_stats,
     )
     from oper.analysis.summary import (
         Skew as Skew,

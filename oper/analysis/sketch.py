@@ -16,6 +16,7 @@ import numpy as np
 
 from oper.errors import InvalidInputError, fail
 from oper.native import merge_counts, sampled
+from oper.remap import Remap
 from oper.stats import AccessStats, Sketch, TableStats, TimeBucket, hotness_order
 
 HEAVY_ENTRIES = 1 << 20   # ids that a summary keeps
@@ -237,6 +238,23 @@ def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStat
         (_, one), (_, other) = ready[-2:]
         ready[-2:] = [(0, _merge_two(one, other, grown))]
     return ready[0][1]
+
+
+def renumber_stats(stats: AccessStats, remap: Remap) -> AccessStats:
+    """Statistics with the row numbers that ``oper vocabulary extend --reorder`` gave, see
+    `oper.remap`; tables that have grown since they were counted grow first.
+
+    Raises:
+        InvalidInputError: other tables than the re-map's, or one that was not counted exactly.
+    """
+    if set(stats.tables) != set(remap):
+        raise InvalidInputError(
+            fail("cannot renumber statistics", "tables", sorted(stats.tables), str(sorted(remap)),
+                 "pass the re-map of the vocabulary that these tables' logs were read with"))
+    tables = {n: t.grown(remap[n].size).renumbered(remap[n]) for n, t in stats.tables.items()}
+    hot = [t.head_ids[t.head_ids > 0] for t in tables.values()]
+    return replace(stats, tables=tables, ids_in_hotness_order=all(
+        np.array_equal(ids, np.arange(1, ids.size + 1)) for ids in hot))
 
 
 def _merge_two(one: AccessStats, other: AccessStats, grown: bool) -> AccessStats:

@@ -284,6 +284,9 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grown", action="store_true",
                         help="with --merge: tables may have grown behind their old rows, as after "
                              "'oper vocabulary extend'")
+    parser.add_argument("--remap", metavar="DIR",
+                        help="with --merge: give rows the numbers that 'oper vocabulary extend "
+                             "--reorder -o DIR' gave them; implies --grown")
     parser.add_argument("--samples", type=whole(1), metavar="N",
                         help="with --counts: rows of the log they come from (default: the largest "
                              "sum of any field)")
@@ -305,10 +308,14 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
 
 def run_analyze(args: argparse.Namespace) -> int:
     """Run ``oper analyze``; raises OperError."""
+    check_local(args.output)
+    return _save(_stats(args), args)
+
+
+def _save(stats: AccessStats, args: argparse.Namespace) -> int:
+    """Save statistics and print what they are."""
     from oper.analysis import describe
 
-    check_local(args.output)
-    stats = _stats(args)
     stats.save(args.output)
     summary = {**describe(stats), "output": args.output}
     if args.json:
@@ -323,19 +330,26 @@ def _stats(args: argparse.Namespace) -> AccessStats:
         CountOptions,
         ValueCountOptions,
         merge_stats,
+        renumber_stats,
         stats_from_value_counts,
     )
     from oper.data.analyze import analyze_folder
+    from oper.remap import load_remap
     from oper.stats import AccessStats
     from oper.topology import parse_bytes
 
     if args.more and not args.merge:
         raise UsageError(fail("cannot analyze", "arguments", args.more, "one folder or file",
                               "pass --merge to add up statistics files"))
-    if args.grown and not args.merge:
-        raise UsageError(fail("cannot analyze", "--grown", True, "with --merge", "leave it out"))
+    for name in ("grown", "remap"):
+        if getattr(args, name) and not args.merge:
+            raise UsageError(fail("cannot analyze", f"--{name}", getattr(args, name),
+                                  "with --merge", "leave it out"))
     if args.merge:
-        return merge_stats((AccessStats.load(p) for p in [args.folder, *args.more]), args.grown)
+        remap = load_remap(args.remap) if args.remap else None
+        merged = merge_stats((AccessStats.load(p) for p in [args.folder, *args.more]),
+                             args.grown or remap is not None)
+        return merged if remap is None else renumber_stats(merged, remap)
     if args.counts:
         return stats_from_value_counts(args.folder, ValueCountOptions(
             args.samples, args.cut, _row_numbers(args.rows)))
@@ -390,17 +404,9 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Run ``oper generate``; raises OperError."""
-    from oper.analysis import describe
     from oper.data.generate.generator import load_workload
     from oper.data.generate.lookups import count_workload
 
     check_local(args.output)
     workload = load_workload(args.workload, args.seed)
-    stats = count_workload(workload, args.samples, args.lookups, sys.stderr.isatty())
-    stats.save(args.output)
-    summary = {**describe(stats), "output": args.output}
-    if args.json:
-        print(json.dumps(summary))
-    else:
-        _print_summary(summary)
-    return 0
+    return _save(count_workload(workload, args.samples, args.lookups, sys.stderr.isatty()), args)

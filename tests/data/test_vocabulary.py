@@ -12,12 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oper.analysis import merge_stats
+from oper.analysis import merge_stats, renumber_stats
 from oper.data import Folder, PreprocessOptions, analyze_folder, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.vocabulary.finished import FinishedVocabulary, extend
 from oper.errors import FileFormatError, InvalidInputError
 from oper.remap import load_remap
+from oper.stats import AccessStats
 from tests.data.test_verbs import run
 
 RECIPE = generic_recipe("csv", Choice(["user", "item", "tags:|"], "clicked", time="ts"))
@@ -269,6 +270,31 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
         (tmp_path / "d0" / "manifest.json").read_text())["numbering"] != manifest["numbering"]
     assert make(tmp_path, "day2", "again", vocabulary=tmp_path / "v2")["numbering"] == manifest[
         "numbering"]
+    # Statistics of all days follow: the same rows under their new numbers.
+    files = []
+    for day in ("d0", "day1", "day2"):
+        files.append(str(tmp_path / f"{day}.stats"))
+        analyze_folder(tmp_path / day).save(files[-1])
+    assert run("analyze", "--merge", "--remap", str(tmp_path / "v2"), *files, "-o",
+               str(tmp_path / "all.stats")) == 0
+    found, plain = AccessStats.load(tmp_path / "all.stats"), merge_stats(
+        map(AccessStats.load, files), grown=True)
+    for name, table in found.tables.items():
+        assert table.num_rows == manifest["tables"][name]["num_rows"]
+        expected = plain.tables[name]
+        assert dict(zip(table.head_ids.tolist(), table.head_counts.tolist(), strict=True)) == dict(
+            zip(remap[name][expected.head_ids].tolist(), expected.head_counts.tolist(),
+                strict=True))
+        for one, other in zip(table.buckets, expected.buckets, strict=True):
+            order = np.argsort(remap[name][other.ids])
+            assert one.ids.tolist() == remap[name][other.ids[order]].tolist()
+            assert one.counts.tolist() == other.counts[order].tolist()
+        assert table.presence_rows.tolist() == expected.presence_rows.tolist()
+        assert table.length_counts.tolist() == expected.length_counts.tolist()
+    with pytest.raises(InvalidInputError, match="cannot renumber statistics"):
+        renumber_stats(plain, {"user": remap["user"]})
+    with pytest.raises(InvalidInputError, match="rows"):
+        plain.tables["user"].renumbered(np.arange(2))
     with pytest.raises(FileFormatError, match="re-map"):
         load_remap(tmp_path / "v1")
     damaged = tmp_path / "v2" / "remap" / "user.npy"

@@ -31,7 +31,8 @@ class PreprocessOptions:
         part_rows: rows of a Parquet file.
         compression: of the Parquet files, ``"none"`` (quickest to read) or ``"zstd"`` (about half
             as large).
-        unit_bytes: about the size of the units that large plain files are cut into.
+        unit_bytes: about the size of text of the units that large files, plain or packed by gzip,
+            are cut into.
         check_disk: refuse to begin when the disk is estimated to be too small.
         show_progress: a progress bar on stderr.
     """

@@ -115,7 +115,7 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
     """`preprocess` into a local folder, from files that can be read more than once."""
     paths = find_inputs(recipe, inputs)
     _warn_about_order(paths)
-    units = plan_units(recipe, paths, options.layout, options.unit_bytes)
+    units = plan_units(recipe, paths, options.layout, options.unit_bytes, options.num_workers)
     finished = None if options.vocabulary is None else FinishedVocabulary.open(options.vocabulary)
     job = Job(recipe, paths, units, output, options, finished)
     if job.is_there():

@@ -44,7 +44,7 @@ def dry_run(recipe: Recipe, inputs: Sequence[str], options: PreprocessOptions) -
     with (tempfile.TemporaryDirectory(prefix="oper-dry-run-") as work,
           store.spooled(inputs, Path(work) / "out") as names):
         paths = find_inputs(recipe, names)
-        units = plan_units(recipe, paths, options.layout, options.unit_bytes)
+        units = plan_units(recipe, paths, options.layout, 1 << 62)
         layouts = {u.path: recipe.layout(u.layout) for u in units}
         copies, left = [], ROWS
         for k, path in enumerate(paths):

@@ -25,15 +25,17 @@ def find_inputs(recipe: Recipe, inputs: Sequence[str]) -> list[str]:
     return paths
 
 
-def plan_units(recipe: Recipe, paths: Sequence[str], asked: str | None, unit_bytes: int
-               ) -> list[Unit]:
+def plan_units(recipe: Recipe, paths: Sequence[str], asked: str | None, unit_bytes: int,
+               num_threads: int = 1) -> list[Unit]:
     """Files cut into units of work; the same files always give the same units.
 
     Args:
         recipe: the recipe.
         paths: the files, in order.
         asked: name of the layout; None = look at each file.
-        unit_bytes: about the size of a unit of plain text; packed and quoted files stay whole.
+        unit_bytes: about the size of a unit of text; quoted files and packed ones, but for those of
+            gzip, stay whole.
+        num_threads: that look for places at which a gzip file can be cut.
 
     Raises:
         FileFormatError: a file has none of the recipe's layouts.
@@ -47,7 +49,7 @@ def plan_units(recipe: Recipe, paths: Sequence[str], asked: str | None, unit_byt
         elif layout.format == "npy":
             units.append(Unit(path, layout.name))
         else:
-            spans = spans_of(path, None if layout.quote else unit_bytes)
+            spans = spans_of(path, None if layout.quote else unit_bytes, num_threads)
             units += [Unit(path, layout.name, s.start, s.stop) for s in spans]
     return units
 

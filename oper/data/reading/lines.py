@@ -16,7 +16,7 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
-from oper.data.reading import store
+from oper.data.reading import cuts, store
 from oper.errors import FileFormatError, InvalidInputError, fail
 
 MAX_LINE_BYTES = 1 << 20
@@ -35,7 +35,8 @@ class Span:
     Attributes:
         path: the file.
         start: first byte; a line that begins earlier belongs to the span before.
-        stop: end of the range, None = end of the file (always so for packed files).
+        stop: end of the range, None = end of the file. Of a gzip file these are bytes of its text,
+            and `oper.data.reading.cuts` has its cut points; other packed files are not cut.
     """
 
     path: str
@@ -146,6 +147,17 @@ def open_text(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                      "fetch it again")) from None
 
 
+@contextlib.contextmanager
+def _open_span(span: Span) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """`open_text` for a span: what `Span.start` counts can be sought in the first of the files."""
+    if (span.start or span.stop is not None) and _kind_of(span.path) == "gzip":
+        with cuts.open_text(span.path) as text:
+            yield text, text
+    else:
+        with open_text(span.path) as files:
+            yield files
+
+
 def _kind(raw: BinaryIO) -> str:
     """How a file is packed, by its first bytes; it stands at its beginning afterwards."""
     start = raw.read(8)
@@ -153,10 +165,9 @@ def _kind(raw: BinaryIO) -> str:
     return next((k for magic, k in _MAGIC.items() if start.startswith(magic)), "plain")
 
 
-def is_packed(path: str) -> bool:
-    """Whether a file is compressed, so that only a whole one can be read."""
+def _kind_of(path: str) -> str:
     with store.open_input(path) as file:
-        return _kind(file) != "plain"
+        return _kind(file)
 
 
 def first_line(path: str, encoding: str = "utf-8") -> str:
@@ -172,14 +183,23 @@ def is_empty(path: str) -> bool:
         return not text.read(len(_MARK) + 1).removeprefix(_MARK)
 
 
-def spans_of(path: str, span_bytes: int | None) -> list[Span]:
-    """A file cut into spans of about `span_bytes`; packed files and None are not cut."""
+def spans_of(path: str, span_bytes: int | None, num_threads: int = 1) -> list[Span]:
+    """A file cut into spans of about `span_bytes` of text; None = not cut.
+
+    A packed file is cut only where it is by gzip and itself larger than that: one pass by
+    `num_threads` threads then notes its cut points, see `oper.data.reading.cuts`.
+    """
     size = store.size(path)
-    if span_bytes is None or size <= span_bytes or is_packed(path):
+    if span_bytes is None or size <= span_bytes:
         return [Span(path)]
-    count = -(-size // span_bytes)
-    cuts = [size * k // count for k in range(count)]
-    return [Span(path, a, b) for a, b in zip(cuts, [*cuts[1:], None], strict=True)]
+    kind, end = _kind_of(path), None
+    if kind != "plain":
+        if kind != "gzip" or not cuts.make(path, num_threads):
+            return [Span(path)]
+        size = end = cuts.text_bytes(path)
+    count = max(1, -(-size // span_bytes))
+    starts = [size * k // count for k in range(count)]
+    return [Span(path, a, b) for a, b in zip(starts, [*starts[1:], end], strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +242,7 @@ def read_lines(span: Span, header: bool, progress: Progress, quoting: Quoting | 
     # A line that the block before left over, the block, and the end of the span's last line.
     memory = bytearray(MAX_LINE_BYTES + block_bytes + 2 * MAX_LINE_BYTES + 1)
     view = memoryview(memory)
-    with open_text(span.path) as (text, raw):
+    with _open_span(span) as (text, raw):
         left = _seek(text, raw, span)
         at, size, ended = raw.tell(), 0, False
         skip = header and span.start == 0
@@ -270,7 +290,7 @@ def line_of(span: Span, row: int, header: bool) -> int:
     """Number in its file (1-based) of the line that is row `row` of a span."""
     lines = row + 1 + (header and span.start == 0)
     if span.start:
-        with store.open_input(span.path) as file:
+        with _open_span(span) as (file, _):
             left = span.start
             while left and (piece := file.read(min(left, 1 << 22))):
                 lines += piece.count(b"\n")

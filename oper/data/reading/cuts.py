@@ -1,0 +1,134 @@
+"""Cut points of gzip files: places at which a reader can begin.
+
+Who knows the 32 KiB of text before a place can unpack from there on. One pass over a file notes
+them every 32 MiB of text in a hidden file beside it, in indexed_gzip's format, which rapidgzip
+writes and reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import io
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import numpy as np
+
+from oper.data.reading import store
+from oper.errors import FileFormatError, OperError, fail
+
+_log = logging.getLogger(__name__)
+_SPACING = 1 << 25  # of text: a reader holds about so much, and all windows of the file
+_HEADER = np.dtype([("magic", "S5"), ("version", "u1"), ("flags", "u1"), ("packed", "<u8"),
+                    ("text", "<u8"), ("spacing", "<u4"), ("window", "<u4"), ("points", "<u4")])
+_POINT = np.dtype([("packed", "<u8"), ("text", "<u8"), ("bit", "u1"), ("has_window", "u1")])
+
+
+def _index(path: str) -> Path:
+    """The file of cut points: of this version of the file, which its size and time tell."""
+    size, changed = store.stamp(path)
+    return Path(path).with_name(f".{Path(path).name}.{size:x}-{changed:x}.gzidx")
+
+
+def make(path: str, num_threads: int = 1) -> bool:
+    """Note the cut points of a gzip file unless that was done; whether they are there.
+
+    They are not for a file in a store, without rapidgzip, beside a file in a folder that cannot be
+    written, and of a file that has several members or is damaged. Processes that do the same at the
+    same time wait for the first one.
+    """
+    if store.is_url(path):
+        return False
+    index = _index(path)
+    if index.exists():
+        return True
+    if importlib.util.find_spec("rapidgzip") is None:
+        _log.warning("%s is read as a whole; pip install 'oper[data]' has its parts read in "
+                     "parallel", path)
+        return False
+    lock, draft = index.with_suffix(".lock"), index.with_suffix(f".{os.getpid()}")
+    try:
+        with lock.open("ab") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            try:
+                if not index.exists() and _write(path, draft, num_threads):
+                    os.replace(draft, index)
+            finally:
+                draft.unlink(missing_ok=True)
+                lock.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("%s is read as a whole: its cut points cannot be noted beside it (%s)", path,
+                     error)
+    return index.exists()
+
+
+def _write(path: str, target: Path, num_threads: int) -> bool:
+    """Unpack a file once and write its cut points; whether it is one whole member."""
+    import rapidgzip  # type: ignore[import-not-found]
+
+    _log.info("%s is unpacked once to note where it can be cut", path)
+    try:
+        with rapidgzip.open(path, parallelization=num_threads) as file:
+            piece = bytearray(1 << 22)
+            while file.readinto(piece):
+                pass
+            text_bytes = file.tell()
+            file.export_index(str(target))
+    except (RuntimeError, ValueError):  # whoever reads the whole file will tell what is wrong
+        return False
+    # rapidgzip takes the end of a file that was cut short for the end of its text.
+    with open(path, "rb") as raw:
+        raw.seek(-4, os.SEEK_END)
+        if int.from_bytes(raw.read(), "little") != text_bytes % (1 << 32):
+            return False
+    _thin(target)
+    return True
+
+
+def _thin(path: Path) -> None:
+    """Leave one point in every `_SPACING` bytes of text; rapidgzip writes one every 4 MiB."""
+    data = np.fromfile(path, np.uint8)
+    header = data[:_HEADER.itemsize].view(_HEADER)[0].copy()
+    start = _HEADER.itemsize + int(header["points"]) * _POINT.itemsize
+    points = data[_HEADER.itemsize:start].view(_POINT)
+    windows = data[start:].reshape(-1, int(header["window"]))
+    steps = points["text"] // _SPACING
+    keep = np.concatenate([[True], steps[1:] != steps[:-1]])
+    has_window = points["has_window"] > 0
+    header["points"] = np.count_nonzero(keep)
+    with path.open("wb") as file:
+        for part in (header, points[keep], windows[keep[has_window]]):
+            file.write(part.tobytes())
+
+
+def text_bytes(path: str) -> int:
+    """Bytes of the text of a file whose cut points `make` has noted."""
+    return int(np.fromfile(_index(path), _HEADER, 1)["text"][0])
+
+
+@contextlib.contextmanager
+def open_text(path: str) -> Iterator[BinaryIO]:
+    """The text of a file whose cut points `make` has noted, which can be read from any place on.
+
+    Raises:
+        FileFormatError: the file or its cut points are damaged.
+    """
+    import rapidgzip
+
+    index = _index(path)
+    try:
+        with rapidgzip.open(path, parallelization=1) as file:
+            file.import_index(str(index))
+            with io.BufferedReader(file, 1 << 20) as text:
+                yield cast(BinaryIO, text)
+    except OperError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise FileFormatError(
+            fail(f"cannot read {path!r}", "gzip", str(error)[:200], "a complete file",
+                 f"fetch it again, and remove {str(index)!r}")) from None
