@@ -172,7 +172,8 @@ def test_ranks_without_pushed_pieces_own_more_of_the_pulled_rows() -> None:
 @pytest.mark.parametrize("units", [(0, 256), (256, 0), (1, 3)])
 def test_ranks_own_the_parts_of_pulled_rows_that_they_were_given(units: tuple[int, int]) -> None:
     """All of them, where one rank has been given all."""
-    annealed = _annealing(problem(6, 1, _hosts(2, 1), allow=frozenset({"striped", "owned", "pull"})))
+    allowed = frozenset({"striped", "owned", "pull"})
+    annealed = _annealing(problem(6, 1, _hosts(2, 1), allow=allowed))
     found = annealed.run(1_000, 0.0, 1)
     placed = Placer(annealed.relaxation, annealed.book.total).place(found.parts, units)
     held = sum(owned_features(t, tier, 2, True)[ROWS]
