@@ -4,8 +4,8 @@ What `csrc/host/exchange/exchange.h` is for host memory: the same messages and o
 same meetings, but that rows and sums of owners travel one after the other. Within a domain kernels
 read their peers' memory; ranks of other domains send each other distinct rows, partial sums,
 reduced gradients, squares and changed masters by collectives of torch.distributed (NCCL where the
-group has it). What a far rank has sent is laid out as a mirror of its outbox, request or partial sums, which
-kernels read like a neighbour's.
+group has it). What a far rank has sent is laid out as a mirror of its outbox, request or partial
+sums, which kernels read like a neighbour's.
 
 Collectives need sizes that only the device knows: each meeting waits for the device once or twice,
 and such steps cannot be captured in a graph. Gradients of pushed rows travel reduced by row, as
