@@ -106,6 +106,9 @@ def test_lookups_without_gradients_sequences_and_weight_gradients(
             assert_bitwise(before, b[0], "without gradients")
 
 
+HEADER_BYTES = 1024  # of a meeting about few tables
+
+
 @pytest.mark.parametrize("wire", ["exact", "bf16"])
 def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, wire: str) -> None:
     """Of pulled tiers every kind; of pushed ones those of the forward pass."""
@@ -132,7 +135,9 @@ def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, wire: str
             for kind in kinds or a:
                 assert a[kind] == b[kind], kind
             assert sum(itertools.chain(*b.values())) > 0
-            assert np.array_equal(a["headers"], b["headers"])
+            # Devices ask for rows and for sums one after the other: a meeting more of every step.
+            more = 0 if kinds is None else len(steps) * HEADER_BYTES
+            assert b["headers"] == [x + more * (x > 0) for x in a["headers"]]
 
 
 def test_an_error_on_one_rank_is_told_to_all(emulation: pytest.MonkeyPatch, on_device: None
