@@ -6,7 +6,6 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
