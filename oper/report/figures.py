@@ -80,14 +80,15 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
     ranks = np.arange(num_ranks)
     for number, (axis, phase) in enumerate(zip(axes[:, 0], found.phases, strict=True)):
         us = phase.seconds * 1e6
-        # Memory and compute add up; links run beside them and get bars of their own.
+        # Memory and compute add up; links get bars of their own, on top of them or beside them.
         links = [k for k in range(2, len(TERMS)) if us[k].max() > 0]
         bar = 0.8 / (1 + len(links))
         axis.bar(ranks, us[0], bar, color=_TERM_COLOURS[0], label=TERMS[0])
         if us[1].max() > 0:
             axis.bar(ranks, us[1], bar, us[0], color=_TERM_COLOURS[1], label=TERMS[1])
         for slot, k in enumerate(links, 1):
-            axis.bar(ranks + slot * bar, us[k], bar, color=_TERM_COLOURS[k],
+            below = phase.has_local[k - 1] * (us[0] + us[1])
+            axis.bar(ranks + slot * bar, us[k], bar, below, color=_TERM_COLOURS[k],
                      label=TERMS[k].replace("_", " "))
         if before is not None:
             level = before.phases[number].groups.max(axis=0) * 1e6
