@@ -103,7 +103,7 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
     ranks, legend = np.arange(num_ranks), {TERMS[0]: colour(0)}
     for number, (axis, phase) in enumerate(zip(np.atleast_1d(axes), found.phases, strict=True)):
         us = phase.seconds * 1e6
-        # Memory and compute add up; links run beside them and get bars of their own.
+        # Memory and compute add up; links get bars of their own, on top of them or beside them.
         links = [k for k in range(2, len(TERMS)) if us[k].max() > 0]
         bar = 0.8 / (1 + len(links))
         axis.bar(ranks, us[0], bar, color=colour(0))
@@ -111,7 +111,8 @@ def loads(found: Evaluation, before: Evaluation | None) -> str:
             axis.bar(ranks, us[1], bar, us[0], color=colour(1))
             legend[TERMS[1]] = colour(1)
         for slot, k in enumerate(links, 1):
-            axis.bar(ranks + slot * bar, us[k], bar, color=colour(k))
+            below = phase.has_local[k - 1] * (us[0] + us[1])
+            axis.bar(ranks + slot * bar, us[k], bar, below, color=colour(k))
             legend[TERMS[k].replace("_", " ")] = colour(k)
         if before is not None:
             level = before.phases[number].groups.max(axis=0) * 1e6

@@ -12,7 +12,7 @@ from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
 from oper.search.cost.tally import HELD, HOST_HELD, PARTIALS, Tally
 from oper.search.heuristic.placing import Placement, table_tally
-from oper.search.problem.machine import GROUPS, by_group
+from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS
 
 
@@ -141,8 +141,7 @@ def best_of_candidates(
 
 def _rank_rows(model: CostModel, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
     """Microseconds per phase of all groups and ranks [P, 5 W], and bytes per domain and host."""
-    seconds = model.units(tally) * model.machine.seconds_per_unit * 1e6
-    groups = by_group(seconds)
+    groups = model.group_us(model.units(tally))
     held = np.concatenate([model.machine.per_domain(tally.rows[HELD]),
                            model.machine.per_host(tally.rows[HOST_HELD])])
     return groups.reshape(groups.shape[0], -1), held

@@ -76,7 +76,13 @@ def test_no_plan_with_copies_is_below_the_bound(seed, name, objective):
         assert bound <= evaluate(plan, stated).step_us * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("topology", [gpus(8, per_host=4), Topology.of_domains([0, 0, 1, 1])],
+def processes_on_slow_links() -> Topology:
+    """Links so slow that what crosses hosts is most of a step: own time comes on top."""
+    found = Topology.of_domains([0, 0, 1, 1])
+    return replace(found, domains=tuple(replace(d, cross_gbps=0.5) for d in found.domains))
+
+
+@pytest.mark.parametrize("topology", [gpus(8, per_host=4), processes_on_slow_links()],
                          ids=["gpus", "processes"])
 def test_they_save_what_crosses_hosts(topology):
     specs, stats = tables_and_stats(10, 5, max_rows=50_000, lengths=(1, 4))

@@ -101,6 +101,19 @@ def test_reading_costs_memory_once_and_cache_afterwards():
         30 + 1e6 * (forward.units[MEMORY, 0] / 20e9 + ids * 3e-9))
 
 
+@pytest.mark.parametrize(("per_host", "link_in", "comes_on_top"), [(2, LINK_IN, False),
+                                                                  (1, CROSS_IN, True)])
+def test_what_hosts_exchange_comes_on_top_of_own_work(per_host, link_in, comes_on_top):
+    """Ranks of a host read each other's memory meanwhile; nothing is exchanged in backward."""
+    stated = flat(gpus(2, per_host=per_host), batch=4096)
+    found = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1))), stated)
+    for phase in found.phases:
+        own, link = phase.seconds[[MEMORY, COMPUTE]].sum(axis=0), phase.seconds[link_in]
+        assert own.min() > 0 and link.all() == (phase.name != "backward")
+        least = own + link if comes_on_top else np.maximum(own, link)
+        assert (phase.time_us - phase.fixed_us) / 1e6 == pytest.approx(least.max())
+
+
 def test_update_is_the_owners_work():
     stated = flat(host(2))
     t = stated.tables[0]

@@ -3,13 +3,15 @@
 Let y be the largest load that a piece puts on its owner, in some phase and group. The phase takes
 at least y, and at least y beside what the owner does as a reader. An owner reads its own piece,
 too: of its own time, y is what it does more for that piece than a reader, and what else it owns
-costs it the lesser of an owner's and a reader's part. Over links, a reader r takes s_r seconds for
-every byte that other hosts (on a single host, memory domains) own, of E in all. What the n of W
-ranks of its own host own, e, they send to all others within the phase T: `e (W - n) <= sum over
+costs it the lesser of an owner's and a reader's part, R in all. Over links, a reader r takes s_r
+seconds for every byte that other hosts (on a single host, memory domains) own, of E in all. What
+the n of W ranks of its own host own, e, they send to all others within T: `e (W - n) <= sum over
 them of T / s`. So `T (1 + k) >= y + s E` with k the largest `s_r / (W - n) sum 1 / s` of all ranks,
 which is `n / (W - n)` where links are alike, and s the least s_r. What is read in the forward phase
 T_f comes back as gradients in the phase T_u, which limits what a host owns as well: `T_f + k b T_u
->= y + s E`, b >= 1 being the largest ratio of a row's bytes to its gradient's.
+>= y + s E`, b >= 1 being the largest ratio of a row's bytes to its gradient's. Where the time of a
+link includes the rank's own, so does y, and R is added: own time is y's and R, bytes are y's and at
+least what is said above.
 
 Better still is a relaxation in which the ranks of the host (on a single host: of the memory domain)
 that owns the piece are a class of their own (`Relaxation(distinguished=...)`): what such a reader
@@ -58,7 +60,8 @@ class _Units(NamedTuple):
     """What a unit of each tally row costs a rank, by its class; float64 [C, 20, P, 5].
 
     Attributes:
-        other: when one other rank has it; over links one of another host, read at the fastest.
+        other: when one other rank has it (over links: bytes, of one of another host, where the
+            rank's links are the fastest, with the rank's own time where that counts).
         own: when it has it itself; over links as `other`.
         every: when all ranks have it.
     """
@@ -130,24 +133,29 @@ class InequalityMaker:
             names.append(distinguished)
             limits.append((np.eye(len(model.phases))[distinguished[0]], APART))
         weights, kinds = np.array([x[0] for x in limits]), [x[1] for x in limits]
-        reads = np.array([kind != PIECE for kind in kinds], float)
         at = tuple(np.array(names, np.int64).T)
+        # What the owner of the piece reads: its own time is all that is asked of it by some rows.
+        read_at = at[0], np.where(np.isin(kinds, (READER, APART)), LOCAL, at[1])
+        own_time = [pieces.beside_reader and pieces.has_local[load] for load in names]
+        reads = np.array([kind != PIECE and (kind != APART or own)
+                          for kind, own in zip(kinds, own_time, strict=True)], float)
         plain = (weights.sum(axis=1) == 1.0) & (weights[np.arange(len(names)), at[0]] == 1.0)
         units = self._reader_units()
-        unit = np.repeat((reads * np.minimum(units.other, units.own).min(axis=0)[:, at[0], at[1]]
+        unit = np.repeat((reads * np.minimum(units.other, units.own).min(axis=0)[:, *read_at]
                           )[None], len(self.classes.ranks), axis=0)
         read = np.zeros(self.rows.unit.shape[:2])
         if distinguished is not None:
-            read = unit[:, :, -1] = self._host_reads(distinguished)
+            read = self._host_reads(distinguished)
+            unit[:, :, -1] += read
         # Loads exceed the phases by the dense compute that hides them, at most.
         hidden = pieces.hidden.max(axis=0)[:, 0]
         base = pieces.floor.min(axis=0)[at] - weights @ hidden
-        once, more = self._coefficients(units, at, reads)
+        once, more = self._coefficients(units, read_at, reads)
         if distinguished is not None:
             for o in range(len(self.options)):
                 self._host_coefficients(o, read, once, more)
         return Inequalities(names, kinds, np.where(plain, at[0], -2), weights, base, unit,
-                         reads * units.every.min(axis=0)[:, at[0], at[1]], once, more)
+                         reads * units.every.min(axis=0)[:, *read_at], once, more)
 
     def _none(self) -> Inequalities:
         table = np.zeros((len(self.tables), len(self.options), NUM_FEATURES, 0))
@@ -171,23 +179,26 @@ class InequalityMaker:
         return once, more
 
     def _host_reads(self, distinguished: Load) -> np.ndarray:
-        """What a unit of each tally row, spread over a class, puts on a reader of the first
-        neighbourhood beside what its owner does; float64 [C, 20].
+        """What a unit of each tally row, spread over a class, puts on the links of a reader of the
+        first neighbourhood beside what its owner does; float64 [C, 20].
 
         Through the links between hosts, all ranks of a host read whatever other hosts own, those
         with the fastest links in the least time.
         """
         phase, group = distinguished
         pieces, classes, found = self.pieces, self.classes, []
+        has_local = pieces.has_local[distinguished]  # which the rows include, and links do not
         for mine in set(classes.of_rank[first_neighbourhood(self.model.machine)].tolist()):
-            row = self.rows.names.index((phase, GROUPS[group], mine))
-            found.append(self.rows.unit[:, :, row].copy())
-            found[-1][mine] -= pieces.unit[mine, :, phase, group] / classes.ranks[mine].size
+            row, local = (self.rows.names.index((phase, x, mine)) for x in (GROUPS[group], "local"))
+            found.append(self.rows.unit[:, :, row] - has_local * self.rows.unit[:, :, local])
+            own = pieces.unit[mine, :, phase]
+            links = own[:, group] - has_local * own[:, LOCAL]
+            found[-1][mine] -= links / classes.ranks[mine].size
         return np.min(found, axis=0)
 
     def _host_coefficients(self, o: int, read: np.ndarray, once: np.ndarray,
                            more: np.ndarray) -> None:
-        """Fill in the last row of `once` and `more` for option `o`."""
+        """Add to the last row of `once` and `more` for option `o`."""
         model, option = self.model, self.options[o]
         if option.kind == COPIES:  # asks something of that reader, or nothing
             return
@@ -198,22 +209,22 @@ class InequalityMaker:
             for width in (t.spec.dim, 2 * t.spec.dim):
                 by_class = self.rows.by_class(make[option.kind](t, width, owner))
                 found.append(np.einsum("fqc,cq->f", by_class, read))
-            once[k, o, :, -1] = found[0]
-            more[k, o, :, -1] = 2 * found[0] - found[1]
+            once[k, o, :, -1] += found[0]
+            more[k, o, :, -1] += 2 * found[0] - found[1]
 
     def _limits(self, phase: int, group: str) -> list[_Limit]:
         """The rows of one phase and group."""
         machine, num_phases = self.model.machine, len(self.model.phases)
         one = np.eye(num_phases)[phase]
-        if group == "local":
-            return [(one, READER if self.pieces.beside_reader else PIECE)]
+        beside = self.pieces.beside_reader and self.pieces.has_local[phase, GROUPS.index(group)]
+        out = [(one, READER if beside else PIECE)]
         of_rank, slowest = neighbourhoods(machine)
         if group.split("_")[0] != slowest.split("_")[0] or not of_rank.any():
-            return [(one, PIECE)]
+            return out
         seconds = machine.seconds_per_unit[TERMS.index(group)]
         others = machine.world_size - np.bincount(of_rank)[of_rank]
         spared = float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
-        out = [(one, PIECE), (one * (1.0 + spared), SPREAD)]
+        out.append((one * (1.0 + spared), SPREAD))
         if self.model.phases[phase] == "forward" and group.endswith("in"):
             most = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
             # The owner receives what it sent in the last phase.
@@ -226,19 +237,22 @@ class InequalityMaker:
         alone = {o: unit_load(model, o) for o in {0, 1, *first}}  # [20, P, 5, W] each
         # What ranks of other neighbourhoods read, by bytes, over the fastest links.
         of_rank, _ = neighbourhoods(model.machine)
-        far = alone[0][..., of_rank != of_rank[0]]
-        seconds = model.machine.seconds_per_unit[1:-1]
+        own_time = alone[0][:, :, LOCAL, None] * self.pieces.has_local[..., None]
+        far = (alone[0] - own_time)[..., of_rank != of_rank[0]]
+        seconds = model.machine.seconds_per_unit[1:1 + NUM_PIECE_GROUPS]
         far = (far / seconds[:, of_rank != of_rank[0]]).max(axis=-1, initial=0.0)
         other = np.stack([far * seconds.min(axis=1)] * len(first))
         own = other.copy()
         # Readers of the owner's domain, of its host and of others pay differently.
         read = np.min([np.delete(x[:, :, LOCAL], o, axis=-1).min(axis=-1)
                        for o, x in alone.items()], axis=0)
-        for c in range(len(first)):
-            other[c, ..., LOCAL] = read
-            own[c, ..., LOCAL] = alone[first[c]][:, :, LOCAL, first[c]]
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None], (NUM_ROWS, NUM_ROWS, world))
-        return _Units(other, own, np.moveaxis(group_us(model, every)[..., first], -1, 0))
+        all_have = np.moveaxis(group_us(model, every)[..., first], -1, 0)[..., [LOCAL]]
+        counts = self.pieces.has_local * self.pieces.beside_reader
+        for c in range(len(first)):
+            other[c] += read[..., None] * counts
+            own[c] += alone[first[c]][:, :, LOCAL, first[c], None] * counts
+        return _Units(other, own, all_have * counts)
 
     def _reader(self, t: TableProblem, kind: str, width: int, units: _Units) -> np.ndarray:
         """Load of a unit of each feature on a rank that owns nothing, and on one that owns the

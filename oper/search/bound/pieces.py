@@ -21,7 +21,7 @@ import numpy as np
 from oper.search import native
 from oper.search.cost.model import CostModel
 from oper.search.cost.tally import NUM_ROWS, PARTIALS
-from oper.search.problem.machine import GROUPS, RankClasses, by_group
+from oper.search.problem.machine import GROUPS, RankClasses
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
 
 MIN_COLUMNS = 8  # pieces of the space are at least so wide: one memory sector of float32
@@ -87,8 +87,7 @@ def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int,
 def group_us(model: CostModel, tally_rows: np.ndarray) -> np.ndarray:
     """Microseconds of tally rows (float64 [..., 20, W]) by phase and group; float64
     [..., num_phases, 5, W]."""
-    loads = model.loads(tally_rows) * model.machine.seconds_per_unit * 1e6
-    return by_group(loads)[..., :NUM_PIECE_GROUPS, :]
+    return model.group_us(model.loads(tally_rows))[..., :NUM_PIECE_GROUPS, :]
 
 
 def unit_load(model: CostModel, rank: int) -> np.ndarray:
@@ -121,9 +120,9 @@ def read_pairs(classes: RankClasses) -> list[tuple[int, list[int]]]:
 class Pieces:
     """Which pushed pieces fit, for every table and class of ranks.
 
-    An owner also reads its own piece, as every rank does. Where a rank's own time (the local group)
-    is counted beside what it does as a reader, the load of a piece is what its owner does more than
-    a reader.
+    An owner also reads its own piece, as every rank does. Where a rank's own time (the local group,
+    and what others include of it) is counted beside what it does as a reader, the load of a piece
+    is what its owner does more than a reader.
 
     Args:
         model: the cost model.
@@ -135,18 +134,21 @@ class Pieces:
     Attributes:
         floor: float64 [C, num_phases, 5], what every plan puts on a rank, by class.
         hidden: float64 [C, num_phases, 1], most dense compute that a rank's phase runs beside.
+        has_local: bool [num_phases, 5], which groups include a rank's own time.
     """
 
     def __init__(self, model: CostModel, tables: tuple[TableProblem, ...], classes: RankClasses,
                  base_rows: np.ndarray, beside_reader: bool) -> None:
         self.model, self.tables, self.beside_reader = model, tables, beside_reader
+        self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
         first = [int(r[0]) for r in classes.ranks]
         self.unit = own_load(model, first)  # [C, 20, P, 5]
         #: As `unit`, of a large piece.
         self.large = self.unit.copy()
         self._pairs = read_pairs(classes) if beside_reader else []
         for c, (owner, readers) in enumerate(self._pairs):
-            self.large[c, ..., LOCAL] -= unit_load(model, owner)[:, :, LOCAL, readers].min(axis=-1)
+            read = unit_load(model, owner)[:, :, LOCAL, readers].min(axis=-1)
+            self.large[c] -= read[..., None] * self.has_local
         base = group_us(model, base_rows)
         # What every plan puts on the least loaded rank of each class.
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
@@ -266,7 +268,8 @@ class Pieces:
                 read = self._rows_of(t, width, owners)
             more = own - read[..., np.arange(len(owners)), :,
                               [r[0] for _, r in self._pairs]].swapaxes(0, 1)
-            out[..., LOCAL] = np.einsum("fcq,cqp->fcp", more, self.large[..., LOCAL])
+            less = out[..., LOCAL] - np.einsum("fcq,cqp->fcp", more, self.large[..., LOCAL])
+            out -= less[..., None] * self.has_local
         return np.asarray(out)
 
     def _rows_of(self, t: TableProblem, width: int, owners: list[int]) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 
 from oper.search.cost.model import CostModel
 from oper.search.cost.tally import HELD, HOST_HELD, NUM_ROWS, Tally
-from oper.search.problem.machine import GROUPS, RankClasses, by_group, rank_classes
+from oper.search.problem.machine import GROUPS, RankClasses, rank_classes
 
 _MAX_HIDDEN_SETS = 4
 
@@ -45,8 +45,7 @@ class ResourceRows:
         unit = np.zeros((num_classes, NUM_ROWS, NUM_ROWS, spread.shape[1]))
         for q in range(NUM_ROWS):
             unit[:, q, q] = spread
-        loads = model.loads(unit) * model.machine.seconds_per_unit * 1e6
-        time = self._class_means(loads)  # [C, 20, phases, groups, classes]
+        time = self._class_means(model.loads(unit))  # [C, 20, phases, groups, classes]
         if not self.uses_host:
             time[..., GROUPS.index("host_memory"), :] = 0.0
         keep = np.argwhere(time.max(axis=(0, 1)) > 0)  # rows that are always zero are left out
@@ -80,7 +79,7 @@ class ResourceRows:
 
     def of_units(self, units: np.ndarray) -> np.ndarray:
         """What units (float64 [..., phases, 7, W]) ask of the timed rows; float64 [..., R]."""
-        time = self._class_means(units * self.model.machine.seconds_per_unit * 1e6)
+        time = self._class_means(units)
         out = np.zeros((*units.shape[:-3], self.phase_of.size))
         for k, (phase, group, rank_class) in enumerate(self.names):
             out[..., k] = time[..., phase, GROUPS.index(group), rank_class]
@@ -96,9 +95,9 @@ class ResourceRows:
         """[..., W] -> [..., C]: sums over each class."""
         return np.stack([values[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)
 
-    def _class_means(self, loads: np.ndarray) -> np.ndarray:
-        """[..., 7, W] -> [..., 6, C]: groups of terms, mean over each class."""
-        groups = by_group(loads)
+    def _class_means(self, units: np.ndarray) -> np.ndarray:
+        """[..., 7, W] -> [..., 6, C]: microseconds of groups of terms, mean over each class."""
+        groups = self.model.group_us(units)
         return np.stack([groups[..., r].mean(axis=-1) for r in self.classes.ranks], axis=-1)
 
     def _memory_share(self, rows: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from oper.search.problem.machine import GROUPS
+from oper.search.problem.machine import GROUPS, by_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +20,7 @@ class Phase:
         seconds: float64 [7, W].
         fixed_us: fixed cost.
         hidden: float64 [W], seconds of declared dense compute that the phase runs beside.
+        has_local: bool [6], which groups include a rank's own memory and compute.
     """
 
     name: str
@@ -27,13 +28,13 @@ class Phase:
     seconds: np.ndarray
     fixed_us: float
     hidden: np.ndarray
+    has_local: np.ndarray
 
     @cached_property
     def groups(self) -> np.ndarray:
         """float64 [6, W]: seconds that run beside each other (`machine.GROUPS`), beyond the dense
         compute that they hide behind."""
-        busy = np.concatenate([self.seconds[:2].sum(axis=0, keepdims=True), self.seconds[2:]])
-        return np.maximum(busy - self.hidden, 0.0)
+        return np.maximum(by_group(self.seconds, self.has_local) - self.hidden, 0.0)
 
     @property
     def time_us(self) -> float:

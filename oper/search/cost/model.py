@@ -19,8 +19,10 @@ Rows in host memory are read in place by the ranks of their host, each over its 
 memory; their owner updates them over its link, and sends them to other hosts.
 A phase takes the slowest rank's max(memory + compute, each direction of each link class, the link
 to host memory), beyond the dense compute that was declared to run beside it (`overlap`; none by
-default), plus a fixed cost. Inference is the forward phase alone, with one replica per memory
-domain.
+default), plus a fixed cost. Ranks of a host read each other's memory while they compute; hosts
+exchange messages after some of the work and before the rest, so that a direction between hosts
+takes memory + compute + its bytes. Inference is the forward phase alone, with one replica per
+memory domain.
 """
 
 from __future__ import annotations
@@ -67,16 +69,19 @@ from oper.search.cost.tally import (
 )
 from oper.search.problem.machine import (
     COMPUTE,
+    GROUPS,
     HOST_MEMORY,
     MEMORY,
     TERMS,
     add_wire,
+    by_group,
 )
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 from oper.traffic import ROW_WISE
 
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
+EXCHANGES = ("forward", "update")  # phases in which hosts send each other messages
 ID_BYTES = 8  # one id in memory
 SLOT_BYTES = 4  # number of a row at its owner, which goes with its gradient and its new value
 REQUEST_BYTES = SLOT_BYTES + 1 / 8  # to an owner, per pushed id; the bit says where bags begin
@@ -108,6 +113,11 @@ class CostModel:
         self.caching = Caching(problem)
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
         m = self.machine
+        #: bool [num_phases, 6], which groups include a rank's own memory and compute: what hosts
+        #: exchange, in the phases in which they do.
+        self.has_local = np.array([
+            [g == "local" or (p in EXCHANGES and m.host.any() and g.startswith("cross"))
+             for g in GROUPS] for p in self.phases], bool)
         #: float64 [W], nanoseconds per id of a pulled tier; 0 where one domain holds all ranks.
         self._per_far_id = self.costs.far_ns * (m.num_near < m.world_size)
 
@@ -494,6 +504,11 @@ class CostModel:
         add_wire(out, self.machine)
         return out
 
+    def group_us(self, units: np.ndarray) -> np.ndarray:
+        """Microseconds that run beside each other; float64 [..., num_phases, 7, W] ->
+        [..., num_phases, 6, W]."""
+        return by_group(units * self.machine.seconds_per_unit * 1e6, self.has_local)
+
     def units(self, tally: Tally) -> np.ndarray:
         """Units per phase, term and rank of a whole tally; float64 [num_phases, 7, W]."""
         out = self.loads(tally.rows)
@@ -521,7 +536,8 @@ class CostModel:
         units = self.units(tally)
         seconds = units * self.machine.seconds_per_unit
         fixed = self.fixed_us(tally)
-        phases = tuple(Phase(name, units[k], seconds[k], fixed[k], self.hidden[k])
+        phases = tuple(Phase(name, units[k], seconds[k], fixed[k], self.hidden[k],
+                             self.has_local[k])
                        for k, name in enumerate(self.phases))
         return Evaluation(phases, tally.rows[HELD], self.machine.per_domain(tally.rows[HELD]),
                           self.machine.capacity_bytes,

@@ -11,7 +11,7 @@ import numpy as np
 from oper.plan import Plan, TablePlan, Tier
 from oper.search.cost.model import CostModel, Evaluation, Phase, is_ordered
 from oper.search.cost.tally import Tally
-from oper.search.problem.machine import GROUPS, by_group
+from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import Problem, TableProblem
 
 _TARGETS = 4  # ranks that are tried as the new owner
@@ -91,8 +91,8 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
 
 def _load_us(model: CostModel, alone: Tally, number: int, phase: Phase) -> float:
     """What one tier adds to the binding group of the slowest rank of phase `number`."""
-    seconds = model.units(alone)[number] * model.machine.seconds_per_unit
-    return float(by_group(seconds)[GROUPS.index(phase.binding), phase.slowest_rank] * 1e6)
+    us = model.group_us(model.units(alone))
+    return float(us[number, GROUPS.index(phase.binding), phase.slowest_rank])
 
 
 def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple[int, int],

@@ -23,7 +23,7 @@ from oper.search.bound.pieces import COLUMN_STEP, MIN_COLUMNS, NUM_PIECE_GROUPS,
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.heuristic.candidates import Candidate, CandidatePool
-from oper.search.problem.machine import GROUPS, by_group
+from oper.search.problem.machine import GROUPS
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
 from oper.traffic import ROW_WISE
@@ -111,9 +111,13 @@ class Loads:
             room = pool.full * machine.capacity_bytes[machine.domain[r[0]]]
             room /= machine.num_near[r[0]]
             self.own_unit[c, HELD, -1] = 1.0 / max(room, 1e-3)
-        self.piece_us = np.zeros(self.num_loads)  # of a piece, in every phase that looks at tables
-        for p, name in enumerate(self.model.phases):
-            self.piece_us[p * NUM_PIECE_GROUPS] = self.model.costs.table_us * (name != RESOLVE)
+        #: float64 [P, G], which loads include the rank's own time in a phase.
+        self.own_time = np.zeros((self.num_phases, self.num_loads))
+        for p, has_local in enumerate(self.model.has_local):
+            at = p * NUM_PIECE_GROUPS
+            self.own_time[p, at:at + NUM_PIECE_GROUPS] = has_local[:NUM_PIECE_GROUPS]
+        looks = np.array([name != RESOLVE for name in self.model.phases], float)
+        self.piece_us = self.model.costs.table_us * (looks @ self.own_time)
         self.read_unit = self.by_class(self.relaxation.unit)  # the mean, its owner's load included
         for c, r in enumerate(ranks):
             others = r.size * self.read_unit[c, :, c] - self.own_unit[c]
@@ -138,8 +142,7 @@ class Loads:
         """What every plan puts on each rank, without the first pieces of `num_tables` tables;
         float64 [W, G]."""
         model, tally = self.model, self.relaxation.base_tally
-        units = model.units(Tally(tally.rows, tally.partial_replicas))
-        groups = by_group(units * model.machine.seconds_per_unit * 1e6)
+        groups = model.group_us(model.units(Tally(tally.rows, tally.partial_replicas)))
         groups[:, 0] += groups[:, NUM_PIECE_GROUPS]
         groups = groups[:, :NUM_PIECE_GROUPS]
         groups -= 1e6 * model.hidden[:, None]  # beyond the dense compute that hides it
@@ -249,13 +252,13 @@ class Annealing:
         tiers = ids * several * np.where(pushes, model.tiers_ns(True), model.tiers_ns(False))
         piece = np.tile(self.loads.piece_us, (table.size, 1))
         asked = np.zeros_like(piece)
-        for p, name in enumerate(model.phases):
-            at = p * NUM_PIECE_GROUPS
+        for name, own_time in zip(model.phases, self.loads.own_time, strict=True):
             if name in ("forward", "backward"):
-                piece[:, at] += tiers * 1e-3
-                asked[:, at] = pushed_ids * model.costs.push_ns * 1e-3
+                piece += np.outer(tiers * 1e-3, own_time)
+                asked += np.outer(pushed_ids * model.costs.push_ns * 1e-3, own_time)
             if name == "forward":
-                piece[:, at] += bags * (several & pushes) * model.costs.push_bag_ns * 1e-3
+                bag_us = bags * (several & pushes) * model.costs.push_bag_ns * 1e-3
+                piece += np.outer(bag_us, own_time)
         return piece, asked
 
     def _heads(self) -> tuple[np.ndarray, np.ndarray]:

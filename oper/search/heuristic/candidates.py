@@ -17,6 +17,7 @@ from oper.search.bound.master import Bound
 from oper.search.bound.node import Configuration
 from oper.search.bound.options import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import row_bytes
+from oper.search.problem.machine import GROUPS
 from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
 
@@ -172,10 +173,10 @@ class CandidatePool:
         model, options = self.relaxation.model, self.relaxation.options
         ns = [model.tiers_ns(any(options[o].kind == PUSH for o in r.options))
               * (len(r.stops) > 1) for r in candidates]
-        passes = [model.phases.index(p) for p in ("forward", "backward") if p in model.phases]
         local = np.zeros(self.relaxation.num_rows, bool)
         for k, (phase, group, _) in enumerate(self.relaxation.rows.names):
-            local[k] = group == "local" and phase in passes
+            local[k] = (model.phases[phase] in ("forward", "backward")
+                        and model.has_local[phase, GROUPS.index(group)])
         return np.outer(np.array(ns) * float(t.total[IDS]) * 1e-3, local)
 
     def add_thresholds(self, count: int) -> None:

@@ -13,7 +13,7 @@ from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
 from oper.search.cost.tally import Tally, row_bytes
 from oper.search.heuristic.placing import Placement, tallied
-from oper.search.problem.machine import by_group, copy_sets
+from oper.search.problem.machine import copy_sets
 from oper.search.problem.statement import TOUCHED, TableProblem
 
 #: Parts of a rank's mean load that copies are cut into; a table of one tier pays for its second.
@@ -66,8 +66,8 @@ def _with(placements: Sequence[Placement], parts: Sequence[_Part],
 
 
 def _loads(model: CostModel, tally: Tally) -> np.ndarray:
-    """Seconds by phase and by group of terms that run beside each other; float64 [P, 6, W]."""
-    return by_group(model.units(tally) * model.machine.seconds_per_unit)
+    """Microseconds by phase and by group of terms that run beside each other; float64 [P, 6, W]."""
+    return model.group_us(model.units(tally))
 
 
 def _dealt(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) -> list[int]:

@@ -14,7 +14,7 @@ from oper.search.cost.model import CostModel, Evaluation
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally, owned_features
 from oper.search.heuristic.annealing import Part, Shard, dealt_options
 from oper.search.heuristic.candidates import Candidate
-from oper.search.problem.machine import GROUPS, by_group, copy_sets
+from oper.search.problem.machine import GROUPS, copy_sets
 from oper.search.problem.statement import IDS, TableProblem
 
 Placement = tuple[Piece, ...]
@@ -214,7 +214,7 @@ def _owner_prices(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
     for rank_class, ranks in enumerate(classes):
         unit = np.zeros((NUM_ROWS, NUM_ROWS, model.machine.world_size))
         unit[np.arange(NUM_ROWS), np.arange(NUM_ROWS), int(ranks[0])] = 1.0
-        own = by_group(model.loads(unit) * model.machine.seconds_per_unit * 1e6)[..., int(ranks[0])]
+        own = model.group_us(model.loads(unit))[..., int(ranks[0])]
         price[:, ranks] = np.einsum("qpg,pg->q", own, weight[:, :, rank_class])[:, None]
     return price
 

@@ -16,7 +16,9 @@ from oper.topology import Topology
 
 # Terms of a phase's load on one rank. `memory` and `compute` add up (one core or one kernel does
 # both); the result, each direction of each link class, and what a rank reads and writes in host
-# memory run beside each other.
+# memory run beside each other. A phase with an exchange between hosts is an exception: messages are
+# written before they are sent and used when they have arrived, so that a rank's own work comes on
+# top of either direction.
 TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "host_memory")
 MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY = range(7)
 GROUPS = ("local", "link_in", "link_out", "cross_in", "cross_out", "host_memory")
@@ -132,10 +134,20 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
                    capacity, np.full(len(hosts), float(topology.host_memory_bytes)))
 
 
-def by_group(loads: np.ndarray) -> np.ndarray:
-    """What runs beside each other; float64 [..., 7, W] by term -> [..., 6, W] by group."""
+def by_group(loads: np.ndarray, has_local: np.ndarray) -> np.ndarray:
+    """What runs beside each other.
+
+    Args:
+        loads: float64 [..., 7, W], by term.
+        has_local: bool [..., 6], which groups include the rank's own memory and compute.
+
+    Returns:
+        float64 [..., 6, W].
+    """
     local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
-    return np.concatenate([local, loads[..., LINK_IN:, :]], axis=-2)
+    out = local * has_local[..., None]
+    out[..., 1:, :] += loads[..., LINK_IN:, :]
+    return np.asarray(out)
 
 
 def add_wire(units: np.ndarray, machine: Machine) -> None:

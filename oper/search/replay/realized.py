@@ -141,7 +141,7 @@ class RealizedLoad:
         self._exchange(units, exchange)
         seconds = units * self.problem.machine.seconds_per_unit
         phases = tuple(Phase(name, units[k], seconds[k], self.fixed_us[k],
-                             self.model.hidden[k])
+                             self.model.hidden[k], self.model.has_local[k])
                        for k, name in enumerate(self.model.phases))
         return StepLoad(phases, rows[BACKWARD_IDS] * self.model.costs.sort_ns / 1e3)
 

@@ -5,7 +5,8 @@ training step on a rank: forward (and, with pushed tiers, a barrier), dense comp
 barrier, update, barrier. Ranks do not wait for each other between forward and backward. With K
 batches in flight the id-only work of up to K - 1 later batches (sorting ids) runs in the lookup
 lane while dense compute keeps the rank busy; rows are never read before the previous update. An
-inference rank answers one batch after the other, up to K of them between its two lanes.
+inference rank answers one batch after the other, up to K of them between its two lanes. Messages
+between hosts are drawn after all of the phase's own work, some of which comes after them.
 
 The trace is JSON in the trace-event format (Chrome, Perfetto): complete events in microseconds, one
 process per rank, one thread per lane.
@@ -145,13 +146,15 @@ class _Player:
         """One phase on all ranks, each from when it is free; `less_us` has been done before."""
         local = np.maximum(phase.groups[0] * 1e6 - less_us, 0.0)
         links = phase.seconds[list(_LINKS)] * 1e6
+        first = local * phase.has_local[1:1 + len(_LINKS), None]  # of each link
         for rank, start in enumerate(self.now.tolist()):
             busy = start + float(local[rank])
             self.add(rank, LOOKUPS, phase.name, number, (start, busy), phase.units[0, rank])
             for k, term in enumerate(_LINKS):
+                begin = start + float(first[k, rank])
                 self.add(rank, DENSE + 1 + k, phase.name, number,
-                         (start, start + float(links[k, rank])), phase.units[term, rank])
-        self.now = self.now + np.maximum(local, links.max(axis=0)) + phase.fixed_us
+                         (begin, begin + float(links[k, rank])), phase.units[term, rank])
+        self.now = self.now + np.maximum(local, (first + links).max(axis=0)) + phase.fixed_us
 
     def barrier(self, number: int) -> None:
         end = float(self.now.max())

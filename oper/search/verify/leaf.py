@@ -33,7 +33,6 @@ from oper.search.verify.loads import (
     copy_units,
     free_blocks,
     kind_rows,
-    time_us,
 )
 from oper.search.verify.prices import (
     APART,
@@ -76,10 +75,10 @@ class Checker:
                        if "per_host" in problem.allow and not pushes and sets
                        and len(self.classes.ranks) == 1 else [])
         whole, self.base = base_tally(model, pushes)
-        base = time_us(model, model.units(whole))[:, :PIECE_GROUPS]
+        base = model.group_us(model.units(whole))[:, :PIECE_GROUPS]
         hidden = 1e6 * model.hidden  # [P, W]
         #: float64 [P, 6, W], what every plan puts on each rank beyond what hides it.
-        self.visible = time_us(model, model.units(self.base)) - hidden[:, None]
+        self.visible = model.group_us(model.units(self.base)) - hidden[:, None]
         #: float64 [C, P, 5], what every plan puts on each rank of a class; [P, 5], on any.
         self.floor = np.stack([base[..., r].min(axis=-1) for r in self.classes.ranks])
         self.hidden_most = np.stack([hidden[:, r].max(axis=-1) for r in self.classes.ranks])
@@ -114,9 +113,10 @@ class Checker:
         if "push" not in self.kinds:
             return
         u, rows = self.units, self.rows["push"]
+        has_local = self.model.has_local[:, :PIECE_GROUPS]
         partial = u.own[:, PARTIALS, :, :PIECE_GROUPS].copy()
         if self.part.beside_reader:
-            partial[..., LOCAL] -= u.other[:, PARTIALS, :, LOCAL]
+            partial -= u.other[:, PARTIALS, :, LOCAL, None] * has_local
         each = []
         for x in rows:
             owner, reader = x.owner[:, :, IDS:], x.reader[:, :, IDS:]
@@ -124,8 +124,8 @@ class Checker:
             if self.part.beside_reader:  # than a rank of the owner's class, if there is one
                 read = self._elsewhere(owner, reader)[..., LOCAL]
                 same = np.einsum("wcfcp->wfcp", read)
-                load[..., LOCAL] -= np.where(np.isnan(same), np.nanmin(read, axis=3).swapaxes(1, 2),
-                                             same)
+                least = np.nanmin(read, axis=3).swapaxes(1, 2)
+                load -= np.where(np.isnan(same), least, same)[..., None] * has_local
             each.append(load)
         asks = self.model.costs.push_ns * u.own[:, list(self.model.passes)].sum(axis=1)
         self.costs.set_loads(np.array(each), asks[..., :PIECE_GROUPS], np.maximum(partial, 0.0))
@@ -205,8 +205,8 @@ class Checker:
             sums[:, 0, PARTIALS] = 1.0
             partial += price * self._read(name, p, g, sums,
                                            np.zeros((*sums.shape, size.size)))[:, 0]
-            if name == READER:
-                every = every + price * u.own[:, :, p, g].min(axis=0)
+            if self._adds_local(p, g):
+                every = every + price * u.own[:, :, p, LOCAL].min(axis=0)
         if self.copies:
             y = leaf.load.mean(axis=-1)
             cost["copies"] = np.zeros(shape)
@@ -219,18 +219,27 @@ class Checker:
             piece=costs.table_us * 1e3 * float(every[list(self.model.every_pass)].sum()),
             tier=float(every[passes].sum()), bag=costs.push_bag_ns * float(every[FORWARD_NS]))
 
+    def _adds_local(self, p: int, g: int) -> bool:
+        """Whether rows about owners hold what these read beside the piece, of their own time."""
+        return bool(self.part.beside_reader and self.model.has_local[p, g])
+
     def _read(self, name: str, p: int, g: int, owner: np.ndarray, reader: np.ndarray
               ) -> np.ndarray:
-        """What a rank reads of a unit of each feature at least, whoever owns the largest piece;
-        owner [..., C, F, 20], reader [..., C, F, 20, D] -> float64 [..., C, F]."""
-        u = self.units
+        """What a rank reads of a unit of each feature at least, whoever owns the largest piece: in
+        its own time, where that counts, and over its links, except for `READER`; owner [..., C, F,
+        20], reader [..., C, F, 20, D] -> float64 [..., C, F]."""
+        u, out = self.units, np.zeros(owner.shape[:-1])
+        if self._adds_local(p, g):
+            own = np.einsum("...cfq,cq->...cf", owner, u.own[:, :, p, LOCAL])
+            other = np.nanmin(self._elsewhere(owner, reader)[..., p, LOCAL], axis=-1)
+            out += np.minimum(own, other)
         if name == READER:
-            own = np.einsum("...cfq,cq->...cf", owner, u.own[:, :, p, g])
-            other = np.nanmin(self._elsewhere(owner, reader)[..., p, g], axis=-1)
-            return np.asarray(np.minimum(own, other))
+            return out
         read = u.far[:, :, p, g]
         if name == APART:
-            here = u.rest[:, :, p, g][..., list(self.part.apart)].min(axis=-1)
+            here = u.links[:, :, p, g][..., list(self.part.apart)]
+            there = np.isfinite(u.rest[:, :, p, g][..., list(self.part.apart)])
+            here = np.where(there, here, np.inf).min(axis=-1)
             read = np.where(np.isfinite(here), here, 0.0)  # nobody else is there
-        return np.asarray(np.einsum("...cfq,cq->...cf", owner[..., :NUM_RELATIONAL],
-                                    read[:, :NUM_RELATIONAL]))
+        return out + np.einsum("...cfq,cq->...cf", owner[..., :NUM_RELATIONAL],
+                               read[:, :NUM_RELATIONAL])

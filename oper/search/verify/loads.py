@@ -13,17 +13,12 @@ import numpy as np
 from oper.plan import Piece, Tier
 from oper.search.cost.model import CostModel
 from oper.search.cost.tally import NUM_RELATIONAL, NUM_ROWS, Tally
-from oper.search.problem.machine import GROUPS, RankClasses, by_group
+from oper.search.problem.machine import GROUPS, RankClasses
 from oper.search.problem.statement import NUM_FEATURES, TableProblem
 
 LOCAL = GROUPS.index("local")
 #: Ways to hold rows; the rows of a pushed tier are pooled by their owner.
 KINDS = ("replicated", "shard", "host", "push")
-
-
-def time_us(model: CostModel, units: np.ndarray) -> np.ndarray:
-    """Microseconds by phase and group of terms; float64 [..., P, 7, W] -> [..., P, 6, W]."""
-    return by_group(units * model.machine.seconds_per_unit * 1e6)
 
 
 class UnitLoads:
@@ -40,8 +35,9 @@ class UnitLoads:
         rest: as `on`, infinite on the rank itself.
         other: float64 [C, 20, P, 6], the least on any other rank.
         hood: int64 [W], host of each rank; on a single host, its memory domain.
-        far: float64 [C, 20, P, 6], the least on a rank of another of these, were all links as fast
-            as the fastest.
+        links: float64 [C, 20, P, 6, W], what of `on` are bytes over links and of host memory.
+        far: float64 [C, 20, P, 6], the least of these on a rank of another host, were all links as
+            fast as the fastest.
     """
 
     def __init__(self, model: CostModel, classes: RankClasses) -> None:
@@ -50,7 +46,8 @@ class UnitLoads:
         rows = np.zeros((len(self.first), NUM_ROWS, NUM_ROWS, world))
         for c, rank in enumerate(self.first):
             rows[c, np.arange(NUM_ROWS), np.arange(NUM_ROWS), rank] = 1.0
-        self.on = time_us(model, model.loads(rows))
+        units = model.loads(rows)
+        self.on = model.group_us(units)
         self.own = np.stack([self.on[c, ..., r] for c, r in enumerate(self.first)])
         self.rest = self.on.copy()
         for c, rank in enumerate(self.first):
@@ -58,8 +55,10 @@ class UnitLoads:
         self.other = self.rest.min(axis=-1)
         m = model.machine
         self.hood = m.host if m.host.any() else m.domain
-        seconds = m.seconds_per_unit[1:]
-        by_byte = self.on / np.where(seconds > 0, seconds, np.inf)
+        seconds = m.seconds_per_unit[1:].copy()
+        seconds[LOCAL] = 0.0
+        self.links = units[..., 1:, :] * seconds * 1e6
+        by_byte = self.links / np.where(seconds > 0, seconds, np.inf)
         self.far = np.zeros(self.own.shape)
         for c, rank in enumerate(self.first if self.hood.any() else ()):
             self.far[c] = (by_byte[c, ..., self.hood != self.hood[rank]].min(axis=0)
@@ -121,7 +120,7 @@ def copy_units(model: CostModel, t: TableProblem, ranks: tuple[int, ...]
         owner[f, list(ranks)] = 1.0 / len(ranks)
         rows, need, send = model.subset_rows(t, t.spec.dim, tier, owner)
         tally = Tally(rows, {ranks: (need, send)})
-        times.append(time_us(model, model.units(tally)).sum(axis=-1))
+        times.append(model.group_us(model.units(tally)).sum(axis=-1))
         held.append(model.evaluation(tally).held_bytes.sum())
     return np.stack(times), np.array(held)
 
