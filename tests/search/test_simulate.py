@@ -114,7 +114,7 @@ def test_rows_between_two_gpus_are_the_distinct_ones() -> None:
     forward, backward, update = load.phases
     assert forward.units[LINK_IN].tolist() == [3 * spec.row_bytes, 0]
     assert forward.units[LINK_OUT].tolist() == [0, 3 * spec.row_bytes]
-    assert update.units[LINK_IN].tolist() == [0, 3 * 4 * spec.dim]
+    assert update.units[LINK_IN].tolist() == [0, 3 * (4 * spec.dim + 4)]  # with their slots
     assert not backward.units[LINK_IN].any() and not forward.units[CROSS_IN].any()
     counts = Replay(plan).step([one, {}])
     assert counts[0].counts[KIND["rows"], 0].tolist() == [0, 4]

@@ -239,7 +239,7 @@ class InequalityMaker:
         of_rank, _ = neighbourhoods(model.machine)
         own_time = alone[0][:, :, LOCAL, None] * self.pieces.has_local[..., None]
         far = (alone[0] - own_time)[..., of_rank != of_rank[0]]
-        seconds = model.machine.seconds_per_unit[1:1 + NUM_PIECE_GROUPS]
+        seconds = model.machine.seconds_per_unit[1:-1]
         far = (far / seconds[:, of_rank != of_rank[0]]).max(axis=-1, initial=0.0)
         other = np.stack([far * seconds.min(axis=1)] * len(first))
         own = other.copy()
