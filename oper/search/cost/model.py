@@ -33,13 +33,7 @@ from oper.errors import PlanError, fail
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.cost.caching import Caching
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
-from oper.search.cost.links import (
-    broadcast,
-    host_sends,
-    owner_receives,
-    owner_sends,
-    subset_reads,
-)
+from oper.search.cost.links import broadcast, host_sends, owner_receives, owner_sends, subset_reads
 from oper.search.cost.tally import (
     BACKWARD_BYTES,
     BACKWARD_IDS,
@@ -67,21 +61,12 @@ from oper.search.cost.tally import (
     owned_features,
     row_bytes,
 )
-from oper.search.problem.machine import (
-    COMPUTE,
-    GROUPS,
-    HOST_MEMORY,
-    MEMORY,
-    TERMS,
-    add_wire,
-    by_group,
-)
+from oper.search.problem.machine import COMPUTE, HOST_MEMORY, MEMORY, TERMS, add_wire, by_group
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 from oper.traffic import ROW_WISE
 
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
-EXCHANGES = ("forward", "update")  # phases in which hosts send each other messages
 ID_BYTES = 8  # one id in memory
 SLOT_BYTES = 4  # number of a row at its owner, which goes with its gradient and its new value
 REQUEST_BYTES = SLOT_BYTES + 1 / 8  # to an owner, per pushed id; the bit says where bags begin
@@ -115,9 +100,7 @@ class CostModel:
         m = self.machine
         #: bool [num_phases, 6], which groups include a rank's own memory and compute: what hosts
         #: exchange, in the phases in which they do.
-        self.has_local = np.array([
-            [g == "local" or (p in EXCHANGES and m.host.any() and g.startswith("cross"))
-             for g in GROUPS] for p in self.phases], bool)
+        self.has_local = m.local_groups(self.phases)
         #: float64 [W], nanoseconds per id of a pulled tier; 0 where one domain holds all ranks.
         self._per_far_id = self.costs.far_ns * (m.num_near < m.world_size)
 

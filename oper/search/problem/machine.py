@@ -21,6 +21,7 @@ from oper.topology import Topology
 # top of either direction.
 TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "host_memory")
 MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY = range(7)
+EXCHANGES = ("forward", "update")  # phases in which hosts send each other messages
 GROUPS = ("local", "link_in", "link_out", "cross_in", "cross_out", "host_memory")
 
 
@@ -52,6 +53,12 @@ class Machine:
     def world_size(self) -> int:
         """Number of ranks W."""
         return self.domain.size
+
+    def local_groups(self, phases: tuple[str, ...]) -> np.ndarray:
+        """Which groups of each phase include a rank's own memory and compute; bool [P, 6]."""
+        return np.array([[g == "local" or (p in EXCHANGES and self.host.any()
+                                           and g.startswith("cross")) for g in GROUPS]
+                         for p in phases], bool)
 
     def domain_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over the ranks of one's own domain; float64 [..., W] -> [..., W]."""
