@@ -38,6 +38,9 @@ def flat(topology, objective="training", num_rows=64, dim=16, length=1, batch=32
         objective=objective, batch_size=batch, allow=EVERYTHING)
 
 
+SLOT, REQUEST = 4, 4 + 1 / 8  # bytes of a row's number; of a pushed id, and a bit where bags begin
+
+
 def plan_of(stated, *tiers, pieces=None):
     t = stated.tables[0].spec
     columns = pieces or (Piece(0, t.dim, tiers),)
@@ -54,8 +57,8 @@ def test_striped_pull_moves_unique_rows_both_ways():
     assert forward.units[LINK_IN] == pytest.approx(np.full(4, u * w / 4))
     assert forward.units[CROSS_IN] == pytest.approx(np.full(4, u * w / 2))
     assert forward.units[LINK_OUT].sum() == pytest.approx(forward.units[LINK_IN].sum())
-    assert update.units[LINK_IN] == pytest.approx(np.full(4, u * w / 4))
-    assert update.units[CROSS_OUT] == pytest.approx(np.full(4, u * w / 2))
+    assert update.units[LINK_IN] == pytest.approx(np.full(4, u * (w + SLOT) / 4))
+    assert update.units[CROSS_OUT] == pytest.approx(np.full(4, u * (w + SLOT) / 2))
 
 
 def test_replicas_cost_what_the_design_says():
@@ -65,7 +68,7 @@ def test_replicas_cost_what_the_design_says():
     forward, _, update = evaluate(plan_of(stated, Tier(0, 64, "replicated", (0, 1, 2, 3))),
                                   stated).phases
     assert forward.units[2:].sum() == 0
-    wanted = 3 * 64 * (t.total[TOUCHED] + t.total[TOUCHED_ALL])
+    wanted = 3 * (64 + SLOT) * (t.total[TOUCHED] + t.total[TOUCHED_ALL])
     assert update.units[LINK_IN].sum() == pytest.approx(wanted)
     assert update.units[LINK_OUT].sum() == pytest.approx(wanted)
 
@@ -119,7 +122,7 @@ def test_update_is_the_owners_work():
     t = stated.tables[0]
     update = evaluate(plan_of(stated, Tier(0, 64, "owned", (1,))), stated).phases[2]
     assert update.units[COMPUTE] == pytest.approx([0, t.total[TOUCHED_ALL] * 12.0])
-    merged = 2 * t.total[TOUCHED] * 64
+    merged = 2 * t.total[TOUCHED] * (64 + SLOT)
     assert update.units[MEMORY] == pytest.approx(
         [0, t.total[TOUCHED_ALL] * 2 * (64 + 4) + merged])
     assert update.slowest_rank == 1 and update.binding == "local"
@@ -143,12 +146,13 @@ def test_push_sends_ids_and_one_partial_sum_per_bag_and_owner():
     bags = t.traffic.num_bags
     assert forward.units[LINK_IN, 0] == pytest.approx(bags * 64)
     assert forward.units[LINK_OUT, 2] == pytest.approx(3 * bags * 64)
-    assert forward.units[LINK_IN, 2] == pytest.approx(3 * t.total[IDS] * 8)
+    assert forward.units[LINK_IN, 2] == pytest.approx(3 * t.total[IDS] * REQUEST)
     assert update.units[LINK_IN, 2] == pytest.approx(3 * bags * 64)
     striped = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1, 2, 3), mode="push")),
                        stated).phases[0]
     each = t.traffic.bags_touching(0.25)
-    assert striped.units[LINK_IN, 0] == pytest.approx(3 * each * 64 + 3 * t.total[IDS] / 4 * 8)
+    assert striped.units[LINK_IN, 0] == pytest.approx(
+        3 * each * 64 + 3 * t.total[IDS] / 4 * REQUEST)
     assert 4 * each > bags  # splitting by rows multiplies partial sums
 
 
@@ -168,7 +172,7 @@ def test_columns_split_bytes_but_not_ids():
     whole = evaluate(plan_of(stated, tier), stated)
     ids = stated.tables[0].total[IDS]
     assert split.phases[0].units[LINK_IN, :2] == pytest.approx(
-        [3 * ids * 8 + stated.tables[0].traffic.num_bags * 32] * 2)
+        [3 * ids * REQUEST + stated.tables[0].traffic.num_bags * 32] * 2)
     assert split.phases[0].units[LINK_IN, 3] == pytest.approx(whole.phases[0].units[LINK_IN, 3])
     # Row-wise Adagrad must add up squared gradients over the pieces: one more barrier.
     assert split.phases[2].fixed_us == 2 * whole.phases[2].fixed_us

@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from oper.search.bound.rows import ResourceRows
+from oper.search.cost.model import SLOT_BYTES
 from oper.search.cost.tally import BROADCAST, HELD, NUM_ROWS, UPDATE_NS, row_bytes
 from oper.search.problem.machine import (
     COMPUTE,
@@ -83,5 +84,5 @@ class CopyRows:
         out[ROWS] += row * self.held
         out[TOUCHED] += row * self.need
         if model.training:
-            out[TOUCHED_ALL] += row * self.send + model.costs.refresh_ns * self.refresh
+            out[TOUCHED_ALL] += (row + SLOT_BYTES) * self.send + model.costs.refresh_ns * self.refresh
         return np.asarray(out)
