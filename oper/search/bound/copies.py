@@ -84,5 +84,6 @@ class CopyRows:
         out[ROWS] += row * self.held
         out[TOUCHED] += row * self.need
         if model.training:
-            out[TOUCHED_ALL] += (row + SLOT_BYTES) * self.send + model.costs.refresh_ns * self.refresh
+            out[TOUCHED_ALL] += ((row + SLOT_BYTES) * self.send
+                                 + model.costs.refresh_ns * self.refresh)
         return np.asarray(out)
