@@ -175,7 +175,7 @@ def test_ranks_own_the_parts_of_pulled_rows_that_they_were_given(units: tuple[in
     allowed = frozenset({"striped", "owned", "pull"})
     annealed = _annealing(problem(6, 1, _hosts(2, 1), allow=allowed))
     found = annealed.run(1_000, 0.0, 1)
-    placed = Placer(annealed.relaxation, annealed.book.total).place(found.parts, units)
+    placed = Placer(annealed.relaxation, annealed.pool.total).place(found.parts, units)
     held = sum(owned_features(t, tier, 2, True)[ROWS]
                for t, pieces in zip(annealed.relaxation.tables, placed, strict=True)
                for tier in pieces[0].tiers)
