@@ -124,7 +124,6 @@ class ShardedTables(MeasuredTables):
         self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
         self._arguments = KernelArguments(self.optimizers or {}, self._rounding_keys,
                                           any(t.dtype != "float32" for t in tables))
-        self.guard = GradientGuard(self.features, self.specs)
         self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
         domains = find_domains(group)
         self._exchange = self._open_exchange(domains) if len(set(domains)) > 1 else None
@@ -139,6 +138,7 @@ class ShardedTables(MeasuredTables):
         self._keep()
         self._checks = BatchChecks()
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
+        self.guard = GradientGuard(self.features, self.specs)
         self._holds_gradients = 0  # threads and blocks within `no_sync`
         self._pending: list[Backward] = []
         # Makes autograd call our backward although the tables are no parameters.
