@@ -72,7 +72,7 @@ class Placer:
                 tiers = zip(candidate.stops, candidate.options, strict=True)
                 for n, (stop, option) in enumerate(tiers):
                     if shard is not None and self.dealt[k, option]:
-                        tier: Tier | None = self._dealt(k, start, stop, option, shard)
+                        tier: Tier | None = self._dealt(k, start, stop, option, *shard[1:])
                     else:
                         tier = self._uneven(k, start, stop, option, np.array(units))
                     if tier is not None:
@@ -156,14 +156,11 @@ class Placer:
             ends = np.cumsum(units) / units.sum() * max(1, (stop - start) // 2)
             units = np.diff(np.floor(ends + k * _GOLDEN % 1.0), prepend=0).astype(np.int64)
         has = units > 0
-        if has.sum() == 1:
-            owned = "owned" in placements
-            return Tier(start, stop, "owned" if owned else "striped", (int(ranks[has][0]),))
-        return Tier(start, stop, "striped", tuple(ranks[has].tolist()),
-                    tuple(units[has].tolist()), "pull")
+        weights = tuple(units[has].tolist()) if has.sum() > 1 else ()
+        return self._dealt(k, start, stop, option, tuple(ranks[has].tolist()), weights)
 
-    def _dealt(self, k: int, start: int, stop: int, option: int, shard: Shard) -> Tier:
-        _, ranks, weights = shard
+    def _dealt(self, k: int, start: int, stop: int, option: int, ranks: tuple[int, ...],
+               weights: tuple[int, ...]) -> Tier:
         placements = self.model.problem.placements_of(self.relaxation.tables[k].spec.name)
         owned = len(ranks) == 1 and "owned" in placements
         return Tier(start, stop, "owned" if owned else "striped", ranks, weights,
