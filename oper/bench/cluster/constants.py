@@ -28,7 +28,6 @@ _PROBE_S = 0.3  # a link is kept busy for so long, several times
 _REPEATS = 3
 _GATHERS = 24
 _MEMORY_BYTES = 8 << 30  # per host, unless a case says otherwise
-_MEETING = (1024, 8)  # bytes to each rank, repetitions
 
 
 def measured_topology(links: Links, alone: Topology, memory_bytes: int | None = None
@@ -48,7 +47,7 @@ def measured_topology(links: Links, alone: Topology, memory_bytes: int | None = 
     unlimited = _unlimited(links, alone.world_size)
     if rank == 0:
         set_rates(links, True)
-    meeting_us = _meeting_us()
+    meeting_us = calibrate_network.meeting_us()
     gbps = _link_gbps(links)
     found = {"contention": round(unlimited["contention"], 3),
              "ns_per_byte": round(unlimited["ns_per_byte"], 3), "meeting_us": round(meeting_us, 1),
@@ -120,12 +119,6 @@ def _exchange_s(sizes: Callable[[int, int], int], repeats: int) -> float:
         transport.exchange(send, there, recv, back)
         taken.append(time.perf_counter() - begin)
     return float(np.median(slowest(taken[1:])))
-
-
-def _meeting_us() -> float:
-    """A head and a small payload, as `calibrate_network` counts it."""
-    num_bytes, repeats = _MEETING
-    return 2e6 * _exchange_s(lambda s, r: num_bytes * (s != r), repeats)
 
 
 def _link_gbps(links: Links) -> list[float]:
