@@ -48,7 +48,8 @@ from oper.stats import AccessStats
 from oper.topology import Topology
 
 HEADER_BYTES = 66  # Ethernet, IPv4 and TCP with time stamps, of a packet
-_SCREENED_STEPS = 1
+_SCREENED_STEPS = (2, 5)  # at least, and at most: until the two fastest agree
+_AGREE_SHARE = 1.05
 _FAR_BEHIND = 2.5  # a first step so many times the best ends a contender's screening
 _TIMED_SHARE = 1.5  # contenders within this of the best are timed
 _NEAR_SHARE = 1.15  # and those of TorchRec's plans within this of its best
@@ -229,9 +230,10 @@ class _Runner:
 
     def _screen(self, every: list[Contender], planned: Planned, problem: Problem | None
                 ) -> dict[str, float]:
-        """Milliseconds of the faster of two steps of everybody; who is far behind is closed.
+        """Milliseconds of everybody's fastest step of a few; who is far behind is closed.
 
-        A contender that cannot be built is left out with the reason.
+        The first steps on links that have just been limited may send in one direction after the
+        other. A contender that cannot be built is left out with the reason.
         """
         found: dict[str, float] = {}
         for contender in list(every):
@@ -242,11 +244,13 @@ class _Runner:
                 every.remove(contender)
                 continue
             run, best = self._call(self.sides[contender.name]), min(found.values(), default=1e30)
-            seconds = []
-            for k in range(1 + _SCREENED_STEPS):
+            seconds: list[float] = []
+            for k in range(_SCREENED_STEPS[1]):
                 dist.barrier()
                 seconds.append(slowest([record.elapsed(functools.partial(run, k))])[0] * 1e3)
-                if seconds[0] > _FAR_BEHIND * best:
+                fastest = sorted(seconds)[:2]
+                if seconds[0] > _FAR_BEHIND * best or (
+                        k + 1 >= _SCREENED_STEPS[0] and fastest[1] < _AGREE_SHARE * fastest[0]):
                     break
             found[contender.name] = min(seconds)
             for name in self._hopeless(found):
@@ -374,7 +378,7 @@ class _Runner:
         oper = found["oper"]
         theirs = [n for n, x in found.items() if x["runtime"] == "torchrec"]
         peers = [n for n, x in found.items() if x["runtime"] == "oper" and n != "oper"]
-        # The faster of two steps of screening is no median of steps in turn with the others.
+        # The fastest step of screening is no median of steps in turn with the others.
         best, peer = (min(names, key=lambda n: (found[n]["is_screened_only"],
                                                 found[n]["executed_ms"]), default=None)
                       for names in (theirs, peers))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 
 from oper.bench.cluster.network import Links
-from oper.bench.core.planning import world
+from oper.bench.core.planning import gather, world
 from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import (
     Side,
@@ -153,8 +155,33 @@ def _oper(work: Workload, plan: Plan, objective: str) -> Callable[[], tuple[Side
 
 @functools.lru_cache(maxsize=1)
 def _collection(work: Workload) -> Any:
-    """The tables that all sides of OPER's runtime copy their rows from."""
-    return make_collection(work, "cpu")
+    """The tables that all sides of OPER's runtime copy their rows from. Collective.
+
+    All ranks are on one machine and map them from one file: a copy each, of sixteen ranks, would
+    not fit into its memory.
+    """
+    collection = make_collection(work, "meta")
+    is_first = world()[0] == 0
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    file = tempfile.NamedTemporaryFile(prefix="oper-cluster-", dir=folder) if is_first else None
+    path = gather(file.name if file else None)[0]
+    bags = collection.embedding_bags
+    numel = sum(bag.weight.numel() for bag in bags.values())
+    if file:
+        file.truncate(4 * numel)
+    gather(None)
+    flat, at = torch.from_file(path, shared=True, size=numel), 0
+    if is_first:
+        weights = [b.weight.detach().view(-1) for b in
+                   make_collection(work, "cpu").embedding_bags.values()]
+        torch.cat(weights, out=flat)
+    for bag in bags.values():
+        weight = flat[at:at + bag.weight.numel()].view(bag.weight.shape)
+        bag.weight, at = torch.nn.Parameter(weight), at + weight.numel()
+    gather(None)
+    if file:
+        file.close()  # the mapping outlives its name
+    return collection
 
 
 def _torchrec(work: Workload, kind: str, links: Links, machine: Mapping[str, Any]
