@@ -18,6 +18,7 @@ import oper
 from oper.errors import FileFormatError, OperError
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA
 from oper.plan import Plan, uniform_plan
+from oper.shmem.group.connections import rank_of
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.memory.host_heap import exchange_over_sockets
 from oper.shmem.publication.handshake import socket_name
@@ -185,18 +186,12 @@ def test_what_another_user_publishes_is_not_read() -> None:
         stranger.communicate("\n", timeout=30)
 
 
-def test_a_stranger_does_not_stop_the_watch() -> None:
-    """Bytes of somebody else at the port of a rank's watch are dropped, and ranks still meet."""
-    from oper.shmem.group.liveness import Watch
-
-    watch = Watch.__new__(Watch)
-    watch._peers = {}
-    watch._group = ThreadGroup.create(2)[0]
+def test_a_stranger_is_no_rank() -> None:
+    """Bytes of somebody else at the port where ranks connect."""
+    group = ThreadGroup.create(2)[0]
     for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(40), b"\0" * 40):
         here, there = socket.socketpair()
-        with there:
+        with here, there:
             there.sendall(greeting)
             there.shutdown(socket.SHUT_WR)
-            watch._welcome(here, b"t" * 32)
-        assert watch._peers == {}
-        assert here.fileno() == -1, "its connection is closed"
+            assert rank_of(here, b"t" * 32, group) is None

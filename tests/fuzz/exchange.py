@@ -58,9 +58,9 @@ class _Recorder:
     def __init__(self, inner: Any) -> None:
         self._inner, self.kept = inner, b""
 
-    def exchange(self, send: torch.Tensor, there: list[int], recv: torch.Tensor, back: list[int],
-                 is_head: bool = False) -> None:
-        self._inner.exchange(send, there, recv, back, is_head)
+    def exchange(self, send: torch.Tensor, there: list[int], recv: torch.Tensor, back: list[int]
+                 ) -> None:
+        self._inner.exchange(send, there, recv, back)
         self.kept += recv[back[0]:].numpy().tobytes()
 
 
@@ -72,8 +72,8 @@ class _Player:
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
-    def exchange(self, send: torch.Tensor, there: list[int], recv: torch.Tensor, back: list[int],
-                 is_head: bool = False) -> None:
+    def exchange(self, send: torch.Tensor, there: list[int], recv: torch.Tensor, back: list[int]
+                 ) -> None:
         recv[:back[0]] = send[:there[0]]
         part = self._data[self._at:self._at + back[1]]
         if len(part) < back[1]:

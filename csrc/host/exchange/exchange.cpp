@@ -101,7 +101,7 @@ Status Exchange::exchange_heads(Meeting what, bool weighted, Status mine) {
     head[kCollection] = setup_.collection;
   }
   const std::vector<int64_t> bytes(static_cast<size_t>(W), head_width_ * 4);
-  if (setup_.transport(static_cast<int64_t>(what), 1, heads_out_.data(), bytes.data(),
+  if (setup_.transport(static_cast<int64_t>(what), heads_out_.data(), bytes.data(),
                        heads_in_.data(), bytes.data()) != 0)
     return failed({7, -1});
   for (int32_t r : far_) sent_bytes[static_cast<size_t>(kSentHeaders * W + r)] += head_width_ * 4;
@@ -200,7 +200,7 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
     return failed({11, most - recv_bytes.begin()});
   }
   ++num_exchanges;
-  if (setup_.transport(static_cast<int64_t>(what), 0, send, send_bytes.data(), raw,
+  if (setup_.transport(static_cast<int64_t>(what), send, send_bytes.data(), raw,
                        recv_bytes.data()) != 0)
     return failed({7, -1});
   if (raw != to)

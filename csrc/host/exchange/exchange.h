@@ -17,10 +17,10 @@
 namespace oper::host {
 
 // Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments lie in rank
-// order, sizes in bytes. `what` is the Meeting; `is_head`: all ranks send all ranks one small size.
-// Returns 0, or anything else after an error, which the caller keeps.
-using Transport = int64_t (*)(int64_t what, int64_t is_head, const void* send,
-                              const int64_t* send_bytes, void* recv, const int64_t* recv_bytes);
+// order, sizes in bytes. `what` is the Meeting. Returns 0, or anything else after an error, which the
+// caller keeps.
+using Transport = int64_t (*)(int64_t what, const void* send, const int64_t* send_bytes, void* recv,
+                              const int64_t* recv_bytes);
 
 // What is sent, in bytes by kind and receiver; the order is that of SENT in oper/traffic.py.
 enum Sent {
@@ -90,8 +90,8 @@ class Exchange {
   // In the place of a count: the requests of the last forward pass hold for this backward pass too.
   static constexpr uint32_t kAsBefore = UINT32_MAX;
   // As oper/shmem/exchange/host.py packs them too. Heads are of whole kHeadUnit words, so that ranks which
-  // meet with different tables, or for different things, can tell: back ends end a process that is
-  // sent more than it expects.
+  // meet with different tables, or for different things, can tell who is elsewhere: of a message of
+  // another size than expected the transport can only say that it is one.
   enum Head { kPhase, kSequence, kCode, kCulprit, kWeighted, kWire, kCollection, kSpare, kHeadWidth };
   static constexpr int64_t kHeadUnit = 256;
   static constexpr int kInRows = static_cast<int>(Meeting::kRefreshes) + 1, kNumInboxes = kInRows + 1;  // one per meeting

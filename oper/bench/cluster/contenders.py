@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import tempfile
@@ -163,24 +164,22 @@ def _collection(work: Workload) -> Any:
     collection = make_collection(work, "meta")
     is_first = world()[0] == 0
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    file = tempfile.NamedTemporaryFile(prefix="oper-cluster-", dir=folder) if is_first else None
-    path = gather(file.name if file else None)[0]
-    bags = collection.embedding_bags
-    numel = sum(bag.weight.numel() for bag in bags.values())
-    if file:
-        file.truncate(4 * numel)
-    gather(None)
-    flat, at = torch.from_file(path, shared=True, size=numel), 0
-    if is_first:
-        weights = [b.weight.detach().view(-1) for b in
-                   make_collection(work, "cpu").embedding_bags.values()]
-        torch.cat(weights, out=flat)
-    for bag in bags.values():
+    named = (tempfile.NamedTemporaryFile(prefix="oper-cluster-", dir=folder) if is_first
+             else contextlib.nullcontext())
+    bags = collection.embedding_bags.values()
+    numel = sum(bag.weight.numel() for bag in bags)
+    with named as file:  # the mapping outlives its name
+        if file:
+            file.truncate(4 * numel)
+        path = gather(file.name if file else None)[0]
+        flat, at = torch.from_file(path, shared=True, size=numel), 0
+        if is_first:
+            torch.cat([b.weight.detach().view(-1) for b in
+                       make_collection(work, "cpu").embedding_bags.values()], out=flat)
+        gather(None)
+    for bag in bags:
         weight = flat[at:at + bag.weight.numel()].view(bag.weight.shape)
         bag.weight, at = torch.nn.Parameter(weight), at + weight.numel()
-    gather(None)
-    if file:
-        file.close()  # the mapping outlives its name
     return collection
 
 

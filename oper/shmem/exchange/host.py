@@ -41,8 +41,8 @@ from oper.shmem.group.transport import transport_of
 
 WIRE_ENV = "OPER_WIRE"
 WIRES = ("exact", "fp16", "bf16")
-_TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
-                              ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
+                              ctypes.c_void_p, ctypes.c_void_p)
 _REQUEST = struct.Struct("<32sqq")  # part, piece, number of slots
 # As in csrc/host/exchange/exchange.h: every meeting begins with a head of one size, so that ranks
 # which meet for different things can tell. Phase, sequence, code, culprit, two of the kernels',
@@ -108,8 +108,7 @@ class Exchange:
 
     # ---- bytes -----------------------------------------------------------------------------------
 
-    def _move(self, what: int, is_head: int, send: int, send_bytes: int, recv: int,
-              recv_bytes: int) -> int:
+    def _move(self, what: int, send: int, send_bytes: int, recv: int, recv_bytes: int) -> int:
         """The kernels' transport; an error is kept for `check`."""
         try:
             self._transport.spot = Spot(self.collection, what)
@@ -117,7 +116,7 @@ class Exchange:
                                                  .from_address(a)).tolist()
                            for a in (send_bytes, recv_bytes))
             self._transport.exchange(_bytes_at(send, sum(there)), there,
-                                     _bytes_at(recv, sum(back)), back, bool(is_head))
+                                     _bytes_at(recv, sum(back)), back)
         except BaseException as error:
             self._error = error
             return 1
@@ -185,7 +184,7 @@ class Exchange:
         sent = b"".join((head + body).ljust(_HEAD_BYTES, b"\0") for body in bodies)
         received = torch.empty(len(sent), dtype=torch.uint8)
         each = [_HEAD_BYTES] * len(bodies)
-        self._guarded(_tensor_of(sent), each, received, each, phase, is_head=True)
+        self._guarded(_tensor_of(sent), each, received, each, phase)
         data = received.numpy().tobytes()
         heads = [_HEAD.unpack_from(data, at) for at in range(0, len(data), _HEAD_BYTES)]
         for rank, (_, _, code, *_) in enumerate(heads):
@@ -198,13 +197,12 @@ class Exchange:
                 for at in range(0, len(data), _HEAD_BYTES)]
 
     def _guarded(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
-                 recv_bytes: list[int], phase: int | None = None, *, is_head: bool = False
-                 ) -> None:
+                 recv_bytes: list[int], phase: int | None = None) -> None:
         """Exchange bytes for a phase, by default that of the last exchange."""
         if phase is not None:
             self._transport.spot = Spot(self.collection, phase)
         try:
-            self._transport.exchange(send, send_bytes, recv, recv_bytes, is_head)
+            self._transport.exchange(send, send_bytes, recv, recv_bytes)
         except Exception as error:
             self._give_up_after(error)
             raise

@@ -8,24 +8,18 @@ it, and a rank that waits too long asks the others how far they are.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import secrets
 import selectors
 import socket
 import struct
 import threading
 
-from oper.errors import OperError, fail
+from oper.shmem.group.connections import connect, receive
 from oper.shmem.group.desync import GAVE_UP, LATE, LOST, Spot, Verdict, outnumbered, register_of
 from oper.shmem.group.groups import Group
 
-_CONNECT_S = 60.0
 _MESSAGE = struct.Struct("<4sqq")  # what, and two numbers
-_HELLO = struct.Struct("<32sq")
 _ASK, _TELL, _GAVE_UP = b"ask?", b"tell", b"gave"
 _ANSWER_S = 1.0
-_SIOCGIFADDR = 0x8915
 _WAITS = 1 << 40  # beside a packed spot
 
 
@@ -45,51 +39,11 @@ class Watch:
         self.is_inside = False
         self.loss: Verdict | None = None
         self._group = group
-        self._peers: dict[int, socket.socket] = {}
+        self._peers = connect(group)
         self._told: dict[int, tuple[int, Spot, bool]] = {}
         self._changed = threading.Condition()
-        self._connect()
         self._thread = threading.Thread(target=self._listen, name="oper-watch", daemon=True)
         self._thread.start()
-
-    def _connect(self) -> None:
-        group = self._group
-        with socket.create_server(("", 0), backlog=group.world_size) as server:
-            server.settimeout(_CONNECT_S)
-            own = (_own_address(), server.getsockname()[1], secrets.token_bytes(32))
-            everyone = group.all_gather(own)
-            token = everyone[0][2]
-            try:
-                for rank in range(group.rank):
-                    peer = socket.create_connection(everyone[rank][:2], timeout=_CONNECT_S)
-                    peer.sendall(_HELLO.pack(token, group.rank))
-                    self._peers[rank] = peer
-                while len(self._peers) < group.world_size - 1:
-                    peer, _ = server.accept()
-                    self._welcome(peer, token)
-            except OSError as error:
-                raise OperError(
-                    fail("cannot connect to the other ranks", "addresses",
-                         [e[:2] for e in everyone][:8], "hosts that can reach each other",
-                         f"set GLOO_SOCKET_IFNAME to the interface between them ({error})"
-                         )) from error
-        for peer in self._peers.values():
-            peer.settimeout(None)
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        group.all_gather(None)
-
-    def _welcome(self, peer: socket.socket, token: bytes) -> None:
-        """Keep a connection of the group; drop one of anybody else."""
-        peer.settimeout(_CONNECT_S)
-        with contextlib.suppress(OSError, struct.error):
-            said, rank = _HELLO.unpack(_receive(peer, _HELLO.size))
-            if secrets.compare_digest(said, token) and self._group.rank < rank < (
-                    self._group.world_size):
-                self._peers[rank] = peer
-                return
-        peer.close()
 
     # ---- listening -------------------------------------------------------------------------------
 
@@ -106,7 +60,7 @@ class Watch:
     def _heard(self, rank: int, peer: socket.socket) -> bool:
         """Act on what a peer says; False when its connection is at its end."""
         try:
-            what, a, b = _MESSAGE.unpack(_receive(peer, _MESSAGE.size))
+            what, a, b = _MESSAGE.unpack(receive(peer, _MESSAGE.size))
         except (OSError, struct.error):
             self._lose(Verdict(LOST, rank, self.spot))
             return False
@@ -172,35 +126,3 @@ class Watch:
         """Tell all peers that this rank will not take part any more, and who is to blame."""
         for rank in self._peers:
             self._say(rank, _GAVE_UP, verdict.pack(), 0)
-
-
-def _receive(peer: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        more = peer.recv(num_bytes - len(data))
-        if not more:
-            break
-        data += more
-    return data
-
-
-def _own_address() -> str:
-    """Address of this host on the interface that its collectives use."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        if name:
-            with contextlib.suppress(OSError):
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR,
-                                    struct.pack("256s", name.encode()[:15]))
-                return socket.inet_ntoa(found[20:24])
-        master = os.environ.get("MASTER_ADDR", "")
-        # A host may know its own name as a loopback address; then the default route tells more.
-        for host in (master, "192.0.2.1"):
-            with contextlib.suppress(OSError):
-                probe.connect((host, 9))  # nothing is sent: the kernel only chooses an interface
-                address = str(probe.getsockname()[0])
-                if not address.startswith("127.") or master in ("localhost", address):
-                    return address
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"

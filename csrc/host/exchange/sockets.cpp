@@ -1,0 +1,189 @@
+#include "host/exchange/sockets.h"
+
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+
+namespace oper::host {
+
+namespace {
+constexpr uint32_t kMark = 0x7265706f;
+constexpr int64_t kTurnBytes = 64 << 10;  // to one peer before the next one's turn
+// Bytes under way to a peer. Where several senders share a receiver's link, TCP gives them unequal
+// shares as long as each may have more under way than the link holds; whoever had least is the last to
+// end, and other links idle meanwhile (a quarter of the time, among four and eight hosts). Small equal
+// windows give equal shares.
+constexpr int64_t kLeastWindow = 16 << 10, kMostWindow = 4 << 20;
+constexpr double kWindows = 2;             // windows in units of what the network holds
+constexpr int64_t kTellingBytes = 256 << 10;  // an exchange of fewer says nothing of the rate
+constexpr double kForget = 0.9;            // a rate's weight one exchange later
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+bool is_full(ssize_t n) { return n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK); }
+}  // namespace
+
+Sockets::Sockets(const std::vector<int64_t>& connections) : peers_(connections.size()) {
+  for (size_t r = 0; r < peers_.size(); ++r) {
+    peers_[r].fd = static_cast<int>(connections[r]);
+    if (connections[r] < 0) {
+      rank_ = static_cast<int64_t>(r);
+    } else {
+      set_window(peers_[r], kLeastWindow);
+    }
+  }
+}
+
+bool Sockets::begin(const char* send, const int64_t* send_bytes, char* recv,
+                    const int64_t* recv_bytes) {
+  if (is_under_way_) return false;
+  is_under_way_ = true;
+  ++sequence_;
+  sent_ = 0;
+  begun_ns_ = now_ns();
+  for (size_t r = 0; r < peers_.size(); ++r) {
+    Peer& peer = peers_[r];
+    if (peer.fd >= 0) {
+      peer.head_out = {kMark, sequence_, send_bytes[r]};
+      peer.head_sent = send_bytes[r] > 0 ? 0 : sizeof(Head);
+      peer.head_got = recv_bytes[r] > 0 ? 0 : sizeof(Head);
+      peer.out = send;
+      peer.in = recv;
+      peer.out_left = send_bytes[r];
+      peer.in_left = peer.in_bytes = recv_bytes[r];
+      sent_ += send_bytes[r];
+    } else if (send_bytes[r] > 0) {
+      std::memcpy(recv, send, static_cast<size_t>(std::min(send_bytes[r], recv_bytes[r])));
+    }
+    send += send_bytes[r];
+    recv += recv_bytes[r];
+  }
+  return true;
+}
+
+// As much as the connection takes, at most a turn.
+Sockets::Result Sockets::push(Peer& peer) {
+  while (peer.sends()) {
+    const size_t head = sizeof(Head) - peer.head_sent;
+    iovec parts[2] = {{reinterpret_cast<char*>(&peer.head_out) + peer.head_sent, head},
+                      {const_cast<char*>(peer.out),
+                       static_cast<size_t>(std::min(peer.out_left, kTurnBytes))}};
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = 2;
+    const ssize_t n = sendmsg(peer.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (is_full(n)) return Result::kWaits;
+    if (n < 0) return Result::kLost;
+    const size_t of_head = std::min(head, static_cast<size_t>(n));
+    peer.head_sent += of_head;
+    peer.out += n - static_cast<ssize_t>(of_head);
+    peer.out_left -= n - static_cast<ssize_t>(of_head);
+    return peer.sends() ? Result::kWaits : Result::kDone;
+  }
+  return Result::kDone;
+}
+
+Sockets::Result Sockets::pull(Peer& peer) {
+  while (peer.receives()) {
+    const bool is_head = peer.head_got < sizeof(Head);
+    char* to = is_head ? reinterpret_cast<char*>(&peer.head_in) + peer.head_got : peer.in;
+    const size_t most =
+        is_head ? sizeof(Head) - peer.head_got : static_cast<size_t>(peer.in_left);
+    const ssize_t n = recv(peer.fd, to, most, MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (is_full(n)) return Result::kWaits;
+    if (n <= 0) return Result::kLost;
+    if (is_head) {
+      peer.head_got += static_cast<size_t>(n);
+      const Head& head = peer.head_in;
+      if (peer.head_got == sizeof(Head) &&
+          (head.mark != kMark || head.sequence != sequence_ || head.bytes != peer.in_bytes))
+        return Result::kUnexpected;
+    } else {
+      peer.in += n;
+      peer.in_left -= n;
+    }
+  }
+  return Result::kDone;
+}
+
+Sockets::Result Sockets::run(int timeout_ms) {
+  const int64_t deadline = now_ns() + int64_t{1'000'000} * timeout_ms;
+  const size_t W = peers_.size();
+  std::vector<pollfd> waits;
+  std::vector<size_t> whose;
+  // Everything is tried once, then what the kernel says is ready. Each rank begins with the next one, so
+  // that not all of them send to the same one first.
+  for (bool is_first = true;; is_first = false) {
+    waits.clear();
+    whose.clear();
+    for (size_t k = 1; k < W; ++k) {
+      const size_t r = (static_cast<size_t>(rank_) + k) % W;
+      const Peer& peer = peers_[r];
+      const int events = (peer.receives() ? POLLIN : 0) | (peer.sends() ? POLLOUT : 0);
+      if (events == 0) continue;
+      waits.push_back({peer.fd, static_cast<short>(events), static_cast<short>(events)});
+      whose.push_back(r);
+    }
+    if (waits.empty()) {
+      is_under_way_ = false;
+      fit_windows();
+      return Result::kDone;
+    }
+    if (!is_first) {
+      const int64_t left = (deadline - now_ns()) / 1'000'000;
+      const int n = poll(waits.data(), waits.size(), static_cast<int>(std::max<int64_t>(0, left)));
+      if (n <= 0 && now_ns() >= deadline) return Result::kWaits;
+      if (n <= 0) continue;  // a signal
+    }
+    for (size_t k = 0; k < waits.size(); ++k) {
+      if (waits[k].revents == 0) continue;
+      Peer& peer = peers_[whose[k]];
+      // What has come says more than that nothing can be sent any more.
+      for (const Result found : {pull(peer), push(peer)})
+        if (found == Result::kLost || found == Result::kUnexpected) {
+          culprit_ = static_cast<int64_t>(whose[k]);
+          return found;
+        }
+    }
+  }
+}
+
+// Windows of about what the network holds between two ranks: the rate of late times the shortest round
+// trip, shared by all peers.
+void Sockets::fit_windows() {
+  bytes_per_ns_ *= kForget;
+  if (sent_ < kTellingBytes || peers_.size() < 2) return;
+  bytes_per_ns_ = std::max(bytes_per_ns_, static_cast<double>(sent_) /
+                                              static_cast<double>(now_ns() - begun_ns_ + 1));
+  for (Peer& peer : peers_) {
+    if (peer.fd < 0) continue;
+    tcp_info info{};
+    socklen_t size = sizeof(info);
+    if (getsockopt(peer.fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) continue;
+    const double held = bytes_per_ns_ * 1e3 * info.tcpi_min_rtt;
+    const int64_t window =
+        std::clamp(static_cast<int64_t>(kWindows * held / static_cast<double>(peers_.size() - 1)),
+                   kLeastWindow, kMostWindow);
+    if (2 * window > 3 * peer.window || 2 * peer.window > 3 * window) set_window(peer, window);
+  }
+}
+
+void Sockets::set_window(Peer& peer, int64_t bytes) {
+  const int value = static_cast<int>(bytes);
+  if (setsockopt(peer.fd, SOL_SOCKET, SO_SNDBUF, &value, sizeof(value)) == 0) peer.window = bytes;
+}
+
+}  // namespace oper::host

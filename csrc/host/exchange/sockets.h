@@ -1,0 +1,66 @@
+// All-to-all exchanges of bytes over TCP connections, one for each pair of ranks.
+//
+// The calling thread moves the bytes itself: no other thread has to be woken. A receiver knows how
+// much comes, since both sides of an exchange do, so that no permission to send is asked for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace oper::host {
+
+class Sockets {
+ public:
+  enum class Result : int64_t {
+    kDone,
+    kWaits,       // for a peer; to be called again
+    kLost,        // a connection has ended
+    kUnexpected,  // a peer is at another exchange, or sends another number of bytes
+  };
+
+  // Connections by rank, without delay (TCP_NODELAY) and not blocking; -1 for this rank. They stay the
+  // caller's.
+  explicit Sockets(const std::vector<int64_t>& connections);
+
+  // Begins an exchange: segment r of `send` goes to rank r, segment r of `recv` comes from it. Segments
+  // lie in rank order, sizes in bytes; both buffers must last until it is done. Returns whether the
+  // one before was done.
+  bool begin(const char* send, const int64_t* send_bytes, char* recv, const int64_t* recv_bytes);
+  // Moves bytes until all have come and gone, or for about `timeout_ms`.
+  Result run(int timeout_ms);
+  // Whom the last result is about.
+  int64_t culprit() const { return culprit_; }
+
+ private:
+  // What stands before each segment that is not empty.
+  struct Head {
+    uint32_t mark, sequence;
+    int64_t bytes;
+  };
+  struct Peer {
+    int fd = -1;
+    Head head_out{}, head_in{};
+    size_t head_sent = 0, head_got = 0;  // bytes of the heads
+    const char* out = nullptr;
+    char* in = nullptr;
+    int64_t out_left = 0, in_left = 0, in_bytes = 0;
+    int64_t window = 0;
+    bool sends() const { return head_sent < sizeof(Head) || out_left > 0; }
+    bool receives() const { return head_got < sizeof(Head) || in_left > 0; }
+  };
+
+  Result push(Peer& peer);
+  Result pull(Peer& peer);
+  void fit_windows();
+  static void set_window(Peer& peer, int64_t bytes);
+
+  std::vector<Peer> peers_;
+  int64_t rank_ = 0, culprit_ = -1;
+  uint32_t sequence_ = 0;
+  bool is_under_way_ = false;
+  int64_t begun_ns_ = 0, sent_ = 0;
+  double bytes_per_ns_ = 0;  // sent, as fast as it went lately
+};
+
+}  // namespace oper::host

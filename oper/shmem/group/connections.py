@@ -1,0 +1,101 @@
+"""TCP connections between all ranks of a group, one for each pair."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import struct
+
+from oper.errors import OperError, fail
+from oper.shmem.group.groups import Group
+
+_CONNECT_S = 60.0
+_HELLO = struct.Struct("<32sq")
+_SIOCGIFADDR = 0x8915
+
+
+def connect(group: Group) -> dict[int, socket.socket]:
+    """A connection with every other rank, by rank. Collective.
+
+    Nobody else gets in: whoever connects has to know a token that only the group has seen.
+
+    Raises:
+        OperError: ranks cannot reach each other; says at which addresses they tried.
+    """
+    peers: dict[int, socket.socket] = {}
+    with socket.create_server(("", 0), backlog=group.world_size) as server:
+        server.settimeout(_CONNECT_S)
+        own = (_own_address(), server.getsockname()[1], secrets.token_bytes(32))
+        everyone = group.all_gather(own)
+        token = everyone[0][2]
+        try:
+            for rank in range(group.rank):
+                peer = socket.create_connection(everyone[rank][:2], timeout=_CONNECT_S)
+                peer.sendall(_HELLO.pack(token, group.rank))
+                peers[rank] = peer
+            while len(peers) < group.world_size - 1:
+                peer, _ = server.accept()
+                accepted = rank_of(peer, token, group)
+                if accepted is None:
+                    peer.close()
+                else:
+                    peers[accepted] = peer
+        except OSError as error:
+            raise OperError(
+                fail("cannot connect to the other ranks", "addresses",
+                     [e[:2] for e in everyone][:8], "hosts that can reach each other",
+                     f"set GLOO_SOCKET_IFNAME to the interface between them ({error})"
+                     )) from error
+    for peer in peers.values():
+        peer.settimeout(None)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    group.all_gather(None)
+    return peers
+
+
+def rank_of(peer: socket.socket, token: bytes, group: Group) -> int | None:
+    """Which rank of the group has connected, by what it sends first; None for anybody else."""
+    peer.settimeout(_CONNECT_S)
+    with contextlib.suppress(OSError, struct.error):
+        said, rank = _HELLO.unpack(receive(peer, _HELLO.size))
+        if secrets.compare_digest(said, token) and group.rank < rank < group.world_size:
+            return int(rank)
+    return None
+
+
+def receive(peer: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes; fewer where the connection ends before."""
+    data = b""
+    while len(data) < num_bytes:
+        more = peer.recv(num_bytes - len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def _own_address() -> str:
+    """Address of this host on the interface that its collectives use."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        if name:
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR,
+                                    struct.pack("256s", name.encode()[:15]))
+                return socket.inet_ntoa(found[20:24])
+        master = os.environ.get("MASTER_ADDR", "")
+        # A host may know its own name as a loopback address; then the default route tells more.
+        for host in (master, "192.0.2.1"):
+            with contextlib.suppress(OSError):
+                probe.connect((host, 9))  # nothing is sent: the kernel only chooses an interface
+                address = str(probe.getsockname()[0])
+                if not address.startswith("127.") or master in ("localhost", address):
+                    return address
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"
