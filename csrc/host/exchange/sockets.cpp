@@ -21,7 +21,9 @@ constexpr int64_t kTurnBytes = 64 << 10;  // to one peer before the next one's t
 // end, and other links idle meanwhile (a quarter of the time, among four and eight hosts). Small equal
 // windows give equal shares.
 constexpr int64_t kLeastWindow = 16 << 10, kMostWindow = 4 << 20;
-constexpr double kWindows = 2;             // windows in units of what the network holds
+constexpr double kWindows = 2;  // windows in units of what the network holds
+// TCP finds better windows itself where a round trip takes longer: the kernel caps ours (wmem_max).
+constexpr uint32_t kWideUs = 5000;
 constexpr int64_t kTellingBytes = 256 << 10;  // an exchange of fewer says nothing of the rate
 constexpr double kForget = 0.9;            // a rate's weight one exchange later
 
@@ -29,6 +31,14 @@ int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
+}
+
+// Of a connection since it was made; UINT32_MAX where the kernel does not say.
+uint32_t shortest_round_trip_us(int fd) {
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  const bool is_known = getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0;
+  return is_known ? info.tcpi_min_rtt : UINT32_MAX;
 }
 
 bool is_full(ssize_t n) { return n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK); }
@@ -39,7 +49,7 @@ Sockets::Sockets(const std::vector<int64_t>& connections) : peers_(connections.s
     peers_[r].fd = static_cast<int>(connections[r]);
     if (connections[r] < 0) {
       rank_ = static_cast<int64_t>(r);
-    } else {
+    } else if (shortest_round_trip_us(peers_[r].fd) <= kWideUs) {
       set_window(peers_[r], kLeastWindow);
     }
   }
@@ -170,10 +180,9 @@ void Sockets::fit_windows() {
                                               static_cast<double>(now_ns() - begun_ns_ + 1));
   for (Peer& peer : peers_) {
     if (peer.fd < 0) continue;
-    tcp_info info{};
-    socklen_t size = sizeof(info);
-    if (getsockopt(peer.fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) continue;
-    const double held = bytes_per_ns_ * 1e3 * info.tcpi_min_rtt;
+    const uint32_t round_trip_us = shortest_round_trip_us(peer.fd);
+    if (round_trip_us > kWideUs) continue;
+    const double held = bytes_per_ns_ * 1e3 * round_trip_us;
     const int64_t window =
         std::clamp(static_cast<int64_t>(kWindows * held / static_cast<double>(peers_.size() - 1)),
                    kLeastWindow, kMostWindow);

@@ -164,12 +164,13 @@ def _collection(work: Workload) -> Any:
     collection = make_collection(work, "meta")
     is_first = world()[0] == 0
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    named = (tempfile.NamedTemporaryFile(prefix="oper-cluster-", dir=folder) if is_first
-             else contextlib.nullcontext())
     bags = collection.embedding_bags.values()
     numel = sum(bag.weight.numel() for bag in bags)
-    with named as file:  # the mapping outlives its name
-        if file:
+    with contextlib.ExitStack() as stack:  # the mapping outlives the file's name
+        file = None
+        if is_first:
+            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="oper-cluster-",
+                                                                   dir=folder))
             file.truncate(4 * numel)
         path = gather(file.name if file else None)[0]
         flat, at = torch.from_file(path, shared=True, size=numel), 0

@@ -12,7 +12,7 @@ import torch
 
 from oper.errors import OperError, PeerLostError, fail
 from oper.shmem.group.connections import connect
-from oper.shmem.group.desync import GAVE_UP, LATE, LOST, Spot, Verdict, raise_verdict
+from oper.shmem.group.desync import ELSEWHERE, LATE, LOST, Spot, Verdict, raise_verdict
 from oper.shmem.group.groups import Group, ProcessGroup, ThreadGroup
 from oper.shmem.group.liveness import Watch
 from oper.shmem.library import register
@@ -187,11 +187,7 @@ class SocketTransport(_WatchedTransport):
                 loss = self._watch.wait_for_loss(_NAMING_S)
                 self._fail(loss or Verdict(LOST, rank, self.spot), "its connection has ended")
             else:
-                self.give_up(Verdict(GAVE_UP, rank, self.spot))
-                raise OperError(fail(
-                    "a rank of another memory domain is at another exchange", "rank", rank,
-                    "the same lookups and updates on all ranks",
-                    "start all ranks with the same version, model and plan"))
+                self._fail(Verdict(ELSEWHERE, rank, self.spot), "it sends something else")
 
 
 class CollectiveTransport(_WatchedTransport):

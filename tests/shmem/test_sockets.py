@@ -1,0 +1,121 @@
+"""Exchanges over TCP connections: every byte arrives, and whoever breaks the rules is named."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import default_rng
+
+from oper.shmem.library import register
+
+DONE, WAITS, LOST, UNEXPECTED = range(4)
+
+
+class Rank:
+    """One side of exchanges, in this process."""
+
+    def __init__(self, rank: int, connections: list[socket.socket | None]) -> None:
+        self.ops, self.connections = torch.ops.oper, connections
+        for peer in connections:
+            if peer is not None:
+                peer.setblocking(False)
+        self.handle = self.ops.sockets_open([c.fileno() if c else -1 for c in connections])
+
+    def begin(self, send: list[np.ndarray], recv_bytes: list[int]) -> bool:
+        self.received = torch.zeros(sum(recv_bytes), dtype=torch.uint8)
+        self.recv_bytes = recv_bytes
+        self.sent = torch.from_numpy(np.concatenate(send))
+        return bool(self.ops.sockets_begin(self.handle, self.sent, [x.size for x in send],
+                                           self.received, recv_bytes))
+
+    def run(self, timeout_ms: int = 1) -> tuple[int, int]:
+        result, rank = self.ops.sockets_run(self.handle, timeout_ms)
+        return result, rank
+
+    def close(self) -> None:
+        self.ops.sockets_close(self.handle)
+        for peer in self.connections:
+            if peer is not None:
+                peer.close()
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = socket.create_connection(server.getsockname())
+        return server.accept()[0], there
+
+
+def make(world_size: int) -> list[Rank]:
+    register()
+    grid: list[list[socket.socket | None]] = [[None] * world_size for _ in range(world_size)]
+    for a in range(world_size):
+        for b in range(a):
+            grid[a][b], grid[b][a] = _pair()
+    return [Rank(r, grid[r]) for r in range(world_size)]
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    found = make(3)
+    yield found
+    for rank in found:
+        rank.close()
+
+
+@pytest.mark.parametrize("most", [3, 1 << 12, 3 << 20])
+def test_every_byte_arrives(ranks: list[Rank], most: int) -> None:
+    """Unequal segments, empty ones among them; more than connections hold. In turns on one thread, so
+    that a rank which waited for one peer before it served another would never end."""
+    rng = default_rng(most)
+    for _ in range(3):
+        data = [[rng.integers(0, 256, int(rng.integers(0, most + 1)) * int(rng.integers(0, 2)),
+                              np.uint8) for _ in ranks] for _ in ranks]
+        for r, rank in enumerate(ranks):
+            assert rank.begin(data[r], [data[s][r].size for s in range(3)])
+        left = set(range(3))
+        while left:
+            left -= {r for r in left if ranks[r].run()[0] == DONE}
+        for r, rank in enumerate(ranks):
+            expected = np.concatenate([data[s][r] for s in range(3)])
+            assert np.array_equal(rank.received.numpy(), expected)
+
+
+def _bytes(n: int) -> list[np.ndarray]:
+    return [np.full(n, 7, np.uint8)] * 3
+
+
+def test_a_peer_that_is_late_is_waited_for(ranks: list[Rank]) -> None:
+    ranks[0].begin(_bytes(8), [8] * 3)
+    ranks[1].begin(_bytes(8), [8] * 3)
+    assert [ranks[r].run(20)[0] for r in (0, 1)] == [WAITS, WAITS]
+    assert not ranks[0].begin(_bytes(8), [8] * 3), "the exchange before is not done"
+
+
+def test_a_lost_peer_is_named(ranks: list[Rank]) -> None:
+    ranks[1].begin(_bytes(8), [8] * 3)
+    ranks[2].close()
+    assert ranks[1].run(1000) == (LOST, 2)
+
+
+@pytest.mark.parametrize("skips, num_bytes", [(0, 9), (1, 8)])
+def test_another_exchange_is_refused(ranks: list[Rank], skips: int, num_bytes: int) -> None:
+    """Another number of bytes than expected, and a rank that has left an exchange out."""
+    for _ in range(skips):
+        ranks[0].begin([np.zeros(0, np.uint8)] * 3, [0] * 3)
+        assert ranks[0].run()[0] == DONE
+    ranks[0].begin(_bytes(8), [8] * 3)
+    ranks[1].begin(_bytes(num_bytes), [8] * 3)
+    ranks[1].run()
+    assert ranks[0].run(1000) == (UNEXPECTED, 1)
+
+
+def test_a_stranger_is_refused(ranks: list[Rank]) -> None:
+    ranks[0].begin(_bytes(8), [8] * 3)
+    peer = ranks[1].connections[0]
+    assert peer is not None
+    peer.send(b"GET / HTTP/1.1\r\n\r\n")
+    assert ranks[0].run(1000) == (UNEXPECTED, 1)
