@@ -68,8 +68,10 @@ def ranks() -> Iterator[list[Rank]]:
 
 @pytest.mark.parametrize("most", [3, 1 << 12, 3 << 20])
 def test_every_byte_arrives(ranks: list[Rank], most: int) -> None:
-    """Unequal segments, empty ones among them; more than connections hold. In turns on one thread, so
-    that a rank which waited for one peer before it served another would never end."""
+    """Unequal segments, empty ones among them; more than connections hold.
+
+    All ranks take turns on one thread: one that served a peer before the next would never end.
+    """
     rng = default_rng(most)
     for _ in range(3):
         data = [[rng.integers(0, 256, int(rng.integers(0, most + 1)) * int(rng.integers(0, 2)),
