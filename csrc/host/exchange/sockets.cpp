@@ -21,9 +21,12 @@ constexpr int64_t kTurnBytes = 64 << 10;  // to one peer before the next one's t
 // end, and other links idle meanwhile (a quarter of the time, among four and eight hosts). Small equal
 // windows give equal shares.
 constexpr int64_t kLeastWindow = 16 << 10, kMostWindow = 4 << 20;
+// And at least so many segments (64 KiB each on a loopback interface): a receiver acknowledges fewer than
+// two of them late.
+constexpr int64_t kLeastSegments = 4;
 constexpr double kWindows = 2;  // windows in units of what the network holds
 // TCP finds better windows itself where a round trip takes longer: the kernel caps ours (wmem_max).
-constexpr uint32_t kWideUs = 5000;
+constexpr int64_t kWideUs = 5000;
 constexpr int64_t kTellingBytes = 256 << 10;  // an exchange of fewer says nothing of the rate
 constexpr double kForget = 0.9;            // a rate's weight one exchange later
 
@@ -33,12 +36,19 @@ int64_t now_ns() {
       .count();
 }
 
-// Of a connection since it was made; UINT32_MAX where the kernel does not say.
-uint32_t shortest_round_trip_us(int fd) {
+// What the kernel knows of a connection.
+struct Path {
+  int64_t round_trip_us;  // the shortest so far
+  int64_t least_window;
+  // Whether OPER chooses the window; also not where the kernel knows nothing.
+  bool is_known() const { return round_trip_us <= kWideUs; }
+};
+
+Path path_of(int fd) {
   tcp_info info{};
   socklen_t size = sizeof(info);
-  const bool is_known = getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0;
-  return is_known ? info.tcpi_min_rtt : UINT32_MAX;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {kWideUs + 1, kMostWindow};
+  return {info.tcpi_min_rtt, std::max(kLeastWindow, kLeastSegments * info.tcpi_snd_mss)};
 }
 
 bool is_full(ssize_t n) { return n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK); }
@@ -49,8 +59,8 @@ Sockets::Sockets(const std::vector<int64_t>& connections) : peers_(connections.s
     peers_[r].fd = static_cast<int>(connections[r]);
     if (connections[r] < 0) {
       rank_ = static_cast<int64_t>(r);
-    } else if (shortest_round_trip_us(peers_[r].fd) <= kWideUs) {
-      set_window(peers_[r], kLeastWindow);
+    } else if (const Path path = path_of(peers_[r].fd); path.is_known()) {
+      set_window(peers_[r], path.least_window);
     }
   }
 }
@@ -180,12 +190,12 @@ void Sockets::fit_windows() {
                                               static_cast<double>(now_ns() - begun_ns_ + 1));
   for (Peer& peer : peers_) {
     if (peer.fd < 0) continue;
-    const uint32_t round_trip_us = shortest_round_trip_us(peer.fd);
-    if (round_trip_us > kWideUs) continue;
-    const double held = bytes_per_ns_ * 1e3 * round_trip_us;
+    const Path path = path_of(peer.fd);
+    if (!path.is_known()) continue;
+    const double held = bytes_per_ns_ * 1e3 * static_cast<double>(path.round_trip_us);
     const int64_t window =
         std::clamp(static_cast<int64_t>(kWindows * held / static_cast<double>(peers_.size() - 1)),
-                   kLeastWindow, kMostWindow);
+                   path.least_window, std::max(path.least_window, kMostWindow));
     if (2 * window > 3 * peer.window || 2 * peer.window > 3 * window) set_window(peer, window);
   }
 }

@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from oper.bench.calibrate import network as calibrate_network
 from oper.bench.cluster.network import Links, set_rates
 from oper.bench.core.planning import gather, slowest, world
-from oper.shmem.group.groups import ProcessGroup
-from oper.shmem.group.transport import transport_of
 from oper.topology import Costs, Domain, Topology
 
-_PROBE_S = 0.3  # a link is kept busy for so long, several times
-_REPEATS = 3
 _GATHERS = 24
 _MEMORY_BYTES = 8 << 30  # per host, unless a case says otherwise
 
@@ -48,7 +42,7 @@ def measured_topology(links: Links, alone: Topology, memory_bytes: int | None = 
     if rank == 0:
         set_rates(links, True)
     meeting_us = calibrate_network.meeting_us()
-    gbps = _link_gbps(links)
+    gbps = calibrate_network.link_gbps(links.host_of)
     found = {"contention": round(unlimited["contention"], 3),
              "ns_per_byte": round(unlimited["ns_per_byte"], 3), "meeting_us": round(meeting_us, 1),
              "link_mbits": [round(8e3 * x, 2) for x in gbps]}
@@ -102,45 +96,3 @@ def _gather_s(takes_part: bool) -> float:
     for _ in range(_GATHERS if takes_part else 0):
         torch.index_select(rows, 0, at)
     return slowest([time.perf_counter() - begin])[0]
-
-
-def _exchange_s(sizes: Callable[[int, int], int], repeats: int) -> float:
-    """Median seconds of an exchange in which s sends `sizes(s, r)` bytes to r. Collective."""
-    rank, world_size = world()
-    transport = transport_of(ProcessGroup())
-    there = [sizes(rank, r) for r in range(world_size)]
-    back = [sizes(s, rank) for s in range(world_size)]
-    send = torch.zeros(sum(there), dtype=torch.uint8)
-    recv = torch.zeros(sum(back), dtype=torch.uint8)
-    taken = []
-    for _ in range(repeats + 1):
-        gather(None)
-        begin = time.perf_counter()
-        transport.exchange(send, there, recv, back)
-        taken.append(time.perf_counter() - begin)
-    return float(np.median(slowest(taken[1:])))
-
-
-def _link_gbps(links: Links) -> list[float]:
-    """GB/s of each host's link in each direction, of payload, all of them busy in both."""
-    hosts = links.host_of
-    groups: list[Sequence[int]] = [range(links.num_hosts)]
-    if links.slow_host_share < 1 and links.num_hosts > 2:
-        groups = [[0], range(1, links.num_hosts)]
-    found = [0.0] * links.num_hosts
-    for members in groups:
-        among = set(members) if len(members) > 1 else set(range(links.num_hosts))
-        mbits = min(links.rates[h] for h in members)
-        num_pairs = links.ranks_per_host**2 * (len(among) - 1)
-        each = max(1024, round(_PROBE_S * mbits * 1e6 / 8 / num_pairs))
-
-        def size(s: int, r: int, members: Sequence[int] = members, among: set[int] = among,
-                 each: int = each) -> int:
-            a, b = hosts[s], hosts[r]
-            busy = a != b and a in among and b in among and (a in members or b in members)
-            return each * busy
-
-        gbps = each * num_pairs / _exchange_s(size, _REPEATS) / 1e9
-        for host in members:
-            found[host] = gbps
-    return found
