@@ -81,6 +81,26 @@ def test_two_hosts_measure_and_verify() -> None:
 
 @emulated
 @pytest.mark.slow
+def test_calibrate_measures_the_links_of_hosts(tmp_path: Path) -> None:
+    """Under torchrun on each of two hosts: nobody types the bandwidth."""
+    links, target = Links(2, 50), tmp_path / "hosts.toml"
+    with cluster(links) as up:
+        network.set_rates(links, True)
+        started = [subprocess.Popen(
+            [*seat.command, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+             f"--node-rank={k}", "--nproc-per-node=1",
+             f"--master-addr={seat.environment['MASTER_ADDR']}", "-m", "oper", "calibrate",
+             "--quick", "-o", str(target)],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": network.INTERFACE}, cwd=ROOT)
+            for k, seat in enumerate(up.seats)]
+        assert [p.wait(timeout=300) for p in started] == [0, 0]
+    found = Topology.from_toml(target)
+    assert [d.host for d in found.domains] == [0, 1]
+    assert all(40 < 8e3 * d.cross_gbps < 50 for d in found.domains)
+
+
+@emulated
+@pytest.mark.slow
 def test_irregular_clusters_and_inference() -> None:
     links = Links(3, 80, ranks_per_host=2, slow_host_share=0.5, uplink_mbits=60,
                   host_0_cpu=0.9 if not why_no_quota() else 1.0)

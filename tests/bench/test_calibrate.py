@@ -18,8 +18,8 @@ from oper.bench.calibrate.calibrate import (
     nonnegative_least_squares,
     spearman,
 )
-from oper.bench.calibrate.network import across_hosts, measure_network
-from oper.bench.calibrate.worker import KINDS, plan_of
+from oper.bench.calibrate.network import across_hosts, measure_network, of_hosts
+from oper.bench.calibrate.worker import KINDS, measure, plan_of
 from oper.bench.core.workload import Workload, collect_stats
 from oper.errors import InvalidInputError
 from oper.search import topology_preset
@@ -192,6 +192,39 @@ def test_hosts_pay_for_what_they_exchange(tmp_path: Path) -> None:
     assert [d.ranks for d in again.domains] == [(0,), (1,)] and again.num_hosts == 2
     assert again.costs == hosts.costs
     assert again.costs.wire_ns == pytest.approx(network["ns_per_byte"], abs=1e-3)
+
+
+def test_bytes_to_several_ranks_wait_for_no_acknowledgement() -> None:
+    """40 ms each, where little may be under way on an interface of large segments: 40 ns a byte."""
+    assert measure_network(4)["ns_per_byte"] < 10
+
+
+def test_a_rank_alone_is_measured() -> None:
+    assert measure({"gather": 1 << 20}, lambda text: None)["read_gbps"] > 0
+
+
+def test_unequal_hosts_are_read_back(tmp_path: Path) -> None:
+    """Means of costs, every host's own bandwidths, and a link's share for each rank."""
+    here, one = true_topology(), Topology.this_host(1)
+    made = of_hosts([here, replace(one, costs=replace(TRUE, id_ns=5.0))], [0.05, 0.0125],
+                    {"meeting_us": 80.0, "ns_per_byte": 0.25})
+    path = tmp_path / "hosts.toml"
+    path.write_text(calibrate.as_toml(made))
+    again = Topology.from_toml(path)
+    assert [d.ranks for d in again.domains] == [(0, 1), (2,)] and again.num_hosts == 2
+    assert [d.cross_gbps for d in again.domains] == [0.025, 0.0125]
+    assert [d.read_gbps for d in again.domains] == [50.0, 40.0]
+    assert again.costs == made.costs
+    assert (again.costs.id_ns, again.costs.phase_us, again.costs.wire_ns) == (4.0, 80.0, 0.25)
+
+
+@pytest.mark.parametrize("words", [["--check", "a.json"], ["--exchange", "collective"]])
+def test_options_of_one_host_are_refused_under_torchrun(words: list[str], tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInputError, match="none of them under torchrun"):
+        run_command("calibrate", "-o", str(tmp_path / "out.toml"), *words)
 
 
 def test_no_more_cache_is_counted_on_than_the_cores_have_and_the_machine_reports() -> None:

@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 
 from oper.bench.calibrate import worker
+from oper.bench.calibrate.hosts import is_launched, measure_hosts
 from oper.bench.calibrate.network import across_hosts, measure_network
 from oper.bench.calibrate.worker import INTERVAL, KINDS, plan_of
 from oper.bench.core import record
 from oper.bench.core.launch import run_workers
 from oper.bench.core.workload import Workload
+from oper.errors import InvalidInputError, fail
 from oper.files import check_target, write_text
 from oper.flags import whole
 from oper.plan import Plan
@@ -31,7 +33,7 @@ from oper.search.problem.machine import COMPUTE, MEMORY, make_machine
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats
-from oper.topology import Costs, Topology
+from oper.topology import Costs, Domain, Topology
 
 #: Placements that the fit sees: what each constant shows in.
 _FITTED = ("striped", "owned on one rank", "replicated", "head replicated", "pushed",
@@ -104,7 +106,8 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="TOPOLOGY", required=True,
                         help="topology file (TOML) to write")
     parser.add_argument("--world-size", type=whole(1, 1024), default=2, metavar="N",
-                        help="processes that share this machine (default 2)")
+                        help="processes that share this machine (default 2); under torchrun "
+                             "those of each host")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: a topology in which every process is a host, with the "
                              "costs of exchanging over this machine's network stack")
@@ -117,20 +120,18 @@ def run_calibrate(args: argparse.Namespace) -> int:
     """Measure, fit, write the topology, print constants and residuals."""
     for path in filter(None, (args.output, args.check)):
         check_target(path)
+    if is_launched():
+        return _run_on_hosts(args)
     load_before = record.load_average()
-    with tempfile.TemporaryDirectory(prefix="oper-calibrate-") as folder:
-        fitting = workloads(args.quick, args.world_size)
-        checking = held_out(args.quick, args.world_size) if args.check else []
-        works = [(w, _FITTED) for w in fitting] + [(w, KINDS) for w in checking]
-        bandwidth, samples = measure(args.world_size, works, 4 if args.quick else 5, Path(folder))
-    fitted = fit([s for s in samples if s.work in fitting], args.world_size, bandwidth)
+    checking = held_out(args.quick, args.world_size) if args.check else []
+    fitted, samples = _measure_and_fit(args.quick, args.world_size, checking)
     topology = fitted.topology
     if args.exchange == "collective":
         topology = across_hosts(topology, measure_network(args.world_size))
     write_text(args.output, as_toml(topology))
     print(_report(replace(fitted, topology=topology)), end="")
     if args.check:
-        value = predicted_against_executed([s for s in samples if s.work in checking], fitted)
+        value = predicted_against_executed(samples, fitted)
         command = ["oper", "calibrate", "-o", args.output, "--world-size", str(args.world_size),
                    *(["--quick"] if args.quick else []), "--check", args.check]
         entry = {"name": f"{args.world_size} processes", **value,
@@ -142,6 +143,37 @@ def run_calibrate(args: argparse.Namespace) -> int:
               f"{100 * value['delayed'][0]:.1f} % of the time\nrecord: {args.check}")
     print(f"wrote {args.output}", file=sys.stderr)
     return 0
+
+
+def _run_on_hosts(args: argparse.Namespace) -> int:
+    """As one of the ranks that torchrun has started; the first one writes."""
+    import torch.distributed as dist
+
+    if args.check or args.exchange != "shared":
+        raise InvalidInputError(fail(
+            "cannot calibrate several hosts", "options", "--check or --exchange",
+            "none of them under torchrun", "leave them out, or run without torchrun"))
+    dist.init_process_group("gloo")
+    topology = measure_hosts(lambda num_ranks: _measure_and_fit(args.quick, num_ranks, [])[0]
+                             .topology)
+    if dist.get_rank() == 0:
+        write_text(args.output, as_toml(topology))
+        print(as_toml(topology), end="")
+        print(f"wrote {args.output}", file=sys.stderr)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
+                     ) -> tuple[Fit, list[Sample]]:
+    """Constants of processes that share this machine, and samples of the workloads `checking`."""
+    fitting = workloads(quick, world_size)
+    with tempfile.TemporaryDirectory(prefix="oper-calibrate-") as folder:
+        works = [(w, _FITTED) for w in fitting] + [(w, KINDS) for w in checking]
+        bandwidth, samples = measure(world_size, works, 4 if quick else 5, Path(folder))
+    fitted = fit([s for s in samples if s.work in fitting], world_size, bandwidth)
+    return fitted, [s for s in samples if s.work in checking]
 
 
 def workloads(quick: bool, world_size: int) -> list[Workload]:
@@ -441,17 +473,26 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def as_toml(topology: Topology) -> str:
-    """A topology of equal domains, each a host, as the text of a topology file."""
-    d, costs = topology.domains[0], topology.costs
-    several = {"copies": len(topology.domains), "per_host": 1} if len(topology.domains) > 1 else {}
-    domain = {"memory_bytes": d.memory_bytes, "read_gbps": round(d.read_gbps, 2),
-              "cache_gbps": round(d.cache_gbps, 2), "cache_bytes": d.cache_bytes,
-              "link_gbps": round(d.link_gbps, 2), "cross_gbps": round(d.cross_gbps, 2)}
-    lines = [f'name = "{topology.name}"', f'source = "{topology.source}"', "", "[[domain]]",
-             *(f"{k} = {v}" for k, v in several.items()),
-             f"ranks = {len(d.ranks)}", *(f"{k} = {v}" for k, v in domain.items()), "", "[costs]",
-             *(f"{f.name} = {getattr(costs, f.name)}" for f in fields(costs))]
+    """A topology whose domains are hosts, as the text of a topology file."""
+    lines = [f'name = "{topology.name}"', f'source = "{topology.source}"']
+    domains = list(topology.domains)
+    if len({_values_of(d) for d in domains}) == 1:
+        copies = {"copies": len(domains), "per_host": 1} if len(domains) > 1 else {}
+        blocks = [copies | dict(_values_of(domains[0]))]
+    else:
+        blocks = [{"host": d.host} | dict(_values_of(d)) for d in domains]
+    for block in blocks:
+        lines += ["", "[[domain]]", *(f"{k} = {v}" for k, v in block.items())]
+    lines += ["", "[costs]",
+              *(f"{f.name} = {getattr(topology.costs, f.name)}" for f in fields(Costs))]
     return "\n".join(lines) + "\n"
+
+
+def _values_of(d: Domain) -> tuple[tuple[str, Any], ...]:
+    return (("ranks", len(d.ranks)), ("memory_bytes", d.memory_bytes),
+            *((name, float(f"{getattr(d, name):.5g}")) for name in ("read_gbps", "cache_gbps")),
+            ("cache_bytes", d.cache_bytes),
+            *((name, float(f"{getattr(d, name):.5g}")) for name in ("link_gbps", "cross_gbps")))
 
 
 def _report(fitted: Fit) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 from oper.bench.core.launch import Progress, run_workers
 from oper.bench.core.planning import gather, slowest, world
-from oper.topology import Topology
+from oper.topology import Costs, Topology
 
 _HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to every other rank
 _ROUNDS, _PER_ROUND = 13, 4
@@ -154,14 +154,33 @@ def across_hosts(shared: Topology, network: Mapping[str, float]) -> Topology:
         shared: what ranks cost that share memory.
         network: of `measure_network`.
     """
-    world_size = shared.world_size
-    assumed = Topology.of_domains(range(world_size))
-    here = shared.domains[0]
-    each = replace(here, memory_bytes=here.memory_bytes // world_size,
+    world_size, here = shared.world_size, shared.domains[0]
+    each = replace(here, ranks=(0,), memory_bytes=here.memory_bytes // world_size,
                    read_gbps=here.read_gbps / world_size, cache_gbps=here.cache_gbps / world_size)
     # Ranks spend the time of a byte themselves: a link of twice that speed never binds.
     gbps = 1.0 / max(network["ns_per_byte"], 1e-3)
-    domains = tuple(replace(each, ranks=(r,), host=r, cross_gbps=gbps) for r in range(world_size))
-    costs = replace(shared.costs, phase_us=round(network["meeting_us"], 2),
-                    wire_ns=round(network["ns_per_byte"], 3), far_ns=assumed.costs.far_ns)
-    return replace(shared, name=f"measured-hosts-{world_size}", domains=domains, costs=costs)
+    return of_hosts([replace(shared, domains=(each,))] * world_size, [gbps] * world_size, network)
+
+
+def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[str, float]
+             ) -> Topology:
+    """Measured hosts as one cluster; costs are the means of theirs.
+
+    Args:
+        hosts: what ranks cost on each that share its memory.
+        gbps: GB/s that its link carries in each direction, shared by its ranks.
+        network: ``meeting_us`` and ``ns_per_byte``.
+    """
+    domains, begin = [], 0
+    for host, (here, carried) in enumerate(zip(hosts, gbps, strict=True)):
+        end = begin + here.world_size
+        domains.append(replace(here.domains[0], ranks=tuple(range(begin, end)), host=host,
+                               cross_gbps=carried / here.world_size))
+        begin = end
+    costs = {f.name: round(float(np.mean([getattr(h.costs, f.name) for h in hosts])), 3)
+             for f in fields(Costs)}
+    costs |= {"phase_us": round(network["meeting_us"], 2),
+              "wire_ns": round(network["ns_per_byte"], 3),
+              "far_ns": Topology.of_domains(range(2)).costs.far_ns}
+    return replace(hosts[0], name=f"measured-hosts-{len(hosts)}", domains=tuple(domains),
+                   costs=Costs(**costs))

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from oper.bench.core.planning import bytes_read
+from oper.bench.core.planning import bytes_read, slowest
 from oper.bench.core.workload import TIMED, Workload, batch_ids, collect_stats
 from oper.bench.tables.ceiling import PREFETCH_ROWS, row_addresses
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.group.groups import Group, default_group
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.rows import CHUNK_ROWS
 from oper.shmem.tables import ShardedTables
@@ -90,7 +89,7 @@ def measure(case: dict[str, Any], progress: Callable[[str], None]) -> dict[str, 
     Returns:
         On rank 0: bandwidths, or what `_summary` says of each kind and ``bytes_read``.
     """
-    group = ProcessGroup()
+    group = default_group()
     if "gather" in case:
         progress("reading rows at random")
         return _gather(group, int(case["gather"]))
@@ -114,13 +113,13 @@ def measure(case: dict[str, Any], progress: Callable[[str], None]) -> dict[str, 
     return found
 
 
-def _lookup(work: Workload, ids: np.ndarray, group: ProcessGroup) -> Lookup:
+def _lookup(work: Workload, ids: np.ndarray, group: Group) -> Lookup:
     size = work.batch_size // group.world_size
     lengths = torch.full((ids.shape[0] * size,), work.pooling, dtype=torch.int64)
     return Lookup(torch.from_numpy(ids.reshape(-1)), lengths, torch.arange(ids.shape[0]), size)
 
 
-def _open(plan: Plan, features: list[tuple[str, str]], group: ProcessGroup) -> ShardedTables:
+def _open(plan: Plan, features: list[tuple[str, str]], group: Group) -> ShardedTables:
     """Tables whose pages are all there."""
     tables = ShardedTables(plan, features, group, RowWiseAdagrad(lr=0.01, eps=1e-8),
                            1.0 / group.world_size)
@@ -149,7 +148,7 @@ class _Step:
 
 
 def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
-            group: ProcessGroup, rounds: int) -> dict[str, Any]:
+            group: Group, rounds: int) -> dict[str, Any]:
     """Steps under all plans in turn, so that what disturbs the machine disturbs all of them.
 
     After `rounds` turns, more are made until every plan's median is known within `INTERVAL`.
@@ -199,7 +198,7 @@ def _run_delay() -> float:
         return 0.0
 
 
-def _summary(steps: Sequence[_Step], group: ProcessGroup) -> dict[str, Any]:
+def _summary(steps: Sequence[_Step], group: Group) -> dict[str, Any]:
     """What the undisturbed steps of one plan took. Collective.
 
     A step is undisturbed when no rank had to wait for its core for more than `_DELAYED` of it. With
@@ -232,7 +231,7 @@ def _summary(steps: Sequence[_Step], group: ProcessGroup) -> dict[str, Any]:
             "phases_us": np.median(clocks[:, kept], axis=1).tolist()}
 
 
-def _gather(group: ProcessGroup, cache_bytes: int) -> dict[str, Any]:
+def _gather(group: Group, cache_bytes: int) -> dict[str, Any]:
     """GB/s of all ranks together: rows of 256 bytes from memory, and repeated ones from cache."""
     spec = TableSpec("rows", max(_GATHER_ROWS, 8 * cache_bytes // 256), 64, ("f",))
     tables = _open(uniform_plan([spec], group.world_size), [("f", "rows")], group)
@@ -262,6 +261,4 @@ def _rate(tables: ShardedTables, address: np.ndarray) -> float:
                                           False, out)
             times.append(time.perf_counter() - begin)
         seconds.append(float(np.median(times)))
-    joint = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(joint, op=dist.ReduceOp.MAX)
-    return address.size * 256 / float(joint.min()) / 1e9
+    return address.size * 256 / min(slowest(seconds)) / 1e9

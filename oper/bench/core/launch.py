@@ -88,8 +88,10 @@ def _start(folder: Path, seats: Sequence[Seat], num_threads: int) -> list[subpro
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
     workers = []
     for rank, seat in enumerate(seats):
+        # torchrun's own variables would make workers of one of its processes look for its store.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
         environment = {
-            **os.environ, **MALLOC, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": path,
+            **inherited, **MALLOC, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": path,
             "PYTHONWARNINGS": "ignore", "RANK": str(rank), "WORLD_SIZE": str(len(seats)),
             **seat.environment}
         with open(folder / f"rank-{rank}.log", "wb") as log:

@@ -1,0 +1,53 @@
+"""``oper calibrate`` on several hosts at once, started by torchrun.
+
+Every host measures by itself what its ranks cost; then all ranks together measure the network.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from oper.bench.calibrate import network
+from oper.bench.core.planning import gather, world
+from oper.errors import InvalidInputError, fail
+from oper.topology import Topology
+
+_LOOPBACK_RANKS = 2  # that show what a byte costs the rank that sends or receives it
+
+
+def is_launched() -> bool:
+    """Whether this process is one of several that torchrun has started."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def measure_hosts(measure_here: Callable[[int], Topology]) -> Topology:
+    """The cluster that the default process group runs on. Collective.
+
+    Args:
+        measure_here: measures a number of ranks that share this host's memory; called on the first
+            rank of each host, while the others wait.
+
+    Raises:
+        InvalidInputError: the ranks of a host do not follow each other.
+    """
+    from oper.shmem.group.domains import find_domains
+    from oper.shmem.group.groups import ProcessGroup
+
+    domain_of = find_domains(ProcessGroup())
+    if sorted(domain_of) != domain_of:
+        raise InvalidInputError(fail(
+            "cannot calibrate", "hosts of the ranks", domain_of, "ranks numbered host by host",
+            "start them with torchrun"))
+    rank, _ = world()
+    mine = None
+    if domain_of.index(domain_of[rank]) == rank:
+        here = measure_here(domain_of.count(domain_of[rank]))
+        mine = here, network.measure_network(_LOOPBACK_RANKS)["ns_per_byte"]
+    found = [x for x in gather(mine) if x is not None]
+    hosts = [here for here, _ in found]
+    if len(hosts) == 1:
+        return hosts[0]
+    return network.of_hosts(hosts, network.link_gbps(domain_of), {
+        "meeting_us": network.meeting_us(),
+        "ns_per_byte": sum(x for _, x in found) / len(found)})
