@@ -35,6 +35,7 @@ _PUBLIC = {
     "TableStats": "oper.stats",
     "Plan": "oper.plan",
     "Topology": "oper.topology",
+    "DynamicTable": "oper.dynamic",
     "TableSpec": "oper.tables",
     "SGD": "oper.shmem.optim.optimizers",
     "RowWiseAdagrad": "oper.shmem.optim.optimizers",
@@ -60,6 +61,7 @@ __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
     from oper.analysis import collect as collect
+    from oper.dynamic import DynamicTable as DynamicTable
     from oper.errors import (
         DeadlineError as DeadlineError,
         DesyncError as DesyncError,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from oper.dynamic import DynamicTable
 from oper.environment import check_environment
 from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan, one_copy_per_domain
@@ -43,6 +44,7 @@ def shard(
     bounds_check: Any = "fatal",
     gradient_guard: str = "off",
     row_dtype: str | Mapping[str, str] | None = None,
+    dynamic: DynamicTable | Mapping[str, DynamicTable] | None = None,
 ) -> nn.Module:
     """Shard the embedding tables of a model by their access statistics.
 
@@ -75,6 +77,8 @@ def shard(
         row_dtype: for inference, what rows are stored as, for all tables or by table name:
             ``"float32"``, ``"float16"``, or ``"int8"`` and ``"int4"``, FBGEMM's row-wise
             quantisation; by default as in the model.
+        dynamic: tables whose ids are raw keys instead of row numbers, all or by table name; see
+            `oper.DynamicTable`. For training, in host memory that all ranks share.
 
     Returns:
         The model (a new module when `module` itself is a collection).
@@ -109,6 +113,7 @@ def shard(
                                      "choose types of rows for inference"))
     held = {s.name: s for t in targets for s in t.specs}  # before rows change their type
     wanted = {s.name: s for s in typed(list(held.values()), row_dtype)}
+    rules = _dynamic_tables(targets, dynamic)
     for target in targets:
         target.specs = [wanted[s.name] for s in target.specs]
     if group.world_size > 1 and any(
@@ -130,7 +135,13 @@ def shard(
     try:
         for target in targets:
             built.append(_build(target, made, objective, group, bounds_check, held))
-            built[-1].tables.guard.choose(gradient_guard)  # type: ignore[union-attr, operator]
+            opened: Any = built[-1].tables
+            opened.guard.choose(gradient_guard)
+            mine = {s.name: rules[s.name] for s in target.specs if s.name in rules}
+            if mine:
+                from oper.shmem.keys import Keys
+
+                opened.keys = Keys(opened, mine)
     except BaseException:
         for new in built:
             new.tables.close()  # type: ignore[union-attr, operator]
@@ -143,6 +154,31 @@ def shard(
     for wrapper in wrappers:
         rebuild(wrapper)
     return module
+
+
+def _dynamic_tables(targets: Sequence[Target], dynamic: Any) -> dict[str, DynamicTable]:
+    """The dynamic tables by name; raises InvalidInputError for what cannot be one."""
+    names = [s.name for t in targets for s in t.specs]
+    if isinstance(dynamic, DynamicTable):
+        dynamic = dict.fromkeys(names, dynamic)
+    what = "cannot make tables dynamic"
+    if not isinstance(dynamic, Mapping | None) or any(
+            not isinstance(rule, DynamicTable) for rule in (dynamic or {}).values()):
+        raise InvalidInputError(fail(what, "dynamic", dynamic,
+                                     "an oper.DynamicTable, or some by table name",
+                                     "pass for example {table: oper.DynamicTable()}"))
+    rules = dict(dynamic or {})
+    unknown = sorted(set(rules) - set(names))
+    if unknown:
+        raise InvalidInputError(fail(what, "tables", unknown, f"some of {names[:8]}",
+                                     "name tables that are sharded"))
+    for target in targets:
+        padding = getattr(target.module, "padding_idx", None)
+        if padding is not None and target.specs[0].name in rules:
+            raise InvalidInputError(fail(what, f"padding_idx of {target.specs[0].name!r}", padding,
+                                         "None, since every number is a key",
+                                         "leave padding out of the bags"))
+    return rules
 
 
 def _check_arguments(given: Mapping[str, Any]) -> None:

@@ -38,12 +38,12 @@ Tensor pooled_tensor(ScalarType type, size_t item, std::vector<int64_t> sizes) {
       [bytes](void* block) { pool_give(block, bytes); });
 }
 
-namespace {
-
 void parallel_over_tasks(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument) {
   torch::stable::parallel_for(0, count, 1,
                               [=](int64_t begin, int64_t end) { body(begin, end, argument); });
 }
+
+namespace {
 
 // ---- lookups -----------------------------------------------------------------------------------
 

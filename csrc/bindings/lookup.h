@@ -26,4 +26,7 @@ inline Context& context_of(int64_t handle) { return contexts().at(handle).contex
 // A tensor from the pool of `host/memory.h`, `item` bytes an element; not cleared.
 Tensor pooled_tensor(ScalarType type, size_t item, std::vector<int64_t> sizes);
 
+// A `ParallelFor` of torch's threads.
+void parallel_over_tasks(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument);
+
 }  // namespace oper::host

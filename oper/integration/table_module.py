@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from oper.errors import InvalidInputError, OperError, fail
+from oper.integration.checkpoint.key_state import key_entries, key_names, load_key_entries
 from oper.integration.checkpoint.table_state import load_tables, table_entry, warn_of_conversions
 from oper.integration.table_tensor import TableParameter
 from oper.shmem.tables import ShardedTables
@@ -94,6 +95,8 @@ class TableModule(nn.Module):
                             ) -> None:
         destination[f"{prefix}weight"] = self.weight if keep_vars else table_entry(
             self.weight.tables, self._name)
+        for part, value in key_entries(self.weight.tables, self._name).items():
+            destination[f"{prefix}{part}"] = value
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str,
                               local_metadata: Mapping[str, Any], strict: bool,
@@ -102,8 +105,11 @@ class TableModule(nn.Module):
         names = {"weight": self._name}
         if local_metadata.get("assign_to_params_buffers"):
             warn_of_conversions(self.weight.tables, state_dict, prefix, names)
-        load_tables(self.weight.tables, state_dict, prefix, names, missing_keys, unexpected_keys,
-                    error_msgs)
+        of_keys = {f"{prefix}{part}" for part in key_names(self.weight.tables, self._name)}
+        load_tables(self.weight.tables, {k: v for k, v in state_dict.items() if k not in of_keys},
+                    prefix, names, missing_keys, unexpected_keys, error_msgs)
+        load_key_entries(self.weight.tables, self._name, state_dict, prefix, missing_keys,
+                         error_msgs)
 
 
 class TableBag(TableModule, nn.EmbeddingBag):

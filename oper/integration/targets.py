@@ -256,6 +256,8 @@ def sharded_targets(module: nn.Module) -> list[Target]:
         tables = getattr(child, "tables", None)
         if tables is None or not type(child).__module__.startswith("oper.integration"):
             continue
+        if getattr(tables, "keys", None) is not None:
+            tables.keys.refuse("cannot publish a model", "publish models of static tables")
         is_collection = hasattr(child, "sharded_parameter_names")
         names = dict(child._names) if is_collection else {child._name: child._name}
         specs = [replace(tables.specs[name], optimizer="none") for name in names.values()]

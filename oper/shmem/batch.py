@@ -30,6 +30,7 @@ class Lookup:
         pooled: one row per sample with the features side by side, or one row per id, feature after
             feature.
         resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
+        seen: of dynamic tables, the keys int64 [n] that were looked up, by table; `ids` are rows.
     """
 
     ids: torch.Tensor
@@ -39,6 +40,7 @@ class Lookup:
     weights: torch.Tensor | None = None
     pooled: bool = True
     resolved: ResolvedIds | None = None
+    seen: tuple[tuple[str, torch.Tensor], ...] = ()
 
     def versions(self) -> tuple[int, int]:
         """How often ids and weights have been changed in place.
@@ -52,7 +54,8 @@ class Lookup:
     def kept(self) -> Lookup:
         """The same batch in memory of its own, which the caller's next batch does not overwrite."""
         return Lookup(self.ids.clone(), self.lengths.clone(), self.key_of, self.batch_size,
-                      None if self.weights is None else self.weights.detach().clone(), self.pooled)
+                      None if self.weights is None else self.weights.detach().clone(), self.pooled,
+                      seen=self.seen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -105,4 +105,5 @@ class BoundsCheck:
             if batch.weights is not None:
                 weights.append(batch.weights[bounds[key]:bounds[key + 1]])
         return Lookup(torch.cat(ids), torch.cat(lengths), torch.arange(len(keys)),
-                      batch.batch_size, torch.cat(weights) if weights else None, batch.pooled)
+                      batch.batch_size, torch.cat(weights) if weights else None, batch.pooled,
+                      seen=batch.seen)

@@ -127,8 +127,10 @@ class Migration:
 
     # ---- between steps ---------------------------------------------------------------------------
 
-    def note(self, batch: Lookup, offsets: torch.Tensor) -> None:
-        """Remember the ids that a step looks up: the rows that it changes."""
+    def note(self, batch: Lookup, offsets: torch.Tensor, new: Mapping[str, np.ndarray]) -> None:
+        """Remember the rows that a step changes: those that it looks up, and new ones by table."""
+        for table, rows in new.items():
+            self._touched.setdefault(table, []).append(rows)
         source = self._source
         bounds, all_ids = key_bounds(batch, offsets), batch.ids.cpu().numpy()
         for (_, table), key in zip(source.features, batch.key_of.tolist(), strict=True):

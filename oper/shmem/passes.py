@@ -63,6 +63,7 @@ def as_one(parts: Sequence[Backward]) -> Backward:
     joint = Lookup(torch.cat(ids), torch.cat(lengths).long(),
                    torch.arange(parts[0].batch.key_of.numel()),
                    sum(p.batch.batch_size for p in parts),
-                   torch.cat(weights) if weighted else None, parts[0].batch.pooled)
+                   torch.cat(weights) if weighted else None, parts[0].batch.pooled,
+                   seen=tuple(s for p in parts for s in p.batch.seen))
     grad = torch.cat([p.grad for p in parts] if joint.pooled else rows)
     return Backward(grad, joint, offsets_of(joint.lengths), parts[0].frozen)

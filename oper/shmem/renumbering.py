@@ -14,6 +14,8 @@ from oper.shmem.rows import CHUNK_ROWS, LogicalRows, put_rows
 def check_renumbering(tables: LogicalRows, remap: Remap) -> None:
     """Raise InvalidInputError where a re-map does not fit tables; nothing changes."""
     for name, spec in tables.specs.items():
+        if tables.keys is not None and of_table(spec, remap) is not None:
+            tables.keys.refuse(f"cannot renumber table {name!r}", "leave it out of the re-map")
         if of_table(spec, remap) is not None and tables.optimizers is None:
             raise InvalidInputError(fail(f"cannot renumber table {name!r}", "optimizer", None,
                                          "tables that are trained", "publish them after training"))

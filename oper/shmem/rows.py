@@ -13,6 +13,7 @@ from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostErr
 from oper.shmem.exchange.host import Exchange, Wanted
 from oper.shmem.group.desync import STATE_ACCESS
 from oper.shmem.group.groups import Group
+from oper.shmem.keys import Keys
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.memory.quantise import as_rows, dequantise
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, initial_state
@@ -47,6 +48,7 @@ class LogicalRows:
     directories: list[TableDirectory]
     pieces: dict[str, list[int]]
     group: Group
+    keys: Keys | None = None  # of dynamic tables, where there are any
     _layout: ArenaLayout
     _heap: HostHeap | None
     _addresses: list[int]  # [W] of the arenas, 0 = in another memory domain
@@ -293,6 +295,32 @@ class LogicalRows:
             for rank, index, slot in self._parts(piece, ids):
                 if rank == self.group.rank:
                     put_rows(mine, slot, values[:, first - column:last - column], index)
+
+    def held_here(self, table: str, ids: np.ndarray) -> np.ndarray:
+        """Which rows this rank owns any columns of, or has a replica of; bool [n]."""
+        held = np.zeros(ids.size, bool)
+        for piece in self.pieces[table]:
+            d = self.directories[piece]
+            position = d.position_of(ids)
+            held |= d.locate(position)[0] == self.group.rank
+            for x in d.tiers:
+                if x.replica_base[self.group.rank] >= 0:
+                    held |= (x.tier.start <= position) & (position < x.tier.stop)
+        return held
+
+    def scatter_replicas(self, table: str, ids: np.ndarray, values: torch.Tensor) -> None:
+        """Write whole rows into this rank's replicas of them, as `scatter` does into its own rows.
+        """
+        for piece in self.pieces[table]:
+            d = self.directories[piece]
+            position, columns = d.position_of(ids), self.columns("rows", piece)
+            for x in d.tiers:
+                first = int(x.replica_base[self.group.rank])
+                at = np.flatnonzero((x.tier.start <= position) & (position < x.tier.stop))
+                if first >= 0 and at.size:
+                    put_rows(self.replica_view(piece, self.group.rank),
+                             torch.from_numpy(position[at] - x.tier.start + first),
+                             values[:, columns], torch.from_numpy(at))
 
     def _write_codes(self, table: str, values: torch.Tensor, begin: int) -> None:
         (piece,) = self.pieces[table]

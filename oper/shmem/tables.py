@@ -211,7 +211,12 @@ class ShardedTables(MeasuredTables):
         """
         if self.optimizers is None:
             refuse_weight_gradient(batch)
-        if torch.compiler.is_compiling() and self.bounds.mode == "fatal":
+        if self.keys is not None:
+            if torch.compiler.is_compiling():
+                self.keys.refuse("cannot look up in a graph", "compile the other modules only")
+            batch = self.keys.translate(
+                batch, self.optimizers is not None and torch.is_grad_enabled())
+        elif torch.compiler.is_compiling() and self.bounds.mode == "fatal":
             return lookup_in_graph(self, batch)
         if self.bounds.mode != "fatal" and self._known(batch) is None:
             self._checks.check(batch)
@@ -268,12 +273,14 @@ class ShardedTables(MeasuredTables):
         another thread while earlier batches are trained: no row is read and nothing is collective.
         Numbers stay the same bit for bit. A batch whose tables have moved to another plan
         meanwhile, or whose ids were exchanged, is resolved anew where it is used. Between memory
-        domains nothing is done ahead.
+        domains, and where a table is dynamic, nothing is done ahead.
 
         Raises:
             InvalidInputError: as `lookup`.
         """
         self._checks.check(batch)
+        if self.keys is not None:  # an update before the batch's turn may give keys other rows
+            return batch
         batch = self.bounds.repair(batch)
         if self._exchange is not None and not self.resolves_far:  # rows there have no addresses
             return batch
@@ -335,14 +342,17 @@ class ShardedTables(MeasuredTables):
                 return
             parts, self._pending = [*self._pending, *parts], []
             passed = parts[0] if len(parts) == 1 else as_one(parts)
+            if self.keys is not None:
+                self.keys.leave(passed.batch)
             self._update(passed)
+            new = {} if self.keys is None else self.keys.take(passed.frozen)
             self.num_steps += 1
             for name in passed.frozen:
                 self._skipped[name] += 1
             for notify in self.on_update:
                 notify()
             if self._migration is not None:
-                self._migration.note(passed.batch, passed.offsets)
+                self._migration.note(passed.batch, passed.offsets, new)
                 if self._migration.advance():
                     self._migration = None
 
@@ -513,6 +523,8 @@ class ShardedTables(MeasuredTables):
         with self._resolving:
             self._release()
         self._heap = None
+        if self.keys is not None:
+            self.keys.close()
         self._forward_op = self._backward_op = self._refuse
 
     def continue_from(self, other: ShardedTables, memo: dict[int, Any]) -> None:
@@ -530,6 +542,8 @@ class ShardedTables(MeasuredTables):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
         """Tables of their own under the same plan: rows, states and steps as they are. Collective.
         """
+        if self.keys is not None:
+            self.keys.refuse("cannot copy sharded tables", "save and load a checkpoint")
         other = memo[id(self)] = copied(self, memo)
         return other
 

@@ -81,6 +81,9 @@ class DeltaCheckpoints:
                 fail(_WHAT, "sharded tables that are trained, memory_bytes",
                      (len(found), memory_bytes), "at least one collection, at least a byte",
                      "save whole checkpoints"))
+        for t in found:
+            if t.keys is not None:
+                t.keys.refuse(_WHAT, "save whole checkpoints")
         self._changed = [ChangedRows(t) for t in found]
         self._part_bytes = max(1, min(32 << 20, memory_bytes // 5))
         self._queue: queue.Queue[Any] = queue.Queue(3)  # beside what is being filled and written

@@ -38,6 +38,9 @@ class Survivors:
         if not tables:
             raise InvalidInputError(fail(_WHAT, "tables", 0, "sharded tables that are trained",
                                          "save whole checkpoints"))
+        for t in tables:
+            if t.keys is not None:
+                t.keys.refuse(_WHAT, "save whole checkpoints")
         self._progress = [Progress(t) for t in tables]
         self._marks: list[Mark] = []
         self.mark()

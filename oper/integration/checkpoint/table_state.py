@@ -46,13 +46,19 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
     world_size, rank = tables.group.world_size, tables.group.rank
     if world_size == 1 or tables.group.is_local:
         return tables.read(name, part=part)
+    begin, end = shard_range(num_rows, world_size, rank)
+    return distributed(tables, tables.read(name, begin, end, part), num_rows)
+
+
+def distributed(tables: ShardedTables, local: torch.Tensor, num_rows: int) -> Any:
+    """A ``DTensor`` of `num_rows`, of which `local` is this rank's range; `local` of one rank."""
+    if tables.group.world_size == 1 or tables.group.is_local:
+        return local
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = _mesh(tables)
-    begin, end = shard_range(num_rows, world_size, rank)
-    local = tables.read(name, begin, end, part)
+    shape = torch.Size((num_rows, *local.shape[1:]))
     return DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=shape,
+        local, _mesh(tables), [Shard(0)], run_check=False, shape=shape,
         stride=tuple(torch.empty(shape, device="meta").stride()))
 
 
@@ -91,11 +97,11 @@ def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows")
     mine.check(value)
     if isinstance(value, TableRows) and value.is_same(mine):
         return
-    for begin, rows in _chunks_of(value):
+    for begin, rows in chunks_of(value):
         mine.write(rows, begin)
 
 
-def _chunks_of(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
+def chunks_of(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """First row and values of consecutive chunks of a ``state_dict`` value, on every rank."""
     if isinstance(value, TableRows):
         for begin, end in value.chunks():
