@@ -17,8 +17,8 @@ class DynamicTable:
     """A table whose ids are raw keys, any int64, instead of row numbers.
 
     A module's ``num_embeddings`` is then the number of rows, one of which, row 0, is the default
-    row of all keys that have no row of their own. Keys get rows, and lose them, when a backward pass
-    updates the table; the clock counts these updates.
+    row of all keys that have no row of their own. Keys get rows, and lose them, when a backward
+    pass updates the table; the clock counts these updates.
 
     Attributes:
         admit_after: occurrences, over all ranks, after which a key gets a row; 1 = at once. Keys

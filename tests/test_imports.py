@@ -23,7 +23,7 @@ MODULES = {
 
 LEAVES = frozenset({"errors", "files", "lazy", "tables", "stats", "topology", "plan", "directory",
                     "native", "remap", "traffic", "locks", "environment",
-                    "flags"})
+                    "flags", "dynamic"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
                   "data"}
 WORKLOADS = ENGINE | {"rl_rec", "rl_rec.models"}

@@ -20,6 +20,7 @@ on threads.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import threading
 import weakref
@@ -275,7 +276,7 @@ class Keys:
         if not bounds[-1]:
             return [torch.empty(0, 2, dtype=torch.int64)] * len(self.tables)
         pairs = self._words(rank, at + self._header, _PAIR_BYTES * bounds[-1]).view(-1, 2)
-        return [pairs[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+        return [pairs[begin:end] for begin, end in itertools.pairwise(bounds)]
 
     # ---- state -----------------------------------------------------------------------------------
 

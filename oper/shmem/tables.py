@@ -212,8 +212,11 @@ class ShardedTables(MeasuredTables):
         if self.optimizers is None:
             refuse_weight_gradient(batch)
         if self.keys is not None:
-            if torch.compiler.is_compiling():
-                self.keys.refuse("cannot look up in a graph", "compile the other modules only")
+            if torch.compiler.is_exporting():
+                self.keys.refuse("cannot export a lookup", "export models of static tables")
+            if torch.compiler.is_compiling():  # breaks the graph: updates of keys are not in one
+                looked_up: torch.Tensor = torch.compiler.disable(self.lookup)(batch)
+                return looked_up
             batch = self.keys.translate(
                 batch, self.optimizers is not None and torch.is_grad_enabled())
         elif torch.compiler.is_compiling() and self.bounds.mode == "fatal":

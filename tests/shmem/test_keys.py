@@ -1,0 +1,291 @@
+"""Directories of keys: against plain dicts, for any ranks and threads, and hostile input."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from oper.dynamic import DynamicTable
+from oper.errors import InvalidInputError
+from oper.shmem.keys import _rule_numbers
+from oper.shmem.library import load
+from tests.key_oracle import MASK, Oracle, first_row, hash_of
+
+load()
+OPS = torch.ops.oper
+SMALLEST, LARGEST = -(1 << 63), (1 << 63) - 1
+RULES = [
+    DynamicTable(),
+    DynamicTable(eviction="lfu", seed=-5),
+    DynamicTable(eviction="lfu", half_life=2, admit_after=2),
+    DynamicTable(admit_after=3, seed=1 << 62),
+    DynamicTable(admit_probability=0.4, time_to_live=2),
+    DynamicTable(time_to_live=1, admit_after=255),
+    DynamicTable(eviction="lfu", half_life=1, time_to_live=3),
+]
+
+
+class Directory:
+    """A directory of W ranks in the memory of this process."""
+
+    def __init__(self, slots: int, rule: DynamicTable, world_size: int = 1) -> None:
+        self.slots, self.rule, self.size, self.clock = slots, rule, world_size, 0
+        sizes = [OPS.keys_num_bytes(slots, world_size, r, rule.admit_after > 1)
+                 for r in range(world_size)]
+        self.arenas = [torch.zeros(n + 64, dtype=torch.uint8) for n in sizes]
+        self.num_bytes = sum(sizes)
+        at = [a.data_ptr() + -a.data_ptr() % 64 for a in self.arenas]
+        self.handles = [OPS.keys_create(at, r, slots, _rule_numbers(rule))
+                        for r in range(world_size)]
+
+    def update(self, batches: Sequence[Sequence[int]]) -> tuple[dict[int, int], np.ndarray]:
+        """One update by batches of all ranks: rows of new keys, and what changed."""
+        self.clock += 1
+        lists = [OPS.keys_distinct(self.handles[0], as_keys(b)) for b in batches]
+        found: dict[int, int] = {}
+        changes = np.zeros(4, np.int64)
+        for handle in self.handles:
+            new, mine = OPS.keys_update(handle, lists, self.clock)
+            assert len({row for row, _ in new.tolist()}) == new.shape[0]
+            found |= {key: row for row, key in new.tolist()}
+            changes += mine
+        return found, changes
+
+    def rows(self, keys: Sequence[int], rank: int = 0) -> list[int]:
+        ids = as_keys(keys)
+        missed = OPS.keys_find(self.handles[rank], ids, self.clock)
+        assert missed == int((ids == 0).sum())
+        return ids.tolist()
+
+    def read(self, candidates: bool = False) -> torch.Tensor:
+        number = OPS.keys_num_records(self.handles[0], candidates)
+        return OPS.keys_read(self.handles[-1], candidates, 0, number)
+
+    def write(self, candidates: bool, records: torch.Tensor) -> list[int]:
+        return [OPS.keys_write(h, candidates, 0, records) for h in self.handles]
+
+    def records(self) -> dict[int, tuple[int, int, int]]:
+        """As the oracle's."""
+        return {key: (slot + 1, count, clock) for slot, (key, count, clock) in enumerate(
+            self.read().tolist()) if clock >= 0}
+
+
+def as_keys(keys: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(list(keys), dtype=torch.int64)
+
+
+def dealt(keys: Sequence[int], world_size: int) -> list[Sequence[int]]:
+    return [keys[r::world_size] for r in range(world_size)]
+
+
+def colliding(num: int, slots: int, bucket: int, seed: int = 0) -> list[int]:
+    """Keys of one bucket, as somebody finds them who knows the seed."""
+    oracle = Oracle(slots, DynamicTable(seed=seed))
+    keys = (k - (1 << 40) for k in itertools.count())
+    return list(itertools.islice((k for k in keys if oracle.bucket_of(k) == bucket), num))
+
+
+POOL = [SMALLEST, LARGEST, 0, -1, 1, *range(10, 90)]
+
+
+@given(st.sampled_from(RULES), st.sampled_from([1, 2, 5, 20, 129, 300]),
+       st.sampled_from([1, 2, 4]),
+       st.lists(st.lists(st.sampled_from(POOL), max_size=40), min_size=1, max_size=10))
+def test_oracle(rule: DynamicTable, slots: int, world_size: int, steps: list[list[int]]) -> None:
+    """Rows, admissions, evictions, counts and clocks are those of plain dicts, for every W."""
+    directory, oracle = Directory(slots, rule, world_size), Oracle(slots, rule)
+    for keys in steps:
+        for rank in range(world_size):
+            assert directory.rows(POOL, rank) == [oracle.row_of(k) for k in POOL]
+        before = set(oracle.held)
+        want = oracle.update(keys)
+        found, changes = directory.update(dealt(keys, world_size))
+        assert found == want
+        assert directory.records() == oracle.records()
+        admitted, evicted, expired, _ = changes.tolist()
+        assert admitted == len(want)
+        assert len(before) + admitted - evicted - expired == len(oracle.held)
+        if rule.admit_after > 1:
+            places = [p for b in range(oracle.buckets)
+                      for p in oracle.waiting.get(b, [None] * 64)]
+            assert directory.read(True).tolist() == [
+                [0, 0, -1] if p is None else [p[0], p[1].count, p[1].clock] for p in places]
+
+
+@given(st.lists(st.integers(SMALLEST, LARGEST), max_size=300), st.integers(SMALLEST, LARGEST))
+def test_every_key_is_legal(keys: list[int], seed: int) -> None:
+    directory = Directory(1 << 12, DynamicTable(seed=seed))
+    found, _ = directory.update([keys])
+    assert set(found) == set(keys)
+    assert directory.rows(keys) == [found[k] for k in keys]
+    assert set(directory.records()) == set(keys)
+
+
+@pytest.mark.parametrize("rule", RULES[:5])
+def test_ranks_and_threads_change_nothing(rule: DynamicTable) -> None:
+    """Records are the same for 1, 2 and 4 ranks and 1 and 4 threads, under a load that evicts."""
+    rng = np.random.default_rng(1)
+    steps = [(rng.zipf(1.2, 20_000) % 60_000 * 7919 - 10**8).tolist() for _ in range(6)]
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for world_size, n in ((1, 1), (1, 4), (2, 1), (4, 4)):
+            torch.set_num_threads(n)
+            directory = Directory(1_000, rule, world_size)
+            changes = sum(directory.update(dealt(keys, world_size))[1] for keys in steps)
+            found.append((directory.read(), directory.read(True), changes))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0][2][0] > 0 and found[0][2][1:3].sum() > 0
+    for records, candidates, changes in found[1:]:
+        assert torch.equal(records, found[0][0])
+        assert torch.equal(candidates, found[0][1])
+        assert (changes == found[0][2]).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_records_go_on_where_they_were(rule: DynamicTable, world_size: int) -> None:
+    """A directory that is written from another's records, for another W, goes on as that does."""
+    rng = np.random.default_rng(2)
+    steps = [rng.integers(-400, 400, 300).tolist() for _ in range(8)]
+    first, then = Directory(300, rule, 2), Directory(300, rule, world_size)
+    for keys in steps[:4]:
+        first.update(dealt(keys, 2))
+    assert then.write(False, first.read()) == [-1] * world_size
+    if rule.admit_after > 1:
+        assert then.write(True, first.read(True)) == [-1] * world_size
+    then.clock = first.clock
+    for keys in steps[4:]:
+        assert first.update(dealt(keys, 2))[0] == then.update(dealt(keys, world_size))[0]
+    assert torch.equal(first.read(), then.read())
+    assert torch.equal(first.read(True), then.read(True))
+
+
+def test_colliding_keys_keep_to_their_bucket() -> None:
+    """Keys of one bucket take its slots and no others, and the rest are refused, not searched."""
+    directory = Directory(1280, DynamicTable())
+    keys = colliding(400, 1280, 3)
+    found, changes = directory.update([keys])
+    assert changes.tolist() == [128, 0, 0, 272]
+    assert sorted(found.values()) == list(range(1 + 3 * 128, 1 + 4 * 128))
+    again = colliding(528, 1280, 3)[400:]
+    found, changes = directory.update([again])
+    assert changes.tolist() == [128, 128, 0, 0] and set(found) == set(again)
+
+
+def test_one_key_and_one_slot() -> None:
+    directory = Directory(1, DynamicTable(eviction="lfu"))
+    for step in range(1, 4):
+        found, changes = directory.update([[LARGEST] * 1000])
+        assert found == ({LARGEST: 1} if step == 1 else {})
+        assert directory.read().tolist() == [[LARGEST, 1000 * step, step]]
+    found, changes = directory.update([[SMALLEST, 0], [0]])  # the one that is there more often
+    assert found == {0: 1} and changes.tolist() == [1, 1, 0, 1]
+    assert directory.rows([LARGEST, SMALLEST, 0]) == [0, 0, 1]
+
+
+def test_all_keys_new() -> None:
+    """A million different keys through ten thousand slots: no growth, everything accounted for."""
+    directory = Directory(10_000, DynamicTable(admit_after=1))
+    total = np.zeros(4, np.int64)
+    for step in range(50):
+        keys = (np.arange(20_000, dtype=np.int64) + 20_000 * step) * 0x5851F42D4C957F2D
+        total += directory.update([keys.tolist()])[1]
+    assert total[0] + total[3] == 1_000_000
+    assert total[0] - total[1] == 10_000 == len(directory.records())
+
+
+def test_a_clock_that_goes_back() -> None:
+    """Records from the future are of age 0: nothing expires; keys are found and evicted."""
+    rule = DynamicTable(time_to_live=1, eviction="lfu", half_life=1)
+    directory = Directory(2, rule)
+    directory.clock = 1 << 31
+    directory.update([[1, 2, 2]])
+    directory.clock = 5
+    assert sorted(directory.rows([1, 2])) == [1, 2]
+    found, changes = directory.update([[3]])
+    assert set(found) == {3} and changes.tolist() == [1, 1, 0, 0]
+    assert directory.rows([1, 2]) != [0, 0] and directory.rows([1]) == [0]
+
+
+def test_the_last_clock() -> None:
+    directory = Directory(2, DynamicTable(time_to_live=3, eviction="lfu", half_life=7))
+    directory.clock = (1 << 32) - 4
+    directory.update([[1, 1]])
+    directory.update([[2]])
+    assert directory.clock == (1 << 32) - 2
+    assert {k: v[1:] for k, v in directory.records().items()} == {
+        1: (2, (1 << 32) - 3), 2: (1, (1 << 32) - 2)}
+
+
+@pytest.mark.parametrize("record", [[7, -1, 3], [7, 1 << 32, 3], [7, 1, -2], [7, 1, 1 << 32]])
+def test_records_that_cannot_be(record: list[int]) -> None:
+    directory = Directory(10, DynamicTable())
+    directory.update([[1, 2, 3]])
+    before = directory.read()
+    bad = before.clone()
+    bad[9] = torch.tensor(record)
+    bad[0] = torch.tensor([5, 1, 1])
+    assert directory.write(False, bad) == [9]
+    assert torch.equal(directory.read(), before)
+
+
+def test_records_of_another_bucket() -> None:
+    directory = Directory(300, DynamicTable())
+    (key,) = colliding(1, 300, 2)
+    records = directory.read()
+    records[250] = torch.tensor([key, 1, 1])
+    assert directory.write(False, records) == [-1]
+    records[250], records[0] = torch.tensor([0, 0, -1]), records[250].clone()
+    assert directory.write(False, records) == [0]
+
+
+@pytest.mark.parametrize("admit_after, most", [(1, 17.1), (2, 24.0)])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bytes_per_slot(admit_after: int, most: float, world_size: int) -> None:
+    for slots in (100_000, 1_000_003):
+        directory = Directory(slots, DynamicTable(admit_after=admit_after), world_size)
+        assert directory.num_bytes / slots <= most
+
+
+@given(st.integers(SMALLEST, LARGEST), st.integers(SMALLEST, LARGEST), st.integers(1, 37))
+def test_new_rows(key: int, seed: int, dim: int) -> None:
+    rows = torch.tensor([[1, key], [2, key], [3, 17]])
+    got = OPS.keys_draw(rows, seed, dim, 0.25)
+    assert np.array_equal(got[0].numpy(), first_row(key, seed, dim, 0.25))
+    assert torch.equal(got[0], got[1])  # wherever it is
+    assert float(got.abs().max()) <= 0.25
+
+
+def test_new_rows_are_uniform() -> None:
+    rows = torch.stack([torch.arange(4000), torch.arange(4000) * 977 - 10**6], 1)
+    values = OPS.keys_draw(rows, 3, 16, 1.0).double()
+    assert abs(float(values.mean())) < 0.01
+    assert abs(float(values.var()) - 1 / 3) < 0.01
+    assert values.unique().numel() > 0.99 * values.numel()
+
+
+def test_hash_spreads_over_buckets() -> None:
+    """Consecutive and multiplied keys fill buckets evenly."""
+    for stride in (1, 128, 1 << 40):
+        counts = np.bincount([hash_of(k * stride, 0) * 100 >> 64 for k in range(20_000)])
+        assert counts.max() < 300 and counts.min() > 120, stride
+    assert len({hash_of(k, 1) for k in range(1000)}) == 1000 and hash_of(0, 0) & MASK == 0
+
+
+@pytest.mark.parametrize("fields", [
+    {"admit_after": 0}, {"admit_after": 256}, {"admit_after": True}, {"admit_after": 2.0},
+    {"admit_probability": 0}, {"admit_probability": 1.5}, {"admit_probability": float("nan")},
+    {"admit_after": 2, "admit_probability": 0.5}, {"eviction": "fifo"}, {"half_life": 3},
+    {"eviction": "lfu", "half_life": 0}, {"time_to_live": -1}, {"seed": 1 << 63}, {"seed": "a"},
+    {"init_bound": -1.0}, {"init_bound": float("inf")}])
+def test_refused_configurations(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=f"invalid dynamic table: {list(fields)[-1]}="):
+        DynamicTable(**fields)
