@@ -18,9 +18,7 @@ constexpr int64_t kAhead = 32;  // keys whose buckets are fetched together
 constexpr uint32_t kAdmissionDraw = 0x61646d74u, kRowDraw = 0x696e6974u;
 
 // Where the arrays of a bucket begin; each begins at a cache line.
-constexpr int64_t kHashesAt = kBucketSlots, kClocksAt = kHashesAt + 8 * kBucketSlots,
-                  kCountsAt = kClocksAt + 4 * kBucketSlots,
-                  kCandidatesAt = kCountsAt + 4 * kBucketSlots,
+constexpr int64_t kSlotsAt = kBucketSlots, kCandidatesAt = kSlotsAt + 16 * kBucketSlots,
                   kCandidateClocksAt = kCandidatesAt + 8 * kBucketCandidates,
                   kCandidateCountsAt = kCandidateClocksAt + 4 * kBucketCandidates,
                   kBucketEnd = kCandidateCountsAt + kBucketCandidates;
@@ -61,14 +59,14 @@ uint32_t matches(const uint8_t* tags, uint8_t tag) {
 // The slot from `begin` (a multiple of 16) on that has a tag and, unless `any`, a hash; or -1. Free
 // places behind a bucket's slots have the tag 0 and are not among `num_slots`.
 template <bool any = false>
-int64_t search(const uint8_t* tags, const uint64_t* hashes, int64_t num_slots, uint8_t tag,
+int64_t search(const uint8_t* tags, const KeySlot* slots, int64_t num_slots, uint8_t tag,
                uint64_t hash) {
   for (int64_t at = 0; at < num_slots; at += 16) {
     for (uint32_t mask = matches(tags + at, tag); mask != 0; mask &= mask - 1) {
       const int64_t slot = at + __builtin_ctz(mask);
       if (any) return slot < num_slots ? slot : -1;
       // A lookup without gradients may meet the owner's update: whole numbers, old or new ones.
-      if (__atomic_load_n(hashes + slot, __ATOMIC_RELAXED) == hash) return slot;
+      if (__atomic_load_n(&slots[slot].hash, __ATOMIC_RELAXED) == hash) return slot;
     }
   }
   return -1;
@@ -153,9 +151,7 @@ KeyDirectory::Bucket KeyDirectory::bucket_at(int64_t bucket) const {
   char* at = address_of(bucket);
   const int64_t first = first_slot(bucket);
   return {reinterpret_cast<uint8_t*>(at),
-          reinterpret_cast<uint64_t*>(at + kHashesAt),
-          reinterpret_cast<uint32_t*>(at + kClocksAt),
-          reinterpret_cast<uint32_t*>(at + kCountsAt),
+          reinterpret_cast<KeySlot*>(at + kSlotsAt),
           reinterpret_cast<uint64_t*>(at + kCandidatesAt),
           reinterpret_cast<uint32_t*>(at + kCandidateClocksAt),
           reinterpret_cast<uint8_t*>(at + kCandidateCountsAt),
@@ -180,12 +176,12 @@ int64_t KeyDirectory::find(int64_t* keys, int64_t n, uint32_t clock) const {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t slot =
           search<true>(buckets[i].tags, nullptr, buckets[i].num_slots, tag_of(hashes[i]), 0);
-      if (slot >= 0) __builtin_prefetch(buckets[i].hashes + slot);
+      if (slot >= 0) __builtin_prefetch(buckets[i].slots + slot);
     }
     for (int64_t i = 0; i < count; ++i) {
       const Bucket& bucket = buckets[i];
       const int64_t slot =
-          search(bucket.tags, bucket.hashes, bucket.num_slots, tag_of(hashes[i]), hashes[i]);
+          search(bucket.tags, bucket.slots, bucket.num_slots, tag_of(hashes[i]), hashes[i]);
       const bool found = slot >= 0 && !is_expired(bucket, slot, clock);
       keys[begin + i] = found ? bucket.first_slot + slot + 1 : 0;
       missed += !found;
@@ -194,29 +190,39 @@ int64_t KeyDirectory::find(int64_t* keys, int64_t n, uint32_t clock) const {
   return missed;
 }
 
+// Sorted by bins of the hash's high bits, then within bins: few are in one unless somebody wants them to
+// be, or a key is there often.
 std::vector<KeyCount> KeyDirectory::distinct(const int64_t* keys, int64_t n) const {
-  int64_t size = 64;
-  while (size < 2 * n) size *= 2;
-  std::vector<KeyCount> table(static_cast<size_t>(size), KeyCount{0, 0});
-  std::vector<KeyCount> found;
+  int bits = 1;
+  while (bits < 16 && (int64_t{1} << bits) < n) ++bits;
+  std::vector<uint64_t> hashes(static_cast<size_t>(n)), sorted(hashes.size());
+  std::vector<int64_t> ends((size_t{1} << bits) + 1);
   for (int64_t i = 0; i < n; ++i) {
-    const uint64_t hash = hash_of(keys[i]);
-    uint64_t at = hash & static_cast<uint64_t>(size - 1);
-    while (table[at].count != 0 && table[at].hash != hash)
-      at = (at + 1) & static_cast<uint64_t>(size - 1);
-    table[at].hash = hash;
-    ++table[at].count;
+    hashes[i] = hash_of(keys[i]);
+    ++ends[(hashes[i] >> (64 - bits)) + 1];
   }
-  for (const KeyCount& entry : table)
-    if (entry.count != 0) found.push_back(entry);
-  std::sort(found.begin(), found.end(), by_hash);
+  for (size_t bin = 1; bin < ends.size(); ++bin) ends[bin] += ends[bin - 1];
+  for (int64_t i = 0; i < n; ++i) sorted[ends[hashes[i] >> (64 - bits)]++] = hashes[i];
+  int64_t begin = 0;
+  for (size_t bin = 0; bin + 1 < ends.size(); ++bin) {
+    if (ends[bin] - begin > 1) std::sort(sorted.begin() + begin, sorted.begin() + ends[bin]);
+    begin = ends[bin];
+  }
+  std::vector<KeyCount> found;
+  found.reserve(sorted.size());
+  for (uint64_t hash : sorted) {
+    if (!found.empty() && found.back().hash == hash)
+      ++found.back().count;
+    else
+      found.push_back({hash, 1});
+  }
   return found;
 }
 
 // ---- updates -------------------------------------------------------------------------------------
 
 bool KeyDirectory::is_expired(const Bucket& bucket, int64_t slot, uint32_t clock) const {
-  return rules_.time_to_live != 0 && age(bucket.clocks[slot], clock) > rules_.time_to_live;
+  return rules_.time_to_live != 0 && age(bucket.slots[slot].clock, clock) > rules_.time_to_live;
 }
 
 // Halved at every multiple of the half-life that has passed since, whether the key was seen or not.
@@ -268,9 +274,9 @@ int64_t KeyDirectory::take_slot(const Bucket& bucket, uint32_t clock, KeyChanges
       ++changes.expired;
       return i;
     }
-    const uint32_t since = bucket.clocks[i];
+    const uint32_t since = bucket.slots[i].clock;
     if (since == clock) continue;
-    const uint32_t count = decayed(bucket.counts[i], since, clock);
+    const uint32_t count = decayed(bucket.slots[i].count, since, clock);
     const auto score = rules_.eviction == Eviction::kLeastRecent ? std::pair(since, count)
                                                                  : std::pair(count, since);
     if (victim < 0 || score < least) {
@@ -282,17 +288,29 @@ int64_t KeyDirectory::take_slot(const Bucket& bucket, uint32_t clock, KeyChanges
   return victim;
 }
 
+void KeyDirectory::prefetch_tags(uint64_t hash) const {
+  const char* at = address_of(bucket_of(hash));
+  __builtin_prefetch(at);
+  __builtin_prefetch(at + 64);
+}
+
+void KeyDirectory::prefetch_slot(uint64_t hash) const {
+  const Bucket bucket = bucket_at(bucket_of(hash));
+  const int64_t slot = search<true>(bucket.tags, nullptr, bucket.num_slots, tag_of(hash), 0);
+  if (slot >= 0) __builtin_prefetch(bucket.slots + slot);
+}
+
 void KeyDirectory::update_bucket(const KeyCount* begin, const KeyCount* end, uint32_t clock,
                                  std::vector<KeyCount>& fresh, KeyChanges& changes) const {
   const Bucket bucket = bucket_at(bucket_of(begin->hash));
   fresh.clear();
   for (const KeyCount* key = begin; key < end; ++key) {
     const int64_t slot =
-        search(bucket.tags, bucket.hashes, bucket.num_slots, tag_of(key->hash), key->hash);
+        search(bucket.tags, bucket.slots, bucket.num_slots, tag_of(key->hash), key->hash);
     if (slot >= 0 && !is_expired(bucket, slot, clock)) {
-      const uint32_t before = decayed(bucket.counts[slot], bucket.clocks[slot], clock);
-      bucket.counts[slot] = saturated(before + key->count);
-      bucket.clocks[slot] = clock;
+      const uint32_t before = decayed(bucket.slots[slot].count, bucket.slots[slot].clock, clock);
+      bucket.slots[slot].count = saturated(before + key->count);
+      bucket.slots[slot].clock = clock;
       continue;
     }
     if (slot >= 0) {
@@ -311,10 +329,10 @@ void KeyDirectory::update_bucket(const KeyCount* begin, const KeyCount* end, uin
       ++changes.refused;
       continue;
     }
-    __atomic_store_n(bucket.hashes + slot, key.hash, __ATOMIC_RELAXED);
+    __atomic_store_n(&bucket.slots[slot].hash, key.hash, __ATOMIC_RELAXED);
     bucket.tags[slot] = tag_of(key.hash);
-    bucket.clocks[slot] = clock;
-    bucket.counts[slot] = saturated(key.count);
+    bucket.slots[slot].clock = clock;
+    bucket.slots[slot].count = saturated(key.count);
     ++changes.admitted;
     changes.rows.push_back({bucket.first_slot + slot + 1, key_of(key.hash)});
     if (rules_.min_count > 1)
@@ -368,10 +386,12 @@ KeyChanges KeyDirectory::update(const std::vector<const KeyCount*>& lists,
     for (int64_t task = first; task < stop; ++task) {
       const KeyCount* end = w.keys.data() + w.bounds[static_cast<size_t>(task) + 1];
       for (const KeyCount* at = w.keys.data() + w.bounds[static_cast<size_t>(task)]; at < end;) {
-        const KeyCount* next = at + 1;
-        while (next < end &&
-               w.directory.bucket_of(next->hash) == w.directory.bucket_of(at->hash))
-          ++next;
+        const KeyCount* next = at;
+        for (const int64_t bucket = w.directory.bucket_of(at->hash);
+             next < end && w.directory.bucket_of(next->hash) == bucket; ++next) {
+          if (end - next > kAhead) w.directory.prefetch_tags(next[kAhead].hash);
+          if (end - next > kAhead / 2) w.directory.prefetch_slot(next[kAhead / 2].hash);
+        }
         w.directory.update_bucket(at, next, w.clock, fresh,
                                   w.changes[static_cast<size_t>(task)]);
         at = next;
@@ -411,7 +431,7 @@ void KeyDirectory::read(bool candidates, int64_t begin, int64_t n, KeyRecord* ou
       out[i] = {key_of(bucket.candidates[at]), bucket.candidate_counts[at],
                 bucket.candidate_clocks[at]};
     else
-      out[i] = {key_of(bucket.hashes[at]), bucket.counts[at], bucket.clocks[at]};
+      out[i] = {key_of(bucket.slots[at].hash), bucket.slots[at].count, bucket.slots[at].clock};
   }
 }
 
@@ -437,9 +457,9 @@ int64_t KeyDirectory::write(bool candidates, int64_t begin, int64_t n, const Key
       bucket.candidate_counts[at] = static_cast<uint8_t>(is_free ? 0 : r.count);
     } else {
       bucket.tags[at] = is_free ? 0 : tag_of(hash);
-      bucket.hashes[at] = hash;
-      bucket.clocks[at] = is_free ? 0 : static_cast<uint32_t>(r.clock);
-      bucket.counts[at] = is_free ? 0 : static_cast<uint32_t>(r.count);
+      bucket.slots[at].hash = hash;
+      bucket.slots[at].clock = is_free ? 0 : static_cast<uint32_t>(r.clock);
+      bucket.slots[at].count = is_free ? 0 : static_cast<uint32_t>(r.count);
     }
   }
   return -1;

@@ -8,7 +8,7 @@
 //
 // A directory holds hashes in place of keys: the hash is a bijection of 64-bit numbers, so that every key
 // is legal and equal hashes are equal keys. A slot takes 17 bytes: a byte of its hash (0 = free) that is
-// compared first, the hash, the clock of its last update and its count. Where keys are admitted by count,
+// compared first, the hash, the clock of the last update that saw the key, and its count. Where keys are admitted by count,
 // a bucket also has kBucketCandidates places that count keys without a row, 6.5 bytes per slot more.
 #pragma once
 
@@ -39,6 +39,11 @@ struct KeyCount {
 };
 struct NewRow {
   int64_t row, key;
+};
+
+struct KeySlot {
+  uint64_t hash;
+  uint32_t clock, count;
 };
 
 struct KeyChanges {
@@ -76,8 +81,7 @@ class KeyDirectory {
  private:
   struct Bucket {
     uint8_t* tags;
-    uint64_t* hashes;
-    uint32_t *clocks, *counts;
+    KeySlot* slots;
     uint64_t* candidates;
     uint32_t* candidate_clocks;
     uint8_t* candidate_counts;
@@ -99,6 +103,8 @@ class KeyDirectory {
   uint32_t decayed(uint32_t count, uint32_t since, uint32_t clock) const;
   uint64_t admit(const Bucket& bucket, const KeyCount& key, uint32_t clock) const;
   int64_t take_slot(const Bucket& bucket, uint32_t clock, KeyChanges& changes) const;
+  void prefetch_tags(uint64_t hash) const;
+  void prefetch_slot(uint64_t hash) const;
   void update_bucket(const KeyCount* begin, const KeyCount* end, uint32_t clock,
                      std::vector<KeyCount>& fresh, KeyChanges& changes) const;
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -14,6 +14,21 @@ from oper.tables import TableSpec
 
 _INTEGERS = (torch.int64, torch.int32)
 BAD_BATCH = 10  # status of a batch that `BatchChecks` refuses
+
+
+class SeenKeys(NamedTuple):
+    """Keys of a dynamic table in a batch.
+
+    Attributes:
+        table: its name.
+        keys, rows: int64 [n], with the rows that they had.
+        clock: of the table then.
+    """
+
+    table: str
+    keys: torch.Tensor
+    rows: torch.Tensor
+    clock: int
 
 
 # Nobody assigns to its fields; `frozen` would make every batch set each of them by a call.
@@ -30,7 +45,7 @@ class Lookup:
         pooled: one row per sample with the features side by side, or one row per id, feature after
             feature.
         resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
-        seen: of dynamic tables, the keys int64 [n] that were looked up, by table; `ids` are rows.
+        seen: of dynamic tables, the keys that were looked up; `ids` are their rows then.
     """
 
     ids: torch.Tensor
@@ -40,7 +55,7 @@ class Lookup:
     weights: torch.Tensor | None = None
     pooled: bool = True
     resolved: ResolvedIds | None = None
-    seen: tuple[tuple[str, torch.Tensor], ...] = ()
+    seen: tuple[SeenKeys, ...] = ()
 
     def versions(self) -> tuple[int, int]:
         """How often ids and weights have been changed in place.

@@ -24,7 +24,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -33,7 +33,7 @@ import torch
 
 from oper.dynamic import EVICTIONS, DynamicTable
 from oper.errors import InvalidInputError, OperError, fail
-from oper.shmem.batch import Lookup
+from oper.shmem.batch import BatchChecks, Lookup, SeenKeys
 from oper.shmem.by_feature import key_bounds, offsets_of
 from oper.shmem.group.desync import KEYS, phase_of
 from oper.shmem.memory.host_heap import HostHeap
@@ -139,6 +139,7 @@ class Keys:
             bound = math.sqrt(1 / num_rows) if rule.init_bound is None else rule.init_bound
             self.tables[name] = _Table(rule, handle, number, bound)
         self._counting = threading.Lock()
+        self._checks = BatchChecks()
         self._release = weakref.finalize(self, _release,
                                          [t.handle for t in self.tables.values()], self._heap)
         self._release.atexit = False
@@ -149,13 +150,24 @@ class Keys:
 
     # ---- lookups ---------------------------------------------------------------------------------
 
-    def translate(self, batch: Lookup, trains: bool) -> Lookup:
+    def outside_of_graphs(self, lookup: Callable[[Lookup], torch.Tensor], batch: Lookup
+                          ) -> torch.Tensor:
+        """A lookup by a program that is compiled, whose graph it breaks: keys are in none."""
+        if torch.compiler.is_exporting():
+            self.refuse("cannot export a lookup", "export models of static tables")
+        found: torch.Tensor = torch.compiler.disable(lookup)(batch)
+        return found
+
+    def translate(self, batch: Lookup) -> Lookup:
         """The batch with rows in the place of the dynamic tables' keys. Not collective.
 
-        Args:
-            batch: as the caller has it.
-            trains: whether its keys are to be counted by the update that follows.
+        With gradients enabled its keys are noted, for the update that follows.
+
+        Raises:
+            InvalidInputError: as `ShardedTables.lookup`.
         """
+        self._checks.check(batch)
+        trains = torch.is_grad_enabled()
         if not batch.ids.numel() or not batch.batch_size:
             return batch
         lengths = batch.lengths.long()
@@ -164,14 +176,15 @@ class Keys:
             return batch  # refused by the kernels
         bounds = key_bounds(batch, offsets)
         ids = batch.ids.to(torch.int64, copy=True)
-        seen: list[tuple[str, torch.Tensor]] = []
-        for key, name in dict.fromkeys((int(batch.key_of[f]), t) for f, t in self._features):
+        seen: list[SeenKeys] = []
+        key_of = batch.key_of.tolist()
+        for key, name in dict.fromkeys((key_of[f], t) for f, t in self._features):
             rows = ids[bounds[key]:bounds[key + 1]]
             if not rows.numel():
                 continue
             table = self.tables[name]
             if trains:
-                seen.append((name, rows.clone()))
+                seen.append(SeenKeys(name, rows.clone(), rows, table.clock))
             missed = torch.ops.oper.keys_find(table.handle, rows, table.clock)
             with self._counting:
                 table.lookups += (rows.numel(), missed)
@@ -183,15 +196,18 @@ class Keys:
         """Put the keys that a batch has seen where the other ranks read them.
 
         Raises:
+            InvalidInputError: an update since the lookup has given one of its rows to another key.
             OperError: there is no room for them.
         """
+        for seen in batch.seen:
+            self._check_rows(seen)
         found = []
         for name, table in self.tables.items():
             if table.clock >= MOST_UPDATES:
                 raise OperError(fail(f"cannot update dynamic table {name!r}", "updates",
                                      table.clock, f"< {MOST_UPDATES}, as its clock has 32 bits",
                                      "export it and begin a new one"))
-            mine = [k for n, k in batch.seen if n == name]
+            mine = [s.keys for s in batch.seen if s.table == name]
             found.append(torch.ops.oper.keys_distinct(
                 table.handle, torch.cat(mine) if mine else torch.empty(0, dtype=torch.int64)))
         at = self._seen_at[self._rank]
@@ -200,6 +216,22 @@ class Keys:
                 fail("the keys of a batch do not fit the outbox", OUTBOX_ENV,
                      self._seen_bytes - self._header, "16 bytes for each of its distinct keys",
                      f"raise {OUTBOX_ENV} or use a smaller batch"))
+
+    def _check_rows(self, seen: SeenKeys) -> None:
+        """Raise InvalidInputError where gradients would go to the row of another key."""
+        table = self.tables[seen.table]
+        if seen.clock == table.clock:
+            return
+        rows = seen.keys.clone()
+        torch.ops.oper.keys_find(table.handle, rows, seen.clock)
+        lost = seen.keys[(seen.rows != 0) & (seen.rows != rows)]
+        if lost.numel():
+            raise InvalidInputError(
+                fail(f"cannot update dynamic table {seen.table!r}",
+                     "keys that have lost their rows since the lookup", lost.unique()[:4].tolist(),
+                     "none, so that gradients reach the rows that were looked up",
+                     "call backward() for all lookups before the next update, at once or within "
+                     "oper.no_sync"))
 
     def take(self, frozen: frozenset[str]) -> dict[str, np.ndarray]:
         """Update the directories from what all ranks have left, and begin new rows. Collective.

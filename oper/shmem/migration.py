@@ -311,6 +311,8 @@ def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
         tables: what to copy; a move to another plan that is under way is not copied.
         memo: of ``copy.deepcopy``.
     """
+    if tables.keys is not None:
+        tables.keys.refuse("cannot copy sharded tables", "save and load a checkpoint")
     tables.barrier()  # peers may still be updating
     other = tables.prepare(tables.plan)
     other.continue_from(tables, memo)

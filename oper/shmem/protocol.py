@@ -44,6 +44,7 @@ class Tables(Collection, Trained, Protocol):
     optimizers: Mapping[str, Optimizer] | None
     number: int
     output_columns: int
+    keys: Any  # `Keys`, or None
     lookups_at_once: bool
     pull: Any
 

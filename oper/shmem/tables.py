@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from oper.directory import TableDirectory
@@ -212,13 +213,9 @@ class ShardedTables(MeasuredTables):
         if self.optimizers is None:
             refuse_weight_gradient(batch)
         if self.keys is not None:
-            if torch.compiler.is_exporting():
-                self.keys.refuse("cannot export a lookup", "export models of static tables")
-            if torch.compiler.is_compiling():  # breaks the graph: updates of keys are not in one
-                looked_up: torch.Tensor = torch.compiler.disable(self.lookup)(batch)
-                return looked_up
-            batch = self.keys.translate(
-                batch, self.optimizers is not None and torch.is_grad_enabled())
+            if torch.compiler.is_compiling():
+                return self.keys.outside_of_graphs(self.lookup, batch)
+            batch = self.keys.translate(batch)
         elif torch.compiler.is_compiling() and self.bounds.mode == "fatal":
             return lookup_in_graph(self, batch)
         if self.bounds.mode != "fatal" and self._known(batch) is None:
@@ -274,18 +271,17 @@ class ShardedTables(MeasuredTables):
 
         Ids are checked, located and, unless the tables are read-only, sorted. This may run on
         another thread while earlier batches are trained: no row is read and nothing is collective.
-        Numbers stay the same bit for bit. A batch whose tables have moved to another plan
-        meanwhile, or whose ids were exchanged, is resolved anew where it is used. Between memory
-        domains, and where a table is dynamic, nothing is done ahead.
+        No bit changes. A batch whose ids or whose tables' plan have changed meanwhile is resolved
+        anew where it is used. Between memory domains and with dynamic tables nothing is done ahead.
 
         Raises:
             InvalidInputError: as `lookup`.
         """
         self._checks.check(batch)
-        if self.keys is not None:  # an update before the batch's turn may give keys other rows
-            return batch
-        batch = self.bounds.repair(batch)
-        if self._exchange is not None and not self.resolves_far:  # rows there have no addresses
+        if self.keys is None:
+            batch = self.bounds.repair(batch)
+        # Rows in other domains have no addresses; keys may get other rows before the batch's turn.
+        if self.keys is not None or (self._exchange is not None and not self.resolves_far):
             return batch
         versions = batch.versions()  # before the ids are read: they may change meanwhile
         with self._resolving:
@@ -345,10 +341,7 @@ class ShardedTables(MeasuredTables):
                 return
             parts, self._pending = [*self._pending, *parts], []
             passed = parts[0] if len(parts) == 1 else as_one(parts)
-            if self.keys is not None:
-                self.keys.leave(passed.batch)
-            self._update(passed)
-            new = {} if self.keys is None else self.keys.take(passed.frozen)
+            new = self._update(passed)
             self.num_steps += 1
             for name in passed.frozen:
                 self._skipped[name] += 1
@@ -359,10 +352,11 @@ class ShardedTables(MeasuredTables):
                 if self._migration.advance():
                     self._migration = None
 
-    def _update(self, passed: Backward) -> None:
-        """Reduce, exchange and update for one backward pass."""
-        batch, offsets = passed.batch, passed.offsets
-        grad = passed.grad
+    def _update(self, passed: Backward) -> dict[str, np.ndarray]:
+        """Reduce, exchange and update for one backward pass; rows that keys have got, by table."""
+        batch, offsets, grad = passed.batch, passed.offsets, passed.grad
+        if self.keys is not None:
+            self.keys.leave(batch)
         if not grad.is_contiguous():
             grad = rows_in_order(grad, batch.pooled)
         arguments = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
@@ -374,6 +368,7 @@ class ShardedTables(MeasuredTables):
             known and known.order)
         if code:
             self._raise(code, detail, batch, offsets)
+        return {} if self.keys is None else self.keys.take(passed.frozen)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -428,10 +423,7 @@ class ShardedTables(MeasuredTables):
     # ---- another plan ----------------------------------------------------------------------------
 
     def migrate(self, plan: Plan) -> None:
-        """Move rows, replicas and optimizer states to another plan now. Collective.
-
-        As `start_migration` and `finish_migration`.
-        """
+        """`start_migration` and `finish_migration`: move to another plan now. Collective."""
         self.start_migration(plan)
         self.finish_migration()
 
@@ -543,10 +535,7 @@ class ShardedTables(MeasuredTables):
             choose_pull(self, other.pull)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
-        """Tables of their own under the same plan: rows, states and steps as they are. Collective.
-        """
-        if self.keys is not None:
-            self.keys.refuse("cannot copy sharded tables", "save and load a checkpoint")
+        """Tables of their own under the same plan, with rows, states and steps. Collective."""
         other = memo[id(self)] = copied(self, memo)
         return other
 

@@ -287,6 +287,28 @@ def test_keys_may_change_between_the_passes() -> None:
     assert torch.equal(records(model), records(want))
 
 
+def test_an_update_that_is_overtaken() -> None:
+    """A gradient whose row has gone to another key meanwhile is refused; others are applied."""
+    model = shard(bag(3), oper.DynamicTable())
+    model(torch.tensor([[1, 2]])).sum().backward()
+    first, second = model(torch.tensor([[1]])), model(torch.tensor([[2, 2]]))
+    second.sum().backward()  # keeps both
+    first.sum().backward()
+    late = model(torch.tensor([[2]]))
+    model(torch.tensor([[3]])).sum().backward()  # takes the row of 2
+    before = model.weight.detach().clone()
+    with pytest.raises(InvalidInputError, match=r"have lost their rows since the lookup=\[2\]"):
+        late.sum().backward()
+    assert torch.equal(model.weight.detach(), before)
+    model(torch.tensor([[3]])).sum().backward()
+
+
+def test_keys_of_another_type_are_refused() -> None:
+    model = shard(bag(), oper.DynamicTable())
+    with pytest.raises(InvalidInputError, match="ids"):
+        model(torch.tensor([[1.5]]))
+
+
 def test_unpooled_and_int32() -> None:
     torch.manual_seed(1)
     model = shard(nn.Embedding(20, 4), oper.DynamicTable(init_bound=0.5))
