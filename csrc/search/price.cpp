@@ -16,7 +16,6 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-9;   // up to which an owner that has more than full is full
-constexpr double kParts[] = {1.0 / 64, 1.0 / 16, 1.0 / 4, 1.0, 2.0};  // of an owner's mass; 2: and more
 constexpr double kWhole = 1 - 1e-9;  // mass of an owner that holds a whole piece
 
 // to[b] = once[b] + times more[b]
@@ -209,7 +208,6 @@ class Pricing {
     double least = begin_type(j) - offset_;
     if (least < room(j)) least = std::max(least, linear(j, must));
     if (least < room(j)) least = std::max(least, prefixes(j, must));
-    if (least < room(j) && of_class_.size() == 2) least = std::max(least, two_classes(j, must));
     return least + offset_;
   }
 
@@ -254,40 +252,6 @@ class Pricing {
     keep(j, 0);
     for (const int64_t m : of_class_)
       if (of_class_.size() > 1) keep(j, m + 1);
-    return least;
-  }
-
-  // Owners of two classes: the first holds a mass between two `kParts` of a full owner's, where a chord
-  // lies below its partial sums, so that blocks choose for themselves between it and staying; the second
-  // has a prefix of them, as above.
-  double two_classes(int64_t j, bool must) {
-    const int64_t first = of_class_[0], second = of_class_[1];
-    const double full = std::min(full_of(j, first), mass_all_);
-    double least = kInfinity, low = 0;
-    for (const double part : kParts) {
-      const double high = part * full, at = low > 0 ? sums_cost(j, first, low) : 0.0;
-      // More than one full owner is no cheaper than if all were full.
-      const double slope = low < full ? (sums_cost(j, first, high) - at) / (high - low) : at / low;
-      double total = low < full ? at - slope * low : 0.0;
-      for (int64_t b = 0; b < n_; ++b) {
-        const double mine = pushed_[first * n_ + b] + slope * p_.ids[begin_ + b];
-        class_[b] = must || mine < fixed_[b] ? first + 1 : 0;
-        const double other = class_[b] ? mine : fixed_[b];
-        gain_[b] = std::min(pushed_[second * n_ + b] - other, 1e30);
-        total += other - fixed_[b];
-      }
-      double cheapest = kInfinity, lowest = kInfinity;
-      int64_t end = 0;
-      walk(p_.ids + begin_, n_, full_of(j, second), p_.price[second], [&](int64_t count, double found) {
-        lowest = std::min(lowest, found);
-        if (count >= 0 && found < cheapest) cheapest = found, end = count;
-      });
-      least = std::min(least, total + lowest);
-      found_ = class_;
-      for (int64_t i = 0; i < end; ++i) found_[order_[i]] = second + 1;
-      keep(j, 0);
-      low = high;
-    }
     return least;
   }
 

@@ -16,12 +16,12 @@ from oper.search.bound.branching import SearchTree, _largest, _load_branchings
 from oper.search.bound.master import solve_node
 from oper.search.bound.node import PUSHES, STILL, Node
 from oper.search.bound.options import PUSH
-from oper.search.bound.pieces import COLUMN_STEP, LOCAL, MIN_COLUMNS, LoadLimits, column_widths
+from oper.search.bound.pieces import LOCAL, LoadLimits, column_widths
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.cost.tally import UPDATE_BYTES, UPDATE_ROWS, owned_features
 from oper.search.planner import plan_problem, tighten_bound
-from oper.search.problem.space import EVERYTHING
+from oper.search.problem.space import COLUMN_STEP, EVERYTHING, MIN_COLUMNS
 from oper.search.problem.statement import IDS, NUM_FEATURES, Problem, make_problem
 from oper.topology import Domain, Topology
 

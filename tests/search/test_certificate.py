@@ -12,9 +12,10 @@ from search_cases import counted, gpus, host, random_plan, tables_and_stats, wit
 
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem
-from oper.search.bound.certificate import not_certified, outside_space, problem_digest, with_bound
+from oper.search.bound.certificate import not_certified, problem_digest, with_bound
 from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import evaluate
+from oper.search.cost.space import outside_space
 from oper.search.explain.summary import as_json, summary
 from oper.search.heuristic.placing import table_plan
 from oper.search.peers.baselines import peers

@@ -20,8 +20,8 @@ import oper.search.verify
 from oper.errors import OperError
 from oper.plan import Plan, Tier
 from oper.search import evaluate, make_problem, verify_plan
-from oper.search.bound.certificate import outside_space
 from oper.search.bound.subspaces import space_bound
+from oper.search.cost.space import outside_space
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.constraints import violations
 from oper.search.problem.space import EVERYTHING

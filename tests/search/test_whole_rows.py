@@ -8,6 +8,8 @@ from functools import cache
 import pytest
 
 from oper.plan import Plan
+from oper.search import evaluate, verify_plan
+from oper.search.heuristic import search
 from oper.search.peers.baselines import peers
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
@@ -18,14 +20,15 @@ from tests.search.search_cases import gpus, tables_and_stats
 PUSHED = frozenset({"owned", "push", "columns"})  # where columns are the only way to cut a table
 
 
-def stated(optimizers: tuple[str, ...], allow: frozenset[str] = PUSHED) -> Problem:
-    """Two tables on four ranks, the optimizers in turn."""
+def stated(optimizers: tuple[str, ...], allow: frozenset[str] = PUSHED,
+           cross_gbps: float = 2.5) -> Problem:
+    """Two tables on four ranks, the optimizers in turn; links between hosts bind by far, or not."""
     specs, stats = tables_and_stats(2, 1, min_rows=5000)
     specs = [replace(t, dim=128, optimizer=optimizers[k % len(optimizers)])
              for k, t in enumerate(specs)]
-    # Links bind by far: own time, which comes on top, could be divided by rows at their expense.
     machine = gpus(4, per_host=2)
-    machine = replace(machine, domains=tuple(replace(d, cross_gbps=2.5) for d in machine.domains))
+    machine = replace(machine, domains=tuple(replace(d, cross_gbps=cross_gbps)
+                                             for d in machine.domains))
     return make_problem(specs, stats, machine, batch_size=4096, allow=allow)
 
 
@@ -56,6 +59,33 @@ def test_the_bound_is_that_of_the_smaller_space() -> None:
     assert free.step_us < mixed.lower_bound_us  # what only column splits can reach
     for plan in (free, mixed, whole):
         assert plan.lower_bound_us <= plan.step_us <= 1.05 * plan.lower_bound_us
+
+
+@pytest.mark.parametrize("optimizers", [("lamb",), ("lamb", "adam")])
+def test_rows_that_may_not_be_striped_are_divided_by_ranges(
+        optimizers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where own time binds, an owner of a whole table is slower than owners of parts of its rows,
+    whatever more they send."""
+    problem = stated(optimizers, cross_gbps=gpus(4, per_host=2).domains[0].cross_gbps)
+    plan = plan_problem(problem, target_gap=0.0)
+    tables = [t for t in plan.tables if t.table.optimizer == "lamb"]
+    assert max(len({x.ranks for x in t.pieces[0].tiers}) for t in tables) > 1
+    assert {(x.placement, x.mode, len(x.ranks)) for t in plan.tables for p in t.pieces
+            for x in p.tiers} == {("owned", "push", 1)}
+    assert plan.lower_bound_us <= plan.step_us <= 1.05 * plan.lower_bound_us
+    assert plan.step_us == pytest.approx(evaluate(plan, problem).step_us)
+    assert verify_plan(plan, problem).certified
+    monkeypatch.setattr(search, "divide_rows", lambda relaxation, placements: list(placements))
+    assert plan.step_us < 0.93 * plan_problem(problem, target_gap=0.0).step_us
+
+
+def test_ranges_keep_to_the_ranks_that_may_own() -> None:
+    held = {"tables": {"t0": {"ranks": [1, 3]}}}
+    problem = stated(("lamb",), cross_gbps=gpus(4, per_host=2).domains[0].cross_gbps)
+    problem = make_problem([t.spec for t in problem.tables], tables_and_stats(
+        2, 1, min_rows=5000)[1], problem.topology, batch_size=4096, allow=PUSHED, constraints=held)
+    plan = plan_problem(problem, target_gap=0.0)
+    assert {r for x in plan.table("t0").pieces[0].tiers for r in x.ranks} == {1, 3}
 
 
 def test_peers_that_split_columns_leave_them_whole() -> None:

@@ -18,17 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from oper.plan import Piece, Plan, Tier
+from oper.plan import Plan
 from oper.search.bound.branching import SearchTree, TreeNode
 from oper.search.bound.master import Bound
-from oper.search.bound.pieces import COLUMN_STEP, MIN_COLUMNS
-from oper.search.bound.relaxation import Relaxation, has_copies
-from oper.search.cost.model import CostModel, evaluate, is_ordered
-from oper.search.problem.constraints import TableConstraint, violations
+from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.model import evaluate
+from oper.search.cost.space import outside_space
+from oper.search.problem.constraints import violations
 from oper.search.problem.digest import problem_digest
 from oper.search.problem.machine import GROUPS
-from oper.search.problem.space import MAX_REPLICATED, used_by
-from oper.search.problem.statement import Problem, TableProblem
+from oper.search.problem.statement import Problem
 
 _ROUNDING = 1e-6  # of a step, by which sums of many terms may differ
 _SLACK = 1e-9  # by which bounds of barriers added and taken off may differ
@@ -148,72 +147,3 @@ def _reason(plan: Plan, problem: Problem, lower_us: float) -> str:
         return (f"the bound of {lower_us:.6g} us is above the step of {found.step_us:.6g} us, "
                 "which is an error of the planner: report this")
     return "" if lower_us > 0 else "no bound was found"
-
-
-def outside_space(plan: Plan, problem: Problem) -> str:
-    """What of a plan the relaxation has no configuration for; empty where it has all.
-
-    Tables and rows that are pinned are not asked: the relaxation takes exactly their cost.
-    """
-    free = [(t, piece, tier) for t in problem.tables for piece in plan.table(t.spec.name).pieces
-            for tier in piece.tiers if not _is_pinned(problem, t, tier)]
-    pushes = any(x.mode == "push" and x.placement != "replicated" for _, _, x in free)
-    copies: bool | None = None
-    for t, piece, tier in free:
-        name = f"table {t.spec.name!r}"
-        extra = sorted(used_by(tier, plan.world_size) - problem.allow)
-        if extra:
-            return f"{name} uses {extra}, which the space has not"
-        if len(plan.table(t.spec.name).pieces) > 1 and not problem.may_split(t):
-            return f"{name} is cut by columns"
-        if tier.memory == "host" and (tier.placement == "replicated" or tier.mode == "push"):
-            return f"{name} has rows in host memory that are not pulled"
-        if tier.placement == "replicated":
-            if len(tier.ranks) < plan.world_size:
-                copies = has_copies(CostModel(problem)) if copies is None else copies
-                if not copies or pushes or not _one_per_host(problem, tier):
-                    return f"{name} is replicated on ranks {list(tier.ranks)}"
-        elif tier.mode == "push" and not _has_width(t, piece):
-            return f"{name} pushes columns {piece.start}:{piece.stop}"
-    for t in problem.tables:
-        held = problem.constraints.tables.get(t.spec.name)
-        entry = plan.table(t.spec.name)
-        if any(sum(x.placement == "replicated" and len(x.ranks) == plan.world_size
-                   and not _is_pinned(problem, t, x) for x in piece.tiers)
-               > MAX_REPLICATED + len(problem.pinned_of(t.spec.name)) for piece in entry.pieces):
-            return f"table {t.spec.name!r} has more than {MAX_REPLICATED} replicated tiers"
-        ordered = is_ordered(t, entry)
-        if held is not None and ordered != _is_taken_as_ordered(t, held, ordered):
-            return (f"table {t.spec.name!r} has {'a' if ordered else 'no'} hotness order, and its "
-                    "pinned rows are priced otherwise")
-        if held is not None and held.pinned and not ordered and any(
-                len(p.tiers) > 1 for p in entry.pieces):
-            return f"table {t.spec.name!r} has pinned rows, and no hotness order"
-    return ""
-
-
-def _is_taken_as_ordered(t: TableProblem, held: TableConstraint, other: bool) -> bool:
-    """Whether the relaxation takes positions of a wholly pinned table to be hotness ranks; `other`
-    where it is not wholly pinned."""
-    if held.tiers is not None:
-        return t.ids_are_positions or len(held.tiers) > 1
-    whole = len(held.pinned) == 1 and (
-        held.pinned[0].stop - held.pinned[0].start == t.spec.num_rows)
-    return t.ids_are_positions if whole else other
-
-
-def _is_pinned(problem: Problem, t: TableProblem, tier: Tier) -> bool:
-    held = problem.constraints.tables.get(t.spec.name)
-    return held is not None and (held.tiers is not None or tier in held.pinned)
-
-
-def _one_per_host(problem: Problem, tier: Tier) -> bool:
-    hosts = problem.machine.host[list(tier.ranks)].tolist()
-    return sorted(hosts) == list(range(int(problem.machine.host.max()) + 1))
-
-
-def _has_width(t: TableProblem, piece: Piece) -> bool:
-    """Whether the relaxation has pushed pieces of this width (see `oper.search.bound.pieces`)."""
-    width = piece.stop - piece.start
-    return width == t.spec.dim or (width >= MIN_COLUMNS and (
-        width % COLUMN_STEP == 0 or (t.spec.dim - width) % COLUMN_STEP == 0))

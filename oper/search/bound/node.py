@@ -14,9 +14,10 @@ import numpy as np
 
 from oper.search import native
 from oper.search.bound.options import PUSH
-from oper.search.bound.pieces import COLUMN_STEP, LoadLimits
+from oper.search.bound.pieces import LoadLimits
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.tally import PARTIALS
+from oper.search.problem.space import COLUMN_STEP
 from oper.search.problem.statement import IDS
 
 #: What a node knows of a table: nothing; that no row of it is pushed; that some row is; that some
@@ -125,8 +126,8 @@ class Node:
         of pushed blocks of a piece is then a prefix of the blocks ordered by what pushing costs per
         unit of mass (each tangent of a concave function separates over blocks, and its minimum over
         fractional sets lies at a vertex), so all prefixes are tried, and the masses at which owners
-        are full. Several classes are bounded as one, and two of them for each of some masses of the
-        first; where owners may be loaded with little, what rows send at least bounds all of them.
+        are full. Several classes are bounded as one; where owners may be loaded with little, what
+        rows send at least bounds all of them.
         """
         r = self.relaxation
         value = r.coefficients @ prices  # [T, M, 4]

@@ -22,10 +22,9 @@ from oper.search import native
 from oper.search.cost.model import CostModel
 from oper.search.cost.tally import NUM_ROWS, PARTIALS
 from oper.search.problem.machine import GROUPS, RankClasses
+from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
 
-MIN_COLUMNS = 8  # pieces of the space are at least so wide: one memory sector of float32
-COLUMN_STEP = 4  # and their edges are multiples of this: one vector load
 NUM_PIECE_GROUPS = 5  # groups of terms that a pushed piece loads: it is not in host memory
 LOCAL = GROUPS.index("local")  # a rank's own memory and cores
 _RATIO = 1.15  # of the widths that a bound does not tell apart where tables are many

@@ -37,17 +37,10 @@ from oper.search.bound.options import (
 from oper.search.bound.pieces import Pieces
 from oper.search.bound.rows import ResourceRows
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import has_copies
 from oper.search.cost.tally import FORWARD_NS, HELD, HOST_HELD, NUM_ROWS, PARTIALS, Tally
-from oper.search.problem.machine import copy_sets
 from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
-
-
-def has_copies(model: CostModel) -> bool:
-    """Whether the relaxation knows replicas on one rank of every host: they are allowed, and all
-    ranks are alike (else the least of every choice bounds nothing)."""
-    alike = len(ResourceRows(model, []).classes.ranks) == 1
-    return "per_host" in model.problem.allow and alike and bool(copy_sets(model.machine))
 
 
 class Relaxation:

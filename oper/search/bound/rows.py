@@ -15,10 +15,9 @@ from __future__ import annotations
 import numpy as np
 
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import model_classes
 from oper.search.cost.tally import HELD, HOST_HELD, NUM_ROWS, Tally
-from oper.search.problem.machine import GROUPS, RankClasses, rank_classes
-
-_MAX_HIDDEN_SETS = 4
+from oper.search.problem.machine import GROUPS
 
 
 class ResourceRows:
@@ -38,7 +37,7 @@ class ResourceRows:
 
     def __init__(self, model: CostModel, distinguished: list[list[int]]) -> None:
         self.model = model
-        self.classes = _classes(model, distinguished)
+        self.classes = model_classes(model, distinguished)
         self.uses_host = _uses_host(model)
         num_classes = len(self.classes.ranks)
         spread = np.stack([self.spread(c) for c in range(num_classes)])  # [C, W]
@@ -115,23 +114,6 @@ class ResourceRows:
             out += [held[..., class_of[of_rank] == k].sum(axis=-1) / capacity[k]
                     for k in range(capacity.size)]
         return np.stack(out, axis=-1)
-
-
-def _classes(model: CostModel, distinguished: list[list[int]]) -> RankClasses:
-    """Ranks that machine and constraints do not tell apart, nor the sets `distinguished`."""
-    held = model.problem.constraints.tables.values()
-    sets = [*(c.ranks for c in held if c.ranks is not None),
-            *(tier.ranks for c in held for tier in c.tiers or ())]
-    return rank_classes(model.machine, [*sets, *_equally_hidden(model.hidden), *distinguished])
-
-
-def _equally_hidden(hidden: np.ndarray) -> list[list[int]]:
-    """Ranks with equal dense compute beside every phase, where there are a few such sets; with
-    many, means over unequal ranks bound more loosely but keep the relaxation small."""
-    sets: dict[tuple[float, ...], list[int]] = {}
-    for rank, column in enumerate(hidden.T.tolist()):
-        sets.setdefault(tuple(column), []).append(rank)
-    return list(sets.values()) if len(sets) <= _MAX_HIDDEN_SETS else []
 
 
 def _uses_host(model: CostModel) -> bool:

@@ -22,10 +22,10 @@ from oper.search.bound.master import Bound, solve_node
 from oper.search.bound.node import Node
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import may_rest, splits_pay
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.space import STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
-from oper.traffic import ROW_WISE
 
 _MANY = 200  # tables, above which less is tried
 _NEGLIGIBLE = 1e-2  # of a step
@@ -222,33 +222,17 @@ def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:
     return model.phases.index("forward"), GROUPS.index(group)
 
 
-def _splits_pay(problem: Problem) -> bool:
-    """Whether every column split costs a barrier."""
-    return problem.training and all(
-        t.spec.optimizer in ROW_WISE for t in problem.free_tables if problem.may_split(t))
-
-
 def _parts(problem: Problem) -> list[tuple[Problem, tuple[str, ...]]]:
     """The parts, with what their plans may use; those that push keep no copies per host."""
     if "push" not in problem.allow:
         return [(problem, (STILL,))]
     out: list[tuple[Problem, tuple[str, ...]]] = []
-    if all(_may_rest(problem, t.spec.name) for t in problem.free_tables):
+    if all(may_rest(problem, t.spec.name) for t in problem.free_tables):
         out.append((replace(problem, allow=problem.allow - {"push", "columns"}), (STILL,)))
     pushes = replace(problem, allow=problem.allow - {"per_host"})
     if "columns" not in problem.allow:
         return [*out, (pushes, (WITH_ROWS,))]
-    if not _splits_pay(problem):
+    if not splits_pay(problem):
         return [*out, (pushes, (WITH_ROWS, WITH_COLUMNS))]
     rows = replace(pushes, allow=pushes.allow - {"columns"})
     return [*out, (rows, (WITH_ROWS,)), (pushes, (WITH_COLUMNS,))]
-
-
-def _may_rest(problem: Problem, name: str) -> bool:
-    """Whether table `name` can be placed without being pushed."""
-    places = problem.placements_of(name)
-    pinned = sum(x.stop - x.start for x in problem.pinned_of(name))
-    if pinned == problem.table(name).spec.num_rows:
-        return not all(x.mode == "push" and x.placement != "replicated"
-                       for x in problem.pinned_of(name))
-    return "replicated" in places or ("pull" in problem.modes_of(name) and bool(places))

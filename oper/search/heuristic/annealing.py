@@ -19,12 +19,13 @@ from oper.plan import MAX_PATTERN
 from oper.search import native
 from oper.search.bound.master import Bound
 from oper.search.bound.options import PUSH, SHARD, row_makers
-from oper.search.bound.pieces import COLUMN_STEP, MIN_COLUMNS, NUM_PIECE_GROUPS, own_load
+from oper.search.bound.pieces import NUM_PIECE_GROUPS, own_load
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.heuristic.candidates import Candidate, CandidatePool
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.overlap import RESOLVE
+from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
 from oper.traffic import ROW_WISE
 

@@ -22,6 +22,7 @@ from oper.search.heuristic.annealing import Annealing, Packed, Part, dealt_optio
 from oper.search.heuristic.candidates import CandidatePool
 from oper.search.heuristic.copies import spread_copies
 from oper.search.heuristic.placing import Placement, Placer, evaluated
+from oper.search.heuristic.ranges import divide_rows
 from oper.search.problem.pins import impose
 
 
@@ -139,7 +140,7 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
 def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...]) -> Found:
     """A placement by `Placer.place`, held to what rows are pinned to, and what it costs."""
     relaxation = pool.relaxation
-    placements = Placer(relaxation, pool.total).place(parts, units)
+    placements = divide_rows(relaxation, Placer(relaxation, pool.total).place(parts, units))
     held = relaxation.problem.constraints.tables
     placements = [impose(held.get(t.spec.name), x) for t, x in zip(
         relaxation.tables, spread_copies(relaxation, placements), strict=True)]

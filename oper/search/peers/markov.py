@@ -14,11 +14,11 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Piece, Plan, Tier
-from oper.search.bound.pieces import MIN_COLUMNS
 from oper.search.cost.model import CostModel, Evaluation
 from oper.search.cost.tally import Tally
 from oper.search.heuristic.placing import Placement, table_plan, table_tally
 from oper.search.problem.pins import impose
+from oper.search.problem.space import MIN_COLUMNS
 from oper.search.problem.statement import Problem, TableProblem
 
 _BETA = 50.0  # per cost of the first placement: one that is 2 % of it worse is taken in 1 of e

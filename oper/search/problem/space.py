@@ -26,6 +26,10 @@ EVERYTHING = FEATURES - {"per_host"}
 #: Tiers of a column piece that are replicated on all ranks and not pinned, at most.
 MAX_REPLICATED = 8
 
+#: Pieces of columns that are pushed are at least so wide, one memory sector of float32, and their
+#: edges are multiples of a vector load, but for what is left of a row beside them.
+MIN_COLUMNS, COLUMN_STEP = 8, 4
+
 #: Plans by the barriers that they pay: none for pushed rows, one for partial sums, and one more
 #: where owners of the columns of a row exchange sums of squares.
 PLANS = STILL, WITH_ROWS, WITH_COLUMNS = "nothing pushed", "rows pushed", "columns pushed"

@@ -21,26 +21,20 @@ from typing import Any
 import numpy as np
 
 from oper.plan import Plan
-from oper.search.cost.model import CostModel, evaluate, is_ordered
+from oper.search.cost.model import CostModel, evaluate
+from oper.search.cost.space import may_rest, outside_space, splits_pay
 from oper.search.problem.constraints import violations
 from oper.search.problem.digest import problem_digest
 from oper.search.problem.machine import GROUPS, rank_classes
-from oper.search.problem.space import (
-    MAX_REPLICATED,
-    PLANS,
-    STILL,
-    WITH_COLUMNS,
-    WITH_ROWS,
-    used_by,
-)
+from oper.search.problem.space import PLANS, STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
 from oper.search.verify.leaf import Checker
+from oper.search.verify.loads import PIECE_GROUPS
 from oper.search.verify.prices import (
     APART,
     FREE,
     KINDS,
     PARTLY,
-    PIECE_GROUPS,
     PUSHES,
     RETURNED,
     SPREAD,
@@ -49,8 +43,6 @@ from oper.search.verify.prices import (
     Leaf,
     Part,
 )
-from oper.search.verify.tables import NARROWEST, STEP
-from oper.traffic import ROW_WISE
 
 _ROUNDING = 1e-6  # of a bound: prices in files have seven digits
 
@@ -123,6 +115,8 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
         why = "the plan does not fit the memory"
     elif broken := violations(plan, problem.constraints):
         why = f"the plan breaks a constraint: {broken[0]}"
+    elif outside := outside_space(plan, problem):
+        why = f"the plan lies outside the space of the bound: {outside}"
     elif not math.isclose(plan.step_us, step_us, rel_tol=_ROUNDING):
         why = (f"the file says a step of {plan.step_us:.6g} us, and its placement takes "
                f"{step_us:.6g}")
@@ -131,7 +125,7 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
     try:
         proof = _Proof(problem, noted)
         bounds = [bound for part in noted["parts"] for bound in proof.part(part)]
-        proof.check_all_plans(plan)
+        proof.check_all_plans()
     except _NotShown as hole:
         return Verdict(False, str(hole), step_us)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -153,7 +147,6 @@ class _Proof:
     def __init__(self, problem: Problem, noted: dict[str, Any]) -> None:
         self.problem, self.model = problem, CostModel(problem)
         self.covered: set[str] = set()
-        self.has_copies = False
         cutoff_us = noted["cutoff_us"]
         self.cutoff_us = math.inf if cutoff_us is None else float(cutoff_us)
 
@@ -161,78 +154,29 @@ class _Proof:
         """The bounds of a part's leaves, microseconds."""
         part = self._read_part(value)
         checker = Checker(self.model, part)
-        if STILL in part.plans:
-            self.has_copies = bool(checker.copies)
         self.covered.update(part.plans)
-        tally, costs = checker.base, self.model.costs
-        fixed_us = sum(self.model.fixed_us(tally))
-        barriers = {STILL: 0, WITH_ROWS: int(not tally.num_pushed),
-                    WITH_COLUMNS: int(not tally.num_pushed)
-                    + int(self._cuts_pay() and not tally.num_split)}
-        if checker.tables:
-            fixed_us += costs.phase_us * min(barriers[x] for x in part.plans)
-        shape = (len(self.model.phases), PIECE_GROUPS)
-        start = Leaf(np.zeros(0), np.zeros(0), np.zeros(0), 0.0, (), np.zeros(shape),
-                     np.full(shape, np.inf), self.cutoff_us - fixed_us,
-                     np.zeros(len(checker.tables), np.uint8))
-        names = [t.spec.name for t in checker.tables]
+        base, names = checker.base, [t.spec.name for t in checker.tables]
+        rows = int(not base.num_pushed)
+        cut = int(splits_pay(self.problem) and not base.num_split)
+        barriers = {STILL: 0, WITH_ROWS: rows, WITH_COLUMNS: rows + cut}
+        fixed_us = sum(self.model.fixed_us(base)) + (
+            self.model.costs.phase_us * min(barriers[x] for x in part.plans) * bool(names))
+        shape = len(self.model.phases), PIECE_GROUPS
+        start = Leaf(np.zeros(shape), np.full(shape, np.inf), self.cutoff_us - fixed_us,
+                     np.zeros(len(names), np.uint8), np.zeros_like(checker.visible))
         for leaf in self._leaves(value["tree"], start, part, value["rows"], names):
             yield checker.bound(leaf, fixed_us)
 
-    def check_all_plans(self, plan: Plan) -> None:
-        """Whether the parts hold all plans of the space, and this one."""
-        problem, allow = self.problem, self.problem.allow
-        held = problem.constraints.tables
-        free = problem.free_tables
-        needed = set()
-        if all(self._may_rest(t.spec.name) for t in free):
+    def check_all_plans(self) -> None:
+        """Whether the parts hold all plans of the space."""
+        allow = self.problem.allow
+        may_push = {WITH_ROWS: "push" in allow, WITH_COLUMNS: {"push", "columns"} <= allow}
+        needed = {x for x, may in may_push.items() if may}
+        if all(may_rest(self.problem, t.spec.name) for t in self.problem.free_tables):
             needed.add(STILL)
-        if "push" in allow:
-            needed.add(WITH_ROWS)
-            if "columns" in allow:
-                needed.add(WITH_COLUMNS)
         if needed - self.covered:
             raise _NotShown("no part of the proof bounds plans with "
                             f"{sorted(needed - self.covered)}")
-        for t in problem.tables:
-            # Pinned rows are priced for one order of ids.
-            c = held.get(t.spec.name)
-            ordered = is_ordered(t, plan.table(t.spec.name))
-            if c is None or not (c.tiers or c.pinned):
-                continue
-            if c.tiers is not None:
-                taken = t.ids_are_positions or len(c.tiers) > 1
-            else:
-                first = c.pinned[0]
-                whole = len(c.pinned) == 1 and first.stop - first.start == t.spec.num_rows
-                several = any(len(p.tiers) > 1 for p in plan.table(t.spec.name).pieces)
-                taken = t.ids_are_positions if whole else ordered or several
-            if ordered != taken:
-                raise _NotShown(f"table {t.spec.name!r} has pinned rows, which the proof prices in "
-                                "another order of ids")
-        tiers = [(t, piece, x) for t in free for piece in plan.table(t.spec.name).pieces
-                 for x in piece.tiers if x not in problem.pinned_of(t.spec.name)]
-        pushes = any(x.mode == "push" and x.placement != "replicated" for _, _, x in tiers)
-        for t, piece, x in tiers:
-            name, pinned = f"table {t.spec.name!r}", problem.pinned_of(t.spec.name)
-            width, dim = piece.stop - piece.start, t.spec.dim
-            if sum(y.placement == "replicated" and len(y.ranks) == plan.world_size
-                   and y not in pinned for y in piece.tiers) > MAX_REPLICATED + len(pinned):
-                raise _NotShown(f"{name} has more replicated tiers than the proof's space")
-            if not used_by(x, plan.world_size) <= allow or (
-                    width < dim and not problem.may_split(t)):
-                raise _NotShown(f"{name} uses what the proof's space has not")
-            if x.memory == "host" and (x.placement == "replicated" or x.mode == "push"):
-                raise _NotShown(f"{name} has rows in host memory that are not pulled")
-            if x.placement == "replicated" and len(x.ranks) < plan.world_size:
-                hosts = sorted(problem.machine.host[list(x.ranks)].tolist())
-                every = list(range(int(problem.machine.host.max()) + 1))
-                if pushes or not self.has_copies or hosts != every:
-                    raise _NotShown(f"{name} is replicated on ranks {list(x.ranks)}, which the "
-                                    "proof's space has not")
-            elif x.placement != "replicated" and x.mode == "push" and width < dim and (
-                    width < NARROWEST or (width % STEP and (dim - width) % STEP)):
-                raise _NotShown(f"{name} pushes {width} columns, which the proof's space has not")
 
     # -- parts ------------------------------------------------------------------------------------
 
@@ -243,15 +187,12 @@ class _Proof:
             raise _NotShown(f"a part of the proof is for plans {plans}, not some of {PLANS}")
         if STILL in plans and len(plans) > 1 and "per_host" in self.problem.allow:
             raise _NotShown("copies per host and pushed rows are in one part of the proof")
-        load: tuple[int, int] | None = None
-        apart: tuple[int, ...] = ()
-        if value["apart"] is not None:
-            load = self._load(value["apart"])
-            apart = self._interchangeable(load)
+        load = None if value["apart"] is None else self._load(value["apart"])
         return Part(plans, _partition(value["classes"], m.world_size),
                     _partition(value["memories"], m.capacity_bytes.size),
                     _partition(value["hosts"], m.host_capacity_bytes.size if value["hosts"] else 0),
-                    apart, load, value["own_time_beside_reader"] is True)
+                    () if load is None else self._interchangeable(load), load,
+                    value["own_time_beside_reader"] is True)
 
     def _load(self, value: Sequence[str]) -> tuple[int, int]:
         phase, group = value
@@ -261,32 +202,18 @@ class _Proof:
         """Ranks of the first host (on a single host, memory domain), where swapping hosts changes
         nothing, so that it may be taken to own the piece with the largest such load."""
         m, model = self.problem.machine, self.model
-        single = bool((m.host == m.host[0]).all())
-        of = m.domain if single else m.host
+        of, link = (m.host, "cross_in") if m.host.any() else (m.domain, "link_in")
         held = self.problem.constraints.tables.values()
         named = [x for c in held
                  for x in (c.ranks, *(t.ranks for t in (*(c.tiers or ()), *c.pinned)))
                  if x is not None]
         hidden = [np.flatnonzero((model.hidden == x[:, None]).all(axis=0)).tolist()
                   for x in np.unique(model.hidden, axis=1).T]
-        classes = rank_classes(m, [*named, *hidden])
-        alike = all((np.bincount(of[r], minlength=int(of.max()) + 1)
-                     == np.bincount(of[r])[0]).all() for r in classes.ranks)
-        if not alike or GROUPS[load[1]] != ("link_in" if single else "cross_in"):
+        members = [np.bincount(of[r], minlength=int(of.max()) + 1)
+                   for r in rank_classes(m, [*named, *hidden]).ranks]
+        if GROUPS[load[1]] != link or not all((n == n[0]).all() for n in members):
             raise _NotShown("the proof takes hosts to be interchangeable, and they are not")
-        return tuple(np.flatnonzero(of == of[0]).tolist())
-
-    def _cuts_pay(self) -> bool:
-        """Whether every plan with cut tables has a barrier for sums of squares."""
-        return self.problem.training and all(
-            t.spec.optimizer in ROW_WISE for t in self.problem.free_tables
-            if self.problem.may_split(t))
-
-    def _may_rest(self, name: str) -> bool:
-        places, pinned = self.problem.placements_of(name), self.problem.pinned_of(name)
-        if sum(x.stop - x.start for x in pinned) == self.problem.table(name).spec.num_rows:
-            return not all(x.mode == "push" and x.placement != "replicated" for x in pinned)
-        return "replicated" in places or ("pull" in self.problem.modes_of(name) and bool(places))
+        return tuple(np.flatnonzero(of == 0).tolist())
 
     # -- trees ------------------------------------------------------------------------------------
 
@@ -315,38 +242,41 @@ class _Proof:
 
     def _priced(self, prices: dict[str, float], at: Leaf, part: Part, rows: list[list[Any]]
                 ) -> Leaf:
-        m = self.problem.machine
-        load = np.zeros((len(self.model.phases), len(GROUPS), m.world_size))
-        memory, host = np.zeros(m.capacity_bytes.size), np.zeros(m.host_capacity_bytes.size)
+        m, weights = self.problem.machine, at.weights.copy()
+        memories = {"memory": (-2, part.memories, m.domain, m.capacity_bytes),
+                    "host memory": (-1, part.hosts, m.host, m.host_capacity_bytes)}
         memory_us, owner = 0.0, []
         for number, given in prices.items():
             price, (kind, *what) = float(given), rows[int(number)]
             if not 0 <= price < math.inf:
                 raise _NotShown(f"a price of the proof is {price}")
             if kind == "load":
-                ranks = part.classes[what[2]]
-                load[*self._load(what[:2]), ranks] += price / len(ranks)
-            elif kind in ("memory", "host memory"):
-                of, out, size = ((part.memories, memory, m.capacity_bytes) if kind == "memory" else
-                                 (part.hosts, host, m.host_capacity_bytes))
-                here = list(of[what[0]])
-                out[here] += price / max(float(size[here].sum()), 1e-3)
+                ranks, (p, g) = part.classes[what[2]], self._load(what[:2])
+                weights[p * len(GROUPS) + g, ranks] += price / len(ranks)
+            elif kind in memories:
+                row, groups, of, size = memories[kind]
+                here = list(groups[what[0]])
+                weights[row, np.isin(of, here)] += price / max(float(size[here].sum()), 1e-3)
                 memory_us += price
             elif kind in KINDS:
+                self._check_owner(kind, what, part)
                 owner.append((kind, *self._load(what), price))
-                if kind == APART and owner[-1][1:3] != part.apart_load:
-                    raise _NotShown("the proof has another host apart than it says")
             else:
                 raise _NotShown(f"the proof has a row {kind!r}, which is unknown")
-            if kind in (SPREAD, RETURNED):
-                links = ("cross_in", "cross_out") if m.host.any() else ("link_in", "link_out")
-                if not m.domain.any() or what[1] not in links or (
-                        kind == RETURNED and what != ["forward", links[0]]):
-                    raise _NotShown(f"the proof has a row {kind!r} about {what}")
-        if owner and not (self.problem.training and m.world_size > 1):
+        return replace(at, weights=weights, memory_us=memory_us, owner=tuple(owner))
+
+    def _check_owner(self, kind: str, what: list[str], part: Part) -> None:
+        """Whether there is such a row about the owner of a piece."""
+        m = self.problem.machine
+        links = ["cross_in", "cross_out"] if m.host.any() else ["link_in", "link_out"]
+        if not (self.problem.training and m.world_size > 1):
             raise _NotShown("the proof has rows about owners, and there are none")
-        return replace(at, load=load, memory=memory, host=host, memory_us=memory_us,
-                       owner=tuple(owner))
+        if kind == APART and self._load(what) != part.apart_load:
+            raise _NotShown("the proof has another host apart than it says")
+        if kind in (SPREAD, RETURNED) and not (
+                m.domain.any() and what[1] in links
+                and (kind == SPREAD or what == ["forward", links[0]])):
+            raise _NotShown(f"the proof has a row {kind!r} about {what}")
 
 
 def _with(values: np.ndarray, at: int | tuple[int, int], value: float) -> np.ndarray:

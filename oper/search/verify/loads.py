@@ -1,4 +1,4 @@
-"""Loads of single units, and what tables ask: the cost model's linear parts, read off by probing.
+"""What rows of tables, and other units, load ranks with: read off the cost model by probing.
 
 The checker of certificates uses the problem's statement and the cost model, which define what a
 step takes, and nothing of the search or of its bound.
@@ -6,152 +6,149 @@ step takes, and nothing of the search or of its bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from oper.plan import Piece, Tier
 from oper.search.cost.model import CostModel
-from oper.search.cost.tally import NUM_RELATIONAL, NUM_ROWS, Tally
-from oper.search.problem.machine import GROUPS, RankClasses
+from oper.search.cost.tally import HELD, HOST_HELD, Tally
+from oper.search.problem.machine import GROUPS, RankClasses, copy_sets
 from oper.search.problem.statement import NUM_FEATURES, TableProblem
 
-LOCAL = GROUPS.index("local")
-#: Ways to hold rows; the rows of a pushed tier are pooled by their owner.
+LOCAL, PIECE_GROUPS = GROUPS.index("local"), 5  # a pushed piece is not in host memory
+#: Ways to hold rows; those of a pushed tier are pooled by their owner.
 KINDS = ("replicated", "shard", "host", "push")
 
 
-class UnitLoads:
-    """What a unit of every tally row on one rank costs every rank.
+@dataclass(frozen=True, slots=True, eq=False)
+class Loads:
+    """Loads of F kinds of units, by the class of the rank that owns them.
+
+    Attributes:
+        total: float64 [..., C, F, L, C], microseconds by phase and group of terms, then bytes in
+            device and in host memory (L = 6 P + 2), summed over the ranks of each class.
+        own: float64 [..., C, F, P, 5], on the owner.
+        read: float64 [..., C, F, P], own time on the rank where that is least.
+        far: float64 [..., C, F, P, 5], over links, on the rank of another host (on a single host:
+            memory domain) where that is least, were its links the fastest.
+        apart: float64 [..., C, F, P, 5], over links, the least on ranks set apart but the owner.
+    """
+
+    total: np.ndarray
+    own: np.ndarray
+    read: np.ndarray
+    far: np.ndarray
+    apart: np.ndarray
+
+    def with_total_of(self, more: Loads) -> Loads:
+        """Another total."""
+        return Loads(more.total, self.own, self.read, self.far, self.apart)
+
+    @staticmethod
+    def stack(parts: Sequence[Loads]) -> Loads:
+        """All along a new first axis."""
+        return Loads(*(np.stack([getattr(x, f.name) for x in parts]) for f in fields(Loads)))
+
+
+class Probe:
+    """Reads loads off the cost model.
 
     Args:
         model: the cost model.
         classes: classes of interchangeable ranks.
-
-    Attributes:
-        first: a rank of each of the C classes.
-        on: float64 [C, 20, P, 6, W], microseconds on every rank.
-        own: float64 [C, 20, P, 6], on the rank itself.
-        rest: as `on`, infinite on the rank itself.
-        other: float64 [C, 20, P, 6], the least on any other rank.
-        hood: int64 [W], host of each rank; on a single host, its memory domain.
-        links: float64 [C, 20, P, 6, W], what of `on` are bytes over links and of host memory.
-        far: float64 [C, 20, P, 6], the least of these on a rank of another host, were all links as
-            fast as the fastest.
+        apart: ranks that are set apart.
     """
 
-    def __init__(self, model: CostModel, classes: RankClasses) -> None:
-        world = model.machine.world_size
-        self.first = [int(r[0]) for r in classes.ranks]
-        rows = np.zeros((len(self.first), NUM_ROWS, NUM_ROWS, world))
-        for c, rank in enumerate(self.first):
-            rows[c, np.arange(NUM_ROWS), np.arange(NUM_ROWS), rank] = 1.0
-        units = model.loads(rows)
-        self.on = model.group_us(units)
-        self.own = np.stack([self.on[c, ..., r] for c, r in enumerate(self.first)])
-        self.rest = self.on.copy()
-        for c, rank in enumerate(self.first):
-            self.rest[c, ..., rank] = np.inf if world > 1 else 0.0
-        self.other = self.rest.min(axis=-1)
-        m = model.machine
+    def __init__(self, model: CostModel, classes: RankClasses, apart: Sequence[int]) -> None:
+        self.model, self.classes, m = model, classes, model.machine
+        self.first = np.array([r[0] for r in classes.ranks])
+        #: bool [C, 1, 1, 1, W], which rank has what a rank of a class owns.
+        self._owner = (np.arange(m.world_size) == self.first[:, None])[:, None, None, None]
         self.hood = m.host if m.host.any() else m.domain
-        seconds = m.seconds_per_unit[1:].copy()
-        seconds[LOCAL] = 0.0
-        self.links = units[..., 1:, :] * seconds * 1e6
-        by_byte = self.links / np.where(seconds > 0, seconds, np.inf)
-        self.far = np.zeros(self.own.shape)
-        for c, rank in enumerate(self.first if self.hood.any() else ()):
-            self.far[c] = (by_byte[c, ..., self.hood != self.hood[rank]].min(axis=0)
-                           * seconds.min(axis=1))
+        self._far = (self.hood != self.hood[self.first][:, None])[:, None, None, None]
+        self._apart = np.isin(np.arange(m.world_size), apart) & ~self._owner
 
+    def units(self, number: int, rows: Sequence[int]) -> np.ndarray:
+        """`number` kinds of units of one thing each, the n-th the entry rows[n], on the first rank
+        of each class; float64 [C, len(rows), number, W]."""
+        out = np.zeros((self.first.size, len(rows), number, self.model.machine.world_size))
+        for c, rank in enumerate(self.first):
+            out[c, np.arange(len(rows)), rows, rank] = 1.0
+        return out
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KindRows:
-    """Tally rows of a unit of each feature, owned by a rank of each class, held in one way.
+    def loads(self, rows: np.ndarray) -> Loads:
+        """Loads of tally rows, float64 [..., C, F, 20, W]."""
+        return self._loads(self.model.loads(rows), rows[..., [HELD, HOST_HELD], :])
 
-    A piece of a share of the columns asks that share of the first, which is of all columns, and the
-    rest of the second, which is of none: what any piece asks, whatever its width is.
+    def table(self, t: TableProblem, kind: str) -> Loads:
+        """Loads of the features of one table's rows, held in one of `KINDS`; [2, C, 4, ...].
 
-    Attributes:
-        total: float64 [2, C, 4, 20, C], summed over the ranks of each class; with the squares that
-            owners of columns of a row exchange.
-        owner: float64 [2, C, 4, 20], of the owner, without them.
-        reader: float64 [2, C, 4, 20, C], of another rank of each class; NaN where there is none.
-    """
+        A piece of a share of the columns asks that share of the first, which is of all columns, and
+        the rest of the second, which is of none: what any piece asks, whatever its width is.
+        """
+        make = {"replicated": self.model.replica_rows, "shard": self.model.shard_rows,
+                "host": self.model.host_rows, "push": self.model.push_rows}[kind]
+        owner = self.units(NUM_FEATURES, range(NUM_FEATURES))
+        once, twice = make(t, t.spec.dim, owner), make(t, 2 * t.spec.dim, owner)
+        # Owners of the columns of a row exchange squares, which no load of a piece counts.
+        cut = self.loads(np.stack([once, self.model.cut_rows(t, once, twice)]))
+        return self.loads(np.stack([once, 2 * once - twice])).with_total_of(cut)
 
-    total: np.ndarray
-    owner: np.ndarray
-    reader: np.ndarray
+    def copies(self, t: TableProblem) -> Loads:
+        """The same of rows that are copied to one rank of every host, where ranks are all alike."""
+        ranks, owner = copy_sets(self.model.machine)[0], np.zeros((4, 4, self._owner.shape[-1]))
+        units, held = [], []
+        for f in range(NUM_FEATURES):
+            owner[f, f, list(ranks)] = 1.0 / len(ranks)
+            rows, need, send = self.model.subset_rows(
+                t, t.spec.dim, Tier(0, t.spec.num_rows, "replicated", ranks), owner[f])
+            units.append(self.model.units(Tally(rows, {ranks: (need, send)})))
+            held.append(rows[[HELD, HOST_HELD]])
+        units, held = ([[x, 0 * np.array(x)] for x in (units, held)])
+        return self._loads(np.array(units)[:, None], np.array(held)[:, None])
 
+    def _loads(self, units: np.ndarray, held: np.ndarray) -> Loads:
+        us = self.model.group_us(units)[..., :PIECE_GROUPS, :]
+        links, seconds = units[..., 1:1 + PIECE_GROUPS, :], (
+            1e6 * self.model.machine.seconds_per_unit[1:1 + PIECE_GROUPS])
 
-def kind_rows(model: CostModel, t: TableProblem, kind: str, classes: RankClasses) -> KindRows:
-    """The rows of one table, held in one of `KINDS`."""
-    make = {"replicated": model.replica_rows, "shard": model.shard_rows, "host": model.host_rows,
-            "push": model.push_rows}[kind]
-    world, first = model.machine.world_size, [int(r[0]) for r in classes.ranks]
-    owner = np.zeros((len(first), NUM_FEATURES, NUM_FEATURES, world))
-    for c, rank in enumerate(first):
-        owner[c, np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), rank] = 1.0
-    once, twice = make(t, t.spec.dim, owner), make(t, 2 * t.spec.dim, owner)
-    rows = np.stack([once, 2 * once - twice])
-    total, cut = (np.stack([x[..., r].sum(axis=-1) for r in classes.ranks], axis=-1)
-                  for x in (rows, model.cut_rows(t, once, twice)))
-    total[1] = cut
-    own = np.stack([rows[:, c, ..., r] for c, r in enumerate(first)], axis=1)
-    reader = np.full(total.shape, np.nan)
-    for c, rank in enumerate(first):
-        for d, ranks in enumerate(classes.ranks):
-            others = ranks[ranks != rank]
-            if others.size:
-                reader[:, c, ..., d] = rows[:, c, ..., others[0]]
-    reader[..., :NUM_RELATIONAL, :] = 0.0  # those are the owner's
-    return KindRows(total, own, reader)
+        def least(values: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+            out = np.where(ranks, values, np.inf).min(axis=-1)
+            return np.where(np.isfinite(out), out, 0.0)  # there may be no such rank
 
+        return Loads(self.by_class(units, held), (us * self._owner).sum(axis=-1),
+                     us[..., LOCAL, :].min(axis=-1),
+                     least(links, self._far) * seconds.min(axis=-1),
+                     least(links * seconds, self._apart))
 
-def copy_units(model: CostModel, t: TableProblem, ranks: tuple[int, ...]
-               ) -> tuple[np.ndarray, np.ndarray]:
-    """What a unit of each feature asks that is copied to one rank of every host, where ranks are
-    interchangeable: microseconds of all ranks together by phase and group, float64 [4, P, 6], and
-    bytes held, float64 [4]."""
-    tier = Tier(0, t.spec.num_rows, "replicated", ranks)
-    times, held = [], []
-    for f in range(NUM_FEATURES):
-        owner = np.zeros((NUM_FEATURES, model.machine.world_size))
-        owner[f, list(ranks)] = 1.0 / len(ranks)
-        rows, need, send = model.subset_rows(t, t.spec.dim, tier, owner)
-        tally = Tally(rows, {ranks: (need, send)})
-        times.append(model.group_us(model.units(tally)).sum(axis=-1))
-        held.append(model.evaluation(tally).held_bytes.sum())
-    return np.stack(times), np.array(held)
+    def by_class(self, units: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """Loads summed over each class; units [..., P, 7, W], held [..., 2, W] -> [..., L, C]."""
+        every = self.every(units, held)
+        return np.stack([every[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)
+
+    def every(self, units: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """All loads as one axis; units [..., P, 7, W], held [..., 2, W] -> [..., L, W]."""
+        us = self.model.group_us(units)
+        return np.concatenate([us.reshape(*held.shape[:-2], -1, held.shape[-1]), held], axis=-2)
 
 
 def base_tally(model: CostModel, pushes: bool) -> tuple[Tally, Tally]:
     """What every plan pays: outputs and pinned tables, and the same with pinned rows of tables that
     are free to choose for the others; `pushes`: whether rows that are not pinned may be pushed."""
-    problem = model.problem
-    whole = model.base()
-    for t in problem.tables:
-        held = problem.constraints.tables.get(t.spec.name)
+    whole = total = model.base()
+    for t in model.problem.tables:
+        held = model.problem.constraints.tables.get(t.spec.name)
+        pinned = model.problem.pinned_of(t.spec.name)
         if held is not None and held.tiers is not None:
             ordered = t.ids_are_positions or len(held.tiers) > 1
-            whole = whole.plus(model.tally(t, (Piece(0, t.spec.dim, held.tiers),), ordered))
-    total = whole
-    for t in problem.tables:
-        pinned = problem.pinned_of(t.spec.name)
-        held = problem.constraints.tables.get(t.spec.name)
-        if pinned and (held is None or held.tiers is None):
+            tally = model.tally(t, (Piece(0, t.spec.dim, held.tiers),), ordered)
+            whole, total = whole.plus(tally), total.plus(tally)
+        elif pinned:
             every = len(pinned) == 1 and pinned[0].stop - pinned[0].start == t.spec.num_rows
             # Partial sums are concave: with other pushed rows beside them they may add nothing.
-            alone = every or not (pushes and "push" in problem.modes_of(t.spec.name))
+            alone = every or not (pushes and "push" in model.problem.modes_of(t.spec.name))
             total = total.plus(model.piece_tally(t, Piece(0, t.spec.dim, pinned),
                                                  t.ids_are_positions or not every, alone))
     return whole, total
-
-
-def free_blocks(model: CostModel, t: TableProblem) -> np.ndarray:
-    """Features of the table's blocks without its pinned rows; float64 [K, 4]."""
-    out = t.blocks.copy()
-    for tier in model.problem.pinned_of(t.spec.name):
-        inside = np.clip(t.edges, tier.start, tier.stop)
-        out -= np.diff(t.prefix(inside), axis=1).T
-    return np.maximum(out, 0.0)

@@ -12,9 +12,9 @@ owners of one class, or pushed. Per piece of width w:
 
 The best set of pushed blocks with owners of one class is a prefix of the blocks by gain per id, or
 ends where owners are full, as what is concave is least at an end; owners of several classes are
-taken for one, of those that hold most and pay least, and two of them are looked at once more, by
-what the first holds. Beside it, what owners may be loaded with says what their rows send at least,
-linear in the rows, so that each block chooses for itself. The greatest of these bounds counts.
+taken for one, of those that hold most and pay least. Beside it, what owners may be loaded with says
+what their rows send at least, linear in the rows, so that each block chooses for itself. The
+greatest of these bounds counts.
 Pieces then make up the columns.
 """
 
@@ -32,7 +32,6 @@ from oper.search.verify.prices import FREE, PARTLY, PUSHES, STILL, WHOLLY, Leaf
 
 STEP, NARROWEST = 4, 8  # columns: what widths are multiples of, and the least that is pushed
 _POINTS, _LEAST_SHARE = 1200, 1e-7  # at which partial sums are tabulated; chords lie below
-_PARTS = 1 / 64, 1 / 16, 1 / 4, 1, 2  # of what one owner holds, between which a line is drawn
 _BISECTIONS = 40
 _ROUNDING = 1e-9
 
@@ -65,27 +64,27 @@ class TableCosts:
     Args:
         model: the cost model.
         tables: the tables.
-        blocks: features of each table's blocks, float64 [K, 4].
         cuts: whether tables may be cut by columns.
         may: which table may be held how, by the owner's class; bool [T, C] by kind.
         sizes: int64 [C], ranks of each class.
     """
 
-    def __init__(self, model: CostModel, tables: Sequence[TableProblem],
-                 blocks: Sequence[np.ndarray], cuts: bool, may: dict[str, np.ndarray],
-                 sizes: np.ndarray) -> None:
+    def __init__(self, model: CostModel, tables: Sequence[TableProblem], cuts: bool,
+                 may: dict[str, np.ndarray], sizes: np.ndarray) -> None:
         self.model, self.tables, self.may, self.sizes = model, tables, may, sizes
-        most = max((len(b) for b in blocks), default=0)
-        #: float64 [T, B, 4], padded with blocks of nothing.
-        self.blocks = np.zeros((len(tables), most, 4))
-        for k, b in enumerate(blocks):
-            self.blocks[k, :len(b)] = b
+        pinned = [model.problem.pinned_of(t.spec.name) for t in tables]
+        #: float64 [T, B, 4], features of blocks without pinned rows, and blocks of nothing.
+        self.blocks = np.zeros((len(tables), max((len(t.blocks) for t in tables), default=0), 4))
+        for k, t in enumerate(tables):
+            inside = [np.clip(t.edges, x.start, x.stop) for x in pinned[k]]
+            free = t.blocks - sum(np.diff(t.prefix(x), axis=1).T for x in inside)
+            self.blocks[k, :len(free)] = np.maximum(free, 0.0)
         # Masters of replicated rows are dealt in turn: of equal rows of a tier, only what is left
         # of a turn may lie in some classes and not in another one.
         some = [sizes.sum() - np.delete(sizes, c).min(initial=sizes.sum())
                 for c in range(sizes.size)]
-        tiers = [MAX_REPLICATED + len(model.problem.pinned_of(t.spec.name))
-                 if t.ids_are_positions else np.inf for t in tables]
+        tiers = [MAX_REPLICATED + len(x) if t.ids_are_positions else np.inf
+                 for t, x in zip(tables, pinned, strict=True)]
         #: float64 [T, B, C], share of each block whose masters may lie where they cost least.
         self.masters = np.minimum(1.0, np.array(tiers).reshape(-1, 1, 1) * np.maximum(some, 1)
                                   / np.maximum(self.blocks[..., :1], 1e-9))
@@ -93,10 +92,8 @@ class TableCosts:
         self.bags = np.array([t.traffic.num_bags for t in tables])
         self.dims = np.array([t.spec.dim for t in tables], np.int64)
         self.cut = [cuts and model.problem.may_split(t) for t in tables]
-        pinned = [bool(model.problem.pinned_of(t.spec.name)) for t in tables]
         #: bool [T]: owners of pinned pushed rows may have all rows, and ask nobody.
-        self.asks = np.array([all(x.mode == "pull" for x in model.problem.pinned_of(t.spec.name))
-                              for t in tables], bool)
+        self.asks = np.array([all(x.mode == "pull" for x in p) for p in pinned], bool)
         pull, push = model.tiers_ns(False), model.tiers_ns(True)
         self.still_ns = np.array([min(pull, push) if c or p else pull
                                   for c, p in zip(self.cut, pinned, strict=True)])
@@ -110,17 +107,17 @@ class TableCosts:
         self.share = self.width / self.dims[self.of]  # of a table's columns
         self.ratio = np.zeros((1, 1, 1, 1))
 
-    def set_loads(self, each: np.ndarray, asks: np.ndarray, partial: np.ndarray) -> None:
+    def set_loads(self, each: np.ndarray, partial: np.ndarray, asks: np.ndarray) -> None:
         """Say what pushed pieces put on their owners, by class, phase and group.
 
         Args:
-            each: float64 [T, 2, 3, C, P, 5], a unit of each feature but rows, in a piece of all
+            each: float64 [T, 2, C, 3, P, 5], a unit of each feature but rows, in a piece of all
                 columns, and in any.
-            asks: float64 [C, P, 5], an id that the owner pushes to itself, unless it has all rows.
             partial: float64 [C, P, 5], a byte of partial sums.
+            asks: float64 [C, P, 5], an id that the owner pushes to itself, unless it has all rows.
 
         Attributes:
-            unit: float64 [N, C, P, 5, 3], of pieces that are looked at.
+            unit: float64 [N, C, 3, P, 5], of pieces that are looked at.
             low: float64 [N, C, P, 5], what all ids would ask if they were those of the block where
                 that is least.
             spared: float64 [T, C, P, 5], what the owner of all rows does not ask.
@@ -128,30 +125,26 @@ class TableCosts:
         """
         self.partial = partial
         self.spared = (self.total * self.asks)[:, None, None, None] * asks
-        shape = (self.of.size, *partial.shape)
-        self.unit, self.low = np.zeros((*shape, 3)), np.zeros(shape)
-        ratio = np.full((*shape[2:], *shape[2:]), np.inf)
+        share = self.share.reshape(-1, 1, 1, 1, 1)
+        self.unit = share * each[self.of, 0] + (1 - share) * each[self.of, 1]
+        self.unit[:, :, 0] += self.asks[self.of, None, None, None] * asks
+        self.low = np.zeros((self.of.size, *partial.shape))
+        ratio = np.full((partial[0].size,) * 2, np.inf)
         for k, t in enumerate(self.tables):
             n = np.flatnonzero(self.of == k)
-            share = self.share[n][:, None, None, None, None]
-            unit = np.moveaxis(share * each[k, 0] + (1 - share) * each[k, 1], 1, -1)
-            unit[..., 0] += asks * self.asks[k]
-            blocks = t.blocks[t.blocks[:, IDS] > 0]
-            by_block = unit @ (blocks[:, IDS:] / blocks[:, [IDS]] * self.total[k]).T
-            # What owners of some rows have less of than readers is not looked at.
-            odd = (by_block[self.width[n] >= NARROWEST] < 0).any(axis=(0, -1))
-            by_block[:, odd] = 0.0
-            self.spared[k][odd] = 0.0
-            self.unit[n] = np.where(odd[..., None], 0.0, unit)
-            self.low[n] = by_block.min(axis=-1)
-            # The owner of all rows does not ask itself.
-            every = self.unit[n] @ t.total[IDS:] - self.spared[k]
-            wide = self.width[n] >= min(NARROWEST, self.dims[k])
-            for c in np.flatnonzero(self.may["push"][k] | (not self.asks[k])):
-                for x in (*by_block[wide][[0, -1], c], *every[wide][[0, -1], c, ..., None],
-                          partial[c, ..., None]):
-                    ratio = np.minimum(ratio, _least_ratio(x))
-        self.ratio = np.where(np.isfinite(ratio), ratio, 0.0)
+            blocks = t.blocks[t.blocks[:, IDS] > 0, IDS:]
+            by_block = np.einsum("bf,ncfpg->nbcpg", blocks / blocks[:, :1] * self.total[k],
+                                 self.unit[n])
+            self.low[n] = by_block.min(axis=1)
+            whole = np.einsum("f,ncfpg->ncpg", t.total[IDS:], self.unit[n]) - self.spared[k]
+            ends = np.flatnonzero(self.width[n] >= min(NARROWEST, self.dims[k]))[[0, -1]]
+            some = np.concatenate([*by_block[ends], np.maximum(whole[ends], 0.0), partial[None]])
+            some = some[:, self.may["push"][k] | (not self.asks[k])].reshape(-1, len(ratio))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                found = np.where(some[:, :, None] > 0, some[:, None] / some[:, :, None], np.inf)
+            ratio = np.minimum(ratio, found.min(axis=0, initial=np.inf))
+        ratio = np.where(np.isfinite(ratio), ratio, 0.0)
+        self.ratio = ratio.reshape(partial.shape[1:] * 2)
 
     def least(self, asked: Asked, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
         """Least cost of every table; infinite where the leaf has no placement of it.
@@ -182,7 +175,7 @@ class TableCosts:
             mass = np.where(may, self._masses(at, leaf, floor), 0.0)
             at, mass = at[mass.any(axis=1)], mass[mass.any(axis=1)]
             pushed[:, at] = self._pushed(at, asked, cost["push"][at], stay[at], mass,
-                                         self._line(at, leaf, floor, mass))
+                                         self._lines(at, leaf, floor, mass))
         return np.array([self._table(k, still, pushed, int(leaf.pushes[k]), asked.piece)
                          for k in range(len(self.tables))])
 
@@ -210,8 +203,8 @@ class TableCosts:
         in all columns, from below; float64 [N, ...] as `share`."""
         of = of.reshape(-1, *(1,) * (share.ndim - 1))
         ratio = np.log(self.grid[1] / self.grid[0])
-        position = np.log(np.maximum(share, _LEAST_SHARE) / _LEAST_SHARE) / ratio
-        low = np.minimum(position.astype(np.int64), _POINTS - 2)
+        at = np.log(np.maximum(share, _LEAST_SHARE) / _LEAST_SHARE) / ratio
+        low = np.minimum(at.astype(np.int64), _POINTS - 2)
         a, b = self.grid[low], self.grid[low + 1]
         left, right = self.sums[of, low], self.sums[of, low + 1]
         inside = left + np.clip((share - a) / (b - a), 0.0, 1.0) * (right - left)
@@ -219,7 +212,6 @@ class TableCosts:
 
     def _owners(self, of: np.ndarray, share: np.ndarray, most: np.ndarray) -> np.ndarray:
         """The same of as many owners as it takes of whom each holds `most` (as `share`)."""
-        most = np.maximum(most, _LEAST_SHARE)
         full = _full(share, most)
         return np.asarray(full * self._sums(of, np.minimum(most, 1.0) + 0 * share)
                           + self._sums(of, np.maximum(share - full * most, 0.0)))
@@ -245,26 +237,30 @@ class TableCosts:
             low, high = np.where(good, middle, low), np.where(good, high, middle)
         return np.where(everything, 1.0, np.where(nothing, 0.0, high))
 
-    def _line(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray, mass: np.ndarray) -> np.ndarray:
-        """Bytes of partial sums of each block of pieces `at` at least, by class, as that limit of
-        what an owner is loaded with has it that says most of all blocks; float64 [n, B, C].
+    def _lines(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray, mass: np.ndarray
+               ) -> np.ndarray:
+        """Bytes of partial sums of each block of pieces `at` at least, by class; float64 [n, B, C].
 
-        An owner whose rows ask r by share holds M at most, r M + sums(M) = limit, and sends
-        sums(M) / M by share at least. That is concave in r, and lines between some r lie below
-        it: owners of mixed rows send no less than their rows would apart.
+        As sums are concave, rows send no less than their part of what an owner sends who holds as
+        much as he may. And an owner whose rows ask r by share holds M at most, r M + sums(M) =
+        limit, and sends sums(M) / M by share at least. That is concave in r, and lines between some
+        r lie below it: owners of mixed rows send no less than their rows would apart. Of all these,
+        what says most of all blocks together.
         """
-        out = np.zeros((at.size, self.blocks.shape[1], floor.shape[0]))
-        every = np.arange(floor.shape[1])
+        share = self.blocks[self.of[at], :, IDS] / self.total[self.of[at], None]  # [n, B]
+        most = np.minimum(share.sum(axis=1, keepdims=True), mass)
+        out = share[..., None] * (self._sums(self.of[at], most)
+                                  / np.maximum(most, _LEAST_SHARE))[:, None]
         for n, c in np.argwhere((mass > 0) & (mass < 1)):  # a whole piece sends no more than that
-            k, blocks = self.of[at[n]], self.blocks[self.of[at[n]]]
-            share = blocks[:, IDS] / self.total[k]
-            ask = self.unit[at[n], c] @ (blocks[:, IDS:].T / np.maximum(share, 1e-300))  # [P, 5, B]
-            partial = self.share[at[n]] * self.partial[c]
-            limits = [(ask[p, g], partial[p, g], leaf.most[p, g])
-                      for p, g in np.argwhere(np.isfinite(leaf.most))]
+            k = self.of[at[n]]
+            unit, partial = self.unit[at[n], c], self.share[at[n]] * self.partial[c]
+            ask = np.einsum("bf,fpg->pgb", self.blocks[k][:, IDS:]
+                            / np.maximum(share[n], 1e-300)[:, None], unit)
+            limits = [(ask[x], partial[x], leaf.most[x]) for x in zip(
+                *np.nonzero(np.isfinite(leaf.most)), strict=True)]
             if np.isfinite(leaf.step_us):  # all phases together, by a group of each
-                whole = self.unit[at[n], c] @ self.tables[k].total[IDS:]
-                top = every, (whole + partial * self.sums[k, -1]).argmax(axis=1)
+                whole = np.einsum("f,fpg->pg", self.tables[k].total[IDS:], unit)
+                top = np.arange(len(whole)), (whole + partial * self.sums[k, -1]).argmax(axis=1)
                 limits.append((ask[top].sum(axis=0), partial[top].sum(),
                                leaf.step_us - floor[c][top].sum()))
             for ask_, partial_, limit in limits:
@@ -273,110 +269,61 @@ class TableCosts:
                 first = int(np.count_nonzero(r <= 0))
                 # Beyond all lookups nothing more is sent.
                 r, sent = ((np.append(0.0, x) if first == 0 else x[first - 1:]) for x in (r, sent))
-                sums = share * np.interp(ask_, r, sent)
+                sums = share[n] * np.interp(ask_, r, sent)
                 if sums.sum() > out[n, :, c].sum():
                     out[n, :, c] = sums
         return out
 
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
-                mass: np.ndarray, line: np.ndarray) -> np.ndarray:
-        """Least cost of pieces of which all rows are pushed, or some; float64 [2, n]."""
-        of = self.of[at]
-        usable = mass > 0
-        price = np.where(usable, self.share[at][:, None] * asked.partial, np.inf)
-        ids = self.blocks[of, :, IDS]
-        go = np.where(usable[:, None], go, np.inf)
-        own = ids[..., None] * asked.own * self.asks[of, None, None]
-        # Sums are concave: each row sends no less than its part of what its class sends at most.
-        most = np.minimum(ids.sum(axis=1)[:, None] / self.total[of, None], mass)
-        each = self._sums(of, most) / np.maximum(most, _LEAST_SHARE)
-        lines = line, ids[..., None] / self.total[of, None, None] * each[:, None]
-        whole = np.where(mass[:, None] < 1 - _ROUNDING, own, 0.0)
-        every = self._least(of, go + whole, np.zeros_like(stay), price, mass, lines, True)
-        free = np.isfinite(stay).all(axis=1)
-        stay = np.where(free[:, None], stay, 0.0)
-        some = (self.total[of] * self.model.tiers_ns(True) * asked.tier + self.bags[of] * asked.bag
-                + stay.sum(axis=1) + self._least(of, go + own, stay, price, mass, lines, False))
-        return np.stack([every, np.where(free, some, np.inf)])
-
-    def _least(self, of: np.ndarray, go: np.ndarray, stay: np.ndarray, price: np.ndarray,
-               mass: np.ndarray, lines: Sequence[np.ndarray], must: bool) -> np.ndarray:
-        """Least sum of `go - stay` over pushed blocks of pieces of tables `of` and of their partial
-        sums; of all blocks, if `must`.
+                mass: np.ndarray, lines: np.ndarray) -> np.ndarray:
+        """Least cost of pieces of which all rows are pushed, or some; float64 [2, n].
 
         Args:
-            of: int64 [n].
-            go, stay: float64 [n, B, C], infinite where blocks may not be pushed; [n, B].
-            price: float64 [n, C], of a byte of partial sums of all columns.
+            at: int64 [n], the pieces.
+            asked: the prices.
+            go, stay: float64 [n, B, C], what blocks cost without their partial sums; [n, B], what
+                they cost where they are not pushed.
             mass: float64 [n, C], share of its table's lookups that one owner holds at most.
-            lines: float64 [n, B, C] each, bytes of partial sums of each block at least.
-
-        Returns:
-            float64 [n].
+            lines: float64 [n, B, C], bytes of partial sums of each block at least.
         """
-        gain = np.minimum(go.min(axis=2) - stay, 1e30)
-        share = self.blocks[of, :, IDS] / self.total[of, None]
+        of, usable = self.of[at], mass > 0
+        ids = self.blocks[of, :, IDS]
+        price = self.share[at][:, None] * asked.partial
+        own = ids[..., None] * asked.own * self.asks[of, None, None]
+        go, sums = np.where(usable[:, None], go, np.inf), price[:, None] * lines
         # Owners of all classes as one, of those that hold most and pay least.
-        out = self._prefixes(of, gain, share, price.min(axis=1)[:, None], mass.max(axis=1)[:, None],
-                             must)
-        for x in lines:
-            sums = x * np.where(price < np.inf, price, 0.0)[:, None]
-            gain = np.minimum((go + sums).min(axis=2) - stay, 1e30)
-            out = np.maximum(out, (gain if must else np.minimum(gain, 0.0)).sum(axis=1))
-        n = np.flatnonzero((price < np.inf).sum(axis=1) == 2)
-        if n.size:
-            both = np.argsort(price[n] == np.inf, axis=1, kind="stable")[:, :2]
-            pay, most = (np.take_along_axis(x[n], both, 1) for x in (price, mass))
-            two = self._two_classes(of[n], np.take_along_axis(go[n], both[:, None], 2), stay[n],
-                                    share[n], pay, most, must)
-            out[n] = np.maximum(out[n], two)
-        return out
-
-    def _two_classes(self, of: np.ndarray, go: np.ndarray, stay: np.ndarray, share: np.ndarray,
-                     price: np.ndarray, mass: np.ndarray, must: bool) -> np.ndarray:
-        """As `_least`, where owners of the first class hold a share between two of `_PARTS` of a
-        full one's: a line lies below their sums there, and those of the second hold a prefix."""
-        full, low = np.minimum(mass[:, :1], share.sum(axis=1, keepdims=True)), 0.0 * mass[:, :1]
-        out, before = np.full(len(of), np.inf), low
-        for part in _PARTS:
-            high = np.minimum(part, 1.0) * full
-            after = price[:, :1] * self._sums(of, high)
-            # More than one full owner send no less than if all were full.
-            slope = (after - before) / (high - low) if part <= 1 else after / high
-            other = go[..., 0] + slope * share
-            if not must:
-                other = np.minimum(other, stay)
-            found = self._prefixes(of, np.minimum(go[..., 1] - other, 1e30), share, price[:, 1:],
-                                   mass[:, 1:], False)
-            start = (before - slope * low)[:, 0] if part <= 1 else 0.0
-            out = np.minimum(out, start + (other - stay).sum(axis=1) + found)
-            low, before = high, after
-        return out
+        pay = np.where(usable, price, np.inf).min(axis=1)[:, None]
+        most = np.maximum(mass.max(axis=1)[:, None], _LEAST_SHARE)
+        share = ids / self.total[of, None]
+        whole = go + np.where(mass[:, None] < 1 - _ROUNDING, own, 0.0)
+        every = np.maximum(
+            (whole + sums).min(axis=2).sum(axis=1), whole.min(axis=2).sum(axis=1)
+            + (pay * self._owners(of, share.sum(axis=1, keepdims=True), most))[:, 0])
+        free = np.isfinite(stay).all(axis=1)
+        stay, go = np.where(free[:, None], stay, 0.0), go + own
+        some = np.maximum(np.minimum((go + sums).min(axis=2) - stay, 0.0).sum(axis=1),
+                          self._prefixes(of, np.minimum(go.min(axis=2) - stay, 1e30), share, pay,
+                                         most))
+        some += (self.total[of] * self.model.tiers_ns(True) * asked.tier
+                 + self.bags[of] * asked.bag + stay.sum(axis=1))
+        return np.stack([every, np.where(free, some, np.inf)])
 
     def _prefixes(self, of: np.ndarray, gain: np.ndarray, share: np.ndarray, price: np.ndarray,
-                  most: np.ndarray, must: bool) -> np.ndarray:
-        """As `_least`, where partial sums are those of owners who hold `most`."""
-        n = np.arange(len(gain))[:, None]
-        if must:
-            sums = self._owners(of, share.sum(axis=1, keepdims=True), most)
-            return np.asarray(gain.sum(axis=1) + (price * sums)[:, 0])
+                  most: np.ndarray) -> np.ndarray:
+        """Least sum over some blocks of their gains (float64 [n, B]) and of what the owners of
+        their shares of all lookups, who hold `most` ([n, 1]), pay for partial sums; [n]."""
         rate = np.where(share > 0, gain / np.maximum(share, 1e-300),
                         np.where(gain < 0, -np.inf, np.inf))
-        order = np.argsort(rate, axis=1, kind="stable")
+        n, order = np.arange(len(gain))[:, None], np.argsort(rate, axis=1, kind="stable")
         gain, share = gain[n, order], share[n, order]
-        zero = np.zeros((len(gain), 1))
-        total = np.concatenate([zero, np.cumsum(gain, axis=1)], axis=1)
-        end = np.concatenate([zero, np.cumsum(share, axis=1)], axis=1)
+        total, end = (np.pad(np.cumsum(x, axis=1), ((0, 0), (1, 0))) for x in (gain, share))
         least = np.minimum((total + price * self._owners(of, end, most)).min(axis=1), 0.0)
         # Inside of a block owners may be full: after the first of them, and after the last.
-        last = most * _full(end[:, 1:], most)
-        first = np.minimum(last, most * (np.floor(end[:, :-1] / most) + 1))
-        for at in (first, last):
-            inside = (at > end[:, :-1]) & (at < end[:, 1:])
-            part = np.where(inside, (at - end[:, :-1]) / np.maximum(share, 1e-300), 0.0)
-            found = total[:, :-1] + part * gain + price * self._owners(
-                of, np.where(inside, at, 0.0), most)
-            least = np.minimum(least, np.where(inside, found, np.inf).min(axis=1))
+        for full in (np.floor(end[:, :-1] / most) + 1, _full(end[:, 1:], most)):
+            inside = np.clip(most * full, end[:, :-1], end[:, 1:])
+            part = (inside - end[:, :-1]) / np.maximum(share, 1e-300)
+            least = np.minimum(least, (total[:, :-1] + part * gain + price * self._owners(
+                of, inside, most)).min(axis=1))
         return np.asarray(least)
 
     # -- a table of pieces ------------------------------------------------------------------------
@@ -404,13 +351,6 @@ class TableCosts:
             np.minimum.at(cost[:, to], np.arange(4)[:, None] | np.arange(1, 4), found)
         known = {FREE: (1, 2, 3), STILL: (1,), PUSHES: (2, 3), PARTLY: (3,), WHOLLY: (2,)}
         return float(min(cost[x, -1] for x in known[pushes]) - piece)
-
-
-def _least_ratio(loads: np.ndarray) -> np.ndarray:
-    """The least of loads (float64 [P, 5, B]) over others that are not 0; float64 [P, 5, P, 5]."""
-    by = loads[:, :, None, None]
-    out = np.divide(loads, by, out=np.full((*by.shape[:2], *loads.shape), np.inf), where=by > 0)
-    return np.asarray(np.where(loads < 0, 0.0, out).min(axis=-1))
 
 
 def _full(share: np.ndarray, most: np.ndarray) -> np.ndarray:

@@ -1,0 +1,109 @@
+"""Pushed rows of tables that no stripe may divide: ranges of rows, each with an owner.
+
+The annealing gives each column piece of such a table to one rank. Here ranges of its rows go to
+others, by local search on the whole step: a move takes a share of the lookups off an end of some
+range and gives it to another rank, as a range of its own or as part of the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from oper.plan import Tier
+from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.model import Evaluation
+from oper.search.heuristic.placing import Placement, table_tally, tallied
+from oper.search.problem.statement import IDS, Problem, TableProblem
+
+_SHARES = 1.0, 0.5, 0.25, 0.125, 1 / 32, 1 / 128
+_MAX_TIERS = 8  # of a piece
+_MOST_RANKS = 8  # that a range is offered to, the idlest first
+_TRIALS = 4000  # moves that are tried
+_LESS = 1e-5  # of a step, by which a move has to shorten it
+
+
+def divide_rows(relaxation: Relaxation, placements: Sequence[Placement]) -> list[Placement]:
+    """The placements, with pushed rows of tables that may not be striped divided between owners.
+
+    Args:
+        relaxation: the cost model and the tables.
+        placements: of each table.
+    """
+    model, tables, out = relaxation.model, relaxation.tables, list(placements)
+    free = [k for k, t in enumerate(tables) if _may_divide(relaxation.problem, t)]
+    if not free:
+        return out
+    total = tallied(relaxation, out)
+    known, trials = model.evaluation(total), 0
+    found = True
+    while found:
+        found = False
+        for k in free:
+            rest = total.plus(table_tally(model, tables[k], out[k]), -1)
+            for pieces in _neighbours(relaxation.problem, tables[k], out[k], known):
+                trials += 1
+                if trials > _TRIALS:
+                    return out
+                tally = rest.plus(table_tally(model, tables[k], pieces))
+                new = model.evaluation(tally)
+                if new.fullest <= max(1.0, known.fullest) and (
+                        new.step_us < known.step_us * (1 - _LESS)):
+                    out[k], total, known, found = pieces, tally, new, True
+                    break
+    return out
+
+
+def _may_divide(problem: Problem, t: TableProblem) -> bool:
+    places = problem.placements_of(t.spec.name)
+    return ("striped" not in places and "owned" in places and problem.machine.world_size > 1
+            and "push" in problem.modes_of(t.spec.name) and not problem.pinned_of(t.spec.name))
+
+
+def _neighbours(problem: Problem, t: TableProblem, pieces: Placement, known: Evaluation
+                ) -> Iterator[Placement]:
+    """Placements of a table that are one move away, ranges of busy ranks first."""
+    held = problem.constraints.tables.get(t.spec.name)
+    ranks = range(problem.machine.world_size) if held is None or held.ranks is None else held.ranks
+    load = sum((x.groups.max(axis=0) for x in known.phases), np.zeros(problem.machine.world_size))
+    idle = sorted(ranks, key=lambda r: (load[r], r))[:_MOST_RANKS]
+    ranges = [(i, n) for i, piece in enumerate(pieces) for n, x in enumerate(piece.tiers)
+              if _is_range(x)]
+    for i, n in sorted(ranges, key=lambda at: -load[pieces[at[0]].tiers[at[1]].ranks[0]]):
+        tiers = pieces[i].tiers
+        for share in _SHARES:
+            for rank in idle:
+                for back in (True, False)[:1 + (share < 1)]:
+                    moved = _moved(t, tiers, n, share if back else -share, rank)
+                    if moved is not None:
+                        yield (*pieces[:i], replace(pieces[i], tiers=moved), *pieces[i + 1:])
+
+
+def _is_range(x: Tier) -> bool:
+    return x.placement == "owned" and x.mode == "push" and x.memory == "device"
+
+
+def _moved(t: TableProblem, tiers: tuple[Tier, ...], n: int, share: float, rank: int
+           ) -> tuple[Tier, ...] | None:
+    """`tiers` with a share of the n-th one's lookups given to `rank`, those of its last rows (first
+    ones, if negative); None where that changes nothing or makes too many."""
+    tier = tiers[n]
+    if tier.ranks == (rank,):
+        return None
+    low, high = t.prefix(np.array([tier.start, tier.stop], float))[IDS]
+    inner = t.edges[(t.edges > tier.start) & (t.edges < tier.stop)]
+    rows = np.concatenate([[tier.start], inner, [tier.stop]])
+    mass = (high - share * (high - low)) if share > 0 else (low - share * (high - low))
+    cut = round(float(np.interp(mass, t.prefix(rows.astype(float))[IDS], rows)))
+    given = (cut, tier.stop) if share > 0 else (tier.start, cut)
+    parts = [replace(tier, start=a, stop=b, ranks=(rank,) if (a, b) == given else tier.ranks)
+             for a, b in ((tier.start, cut), (cut, tier.stop)) if a < b]
+    out: list[Tier] = []
+    for x in (*tiers[:n], *parts, *tiers[n + 1:]):
+        if out and _is_range(x) and _is_range(out[-1]) and out[-1].ranks == x.ranks:
+            out[-1] = replace(out[-1], stop=x.stop)
+        else:
+            out.append(x)
+    return tuple(out) if tuple(out) != tiers and len(out) <= _MAX_TIERS else None
