@@ -23,8 +23,7 @@ from oper.search.bound.branching import SearchTree, TreeNode
 from oper.search.bound.master import Bound
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import evaluate
-from oper.search.cost.space import outside_space
-from oper.search.problem.constraints import violations
+from oper.search.cost.space import no_solution
 from oper.search.problem.digest import problem_digest
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import Problem
@@ -62,9 +61,9 @@ def part_to_json(tree: SearchTree, plans: tuple[str, ...], target_us: float) -> 
     """A part of a proof: the tree down to nodes whose bound is at least `target_us`, with the
     branching of every inner node and the prices of every leaf.
 
-    Classes of ranks, memories and hosts are listed by what prices do not tell apart; `rows` names
-    what a price is for: a microsecond of a class in a phase and group of terms, a whole memory, or
-    a row about the owner of the largest piece.
+    Classes of ranks are listed by what prices do not tell apart; `rows` names what a price is for:
+    a microsecond of a class in a phase and group of terms, the memory of some domains or hosts, a
+    row about the owner of the largest piece.
     """
     relaxation = tree.bound.relaxation
     model, classes = relaxation.model, relaxation.classes
@@ -73,14 +72,11 @@ def part_to_json(tree: SearchTree, plans: tuple[str, ...], target_us: float) -> 
     return {
         "plans": list(plans), "apart": load,
         "classes": [r.tolist() for r in classes.ranks],
-        "memories": _groups(classes.of_domain),
-        "hosts": _groups(classes.of_host) if relaxation.rows.uses_host else [],
         "own_time_beside_reader": relaxation.pieces.beside_reader,
         "rows": [
             *(["load", model.phases[p], g, c] for p, g, c in relaxation.rows.names),
-            *(["memory", k] for k in range(classes.num_domain_classes)),
-            *(["host memory", k] for k in range(
-                classes.num_host_classes if relaxation.rows.uses_host else 0)),
+            *(["memory", x] for x in _groups(classes.of_domain)),
+            *(["host memory", x] for x in _groups(classes.of_host) if relaxation.rows.uses_host),
             *([kind, *_load_name(relaxation, (p, g))] for kind, (_, p, g) in zip(
                 relaxation.inequality_kinds, relaxation.inequalities, strict=True))],
         "tree": _tree_to_json(tree.root, target_us)}
@@ -135,14 +131,9 @@ def _noted(plan: Plan) -> dict[str, Any]:
 
 def _reason(plan: Plan, problem: Problem, lower_us: float) -> str:
     found = evaluate(plan, problem)
-    if not found.fits:
-        return "the plan does not fit the memory"
-    broken = violations(plan, problem.constraints)
-    if broken:
-        return f"the plan breaks a constraint: {broken[0]}"
-    outside = outside_space(plan, problem)
-    if outside:
-        return f"the plan lies outside the space of the bound: {outside}"
+    why = no_solution(plan, problem, found)
+    if why:
+        return why
     if lower_us > found.step_us * (1 + _ROUNDING):
         return (f"the bound of {lower_us:.6g} us is above the step of {found.step_us:.6g} us, "
                 "which is an error of the planner: report this")

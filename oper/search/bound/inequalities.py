@@ -22,17 +22,15 @@ first, for one load at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from oper.search.bound.options import COPIES, PUSH, Option, row_makers
-from oper.search.bound.pieces import LOCAL, Pieces, group_us, read_pairs, unit_load
+from oper.search.bound.pieces import LOCAL, NUM_PIECE_GROUPS, Pieces
 from oper.search.bound.rows import ResourceRows
-from oper.search.cost.model import CostModel
 from oper.search.cost.tally import NUM_ROWS
 from oper.search.problem.machine import GROUPS, TERMS, Machine
-from oper.search.problem.statement import NUM_FEATURES, TableProblem
+from oper.search.problem.statement import NUM_FEATURES
 
 Load = tuple[int, int]  # phase and group of terms
 _Limit = tuple[np.ndarray, str]  # weights of the phases' times, and what it says
@@ -54,21 +52,6 @@ def first_neighbourhood(machine: Machine) -> list[int]:
     """The ranks of the first host; on a single host, of the first memory domain."""
     of_rank, _ = neighbourhoods(machine)
     return [int(r) for r in np.flatnonzero(of_rank == of_rank[0])]
-
-
-class _Units(NamedTuple):
-    """What a unit of each tally row costs a rank, by its class; float64 [C, 20, P, 5].
-
-    Attributes:
-        other: when one other rank has it (over links: bytes, of one of another host, where the
-            rank's links are the fastest, with the rank's own time where that counts).
-        own: when it has it itself; over links as `other`.
-        every: when all ranks have it.
-    """
-
-    other: np.ndarray
-    own: np.ndarray
-    every: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,9 +123,8 @@ class InequalityMaker:
         reads = np.array([kind != PIECE and (kind != APART or own)
                           for kind, own in zip(kinds, own_time, strict=True)], float)
         plain = (weights.sum(axis=1) == 1.0) & (weights[np.arange(len(names)), at[0]] == 1.0)
-        units = self._reader_units()
-        unit = np.repeat((reads * np.minimum(units.other, units.own).min(axis=0)[:, *read_at]
-                          )[None], len(self.classes.ranks), axis=0)
+        one = self._read(self._owned(NUM_ROWS))
+        unit = np.repeat((reads * one[:, *read_at])[None], len(self.classes.ranks), axis=0)
         read = np.zeros(self.rows.unit.shape[:2])
         if distinguished is not None:
             read = self._host_reads(distinguished)
@@ -150,12 +132,14 @@ class InequalityMaker:
         # Loads exceed the phases by the dense compute that hides them, at most.
         hidden = pieces.hidden.max(axis=0)[:, 0]
         base = pieces.floor.min(axis=0)[at] - weights @ hidden
-        once, more = self._coefficients(units, read_at, reads)
+        once, more = self._coefficients(read_at, reads)
+        every = self._read(np.broadcast_to(np.eye(NUM_ROWS)[:, :, None], (
+            NUM_ROWS, NUM_ROWS, model.machine.world_size)))
         if distinguished is not None:
             for o in range(len(self.options)):
                 self._host_coefficients(o, read, once, more)
         return Inequalities(names, kinds, np.where(plain, at[0], -2), weights, base, unit,
-                         reads * units.every.min(axis=0)[:, *read_at], once, more)
+                            reads * every[:, *read_at], once, more)
 
     def _none(self) -> Inequalities:
         table = np.zeros((len(self.tables), len(self.options), NUM_FEATURES, 0))
@@ -164,18 +148,19 @@ class InequalityMaker:
         return Inequalities([], [], np.zeros(0, np.int64), weight, np.zeros(0), unit, unit[0],
                             table, table)
 
-    def _coefficients(self, units: _Units, at: tuple[np.ndarray, ...], reads: np.ndarray
+    def _coefficients(self, at: tuple[np.ndarray, ...], reads: np.ndarray
                       ) -> tuple[np.ndarray, np.ndarray]:
         shape = (len(self.tables), len(self.options), NUM_FEATURES, reads.size)
         once, more = np.zeros(shape), np.zeros(shape)
-        for kind in {o.kind for o in self.options}:
+        # A rank with a copy reads no less than one that owns nothing: 0 for copies.
+        for kind in {o.kind for o in self.options} - {COPIES}:
             alike = [o for o, option in enumerate(self.options) if option.kind == kind]
+            make, owned = row_makers(self.model)[kind], self._owned(NUM_FEATURES)
             for k, t in enumerate(self.tables):
-                dim = t.spec.dim
-                load = self._reader(t, kind, dim, units)
-                once[k, alike] = reads * load.min(axis=(0, 1))[:, at[0], at[1]]
-                twice = self._reader(t, kind, 2 * dim, units)
-                more[k, alike] = reads * (2 * load - twice).min(axis=(0, 1))[:, at[0], at[1]]
+                rows = make(t, t.spec.dim, owned)
+                once[k, alike] = reads * self._read(rows)[:, *at]
+                rows = 2 * rows - make(t, 2 * t.spec.dim, owned)
+                more[k, alike] = reads * self._read(rows)[:, *at]
         return once, more
 
     def _host_reads(self, distinguished: Load) -> np.ndarray:
@@ -231,52 +216,34 @@ class InequalityMaker:
             out.append((one + spared * max(1.0, most) * np.eye(num_phases)[-1], RETURNED))
         return out
 
-    def _reader_units(self) -> _Units:
-        model, classes = self.model, self.classes
-        world, first = model.machine.world_size, [int(r[0]) for r in classes.ranks]
-        alone = {o: unit_load(model, o) for o in {0, 1, *first}}  # [20, P, 5, W] each
-        # What ranks of other neighbourhoods read, by bytes, over the fastest links.
-        of_rank, _ = neighbourhoods(model.machine)
-        own_time = alone[0][:, :, LOCAL, None] * self.pieces.has_local[..., None]
-        far = (alone[0] - own_time)[..., of_rank != of_rank[0]]
-        seconds = model.machine.seconds_per_unit[1:-1]
-        far = (far / seconds[:, of_rank != of_rank[0]]).max(axis=-1, initial=0.0)
-        other = np.stack([far * seconds.min(axis=1)] * len(first))
-        own = other.copy()
-        # Readers of the owner's domain, of its host and of others pay differently.
-        read = np.min([np.delete(x[:, :, LOCAL], o, axis=-1).min(axis=-1)
-                       for o, x in alone.items()], axis=0)
-        every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None], (NUM_ROWS, NUM_ROWS, world))
-        all_have = np.moveaxis(group_us(model, every)[..., first], -1, 0)[..., [LOCAL]]
-        counts = self.pieces.has_local * self.pieces.beside_reader
-        for c in range(len(first)):
-            other[c] += read[..., None] * counts
-            own[c] += alone[first[c]][:, :, LOCAL, first[c], None] * counts
-        return _Units(other, own, all_have * counts)
-
-    def _reader(self, t: TableProblem, kind: str, width: int, units: _Units) -> np.ndarray:
-        """Load of a unit of each feature on a rank that owns nothing, and on one that owns the
-        unit, which differs in its own time alone, by class of the rank; float64 [2, C, 4, P, 5].
-        """
-        model, classes = self.model, self.classes
-        shape = (2, len(classes.ranks), NUM_FEATURES, *units.other.shape[2:])
-        if kind == COPIES:  # a rank with a copy reads no less than one that owns nothing
-            return np.zeros(shape)
-        out = np.empty(shape)
-        for c, (owner, readers) in enumerate(read_pairs(classes)):
-            mine = int(classes.ranks[c][0])
-            rows = {rank: row_makers(model)[kind](t, width, _owned_by(model, rank))
-                    for rank in {owner, mine}}
-            read = rows[owner][..., readers[0]]
-            both = np.einsum("fq,qpg->fpg", read, units.every[c])
-            more = rows[mine][..., mine] - read
-            out[:, c] = [both + np.einsum("fq,qpg->fpg", more, unit[c])
-                         for unit in (units.other, units.own)]
+    def _owned(self, number: int) -> np.ndarray:
+        """A unit of each of so many rows, one at a time, on a rank of each class; float64
+        [C, number, number, W]."""
+        ranks = [int(r[0]) for r in self.classes.ranks]
+        out = np.zeros((len(ranks), number, number, self.model.machine.world_size))
+        out[np.arange(len(ranks))[:, None], np.arange(number), np.arange(number),
+            np.array(ranks)[:, None]] = 1.0
         return out
 
+    def _read(self, rows: np.ndarray) -> np.ndarray:
+        """What any rank reads of units at least, whoever has them: own time where that counts, and
+        over links the bytes that ranks of other neighbourhoods read, over the fastest ones.
 
-def _owned_by(model: CostModel, rank: int) -> np.ndarray:
-    """A unit of each feature, one at a time, on a rank; float64 [4, 4, W]."""
-    owner = np.zeros((NUM_FEATURES, NUM_FEATURES, model.machine.world_size))
-    owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), rank] = 1.0
-    return owner
+        Args:
+            rows: float64 [C, F, 20, W], tally rows by class of who has the units; without the first
+                axis where all ranks have them.
+
+        Returns:
+            float64 [F, P, 5].
+        """
+        m, counts = self.model.machine, self.pieces.has_local * self.pieces.beside_reader
+        units = self.model.loads(rows if rows.ndim == 4 else rows[None])
+        own = self.model.group_us(units)[..., LOCAL, :].min(axis=(0, -1))[..., None] * counts
+        of_rank, _ = neighbourhoods(m)
+        far = of_rank != of_rank[[int(r[0]) for r in self.classes.ranks]][:, None]  # [C, W]
+        if rows.ndim == 3 or not far.any():
+            return np.asarray(own)
+        seconds = 1e6 * m.seconds_per_unit[1:1 + NUM_PIECE_GROUPS].min(axis=1)
+        seconds[LOCAL] = 0.0
+        links = np.where(far[:, None, None, None], units[..., 1:1 + NUM_PIECE_GROUPS, :], np.inf)
+        return np.asarray(own + links.min(axis=(0, -1)) * seconds)

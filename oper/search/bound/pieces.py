@@ -110,12 +110,6 @@ def own_load(model: CostModel, ranks: list[int]) -> np.ndarray:
     return np.stack([unit_load(model, rank)[..., rank] for rank in ranks])
 
 
-def read_pairs(classes: RankClasses) -> list[tuple[int, list[int]]]:
-    """An owner, and ranks of each class that read what it owns; two ranks at least."""
-    return [(int(r[0]), r[1:].tolist()) if r.size > 1 else (0 if r[0] else 1, r.tolist())
-            for r in classes.ranks]
-
-
 class Pieces:
     """Which pushed pieces fit, for every table and class of ranks.
 
@@ -142,12 +136,12 @@ class Pieces:
         self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
         first = [int(r[0]) for r in classes.ranks]
         self.unit = own_load(model, first)  # [C, 20, P, 5]
-        #: As `unit`, of a large piece.
-        self.large = self.unit.copy()
-        self._pairs = read_pairs(classes) if beside_reader else []
-        for c, (owner, readers) in enumerate(self._pairs):
-            read = unit_load(model, owner)[:, :, LOCAL, readers].min(axis=-1)
-            self.large[c] -= read[..., None] * self.has_local
+        #: float64 [C, P, 5], what a byte of partial sums puts on the owner of a piece.
+        self.partial = self.unit[:, PARTIALS].copy()
+        if beside_reader:
+            for c, owner in enumerate(first):
+                read = unit_load(model, owner)[PARTIALS, :, LOCAL].min(axis=-1)
+                self.partial[c] -= read[:, None] * self.has_local
         base = group_us(model, base_rows)
         # What every plan puts on the least loaded rank of each class.
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
@@ -202,12 +196,8 @@ class Pieces:
             each[..., 0] += own[k, :, None]
             blocks = t.blocks[t.blocks[:, IDS] > 0]
             by_block = each @ (blocks[:, IDS:] / blocks[:, IDS:IDS + 1] * t.total[IDS]).T
-            # Nothing where the owner does less than a reader, at any width.
-            less = (by_block.min(axis=-1) < 0).any(axis=1)[:, None, :]
-            self.per_unit[k] = np.where(less[..., None], 0.0, each)
-            by_block = np.where(less[..., None], 0.0, by_block)
+            self.per_unit[k] = each
             self.by_block.append(by_block)
-            self.asks[k] = np.where(less[:, 0], 0.0, self.asks[k])
             self.density[k] = np.stack([by_block.min(axis=-1), by_block.max(axis=-1),
                                         self.per_unit[k] @ t.total[IDS:]], axis=-1)
 
@@ -219,7 +209,7 @@ class Pieces:
         whole = np.zeros(shape, np.uint8)
         if self.tables:
             arrays = {"density": self.density, "per_unit": self.per_unit, "asks": self.asks,
-                      "partial": np.maximum(self.large[:, PARTIALS], 0.0),
+                      "partial": self.partial,
                       "first": self.first, "total_ids": np.array([t.total[IDS]
                                                                   for t in self.tables]),
                       "narrow": self.narrow, "floor": self.floor - self.hidden, "most": limits.most,
@@ -256,28 +246,17 @@ class Pieces:
         return np.asarray(inside * np.minimum(share / _FIRST, 1.0))
 
     def _unit_loads(self, t: TableProblem, width: int) -> np.ndarray:
-        """What a unit of each feature but rows puts on the owner of a piece of `width` columns;
-        float64 [3, C, num_phases, 5]."""
-        rows = self._rows_of(t, width, self._first)
-        own = rows[..., np.arange(len(self._first)), :, self._first].swapaxes(0, 1)
-        out = np.einsum("fcq,cqpg->fcpg", own, self.unit)
-        if self.beside_reader:
-            owners, read = [o for o, _ in self._pairs], rows
-            if owners != self._first:  # a class of one rank reads what another one owns
-                read = self._rows_of(t, width, owners)
-            more = own - read[..., np.arange(len(owners)), :,
-                              [r[0] for _, r in self._pairs]].swapaxes(0, 1)
-            less = out[..., LOCAL] - np.einsum("fcq,cqp->fcp", more, self.large[..., LOCAL])
-            out -= less[..., None] * self.has_local
-        return np.asarray(out)
-
-    def _rows_of(self, t: TableProblem, width: int, owners: list[int]) -> np.ndarray:
-        """Tally rows of a unit of each feature but rows, on the owner of each class; float64
-        [3, C, 20, W]."""
-        owner = np.zeros((3, len(owners), NUM_FEATURES, self.model.machine.world_size))
+        """What a unit of each feature but rows puts on the owner of a piece of `width` columns,
+        more than on the least loaded reader where that counts; float64 [3, C, num_phases, 5]."""
+        each = np.arange(len(self._first))
+        owner = np.zeros((3, each.size, NUM_FEATURES, self.model.machine.world_size))
         for f in range(3):
-            owner[f, np.arange(len(owners)), IDS + f, owners] = 1.0
-        return self.model.push_rows(t, width, owner)
+            owner[f, each, IDS + f, self._first] = 1.0
+        load = group_us(self.model, self.model.push_rows(t, width, owner))  # [3, C, P, 5, W]
+        out = np.moveaxis(load[:, each, ..., self._first], 0, 1)
+        if self.beside_reader:
+            out = out - load[..., LOCAL, None, :].min(axis=-1) * self.has_local
+        return np.asarray(out)
 
     def load(self, k: int, c: int, width: int, features: np.ndarray) -> np.ndarray:
         """Load of a piece of `width` columns of table `k` on its owner, of class `c`.
@@ -298,7 +277,7 @@ class Pieces:
         if features[ROWS] >= t.spec.num_rows * (1 - 1e-12):
             load = load - self.asks[k, c]
         return np.asarray(load.reshape(self.floor.shape[1:])
-                          + sums * np.maximum(self.large[c, PARTIALS], 0.0))
+                          + sums * self.partial[c])
 
     def implied(self, may: np.ndarray) -> np.ndarray:
         """What a piece puts on its owner by one load at least, of what it does by another: the
@@ -310,7 +289,7 @@ class Pieces:
         out = np.full((self.density.shape[-2],) * 2, np.inf)
         with np.errstate(divide="ignore", invalid="ignore"):
             for k, c in np.argwhere(may).tolist():
-                sums = np.maximum(self.large[c, PARTIALS], 0.0).reshape(-1, 1)
+                sums = self.partial[c].reshape(-1, 1)
                 # Who has all rows does not ask itself.
                 whole = self.density[k, c, :, :, 2:] - self.asks[k, c, :, None]  # [2, G, 1]
                 for x in (*self.by_block[k][c], *whole, sums):  # [G, B], of widest and narrowest

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from oper.plan import Piece, Plan, Tier
-from oper.search.cost.model import CostModel, is_ordered
-from oper.search.problem.constraints import TableConstraint
+from oper.search.cost.model import CostModel, Evaluation, is_ordered
+from oper.search.problem.constraints import TableConstraint, violations
 from oper.search.problem.machine import RankClasses, copy_sets, rank_classes
 from oper.search.problem.space import (
     COLUMN_STEP,
@@ -58,6 +58,17 @@ def splits_pay(problem: Problem) -> bool:
     """Whether every column split costs a barrier, for sums of squares."""
     return problem.training and all(
         t.spec.optimizer in ROW_WISE for t in problem.free_tables if problem.may_split(t))
+
+
+def no_solution(plan: Plan, problem: Problem, found: Evaluation) -> str:
+    """Why a plan, and what it was found to cost, is none that a bound is about; empty where it is.
+    """
+    if not found.fits:
+        return "the plan does not fit the memory"
+    if broken := violations(plan, problem.constraints):
+        return f"the plan breaks a constraint: {broken[0]}"
+    outside = outside_space(plan, problem)
+    return f"the plan lies outside the space of the bound: {outside}" if outside else ""
 
 
 def outside_space(plan: Plan, problem: Problem) -> str:

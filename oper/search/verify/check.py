@@ -22,8 +22,7 @@ import numpy as np
 
 from oper.plan import Plan
 from oper.search.cost.model import CostModel, evaluate
-from oper.search.cost.space import may_rest, outside_space, splits_pay
-from oper.search.problem.constraints import violations
+from oper.search.cost.space import may_rest, no_solution, splits_pay
 from oper.search.problem.digest import problem_digest
 from oper.search.problem.machine import GROUPS, rank_classes
 from oper.search.problem.space import PLANS, STILL, WITH_COLUMNS, WITH_ROWS
@@ -111,13 +110,8 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
     elif noted.get("problem") != problem_digest(problem):
         why = ("the proof is for another problem: its tables, statistics, machine, batch size, "
                "space, constraints or overlap differ")
-    elif not found.fits:
-        why = "the plan does not fit the memory"
-    elif broken := violations(plan, problem.constraints):
-        why = f"the plan breaks a constraint: {broken[0]}"
-    elif outside := outside_space(plan, problem):
-        why = f"the plan lies outside the space of the bound: {outside}"
-    elif not math.isclose(plan.step_us, step_us, rel_tol=_ROUNDING):
+    elif not (why := no_solution(plan, problem, found)) and not math.isclose(
+            plan.step_us, step_us, rel_tol=_ROUNDING):
         why = (f"the file says a step of {plan.step_us:.6g} us, and its placement takes "
                f"{step_us:.6g}")
     if why:
@@ -188,9 +182,9 @@ class _Proof:
         if STILL in plans and len(plans) > 1 and "per_host" in self.problem.allow:
             raise _NotShown("copies per host and pushed rows are in one part of the proof")
         load = None if value["apart"] is None else self._load(value["apart"])
-        return Part(plans, _partition(value["classes"], m.world_size),
-                    _partition(value["memories"], m.capacity_bytes.size),
-                    _partition(value["hosts"], m.host_capacity_bytes.size if value["hosts"] else 0),
+        memories = tuple(np.isin(of, x[1]) for kind, of in (
+            ("memory", m.domain), ("host memory", m.host)) for x in value["rows"] if x[0] == kind)
+        return Part(plans, _partition(value["classes"], m.world_size), memories,
                     () if load is None else self._interchangeable(load), load,
                     value["own_time_beside_reader"] is True)
 
@@ -243,8 +237,8 @@ class _Proof:
     def _priced(self, prices: dict[str, float], at: Leaf, part: Part, rows: list[list[Any]]
                 ) -> Leaf:
         m, weights = self.problem.machine, at.weights.copy()
-        memories = {"memory": (-2, part.memories, m.domain, m.capacity_bytes),
-                    "host memory": (-1, part.hosts, m.host, m.host_capacity_bytes)}
+        memories = {"memory": (-2, m.domain, m.capacity_bytes),
+                    "host memory": (-1, m.host, m.host_capacity_bytes)}
         memory_us, owner = 0.0, []
         for number, given in prices.items():
             price, (kind, *what) = float(given), rows[int(number)]
@@ -254,8 +248,7 @@ class _Proof:
                 ranks, (p, g) = part.classes[what[2]], self._load(what[:2])
                 weights[p * len(GROUPS) + g, ranks] += price / len(ranks)
             elif kind in memories:
-                row, groups, of, size = memories[kind]
-                here = list(groups[what[0]])
+                (row, of, size), here = memories[kind], what[0]
                 weights[row, np.isin(of, here)] += price / max(float(size[here].sum()), 1e-3)
                 memory_us += price
             elif kind in KINDS:

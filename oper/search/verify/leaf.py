@@ -43,10 +43,9 @@ class Checker:
     def __init__(self, model: CostModel, part: Part) -> None:
         self.model, self.part, problem, m = model, part, model.problem, model.machine
         held = problem.constraints.tables.values()
-        priced = [np.flatnonzero(np.isin(of, x)) for of, groups in (
-            (m.domain, part.memories), (m.host, part.hosts)) for x in groups]
         self.classes = rank_classes(m, [
-            *part.classes, part.apart, *priced, *(c.ranks for c in held if c.ranks is not None),
+            *part.classes, part.apart, *(np.flatnonzero(x) for x in part.memories),
+            *(c.ranks for c in held if c.ranks is not None),
             *(x.ranks for c in held for x in c.tiers or ())])
         self.probe = probe = Probe(model, self.classes, part.apart)
         self.tables = problem.free_tables

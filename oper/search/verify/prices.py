@@ -22,7 +22,7 @@ class Part:
     Attributes:
         plans: which, names of `oper.search.problem.space.PLANS`.
         classes: ranks by class; prices of loads are the same for all ranks of one.
-        memories, hosts: memory domains and hosts by class, with one price each.
+        memories: ranks whose domains' memory, or hosts', has one price; bool [W] each.
         apart: ranks of the host (or domain) that owns the largest piece, by `apart_load`; none.
         apart_load: the phase and group that this is about.
         beside_reader: whether a piece's own time is what its owner does more than a reader.
@@ -30,8 +30,7 @@ class Part:
 
     plans: tuple[str, ...]
     classes: tuple[tuple[int, ...], ...]
-    memories: tuple[tuple[int, ...], ...]
-    hosts: tuple[tuple[int, ...], ...]
+    memories: tuple[np.ndarray, ...]
     apart: tuple[int, ...]
     apart_load: tuple[int, int] | None
     beside_reader: bool
