@@ -125,19 +125,14 @@ class InequalityMaker:
         plain = (weights.sum(axis=1) == 1.0) & (weights[np.arange(len(names)), at[0]] == 1.0)
         one = self._read(self._owned(NUM_ROWS))
         unit = np.repeat((reads * one[:, *read_at])[None], len(self.classes.ranks), axis=0)
-        read = np.zeros(self.rows.unit.shape[:2])
         if distinguished is not None:
-            read = self._host_reads(distinguished)
-            unit[:, :, -1] += read
+            unit[:, :, -1] += self._read_apart(self._owned(NUM_ROWS), distinguished)
         # Loads exceed the phases by the dense compute that hides them, at most.
         hidden = pieces.hidden.max(axis=0)[:, 0]
         base = pieces.floor.min(axis=0)[at] - weights @ hidden
-        once, more = self._coefficients(read_at, reads)
+        once, more = self._coefficients(read_at, reads, distinguished)
         every = self._read(np.broadcast_to(np.eye(NUM_ROWS)[:, :, None], (
             NUM_ROWS, NUM_ROWS, model.machine.world_size)))
-        if distinguished is not None:
-            for o in range(len(self.options)):
-                self._host_coefficients(o, read, once, more)
         return Inequalities(names, kinds, np.where(plain, at[0], -2), weights, base, unit,
                             reads * every[:, *read_at], once, more)
 
@@ -148,54 +143,36 @@ class InequalityMaker:
         return Inequalities([], [], np.zeros(0, np.int64), weight, np.zeros(0), unit, unit[0],
                             table, table)
 
-    def _coefficients(self, at: tuple[np.ndarray, ...], reads: np.ndarray
-                      ) -> tuple[np.ndarray, np.ndarray]:
-        shape = (len(self.tables), len(self.options), NUM_FEATURES, reads.size)
-        once, more = np.zeros(shape), np.zeros(shape)
+    def _coefficients(self, at: tuple[np.ndarray, ...], reads: np.ndarray,
+                      distinguished: Load | None) -> tuple[np.ndarray, np.ndarray]:
+        shape = (2, len(self.tables), len(self.options), NUM_FEATURES, reads.size)
+        out, owned = np.zeros(shape), self._owned(NUM_FEATURES)
+        sizes = np.array([r.size for r in self.classes.ranks])
         # A rank with a copy reads no less than one that owns nothing: 0 for copies.
         for kind in {o.kind for o in self.options} - {COPIES}:
             alike = [o for o, option in enumerate(self.options) if option.kind == kind]
-            make, owned = row_makers(self.model)[kind], self._owned(NUM_FEATURES)
+            make = row_makers(self.model)[kind]
             for k, t in enumerate(self.tables):
-                rows = make(t, t.spec.dim, owned)
-                once[k, alike] = reads * self._read(rows)[:, *at]
-                rows = 2 * rows - make(t, 2 * t.spec.dim, owned)
-                more[k, alike] = reads * self._read(rows)[:, *at]
-        return once, more
+                whole = make(t, t.spec.dim, owned)
+                for n, rows in enumerate((whole, 2 * whole - make(t, 2 * t.spec.dim, owned))):
+                    out[n, k, alike] = reads * self._read(rows)[:, *at]
+                    if distinguished is not None:
+                        apart = self._read_apart(rows, distinguished)
+                        mean = sizes @ apart / sizes.sum()
+                        for o in alike:
+                            c = self.options[o].rank_class
+                            out[n, k, o, :, -1] += mean if c < 0 else apart[c]
+        return out[0], out[1]
 
-    def _host_reads(self, distinguished: Load) -> np.ndarray:
-        """What a unit of each tally row, spread over a class, puts on the links of a reader of the
-        first neighbourhood beside what its owner does; float64 [C, 20].
-
-        Through the links between hosts, all ranks of a host read whatever other hosts own, those
-        with the fastest links in the least time.
-        """
-        phase, group = distinguished
-        pieces, classes, found = self.pieces, self.classes, []
-        has_local = pieces.has_local[distinguished]  # which the rows include, and links do not
-        for mine in set(classes.of_rank[first_neighbourhood(self.model.machine)].tolist()):
-            row, local = (self.rows.names.index((phase, x, mine)) for x in (GROUPS[group], "local"))
-            found.append(self.rows.unit[:, :, row] - has_local * self.rows.unit[:, :, local])
-            own = pieces.unit[mine, :, phase]
-            links = own[:, group] - has_local * own[:, LOCAL]
-            found[-1][mine] -= links / classes.ranks[mine].size
-        return np.min(found, axis=0)
-
-    def _host_coefficients(self, o: int, read: np.ndarray, once: np.ndarray,
-                           more: np.ndarray) -> None:
-        """Add to the last row of `once` and `more` for option `o`."""
-        model, option = self.model, self.options[o]
-        if option.kind == COPIES:  # asks something of that reader, or nothing
-            return
-        make = row_makers(model)
-        owner = np.eye(NUM_FEATURES)[:, :, None] * self.rows.spread(option.rank_class)
-        for k, t in enumerate(self.tables):
-            found = []
-            for width in (t.spec.dim, 2 * t.spec.dim):
-                by_class = self.rows.by_class(make[option.kind](t, width, owner))
-                found.append(np.einsum("fqc,cq->f", by_class, read))
-            once[k, o, :, -1] += found[0]
-            more[k, o, :, -1] += 2 * found[0] - found[1]
+    def _read_apart(self, rows: np.ndarray, load: Load) -> np.ndarray:
+        """What a reader of the first neighbourhood has on its links at least, in the phase and
+        group `load`; rows float64 [C, F, 20, W], by class of the owner -> [C, F]."""
+        m, (phase, group) = self.model.machine, load
+        owner = np.arange(m.world_size) == np.array([r[0] for r in self.classes.ranks])[:, None]
+        there = np.isin(np.arange(m.world_size), first_neighbourhood(m)) & ~owner  # [C, W]
+        units = self.model.loads(rows)[..., phase, group + 1, :] * m.seconds_per_unit[group + 1]
+        least = 1e6 * np.where(there[:, None], units, np.inf).min(axis=-1)
+        return np.where(np.isfinite(least), least, 0.0)  # nobody else is there
 
     def _limits(self, phase: int, group: str) -> list[_Limit]:
         """The rows of one phase and group."""
