@@ -22,8 +22,7 @@ from functools import reduce
 
 import numpy as np
 
-from oper.plan import Piece
-from oper.search.bound.copies import CopyRows
+from oper.plan import Piece, Tier
 from oper.search.bound.inequalities import InequalityMaker, Load, first_neighbourhood
 from oper.search.bound.options import (
     COPIES,
@@ -39,6 +38,7 @@ from oper.search.bound.rows import ResourceRows
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import has_copies
 from oper.search.cost.tally import FORWARD_NS, HELD, HOST_HELD, NUM_ROWS, PARTIALS, Tally
+from oper.search.problem.machine import copy_sets
 from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
 
@@ -214,9 +214,7 @@ class Relaxation:
         make = row_makers(model)
         for o, option in enumerate(self.options):
             if option.kind == COPIES:
-                copies = CopyRows(rows)
-                for k, t in enumerate(self.tables):
-                    coefficients[k, o] = copies.coefficients(rows, t)
+                coefficients[:, o] = [self._copies(t) for t in self.tables]
                 continue
             # One unit of one feature at a time. Owners are symmetric within a class by
             # construction, readers by definition.
@@ -228,6 +226,21 @@ class Relaxation:
                 twice = make[option.kind](t, 2 * t.spec.dim, owner)
                 per_stream[k, o] = self.mean(model.cut_rows(t, once, twice))[:, :shape[-1]]
         return coefficients, per_stream
+
+    def _copies(self, t: TableProblem) -> np.ndarray:
+        """What a unit of each feature asks that is copied to one rank of every host, whichever that
+        is, as ranks are all alike; float64 [4, R].
+
+        Between hosts a changed row travels once per host then, and once per rank where it is
+        replicated on all ranks; in exchange ranks without the copy read it from a neighbour.
+        """
+        model, ranks, out = self.model, copy_sets(self.model.machine)[0], []
+        tier = Tier(0, t.spec.num_rows, "replicated", ranks)
+        for masters in np.eye(NUM_FEATURES):
+            owner = np.outer(masters, np.isin(np.arange(model.machine.world_size), ranks))
+            rows, need, send = model.subset_rows(t, t.spec.dim, tier, owner / len(ranks))
+            out.append(self.rows.of_tally(Tally(rows, {ranks: (need, send)})))
+        return np.stack(out)
 
     def _add_inequalities(self, distinguished: Load | None) -> None:
         """Put the rows about owners behind the others."""

@@ -291,22 +291,17 @@ class Annealing:
     def _fill(self, amount: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What owners of pulled rows do beside reading (float64 [N, C, G]), were they one rank, and
         how much of it does not depend on the width."""
-        relaxation, world = self.relaxation, self.loads.class_of.size
-        out = np.zeros((2, len(table), self.loads.num_classes, self.loads.num_loads))
-        for o, option in enumerate(relaxation.options):
-            if option.kind != SHARD or world == 1:
-                continue
-            rank = int(relaxation.classes.ranks[option.rank_class][0])
-            owner = np.zeros((NUM_FEATURES, NUM_FEATURES, world))
-            owner[np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), rank] = 1.0
-            own = []
-            for t in relaxation.tables:
-                once, twice = (self.loads.model.shard_rows(t, w, owner)
-                               for w in (t.spec.dim, 2 * t.spec.dim))
-                cut = self.loads.model.cut_rows(t, once, twice)
-                own.append([x[..., rank] - x[..., (rank + 1) % world] for x in (once, cut)])
-            rows = np.einsum("nf,nxfq->xnq", amount[:, o], np.array(own)[table])
-            out[:, :, option.rank_class] += rows @ self.loads.own_unit[option.rank_class]
+        relaxation, loads = self.relaxation, self.loads
+        out = np.zeros((2, len(table), loads.num_classes, loads.num_loads))
+        if loads.class_of.size > 1:
+            column, stream, *_ = self._per_table(SHARD)
+            dim = np.array([t.spec.dim for t in relaxation.tables])[:, None, None, None]
+            own = np.stack([column * dim + stream, stream])
+            for o, option in enumerate(relaxation.options):
+                if option.kind == SHARD:
+                    c = option.rank_class
+                    rows = np.einsum("nf,xnfq->xnq", amount[:, o], own[:, table, c])
+                    out[:, :, c] += rows @ loads.own_unit[c]
         return out[0], out[1]
 
     def _per_table(self, kind: str) -> list[np.ndarray]:
