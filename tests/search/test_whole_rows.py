@@ -75,7 +75,7 @@ def test_rows_that_may_not_be_striped_are_divided_by_ranges(
     assert plan.lower_bound_us <= plan.step_us <= 1.05 * plan.lower_bound_us
     assert plan.step_us == pytest.approx(evaluate(plan, problem).step_us)
     assert verify_plan(plan, problem).certified
-    monkeypatch.setattr(search, "divide_rows", lambda relaxation, placements: list(placements))
+    monkeypatch.setattr(search, "divide_rows", lambda _, placements, over: list(placements))
     assert plan.step_us < 0.93 * plan_problem(problem, target_gap=0.0).step_us
 
 

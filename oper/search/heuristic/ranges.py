@@ -7,7 +7,7 @@ range and gives it to another rank, as a range of its own or as part of the next
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,12 +25,14 @@ _TRIALS = 4000  # moves that are tried
 _LESS = 1e-5  # of a step, by which a move has to shorten it
 
 
-def divide_rows(relaxation: Relaxation, placements: Sequence[Placement]) -> list[Placement]:
+def divide_rows(relaxation: Relaxation, placements: Sequence[Placement],
+                over: Callable[[], bool]) -> list[Placement]:
     """The placements, with pushed rows of tables that may not be striped divided between owners.
 
     Args:
         relaxation: the cost model and the tables.
         placements: of each table.
+        over: whether the time is up.
     """
     model, tables, out = relaxation.model, relaxation.tables, list(placements)
     free = [k for k, t in enumerate(tables) if _may_divide(relaxation.problem, t)]
@@ -45,7 +47,7 @@ def divide_rows(relaxation: Relaxation, placements: Sequence[Placement]) -> list
             rest = total.plus(table_tally(model, tables[k], out[k]), -1)
             for pieces in _neighbours(relaxation.problem, tables[k], out[k], known):
                 trials += 1
-                if trials > _TRIALS:
+                if trials > _TRIALS or over():
                     return out
                 tally = rest.plus(table_tally(model, tables[k], pieces))
                 new = model.evaluation(tally)

@@ -125,7 +125,7 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
             parts = [[Part(t.spec.dim, r)] for t, r in zip(
                 pool.relaxation.tables, pool.chosen(), strict=True)]
             world = pool.relaxation.model.machine.world_size
-            return [_found(pool, parts, (1,) * world)]
+            return [_found(pool, parts, (1,) * world, effort)]
         start = _Start(pool, bound, effort, goal, seed + 97 * n)
         probes += [(x, start) for x in start.probes()]
     probes = sorted(probes, key=lambda x: x[0].step_us)[:-(-len(probes) // _CONTINUED)]
@@ -134,13 +134,15 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
             longer = list(threads.map(lambda n: probes[n][1].continued(probes[n][0], n),
                                       range(len(probes))))
         probes = [(x, start) for x, (_, start) in zip(longer, probes, strict=True)]
-    return [_found(start.pool, x.parts, x.units) for x, start in probes]
+    return [_found(start.pool, x.parts, x.units, effort) for x, start in probes]
 
 
-def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...]) -> Found:
+def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...],
+           effort: Effort) -> Found:
     """A placement by `Placer.place`, held to what rows are pinned to, and what it costs."""
     relaxation = pool.relaxation
-    placements = divide_rows(relaxation, Placer(relaxation, pool.total).place(parts, units))
+    placements = Placer(relaxation, pool.total).place(parts, units)
+    placements = divide_rows(relaxation, placements, effort.over)
     held = relaxation.problem.constraints.tables
     placements = [impose(held.get(t.spec.name), x) for t, x in zip(
         relaxation.tables, spread_copies(relaxation, placements), strict=True)]

@@ -106,8 +106,9 @@ class Probe:
                 t, t.spec.dim, Tier(0, t.spec.num_rows, "replicated", ranks), owner[f])
             units.append(self.model.units(Tally(rows, {ranks: (need, send)})))
             held.append(rows[[HELD, HOST_HELD]])
-        units, held = ([[x, 0 * np.array(x)] for x in (units, held)])
-        return self._loads(np.array(units)[:, None], np.array(held)[:, None])
+        # Of a piece without columns nothing: tables with copies are not cut.
+        return self._loads(*(np.stack([x, 0 * x])[:, None]
+                             for x in (np.stack(units), np.stack(held))))
 
     def _loads(self, units: np.ndarray, held: np.ndarray) -> Loads:
         us = self.model.group_us(units)[..., :PIECE_GROUPS, :]
