@@ -155,7 +155,7 @@ class InequalityMaker:
             for k, t in enumerate(self.tables):
                 whole = make(t, t.spec.dim, owned)
                 for n, rows in enumerate((whole, 2 * whole - make(t, 2 * t.spec.dim, owned))):
-                    out[n, k, alike] = reads * self._read(rows)[:, *at]
+                    out[n, k, alike] = reads * self._read(rows)[:, at[0], at[1]]
                     if distinguished is not None:
                         apart = self._read_apart(rows, distinguished)
                         mean = sizes @ apart / sizes.sum()

@@ -105,7 +105,7 @@ class TableCosts:
         self.of = np.repeat(np.arange(len(tables)), [len(w) for w in widths])
         self.width = np.concatenate([np.zeros(0, np.int64), *widths])
         self.share = self.width / self.dims[self.of]  # of a table's columns
-        self.ratio = np.zeros((1, 1, 1, 1))
+        self.ratio: np.ndarray = np.zeros((1, 1, 1, 1))
 
     def set_loads(self, each: np.ndarray, partial: np.ndarray, asks: np.ndarray) -> None:
         """Say what pushed pieces put on their owners, by class, phase and group.
