@@ -36,11 +36,8 @@ void stream_copy(int64_t stream, Tensor to, Tensor from) {
   });
 }
 void ignore_waits(bool ignored) { oper::emulation::ignores_waits = ignored; }
-// Once nothing is under way.
-void forget_streams(std::vector<int64_t> streams) {
-  oper::emulation::kept.clear();
-  for (int64_t stream : streams) delete stream_at(stream);
-}
+// Once nothing is under way. Streams stay, as torch's do: batches that are forgotten later name them.
+void stream_release_memory() { oper::emulation::kept.clear(); }
 
 }  // namespace
 
@@ -54,7 +51,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper_emulated, m) {
   m.def("stream_finish(int stream) -> ()");
   m.def("stream_copy(int stream, Tensor(a!) to, Tensor source) -> ()");
   m.def("ignore_waits(bool ignored) -> ()");
-  m.def("forget_streams(int[] streams) -> ()");
+  m.def("stream_release_memory() -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(oper_emulated, CompositeExplicitAutograd, m) {
   m.impl("take_launches", TORCH_BOX(&take_launches));
@@ -66,5 +63,5 @@ STABLE_TORCH_LIBRARY_IMPL(oper_emulated, CompositeExplicitAutograd, m) {
   m.impl("stream_finish", TORCH_BOX(&stream_finish));
   m.impl("stream_copy", TORCH_BOX(&stream_copy));
   m.impl("ignore_waits", TORCH_BOX(&ignore_waits));
-  m.impl("forget_streams", TORCH_BOX(&forget_streams));
+  m.impl("stream_release_memory", TORCH_BOX(&stream_release_memory));
 }

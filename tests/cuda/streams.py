@@ -142,5 +142,5 @@ def in_use(patch: pytest.MonkeyPatch, ahead: str | None) -> Iterator[None]:
         yield
     finally:
         synchronize()
-        torch.ops.oper_emulated.forget_streams(Stream.created)
+        torch.ops.oper_emulated.stream_release_memory()
         Stream.created.clear()
