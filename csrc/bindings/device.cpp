@@ -93,9 +93,22 @@ Batch batch_of(const Lookup& x, const Prepared& prepared) {
   return batch;
 }
 
-// Bounds and memory; nothing is resolved yet.
+// Ids before each key, [num_keys + 1]. Waits for the device.
+std::vector<int64_t> ids_before_keys(const Tensor& bounds, int64_t batch_size,
+                                     cudaStream_t stream) {
+  const int64_t num_keys = (bounds.numel() - 1) / std::max<int64_t>(1, batch_size);
+  std::vector<int64_t> before(static_cast<size_t>(num_keys) + 1);
+  check(cudaMemcpy2DAsync(before.data(), 8, bounds.data_ptr(), static_cast<size_t>(8 * batch_size),
+                          8, before.size(), cudaMemcpyDeviceToHost, stream),
+        "cannot read the number of ids");
+  check(cudaStreamSynchronize(stream), "cannot read the number of ids");
+  return before;
+}
+
+// Bounds and memory; nothing is resolved yet. `may_wait`: for the device, which knows how many ids the
+// keys with several features have. Else all may be theirs, and sorting takes as long as if they were.
 std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor& bounds,
-                                  cudaStream_t stream) {
+                                  cudaStream_t stream, bool may_wait = false) {
   const Context& context = *tables.context;
   auto made = std::make_shared<Prepared>();
   made->bounds = bounds;
@@ -103,6 +116,12 @@ std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor&
   made->ids = x.ids.data_ptr();
   made->weights = x.weights ? x.weights->data_ptr() : nullptr;
   made->max_pairs = x.ids.numel() * made->keys->most;
+  if (may_wait && made->keys->most > 1 && x.batch_size > 0 && !is_captured(stream)) {
+    const std::vector<int64_t> before = ids_before_keys(bounds, x.batch_size, stream);
+    made->max_pairs = 0;
+    for (size_t k = 0; k < made->keys->num_users.size(); ++k)
+      made->max_pairs += made->keys->num_users[k] * (before[k + 1] - before[k]);
+  }
   if (x.ids.numel() >= kMostIds || made->max_pairs >= (int64_t{1} << 32) - 1)
     throw Stopped{kTooManyIds, x.ids.numel()};
   made->stages_near = pays_to_stage(tables);
@@ -116,21 +135,23 @@ std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor&
 Call call_of(Tables& tables, const Lookup& x, Prepared& prepared, cudaStream_t stream) {
   prepared.use_on(stream);
   const Batch batch = batch_of(x, prepared);
-  const Workspace work = carve(*tables.context, batch, prepared.workspace.data_ptr());
+  Workspace work = carve(*tables.context, batch, prepared.workspace.data_ptr());
   STD_TORCH_CHECK(work.bytes <= prepared.workspace.numel(), "internal: the workspace is too small");
   STD_TORCH_CHECK(
       bits_for(static_cast<uint64_t>(tables.context->view().num_features)) + work.plan.bag_bits <=
           32,
       "a batch of ", x.batch_size, " samples with ", tables.context->view().num_features,
       " features is too large: samples times features must stay below 2^32");
+  if (prepared.is_swapped) work.plan.swap_spare();
   return {tables, *tables.context, prepared, batch, work, stream};
 }
 
 // Resolves and sorts the ids, unless that is done.
-void plan(const Call& call) {
+void plan(Call& call) {
   if (call.prepared.is_planned) return;
   make_plan(call.context.view(), call.context.num_keys(), call.batch, call.work.plan, call.stream);
   call.prepared.is_planned = true;
+  call.prepared.is_swapped = call.work.plan.is_swapped;
 }
 
 // What `lookup_resolve` has made, which Python holds as bytes.
@@ -206,12 +227,8 @@ int64_t output_rows(const Call& call, const Lookup& x) {
   const int64_t num_keys = (call.batch.num_bounds - 1) / std::max<int64_t>(1, x.batch_size);
   if (num_keys == 0 || (keys.is_whole && num_keys == static_cast<int64_t>(keys.keys.size())))
     return x.ids.numel();
-  std::vector<int64_t> begin(static_cast<size_t>(num_keys) + 1);
-  check(cudaMemcpy2DAsync(begin.data(), 8, call.batch.bounds,
-                          static_cast<size_t>(8 * x.batch_size), 8, begin.size(),
-                          cudaMemcpyDeviceToHost, call.stream),
-        "cannot read the number of ids");
-  check(cudaStreamSynchronize(call.stream), "cannot read the number of ids");
+  const std::vector<int64_t> begin =
+      ids_before_keys(call.prepared.bounds, x.batch_size, call.stream);
   int64_t rows = 0;
   for (int64_t key : keys.keys)
     rows += begin[static_cast<size_t>(key) + 1] - begin[static_cast<size_t>(key)];
@@ -225,22 +242,24 @@ void forward_push(const Call& call, const Output& out) {
   const auto& classes = call.context.classes();
   // Not the batch plan's memory, which may hold a batch that was resolved ahead.
   const Tensor memory = tables.empty(call.work.bytes, ScalarType::Byte);
-  const Workspace work = carve(call.context, call.batch, memory.data_ptr());
-  const auto push = [&] {
-    PushPlan made = work.push;
-    made.requests = static_cast<char* const*>(tables.requests->data_ptr());
-    made.partials = static_cast<char* const*>(tables.partials->data_ptr());
-    made.request_bytes = made.partial_bytes = tables.partial_bytes;
-    return made;
+  Workspace work = carve(call.context, call.batch, memory.data_ptr());
+  PushPlan& push = work.push;
+  const auto find_messages = [&] {
+    push.requests = static_cast<char* const*>(tables.requests->data_ptr());
+    push.partials = static_cast<char* const*>(tables.partials->data_ptr());
+    push.request_bytes = push.partial_bytes = tables.partial_bytes;
   };
   const std::optional<Tensor> requests = tables.requests, partials = tables.partials;
-  publish_requests(view, call.batch, work.plan, push(), call.stream);
+  find_messages();
+  publish_requests(view, call.batch, work.plan, push, call.stream);
   at(tables, Point::kRequests);  // with other domains: puts mirrors in the place of both
   meet(call);
-  pool_for_readers(view, classes, push(), call.stream);
+  find_messages();
+  pool_for_readers(view, classes, push, call.stream);
   at(tables, Point::kPartials);
   meet(call);
-  add_partials(view, classes, call.batch, work.plan, push(), out, call.stream);
+  find_messages();
+  add_partials(view, classes, call.batch, work.plan, push, out, call.stream);
   tables.requests = requests;
   tables.partials = partials;
 }
@@ -252,7 +271,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
   stop_at_errors(tables);
   if (!prepared)
     prepared = prepare(tables, x, make_bounds_of(tables, lengths, x.ids.numel(), stream), stream);
-  const Call call = call_of(tables, x, *prepared, stream);
+  Call call = call_of(tables, x, *prepared, stream);
   const UnderWay under_way(call);
   const View& view = call.context.view();
   const int64_t columns =
@@ -305,8 +324,11 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     const Lookup x{ids, weights, key_of, batch_size, pooled};
     const cudaStream_t stream = stream_of(*tables->like);
     auto prepared =
-        prepare(*tables, x, make_bounds_of(*tables, lengths, ids.numel(), stream), stream);
-    if (with_order) plan(call_of(*tables, x, *prepared, stream));
+        prepare(*tables, x, make_bounds_of(*tables, lengths, ids.numel(), stream), stream, true);
+    if (with_order) {
+      Call call = call_of(*tables, x, *prepared, stream);
+      plan(call);
+    }
     check(cudaEventCreateWithFlags(&prepared->ready, cudaEventDisableTiming),
           "cannot create an event");
     check(cudaEventRecord(prepared->ready, stream), "cannot record an event");
@@ -346,7 +368,7 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
     const std::optional<Tensor> some = weights;
     const Lookup x{ids, some, key_of, batch_size, true};
     const auto prepared = known_or_new(*tables, x, offsets, std::nullopt, stream);
-    const Call call = call_of(*tables, x, *prepared, stream);
+    Call call = call_of(*tables, x, *prepared, stream);
     const UnderWay under_way(call);
     if (prepared->by_pair || tables->counts) plan(call);
     std::optional<Tensor> memory;

@@ -46,7 +46,8 @@ struct KeyMap {
   std::vector<int64_t> keys;  // [F of the collection]
   Tensor on_device;           // int32: `keys`, then where each key's features begin, then these
   int64_t num_used;           // keys that may have features: the first ones
-  int64_t most;               // features, with those of column pieces, that share a key
+  std::vector<int64_t> num_users;  // of each key: features, with those of column pieces
+  int64_t most;               // the largest of these
   bool is_whole;              // every key has one feature
 };
 
@@ -60,7 +61,7 @@ struct Prepared {
   int64_t max_pairs;  // bound on the ids of all features together
   bool stages_near;   // rows of peers are to be staged
   bool by_pair;       // rows are staged at all
-  bool is_planned = false;
+  bool is_planned = false, is_swapped = false;  // see SortedPairs
   cudaStream_t made_on = nullptr, used_on = nullptr;
   cudaEvent_t ready = nullptr;  // made ahead: after it, other streams may use it
 

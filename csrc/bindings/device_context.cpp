@@ -22,7 +22,7 @@ Handles<Tables>& tables_of_device() {
 cudaStream_t stream_of(const Tensor& tensor) {
 #if defined(OPER_EMULATED)
   (void)tensor;
-  return nullptr;
+  return emulation::current_stream;
 #else
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
@@ -64,7 +64,11 @@ Prepared::~Prepared() {
 }
 
 Tensor Tables::empty(int64_t count, ScalarType type) const {
-  return torch::stable::new_empty(*like, {count}, type);
+  Tensor made = torch::stable::new_empty(*like, {count}, type);
+#if defined(OPER_EMULATED)
+  emulation::keep(made);
+#endif
+  return made;
 }
 
 const KeyMap& Tables::key_map(const Tensor& key_of) {
@@ -81,11 +85,13 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
     users[key].push_back(feature++);
   }
   std::vector<int32_t> words(keys.begin(), keys.end());
-  size_t most = 1;
+  std::vector<int64_t> num_users;
+  int64_t most = 1;
   words.push_back(0);
   for (const auto& list : users) {
     words.push_back(words.back() + static_cast<int32_t>(list.size()));
-    most = std::max(most, list.size());
+    num_users.push_back(static_cast<int64_t>(list.size()));
+    most = std::max(most, num_users.back());
   }
   for (const auto& list : users) words.insert(words.end(), list.begin(), list.end());
   const std::set<int64_t> distinct(keys.begin(), keys.end());
@@ -94,7 +100,7 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
   Tensor on_device = empty(static_cast<int64_t>(words.size()), ScalarType::Int);
   check(cudaMemcpy(on_device.data_ptr(), words.data(), 4 * words.size(), cudaMemcpyHostToDevice),
         "cannot copy the features' keys");
-  keys_.push_back({keys, on_device, static_cast<int64_t>(users.size()), static_cast<int64_t>(most),
+  keys_.push_back({keys, on_device, static_cast<int64_t>(users.size()), std::move(num_users), most,
                    is_whole});
   return keys_.back();
 }

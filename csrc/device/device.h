@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "common/directory.h"
@@ -160,6 +161,12 @@ struct Keys {
 
 // Keys, sorted, with what belongs to each, and the runs of equal keys.
 struct SortedPairs {
+  // Sorting may leave its result in the spare arrays.
+  void swap_spare() {
+    std::swap(keys, spare_keys);
+    std::swap(payloads, spare_payloads);
+    is_swapped = !is_swapped;
+  }
   Keys keys;            // [max_pairs] ascending; past the last pair: above all of them
   uint32_t* payloads;   // [max_pairs]
   uint32_t* run_begin;  // [max_pairs + 1]
@@ -168,6 +175,7 @@ struct SortedPairs {
   uint32_t* spare_payloads;
   void* sort_scratch;
   int64_t sort_scratch_bytes;
+  bool is_swapped;  // the arrays have changed places with the spare ones
 };
 
 // Device memory of one batch plan: ids resolved, sorted, and cut into runs of equal rows. Made once
@@ -258,8 +266,8 @@ void weight_gradient(const View& view, const Batch& batch, const BatchPlan& plan
                             const Gradient& grad, float* out, const Staging& staging,
                             cudaStream_t stream);
 
-void make_plan(const View& view, int64_t num_keys, const Batch& batch,
-                      const BatchPlan& plan, cudaStream_t stream);
+void make_plan(const View& view, int64_t num_keys, const Batch& batch, BatchPlan& plan,
+               cudaStream_t stream);
 
 // Sums gradients by row. One rank: and updates; else into the outbox.
 void reduce(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
@@ -307,7 +315,7 @@ struct PushPlan : SortedPairs {  // keys of 64 bits
   uint32_t* slots;
 };
 void publish_requests(const View& view, const Batch& batch, const BatchPlan& plan,
-                             const PushPlan& push, cudaStream_t stream);
+                      PushPlan& push, cudaStream_t stream);
 void pool_for_readers(const View& view, const std::vector<RowClass>& classes,
                              const PushPlan& push, cudaStream_t stream);
 void add_partials(const View& view, const std::vector<RowClass>& classes,
@@ -317,8 +325,8 @@ void add_partials(const View& view, const std::vector<RowClass>& classes,
 // ---- sort.cu ------------------------------------------------------------------------------------
 
 // Sorts the first `count` keys by the bits [first_bit, last_bit), stably, with their payloads, and
-// finds the positions p with p = 0 or keys[p] != keys[p - 1], ascending.
-void sort_into_runs(const SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
+// finds the positions p with p = 0 or keys[p] != keys[p - 1], ascending. May swap the spare arrays in.
+void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
                     cudaStream_t stream);
 int64_t sort_scratch_bytes(int64_t count);
 // bounds[k + 1] = sum of the first k + 1 lengths, at most num_ids; bounds[0] = 0. A negative length or a

@@ -137,13 +137,13 @@ class DeviceSteps:
         Virtual ranks share a device: kernels that spin for each other could block each other, so
         events order their streams.
         """
-        device, event = self._tables.device, None
-        if device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
+        device, streams, event = self._tables.device, self._tables.streams, None
+        if streams is not None:
+            event = streams.Event()
+            event.record(streams.current_stream(device))
         for other in self._tables.group.all_gather(event):
-            if other is not None:
-                torch.cuda.current_stream(device).wait_event(other)
+            if streams is not None:
+                streams.current_stream(device).wait_event(other)
 
     def raise_kept(self) -> None:
         """Raise what a point of the last step has met."""

@@ -72,6 +72,7 @@ class DeviceTables(ShardedTables):
         self.device = torch.device(device)
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
+        self.streams = library.streams_of(self.device)
         super().__init__(plan, features, group, optimizers, gradient_scale, is_new=is_new)
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -184,8 +185,8 @@ class DeviceTables(ShardedTables):
 
     def synchronize(self) -> None:
         """Wait for this rank's kernels and raise what they found."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.streams is not None:
+            self.streams.synchronize(self.device)
         if self.found_error()[0]:
             self._raise_found()
 
@@ -230,16 +231,17 @@ class DeviceTables(ShardedTables):
 
     def to_resolve(self, batch: Lookup) -> Callable[[], Lookup]:
         """As `ShardedTables.to_resolve`: on a stream of its own, behind what this stream has."""
-        if self.device.type != "cuda":
+        streams = self.streams
+        if streams is None:
             return super().to_resolve(batch)
-        there = torch.cuda.Event()
-        there.record(torch.cuda.current_stream(self.device))
+        there = streams.Event()
+        there.record(streams.current_stream(self.device))
 
         def run() -> Lookup:
             # One for all batches: the allocator keeps memory by stream.
-            stream = self._ahead = self._ahead or torch.cuda.Stream(self.device)
+            stream = self._ahead = self._ahead or streams.Stream(self.device)
             stream.wait_event(there)
-            with torch.cuda.stream(stream):
+            with streams.stream(stream):
                 for used in (batch.ids, batch.lengths, batch.weights):
                     if used is not None:  # its memory must not be used anew while kernels read it
                         used.record_stream(stream)
@@ -253,8 +255,8 @@ class DeviceTables(ShardedTables):
         if known is None or known.versions != batch.versions() or (
                 known.batch.weights is not batch.weights):
             return None
-        if self.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.device)
+        if self.streams is not None:
+            stream = self.streams.current_stream(self.device)
             for used in (batch.ids, batch.weights):
                 if used is not None:
                     used.record_stream(stream)
@@ -317,12 +319,13 @@ _to_release: list[tuple[int, DeviceHeap]] = []
 
 def _release(handle: int, heap: DeviceHeap) -> None:
     _to_release.append((handle, heap))
+    streams = library.streams_of(heap.device)
     # Kernels in flight still use both, and a graph cannot wait for them: the next release does it.
-    if heap.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if streams is not None and streams.is_current_stream_capturing():
         return
     while _to_release:
         handle, heap = _to_release.pop()
-        if heap.device.type == "cuda":
-            torch.cuda.synchronize(heap.device)
+        if streams is not None:
+            streams.synchronize(heap.device)
         torch.ops.oper.device_context_close(handle)
         heap.close()

@@ -74,6 +74,13 @@ def load_device() -> Any:
     return torch.ops.oper
 
 
+def streams_of(device: Any) -> Any:
+    """`torch.cuda`, by whose streams work on this torch.device is ordered; None: by the program."""
+    import torch
+
+    return torch.cuda if device.type == "cuda" else None
+
+
 def _load(name: str, what: str, torch_version: str) -> None:
     import torch
 

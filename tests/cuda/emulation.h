@@ -2,7 +2,8 @@
 // warp and block operations wait for the lanes they name. It finds what a race-free GPU run would
 // compute, aborts on what would be undefined there (a lane that has ended while others wait for
 // it), and runs blocks and lanes in an order drawn from OPER_EMULATION_SEED, so that a result that
-// depends on that order shows.
+// depends on that order shows. Streams are ordered by events only and do their work as late as they
+// can, so that a missing wait shows.
 #pragma once
 
 #include <csetjmp>
@@ -15,7 +16,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <mutex>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -27,10 +30,67 @@
 #define __launch_bounds__(...)
 #define __shared__ static thread_local
 
+// ---- streams ------------------------------------------------------------------------------------
+
+namespace oper::emulation {
+
+// Its work is done when the host waits for it, or when another stream that has to wait for it comes
+// to that point; by whichever thread that is. The null stream works at once.
+struct Stream {
+  std::deque<std::function<void()>> work;
+  int64_t given = 0, done = 0;
+};
+struct Event {
+  Stream* stream = nullptr;
+  int64_t given = 0;  // work of the stream that is before it
+};
+
+inline std::recursive_mutex work_lock;
+inline thread_local Stream* current_stream = nullptr;
+inline bool ignores_waits = false;  // as if csrc had none
+
+template <class Work>
+void enqueue(Stream* stream, Work work) {
+  if (stream == nullptr) return work();
+  const std::lock_guard<std::recursive_mutex> lock(work_lock);
+  stream->work.emplace_back(std::move(work));
+  ++stream->given;
+}
+
+inline void finish(const Event& event) {
+  const std::lock_guard<std::recursive_mutex> lock(work_lock);
+  Stream* stream = event.stream;
+  while (stream != nullptr && stream->done < event.given) {
+    const std::function<void()> work = std::move(stream->work.front());
+    stream->work.pop_front();
+    ++stream->done;
+    work();
+  }
+}
+
+// Memory that a kernel works on later: torch's allocator would give it to another tensor before, which
+// on a device comes after it on the same stream. It is zero, so that who reads it too early gets wrong
+// numbers and no wild address.
+inline std::vector<std::function<void()>> kept;
+template <class Tensor>
+void keep(const Tensor& tensor) {
+  if (current_stream == nullptr) return;
+  std::memset(tensor.data_ptr(), 0, static_cast<size_t>(tensor.numel() * tensor.element_size()));
+  const std::lock_guard<std::recursive_mutex> lock(work_lock);
+  kept.emplace_back([tensor] {});
+}
+
+inline Event record(Stream* stream) { return {stream, stream ? stream->given : 0}; }
+inline void wait(Stream* stream, const Event& event) {
+  enqueue(stream, [event] { finish(event); });
+}
+
+}  // namespace oper::emulation
+
 // ---- runtime ------------------------------------------------------------------------------------
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
-using cudaStream_t = void*;
+using cudaStream_t = oper::emulation::Stream*;
 struct uint4 {
   uint32_t x, y, z, w;
 };
@@ -39,18 +99,23 @@ struct EmulatedIndex {
 };
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
-  std::memset(data, value, bytes);
-  return cudaSuccess;
-}
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, cudaStream_t) {
-  std::memcpy(to, from, bytes);
+inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream) {
+  oper::emulation::enqueue(stream, [=] { std::memset(data, value, bytes); });
   return cudaSuccess;
 }
 constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2,
               cudaMemcpyDeviceToDevice = 3, cudaHostAllocMapped = 2;
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
   std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+// From the host: pageable memory, which is read before the call returns.
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind,
+                                   cudaStream_t stream) {
+  std::vector<char> read;
+  if (kind == cudaMemcpyHostToDevice)
+    read.assign(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
+  oper::emulation::enqueue(stream, [=] { std::memcpy(to, read.empty() ? from : read.data(), bytes); });
   return cudaSuccess;
 }
 inline cudaError_t cudaMalloc(void** data, size_t bytes) {
@@ -64,24 +129,37 @@ inline cudaError_t cudaFree(void* data) {
 }
 inline cudaError_t cudaFreeHost(void* data) { return cudaFree(data); }
 inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,
-                                     size_t width, size_t height, int, cudaStream_t) {
-  for (size_t k = 0; k < height; ++k)
-    std::memcpy(static_cast<char*>(to) + k * to_pitch,
-                static_cast<const char*>(from) + k * from_pitch, width);
+                                     size_t width, size_t height, int, cudaStream_t stream) {
+  oper::emulation::enqueue(stream, [=] {
+    for (size_t k = 0; k < height; ++k)
+      std::memcpy(static_cast<char*>(to) + k * to_pitch,
+                  static_cast<const char*>(from) + k * from_pitch, width);
+  });
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  oper::emulation::finish(oper::emulation::record(stream));
+  return cudaSuccess;
+}
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-using cudaEvent_t = void*;
+using cudaEvent_t = oper::emulation::Event*;
 constexpr int cudaEventDisableTiming = 2;
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, int) {
-  static char some;
-  *event = &some;
+  *event = new oper::emulation::Event;
   return cudaSuccess;
 }
-inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  *event = oper::emulation::record(stream);
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if (!oper::emulation::ignores_waits) oper::emulation::wait(stream, *event);
+  return cudaSuccess;
+}
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0 };
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) {
   return cudaSuccess;
@@ -228,27 +306,30 @@ inline void run_block(const std::function<void()>& body) {
   }
 }
 
-template <class Kernel, class... Args>
-void launch(Kernel kernel, int64_t grid, int block, Args... args) {
+inline void run_grid(const std::function<void()>& body, int64_t grid, int block) {
   Machine& m = machine();
-  if (grid < 1 || block < 1 || block > kMaxThreads) fail("a launch without blocks or threads");
-  ++num_launches;
   m.num_threads = block;
   block_size.x = static_cast<uint32_t>(block);
   grid_size.x = static_cast<uint32_t>(grid);
   std::vector<uint32_t> order(static_cast<size_t>(grid));
   std::iota(order.begin(), order.end(), 0u);
   std::shuffle(order.begin(), order.end(), m.random);
-  const std::function<void()> body = [&] { kernel(args...); };
   for (uint32_t b : order) {
     block_index.x = b;
     run_block(body);
   }
 }
 
+template <class Kernel, class... Args>
+void launch(Kernel kernel, int64_t grid, int block, Stream* stream, Args... args) {
+  if (grid < 1 || block < 1 || block > kMaxThreads) fail("a launch without blocks or threads");
+  ++num_launches;
+  enqueue(stream, [=] { run_grid([&] { kernel(args...); }, grid, block); });
+}
+
 template <class Keys>
-void sort_pairs(const Keys& keys, uint32_t* payloads, int64_t count, int first_bit,
-                int last_bit) {
+void sort_pairs(const Keys& keys, const uint32_t* payloads, const Keys& sorted,
+                uint32_t* sorted_payloads, int64_t count, int first_bit, int last_bit) {
   std::vector<std::pair<uint64_t, uint32_t>> pairs(static_cast<size_t>(count));
   const uint64_t mask =
       (last_bit >= 64 ? ~uint64_t{0} : (uint64_t{1} << last_bit) - 1) >> first_bit << first_bit;
@@ -258,8 +339,8 @@ void sort_pairs(const Keys& keys, uint32_t* payloads, int64_t count, int first_b
     return (a.first & mask) < (b.first & mask);
   });
   for (int64_t i = 0; i < count; ++i) {
-    keys.set(i, static_cast<int64_t>(pairs[static_cast<size_t>(i)].first));
-    payloads[i] = pairs[static_cast<size_t>(i)].second;
+    sorted.set(i, static_cast<int64_t>(pairs[static_cast<size_t>(i)].first));
+    sorted_payloads[i] = pairs[static_cast<size_t>(i)].second;
   }
 }
 
@@ -268,11 +349,8 @@ inline int64_t resident_threads() { return 256; }
 
 }  // namespace oper::emulation
 
-#define OPER_LAUNCH(kernel, grid, block, stream, ...)               \
-  do {                                                              \
-    (void)(stream);                                                 \
-    oper::emulation::launch((kernel), (grid), (block), __VA_ARGS__); \
-  } while (false)
+#define OPER_LAUNCH(kernel, grid, block, stream, ...) \
+  oper::emulation::launch((kernel), (grid), (block), (stream), __VA_ARGS__)
 
 // ---- device functions -----------------------------------------------------------------------------
 

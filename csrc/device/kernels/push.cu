@@ -277,8 +277,8 @@ void launch_add(const AddArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-void publish_requests(const View& view, const Batch& batch, const BatchPlan& plan,
-                      const PushPlan& push, cudaStream_t stream) {
+void publish_requests(const View& view, const Batch& batch, const BatchPlan& plan, PushPlan& push,
+                      cudaStream_t stream) {
   lay_out_features(view, batch, plan, stream);
   const int64_t tiles = (batch.batch_size + kTile - 1) / kTile * view.num_features;
   OPER_LAUNCH(request_keys_kernel, blocks_for(std::max<int64_t>(tiles, 1), 8), 256, stream, view,

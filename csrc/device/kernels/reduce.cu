@@ -32,11 +32,14 @@ OPER_DEVICE float* group_buffer(float* buffers) {
 template <class Shape>
 constexpr int kBufferFloats = 256 / Shape::G * kRowFloats<Shape>;
 
+// Rows of fp32 numbers that a group loads before it adds the first of them.
+template <class Shape>
+constexpr int kInFlight = Shape::V * Shape::E >= 32 || Shape::V > 4 ? 1 : 4 / Shape::V;
+
 // Sum of the gradients of the sorted pairs [begin, end) of one table.
 template <class Shape>
 OPER_DEVICE void sum_pairs(const ReduceArgs& a, const Table& table, int64_t begin, int64_t end,
                            const Group<Shape::G>& group, Row<Shape>& sum) {
-  constexpr int kInFlight = Shape::V * Shape::E >= 32 ? 1 : 4 / Shape::V > 0 ? 4 / Shape::V : 1;
   const uint32_t bag_mask = (1u << a.plan.bag_bits) - 1u;
   const int dim = table.dim;
   bool first = true;
@@ -63,15 +66,15 @@ OPER_DEVICE void sum_pairs(const ReduceArgs& a, const Table& table, int64_t begi
         at = static_cast<int64_t>(where) * a.grad.stride + table.piece_start;
       }
     }
-    for (int j = 0; j < n; j += kInFlight) {
-      RawRow<Shape, float> rows[kInFlight];
+    for (int j = 0; j < n; j += kInFlight<Shape>) {
+      RawRow<Shape, float> rows[kInFlight<Shape>];
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
+      for (int u = 0; u < kInFlight<Shape>; ++u) {
         const int64_t from = group.shuffle(at, (j + u) % Shape::G);
         if (j + u < n) rows[u].load(a.grad.data + from, dim, group.lane, a.wide_grad && from % 4 == 0);
       }
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
+      for (int u = 0; u < kInFlight<Shape>; ++u) {
         const float length = table.mean ? group.shuffle(divisor, (j + u) % Shape::G) : 1.0f;
         const float w = a.batch.weights ? group.shuffle(weight, (j + u) % Shape::G) : 1.0f;
         if (j + u >= n) continue;
@@ -232,12 +235,23 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_long_runs(const Re
     const Table& table = a.view.tables[t];
     const float* partial =
         a.long_runs.partials + static_cast<int64_t>(a.long_runs.first[at]) * a.long_runs.stride;
-    Row<Shape> sum, next;
+    const int64_t chunks = (end - begin + kChunk - 1) / kChunk;
+    Row<Shape> sum;
     sum.load(partial, table.dim, group.lane, Shape::E > 1);
-    for (int64_t p = begin + kChunk; p < end; p += kChunk) {
-      partial += a.long_runs.stride;
-      next.load(partial, table.dim, group.lane, Shape::E > 1);
-      sum.add(next);
+    for (int64_t c = 1; c < chunks; c += kInFlight<Shape>) {
+      RawRow<Shape, float> rows[kInFlight<Shape>];
+#pragma unroll
+      for (int u = 0; u < kInFlight<Shape>; ++u)
+        if (c + u < chunks)
+          rows[u].load(partial + (c + u) * a.long_runs.stride, table.dim, group.lane,
+                       Shape::E > 1);
+#pragma unroll
+      for (int u = 0; u < kInFlight<Shape>; ++u) {
+        if (c + u >= chunks) continue;
+        Row<Shape> next;
+        rows[u].unpack(next);
+        sum.add(next);
+      }
     }
     finish_run<Shape, kUpdate>(a, t, run, key, group, buffer, sum);
   }
@@ -289,12 +303,14 @@ __global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan p
 
 template <class Shape, bool kUpdate>
 void launch_reduce(const ReduceArgs& args, cudaStream_t stream) {
-  const int64_t per_block = 256 / Shape::G;
-  const int blocks = blocks_for(std::max<int64_t>(args.batch.max_pairs, 1), per_block);
-  clear(args.long_runs.counts, 0, 8, stream);
+  const int blocks = blocks_for(std::max<int64_t>(args.batch.max_pairs, 1), 256 / Shape::G);
   OPER_LAUNCH((reduce_runs<Shape, kUpdate>), blocks, 256, stream, args);
-  if (args.batch.max_pairs <= kChunk) return;
-  const int long_blocks = blocks_for(args.long_runs.capacity, per_block);
+}
+
+// Of a class, once all short runs are summed: the list of long ones is of all classes.
+template <class Shape, bool kUpdate>
+void launch_long(const ReduceArgs& args, cudaStream_t stream) {
+  const int long_blocks = blocks_for(args.long_runs.capacity, 256 / Shape::G);
   OPER_LAUNCH(reduce_chunks<Shape>, long_blocks, 256, stream, args);
   OPER_LAUNCH((reduce_long_runs<Shape, kUpdate>), long_blocks, 256, stream, args);
 }
@@ -316,22 +332,31 @@ void reduce(const View& view, const std::vector<RowClass>& classes, const Batch&
     OPER_LAUNCH(fill_outbox_kernel, blocks_for(std::max<int64_t>(batch.max_pairs, 1), 256), 256,
                 stream, view, plan);
   }
-  for (const RowClass& row_class : classes) {
-    const ReduceArgs args{view,
-                          batch,
-                          plan,
-                          grad,
-                          long_runs,
-                          optimizers,
-                          row_class.table_begin,
-                          row_class.table_end,
-                          is_wide(grad.data, grad.stride),
-                          runs_per_group(row_class, batch)};
-    with_shape(row_class, [&](auto shape) {
-      using S = decltype(shape);
-      update_at_once ? launch_reduce<S, true>(args, stream) : launch_reduce<S, false>(args, stream);
-    });
-  }
+  const auto for_classes = [&](auto launch) {
+    for (const RowClass& row_class : classes) {
+      const ReduceArgs args{view,
+                            batch,
+                            plan,
+                            grad,
+                            long_runs,
+                            optimizers,
+                            row_class.table_begin,
+                            row_class.table_end,
+                            is_wide(grad.data, grad.stride),
+                            runs_per_group(row_class, batch)};
+      with_shape(row_class, [&](auto shape) { launch(shape, args); });
+    }
+  };
+  clear(long_runs.counts, 0, 8, stream);
+  for_classes([&](auto shape, const ReduceArgs& args) {
+    using S = decltype(shape);
+    update_at_once ? launch_reduce<S, true>(args, stream) : launch_reduce<S, false>(args, stream);
+  });
+  if (batch.max_pairs <= kChunk) return;
+  for_classes([&](auto shape, const ReduceArgs& args) {
+    using S = decltype(shape);
+    update_at_once ? launch_long<S, true>(args, stream) : launch_long<S, false>(args, stream);
+  });
 }
 
 }  // namespace oper::device

@@ -91,7 +91,7 @@ void lay_out_features(const View& view, const Batch& batch, const BatchPlan& pla
   OPER_LAUNCH(lay_out_kernel, 1, 256, stream, view, batch, plan);
 }
 
-void make_plan(const View& view, int64_t num_keys, const Batch& batch, const BatchPlan& plan,
+void make_plan(const View& view, int64_t num_keys, const Batch& batch, BatchPlan& plan,
                cudaStream_t stream) {
   lay_out_features(view, batch, plan, stream);
   const int64_t tiles = batch.pooled

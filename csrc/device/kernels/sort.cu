@@ -49,7 +49,7 @@ struct BeginsRun {
 };
 
 template <class Key>
-void sort_typed(const SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
+void sort_typed(SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
                 cudaStream_t stream) {
   cub::DoubleBuffer<Key> k(static_cast<Key*>(pairs.keys.data),
                            static_cast<Key*>(pairs.spare_keys.data));
@@ -58,19 +58,12 @@ void sort_typed(const SortedPairs& pairs, int64_t count, int first_bit, int last
   check(cub::DeviceRadixSort::SortPairs(pairs.sort_scratch, bytes, k, p, count, first_bit, last_bit,
                                         stream),
         "cannot sort ids");
-  const auto bring = [&](void* to, const void* from, size_t width) {
-    if (to != from)
-      check(cudaMemcpyAsync(to, from, static_cast<size_t>(count) * width, cudaMemcpyDeviceToDevice,
-                            stream),
-            "cannot copy sorted ids");
-  };
-  bring(pairs.keys.data, k.Current(), sizeof(Key));
-  bring(pairs.payloads, p.Current(), 4);
+  if (k.Current() != pairs.keys.data) pairs.swap_spare();
 }
 
 }  // namespace
 
-void sort_into_runs(const SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
+void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
                     cudaStream_t stream) {
   if (count == 0) return clear(pairs.num_runs, 0, 8, stream);
   const auto sort = pairs.keys.wide ? sort_typed<uint64_t> : sort_typed<uint32_t>;
@@ -130,24 +123,32 @@ int64_t resident_threads() {
 
 #else  // the emulation: the same results by the standard library
 
-void sort_into_runs(const SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
-                    cudaStream_t) {
-  // A histogram, its sums and a pass for every 8 bits; two kernels select.
-  emulation::num_launches += 2 + (last_bit - first_bit + 7) / 8 + 2;
-  emulation::sort_pairs(pairs.keys, pairs.payloads, count, first_bit, last_bit);
-  *pairs.num_runs = 0;
-  for (int64_t i = 0; i < count; ++i)
-    if (i == 0 || pairs.keys.at(i) != pairs.keys.at(i - 1))
-      pairs.run_begin[(*pairs.num_runs)++] = static_cast<uint32_t>(i);
+void sort_into_runs(SortedPairs& pairs, int64_t count, int first_bit, int last_bit,
+                    cudaStream_t stream) {
+  // A histogram, its sums and a pass for every 8 bits, from array to array; two kernels select.
+  const int passes = (last_bit - first_bit + 7) / 8;
+  emulation::num_launches += 2 + passes + 2;
+  const SortedPairs before = pairs;
+  if (passes % 2 != 0) pairs.swap_spare();
+  emulation::enqueue(stream, [=, after = pairs] {
+    emulation::sort_pairs(before.keys, before.payloads, after.keys, after.payloads, count,
+                          first_bit, last_bit);
+    *after.num_runs = 0;
+    for (int64_t i = 0; i < count; ++i)
+      if (i == 0 || after.keys.at(i) != after.keys.at(i - 1))
+        after.run_begin[(*after.num_runs)++] = static_cast<uint32_t>(i);
+  });
 }
 
 void sum_lengths(const Lengths& lengths, int64_t* bounds, void*, int64_t, const ErrorSink& error,
-                 cudaStream_t) {
+                 cudaStream_t stream) {
   emulation::num_launches += 2;
   const LengthAt length_at{lengths, error};
   const WriteBound write_bound{lengths, bounds, error};
-  int64_t sum = 0;
-  for (int64_t i = 0; i < lengths.count; ++i) write_bound(i, sum += length_at(i));
+  emulation::enqueue(stream, [=] {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < lengths.count; ++i) write_bound(i, sum += length_at(i));
+  });
 }
 
 int64_t sort_scratch_bytes(int64_t) { return 1; }

@@ -61,6 +61,7 @@ class DeviceRows(Protocol):
     optimizers: Mapping[str, Optimizer] | None
     num_squares: int
     order: list[int]
+    streams: Any
     updates_at_once: bool
 
     @property

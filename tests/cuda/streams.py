@@ -1,0 +1,146 @@
+"""Streams of the emulated device, in the place of `torch.cuda`.
+
+Each rank launches on a stream of its own, which does its work when somebody waits for it: the host,
+or another stream at an event. torch's operators on the host take no part in streams, so that tables
+wait for theirs at the end of a lookup.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from oper.shmem.batch import Lookup
+from oper.shmem.device_tables import DeviceTables
+from tests.cuda import emulated
+
+
+class Stream:
+    """As `torch.cuda.Stream`; by its number, an existing one."""
+
+    created: ClassVar[list[int]] = []
+
+    def __init__(self, device: object = None, number: int | None = None) -> None:
+        if number is None:
+            number = torch.ops.oper_emulated.stream_create()
+            self.created.append(number)
+        self.number = number
+
+    def wait_event(self, event: Event) -> None:
+        torch.ops.oper_emulated.stream_wait(self.number, *event.place)
+
+    def synchronize(self) -> None:
+        torch.ops.oper_emulated.stream_finish(self.number)
+
+
+class Event:
+    """As `torch.cuda.Event`."""
+
+    place = (0, 0)
+
+    def record(self, stream: Stream) -> None:
+        self.place = (stream.number, torch.ops.oper_emulated.stream_given(stream.number))
+
+
+def current_stream(device: object = None) -> Stream:
+    return Stream(number=torch.ops.oper_emulated.stream_current())
+
+
+@contextmanager
+def stream(chosen: Stream) -> Iterator[None]:
+    before = current_stream()
+    torch.ops.oper_emulated.stream_use(chosen.number)
+    try:
+        yield
+    finally:
+        torch.ops.oper_emulated.stream_use(before.number)
+
+
+def synchronize(device: object = None) -> None:
+    for number in list(Stream.created):
+        torch.ops.oper_emulated.stream_finish(number)
+
+
+def is_current_stream_capturing() -> bool:
+    return False
+
+
+class _Operators:
+    """The emulated operators; what they are given lives until no work of a stream is left."""
+
+    def __init__(self, operators: Any, given: list[object]) -> None:
+        self._operators, self._given = operators, given
+
+    def __getattr__(self, name: str) -> _Operators:
+        return _Operators(getattr(self._operators, name), self._given)
+
+    def __call__(self, *args: Any) -> Any:
+        found = self._operators(*args)
+        self._given.append((args, found))
+        return found
+
+
+class StreamedTables(DeviceTables):
+    """Tables of one rank whose work waits on its stream.
+
+    Attributes:
+        ahead: None, or ids are copied on this rank's stream and resolved on a thread and a stream
+            of their own, which does it "early", before this rank's stream begins, or "late".
+    """
+
+    ahead: str | None = None
+
+    def lookup(self, batch: Lookup) -> torch.Tensor:
+        mine = current_stream()
+        if self.ahead is not None:
+            ids = torch.zeros_like(batch.ids)
+            torch.ops.oper_emulated.stream_copy(mine.number, ids, batch.ids)
+            batch = self._resolved(replace(batch, ids=ids))
+        out = super().lookup(batch)
+        mine.synchronize()
+        return out
+
+    def _resolved(self, batch: Lookup) -> Lookup:
+        found: list[Lookup] = []
+        run = self.to_resolve(batch)
+
+        def work() -> None:
+            found.append(run())
+            if self.ahead == "early":
+                self._ahead.synchronize()  # type: ignore[union-attr]
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return found[0]
+
+
+@contextmanager
+def in_use(patch: pytest.MonkeyPatch, ahead: str | None) -> Iterator[None]:
+    """Tables of `runtime_support` are such ones, each rank's on a stream of its own."""
+    import sys
+
+    given: list[object] = []
+    operators = _Operators(emulated.load(), given)
+    patch.setattr("oper.shmem.library.load_device", lambda: operators)
+    patch.setattr("oper.shmem.library.streams_of", lambda device: sys.modules[__name__])
+    patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    patch.setattr(StreamedTables, "ahead", ahead)
+
+    def open_tables(*args: Any, **kwargs: Any) -> StreamedTables:
+        torch.ops.oper_emulated.stream_use(Stream().number)  # of this rank's thread
+        return StreamedTables(*args, device="cpu", **kwargs)
+
+    patch.setattr("tests.runtime_support.ShardedTables", open_tables)
+    try:
+        yield
+    finally:
+        synchronize()
+        torch.ops.oper_emulated.stream_release_memory()
+        Stream.created.clear()
