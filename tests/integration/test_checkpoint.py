@@ -5,7 +5,6 @@ Weights and optimizer state are saved in logical order; what loads them need not
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,17 +101,6 @@ def test_a_checkpoint_reads_without_oper(saved: Any) -> None:
     assert_bitwise(values, wanted, "checkpoint")
 
 
-def test_torch_save_and_load() -> None:
-    model = sharded(1, 0)
-    model(batch_of(0, 0, 1)).backward()
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    other = sharded(1, 2, seed=5)
-    other.load_state_dict(torch.load(file))
-    assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "state")
-
-
 def test_the_state_dict_helpers_of_torch() -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -124,16 +112,6 @@ def test_the_state_dict_helpers_of_torch() -> None:
 
 
 # ---- training goes on ----------------------------------------------------------------------------
-
-
-def test_one_rank_goes_on_bitwise(tmp_path: Path) -> None:
-    """Under the same plan and under another one."""
-    want = run_alone(1, range(6))
-    half = run_alone(1, range(3), None, str(tmp_path))
-    assert not torch.equal(half["/model/bags.embedding_bags.ta.weight"],
-                           want["/model/bags.embedding_bags.ta.weight"])
-    for plan in (1, 2):
-        assert_bitwise(run_alone(plan, range(3, 6), str(tmp_path)), want, f"plan {plan}")
 
 
 def test_two_ranks_go_on_bitwise(saved: Any) -> None:

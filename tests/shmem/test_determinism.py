@@ -49,16 +49,6 @@ def same(a: Result, b: Result, what: str) -> None:
     assert_bitwise(a.states, b.states, f"{what}: states")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_run_to_run(world_size: int) -> None:
-    case = dlrm_case()
-    steps, _ = baseline(case, world_size)
-    plan = mixed_plan(case.tables, world_size, 4)
-    first, second = (train_virtual(case, plan, steps, RWA) for _ in range(2))
-    same(first, second, "two runs")
-    assert_bitwise(first.replicas, second.replicas, "two runs: replicas")
-
-
 @pytest.mark.parametrize("world_size, weighted", [(1, True), (2, False), (2, True), (4, True)])
 def test_between_plans_of_one_world(world_size: int, weighted: bool) -> None:
     case = dlrm_case(weighted=weighted)

@@ -206,6 +206,10 @@ def test_plans_are_bitwise_equal(world_size: int, dtype: str) -> None:
             found = bits(found)
             assert_bitwise({t.name: found[t.name] for t in case.tables},
                            {t.name: want[t.name] for t in case.tables}, f"rows, rank {rank}")
+            for name in (n for n in found if n.startswith("replica")
+                         and plan.table(n.split()[1]).tiers[0].ranks == tuple(range(world_size))
+                         and len(plan.table(n.split()[1]).tiers) == 1):
+                assert_bitwise(found[name], found[name.split()[1]], name)
             if rank == 0:
                 assert_bitwise([found[f"output {k}"] for k in range(3)],
                                [want[f"output {k}"] for k in range(3)], "outputs")
@@ -219,16 +223,6 @@ def test_threads_and_runs_change_nothing(dtype: str) -> None:
                       num_threads=n) for n in (1, 1, 3)]
     for other in runs[1:]:
         assert_bitwise([bits(r) for r in other], [bits(r) for r in runs[0]], "runs")
-
-
-def test_replicas_are_the_masters() -> None:
-    case = dlrm_case()
-    steps = make_steps(case, 2, 2, seed=4)
-    plan = uniform_plan(case.tables, 2, "replicated")
-    for found in all_ranks(case, plan, steps, SGD(0.5), "bfloat16"):
-        for t in case.tables:
-            for rank in range(2):
-                assert torch.equal(found[f"replica {t.name} 0 {rank}"], found[t.name])
 
 
 def _variant(rank: int, world_size: int) -> list[tuple[str, dict[str, torch.Tensor]]]:

@@ -80,12 +80,11 @@ def _contents(tables: ShardedTables) -> dict[str, torch.Tensor]:
     return {part: tables.read("t", part=part) for part in parts}
 
 
-@pytest.mark.parametrize("num_threads", [2, 4])
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-def test_every_backward_pass_counts_once(optimizer: str, mode: str, num_threads: int) -> None:
+def test_every_backward_pass_counts_once(optimizer: str, mode: str) -> None:
     """Threads with rows of their own leave what they leave one after another, bit for bit."""
-    steps = 300
+    steps, num_threads = 300, 4
 
     def train(at_once: bool) -> tuple[ShardedTables, list[float]]:
         spec = _spec(optimizer)
@@ -115,10 +114,9 @@ def test_every_backward_pass_counts_once(optimizer: str, mode: str, num_threads:
         assert saw == want, "lookups of rows that nobody else trains"
 
 
-@pytest.mark.parametrize("num_threads", [2, 4])
-def test_threads_that_share_rows(num_threads: int) -> None:
+def test_threads_that_share_rows() -> None:
     """Steps of lr = 1 down a slope of 1: every lookup of a row is counted in it."""
-    steps = 500
+    steps, num_threads = 500, 4
     tables = ShardedTables(uniform_plan([_spec("sgd")], 1), [("t", "t")], SingleGroup(), SGD(lr=1))
 
     def body(thread: int) -> None:
