@@ -56,6 +56,9 @@ NIGHTLY = (
             "test_a_record_holds_intervals_and_paired_differences"),
     Nightly("tests/bench/test_bench_recommenders.py::test_runs_on_another_log_are_not_taken",
             "test_a_record_holds_intervals_and_paired_differences"),
+    Nightly("tests/bench/test_bench_serve.py::test_candidates_are_named_once_and_in_full",
+            "test_http_has_the_same_in_process_beside_it; serve/test_model.py has candidates and "
+            "full rows"),
     Nightly("tests/bench/test_bench_serve.py::test_publications_under_load",
             "tests/shmem/test_publication.py; the other cases of the benchmark"),
     Nightly("tests/bench/test_bench_serve.py::test_deltas_are_served_under_load",

@@ -85,40 +85,6 @@ def test_single_disturbances_decide_nothing() -> None:
         assert 100 / STEP ** 3 < found.best()[0] <= 100, found.to_json()
 
 
-def test_a_lucky_run_does_not_count() -> None:
-    found = Search(100.0, 10)
-    found.runs = [(60, result(False)), (60, result(True)), (60, result(False))]
-    assert found.verdict(60) is False
-    assert found.next_step() == 55
-    assert found.best()[0] == 0.0
-    found.runs += [(55, result(True)), (55, result(True))]
-    assert found.best()[0] == pytest.approx(STEP ** 55)
-    assert found.next_step() == 57
-    found.runs += [(57, result(True, p99=2.0))]  # clear enough to walk on, not to be reported
-    assert found.next_step() == 58
-    assert found.best()[0] == pytest.approx(STEP ** 55)
-    found.runs += [(58, result(False, p90=20))]
-    assert found.next_step() == 57
-    found.runs += [(57, result(True, p99=9.5))]
-    assert found.next_step() is None
-    assert found.best()[1].latency_ms["p99"] == 9.5  # the slower of the two
-
-
-def test_votes_can_be_asked_of_more_runs() -> None:
-    found = Search(100.0, 10, 20, votes=3)
-    found.runs = [(60, result(True)), (60, result(False))] * 2
-    assert found.next_step() == 60
-    found.runs += [(60, result(True))]
-    assert found.best()[0] == pytest.approx(STEP ** 60)
-
-
-def test_a_valid_rate_above_an_invalid_one_counts() -> None:
-    found = Search(50.0, 10)
-    found.runs = [(50, result(False))] * 2 + [(52, result(True))] * 2
-    assert found.bracket() == (52, None)
-    assert found.next_step() == 57
-
-
 def test_a_search_ends() -> None:
     found = Search(5.0, 10, 9)
     search({"a": found}, lambda *_: result(False, p90=99))

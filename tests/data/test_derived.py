@@ -15,7 +15,7 @@ import pytest
 from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.errors import FileFormatError, InvalidInputError, OperError
-from tests.support import ROOT, run_oper
+from tests.support import ROOT, run_here
 
 ALL = PreprocessOptions(valid="0", test="0", min_count=1)
 ITEMS = {"i1": ("toys", "1.5", "a|b"), "i2": ("books", "", ""), "i3": ("", "8", "c")}
@@ -47,7 +47,7 @@ def log(tmp_path: Path) -> tuple[Path, list[list[str]]]:
 
 def test_the_command_line_makes_them(log: tuple[Path, list[list[str]]]) -> None:
     folder, rows = log
-    done = run_oper(
+    done = run_here(
         "preprocess", "csv", str(folder / "log.csv"), "-o", str(folder / "out"), "--label", "stars",
         "--threshold", "4", "--sparse", "user,item,age:bins=18/30", "--join",
         str(folder / "items.csv"), "--join-on", "item=id", "--join-sparse", "genre,tags:|",

@@ -26,7 +26,7 @@ from hypothesis import given, settings, strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 
 from oper.data import Loader, LoaderOptions
-from oper.errors import FileFormatError
+from oper.errors import FileFormatError, OperError
 from tests.faults.pauses import Pauses
 from tests.fuzz import changed, crash
 from tests.fuzz.targets import MEMORY, TARGETS, change, one, place, remove_files, seeds
@@ -230,5 +230,10 @@ def test_a_manifest_that_calls_bags_single_ids() -> None:
 def test_every_word_of_a_peer(value: int) -> None:
     """Numbers of ids that no memory holds were a MemoryError, and nobody was told."""
     (good,) = seeds("exchange")
-    for at in range(0, len(good) - 3, 4):
-        one("exchange", good[:at] + struct.pack("<I", value) + good[at + 4:])
+    changed_words = (good[:at] + struct.pack("<I", value) + good[at + 4:]
+                     for at in range(0, len(good) - 3, 4))
+    refused = [data for data in changed_words if not one("exchange", data)]
+    if value > 3:  # which may be a number of rows
+        assert len(refused) >= 3
+        with pytest.raises(OperError, match="what no rank of this job can send: rank=1"):
+            TARGETS["exchange"](refused[-1])

@@ -12,14 +12,13 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TheirAdagrad
 
 import oper
-from oper.errors import InvalidInputError, PlanError
+from oper.errors import InvalidInputError
 from tests.dlrm_support import (
     KEYS,
     assert_close,
     configs,
     copies,
     make_collection,
-    make_dlrm,
     make_kjt,
     plan_for,
     virtual_ranks,
@@ -191,11 +190,3 @@ def test_a_tag_wins_over_the_argument() -> None:
     before = dict(still.state_dict())
     still(make_kjt(0, 10)).values().square().sum().backward()
     assert_bitwise(dict(still.state_dict()), before, "weights at the tag's rate 0")
-
-
-def test_plans_for_other_models_and_worlds() -> None:
-    collection = make_collection()
-    with pytest.raises(PlanError, match="world"):
-        oper.shard(make_collection(), plan=plan_for(collection, 2), optimizer=OPTIMIZER)
-    with pytest.raises(PlanError, match="t3"):
-        oper.shard(make_dlrm(), plan=plan_for(collection, 1), optimizer=OPTIMIZER)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 
-from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.plan import Plan, uniform_plan
 from oper.shmem.group.groups import ProcessGroup, SingleGroup
 from oper.shmem.optim.optimizers import SGD
 from oper.tables import TableSpec

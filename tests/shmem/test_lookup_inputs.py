@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PlanError
-from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import SGD

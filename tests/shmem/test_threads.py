@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -260,13 +259,3 @@ def test_with_several_ranks_one_thread_trains(domains: tuple[int, int] | None) -
         assert torch.equal(tables.read("t"), want)
 
     run_ranks(2, body, domains=domains)
-
-
-def test_one_thread_may_have_several_lookups_open() -> None:
-    def body(group: ThreadGroup) -> None:
-        tables = ShardedTables(uniform_plan([_spec("sgd")], 2), [("t", "t")], group, SGD(lr=1), 0.5)
-        outs = [tables.lookup(replace(_batch(torch.arange(8)))) for _ in range(40)]
-        sum(out.sum() for out in outs).backward()
-        assert tables.num_steps == 1 and tables.read("t")[0, 0] == -40
-
-    run_ranks(2, body)
