@@ -50,18 +50,6 @@ def test_torch_modules(dtype: torch.dtype, mode: str) -> None:
     assert torch.equal(got[untouched], module.weight[untouched]) and not untouched.all()
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_per_sample_weights_in_half(dtype: torch.dtype) -> None:
-    bag = nn.EmbeddingBag(40, 12, mode="sum", dtype=dtype)
-    sharded: Any = oper.shard(copy.deepcopy(bag), optimizer=oper.SGD(lr=0.1))
-    weights = torch.rand(6, 5).to(dtype).requires_grad_()
-    out = sharded(ids(30).view(6, 5), per_sample_weights=weights)
-    want = (bag.weight.float()[ids(30).view(6, 5)] * weights.float()[..., None]).sum(1)
-    assert (out.float() - want).abs().le(step_of(want, dtype)).all()
-    out.float().sum().backward()
-    assert weights.grad is not None and weights.grad.dtype == dtype
-
-
 def collection(data_type: str) -> Any:
     torch.manual_seed(1)
     kind = torchrec.types.DataType(data_type)

@@ -29,7 +29,6 @@ from tests.runtime_support import (
     plans_for,
     rank_loss,
     reference_forward,
-    run_ranks,
     train_rank,
     train_reference,
     train_virtual,
@@ -105,24 +104,6 @@ def test_dims_that_are_no_multiple_of_four() -> None:
     tables = tuple(TableSpec(f"t{d}", 50, d, (f"f{d}",), "sum") for d in (1, 2, 3, 5, 17, 31, 1023))
     case = Case(tables, tuple(f"f{t.dim}" for t in tables))
     check(case, mixed_plan(tables, 2, 3), "rowwise_adagrad", num_steps=5)
-
-
-def test_gradient_scale_of_one_sums_the_losses() -> None:
-    case = dlrm_case("sgd")
-    steps = make_steps(case, 2, 1)
-    plan = uniform_plan(case.tables, 2, "striped")
-    name = "two_features"
-
-    def train(group, scale):
-        tables = open_tables(case, plan, group, SGD(lr=0.1), scale)
-        batch = steps[0][group.rank]
-        rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
-        tables.barrier()
-        return tables.read(name)
-
-    start = initial_weights(case)[name]
-    mean, total = (run_ranks(2, lambda g, s=s: train(g, s))[0] - start for s in (0.5, 1.0))
-    assert torch.allclose(total, 2 * mean, rtol=1e-4, atol=1e-6) and mean.abs().max() > 1e-3
 
 
 def test_a_backward_pass_uses_its_own_batch() -> None:

@@ -148,20 +148,6 @@ def step_on(case: Case, tables: object, ids: list[int], grad: torch.Tensor) -> N
     tables.lookup(batch.lookup(case)).backward(grad.expand(len(ids), -1))
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_only_touched_rows_change(name: str) -> None:
-    """No decay of weights or moments reaches a row that the batch does not look up."""
-    case, tables = tiny(EVERY[name])
-    step_on(case, tables, [0, 1, 1, 4], torch.tensor([0.5, -1, 2, 0.25, -0.125]))
-    parts = [p for p, _ in STATE_PARTS[EVERY[name].name]]
-    before = {p: tables.read("t", part=p) for p in ("rows", *parts)}
-    step_on(case, tables, [1, 2], torch.ones(5))
-    for part, old in before.items():
-        new = tables.read("t", part=part)
-        assert_bitwise(new[[0, 3, 4, 5]], old[[0, 3, 4, 5]], part)
-        assert not torch.equal(new[1], old[1]) and not torch.equal(new[2], old[2])
-
-
 @pytest.mark.parametrize("name, moves", [
     ("sgd", False), ("rowwise_adagrad", False), ("adagrad", False),
     ("rowwise_adagrad_l2", True), ("rowwise_adagrad_decoupled", True), ("adam_decay", True),
@@ -175,16 +161,6 @@ def test_a_zero_gradient_touches_its_row(name: str, moves: bool) -> None:
     step_on(case, tables, [2], torch.zeros(5))
     moved = (tables.read("t") != start).any(1).tolist()
     assert moved == [False, False, moves, False, False, False]
-
-
-def test_duplicates_make_one_update() -> None:
-    for name, optimizer in EVERY.items():
-        case, often = tiny(optimizer)
-        _, once = tiny(optimizer)
-        step_on(case, often, [3, 3, 3, 3], torch.full((5,), 0.5))
-        step_on(case, once, [3], torch.full((5,), 2.0))
-        for part in ("rows", *(p for p, _ in STATE_PARTS[optimizer.name])):
-            assert_bitwise(often.read("t", part=part), once.read("t", part=part), f"{name} {part}")
 
 
 # ---- against FBGEMM ------------------------------------------------------------------------------

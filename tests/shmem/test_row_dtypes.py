@@ -32,7 +32,6 @@ from tests.runtime_support import (
     run_ranks,
 )
 from tests.shmem.test_determinism import push_plan
-from tests.world_support import run_world
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SEED = 11
@@ -223,24 +222,6 @@ def test_threads_and_runs_change_nothing(dtype: str) -> None:
                       num_threads=n) for n in (1, 1, 3)]
     for other in runs[1:]:
         assert_bitwise([bits(r) for r in other], [bits(r) for r in runs[0]], "runs")
-
-
-def _variant(rank: int, world_size: int) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    from oper.shmem.group.groups import SingleGroup
-
-    case = dlrm_case(weighted=True)
-    steps = make_steps(case, 1, 2, seed=3)
-    name = torch.ops.oper.kernel_name() if hasattr(torch.ops.oper, "kernel_name") else ""
-    return [(name, bits(train(case, mixed_plan(case.tables, 1, 2), steps, EVERY["adagrad"], dtype,
-                              SingleGroup()))) for dtype in NARROW]
-
-
-def test_kernel_variants() -> None:
-    (want,) = run_world(1, _variant, env={"OPER_CPU_KERNELS": "generic"})
-    for variant in ("avx2", ""):
-        (got,) = run_world(1, _variant, env={"OPER_CPU_KERNELS": variant})
-        for (_, a), (_, b) in zip(got, want, strict=True):
-            assert_bitwise(a, b, f"kernels {variant} and generic")
 
 
 @pytest.mark.parametrize("dtype", NARROW)
