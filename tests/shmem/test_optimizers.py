@@ -163,6 +163,16 @@ def test_a_zero_gradient_touches_its_row(name: str, moves: bool) -> None:
     assert moved == [False, False, moves, False, False, False]
 
 
+@pytest.mark.parametrize("optimizer", [Adam(lr=0.5, eps=0.0), PartialRowWiseAdam(lr=0.5, eps=0.0)])
+def test_the_first_adam_step_is_the_learning_rate(optimizer: Optimizer) -> None:
+    # Bias correction cancels beta exactly: 1 - beta must mean the same number everywhere.
+    case, tables = tiny(optimizer)
+    start = tables.read("t")
+    step_on(case, tables, [3], torch.full((5,), -0.3))
+    moved = (tables.read("t") - start)[3]
+    assert torch.allclose(moved, torch.full((5,), 0.5), rtol=5e-7, atol=2e-7)
+
+
 # ---- against FBGEMM ------------------------------------------------------------------------------
 
 FBGEMM = {"sgd": "EXACT_SGD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
