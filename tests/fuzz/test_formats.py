@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import json
-import multiprocessing
-import os
 import pickle
 import random
 import re
 import resource
 import struct
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -63,50 +59,6 @@ def test_a_crash_is_a_defect_and_leaves_no_files(monkeypatch: pytest.MonkeyPatch
     changed.run("arrays", 1, case, Pauses())
     assert [d["what"] for d in case["defects"]] == ["ended with -9"] and case["executions"] == 1
     assert set(Path(MEMORY or tempfile.gettempdir()).glob("fuzz-*")) == before
-
-
-# Without end: one sleeps, one is busy, on a processor if one is named. The last one wants little of
-# the same processor and gets it only when nobody else does.
-_SLEEPS = "import time; time.sleep(600)"
-_BUSY = "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1:]))\nwhile True: pass"
-_QUEUES = """
-import os, sys, time
-os.sched_setaffinity(0, map(int, sys.argv[1:]))
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-began = time.monotonic()
-while time.monotonic() < began + 4:
-    pass
-"""
-
-
-class _Process:
-    """What `_watch` asks of a process."""
-
-    def __init__(self, program: str, *arguments: str) -> None:
-        self._running = subprocess.Popen([sys.executable, "-SE", "-c", program, *arguments])
-        self.pid, self.kill = self._running.pid, self._running.kill
-
-    def join(self, timeout: float | None = None) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._running.wait(timeout)
-
-    def is_alive(self) -> bool:
-        return self._running.poll() is None
-
-
-def test_no_progress_is_a_hang_but_no_processor_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changed, "_HANG_S", 1.0)
-    at, where = multiprocessing.Value("q", 0), str(min(os.sched_getaffinity(0)))
-    for program in (_SLEEPS, _BUSY):
-        hung = _Process(program, where)
-        assert changed._watch(hung, at, Pauses()) == "no end within 1 s" and not hung.is_alive()
-    busy, queued = _Process(_BUSY, where), _Process(_QUEUES, where)
-    try:
-        assert changed._watch(queued, at, Pauses()) == "" and not queued.is_alive()
-    finally:
-        for process in (busy, queued):
-            process.kill()
-            process.join()
 
 
 def test_changed_lines_of_text(tmp_path: Path) -> None:
