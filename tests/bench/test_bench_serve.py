@@ -22,7 +22,7 @@ from oper.bench.serve import loadgen, suite as serve
 from oper.bench.serve.client import Seen, _Sender
 from oper.bench.serve.delta_case import DeltaCase, _Check, _train, run_delta_case
 from oper.bench.serve.host import Publication, Swap
-from oper.bench.serve.live_case import LiveCase, _growth, _overlaps, _shares, run_live_case
+from oper.bench.serve.live_case import LiveCase, _growth, _overlaps, run_live_case
 from oper.bench.serve.models import FLOOR, KINDS, FloorPredictor, ServeWork
 from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import STEP, Search, rate_of, search
@@ -374,11 +374,6 @@ def test_queries_are_sent_again_and_what_fails_is_counted() -> None:
         finally:
             server.shutdown()
             thread.join()
-
-
-def test_shares_of_workers() -> None:
-    assert _shares({7: 1.0, 9: 3.0}) == [0.75, 0.25]
-    assert _shares({7: 0.0}) == [0.0]
 
 
 def test_cases_have_the_names_that_are_asked_for() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torchrec.modules import embedding_configs
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TorchRecRowWise
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
@@ -74,26 +73,6 @@ def test_an_empty_batch() -> None:
         assert jt.weights().shape == (0,) and jt.weights().dtype == torch.int64
     loss_of(out, 0).backward()
     assert_bitwise(dict(sharded.state_dict()), dict(before), "tables")
-
-
-def test_a_model_takes_both_kinds_of_collection() -> None:
-    """Pooled and unpooled side by side, with a table name that both use."""
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.bags = EmbeddingBagCollection([embedding_configs.EmbeddingBagConfig(
-                name="t0", num_embeddings=50, embedding_dim=8, feature_names=["a"])])
-            self.sequences = collection()
-
-        def forward(self, kjt: KeyedJaggedTensor) -> torch.Tensor:
-            return loss_of(self.sequences(kjt), 9) + self.bags(kjt).values().square().sum()
-
-    plain, sharded = Both(), oper.shard(Both(), optimizer=oper.SGD(lr=0.01))
-    for model in (plain, sharded):
-        model(sequences(1)).backward()
-    for name, p in plain.named_parameters():
-        close(sharded.state_dict()[name], (p - 0.01 * p.grad).detach(), name)
 
 
 # ---- every plan and world size -------------------------------------------------------------------
@@ -207,31 +186,9 @@ def _body(rank: int, world_size: int, steps: int, pipelined: bool) -> dict[str, 
     return state | {"losses": torch.stack(losses)}
 
 
-def _reference(world_size: int, steps: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = SequenceModel()
-    tables = [p for n, p in model.named_parameters() if not n.startswith("dense")]
-    optimizers = [TorchRecRowWise(tables, lr=0.1),
-                  torch.optim.SGD(model.dense.parameters(), lr=0.1)]
-    losses = []
-    for step in zip(*(batches_of(r, steps) for r in range(world_size)), strict=True):
-        # The unsharded collection takes no empty batch; its loss would be 0.
-        found = torch.stack([
-            model(b)[0] if b.dense_features.shape[0] else torch.zeros(()) for b in step])
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        found.mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(found.detach())
-    return {n: v.detach() for n, v in model.state_dict().items()} | {"losses": torch.stack(losses)}
-
-
-def test_two_processes_equal_the_unsharded_model_also_pipelined() -> None:
-    want = _reference(2, 6)
-    plain = run_world(2, _body, 6, False)
-    piped = run_world(2, _body, 6, True)
-    for rank in range(2):
-        assert_bitwise(plain[rank], piped[rank], f"rank {rank}: pipelined")
-        for name, value in plain[rank].items():
-            close(value, want[name][:, rank] if name == "losses" else want[name], name)
+def test_two_processes_train_alike_pipelined_or_not() -> None:
+    """And as the unsharded model: tests/programs, tests/rl_rec/test_sharded_models.py."""
+    plain, piped = (run_world(2, _body, 6, pipelined) for pipelined in (False, True))
+    assert_bitwise(piped, plain, "pipelined and not")
+    start = SequenceModel().state_dict()["items.embeddings.t0.weight"]
+    assert not torch.equal(plain[0]["items.embeddings.t0.weight"], start)

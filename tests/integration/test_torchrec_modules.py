@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TheirAdagrad
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 import oper
 from oper.errors import InvalidInputError
 from tests.dlrm_support import (
     KEYS,
-    assert_close,
     configs,
     copies,
     make_collection,
@@ -85,28 +82,6 @@ def test_weights_of_the_input_are_used_only_by_collections_that_ask_for_them() -
     sharded = shard(make_collection())
     assert torch.equal(sharded(make_kjt(1, 7, weighted=True)).values(),
                        sharded(make_kjt(1, 7)).values())
-
-
-def test_equals_torchrecs_fused_collection() -> None:
-    """All tables sum: with mean among them TorchRec 1.8's fused collection mixes up its keys."""
-    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-    tables = [replace(c, pooling=PoolingType.SUM) for c in configs()]
-    collection = EmbeddingBagCollection(tables=tables)
-    fused = FusedEmbeddingBagCollection(
-        tables=tables, optimizer_type=TheirAdagrad,
-        optimizer_kwargs={"lr": OPTIMIZER.lr, "eps": OPTIMIZER.eps}, device=torch.device("cpu"))
-    fused.load_state_dict(collection.state_dict())
-    sharded = shard(collection, "mixed0")
-    for step in range(20):
-        kjt = make_kjt(step, 10)
-        outs = {"fused": fused(kjt), "ours": sharded(kjt)}
-        assert outs["ours"].keys() == outs["fused"].keys()
-        theirs, ours = outs["fused"].values(), outs["ours"].values()
-        assert_close(ours.detach(), theirs.detach(), f"outputs of step {step}")
-        for out in (theirs, ours):
-            ((out - 1) ** 2).sum(1).mean().backward()
-    for name, weight in fused.state_dict().items():
-        assert_close(sharded.state_dict()[name], weight, name)
 
 
 @pytest.mark.parametrize("divide", [True, False])
