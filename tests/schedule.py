@@ -104,6 +104,8 @@ NIGHTLY = (
             "dt|cdt4rec|macridvae"),
     Nightly("tests/train/test_recommenders.py::test_two_processes",
             "oper; test_train.py has two processes of TorchRec", "torchrec"),
+    Nightly("tests/train/test_train.py::test_torchrun",
+            "test_two_processes, with the environment that torchrun sets"),
     Nightly("tests/train/test_resume.py::test_killed_runs_end_with_the_same_weights", "dlrm",
             "cadvae"),
     Nightly("tests/train/test_resume.py::test_a_recommender_goes_on", "cadvae", "cdt4rec"),
