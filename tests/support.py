@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -47,8 +48,8 @@ def run_here(*words: object, env: dict[str, str] | None = None
              ) -> subprocess.CompletedProcess[str]:
     """What `run_oper` gives, of this process: it need not import torch once more."""
     arguments = [str(w) for w in words]
-    with (mock.patch.dict(os.environ, env or {}), redirect_stdout(io.StringIO()) as out,
-          redirect_stderr(io.StringIO()) as err):
+    with (mock.patch.dict(os.environ, env or {}), mock.patch.object(logging.root, "handlers", []),
+          redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err):
         try:
             code = cli.main(arguments)
         except SystemExit as end:
