@@ -279,7 +279,7 @@ def test_http_has_the_same_in_process_beside_it() -> None:
     assert entry["ratio_in_process"] > 0
     assert [r["failed"] + r["wrong"] for r in entry["runs"]] == [0] * 3
     assert len(entry["in_process_runs"]) == 3
-    assert entry["loadgen"]["min_queries"] == 64 == min(r["requests"] for r in entry["runs"])
+    assert entry["loadgen"]["min_queries"] == 64 <= min(r["requests"] for r in entry["runs"])
     assert "in process" in serve.report([entry])
     json.dumps(entry)
 
