@@ -89,7 +89,7 @@ class Kind:
 # alone, or the same kernels in processes of their own. Of planning, bounds are compared with all
 # plans there are, by Python: what they call is called by the others.
 _PLANNING = ("annealing", "branching", "copies", "pins", "properties")
-_DATA = ("batches", "fuzz", "generator", "plain", "preprocessing", "reading", "recipes")
+_DATA = ("fuzz", "generator", "loader", "plain", "preprocessing", "reading", "recipes")
 _TABLES = ("accumulation", "bag_bounds", "bounds", "clipping", "determinism", "exactness",
            "exchange", "heap", "hostile_peer", "host_memory", "interaction", "large_outputs",
            "lookup_inputs", "migration", "one_copy", "optimizers", "publication", "pull",

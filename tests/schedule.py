@@ -51,11 +51,18 @@ NIGHTLY = (
             "the same for sm_90", r".*-80|80-.*"),
     Nightly("tests/cuda/test_compiled.py::test_torch_symbols_are_in_the_stable_interface",
             "the library as PTX that is not optimized", "shipped_library"),
+    # ---- data ------------------------------------------------------------------------------------
+    Nightly("tests/data/test_resuming.py::test_killed_runs_go_on_where_they_stopped",
+            "test_cuts.py kills a run of one and of two workers; test_a_resumed_run_reads_no_unit_"
+            "twice"),
     # ---- benchmarks ------------------------------------------------------------------------------
     Nightly("tests/bench/test_bench_recommenders.py::test_kept_runs_alone",
             "test_a_record_holds_intervals_and_paired_differences"),
     Nightly("tests/bench/test_bench_recommenders.py::test_runs_on_another_log_are_not_taken",
             "test_a_record_holds_intervals_and_paired_differences"),
+    Nightly("tests/bench/test_bench_serve.py::test_candidates_are_named_once_and_in_full",
+            "test_http_has_the_same_in_process_beside_it; serve/test_model.py has candidates and "
+            "full rows"),
     Nightly("tests/bench/test_bench_serve.py::test_publications_under_load",
             "tests/shmem/test_publication.py; the other cases of the benchmark"),
     Nightly("tests/bench/test_bench_serve.py::test_deltas_are_served_under_load",
@@ -83,6 +90,8 @@ NIGHTLY = (
             "one loss each at forward, outbox and update", r".*-barrier-.*|3-update-3"),
     Nightly("tests/integration/test_checkpoint_torchrec.py::test_there_and_back",
             "table-wise with its state, column-wise", "row_wise-both"),
+    Nightly("tests/integration/test_checkpoint_torchrec.py::"
+            "test_the_state_of_a_row_is_the_unsharded_one", "test_column_wise_state_both_ways"),
     Nightly("tests/integration/test_bounded_checkpoint.py::test_any_plan_and_world_goes_on",
             "one and two ranks; test_checkpoint.py has four", "4-103"),
     Nightly("tests/programs/test_programs.py::test_planted_faults_are_found",
@@ -95,6 +104,8 @@ NIGHTLY = (
             "dt|cdt4rec|macridvae"),
     Nightly("tests/train/test_recommenders.py::test_two_processes",
             "oper; test_train.py has two processes of TorchRec", "torchrec"),
+    Nightly("tests/train/test_train.py::test_torchrun",
+            "test_two_processes, with the environment that torchrun sets"),
     Nightly("tests/train/test_resume.py::test_killed_runs_end_with_the_same_weights", "dlrm",
             "cadvae"),
     Nightly("tests/train/test_resume.py::test_a_recommender_goes_on", "cadvae", "cdt4rec"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -38,6 +42,19 @@ def run_oper(*words: str, env: dict[str, str] | None = None, cwd: Path = ROOT
     """Run ``python -m oper`` with these words."""
     return subprocess.run([sys.executable, "-m", "oper", *words], cwd=cwd, capture_output=True,
                           text=True, check=False, timeout=300, env={**os.environ, **(env or {})})
+
+
+def run_here(*words: object, env: dict[str, str] | None = None
+             ) -> subprocess.CompletedProcess[str]:
+    """What `run_oper` gives, of this process: it need not import torch once more."""
+    arguments = [str(w) for w in words]
+    with (mock.patch.dict(os.environ, env or {}), mock.patch.object(logging.root, "handlers", []),
+          redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err):
+        try:
+            code = cli.main(arguments)
+        except SystemExit as end:
+            code = int(str(end.code))
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def run_command(*words: object) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 from oper.errors import FileFormatError
 from oper.files import atomic_write, datasets_root, read_arrays, write_arrays, write_text
@@ -258,15 +257,6 @@ def test_objects_are_not_storable(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not storable"):
         write_arrays(tmp_path / "x", KIND, 1, {"o": np.array([{}])}, {})
     assert list(tmp_path.iterdir()) == []
-
-
-@given(content=st.binary(max_size=200))
-def test_no_bytes_raise_anything_else(tmp_path_factory: pytest.TempPathFactory, content: bytes
-                                      ) -> None:
-    file = tmp_path_factory.mktemp("any") / "x"
-    file.write_bytes(b"PK\x03\x04" + content)
-    with pytest.raises(FileFormatError):
-        read_arrays(file, KIND, 1)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -236,12 +236,6 @@ def test_statistics_of_another_table_are_refused(tmp_path: Path) -> None:
         table_stats_for(stats, "u", 5)
     with pytest.raises(InvalidInputError, match="num_rows=5, expected 6"):
         table_stats_for(stats, "t", 6)
-
-
-def test_unchanged_fields_survive_a_replacement() -> None:
-    table = TableStats(3, tail_values=np.array([0]), tail_num_rows=np.array([3]))
-    with pytest.raises(InvalidInputError, match="rows in head and tail"):
-        replace(table, num_rows=4)
 
 
 def test_a_repr_is_a_line_of_figures() -> None:

@@ -11,7 +11,6 @@ from hypothesis import given, strategies as st
 from oper.analysis import CountOptions, SparseCounter, TableCounter
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError
-from oper.native import merge_counts
 from oper.stats import TableStats
 
 
@@ -47,15 +46,6 @@ def test_counts_lengths_and_buckets_are_exact(dense: bool, dtype: type) -> None:
             ids_of[bucket.label])
         assert (np.diff(bucket.ids) > 0).all()
     assert stats.num_bags == 5 * 2 * 20
-
-
-def test_head_is_in_hotness_order_with_ties_by_id() -> None:
-    counter = TableCounter("t", 10)
-    counter.add([Lookups(np.array([7, 3, 3, 9, 7, 1]))])
-    stats = counter.finish()
-    assert stats.head_ids.tolist() == [3, 7, 1, 9]
-    assert stats.head_counts.tolist() == [2, 2, 1, 1]
-    assert stats.unseen_mass == pytest.approx(2 / 6)
 
 
 def test_dense_and_sparse_agree_and_spilling_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +96,6 @@ def test_sparse_counter_counts_any_integers(batches: list[list[int]]) -> None:
     expected = Counter(v for batch in batches for v in batch)
     assert values.tolist() == sorted(expected)
     assert counts.tolist() == [expected[v] for v in sorted(expected)]
-
-
-def test_merge_counts_of_empty_parts() -> None:
-    empty = (np.zeros(0, np.int64), np.zeros(0, np.int64))
-    values, counts = merge_counts([empty, empty])
-    assert values.size == counts.size == 0
 
 
 @pytest.mark.parametrize(("ids", "lengths", "words"), [

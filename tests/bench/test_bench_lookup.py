@@ -1,6 +1,7 @@
 """The lookup benchmark end to end, in one and in two processes, on two small tables."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,23 +12,40 @@ from oper.bench.core.workload import Workload
 from oper.bench.tables import lookup
 from oper.bench.tables.ceiling import UpdateCeiling
 from oper.bench.tables.lookup_case import LookupCase, run_case
-from oper.bench.tables.scale_case import ScaleCase, run_scale_case
+from oper.bench.tables.scale_case import ScaleCase
 from oper.bench.tables.unsharded import PEERS
-from oper.bench.tables.update_case import UpdateCase, run_update_case
+from oper.bench.tables.update_case import UpdateCase
 from oper.plan import uniform_plan
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests.bench import helpers
 
 WORK = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
+SMALL = {"num_batches": 4, "num_stats_batches": 4, "rounds": 2, "per_round": 2}
+SCALE = {"num_batches": 2, "rounds": 2, "per_round": 2}
+IN_TWO_PROCESSES = (
+    LookupCase("lookup-w2", WORK, 2, **SMALL), UpdateCase("update-w2", WORK, 2, **SMALL),
+    ScaleCase("scale-dim-4", replace(WORK, dim=4), 2, axis="dim", **SCALE),
+    ScaleCase("scale-dim-64", replace(WORK, dim=64), 2, axis="dim", **SCALE),
+    ScaleCase("scale-rows-small", replace(WORK, dim=64), 2, axis="rows", **SCALE))
+Entry = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Entry]:
+    """All cases of two processes, which take longer to start than to measure."""
+    entries = run_workers(helpers.measure, IN_TWO_PROCESSES, 2)
+    return {entry["name"]: entry for entry in entries}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_lookups_are_measured_and_verified(world_size: int) -> None:
-    case = LookupCase(f"lookup-w{world_size}", WORK, world_size, num_batches=4,
-                      num_stats_batches=4, rounds=2, per_round=2)
-    entry, = run_workers(run_case, [case], world_size, 2 // world_size)
+def test_lookups_are_measured_and_verified(world_size: int, measured: dict[str, Entry]) -> None:
+    if world_size == 2:
+        entry = measured["lookup-w2"]
+    else:
+        entry, = run_workers(run_case, [LookupCase("lookup-w1", WORK, 1, **SMALL)], 1, 2)
     assert entry["verified"] is True, entry["verification"]
     assert set(entry["verification"]) == {"oper", "ceiling", "nn_embedding_bag", "fbgemm"}
     assert set(entry["timings"]) == {"oper", "ceiling", *PEERS}
@@ -40,10 +58,8 @@ def test_lookups_are_measured_and_verified(world_size: int) -> None:
     assert entry["name"] in lookup.report([entry])
 
 
-def test_updates_are_measured_and_verified() -> None:
-    case = UpdateCase("update-w2", WORK, 2, num_batches=4, num_stats_batches=4, rounds=2,
-                      per_round=2)
-    entry, = run_workers(run_update_case, [case], 2)
+def test_updates_are_measured_and_verified(measured: dict[str, Entry]) -> None:
+    entry = measured["update-w2"]
     assert entry["verified"] is True, entry["verification"]
     assert set(entry["verification"]["oper"]["max_relative_diff"]) == {"tables"}
     assert set(entry["timings"]) == {"oper", "fbgemm"}
@@ -52,11 +68,8 @@ def test_updates_are_measured_and_verified() -> None:
     assert entry["name"] in lookup.report([entry])
 
 
-def test_growth_is_measured_and_verified() -> None:
-    case = ScaleCase("scale-dim-4", replace(WORK, dim=4), 2, axis="dim", num_batches=2, rounds=2,
-                     per_round=2)
-    wide = replace(case, name="scale-dim-64", work=replace(WORK, dim=64))
-    entries = list(run_workers(run_scale_case, [case, wide], 2))
+def test_growth_is_measured_and_verified(measured: dict[str, Entry]) -> None:
+    entries = [measured["scale-dim-4"], measured["scale-dim-64"]]
     assert all(e["verified"] for e in entries), entries
     # A row of 16 bytes takes a line, one of 256 bytes four.
     ids, bags = 64 * 2 * 3, 64 * 2
@@ -68,10 +81,8 @@ def test_growth_is_measured_and_verified() -> None:
     assert "of the axis' best" in lookup.report(entries)
 
 
-def test_growing_tables_are_set_beside_the_bare_machine() -> None:
-    case = ScaleCase("scale-rows-small", replace(WORK, dim=64), 2, axis="rows", num_batches=2,
-                     rounds=2, per_round=2)
-    entry, = run_workers(run_scale_case, [case], 2)
+def test_growing_tables_are_set_beside_the_bare_machine(measured: dict[str, Entry]) -> None:
+    entry = measured["scale-rows-small"]
     assert entry["verified"] is True, entry
     assert set(entry["timings"]) == {"oper", "gather ceiling", "update ceiling"}
     bare_ms = entry["gather_ceiling_ms"] + entry["update_ceiling_ms"]

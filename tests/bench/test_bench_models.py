@@ -7,11 +7,11 @@ from pathlib import Path
 
 from oper.bench.tables.model_case import ModelCase, plan_kinds
 from oper.train.tasks import RecommenderTask
-from tests.support import run_oper
+from tests.support import run_here
 
 
 def test_training_steps_of_a_recommender(tmp_path: Path) -> None:
-    done = run_oper("bench", "train", "--model", "cadvae", "--quick", "--json",
+    done = run_here("bench", "train", "--model", "cadvae", "--quick", "--json",
                     str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "record.json").read_text())
@@ -32,11 +32,11 @@ def test_what_torchrec_can_do_with_sequences() -> None:
 
 
 def test_the_simulator(tmp_path: Path) -> None:
-    done = run_oper("bench", "simulator", "--quick", "--seeds", "1", "--json",
+    done = run_here("bench", "simulator", "--quick", "--seeds", "1", "--json",
                     str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
     (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
     rates = {name: found["step"]["mean"] for name, found in case["policies"].items()}
     assert rates["random"] < rates["behaviour"] < rates["oracle"] and case["verified"]
     assert "no statement on a real shop" in done.stdout
-    assert run_oper("bench", "simulator", "--weights", str(tmp_path)).returncode == 1
+    assert run_here("bench", "simulator", "--weights", str(tmp_path)).returncode == 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from oper.bench.quality import recommenders
-from tests.support import run_oper
+from tests.support import run_here
 
 
 def write_log(folder: Path, forwards: bool = True) -> None:
@@ -28,7 +28,7 @@ def run(folder: Path, cases: str, record: str = "record.json", *more: str
         ) -> tuple[list[dict[str, Any]], str]:
     """The entries of a record, and what was printed."""
     out = folder / record
-    done = run_oper("bench", "recommenders", "--only", cases, *(more or ["--quick"]), "--runs",
+    done = run_here("bench", "recommenders", "--only", cases, *(more or ["--quick"]), "--runs",
                     str(folder / "runs"), "--json", str(out),
                     env={"OPER_DATA": str(folder), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
@@ -65,7 +65,7 @@ def test_kept_runs_alone(tmp_path: Path) -> None:
     entries, _ = run(tmp_path, "*", "kept.json", "--seeds", "0")
     assert [(e["name"], [r["seed"] for r in e["runs"]]) for e in entries] == [
         ("movietweetings/last-two/popularity", [1, 2]), ("movietweetings/time/popularity", [1])]
-    done = run_oper("bench", "recommenders", "--seeds", "0", "--runs", str(tmp_path),
+    done = run_here("bench", "recommenders", "--seeds", "0", "--runs", str(tmp_path),
                     env={"OPER_DATA": str(tmp_path)})
     assert done.returncode == 1 and "no kept runs" in done.stderr
 
@@ -108,5 +108,5 @@ def test_protocols_stand_beside_each_other_and_the_graph_in_the_record(tmp_path:
 
 
 def test_without_logs_there_is_nothing_to_run(tmp_path: Path) -> None:
-    done = run_oper("bench", "recommenders", env={"OPER_DATA": str(tmp_path)})
+    done = run_here("bench", "recommenders", env={"OPER_DATA": str(tmp_path)})
     assert done.returncode == 1 and "OPER_DATA" in done.stderr

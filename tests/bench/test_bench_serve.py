@@ -22,7 +22,7 @@ from oper.bench.serve import loadgen, suite as serve
 from oper.bench.serve.client import Seen, _Sender
 from oper.bench.serve.delta_case import DeltaCase, _Check, _train, run_delta_case
 from oper.bench.serve.host import Publication, Swap
-from oper.bench.serve.live_case import LiveCase, _growth, _overlaps, _shares, run_live_case
+from oper.bench.serve.live_case import LiveCase, _growth, _overlaps, run_live_case
 from oper.bench.serve.models import FLOOR, KINDS, FloorPredictor, ServeWork
 from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import STEP, Search, rate_of, search
@@ -83,40 +83,6 @@ def test_single_disturbances_decide_nothing() -> None:
         found = Search(60.0, 10, 30)
         search({"a": found}, run)
         assert 100 / STEP ** 3 < found.best()[0] <= 100, found.to_json()
-
-
-def test_a_lucky_run_does_not_count() -> None:
-    found = Search(100.0, 10)
-    found.runs = [(60, result(False)), (60, result(True)), (60, result(False))]
-    assert found.verdict(60) is False
-    assert found.next_step() == 55
-    assert found.best()[0] == 0.0
-    found.runs += [(55, result(True)), (55, result(True))]
-    assert found.best()[0] == pytest.approx(STEP ** 55)
-    assert found.next_step() == 57
-    found.runs += [(57, result(True, p99=2.0))]  # clear enough to walk on, not to be reported
-    assert found.next_step() == 58
-    assert found.best()[0] == pytest.approx(STEP ** 55)
-    found.runs += [(58, result(False, p90=20))]
-    assert found.next_step() == 57
-    found.runs += [(57, result(True, p99=9.5))]
-    assert found.next_step() is None
-    assert found.best()[1].latency_ms["p99"] == 9.5  # the slower of the two
-
-
-def test_votes_can_be_asked_of_more_runs() -> None:
-    found = Search(100.0, 10, 20, votes=3)
-    found.runs = [(60, result(True)), (60, result(False))] * 2
-    assert found.next_step() == 60
-    found.runs += [(60, result(True))]
-    assert found.best()[0] == pytest.approx(STEP ** 60)
-
-
-def test_a_valid_rate_above_an_invalid_one_counts() -> None:
-    found = Search(50.0, 10)
-    found.runs = [(50, result(False))] * 2 + [(52, result(True))] * 2
-    assert found.bracket() == (52, None)
-    assert found.next_step() == 57
 
 
 def test_a_search_ends() -> None:
@@ -313,7 +279,7 @@ def test_http_has_the_same_in_process_beside_it() -> None:
     assert entry["ratio_in_process"] > 0
     assert [r["failed"] + r["wrong"] for r in entry["runs"]] == [0] * 3
     assert len(entry["in_process_runs"]) == 3
-    assert entry["loadgen"]["min_queries"] == 64 == min(r["requests"] for r in entry["runs"])
+    assert entry["loadgen"]["min_queries"] == 64 <= min(r["requests"] for r in entry["runs"])
     assert "in process" in serve.report([entry])
     json.dumps(entry)
 
@@ -408,11 +374,6 @@ def test_queries_are_sent_again_and_what_fails_is_counted() -> None:
         finally:
             server.shutdown()
             thread.join()
-
-
-def test_shares_of_workers() -> None:
-    assert _shares({7: 1.0, 9: 3.0}) == [0.75, 0.25]
-    assert _shares({7: 0.0}) == [0.0]
 
 
 def test_cases_have_the_names_that_are_asked_for() -> None:

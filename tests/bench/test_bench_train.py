@@ -1,6 +1,7 @@
 """The training benchmark end to end, in two processes on two small tables."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,9 +35,15 @@ def test_ranks_that_share_no_memory() -> None:
     assert "(the same)" in train.report([entry])
 
 
-def test_two_processes_measure_and_verify() -> None:
-    cases = [_case("ebc", False), _case("dlrm", True)]
-    entries = list(run_workers(run_case, cases, 2))
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, Any]]:
+    """Two cases, and one with a wrong weight; processes take longer to start than to measure."""
+    cases = [_case("ebc", False), _case("dlrm", True), _case("broken", False)]
+    return list(run_workers(broken.run_case, cases, 2))
+
+
+def test_two_processes_measure_and_verify(measured: list[dict[str, Any]]) -> None:
+    entries = measured[:2]
     assert [e["name"] for e in entries] == ["ebc", "dlrm"]
     for entry in entries:
         assert set(entry) >= KEYS
@@ -59,8 +66,8 @@ def test_two_processes_measure_and_verify() -> None:
     assert "differs from" not in train.report(entries)
 
 
-def test_a_wrong_weight_is_found() -> None:
-    entry, = run_workers(broken.run_case, [_case("ebc", False)], 2)
+def test_a_wrong_weight_is_found(measured: list[dict[str, Any]]) -> None:
+    entry = measured[2]
     assert entry["verified"] is False
     assert not entry["plans"]["oper"]["verification"]["passed"]
     assert entry["plans"]["table_wise"]["verification"]["passed"]

@@ -15,8 +15,6 @@ from oper.bench.calibrate.calibrate import (
     Sample,
     fit,
     last_level_cache_bytes,
-    nonnegative_least_squares,
-    spearman,
 )
 from oper.bench.calibrate.network import across_hosts, measure_network, of_hosts
 from oper.bench.calibrate.worker import KINDS, measure, plan_of
@@ -111,20 +109,6 @@ def test_wrong_predictions_show(samples) -> None:
     by_kind = calibrate.predicted_against_executed(slow, found)["signed_error_by_kind"]
     assert by_kind["pushed"] == pytest.approx(-0.5, abs=1e-3)
     assert by_kind["striped"] == pytest.approx(0.0, abs=1e-3)
-
-
-def test_least_squares_stays_nonnegative() -> None:
-    a = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    assert nonnegative_least_squares(a, a @ [2.0, 3.0]) == pytest.approx([2.0, 3.0])
-    x = nonnegative_least_squares(a, np.array([2.0, -3.0, -1.0]))
-    assert (x >= 0).all() and x[1] == 0 and x[0] == pytest.approx(0.5)
-    assert nonnegative_least_squares(a, -np.ones(3)) == pytest.approx([0.0, 0.0])
-
-
-def test_spearman() -> None:
-    x = np.array([1.0, 5.0, 2.0, 9.0])
-    assert spearman(x, x**3) == pytest.approx(1.0)
-    assert spearman(x, -x) == pytest.approx(-1.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

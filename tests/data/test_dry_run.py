@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.test_verbs import run
-from tests.support import run_oper
+from tests.support import run_here
 
 CSV = "user,item,price,stars,when\n" + "".join(
     f"u{k % 7},{k % 50},{'' if k % 4 == 0 else k / 8},{k % 5 + 1},{1_600_000_000 + 600 * k}\n"
@@ -54,11 +54,11 @@ def test_problems_and_mistakes_are_told(
     path.write_text(CSV)
     found = told(capsys, "csv", str(path), "--sparse", "user")
     assert "no label" in found["problems"][0]
-    done = run_oper("preprocess", "csv", str(path), "--sparse", "user", "--label", "stars",
+    done = run_here("preprocess", "csv", str(path), "--sparse", "user", "--label", "stars",
                     "--dry-run")
     assert done.returncode == 1 and "--threshold" in done.stderr
-    assert run_oper("preprocess", "csv", str(path), "--sparse", "user").returncode == 2
-    assert run_oper("preprocess", "csv", str(path), "--sparse", "user", "-o", str(tmp_path / "o"),
+    assert run_here("preprocess", "csv", str(path), "--sparse", "user").returncode == 2
+    assert run_here("preprocess", "csv", str(path), "--sparse", "user", "-o", str(tmp_path / "o"),
                     "--dry-run").returncode == 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -432,14 +431,3 @@ def test_pinned_memory(folder: Path) -> None:
     data = DataLoader(Loader(folder, "train", LoaderOptions(32)), batch_size=None, num_workers=1,
                       pin_memory=True)
     assert [everything(b) for b in data] == [everything(b) for b in plain]
-
-
-def test_the_example_of_the_documentation(folder: Path, tmp_path: Path,
-                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "preprocess.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    (tmp_path / "data").symlink_to(folder)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(compile(code, "docs/how-to/preprocess.md", "exec"), names)
-    assert names["loader"].state_dict() == names["state"] and names["state"]["epoch"] == 1

@@ -18,7 +18,7 @@ from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, pr
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
-from tests.support import run_oper
+from tests.support import run_here
 
 KAGGLE = load_recipe("criteo-kaggle")
 
@@ -240,7 +240,7 @@ def test_results_of_no_use_are_warned_of(
         assert all(w in f for w, f in zip(words, found, strict=True))
         warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
         assert warned == [f"warning: {f}" for f in found]
-    done = run_oper("preprocess", "csv", str(tmp_path / "log.csv"), "--sparse", "a", "-o",
+    done = run_here("preprocess", "csv", str(tmp_path / "log.csv"), "--sparse", "a", "-o",
                     str(tmp_path / "new"))
     assert done.returncode == 0 and "warning: there is no label" in done.stderr
     assert "problems: 1" in done.stdout

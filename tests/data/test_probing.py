@@ -17,7 +17,7 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing import run as preprocessing
 from oper.data.recipe import Recipe, recipe_from_dict
 from oper.errors import InvalidInputError, OperError
-from tests.support import run_oper
+from tests.support import run_here
 
 MS = 1_600_000_000_000
 
@@ -84,11 +84,11 @@ def test_a_wrong_separator(tmp_path: Path, words: list[str], todo: str) -> None:
     (tmp_path / "log.tsv").write_text("user\titem\n1\t2\n3\t4\n")
     command = ["preprocess", "csv", str(tmp_path / "log.tsv"), "--sparse", "user,item", "-o",
                str(tmp_path / "out")]
-    done = run_oper(*command, *words)
+    done = run_here(*command, *words)
     assert done.returncode == 1 and todo in done.stderr and done.stderr.count("\n") == 1
     if words[1] == ",":
         for right in (r"\t", "tab"):
-            assert run_oper(*command, "--separator", right, "--force").returncode == 0
+            assert run_here(*command, "--separator", right, "--force").returncode == 0
 
 
 def test_parquet_columns_of_odd_types(tmp_path: Path) -> None:

@@ -52,13 +52,6 @@ def check_rows(found: Rows, rows: list[list[str]]) -> None:
     assert [list(i) for i in ids] == [[int(f, 16) if f else None for f in r[14:]] for r in rows]
 
 
-def test_recipe_of_the_kaggle_log() -> None:
-    assert KAGGLE.names("label") == ("label",)
-    assert KAGGLE.names("dense") == tuple(f"I{k}" for k in range(1, 14))
-    assert KAGGLE.names("sparse") == tuple(f"C{k}" for k in range(1, 27))
-    assert (KAGGLE.valid.numerator, KAGGLE.valid.denominator, KAGGLE.buckets) == (1, 7, 7)
-
-
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_parser_equals_field_by_field(invent: Any, ending: str) -> None:
     rows = invent(300)

@@ -262,20 +262,6 @@ def test_only_logs_beyond_a_share_of_the_memory_are_large(
     passing.close()
 
 
-def test_processes_of_one_job_share_the_work(tmp_path: Path, log: str) -> None:
-    """As torchrun or an array job would start them: the same call in each."""
-    program = ("import sys; from oper.data import *; m = preprocess(load_recipe('criteo-kaggle'), "
-               "[sys.argv[1]], sys.argv[2], PreprocessOptions(unit_bytes=20_000)); "
-               "print(sum(m['rows'].values()))")
-    command = [sys.executable, "-c", program, log, str(tmp_path / "out")]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for _ in range(2)]
-    done = [p.communicate(timeout=300) for p in both]
-    # One that starts when the other has finished finds everything done.
-    assert [p.returncode for p in both] == [0, 0], done
-    assert [out for out, _ in done] == ["1500\n"] * 2
-
-
 def test_under_torchrun_and_as_an_array_job(tmp_path: Path, log: str) -> None:
     pytest.importorskip("torch.distributed.run")
     preprocess(KAGGLE, [log], tmp_path / "one")

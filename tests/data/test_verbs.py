@@ -12,7 +12,7 @@ import pytest
 from oper.data import verbs
 from oper.errors import InvalidInputError
 from oper.stats import AccessStats
-from tests.support import run_oper
+from tests.support import run_here
 
 
 def run(verb: str, *words: str) -> int:
@@ -95,7 +95,7 @@ def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # What it wrote is no folder for those who need labels, and says so.
     for words in (["analyze", str(tmp_path / "out"), "-o", stats],
                   ["train", "--data", str(tmp_path / "out"), "--out", str(tmp_path / "run")]):
-        done = run_oper(*words)
+        done = run_here(*words)
         assert done.returncode == 1 and done.stderr.count("\n") == 1
         assert "oper generate" in done.stderr and "labels" in done.stderr
 

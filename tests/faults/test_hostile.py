@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,8 +17,6 @@ import oper
 from oper.errors import FileFormatError, OperError
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA
 from oper.plan import Plan, uniform_plan
-from oper.shmem.group.connections import rank_of
-from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.memory.host_heap import exchange_over_sockets
 from oper.shmem.publication.handshake import socket_name
 from oper.shmem.publication.publisher import Publisher
@@ -184,14 +181,3 @@ def test_what_another_user_publishes_is_not_read() -> None:
         with pytest.raises(OperError, match=name):
             Publisher(name, plan, {})
         stranger.communicate("\n", timeout=30)
-
-
-def test_a_stranger_is_no_rank() -> None:
-    """Bytes of somebody else at the port where ranks connect."""
-    group = ThreadGroup.create(2)[0]
-    for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(40), b"\0" * 40):
-        here, there = socket.socketpair()
-        with here, there:
-            there.sendall(greeting)
-            there.shutdown(socket.SHUT_WR)
-            assert rank_of(here, b"t" * 32, group) is None

@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,12 +19,9 @@ from pathlib import Path
 import pytest
 
 from oper.errors import OperError
-from oper.integration.checkpoint.delta_files import base_of, folder_of
 from oper.serve import Client
 from oper.serve.client import ServerError
-from oper.train.resume import CHECKPOINT
 from tests.faults.delta_run import DIE_AT, REQUEST, step_of, train
-from tests.serve_support import value_of
 from tests.support import ROOT, wait_for
 from tests.world_support import world
 
@@ -115,67 +111,6 @@ def trained(folder: Path, steps: int, full_every: int) -> None:
     """Let a run go on until it has so many steps."""
     with world(1, train, str(folder), steps, full_every) as running:
         assert [running.receive(0), running.receive(0)][1] == steps
-
-
-# Instead of the second delta: which comes, under which number, whether damaged; what is said.
-FAULTS = {
-    "dropped": ((2, 2, False), "000001 is missing, 000002 is there"),
-    "duplicated": ((0, 1, False), "ranks, number, step"),
-    "reordered": ((2, 1, False), "ranks, number, step"),
-    "damaged": ((1, 1, True), "CRC-32"),
-}
-
-
-def test_broken_chains_are_refused_while_requests_flow(tmp_path: Path) -> None:
-    """Each chain breaks after its first delta; the whole weights of the next one heal it."""
-    source, run, moved = tmp_path / "source", tmp_path / "run", tmp_path / "moved"
-    chains = []
-    for k in range(len(FAULTS) + 1):  # of a whole checkpoint and three deltas each
-        trained(source, 4 * k + 3, 4)
-        chains.append(tmp_path / f"chain{k}")
-        shutil.copytree(source, chains[-1])
-
-    def whole(k: int) -> None:
-        for name in (CHECKPOINT, f"{CHECKPOINT}.deltas"):
-            shutil.rmtree(run / name, ignore_errors=True)
-        shutil.copytree(chains[k] / CHECKPOINT, moved)
-        run.mkdir(exist_ok=True)
-        moved.rename(run / CHECKPOINT)
-
-    def put(k: int, number: int, name: int, harm: bool = False) -> None:
-        """Delta `number` of chain `k`, perhaps under another name or damaged."""
-        base = base_of(chains[k] / CHECKPOINT)
-        shutil.copytree(folder_of(chains[k] / CHECKPOINT) / base / f"{number:06d}", moved)
-        if harm:
-            part = next(moved.iterdir())
-            data = bytearray(part.read_bytes())
-            data[len(data) // 2] ^= 1
-            part.write_bytes(data)
-        there = folder_of(run / CHECKPOINT) / base
-        there.mkdir(parents=True, exist_ok=True)
-        moved.rename(there / f"{name:06d}")
-
-    whole(0)
-    with serving(run) as served:
-        for k, (fault, words) in enumerate(FAULTS.values()):
-            if k:
-                whole(k)
-            wait_for(lambda k=k: served.serves(4 * k))
-            put(k, 0, 0)
-            wait_for(lambda k=k: served.serves(4 * k + 1))
-            put(k, *fault)
-            assert words in served.says("the old weights go on until there is a whole checkpoint")
-            put(k, 1, 3)  # whatever comes now
-            time.sleep(0.5)
-            assert served.serves(4 * k + 1)
-            assert value_of(served.client.metrics(), "oper_failed_publications_total") == k + 1
-        whole(len(FAULTS))
-        for number in range(3):
-            put(len(FAULTS), number, number)
-        wait_for(lambda: served.serves(4 * len(FAULTS) + 3))
-        assert not served.refused
-        assert served.steps == sorted(served.steps)
-        assert set(served.steps) >= {4 * k + j for k in range(len(FAULTS)) for j in (0, 1)}
 
 
 def test_a_killed_trainer_leaves_the_server_on_whole_steps(tmp_path: Path) -> None:

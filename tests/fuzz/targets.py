@@ -220,7 +220,8 @@ def exchange(data: bytes) -> None:
 
 def request(data: bytes) -> None:
     """Requests to the scoring server: two bytes for the length of the header, then the message."""
-    serve_wire.decode_request(data[2:], int.from_bytes(data[:2], "little"), SIGNATURE)
+    serve_wire.decode_request(data[2:], int.from_bytes(data[:2], "little"),
+                              SIGNATURE).check(SIGNATURE)
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {f.__name__: f for f in (

@@ -5,7 +5,6 @@ Weights and optimizer state are saved in logical order; what loads them need not
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,26 +92,6 @@ def test_names_and_shapes_are_the_unsharded_ones() -> None:
     assert {k: tuple(v.shape) for k, v in of_items.items()} == {"ts.momentum1": (60, 8)}
 
 
-def test_a_checkpoint_reads_without_oper(saved: Any) -> None:
-    folder, held = saved
-    found = read(folder)
-    values = {f"/{k.replace('.', '/')}": v for k, v in found.items()}
-    wanted = {k.replace(".", "/"): v for k, v in held.items()}
-    assert wanted.keys() == values.keys()
-    assert_bitwise(values, wanted, "checkpoint")
-
-
-def test_torch_save_and_load() -> None:
-    model = sharded(1, 0)
-    model(batch_of(0, 0, 1)).backward()
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    other = sharded(1, 2, seed=5)
-    other.load_state_dict(torch.load(file))
-    assert_bitwise(dict(other.state_dict()), dict(model.state_dict()), "state")
-
-
 def test_the_state_dict_helpers_of_torch() -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -124,16 +103,6 @@ def test_the_state_dict_helpers_of_torch() -> None:
 
 
 # ---- training goes on ----------------------------------------------------------------------------
-
-
-def test_one_rank_goes_on_bitwise(tmp_path: Path) -> None:
-    """Under the same plan and under another one."""
-    want = run_alone(1, range(6))
-    half = run_alone(1, range(3), None, str(tmp_path))
-    assert not torch.equal(half["/model/bags.embedding_bags.ta.weight"],
-                           want["/model/bags.embedding_bags.ta.weight"])
-    for plan in (1, 2):
-        assert_bitwise(run_alone(plan, range(3, 6), str(tmp_path)), want, f"plan {plan}")
 
 
 def test_two_ranks_go_on_bitwise(saved: Any) -> None:
@@ -224,23 +193,6 @@ def test_optimizer_state_from_and_to_an_unsharded_optimizer(saved: Any) -> None:
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
-
-def test_another_shape_is_refused() -> None:
-    model = sharded(1, 0)
-    state = dict(model.state_dict())
-    before = state["bags.embedding_bags.ta.weight"]
-    state["bags.embedding_bags.ta.weight"] = torch.zeros(38, 8)
-    with pytest.raises(RuntimeError, match=r"'ta'.*\(38, 8\).*\(37, 8\)"):
-        model.load_state_dict(state)
-    assert_bitwise(model.state_dict()["bags.embedding_bags.ta.weight"], before, "unchanged")
-    del state["bags.embedding_bags.ta.weight"]
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict(state)
-    state["bags.embedding_bags.new.weight"] = torch.zeros(3, 8)
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert missing == ["bags.embedding_bags.ta.weight"]
-    assert unexpected == ["bags.embedding_bags.new.weight"]
 
 
 def test_a_failed_load_on_all_ranks_leaves_them_alive(saved: Any) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.saving import Restored
 from tests.checkpoint_support import flat, fused, run_ranks, sharded, state_of, train
 from tests.runtime_support import assert_bitwise
-from tests.world_support import RankFailedError, run_world
 
 
 def saved_run(rank: int, world_size: int, plan: int, folder: str, steps: int,
@@ -100,31 +97,6 @@ def _newest(rank: int, world_size: int, plan: int, folder: str) -> dict[str, tor
         found = saver.load(newest_rows=True)
         assert (found.is_exact, found.steps_lost, found.step) == (False, {1: 1}, 4)
     return flat(state_of(model))
-
-
-def _killed_while_writing(rank: int, world_size: int, plan: int, folder: str) -> None:
-    model = sharded(world_size, plan)
-    write = module.write_part
-
-    def slow(*part: Any) -> int:
-        if rank == 1 and part[1]["step"] == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write(*part)
-
-    module.write_part = slow
-    with DeltaCheckpoints(folder, model, fused(model), memory_bytes=5000) as saver:
-        for step in range(4):
-            train(model, rank, world_size, range(step, step + 1))
-            (saver.save if step > 1 else saver.save_full)(step + 1, {"step": step + 1})
-            saver.flush()
-
-
-def test_a_kill_while_a_delta_is_written_loses_that_delta_only(tmp_path: Path) -> None:
-    folder = str(tmp_path / "c")
-    with pytest.raises(RankFailedError):
-        run_world(2, _killed_while_writing, 101, folder)
-    held = run_ranks(saved_run, 2, 101, str(tmp_path / "d"), 3)
-    assert_bitwise(run_ranks(loaded, 2, 101, folder, range(3, 3)), held, "the step before")
 
 
 # ---- damage --------------------------------------------------------------------------------------

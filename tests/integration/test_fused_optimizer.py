@@ -84,6 +84,8 @@ def weight(model: Any, table: str) -> torch.Tensor:
      oper.LAMB(lr=0.5, betas=(0.9, 0.75), eps=0.25, weight_decay=0.125)),
     (optimizers.PartialRowWiseLAMB, {"lr": 0.5, "gradient_clipping": True, "max_gradient": 2.0},
      oper.PartialRowWiseLAMB(lr=0.5, max_gradient=2.0)),
+    (optimizers.SGD, {"lr": 0.5, "gradient_clipping": False, "max_gradient": 2.0},
+     oper.SGD(lr=0.5)),
     (optimizers.LarsSGD, {}, oper.LarsSGD(lr=0.01, momentum=0.9, weight_decay=0.0, eta=0.001)),
     (optimizers.LarsSGD, {"lr": 0.5, "momentum": 0.25, "weight_decay": 0.125, "eta": 0.75},
      oper.LarsSGD(lr=0.5, momentum=0.25, weight_decay=0.125, eta=0.75)),

@@ -16,7 +16,6 @@ import oper
 from oper.integration.torchrec_modules import table_specs
 from tests.checkpoint_support import batch_of, flat, run_ranks
 from tests.runtime_support import assert_bitwise, rich_plan
-from tests.world_support import run_world
 
 TYPES = {"a": DataType.FP16, "b": DataType.FP32, "c": DataType.BF16}
 SIZES = {"a": 37, "b": 1, "c": 500}
@@ -64,13 +63,3 @@ def test_half_rows_go_anywhere(labels: str, plan: int, tmp_path: Path) -> None:
     state = {"plain": {k: torch.empty_like(v) for k, v in rows.items()}}
     dcp.load(state, checkpoint_id=again + "-plain", no_dist=True)
     assert_bitwise(state["plain"], rows, "read without OPER")
-
-
-def _across(rank: int, world_size: int, labels: str) -> dict[str, torch.Tensor]:
-    return go_on(rank, world_size, 105, range(4), None, None, labels)
-
-
-def test_half_rows_across_hosts_train_to_the_same_bits() -> None:
-    shared, apart = (run_world(2, _across, labels) for labels in ("aa", "ab"))
-    for one, other in zip(shared, apart, strict=True):
-        assert_bitwise(one, other, "over a network or in one memory")

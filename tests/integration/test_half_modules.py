@@ -11,7 +11,6 @@ import torchrec
 from torch import nn
 
 import oper
-from tests.world_support import run_world
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -48,18 +47,6 @@ def test_torch_modules(dtype: torch.dtype, mode: str) -> None:
     assert (got.float() - stepped).abs().le(1.01 * step_of(stepped, dtype)).all()
     untouched = exact.weight.grad.eq(0).all(1)
     assert torch.equal(got[untouched], module.weight[untouched]) and not untouched.all()
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_per_sample_weights_in_half(dtype: torch.dtype) -> None:
-    bag = nn.EmbeddingBag(40, 12, mode="sum", dtype=dtype)
-    sharded: Any = oper.shard(copy.deepcopy(bag), optimizer=oper.SGD(lr=0.1))
-    weights = torch.rand(6, 5).to(dtype).requires_grad_()
-    out = sharded(ids(30).view(6, 5), per_sample_weights=weights)
-    want = (bag.weight.float()[ids(30).view(6, 5)] * weights.float()[..., None]).sum(1)
-    assert (out.float() - want).abs().le(step_of(want, dtype)).all()
-    out.float().sum().backward()
-    assert weights.grad is not None and weights.grad.dtype == dtype
 
 
 def collection(data_type: str) -> Any:
@@ -106,31 +93,3 @@ def test_torchrec_collection(data_type: str) -> None:
     other.load_state_dict(wide)
     assert torch.equal(other.state_dict()["embedding_bags.a.weight"],
                        wide["embedding_bags.a.weight"].to(dtype))
-
-
-def test_a_plan_for_another_dtype_is_refused() -> None:
-    bag = nn.EmbeddingBag(10, 4, mode="sum")
-    from oper.plan import uniform_plan
-    from oper.tables import TableSpec
-
-    plan = uniform_plan([TableSpec("weight", 10, 4, dtype="bfloat16")], 1)
-    with pytest.raises(oper.errors.PlanError, match="dtype"):
-        oper.shard(bag, plan=plan, optimizer=oper.SGD())
-
-
-def _train(rank: int, world_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    torch.manual_seed(5)  # of the rounding as well
-    model = oper.shard(collection("BF16"), optimizer=oper.SGD(lr=0.5))
-    outs = []
-    for step in range(3):
-        out = model(jagged(10 * step + rank)).values()
-        out.pow(2).sum().backward()
-        outs.append(out.detach())
-    return model.tables.read("a").view(torch.int16), outs
-
-
-def test_processes_agree_and_repeat() -> None:
-    first, second = run_world(2, _train), run_world(2, _train)
-    for one, two in zip(first, second, strict=True):
-        assert torch.equal(one[0], two[0]) and torch.equal(first[0][0], one[0])
-        assert all(torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True))

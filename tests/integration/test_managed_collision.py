@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 import torchrec
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
     ManagedCollisionCollection,
@@ -23,16 +26,19 @@ from tests.world_support import run_world
 BATCH, LR, STEPS = 12, 0.1, 6
 
 
-def make() -> Any:
+def make(pooled: bool = True) -> Any:
     torch.manual_seed(0)
-    tables = [torchrec.EmbeddingBagConfig(num_embeddings=20, embedding_dim=8, name="t",
-                                          feature_names=["f", "g"])]
-    inner = torchrec.EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
+    config = torchrec.EmbeddingBagConfig if pooled else torchrec.EmbeddingConfig
+    tables = [config(num_embeddings=20, embedding_dim=8, name="t", feature_names=["f", "g"])]
+    inner = (torchrec.EmbeddingBagCollection if pooled else torchrec.EmbeddingCollection)(
+        tables=tables, device=torch.device("cpu"))
     hashing = ManagedCollisionCollection(managed_collision_modules={
         "t": MCHManagedCollisionModule(
             zch_size=20, device=torch.device("cpu"), eviction_interval=2,
             eviction_policy=LFU_EvictionPolicy())}, embedding_configs=tables)
-    return ManagedCollisionEmbeddingBagCollection(inner, hashing, return_remapped_features=True)
+    kind = (ManagedCollisionEmbeddingBagCollection if pooled
+            else ManagedCollisionEmbeddingCollection)
+    return kind(inner, hashing, return_remapped_features=True)
 
 
 def batch_of(step: int, rank: int, world_size: int) -> KJT:

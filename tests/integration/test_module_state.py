@@ -12,7 +12,6 @@ import pytest
 import torch
 import torchrec
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -50,27 +49,6 @@ def test_deepcopy_is_independent(make: Callable[[], nn.Module]) -> None:
     for p in twin.parameters():
         p.data.zero_()
     assert not any(torch.equal(x, torch.zeros_like(x)) for x in model.state_dict().values())
-
-
-@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)], ids=["swa", "ema"])
-def test_averaged_models(average: Any) -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(bag(), nn.Linear(4, 2, bias=False))
-
-    want, sharded = model(), shard(model())
-    averages = [AveragedModel(m, multi_avg_fn=average) for m in (want, sharded)]
-    ids = torch.tensor([[1, 2]])
-    for _ in range(3):
-        want.zero_grad()
-        for m in (want, sharded):
-            m(ids).sum().backward()
-        with torch.no_grad():
-            want[0].weight -= LR * want[0].weight.grad
-        for a, m in zip(averages, (want, sharded), strict=True):
-            a.update_parameters(m)
-    for a, b in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
-        torch.testing.assert_close(b.detach().clone(), a.detach())
-    torch.testing.assert_close(averages[1](ids), averages[0](ids))
 
 
 def test_tables_end_with_their_module() -> None:

@@ -11,19 +11,11 @@ import pytest
 import torch
 import torchrec
 from hypothesis import given, settings, strategies as st
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-from torchrec.modules.mc_modules import (
-    LFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
 
 import oper
 from oper.errors import InvalidInputError
 from oper.integration.torchrec_modules import table_specs
+from tests.integration.test_managed_collision import make
 from tests.runtime_support import rich_plan
 
 KJT = torchrec.KeyedJaggedTensor
@@ -169,22 +161,7 @@ def test_a_variable_batch_needs_its_inverse() -> None:
 @pytest.mark.parametrize("pooled", [True, False])
 def test_managed_collisions(pooled: bool) -> None:
     """Zero-collision hashing in front of the tables: the same remapped ids, outputs and rows."""
-    config = {"num_embeddings": 20, "embedding_dim": 8, "name": "t", "feature_names": ["f", "g"]}
-
-    def make() -> Any:
-        torch.manual_seed(0)
-        tables = [(torchrec.EmbeddingBagConfig if pooled else torchrec.EmbeddingConfig)(**config)]
-        inner = (torchrec.EmbeddingBagCollection if pooled else torchrec.EmbeddingCollection)(
-            tables=tables, device=torch.device("cpu"))
-        hashing = ManagedCollisionCollection(managed_collision_modules={
-            "t": MCHManagedCollisionModule(
-                zch_size=20, device=torch.device("cpu"), eviction_interval=2,
-                eviction_policy=LFU_EvictionPolicy())}, embedding_configs=tables)
-        kind = (ManagedCollisionEmbeddingBagCollection if pooled
-                else ManagedCollisionEmbeddingCollection)
-        return kind(inner, hashing, return_remapped_features=True)
-
-    plain, sharded = make(), oper.shard(make(), optimizer=oper.SGD(lr=LR))
+    plain, sharded = make(pooled), oper.shard(make(pooled), optimizer=oper.SGD(lr=LR))
     assert type(sharded).__name__ == type(plain).__name__
     for step in range(6):
         g = torch.Generator().manual_seed(step)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torchrec.modules import embedding_configs
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as TorchRecRowWise
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
-from oper.errors import InvalidInputError
-from oper.integration.torchrec_modules import table_specs
-from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import assert_bitwise, mixed_plan, plans_for, run_ranks
+from tests.runtime_support import assert_bitwise, plans_for, run_ranks
 from tests.world_support import run_world
 
 DIM = 20
@@ -59,18 +53,6 @@ def loss_of(out: dict[str, Any], batch_size: int) -> torch.Tensor:
     return total / max(1, batch_size)
 
 
-def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
-    assert list(got) == list(want)
-    for name, jt in want.items():
-        mine = got[name]
-        assert_bitwise(mine.values(), jt.values(), name)
-        assert torch.equal(mine.lengths(), jt.lengths()), name
-        assert torch.equal(mine.offsets(), jt.offsets()), name
-        assert (mine.weights_or_none() is None) == (jt.weights_or_none() is None)
-        if jt.weights_or_none() is not None:
-            assert torch.equal(mine.weights(), jt.weights()), name
-
-
 def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert got.shape == want.shape, what
     gap, largest = (got - want).abs().max(), want.abs().max()
@@ -78,22 +60,6 @@ def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 # ---- EmbeddingCollection -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("need_indices", [False, True])
-def test_forward_is_the_unsharded_one(need_indices: bool, dtype: torch.dtype) -> None:
-    """Order, names of shared features, lengths, indices; keys in another order, one unused."""
-    plain = collection(need_indices)
-    specs = table_specs(plain, "sgd")
-    for plan in (uniform_plan(specs, 1), mixed_plan(specs, 1, 3)):
-        sharded = oper.shard(collection(need_indices), plan=plan, optimizer=oper.SGD(lr=0.1))
-        assert "b@t0" in plain(sequences(0)) and sharded.need_indices() == need_indices
-        for seed, batch_size in ((0, 9), (3, 9), (4, 1)):
-            kjt = sequences(seed, batch_size, dtype)
-            assert_same(sharded(kjt), plain(kjt))
-            with torch.no_grad():
-                assert_same(sharded(kjt), plain(kjt))
 
 
 def test_an_empty_batch() -> None:
@@ -107,69 +73,6 @@ def test_an_empty_batch() -> None:
         assert jt.weights().shape == (0,) and jt.weights().dtype == torch.int64
     loss_of(out, 0).backward()
     assert_bitwise(dict(sharded.state_dict()), dict(before), "tables")
-
-
-@pytest.mark.parametrize("ours, theirs", [
-    (oper.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
-    (oper.Adagrad(lr=0.1, eps=1e-6), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6)),
-    (oper.RowWiseAdagrad(lr=0.1), lambda p: TorchRecRowWise(p, lr=0.1, eps=1e-8)),
-])
-def test_training_equals_the_unsharded_one(ours: Any, theirs: Callable[..., Any]) -> None:
-    plain = collection()
-    sharded = oper.shard(collection(), plan=mixed_plan(table_specs(plain, ours.name), 1, 2),
-                         optimizer=ours)
-    optimizer = theirs(plain.parameters())
-    for seed in range(10):
-        kjt = sequences(seed, 6 + seed)
-        optimizer.zero_grad()
-        mine, want = sharded(kjt), plain(kjt)
-        loss_of(mine, 6).backward()
-        loss_of(want, 6).backward()
-        optimizer.step()
-        for name, jt in want.items():
-            if jt.values().numel():
-                close(mine[name].values(), jt.values(), name)
-    assert list(sharded.state_dict()) == list(plain.state_dict())
-    start = collection().state_dict()
-    for name, weight in plain.state_dict().items():
-        close(sharded.state_dict()[name], weight, name)
-        assert not torch.equal(weight, start[name])
-
-
-def test_a_model_takes_both_kinds_of_collection() -> None:
-    """Pooled and unpooled side by side, with a table name that both use."""
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.bags = EmbeddingBagCollection([embedding_configs.EmbeddingBagConfig(
-                name="t0", num_embeddings=50, embedding_dim=8, feature_names=["a"])])
-            self.sequences = collection()
-
-        def forward(self, kjt: KeyedJaggedTensor) -> torch.Tensor:
-            return loss_of(self.sequences(kjt), 9) + self.bags(kjt).values().square().sum()
-
-    plain, sharded = Both(), oper.shard(Both(), optimizer=oper.SGD(lr=0.01))
-    for model in (plain, sharded):
-        model(sequences(1)).backward()
-    for name, p in plain.named_parameters():
-        close(sharded.state_dict()[name], (p - 0.01 * p.grad).detach(), name)
-
-
-def test_a_bad_id_names_feature_and_table() -> None:
-    sharded = oper.shard(collection(), optimizer=oper.SGD(lr=0.1))
-    kjt = sequences(1)
-    at = int(kjt.offset_per_key()[KEYS.index("b")])
-    kjt.values()[at] = 40  # fits t0, which has 50 rows, and not t1
-    with pytest.raises(InvalidInputError, match=r"'b' in table 't1'.*40"):
-        sharded(kjt)
-
-
-def test_missing_features_are_named() -> None:
-    sharded = oper.shard(collection(), optimizer=oper.SGD(lr=0.1))
-    with pytest.raises(InvalidInputError, match="'e'"):
-        sharded(KeyedJaggedTensor(["a", "b", "c", "d"], torch.zeros(0, dtype=torch.int64),
-                                  lengths=torch.zeros(4, dtype=torch.int64)))
 
 
 # ---- every plan and world size -------------------------------------------------------------------
@@ -215,48 +118,6 @@ def test_plans_are_bitwise_equal(world_size: int) -> None:
 
 
 # ---- nn.Embedding --------------------------------------------------------------------------------
-
-
-def embedding_pair(optimizer: Any, padding_idx: int | None = None, rows: int = 40
-                   ) -> tuple[nn.Embedding, nn.Module]:
-    torch.manual_seed(3)
-    plain = nn.Embedding(rows, 12, padding_idx=padding_idx, sparse=True)
-    return plain, oper.shard(copy.deepcopy(plain), optimizer=optimizer)
-
-
-@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 4), (6,), (), (0,), (3, 0)])
-@pytest.mark.parametrize("padding_idx", [None, 0, -1])
-def test_embedding_takes_any_shape(shape: Sequence[int], padding_idx: int | None) -> None:
-    plain, sharded = embedding_pair(oper.SGD(lr=0.5), padding_idx)
-    plain.sparse = False  # torch's sparse gradient takes no single id
-    ids = torch.randint(0, 40, shape)
-    for value in (ids, ids.int(), ids.expand(2, *ids.shape).transpose(0, -1)):
-        assert_bitwise(sharded(value), plain(value), "forward")
-    # A gradient that is a transposed view.
-    for module in (plain, sharded):
-        out = module(ids)
-        (out.movedim(-1, 0) * torch.arange(1.0, out.numel() + 1).view(12, *shape)).sum().backward()
-    want = plain.weight - 0.5 * plain.weight.grad
-    close(sharded.state_dict()["weight"], want.detach(), "updated")
-
-
-@pytest.mark.parametrize("ours, theirs", [
-    (oper.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
-    (oper.Adagrad(lr=0.1, eps=1e-6), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6)),
-    (oper.Adam(lr=0.1, eps=1e-12), lambda p: torch.optim.SparseAdam(p, lr=0.1, eps=1e-12)),
-])
-def test_embedding_training(ours: Any, theirs: Callable[..., Any]) -> None:
-    plain, sharded = embedding_pair(ours, padding_idx=2)
-    optimizer = theirs(list(plain.parameters()))
-    start = plain.weight.detach().clone()
-    for step in range(8):
-        ids = torch.randint(0, 12, (4, 6), generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        for module in (plain, sharded):
-            ((module(ids) - 0.3) ** 2).sum().backward()
-        optimizer.step()
-    close(sharded.state_dict()["weight"], plain.weight.detach(), "weight")
-    assert torch.equal(plain.weight[2], start[2]) and not torch.equal(plain.weight[3], start[3])
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -325,31 +186,9 @@ def _body(rank: int, world_size: int, steps: int, pipelined: bool) -> dict[str, 
     return state | {"losses": torch.stack(losses)}
 
 
-def _reference(world_size: int, steps: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = SequenceModel()
-    tables = [p for n, p in model.named_parameters() if not n.startswith("dense")]
-    optimizers = [TorchRecRowWise(tables, lr=0.1),
-                  torch.optim.SGD(model.dense.parameters(), lr=0.1)]
-    losses = []
-    for step in zip(*(batches_of(r, steps) for r in range(world_size)), strict=True):
-        # The unsharded collection takes no empty batch; its loss would be 0.
-        found = torch.stack([
-            model(b)[0] if b.dense_features.shape[0] else torch.zeros(()) for b in step])
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        found.mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(found.detach())
-    return {n: v.detach() for n, v in model.state_dict().items()} | {"losses": torch.stack(losses)}
-
-
-def test_two_processes_equal_the_unsharded_model_also_pipelined() -> None:
-    want = _reference(2, 6)
-    plain = run_world(2, _body, 6, False)
-    piped = run_world(2, _body, 6, True)
-    for rank in range(2):
-        assert_bitwise(plain[rank], piped[rank], f"rank {rank}: pipelined")
-        for name, value in plain[rank].items():
-            close(value, want[name][:, rank] if name == "losses" else want[name], name)
+def test_two_processes_train_alike_pipelined_or_not() -> None:
+    """And as the unsharded model: tests/programs, tests/rl_rec/test_sharded_models.py."""
+    plain, piped = (run_world(2, _body, 6, pipelined) for pipelined in (False, True))
+    assert_bitwise(piped, plain, "pipelined and not")
+    start = SequenceModel().state_dict()["items.embeddings.t0.weight"]
+    assert not torch.equal(plain[0]["items.embeddings.t0.weight"], start)

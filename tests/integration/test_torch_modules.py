@@ -75,29 +75,6 @@ def test_bags_with_the_last_offset(mode: str, padding: int | None) -> None:
         shard(bag)(ids(30), torch.tensor([0, 4, 4, 29, 31]))
 
 
-@pytest.mark.parametrize("padding", [None, 7])
-@pytest.mark.parametrize("flat", [False, True])
-def test_per_sample_weights(flat: bool, padding: int | None) -> None:
-    bag = nn.EmbeddingBag(40, 12, mode="sum", padding_idx=padding)
-    weights = torch.randn(30, generator=torch.Generator().manual_seed(1))
-    if flat:
-        train_both(bag, shard(bag), ids(30), torch.tensor([0, 4, 4, 29]), weights)
-    else:
-        train_both(bag, shard(bag), ids(30).view(6, 5), None, weights.view(6, 5))
-
-
-@pytest.mark.parametrize("padding", [None, 7])
-def test_gradients_of_per_sample_weights(padding: int | None) -> None:
-    bag = nn.EmbeddingBag(40, 12, mode="sum", padding_idx=padding)
-    sharded = shard(bag)
-    grads = []
-    for module in (bag, sharded):
-        weights = torch.linspace(-1, 1, 30).requires_grad_()
-        module(ids(30), torch.tensor([0, 4, 4, 29]), weights).square().sum().backward()
-        grads.append(weights.grad)
-    assert torch.allclose(grads[1], grads[0], rtol=1e-5, atol=1e-6)
-
-
 def test_weights_that_torch_would_refuse() -> None:
     mean = shard(nn.EmbeddingBag(40, 12, mode="mean"))
     with pytest.raises(InvalidInputError, match="per_sample_weights"):
@@ -193,32 +170,6 @@ def test_padding_rows_keep_weight_and_state(optimizer: Any) -> None:
             assert changed.any(1).nonzero().flatten().tolist() == [1, 2]
 
 
-def test_names_shapes_and_round_trip() -> None:
-    model = nn.ModuleDict({"bag": nn.EmbeddingBag(40, 12, mode="sum"), "rows": nn.Embedding(9, 4),
-                           "dense": nn.Linear(3, 2)})
-    want = {k: v.clone() for k, v in model.state_dict().items()}
-    specs = [TableSpec("bag", 40, 12), TableSpec("rows", 9, 4)]
-    sharded = oper.shard(copy.deepcopy(model), plan=uniform_plan(specs, 1),
-                         optimizer=oper.SGD(lr=LR))
-    got = sharded.state_dict()
-    assert list(got) == list(want)
-    assert all(torch.equal(got[k], want[k]) for k in want)
-    assert [(n, p.shape) for n, p in sharded.named_parameters()] == [
-        (n, p.shape) for n, p in model.named_parameters()]
-    assert not list(sharded["bag"].buffers())
-    # Back into an unsharded model, and other numbers into the sharded one.
-    model.load_state_dict(got)
-    other = {k: v + 1 for k, v in want.items()}
-    assert str(sharded.load_state_dict(other)) == "<All keys matched successfully>"
-    assert all(torch.equal(v, other[k]) for k, v in sharded.state_dict().items())
-    with pytest.raises(RuntimeError, match=r"bag\.weight|cannot load table 'bag'"):
-        sharded.load_state_dict({**want, "bag.weight": torch.zeros(40, 11)})
-    with pytest.raises(RuntimeError, match=r"Missing.*bag\.weight"):
-        sharded.load_state_dict({k: v for k, v in want.items() if k != "bag.weight"})
-    with pytest.raises(RuntimeError, match=r"Unexpected.*bag\.more"):
-        sharded.load_state_dict({**want, "bag.more": torch.zeros(1)})
-
-
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_the_padding_row_of_a_table_on_meta_is_zero(kind: type) -> None:
     rows = shard(kind(40, 12, padding_idx=3, device="meta")).state_dict()["weight"]
@@ -245,14 +196,3 @@ def test_rows_of_no_length() -> None:
     for mode, padding in (("sum", None), ("mean", 3)):
         out = shard(nn.EmbeddingBag(40, 12, mode=mode, padding_idx=padding))(ids(0).view(4, 0))
         assert out.shape == (4, 12) and not out.any()
-
-
-def test_evaluation_without_gradient() -> None:
-    bag = nn.EmbeddingBag(40, 12, mode="sum")
-    sharded = shard(bag).eval()
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            out = sharded(ids(30).view(6, 5))
-        assert not out.requires_grad and torch.allclose(out, bag(ids(30).view(6, 5)), atol=1e-6)
-    frozen = shard(bag, objective="inference", optimizer=None)
-    assert not frozen(ids(30).view(6, 5)).requires_grad

@@ -65,29 +65,6 @@ def _close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: st
 # ---- DistributedDataParallel ---------------------------------------------------------------------
 
 
-def _ddp(rank: int, world_size: int, kind: str) -> None:
-    unsharded = DDP(make_dlrm(seed=3))
-    want = _train(unsharded, rank, True)
-    model = make_dlrm(seed=3)
-    # Sharded first, then wrapped together with the rest of the model.
-    sharded = _shard(model, world_size, kind)
-    before = _full(sharded.state_dict())
-    wrapped = DDP(sharded)
-    after = _full(sharded.state_dict())
-    assert_bitwise(after, before, "DDP's broadcast moved something")
-    assert {n for n, _ in wrapped.named_parameters() if "embedding_bags" in n} <= set(
-        f"module.{n}" for n in wrapped.parameters_to_ignore)
-    got = _train(wrapped, rank, False)
-    assert torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-5)
-    _close(_full(wrapped.module.state_dict()), _full(unsharded.module.state_dict()), "DDP")
-    assert wrapped.module.get_submodule(EBC).tables.group.world_size == world_size
-
-
-@pytest.mark.parametrize("world_size, kind", [(2, "mixed0"), (2, "replicated")])
-def test_ddp_around_the_sharded_model(world_size: int, kind: str) -> None:
-    run_world(world_size, _ddp, kind)
-
-
 def _ranks_disagree(rank: int, world_size: int) -> None:
     # As under DDP, rank 0's weights are everybody's.
     sharded = DDP(_shard(make_dlrm(seed=rank), world_size, "mixed0"))
@@ -232,89 +209,43 @@ def test_announced_batches_that_never_come_are_forgotten() -> None:
 # ---- state ---------------------------------------------------------------------------------------
 
 
-def _checkpoint(rank: int, world_size: int, folder: str) -> None:
+def _states(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    """Tables on meta; the state of a trained model, straight into another plan."""
     from torch.distributed.tensor import DTensor
 
     model = _shard(make_dlrm(seed=3), world_size, "mixed0")
-    _train_alone(model, rank)
-    state = model.state_dict()
-    names = [n for n in state if "embedding_bags" in n]
-    for name in names:
-        assert isinstance(state[name], DTensor)
-        assert state[name].shape == make_dlrm().state_dict()[name].shape
-    want = _full(state)
-    # Unsharded, by whole tensors and back.
-    other = make_dlrm(seed=4)
-    other.load_state_dict(want)
-    again = _shard(make_dlrm(seed=5), world_size, "owned")
-    again.load_state_dict(other.state_dict())
-    assert_bitwise(_full(again.state_dict()), want, "unsharded and back")
-    # DTensors straight into another plan.
-    third = _shard(make_dlrm(seed=6), world_size, "replicated")
-    third.load_state_dict(state)
-    assert_bitwise(_full(third.state_dict()), want, "DTensors")
-    # And through files.
-    dcp.save({"model": state}, checkpoint_id=folder)
-    fourth = _shard(make_dlrm(seed=7), world_size, "mixed1")
-    target = {"model": fourth.state_dict()}
-    dcp.load(target, checkpoint_id=folder)
-    fourth.load_state_dict(target["model"])
-    assert_bitwise(_full(fourth.state_dict()), want, "files")
-    meta = make_dlrm(device="meta")
-    torch.manual_seed(11 + rank)  # rank 0's seed rules
-    meta = _shard(meta, world_size, "mixed2")
-    torch.save(_full(meta.state_dict()), f"{folder}/meta{rank}.pt")
-    torch.save(want, f"{folder}/want{rank}.pt")
-    with pytest.raises(oper.PlanError, match="world"):
-        _shard(make_dlrm(), world_size + 1, "striped")
-    assert model.get_submodule(EBC).tables.group.rank == rank
-
-
-def _train_alone(model: Any, rank: int) -> None:
     for step in range(2):
         model(make_batch(10 * rank + step, 8))[0].backward()
+    state = model.state_dict()
+    for name in (n for n in state if "embedding_bags" in n):
+        assert isinstance(state[name], DTensor)
+        assert state[name].shape == make_dlrm().state_dict()[name].shape
+    other = _shard(make_dlrm(seed=6), world_size, "replicated")
+    other.load_state_dict(state)
+    assert_bitwise(_full(other.state_dict()), _full(state), "DTensors")
+    dcp.save({"model": state}, checkpoint_id=folder)
+    meta = make_dlrm(device="meta")
+    torch.manual_seed(11 + rank)  # rank 0's seed rules
+    meta = _full(_shard(meta, world_size, "mixed2").state_dict())
+    with pytest.raises(oper.PlanError, match="world"):
+        _shard(make_dlrm(), world_size + 1, "striped")
+    return {"meta": {k: v for k, v in meta.items() if "embedding_bags" in k},
+            "trained": {k: v for k, v in _full(state).items() if "embedding_bags" in k}}
 
 
-def test_checkpoints_between_plans_and_worlds(tmp_path: Path) -> None:
-    run_world(2, _checkpoint, str(tmp_path))
-    want, other = (torch.load(tmp_path / f"want{rank}.pt") for rank in range(2))
-    # Nothing averages the dense part here, so only the tables agree between the ranks.
-    assert_bitwise(*({k: v for k, v in w.items() if "embedding_bags" in k} for w in (want, other)),
-                   "tables on both ranks")
-    # The files of two processes load into one process, unsharded and sharded.
-    for model in (make_dlrm(seed=8), _shard(make_dlrm(seed=9), 1, "striped")):
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-        model.load_state_dict(state["model"])
-        tables = {k: v for k, v in model.state_dict().items() if "embedding_bags" in k}
-        assert_bitwise(tables, {k: want[k] for k in tables}, "one process")
-    # Meta tables: both ranks the same, and the same as in one process with rank 0's seed.
-    metas = [torch.load(tmp_path / f"meta{rank}.pt") for rank in range(2)]
+def test_states_between_plans_and_worlds(tmp_path: Path) -> None:
+    first, second = run_world(2, _states, str(tmp_path))
+    assert_bitwise(first, second, "tables on both ranks")
+    # The files of two processes load into the unsharded model.
+    plain = make_dlrm(seed=8)
+    state = {"model": plain.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert_bitwise({k: state["model"][k] for k in first["trained"]}, first["trained"], "files")
+    # Meta tables: the same as in one process with rank 0's seed.
     model = make_dlrm(device="meta")
     torch.manual_seed(11)
     alone = _shard(model, 1, "striped").state_dict()
-    for name in tables:
-        assert_bitwise(metas[0][name], metas[1][name], f"{name} on both ranks")
-        assert_bitwise(metas[0][name], alone[name], f"{name} in one process")
-
-
-def _evaluate_alone(rank: int, world_size: int) -> float:
-    model = _shard(make_dlrm(seed=3), world_size, "mixed0")
-    total = 0.0
-    if rank == 1:
-        model.eval()
-        with torch.no_grad():
-            total = sum(model(make_batch(k))[0].item() for k in range(5))
-        model.train()
-    _train_alone(model, rank)
-    return total
-
-
-def test_one_rank_evaluates_alone() -> None:
-    with torch.no_grad():
-        want = sum(make_dlrm(seed=3)(make_batch(k))[0].item() for k in range(5))
-    assert run_world(2, _evaluate_alone, env={"OPER_DEADLINE_S": "20"})[1] == pytest.approx(
-        want, rel=1e-5)
+    assert_bitwise({k: alone[k] for k in first["meta"]}, first["meta"], "one process")
 
 
 def _subgroup(rank: int, world_size: int) -> dict[str, torch.Tensor] | None:
@@ -338,15 +269,3 @@ def test_a_group_that_is_not_the_world() -> None:
     for name in (n for n in want if "embedding_bags" in n):
         assert_bitwise(first[name], want[name], name)
         assert_bitwise(second[name], want[name], name)
-
-
-def _default_dmp(rank: int, world_size: int) -> None:
-    sharded = _shard(make_dlrm(seed=3), world_size, "striped")
-    module = sharded.get_submodule(EBC)
-    model = DMP(sharded, device=torch.device("cpu"))
-    assert model.module.get_submodule(EBC) is module
-    model(make_batch(rank))[0].backward()
-
-
-def test_distributed_model_parallel_with_its_defaults() -> None:
-    run_world(2, _default_dmp)

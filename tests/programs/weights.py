@@ -61,6 +61,11 @@ WRITES = {
     "clamp": lambda w, x, v: w.clamp_(-0.1, 0.1),
     "torch.add out": lambda w, x, v: torch.add(x, x, out=w),
     "index_copy_": lambda w, x, v: w.index_copy_(0, torch.tensor([2, 0]), x[:2]),
+    "w[a:b:c] = x": lambda w, x, v: w[0::2].fill_(v),
+    "negative row": lambda w, x, v: w[-1].zero_(),
+    "split": lambda w, x, v: w.split(2)[1].zero_(),
+    "itself": lambda w, x, v: w.mul_(w),
+    "lerp": lambda w, x, v: torch._foreach_lerp_([w], [x], 0.25),
     "index_fill_": lambda w, x, v: w.index_fill_(0, torch.tensor([1]), v),
     "foreach": lambda w, x, v: torch._foreach_add_([w], 1.0),
     "kept": lambda w, x, v: (w.fill_(v), w[0].add_(1), w[:1].mul_(2)),
@@ -68,7 +73,7 @@ WRITES = {
 
 
 @action(4.0, exact=True, how=HOW, write=tuple(WRITES), no_grad=(True, True, True, False),
-        may_refuse=lambda a: a["write"] in ("torch.add out", "foreach"))
+        may_refuse=lambda a: a["write"] in ("torch.add out", "foreach", "lerp"))
 def write_weight(side: Any, args: dict[str, Any]) -> Seen:
     """A table's numbers, written as their users write them."""
     values = _random(side, args)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from oper import cli
-from oper.data import Folder, SyntheticLog, write_synthetic_log
-from oper.report.simulation import drawn_batches, folder_batches
+from oper.data import SyntheticLog, write_synthetic_log
+from oper.report.simulation import folder_batches
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 
@@ -90,21 +90,6 @@ def test_batches_drawn_from_statistics(made: Path, capsys) -> None:
     assert cli.main(["simulate", *map(str, words)]) == 0
     out = capsys.readouterr().out
     assert "timeline" in out and "cross host" in out and "forward" in out
-
-
-def test_drawn_ids_have_the_frequencies_of_the_statistics(made: Path) -> None:
-    stats = AccessStats.load(made / "stats.npz")
-    tables = list(Folder.open(made / "data").tables(16))
-    name = max(stats.tables, key=lambda n: stats.tables[n].num_rows)
-    (batch,) = next(drawn_batches(stats, tables, 50_000, 1, 0))
-    t = stats.tables[name]
-    seen = np.bincount(batch[name].ids, minlength=t.num_rows)
-    expected = np.zeros(t.num_rows)
-    expected[t.head_ids] = t.head_counts
-    expected *= 50_000 / t.num_accesses
-    hot = expected > 300
-    assert hot.any() and np.allclose(seen[hot], expected[hot], rtol=0.25)
-    assert seen.size == t.num_rows
 
 
 def test_what_cannot_be_replayed_is_said(made: Path, tmp_path: Path, capsys) -> None:

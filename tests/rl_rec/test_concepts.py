@@ -57,7 +57,7 @@ def graph_of(data: Interactions, k: int, monkeypatch: pytest.MonkeyPatch) -> np.
     return graph.numpy()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("k, activity", [(4, 0.0), (6, 0.0), (2, 0.8), (4, 0.8)])
 def test_independent_counts_have_no_edges(k: int, activity: float, seed: int,
                                           monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,15 +99,3 @@ def test_bad_rankings_are_refused() -> None:
         RankingMetrics(recall="half")
     with pytest.raises(InvalidInputError, match="top"):
         RankingMetrics((5,)).update(torch.ones(1, 3, dtype=torch.int64), Jagged.from_rows([[1]]))
-
-
-@given(st.lists(st.lists(st.integers(1, 9), max_size=5), max_size=6), st.data())
-def test_rows_of_unequal_length(rows: list[list[int]], data: Any) -> None:
-    jagged = Jagged.from_rows(rows)
-    assert [jagged.row(n).tolist() for n in range(len(jagged))] == rows
-    assert jagged.rows.tolist() == [n for n, r in enumerate(rows) for _ in r]
-    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else []
-    picked = jagged[torch.tensor(chosen, dtype=torch.int64)]
-    assert [picked.row(n).tolist() for n in range(len(picked))] == [rows[n] for n in chosen]
-    with pytest.raises(InvalidInputError, match="offsets"):
-        Jagged(jagged.values, torch.tensor([0, jagged.values.numel() + 1]))

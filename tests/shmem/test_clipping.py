@@ -139,17 +139,3 @@ def test_equals_fbgemm(mean: bool) -> None:
 def test_limits_that_are_none(limits: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(limits))):
         SGD(**limits)
-
-
-def test_tags_of_fbgemm() -> None:
-    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-
-    from oper.integration.tags import tagged_optimizer
-
-    for kwargs, limit in (({"gradient_clipping": True, "max_gradient": 0.5}, 0.5),
-                          ({"gradient_clipping": False, "max_gradient": 0.5}, None),
-                          ({"max_gradient": 0.5}, None), ({}, None)):
-        bag = torch.nn.EmbeddingBag(4, 4)
-        apply_optimizer_in_backward(torch.optim.SGD, bag.parameters(), {"lr": 1.0})
-        bag.weight._optimizer_kwargs = [{"lr": 1.0, **kwargs}]
-        assert tagged_optimizer(bag.weight) == SGD(1.0, max_gradient=limit)

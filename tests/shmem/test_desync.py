@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import oper
@@ -19,7 +20,7 @@ from oper.tables import TableSpec
 from tests.faults.pauses import timed
 from tests.world_support import run_world
 
-DEADLINE_S = 3.0
+DEADLINE_S = 2.0
 ENV = {"OPER_DEADLINE_S": str(DEADLINE_S)}
 Found = dict[str, Any]
 
@@ -66,6 +67,14 @@ def _told(call: Any) -> Found:
     return {"kind": "", "text": "", "rank": None, "time": time.monotonic() - begin}
 
 
+def _when_all_know(found: Found) -> Found:
+    """Wait for the others' errors: a rank that ends says less than one that waits."""
+    store, ranks = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+    store.set(f"knows {dist.get_rank()}", "")
+    store.wait([f"knows {rank}" for rank in ranks])
+    return found
+
+
 def _check(found: list[Found], kind: type[OperError], rank: int, meeting: str) -> None:
     """All ranks say the same."""
     for who, one in enumerate(found):
@@ -92,9 +101,7 @@ def _skip(rank: int, world_size: int, labels: str, mode: str, alone: bool) -> Fo
         _step(model, "users")
         time.sleep(2.5 * DEADLINE_S)
     found = _told(go_on)
-    if not alone:  # what ends is a dead rank, which says less than one that waits
-        time.sleep(3 * DEADLINE_S if rank != 1 else 0)
-    return found
+    return found if alone else _when_all_know(found)
 
 
 @pytest.mark.parametrize("world_size, alone", [(2, False), (2, True), (3, False)])
@@ -128,8 +135,7 @@ def _order(rank: int, world_size: int, labels: str) -> Found:
             for name in (names if labels else ("users", "items"))]
     found = _told(lambda: [out.backward() for out in (
         outs if labels or rank != 1 else reversed(outs))])
-    time.sleep(2 * DEADLINE_S)
-    return found
+    return _when_all_know(found)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -143,9 +149,7 @@ def test_a_rank_that_runs_collections_in_another_order(world_size: int) -> None:
 def _order_far(rank: int, world_size: int, labels: str) -> Found:
     model = _open(rank, world_size, labels)
     names = ("items", "users") if rank == 1 else ("users", "items")
-    found = _told(lambda: [_step(model, name) for name in names])
-    time.sleep(2 * DEADLINE_S)
-    return found
+    return _when_all_know(_told(lambda: [_step(model, name) for name in names]))
 
 
 @pytest.mark.parametrize("labels", ["ab", "abc"])
@@ -163,8 +167,7 @@ def _phase(rank: int, world_size: int, labels: str) -> Found:
     model = _open(rank, world_size, labels)
     found = _told(lambda: model.state_dict() and model.users.tables.barrier()
                   if rank == 1 else _step(model, "users"))
-    time.sleep(1)
-    return found
+    return _when_all_know(found)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -188,9 +191,7 @@ def _close(rank: int, world_size: int) -> Found:
     model = _open(rank, world_size, "")
     if rank == 1:
         model.users.tables.close()
-        time.sleep(2)
-        return _told(lambda: None)
-    return _told(lambda: _step(model, "users"))
+    return _when_all_know(_told(lambda: None if rank == 1 else _step(model, "users")))
 
 
 @timed
@@ -206,8 +207,7 @@ def _migrate(rank: int, world_size: int) -> Found:
     tables: ShardedTables = model.users.tables
     plan = Plan(world_size, (_plan(world_size, "pull").tables[0],))
     found = _told(lambda: tables.start_migration(plan) if rank == 0 else _step(model, "users"))
-    time.sleep(1)
-    return found
+    return _when_all_know(found)
 
 
 @timed

@@ -66,15 +66,18 @@ def in_one_domain(case: Case, planner: Planner, world_size: int, optimizer: str)
     return one
 
 
+def same_bits(one: Result, several: Result) -> None:
+    for part in ("outputs", "weights", "states", "replicas"):
+        assert_bitwise(getattr(one, part), getattr(several, part), part)
+
+
 def check(case: Case, planner: Planner, optimizer: str, domains: tuple[int, ...]) -> None:
     """One domain and several: the same bits everywhere, and the unsharded numbers."""
     size = len(domains)
     one = in_one_domain(case, planner, size, optimizer)
     steps, _, _ = references(case, size, optimizer)
-    several = train_virtual(case, planner(case, size), steps, ALL_OPTIMIZERS[optimizer],
-                            domains=domains)
-    for part in ("outputs", "weights", "states", "replicas"):
-        assert_bitwise(getattr(one, part), getattr(several, part), part)
+    same_bits(one, train_virtual(case, planner(case, size), steps, ALL_OPTIMIZERS[optimizer],
+                                 domains=domains))
 
 
 @functools.cache
@@ -118,9 +121,8 @@ def test_rows_of_16_bits(domains: tuple[int, ...]) -> None:
     for plan in (rich_plan(case.tables, len(domains), 1, columns=True),
                  mixed_plan(case.tables, len(domains), 1)):
         one = train_virtual(case, plan, steps, OPTIMIZERS["rowwise_adagrad"])
-        several = train_virtual(case, plan, steps, OPTIMIZERS["rowwise_adagrad"], domains=domains)
-        for part in ("outputs", "weights", "states", "replicas"):
-            assert_bitwise(getattr(one, part), getattr(several, part), part)
+        same_bits(one, train_virtual(case, plan, steps, OPTIMIZERS["rowwise_adagrad"],
+                                     domains=domains))
 
 
 def test_two_rounds_of_squares() -> None:
@@ -129,10 +131,8 @@ def test_two_rounds_of_squares() -> None:
     chosen = RowWiseAdagrad(lr=0.05, max_row_norm=0.01)
     steps = make_steps(case, 4, STEPS)
     plan = rich_plan(case.tables, 4, 1, columns=True)
-    one = train_virtual(case, plan, steps, chosen)
-    several = train_virtual(case, plan, steps, chosen, domains=(0, 1, 0, 1))
-    for part in ("outputs", "weights", "states", "replicas"):
-        assert_bitwise(getattr(one, part), getattr(several, part), part)
+    same_bits(train_virtual(case, plan, steps, chosen),
+              train_virtual(case, plan, steps, chosen, domains=(0, 1, 0, 1)))
 
 
 def test_the_plans_above_have_what_they_promise() -> None:

@@ -83,16 +83,6 @@ def test_arenas_are_seen_by_all_and_start_as_zeros() -> None:
     assert run_ranks(3, body) == [[1024.0, 2048.0, 3072.0]] * 3
 
 
-def test_close_gives_everything_back() -> None:
-    gc.collect()
-    before = len(segments())
-    case = dlrm_case("sgd")
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD())
-    assert len(segments()) == before + 2
-    tables.close()
-    assert len(segments()) == before
-
-
 def test_forgotten_tables_give_everything_back() -> None:
     """A search over hyperparameters shards many models in one process."""
     gc.collect()
@@ -152,12 +142,3 @@ def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch,
     (folder / "liboper_host.so").write_bytes(b"not a library")
     with pytest.raises(MissingDependencyError, match="build it again"):
         library.register.__wrapped__()
-
-
-def test_out_of_memory_names_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(num_bytes: int, name: str = "") -> int:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(heap_module, "create_segment", no_memory)
-    with pytest.raises(OperError, match=r"bytes=8192.*Cannot allocate"):
-        HostHeap(SingleGroup(), [8192])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PlanError
-from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import SGD
@@ -206,16 +205,6 @@ def test_read_only_tables_build_no_graph() -> None:
         tables.lookup(replace(batch, weights=batch.weights.requires_grad_()))
 
 
-@pytest.mark.parametrize("num_bytes", ["64", "6000"])
-def test_an_outbox_that_is_too_small(monkeypatch: pytest.MonkeyPatch, num_bytes: str) -> None:
-    monkeypatch.setenv("OPER_OUTBOX_BYTES", num_bytes)
-    tables = open_tables(CASE, uniform_plan(TABLES, 1), SingleGroup(), SGD(lr=0.1))
-    batch = make_batch(CASE, 0, 400)
-    with pytest.raises(OperError, match=f"OPER_OUTBOX_BYTES={num_bytes}"):
-        tables.lookup(batch.lookup(CASE)).sum().backward()
-    assert torch.equal(tables.read("users"), initial_weights(CASE)["users"])
-
-
 @pytest.mark.parametrize("spec, word", [
     (replace(TABLES[0], dim=1025), "dim"),
     (replace(TABLES[0], optimizer="rowwise_adagrad"), "optimizer")])
@@ -251,19 +240,3 @@ def test_reads_of_parts_and_states(tables: ShardedTables) -> None:
         tables.read("users", part="momentum1")
     tables.read("users").zero_()  # a copy
     assert torch.equal(tables.read("users"), want)
-
-
-def test_rows_are_written_where_a_head_puts_them() -> None:
-    # The first and the last id keep their places, those between change theirs.
-    spec = TableSpec("t", 8, 4, ("a",), "sum")
-    plan = Plan(1, (TablePlan(spec, (Piece(0, 4, (Tier(0, 4, "owned", (0,)),
-                                                  Tier(4, 8, "owned", (0,)))),),
-                              np.array([0, 5, 2, 6])),))
-    case = Case((spec,), ("a",))
-    tables = open_tables(case, plan, SingleGroup(), None)
-    rows = torch.arange(32, dtype=torch.float32).view(8, 4)
-    tables.write("t", rows)
-    assert torch.equal(tables.read("t"), rows)
-    assert torch.equal(tables.lookup(Lookup(torch.arange(8), torch.ones(8, dtype=torch.int64),
-                                            case.key_of, 8)), rows)
-    tables.close()

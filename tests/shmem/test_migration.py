@@ -55,9 +55,9 @@ def prepared(case: Case, plan: Plan, optimizer: Optimizer) -> Plan:
     return replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in own.tables))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "partial_rowwise_adam", "sgd",
-                                       "momentum_sgd", "partial_rowwise_lamb"])
+@pytest.mark.parametrize("world_size, optimizer", [
+    (1, "sgd"), (3, "rowwise_adagrad"), (2, "partial_rowwise_adam"), (3, "momentum_sgd"),
+    (2, "partial_rowwise_lamb")])
 def test_a_move_in_steps_changes_no_bit(world_size: int, optimizer: str) -> None:
     """Between plans of pulled tiers; and every rank switches after the same step."""
     chosen = (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer]
@@ -79,7 +79,7 @@ def test_a_move_in_steps_changes_no_bit(world_size: int, optimizer: str) -> None
         assert_bitwise(moved.replicas, there.replicas, "replicas are those of the new plan")
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_to_and_from_push_and_columns(seed: int) -> None:
     """What re-associates, re-associates as in a run that moves everything at once."""
     chosen = OPTIMIZERS["rowwise_adagrad"]

@@ -87,26 +87,15 @@ def _check_survivors(running: World, victim: int, since: float, kind: str, withi
         assert process.exitcode == 0, f"rank {rank} does not end"
 
 
-# Ranks of equal letters share memory; a loss that goes over the network takes longer.
+# Ranks of equal letters share memory (of one memory domain: tests/faults/test_faults.py); a loss
+# that goes over the network takes longer.
 @pytest.mark.parametrize("labels, victim, within_s", [
-    ("aa", 0, 2.0), ("aaaa", 2, 2.0), ("ab", 0, 4.0), ("abbb", 2, 4.0), ("abcd", 3, 4.0)])
+    ("aaaa", 2, 2.0), ("ab", 0, 4.0), ("aabb", 2, 4.0), ("abcd", 3, 4.0)])
 @timed
 def test_a_peer_that_dies_before_its_backward_pass(labels: str, victim: int, within_s: float
                                                    ) -> None:
     with _training(labels, victim) as (running, since):
         _check_survivors(running, victim, since[victim], "PeerLostError", within_s)
-
-
-@pytest.mark.parametrize("labels, victim, after_s, within_s", [
-    ("aa", 0, 0.31, 2.0), ("aaaa", 3, 0.2, 2.0), ("aabb", 2, 0.15, 4.0)])
-@timed
-def test_a_peer_that_is_killed_somewhere_in_training(labels: str, victim: int, after_s: float,
-                                                     within_s: float) -> None:
-    with _training(labels) as (running, _):
-        time.sleep(after_s)
-        since = time.monotonic()
-        running.processes[victim].kill()
-        _check_survivors(running, victim, since, "PeerLostError", within_s)
 
 
 @pytest.mark.parametrize("labels, within_s", [("aa", 2.0 + 2.0), ("aabb", 2.0 + 3.0)])

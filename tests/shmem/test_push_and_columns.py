@@ -24,9 +24,9 @@ from tests.runtime_support import (
 from tests.shmem.test_exactness import STEPS, references
 
 
-@pytest.mark.parametrize("columns", [False, True], ids=["push", "push+columns"])
+# With columns on two and four ranks: test_exchange.py.
+@pytest.mark.parametrize("world_size, columns", [(1, True), (2, False), (4, False)])
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_training_equals_the_unsharded_run(world_size: int, optimizer: str, columns: bool) -> None:
     case = dlrm_case(optimizer)
     chosen = OPTIMIZERS[optimizer]

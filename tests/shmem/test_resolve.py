@@ -48,7 +48,7 @@ def some_plans(case: Case, world_size: int) -> dict:
             "columns": replace(striped, tables=tuple(split))}
 
 
-def train_ahead(case: Case, plan, steps, domains=None) -> Result:
+def train_ahead(case: Case, plan, steps) -> Result:
     """Train with every batch resolved by another thread while the one before is trained."""
     def body(group) -> Result:
         tables = open_tables(case, plan, group, RWA)
@@ -71,7 +71,7 @@ def train_ahead(case: Case, plan, steps, domains=None) -> Result:
         tables.close()
         return Result(outputs, weights, states)
 
-    return merge_ranks(run_ranks(plan.world_size, body, domains=domains))
+    return merge_ranks(run_ranks(plan.world_size, body))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -86,15 +86,6 @@ def test_training_is_the_same_bit_for_bit(plan: str, world_size: int, weighted: 
     assert_bitwise(got.outputs, want.outputs, "outputs")
     assert_bitwise(got.weights, want.weights, "weights")
     assert_bitwise(got.states, want.states, "states")
-
-
-def test_between_memory_domains_nothing_is_done_ahead() -> None:
-    case = dlrm_case()
-    steps = make_steps(case, 2, STEPS, seed=4)
-    plan = some_plans(case, 2)["mixed0"]
-    got, want = train_ahead(case, plan, steps, (0, 1)), train_virtual(case, plan, steps, RWA)
-    assert_bitwise(got.outputs, want.outputs, "outputs")
-    assert_bitwise(got.weights, want.weights, "weights")
 
 
 def test_a_batch_resolved_before_a_move_is_resolved_anew() -> None:

@@ -32,7 +32,6 @@ from tests.runtime_support import (
     run_ranks,
 )
 from tests.shmem.test_determinism import push_plan
-from tests.world_support import run_world
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SEED = 11
@@ -206,6 +205,10 @@ def test_plans_are_bitwise_equal(world_size: int, dtype: str) -> None:
             found = bits(found)
             assert_bitwise({t.name: found[t.name] for t in case.tables},
                            {t.name: want[t.name] for t in case.tables}, f"rows, rank {rank}")
+            for name in (n for n in found if n.startswith("replica")
+                         and plan.table(n.split()[1]).tiers[0].ranks == tuple(range(world_size))
+                         and len(plan.table(n.split()[1]).tiers) == 1):
+                assert_bitwise(found[name], found[name.split()[1]], name)
             if rank == 0:
                 assert_bitwise([found[f"output {k}"] for k in range(3)],
                                [want[f"output {k}"] for k in range(3)], "outputs")
@@ -219,34 +222,6 @@ def test_threads_and_runs_change_nothing(dtype: str) -> None:
                       num_threads=n) for n in (1, 1, 3)]
     for other in runs[1:]:
         assert_bitwise([bits(r) for r in other], [bits(r) for r in runs[0]], "runs")
-
-
-def test_replicas_are_the_masters() -> None:
-    case = dlrm_case()
-    steps = make_steps(case, 2, 2, seed=4)
-    plan = uniform_plan(case.tables, 2, "replicated")
-    for found in all_ranks(case, plan, steps, SGD(0.5), "bfloat16"):
-        for t in case.tables:
-            for rank in range(2):
-                assert torch.equal(found[f"replica {t.name} 0 {rank}"], found[t.name])
-
-
-def _variant(rank: int, world_size: int) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    from oper.shmem.group.groups import SingleGroup
-
-    case = dlrm_case(weighted=True)
-    steps = make_steps(case, 1, 2, seed=3)
-    name = torch.ops.oper.kernel_name() if hasattr(torch.ops.oper, "kernel_name") else ""
-    return [(name, bits(train(case, mixed_plan(case.tables, 1, 2), steps, EVERY["adagrad"], dtype,
-                              SingleGroup()))) for dtype in NARROW]
-
-
-def test_kernel_variants() -> None:
-    (want,) = run_world(1, _variant, env={"OPER_CPU_KERNELS": "generic"})
-    for variant in ("avx2", ""):
-        (got,) = run_world(1, _variant, env={"OPER_CPU_KERNELS": variant})
-        for (_, a), (_, b) in zip(got, want, strict=True):
-            assert_bitwise(a, b, f"kernels {variant} and generic")
 
 
 @pytest.mark.parametrize("dtype", NARROW)

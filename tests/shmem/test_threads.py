@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -80,12 +79,11 @@ def _contents(tables: ShardedTables) -> dict[str, torch.Tensor]:
     return {part: tables.read("t", part=part) for part in parts}
 
 
-@pytest.mark.parametrize("num_threads", [2, 4])
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-def test_every_backward_pass_counts_once(optimizer: str, mode: str, num_threads: int) -> None:
+def test_every_backward_pass_counts_once(optimizer: str, mode: str) -> None:
     """Threads with rows of their own leave what they leave one after another, bit for bit."""
-    steps = 300
+    steps, num_threads = 300, 4
 
     def train(at_once: bool) -> tuple[ShardedTables, list[float]]:
         spec = _spec(optimizer)
@@ -115,10 +113,9 @@ def test_every_backward_pass_counts_once(optimizer: str, mode: str, num_threads:
         assert saw == want, "lookups of rows that nobody else trains"
 
 
-@pytest.mark.parametrize("num_threads", [2, 4])
-def test_threads_that_share_rows(num_threads: int) -> None:
+def test_threads_that_share_rows() -> None:
     """Steps of lr = 1 down a slope of 1: every lookup of a row is counted in it."""
-    steps = 500
+    steps, num_threads = 500, 4
     tables = ShardedTables(uniform_plan([_spec("sgd")], 1), [("t", "t")], SingleGroup(), SGD(lr=1))
 
     def body(thread: int) -> None:
@@ -262,13 +259,3 @@ def test_with_several_ranks_one_thread_trains(domains: tuple[int, int] | None) -
         assert torch.equal(tables.read("t"), want)
 
     run_ranks(2, body, domains=domains)
-
-
-def test_one_thread_may_have_several_lookups_open() -> None:
-    def body(group: ThreadGroup) -> None:
-        tables = ShardedTables(uniform_plan([_spec("sgd")], 2), [("t", "t")], group, SGD(lr=1), 0.5)
-        outs = [tables.lookup(replace(_batch(torch.arange(8)))) for _ in range(40)]
-        sum(out.sum() for out in outs).backward()
-        assert tables.num_steps == 1 and tables.read("t")[0, 0] == -40
-
-    run_ranks(2, body)

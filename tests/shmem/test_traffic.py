@@ -12,7 +12,6 @@ import torch
 
 from oper.plan import Plan
 from oper.search.replay.simulate import Bags, RankBatch, Replay
-from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.traffic import KIND, KINDS, Traffic
 from tests.runtime_support import (
@@ -27,7 +26,6 @@ from tests.runtime_support import (
     run_ranks,
 )
 from tests.shmem.test_push_and_columns import rich_plan
-from tests.world_support import run_world
 
 
 def as_bags(case: Case, batch: Batch, trains_weights: bool = False) -> RankBatch:
@@ -109,18 +107,6 @@ def test_weights_and_their_gradients_count() -> None:
             case, plan, steps, OPTIMIZERS["rowwise_adagrad"], g, trains), num_threads=2)
         assert_equal(case, plan, steps, found, trains_weights)
         assert (found[0].counts[KIND["weight_rows"]].sum() > 0) == trains_weights
-
-
-def _train(rank: int, world_size: int, plan: Plan) -> Traffic:
-    case = dlrm_case()
-    return executed(case, plan, make_steps(case, world_size, 3), RowWiseAdagrad(lr=0.05, eps=1e-8),
-                    ProcessGroup())
-
-
-def test_processes_count_as_threads_do() -> None:
-    case = dlrm_case()
-    plan = rich_plan(case.tables, 2, 4, columns=True)
-    assert_equal(case, plan, make_steps(case, 2, 3), run_world(2, _train, plan))
 
 
 def test_reads_without_gradients_and_reset() -> None:

@@ -76,17 +76,6 @@ def test_equals_autograd(world_size: int, ids: torch.dtype) -> None:
     assert not got[0][ends[extra]:ends[extra + 1]].any()
 
 
-def test_a_key_of_several_tables_gets_the_sum() -> None:
-    tables = (TableSpec("t", 5, 8, ("f",), "sum"), TableSpec("u", 5, 4, ("f", "g"), "mean"),
-              TableSpec("v", 9, 12, ("g", "f"), "sum"))
-    case, optimizers = ready(Case(tables, ("g", "f"), weighted=True, max_length=6), SGD(lr=0.1))
-    sharded = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
-    batch = make_batch(case, 1, 9)
-    batch.weights.requires_grad_()
-    rank_loss(sharded.lookup(batch.lookup(case)), batch.target).backward()
-    close(batch.weights.grad, wanted(case, batch))
-
-
 def test_many_bags_on_several_threads() -> None:
     tables = (TableSpec("t", 500, 24, ("f",), "sum"), TableSpec("m", 70, 5, ("g", "f"), "mean"))
     case, optimizers = ready(Case(tables, ("g", "f"), weighted=True, max_length=40), SGD(lr=0.1))
@@ -117,23 +106,6 @@ def test_the_update_is_the_same_with_and_without() -> None:
         rank_loss(tables.lookup(other.lookup(case)), batch.target).backward()
         ends.append({t.name: tables.read(t.name) for t in case.tables})
     assert_bitwise(ends[0], ends[1], "tables")
-
-
-def test_weights_from_a_module_in_front() -> None:
-    """A feature processor's parameter learns through the lookup."""
-    case, optimizers = ready(dlrm_case(weighted=True), SGD(lr=0.1))
-    batch = make_batch(case, 5, 30)
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
-    gradients = []
-    for lookup in (lambda b: tables.lookup(b.lookup(case)),
-                   lambda b: reference_forward(case, initial_weights(case), b)):
-        scale = torch.ones(case.max_length + 1, requires_grad=True)
-        position = torch.cat([torch.arange(n) for n in batch.lengths.tolist()])
-        weights = (batch.weights * scale[position]).exp()
-        out = lookup(Batch(batch.lengths, batch.ids, weights, batch.target))
-        rank_loss(out, batch.target).backward()
-        gradients.append(scale.grad)
-    close(*gradients)
 
 
 def test_rows_that_have_changed_since_the_lookup_are_refused() -> None:

@@ -26,16 +26,6 @@ def test_auc_counts_pairs(samples: list[tuple[int, int]]) -> None:
     assert got == pytest.approx(want, abs=1e-15) or (math.isnan(got) and math.isnan(want))
 
 
-def test_auc_by_the_trapezoid_rule() -> None:
-    """As the area under the curve of all thresholds, computed another way."""
-    rng = np.random.default_rng(1)
-    scores, labels = np.round(rng.normal(size=5000), 2), rng.random(5000) < 0.3
-    thresholds = np.concatenate([[np.inf], np.unique(scores)[::-1]])
-    hit = [(scores[labels] >= t).mean() for t in thresholds]
-    false = [(scores[~labels] >= t).mean() for t in thresholds]
-    assert auc(scores, labels) == pytest.approx(np.trapezoid(hit, false), abs=1e-12)
-
-
 def test_log_loss_by_its_definition_and_at_extremes() -> None:
     rng = np.random.default_rng(2)
     logits, labels = rng.normal(size=1000), rng.integers(0, 2, 1000)

@@ -17,7 +17,7 @@ from oper.train.config import load_config
 from oper.train.loop import train
 from oper.train.model import load_state
 from oper.train.names import table_name
-from tests.support import run_oper
+from tests.support import run_here
 
 NAMES = ("type", "items", "keys", "values", "update", "to", "train", "user.id", "type_",
          "user%2Eid", "__init__", "forward", "plain", "T_destination", "ä b")
@@ -33,7 +33,7 @@ def test_every_column_name_trains_in_every_way(tmp_path: Path) -> None:
     preprocess(recipe, [str(tmp_path / "log.csv")], tmp_path / "data", PreprocessOptions())
     analyze_folder(tmp_path / "data").save(tmp_path / "stats")
     plan = str(tmp_path / "plan.json")
-    made = run_oper("plan", str(tmp_path / "stats"), "--topology", "this-host", "--world-size", "1",
+    made = run_here("plan", str(tmp_path / "stats"), "--topology", "this-host", "--world-size", "1",
                     "--dim", "8", "--batch-size", "64", "-o", plan)
     assert made.returncode == 0, made.stderr
     flags = {"batch_size": 64, "model.dim": 8, "model.dense_layers": [8], "model.over_layers": [8],

@@ -24,7 +24,7 @@ from oper.train.loop import train
 from oper.train.model import load_state
 from tests.faults.pauses import Pauses
 from tests.faults.soak import make_run, soak
-from tests.support import ROOT, run_oper, wait_for
+from tests.support import ROOT, run_here, wait_for
 from tests.train.test_train import config, finish, lines, run_ranks, start_ranks, words
 
 FLAGS = {"max_steps": 30, "checkpoint_every": 4, "batch_size": 64, "epochs": 50, "log_every": 1}
@@ -154,7 +154,7 @@ def test_a_second_run_into_the_folder_is_refused_by_name(prepared: Prepared, tmp
         wait_for(lambda: (out / "metrics.jsonl").exists() and lines(out))
         config_before = (out / "config.json").read_bytes()
         for flag in ("--force", "--resume"):
-            done = run_oper(*again, flag)
+            done = run_here(*again, flag)
             assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
             assert f"process {first.pid} on " in done.stderr and str(out) in done.stderr
         assert (out / "config.json").read_bytes() == config_before
@@ -169,7 +169,7 @@ def test_a_second_run_into_the_folder_is_refused_by_name(prepared: Prepared, tmp
     finally:
         first.kill()
     finish([first])
-    done = run_oper(*again, "--force")
+    done = run_here(*again, "--force")
     assert done.returncode == 0, done.stderr
     assert lines(out)[-1]["event"] == "end"
 
@@ -198,14 +198,14 @@ def test_an_earlier_run_is_kept_and_the_ways_out_are_told(prepared: Prepared, tm
     out = tmp_path / "run"
     out.mkdir()
     (out / "metrics.jsonl").write_text("{}\n")
-    done = run_oper(*words(prepared, out, stats=prepared.stats))
+    done = run_here(*words(prepared, out, stats=prepared.stats))
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "--resume" in done.stderr and "--force" in done.stderr
     assert [p.name for p in out.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_folder_made_for_a_run_that_cannot_begin_is_removed(tmp_path: Path) -> None:
-    done = run_oper("train", "--data", tmp_path, "--out", tmp_path / "runs" / "new")  # type: ignore[arg-type]
+    done = run_here("train", "--data", tmp_path, "--out", tmp_path / "runs" / "new")  # type: ignore[arg-type]
     assert done.returncode == 1
     assert not (tmp_path / "runs" / "new").exists()
 
