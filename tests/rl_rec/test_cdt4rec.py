@@ -13,18 +13,18 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from oper.rl_rec.interactions import Interactions
-from oper.rl_rec.models.base import Candidates, Histories, Sequences, look_up, make_kjt
-from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig, ContinuousCDT4Rec, Trajectories
-from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
-from oper.rl_rec.models.transformer import Attention, Block
-from oper.rl_rec.sequences import (
+from oper.rl_rec.data.batches import (
     HistoryBatches,
     SequenceBatches,
     Share,
     returns_to_go,
     target_return,
 )
+from oper.rl_rec.data.interactions import Interactions
+from oper.rl_rec.models.base import Histories, NegativeSampler, Sequences, look_up, make_kjt
+from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig, ContinuousCDT4Rec, Trajectories
+from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
+from oper.rl_rec.models.transformer import Attention, Block
 
 
 def inside(model: CDT4Rec, batch: Sequences) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -176,7 +176,7 @@ def test_drawn_candidates_estimate_the_normaliser() -> None:
     rows, targets = torch.randn(num_items, 8) * 0.7, torch.tensor([1, 2, 9, 30, 59])
     scores = queries @ rows[1:].T
     exact = nn.functional.cross_entropy(scores, targets - 1, reduction="none")
-    few = Candidates(num_items, 40)
+    few = NegativeSampler(num_items, 40)
     share = torch.log1p(1 / torch.arange(1, num_items).double()) / np.log(num_items)
     assert float(share.sum()) == pytest.approx(1)
     draws = torch.cat([few.draw() for _ in range(2000)])
@@ -189,13 +189,13 @@ def test_drawn_candidates_estimate_the_normaliser() -> None:
     totals = []
     for _ in range(4000):
         drawn = few.draw()
-        losses = few.loss(queries, targets, rows[targets], drawn, rows[drawn])
+        losses = few.softmax_loss(queries, targets, rows[targets], drawn, rows[drawn])
         totals.append(torch.exp(losses + wanted))
     mean = torch.stack(totals).mean(dim=0)
     torch.testing.assert_close(mean, torch.exp(scores).sum(1), rtol=0.03, atol=0)
-    many = Candidates(num_items, 200_000)
+    many = NegativeSampler(num_items, 200_000)
     drawn = many.draw()
-    near = many.loss(queries, targets, rows[targets], drawn, rows[drawn])
+    near = many.softmax_loss(queries, targets, rows[targets], drawn, rows[drawn])
     torch.testing.assert_close(near, exact, rtol=0.01, atol=0.01)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from oper.rl_rec import concepts
 from oper.rl_rec.concepts import activity_weights, concepts_from
-from oper.rl_rec.interactions import DataOptions, Interactions, Log, from_log
+from oper.rl_rec.data.interactions import DataOptions, Interactions, Log, from_log
 from oper.rl_rec.models.base import Histories
 from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig
 from oper.rl_rec.models.causal_graph import fit_graph

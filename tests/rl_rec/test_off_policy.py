@@ -10,10 +10,10 @@ import pytest
 
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.errors import InvalidInputError
-from oper.rl_rec.bandit import LoggedBandit, load_bandit
-from oper.rl_rec.clicks import click_through_rate
 from oper.rl_rec.intervals import bootstrap, difference, ratio
-from oper.rl_rec.off_policy import action_shares, estimate, reward_model
+from oper.rl_rec.off_policy.estimators import action_shares, estimate, reward_model
+from oper.rl_rec.off_policy.log import LoggedBandit, load_bandit
+from oper.rl_rec.simulation.clicks import click_through_rate
 from tests.support import real_data
 
 

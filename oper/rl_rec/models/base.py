@@ -39,7 +39,7 @@ class Histories:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences(Histories):
-    """Stretches of trajectories to train on.
+    """Subsequences of trajectories to train on.
 
     Attributes:
         skip: int64 [B]: the first interactions of a subsequence are only seen by the state windows
@@ -144,26 +144,27 @@ def padded(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return out.masked_scatter(kept.unsqueeze(-1), rows)
 
 
-class Candidates:
-    """Items that estimate the normaliser of a softmax over a catalogue.
-
-    Ids are in order of popularity, so the log-uniform distribution ``P(i) = log((i + 1) / i) /
-    log(num_items)``, i >= 1, is close to Zipf's law and needs no table of counts (the candidate
-    sampler of TensorFlow's sampled softmax).
+class NegativeSampler:
+    """Items that stand for the whole catalogue in a loss.
 
     Args:
         num_items: rows of the item table, row 0 (padding) included.
-        count: items per draw, with repetition; 0 = every item once, which makes the loss exact.
+        count: items per draw, with repetition; 0 = every item once.
+        uniform: draw all items alike. Otherwise log-uniformly: ids are in order of popularity, so
+            ``P(i) = log((i + 1) / i) / log(num_items)``, i >= 1, is close to Zipf's law and needs
+            no table of counts (the candidate sampler of TensorFlow's sampled softmax).
     """
 
-    def __init__(self, num_items: int, count: int) -> None:
-        self.num_items, self.count = num_items, count
+    def __init__(self, num_items: int, count: int, uniform: bool = False) -> None:
+        self.num_items, self.count, self.uniform = num_items, count, uniform
         self._log_range = math.log(num_items)
 
     def draw(self) -> torch.Tensor:
         """Ids int64 [n], by torch's generator."""
         if not self.count:
             return torch.arange(1, self.num_items)
+        if self.uniform:
+            return torch.randint(1, self.num_items, (self.count,))
         u = torch.rand(self.count, dtype=torch.float64)
         return torch.exp(u * self._log_range).long().clamp(1, self.num_items - 1)
 
@@ -171,16 +172,18 @@ class Candidates:
         """Log of the expected number of times that each id is in a draw, float32."""
         if not self.count:
             return torch.zeros(ids.shape)
+        if self.uniform:
+            return torch.full(ids.shape, math.log(self.count / (self.num_items - 1)))
         return torch.log(self.count * torch.log1p(1 / ids.double()) / self._log_range).float()
 
-    def loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
-             drawn: torch.Tensor, drawn_rows: torch.Tensor) -> torch.Tensor:
+    def softmax_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
+                     drawn: torch.Tensor, drawn_rows: torch.Tensor) -> torch.Tensor:
         """Cross-entropy of a softmax over all items, float32 [N].
 
         ``-s(y) + log(exp s(y) + sum_{j != y} exp(s(j) - log E_j))`` over the drawn j, with
         ``s(i) = <q, row_i>`` and ``E_j`` as `log_expected`: the sum over the other items is
         unbiased (importance sampling, Bengio and Senecal 2008; the logQ correction). The target is
-        in it for certain and takes no correction.
+        in it for certain and takes no correction. With every item once the loss is exact.
 
         Args:
             queries: float32 [N, D].
@@ -193,3 +196,25 @@ class Candidates:
         others = queries @ drawn_rows.T - self.log_expected(drawn)
         others = others.masked_fill(targets[:, None] == drawn[None, :], float("-inf"))
         return torch.logsumexp(torch.cat([wanted, others], dim=1), dim=1) - wanted[:, 0]
+
+    def gbce_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
+                  drawn: torch.Tensor, drawn_rows: torch.Tensor, calibration: float
+                  ) -> torch.Tensor:
+        """Generalised binary cross-entropy (Petrov and Macdonald, RecSys 2023), float32 [N].
+
+        ``-(beta log sigma(s(y)) + sum_{j != y} log(1 - sigma(s(j)))) / (n + 1)`` over n drawn j.
+        Fewer negatives than items make a plain binary loss overconfident; with
+        ``alpha = n / (items - 1)`` and calibration t, ``beta = alpha (t (1 - 1 / alpha) +
+        1 / alpha)`` takes that back wholly at t = 1 and not at all (plain BCE) at t = 0. The
+        correction holds for uniform draws.
+
+        Args: as of `softmax_loss`, and
+            calibration: t, 0..1.
+        """
+        alpha = min(1.0, drawn.numel() / max(1, self.num_items - 2))
+        beta = alpha * (calibration * (1 - 1 / alpha) + 1 / alpha)
+        wanted = (queries * target_rows).sum(dim=1)
+        others = nn.functional.softplus(queries @ drawn_rows.T)
+        others = others.masked_fill(targets[:, None] == drawn[None, :], 0.0)
+        found = others.sum(dim=1) - beta * nn.functional.logsigmoid(wanted)
+        return found / (drawn.numel() + 1)

@@ -50,8 +50,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.rl_rec.models.base import (
-    Candidates,
     Histories,
+    NegativeSampler,
     Recommender,
     Sequences,
     item_table,
@@ -297,7 +297,7 @@ class CDT4Rec(Recommender):
                  returns: tuple[float, float], device: str = "cpu") -> None:
         super().__init__()
         self.config = config
-        self.candidates = Candidates(num_items, config.negatives)
+        self.negatives = NegativeSampler(num_items, config.negatives)
         self.scale, self.target = returns
         self.estimate_returns = False
         dim = config.dim
@@ -320,7 +320,7 @@ class CDT4Rec(Recommender):
 
     def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
         """Items of the batch with freshly drawn candidates, and its users."""
-        return self._kjts(batch, self.candidates.draw())
+        return self._kjts(batch, self.negatives.draw())
 
     def _kjts(self, batch: Histories, drawn: torch.Tensor) -> list[KeyedJaggedTensor]:
         features = [("seen", batch.items, batch.lengths),
@@ -347,7 +347,7 @@ class CDT4Rec(Recommender):
             returns = self._estimated(returns, estimates, steps)
         valid, at = steps.valid, steps.at[steps.valid]
         out = steps.rows[valid] if self.config.tied else rows["chosen"].values()[at]
-        action = self.candidates.loss(
+        action = self.negatives.softmax_loss(
             self.heads.queries(phi, returns)[valid], batch.items[at], out,
             kjts[0]["drawn"].values(), rows["drawn"].values()).mean()
         reward = reward_loss(self.config, estimates, steps.rewards)[valid].mean()

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oper.rl_rec.models.base import Candidates, Histories
+from oper.rl_rec.models.base import Histories, NegativeSampler
 
 
 class ItemBags(nn.Module):
@@ -135,17 +135,17 @@ class Drawn:
 
     Args:
         num_items: rows of the table, row 0 included.
-        num_sampled: 0 = all items; else so many draws, see `base.Candidates`.
+        num_sampled: 0 = all items; else so many draws, see `NegativeSampler`.
     """
 
     def __init__(self, num_items: int, num_sampled: int) -> None:
         if num_items < 2 or num_sampled < 0:
             raise ValueError(f"num_items = {num_items}, num_sampled = {num_sampled}: expected "
                              ">= 2 rows (row 0 is padding) and >= 0 draws")
-        candidates = Candidates(num_items, num_sampled)
+        sampler = NegativeSampler(num_items, num_sampled)
         self.all = num_sampled == 0
-        self.items = candidates.draw()
-        self.log_expected = candidates.log_expected(self.items)
+        self.items = sampler.draw()
+        self.log_expected = sampler.log_expected(self.items)
 
     def ids(self, own: torch.Tensor) -> torch.Tensor:
         """What a training step looks up for users' own items int64 [L]: all, or own + sampled."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.rl_rec.bandit import LoggedBandit
 from oper.rl_rec.intervals import Interval, interval, resampled_sums
+from oper.rl_rec.off_policy.log import LoggedBandit
 
 
 @dataclass(frozen=True, slots=True)
