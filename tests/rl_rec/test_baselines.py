@@ -126,7 +126,7 @@ def test_a_sampled_gbce_is_that_of_its_definition() -> None:
         torch.cat([(queries * rows[targets]).sum(1)[:, None], queries @ rows[drawn].T], 1)[0],
         torch.tensor([1.0, 0, 0, 0]))
     assert float(plain[0]) == pytest.approx(float(binary), rel=1e-5)  # t = 0
-    ids = torch.cat([sampler.draw() for _ in range(2000)])
+    ids = torch.cat([sampler.draw(torch.device("cpu")) for _ in range(2000)])
     assert ids.min() == 1 and ids.max() == 10
     assert torch.allclose(torch.bincount(ids, minlength=11)[1:] / 6000.0,
                           torch.full((10,), 0.1), atol=0.02)

@@ -105,7 +105,7 @@ def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, de
 
 def one_bag(key: str, ids: torch.Tensor, batch_size: int) -> tuple[str, torch.Tensor, torch.Tensor]:
     """A feature whose ids int64 [n] belong to the whole batch: all in the first of its bags."""
-    lengths = torch.zeros(batch_size, dtype=torch.int64)
+    lengths = ids.new_zeros(batch_size)
     lengths[:1] = ids.numel()
     return key, ids, lengths
 
@@ -120,7 +120,7 @@ def make_kjt(*features: tuple[str, torch.Tensor, torch.Tensor]) -> KeyedJaggedTe
 def look_up(tables: EmbeddingCollection, features: Sequence[str], feature: str, ids: torch.Tensor
             ) -> torch.Tensor:
     """Rows float32 [n, D] of ids int64 [n], looked up as one of a collection's features."""
-    none = torch.zeros(0, dtype=torch.int64)
+    none = ids.new_zeros(0)
     found = tables(make_kjt(*(one_bag(key, ids if key == feature else none, 1)
                               for key in features)))
     rows: torch.Tensor = found[feature].values()
@@ -130,7 +130,8 @@ def look_up(tables: EmbeddingCollection, features: Sequence[str], feature: str, 
 def last(histories: Histories, count: int) -> Histories:
     """The last `count` interactions of each user."""
     ends = torch.cumsum(histories.lengths, 0)
-    left = torch.repeat_interleave(ends, histories.lengths) - torch.arange(histories.items.numel())
+    left = torch.repeat_interleave(ends, histories.lengths) - torch.arange(
+        histories.items.numel(), device=ends.device)
     kept = left <= count
     return Histories(histories.users, histories.items[kept], histories.rewards[kept],
                      histories.lengths.clamp(max=count))
@@ -139,7 +140,7 @@ def last(histories: Histories, count: int) -> Histories:
 def padded(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Rows [L, D] of B sequences as [B, max length, D], zeros on the right."""
     longest = int(lengths.max()) if lengths.numel() else 0
-    kept = torch.arange(longest) < lengths[:, None]
+    kept = torch.arange(longest, device=lengths.device) < lengths[:, None]
     out = rows.new_zeros(lengths.numel(), longest, rows.shape[1])
     return out.masked_scatter(kept.unsqueeze(-1), rows)
 
@@ -159,21 +160,22 @@ class NegativeSampler:
         self.num_items, self.count, self.uniform = num_items, count, uniform
         self._log_range = math.log(num_items)
 
-    def draw(self) -> torch.Tensor:
-        """Ids int64 [n], by torch's generator."""
+    def draw(self, device: torch.device) -> torch.Tensor:
+        """Ids int64 [n] on a device, by torch's generator."""
         if not self.count:
-            return torch.arange(1, self.num_items)
+            return torch.arange(1, self.num_items, device=device)
         if self.uniform:
-            return torch.randint(1, self.num_items, (self.count,))
-        u = torch.rand(self.count, dtype=torch.float64)
+            return torch.randint(1, self.num_items, (self.count,), device=device)
+        u = torch.rand(self.count, dtype=torch.float64, device=device)
         return torch.exp(u * self._log_range).long().clamp(1, self.num_items - 1)
 
     def log_expected(self, ids: torch.Tensor) -> torch.Tensor:
         """Log of the expected number of times that each id is in a draw, float32."""
         if not self.count:
-            return torch.zeros(ids.shape)
+            return torch.zeros(ids.shape, device=ids.device)
         if self.uniform:
-            return torch.full(ids.shape, math.log(self.count / (self.num_items - 1)))
+            return torch.full(ids.shape, math.log(self.count / (self.num_items - 1)),
+                              device=ids.device)
         return torch.log(self.count * torch.log1p(1 / ids.double()) / self._log_range).float()
 
     def softmax_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,

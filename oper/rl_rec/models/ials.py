@@ -113,9 +113,9 @@ def solve_factors(config: IALSConfig, matrix: torch.Tensor, others: torch.Tensor
         at = slice(int(offsets[first]), int(offsets[first + len(mine)]))
         known, row = others[columns[at]], rows[at] - first
         # Sums over a row's positives of the factors and of their outer products.
-        sums = torch.zeros(len(mine), config.dim).index_add_(0, row, known)
+        sums = known.new_zeros(len(mine), config.dim).index_add_(0, row, known)
         outer = torch.stack([part.T @ part for part in known.split(mine.tolist())])
         penalty = config.l2 * (mine + config.alpha * count) ** config.nu
-        left = outer + shared + penalty[:, None, None] * torch.eye(config.dim)
+        left = outer + shared + penalty[:, None, None] * torch.eye(config.dim, device=known.device)
         found.append(torch.linalg.solve(left, sums))
     return torch.cat(found) if found else others.new_zeros(0, config.dim)

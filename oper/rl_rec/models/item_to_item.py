@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.item_tables import positives
+from oper.rl_rec.models.item_tables import positives, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class ItemKNNConfig:
 def interaction_matrix(histories: Histories, num_items: int) -> torch.Tensor:
     """X, sparse float32 [B, num_items]: 1 where the user has the item with a positive reward."""
     items, lengths = positives(histories)
-    users = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    users = rows_of(lengths)
     pairs = torch.unique(torch.stack([users, items]), dim=1)
-    return torch.sparse_coo_tensor(pairs, torch.ones(pairs.shape[1]),
+    return torch.sparse_coo_tensor(pairs, torch.ones(pairs.shape[1], device=pairs.device),
                                    (lengths.numel(), num_items), check_invariants=True).coalesce()
 
 

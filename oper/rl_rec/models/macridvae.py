@@ -108,7 +108,7 @@ class MacridVAE(Recommender):
         """Loss float32 [] and its parts ``nll`` and ``kl``."""
         c = self.config
         items, lengths = positives(batch)
-        candidates = Drawn(self.num_items, c.sampled)
+        candidates = Drawn(self.num_items, c.sampled, items.device)
         mine, others = (nn.functional.normalize(rows, dim=1)
                         for rows in candidates.rows(self.item_out, items, lengths.numel()))
         mean, log_var = self.infer(items, lengths, mine)
@@ -121,7 +121,7 @@ class MacridVAE(Recommender):
             cosine = torch.einsum("lkd,ld->lk", unit, mine) / c.temperature
             own = (cosine + self.concepts(mine)).logsumexp(1)
         nll = multinomial_nll(own, scores, items, lengths, candidates)
-        kl = gaussian_kl(torch.zeros(()), log_var).sum((1, 2)).mean()
+        kl = gaussian_kl(torch.zeros_like(log_var), log_var).sum((1, 2)).mean()
         return nll + self.beta * kl, {"nll": nll.detach(), "kl": kl.detach()}
 
     def _unit_rows(self, items: torch.Tensor) -> torch.Tensor:
@@ -130,8 +130,8 @@ class MacridVAE(Recommender):
     def lookups(self, batch: Histories) -> list[Any]:
         """Lookups of the encoder's bags (K features on one table) and of the decoder's rows."""
         items, lengths = positives(batch)
-        candidates = Drawn(self.num_items, self.config.sampled)
-        weights = torch.ones(self.config.num_concepts, items.numel())
+        candidates = Drawn(self.num_items, self.config.sampled, items.device)
+        weights = torch.ones(self.config.num_concepts, items.numel(), device=items.device)
         return [self.item_in.lookups(items, lengths, weights),
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
 

@@ -105,7 +105,7 @@ class NextItem(Recommender):
 
     def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
         """Items of the batch with freshly drawn negatives."""
-        return [self._kjt(batch, self.negatives.draw())]
+        return [self._kjt(batch, self.negatives.draw(batch.items.device))]
 
     def _kjt(self, batch: Histories, drawn: torch.Tensor) -> KeyedJaggedTensor:
         return make_kjt(("seen", batch.items, batch.lengths),
@@ -118,7 +118,7 @@ class NextItem(Recommender):
         rows = found["seen"].values()
         # The query of the k-th item is the output after the k - 1 before it.
         queries = self.outputs(padded(rows, batch.lengths)[:, :-1])
-        inside = torch.arange(queries.shape[1])
+        inside = torch.arange(queries.shape[1], device=queries.device)
         kept = inside < batch.lengths[:, None]
         wanted = (inside >= batch.skip[:, None])[kept]
         if self.config.targets == "positive":
@@ -133,9 +133,9 @@ class NextItem(Recommender):
     def encode(self, histories: Histories) -> torch.Tensor:
         """Queries float32 [B, D] for the next item of each user; uses the last `context` items."""
         recent = last(histories, self.context)
-        rows = self.items(self._kjt(recent, torch.zeros(0, dtype=torch.int64)))["seen"].values()
+        rows = self.items(self._kjt(recent, recent.items.new_zeros(0)))["seen"].values()
         out = self.outputs(padded(rows, recent.lengths))
-        return out[torch.arange(recent.num_users), recent.lengths]
+        return out[torch.arange(recent.num_users, device=out.device), recent.lengths]
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         """``<h, E[i]>``, float32 [B, n]."""

@@ -111,7 +111,7 @@ class RecVAE(Recommender):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.trains_decoder):
             mean, log_var = self.encoder(items, lengths, dropout)
         z = sample(mean, log_var, self.training)
-        rows = self.item_out(torch.arange(1, self.num_items))
+        rows = self.item_out(torch.arange(1, self.num_items, device=z.device))
         scores = _with_one(z) @ (rows if self.trains_decoder else rows.detach()).T
         nll = -scores.log_softmax(1)[rows_of(lengths), items - 1].sum() / max(lengths.numel(), 1)
         with torch.no_grad():

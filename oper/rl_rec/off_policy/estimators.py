@@ -4,12 +4,18 @@ A log holds for row n a context x_n, the action a_n, its probability p_n under t
 logged it, and the reward r_n. With the target policy's pi(a | x), w_n = pi(a_n | x_n) / p_n and a
 model q(x, a) of the reward:
 
-    IPS     1/N sum w_n r_n                                            (Horvitz & Thompson 1952)
-    SNIPS   sum w_n r_n / sum w_n                          (Swaminathan & Joachims, NeurIPS 2015)
-    DM      1/N sum_n sum_a pi(a | x_n) q(x_n, a)
-    DR      DM + 1/N sum w_n (r_n - q(x_n, a_n))                     (Dudik et al., ICML 2011)
+    IPS         1/N sum w_n r_n                                        (Horvitz & Thompson 1952)
+    SNIPS       sum w_n r_n / sum w_n                      (Swaminathan & Joachims, NeurIPS 2015)
+    DM          1/N sum_n sum_a pi(a | x_n) q(x_n, a)
+    DR          DM + 1/N sum w_n (r_n - q(x_n, a_n))                 (Dudik et al., ICML 2011)
+    Switch-DR   DR with 0 for weights above a threshold              (Wang et al., ICML 2017)
+    DRos        DR with l w / (w^2 + l) for w                          (Su et al., ICML 2020)
+    MIPS        1/N sum v_n r_n with v_n = pi(g_n | x_n) / p(g_n | x_n) of the group g_n of a_n
+                                                           (Saito & Joachims, ICML 2022)
 
-IPS and SNIPS need p > 0 wherever pi > 0. DR is right when either the propensities or q is.
+IPS, SNIPS and the DR family need p > 0 wherever pi > 0. DR is right when either the propensities or
+q is; MIPS where the reward depends on the action through its group alone. Threshold and l are those
+with the least estimated squared error: variance, and the square of what they move DR's mean by.
 """
 
 from __future__ import annotations
@@ -19,8 +25,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.rl_rec.intervals import Interval, interval, resampled_sums
+from oper.rl_rec.intervals import SAMPLES, Interval, interval, resampled_sums
 from oper.rl_rec.off_policy.log import LoggedBandit
+
+_QUANTILES = (0.5, 0.8, 0.9, 0.95, 0.99)  # of the weights: thresholds to choose from
+_SHRINKAGES = tuple(10.0 ** k for k in range(-4, 3))  # l, in squares of the largest weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,38 +37,72 @@ class OffPolicyEstimates:
     """Value of a policy: expected reward per row.
 
     Attributes:
-        ips, snips, direct, doubly_robust: see the top of this file.
+        intervals: by estimator: ``"ips"``, ``"snips"``, ``"dm"``, ``"dr"``, ``"switch-dr"``,
+            ``"dros"`` and, with groups of actions, ``"mips"``.
+        threshold: of Switch-DR; infinite = DR.
+        shrinkage: l of DRos; infinite = DR.
         effective_rows: ``(sum w)^2 / sum w^2``, rows that the weights leave of the log.
         largest_weight: of all w.
     """
 
-    ips: Interval
-    snips: Interval
-    direct: Interval
-    doubly_robust: Interval
+    intervals: dict[str, Interval]
+    threshold: float
+    shrinkage: float
     effective_rows: float
     largest_weight: float
 
 
-def estimate(log: LoggedBandit, target: np.ndarray, model: np.ndarray | None = None
-             ) -> OffPolicyEstimates:
-    """All estimates, with bootstrap intervals over rows.
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """For MIPS.
+
+    Attributes:
+        of_action: int64 [num_actions], a number from 0 on.
+        behaviour: float64 [N, num_actions], the logging policy's probability of every action.
+    """
+
+    of_action: np.ndarray
+    behaviour: np.ndarray
+
+    def weights(self, log: LoggedBandit, target: np.ndarray) -> np.ndarray:
+        """v, float64 [N]."""
+        for name, probabilities in (("behaviour", self.behaviour), ("target", target)):
+            _check_policy(probabilities, (log.actions.size, log.num_actions), name)
+        if self.of_action.shape != (log.num_actions,) or (self.of_action < 0).any():
+            raise InvalidInputError(fail("cannot estimate a policy", "groups.of_action",
+                                         self.of_action.shape, f"int64 [{log.num_actions}], >= 0",
+                                         "give the group of every action"))
+        same = self.of_action == self.of_action[log.actions][:, None]  # [N, num_actions]
+        mine = (self.behaviour * same).sum(1)
+        if not (mine > 0).all():
+            raise InvalidInputError(fail("cannot estimate a policy", "behaviour of a shown group",
+                                         0.0, "> 0", "give the policy that logged the rows"))
+        return (target * same).sum(1) / mine
+
+
+def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None = None,
+             groups: Groups | None = None, clusters: np.ndarray | None = None,
+             samples: int = SAMPLES) -> OffPolicyEstimates:
+    """All estimates, with bootstrap intervals over clusters of rows.
+
+    The intervals take q, the threshold and l as given. So DM's is too short: it does not hold the
+    chance in q itself.
 
     Args:
         log: N rows.
         target: pi(a | x_n), float [N, num_actions], rows that sum to 1.
         model: q(x_n, a), float [N, num_actions]; `reward_model` by default.
+        groups: of actions, for MIPS.
+        clusters: int64 [N]: rows of one cluster, such as a visitor's, are drawn together; each row
+            by itself by default.
+        samples: bootstrap samples.
 
     Raises:
         InvalidInputError: shapes, probabilities or propensities that cannot be.
     """
     shape = (log.actions.size, log.num_actions)
     target = np.asarray(target, np.float64)
-    if target.shape != shape or (target < 0).any() or not np.allclose(target.sum(1), 1, atol=1e-6):
-        raise InvalidInputError(fail("cannot estimate a policy", "target", target.shape,
-                                     f"probabilities {shape}, rows that sum to 1",
-                                     "give the target policy's probability of every action for "
-                                     "every row of the log"))
+    _check_policy(target, shape, "target")
     q = np.asarray(reward_model(log) if model is None else model, np.float64)
     if q.shape != shape or not np.isfinite(q).all():
         raise InvalidInputError(fail("cannot estimate a policy", "model", q.shape,
@@ -71,22 +114,57 @@ def estimate(log: LoggedBandit, target: np.ndarray, model: np.ndarray | None = N
                                      float(log.propensities.min()), "in (0, 1]",
                                      "log the probability of what was shown"))
     at = np.arange(shape[0])
-    weights = target[at, log.actions] / log.propensities
-    if not weights.any():
+    cluster = at if clusters is None else np.unique(clusters, return_inverse=True)[1]
+    if cluster.shape != at.shape:
+        raise InvalidInputError(fail("cannot estimate a policy", "clusters", cluster.shape,
+                                     f"int64 [{shape[0]}]", "give the cluster of every row"))
+    w = target[at, log.actions] / log.propensities
+    if not w.any():
         raise InvalidInputError(fail("cannot estimate a policy", "weights", 0.0,
                                      "rows whose action the policy may take", "log more"))
     rewards = log.rewards.astype(np.float64)
-    direct = (target * q).sum(1)
-    robust = direct + weights * (rewards - q[at, log.actions])
-    terms = np.stack([weights * rewards, weights, direct, robust])
-    sums = resampled_sums(terms)
-    mean, means = terms.mean(1), sums / shape[0]
-    some = sums[:, 1] > 0
-    return OffPolicyEstimates(
-        interval(float(mean[0]), means[:, 0]),
-        interval(float(mean[0] / mean[1]), sums[some, 0] / sums[some, 1]),
-        interval(float(mean[2]), means[:, 2]), interval(float(mean[3]), means[:, 3]),
-        float(weights.sum() ** 2 / np.square(weights).sum()), float(weights.max()))
+    direct, error = (target * q).sum(1), rewards - q[at, log.actions]
+    largest = float(w.max())
+    thresholds = {float(t): np.where(w <= t, w, 0.0)
+                  for t in (*np.quantile(w, _QUANTILES), np.inf)}
+    shrunk = {x * largest ** 2: w * (x * largest ** 2) / (w * w + x * largest ** 2)
+              for x in _SHRINKAGES} | {np.inf: w}
+    threshold, shrinkage = (_least_error(options, w, direct, error, cluster)
+                            for options in (thresholds, shrunk))
+    terms = {"ones": np.ones(shape[0]), "w": w, "ips": w * rewards, "dm": direct,
+             "dr": direct + w * error, "switch-dr": direct + thresholds[threshold] * error,
+             "dros": direct + shrunk[shrinkage] * error}
+    if groups is not None:
+        terms["mips"] = groups.weights(log, target) * rewards
+    sums = np.stack([np.bincount(cluster, term) for term in terms.values()])
+    drawn = dict(zip(terms, resampled_sums(sums, samples).T, strict=True))
+    found = {name: interval(float(term.mean()), drawn[name] / drawn["ones"])
+             for name, term in terms.items() if name not in ("ones", "w")}
+    some = drawn["w"] > 0
+    found["snips"] = interval(float(terms["ips"].sum() / w.sum()),
+                              drawn["ips"][some] / drawn["w"][some])
+    return OffPolicyEstimates(found, threshold, shrinkage,
+                              float(w.sum() ** 2 / np.square(w).sum()), largest)
+
+
+def _check_policy(policy: np.ndarray, shape: tuple[int, int], name: str) -> None:
+    if policy.shape != shape or (policy < 0).any() or not np.allclose(policy.sum(1), 1, atol=1e-6):
+        raise InvalidInputError(fail("cannot estimate a policy", name, policy.shape,
+                                     f"probabilities {shape}, rows that sum to 1",
+                                     "give the policy's probability of every action for every "
+                                     "row of the log"))
+
+
+def _least_error(options: dict[float, np.ndarray], w: np.ndarray, direct: np.ndarray,
+                 error: np.ndarray, cluster: np.ndarray) -> float:
+    """The key of the weights float64 [N] with the least estimated squared error of the mean."""
+    def squared_error(key: float) -> float:
+        term = direct + options[key] * error
+        spread = np.bincount(cluster, term - term.mean())
+        bias = float(((options[key] - w) * error).mean())
+        return float(np.square(spread).sum()) / term.size ** 2 + bias * bias
+
+    return min(options, key=squared_error)
 
 
 def reward_model(log: LoggedBandit, folds: int = 2, prior: float = 10.0, seed: int = 0
@@ -111,24 +189,3 @@ def reward_model(log: LoggedBandit, folds: int = 2, prior: float = 10.0, seed: i
         mean = (total + prior * log.rewards[other].mean()) / (count + prior)
         found[~other] = mean.reshape(log.num_positions, -1)[log.positions[~other]]
     return found
-
-
-def action_shares(log: LoggedBandit, of: LoggedBandit, prior: float = 1.0) -> np.ndarray:
-    """The policy that logged `of`, taken as free of context: its shares of actions by position.
-
-    Args:
-        log: where it is to be evaluated; the same actions and positions.
-        of: what it has logged.
-        prior: rows added to each action, so that none has probability 0.
-
-    Returns:
-        float64 [rows of `log`, num_actions].
-    """
-    if (log.num_actions, log.num_positions) != (of.num_actions, of.num_positions):
-        raise InvalidInputError(fail(
-            "cannot compare two logs", "actions, positions",
-            ((log.num_actions, log.num_positions), (of.num_actions, of.num_positions)),
-            "the same in both", "preprocess both logs into one folder"))
-    counts = np.full((of.num_positions, of.num_actions), prior)
-    np.add.at(counts, (of.positions, of.actions), 1)
-    return (counts / counts.sum(1, keepdims=True))[log.positions]

@@ -50,7 +50,8 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
                                          "numbers", "look for the step where the loss left them"))
         if exclude is not None:
             scores = _without(scores, first, exclude)
-        found = _best(scores, torch.arange(first, first + scores.shape[1]).expand(scores.shape), k)
+        ids = torch.arange(first, first + scores.shape[1], device=scores.device)
+        found = _best(scores, ids.expand(scores.shape), k)
         if best is not None:
             found = _best(torch.cat([best[0], found[0]], 1), torch.cat([best[1], found[1]], 1), k)
         best = found
@@ -78,7 +79,7 @@ def _best(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor
     if bool((tied.sum(1) + (scores > last).sum(1) > k).any()):
         order = ids.masked_fill(~tied, torch.iinfo(torch.int64).max).argsort(dim=1)
         place = torch.empty_like(order).scatter_(
-            1, order, torch.arange(order.shape[1]).expand(order.shape))
+            1, order, torch.arange(order.shape[1], device=order.device).expand(order.shape))
         keep = (scores > last) | (tied & (place < k - (scores > last).sum(1, keepdim=True)))
     else:
         keep = scores >= last
