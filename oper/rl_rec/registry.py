@@ -20,16 +20,15 @@ from oper.rl_rec.data.batches import (
     training_histories,
 )
 from oper.rl_rec.data.interactions import Interactions
+from oper.rl_rec.models.autoencoders.cadvae import CaDVAE, CaDVAEConfig, MacridVAEConfig
+from oper.rl_rec.models.autoencoders.multvae import MultVAE, MultVAEConfig
+from oper.rl_rec.models.autoencoders.recvae import RecVAE, RecVAEConfig
 from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig
 from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig, DecisionTransformerConfig
 from oper.rl_rec.models.gru4rec import GRU4Rec, GRU4RecConfig
 from oper.rl_rec.models.ials import IALS, IALSConfig
 from oper.rl_rec.models.item_to_item import EASEConfig, ItemKNNConfig, ItemToItem
-from oper.rl_rec.models.macridvae import MacridVAE, MacridVAEConfig
-from oper.rl_rec.models.multvae import MultVAE, MultVAEConfig
 from oper.rl_rec.models.popularity import Popularity, PopularityConfig
-from oper.rl_rec.models.recvae import RecVAE, RecVAEConfig
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
 
 
@@ -60,6 +59,10 @@ def _cdt4rec(config: CDT4RecConfig, data: Interactions, device: str) -> CDT4Rec:
                    target_return(data, config.gamma, config.target_quantile), device)
 
 
+def _cadvae(config: CaDVAEConfig, data: Interactions, device: str) -> CaDVAE:
+    return CaDVAE(data.num_items, config, concepts_from(data, config), device)
+
+
 def _steps(config: Any, data: Interactions) -> SequenceBatches:
     return SequenceBatches(data, config.steps, config.window)
 
@@ -86,9 +89,8 @@ WORKLOADS: dict[str, Workload] = {
     "dt": Workload(DecisionTransformerConfig, _cdt4rec, _steps_with_returns),
     "cdt4rec": Workload(CDT4RecConfig, _cdt4rec, _steps_with_returns),
     "multvae": Workload(MultVAEConfig, lambda c, d, device: MultVAE(d.num_items, c, device)),
-    "macridvae": Workload(MacridVAEConfig, lambda c, d, device: MacridVAE(d.num_items, c, device)),
-    "cadvae": Workload(CaDVAEConfig, lambda c, d, device: CaDVAE(
-        d.num_items, c, concepts_from(d, c), device)),
+    "macridvae": Workload(MacridVAEConfig, _cadvae),
+    "cadvae": Workload(CaDVAEConfig, _cadvae),
 }
 # And baselines for one process: most of them have no tables to shard.
 RECOMMENDERS: dict[str, Workload] = WORKLOADS | {

@@ -13,6 +13,7 @@ from rec_support import invented, sequences  # type: ignore[import-not-found]
 
 from oper.rl_rec.data.batches import training_histories
 from oper.rl_rec.harness import FitOptions, fit
+from oper.rl_rec.models.autoencoders.recvae import RecVAE, RecVAEConfig, log_prior
 from oper.rl_rec.models.base import Histories, NegativeSampler
 from oper.rl_rec.models.gru4rec import GRU4Rec, GRU4RecConfig
 from oper.rl_rec.models.ials import IALS, IALSConfig, solve_factors
@@ -22,7 +23,6 @@ from oper.rl_rec.models.item_to_item import (
     ItemToItem,
     interaction_matrix,
 )
-from oper.rl_rec.models.recvae import RecVAE, RecVAEConfig, log_prior
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
 from oper.rl_rec.registry import RECOMMENDERS, WORKLOADS

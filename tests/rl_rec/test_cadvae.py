@@ -9,18 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig, Concepts, log_counts, solve, tags
-from oper.rl_rec.models.causal_graph import descendants
-from oper.rl_rec.models.item_tables import (
+from oper.rl_rec.models.autoencoders.cadvae import (
+    CaDVAE,
+    CaDVAEConfig,
+    Concepts,
+    MacridVAEConfig,
+    log_counts,
+    solve,
+    tags,
+)
+from oper.rl_rec.models.autoencoders.causal_graph import descendants
+from oper.rl_rec.models.autoencoders.item_tables import (
     Drawn,
     ItemBags,
     bag_weights,
     gaussian_kl,
     multinomial_nll,
 )
-from oper.rl_rec.models.macridvae import MacridVAE, MacridVAEConfig
-from oper.rl_rec.models.multvae import MultVAE, MultVAEConfig
+from oper.rl_rec.models.autoencoders.multvae import MultVAE, MultVAEConfig
+from oper.rl_rec.models.base import Histories, Recommender
 
 NUM_ITEMS, K = 60, 4
 # 0 -> 1 -> 3, 0 -> 2; roots: 0; leaves: 2 and 3.
@@ -263,7 +270,8 @@ def test_a_free_graph_becomes_acyclic_and_finds_the_order_of_labels() -> None:
 
 MODELS = {
     "multvae": lambda: MultVAE(NUM_ITEMS, MultVAEConfig(hidden=20, dim=8, decoder_hidden=10)),
-    "macridvae": lambda: MacridVAE(NUM_ITEMS, MacridVAEConfig(num_concepts=3, dim=8)),
+    "macridvae": lambda: CaDVAE(NUM_ITEMS, MacridVAEConfig(num_concepts=3, hidden=24, dim=8),
+                                Concepts(graph=torch.zeros(3, 3))),
     "cadvae": lambda: make(trained=False),
     "nonlinear": lambda: make("nonlinear", trained=False),
     "learned": lambda: CaDVAE(NUM_ITEMS, CaDVAEConfig(num_concepts=3, hidden=20, dim=8,

@@ -11,10 +11,10 @@ from oper.rl_rec.concepts import concepts_from, item_clusters
 from oper.rl_rec.data.batches import training_histories
 from oper.rl_rec.data.interactions import DataOptions, Interactions, Log, from_log
 from oper.rl_rec.harness import FitOptions, fit, run_seeds
+from oper.rl_rec.models.autoencoders.cadvae import CaDVAEConfig
+from oper.rl_rec.models.autoencoders.causal_graph import is_acyclic
+from oper.rl_rec.models.autoencoders.multvae import MultVAEConfig
 from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.cadvae import CaDVAEConfig
-from oper.rl_rec.models.causal_graph import is_acyclic
-from oper.rl_rec.models.multvae import MultVAEConfig
 from oper.rl_rec.models.popularity import Popularity
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
 

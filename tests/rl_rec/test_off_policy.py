@@ -68,9 +68,9 @@ def test_both_click_through_rates() -> None:
 
 
 def test_estimates_find_the_value_of_a_policy_that_never_acted() -> None:
-    """Intervals at 95 % cover the truth of 200 logs as often as chance allows, those of a model
-    held fixed (DM) excepted."""
-    num_logs = 200
+    """Intervals at 95 % cover the truth of 300 logs as often as chance allows: those of the
+    estimators that are right in the mean. The shrunk ones trade that for a smaller error."""
+    num_logs = 300
     covered: Counter[str] = Counter()
     errors, narrower = [], 0
     for seed in range(num_logs):
@@ -78,14 +78,17 @@ def test_estimates_find_the_value_of_a_policy_that_never_acted() -> None:
         assert s.value - float(s.log.rewards.mean()) > 0.03  # the log's own reward is no answer
         found = estimate(s.log, s.target, groups=s.groups, samples=400)
         covered.update(n for n, i in found.intervals.items() if i.low <= s.value <= i.high)
-        errors.append([found.intervals[n].mean - s.value for n in ("ips", "snips", "dr", "mips")])
+        errors.append([found.intervals[n].mean - s.value
+                       for n in ("ips", "snips", "dr", "mips", "switch-dr", "dros", "dm")])
         width = {n: i.high - i.low for n, i in found.intervals.items()}
         narrower += width["mips"] < width["ips"] and width["dr"] < width["ips"]
         assert 0 < found.effective_rows < 1_000 and found.largest_weight > 1
-    assert np.abs(np.mean(errors, axis=0)).max() < 0.006
-    for name in ("ips", "snips", "dr", "switch-dr", "dros", "mips"):
-        # 0.95 less and more than three standard deviations of a binomial count
-        assert 0.90 <= covered[name] / num_logs <= 0.995, (name, covered)
+    assert np.abs(np.mean(errors, axis=0)[:4]).max() < 0.006
+    for name in ("ips", "snips", "dr", "mips"):
+        # 0.93 and 0.97, and two standard deviations of so few logs beyond
+        assert 0.905 <= covered[name] / num_logs <= 0.995, (name, covered)
+    ips, _, dr, _, switched, shrunk, dm = np.sqrt(np.square(errors).mean(axis=0))
+    assert max(switched, shrunk) < 1.15 * dr and dr < ips < dm
     assert narrower > 0.9 * num_logs  # less variance than importance weights of single actions
 
 
@@ -142,7 +145,7 @@ def test_every_estimate_is_that_of_its_formula() -> None:
             total / (weights if name == "snips" else 400))
     assert found.threshold < found.largest_weight and np.isfinite(found.shrinkage)
     widths = {n: i.high - i.low for n, i in found.intervals.items()}
-    assert max(widths["switch-dr"], widths["dros"]) < 0.1 * widths["dr"]
+    assert widths["switch-dr"] < 0.1 * widths["dr"] and widths["dros"] < widths["dr"]
 
 
 def test_without_need_nothing_is_shrunk() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from oper.rl_rec.models.autoencoders.item_tables import positives, rows_of
 from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.item_tables import positives, rows_of
 
 
 @dataclass(frozen=True, slots=True)

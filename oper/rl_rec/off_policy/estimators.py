@@ -85,8 +85,10 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
              samples: int = SAMPLES) -> OffPolicyEstimates:
     """All estimates, with bootstrap intervals over clusters of rows.
 
-    The intervals take q, the threshold and l as given. So DM's is too short: it does not hold the
-    chance in q itself.
+    The intervals take q, the threshold and l as given. IPS, SNIPS, DR and MIPS are right in the
+    mean whatever q is, and their intervals cover the value as often as they say. Where q is fitted
+    on the same log, DM's are far too short, since the chance in q itself is not in them, and those
+    of Switch-DR and DRos somewhat, which lean on q where weights are large.
 
     Args:
         log: N rows.

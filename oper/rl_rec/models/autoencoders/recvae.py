@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.item_tables import (
+from oper.rl_rec.models.autoencoders.item_tables import (
     ItemBags,
     ItemRows,
     bag_weights,
@@ -32,6 +31,7 @@ from oper.rl_rec.models.item_tables import (
     rows_of,
     sample,
 )
+from oper.rl_rec.models.base import Histories, Recommender
 
 _PRIOR = (3 / 20, 3 / 4, 1 / 10)
 _WIDE = 10.0  # log variance of the third part of the prior

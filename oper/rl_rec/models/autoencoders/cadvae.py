@@ -50,9 +50,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.causal_graph import acyclic_support, acyclicity, topological_order
-from oper.rl_rec.models.item_tables import (
+from oper.rl_rec.models.autoencoders.causal_graph import (
+    acyclic_support,
+    acyclicity,
+    topological_order,
+)
+from oper.rl_rec.models.autoencoders.item_tables import (
     Drawn,
     ItemBags,
     ItemRows,
@@ -65,6 +68,7 @@ from oper.rl_rec.models.item_tables import (
     rows_of,
     sample,
 )
+from oper.rl_rec.models.base import Histories, Recommender
 
 LAYERS = ("linear", "nonlinear")
 SIMILARITIES = ("cosine", "dot")
@@ -134,6 +138,18 @@ class CaDVAEConfig:
         if self.layer == "nonlinear" and self.graph == "free":
             raise ValueError("model.graph = 'free': the non-linear layer follows a topological "
                              "order; expected 'fit', 'none', or a given graph")
+
+
+@dataclass(frozen=True, slots=True)
+class MacridVAEConfig(CaDVAEConfig):
+    """MacridVAE (Ma, Zhou, Cui, Yang and Zhu, NeurIPS 2019) with the authors' sizes: learned
+    concepts, no graph, no labels. Concepts are soft; Gumbel-softmax samples of them (an option of
+    the authors) are not offered."""
+
+    num_concepts: int = 7
+    concepts: str = "learned"
+    graph: str = "none"
+    beta_z: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.item_tables import (
+from oper.rl_rec.models.autoencoders.item_tables import (
     Drawn,
     ItemBags,
     ItemRows,
@@ -35,6 +34,7 @@ from oper.rl_rec.models.item_tables import (
     rows_of,
     sample,
 )
+from oper.rl_rec.models.base import Histories, Recommender
 
 
 @dataclass(frozen=True, slots=True)
