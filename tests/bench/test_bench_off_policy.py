@@ -16,7 +16,8 @@ def test_simulated_logs(tmp_path: Path) -> None:
                     env={"OPER_DATA": str(tmp_path), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     entries = json.loads(out.read_text())["cases"]
-    assert [e["name"] for e in entries] == ["simulated/rows", "simulated/visitors"]
+    assert [e["name"] for e in entries] == ["simulated/rows", "simulated/visitors",
+                                            "simulated/recommender"]
     for e in entries:
         assert set(e["coverage"]) == {"ips", "snips", "dm", "dr", "switch-dr", "dros", "mips"}
         assert abs(e["bias"]["ips"]) < e["rmse"]["ips"] and e["rmse"]["dr"] < e["rmse"]["ips"]

@@ -89,7 +89,7 @@ def test_estimates_find_the_value_of_a_policy_that_never_acted() -> None:
         assert 0.905 <= covered[name] / num_logs <= 0.995, (name, covered)
     ips, _, dr, _, switched, shrunk, dm = np.sqrt(np.square(errors).mean(axis=0))
     assert max(switched, shrunk) < 1.15 * dr and dr < ips < dm
-    assert narrower > 0.9 * num_logs  # less variance than importance weights of single actions
+    assert narrower > 0.8 * num_logs  # less variance than importance weights of single actions
 
 
 def test_rows_of_one_visitor_are_drawn_together() -> None:

@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from oper.bench.core import record
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column, Join, Layout
 from oper.flags import whole
 from oper.rl_rec.intervals import bootstrap
+from oper.rl_rec.models.base import Histories
+from oper.rl_rec.models.item_to_item import EASEConfig, ItemToItem
 from oper.rl_rec.off_policy.estimators import Groups, OffPolicyEstimates, estimate
 from oper.rl_rec.off_policy.log import BanditColumns, LoggedBandit, load_bandit
-from oper.rl_rec.off_policy.policies import action_shares
-from oper.rl_rec.off_policy.simulated import simulate_log
+from oper.rl_rec.off_policy.policies import action_shares, recommender_policy, softmax_policy
+from oper.rl_rec.off_policy.simulated import SimulatedLog, simulate_log
 
 _CATEGORY = "item_feature_1"
 _LOGS = {"random": "open_bandit/random/women/women.csv*",
@@ -31,6 +34,7 @@ _LOGS = {"random": "open_bandit/random/women/women.csv*",
 # Estimators that are right in the mean: their intervals are to cover the value.
 COVERING = ("ips", "snips", "dr", "mips")
 COVERAGE = (0.93, 0.97)
+_RECOMMENDER = "simulated/recommender"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,8 @@ class Case:
     """Logs of one policy, by which another is judged.
 
     Attributes:
-        name: ``simulated/...`` or ``open-bandit/LOG-log/TARGET``.
+        name: ``simulated/...`` or ``open-bandit/LOG-log/TARGET``; in ``simulated/recommender`` the
+            policy to be judged is EASE.
         log, target: Open Bandit's policies: ``"random"`` and ``"thompson"``; empty = simulated.
         num_logs: simulated logs.
         rows: of a simulated log.
@@ -55,7 +60,8 @@ class Case:
 
 def cases(quick: bool) -> list[Case]:
     """Simulated logs, and Open Bandit's where they are."""
-    found = [Case("simulated/rows"), Case("simulated/visitors", per_visitor=5)]
+    found = [Case("simulated/rows"), Case("simulated/visitors", per_visitor=5),
+             Case(_RECOMMENDER)]
     if quick:
         found = [dataclasses.replace(case, num_logs=20, rows=500) for case in found]
     if all(_files(log) for log in _LOGS):
@@ -85,7 +91,8 @@ def _simulated(case: Case, samples: int) -> dict[str, Any]:
     for seed in range(case.num_logs):
         if seed % 100 == 0:
             print(f"  {case.name}: log {seed} of {case.num_logs}", file=sys.stderr, flush=True)
-        s = simulate_log(case.rows, seed, case.per_visitor)
+        s = (served_users(case.rows, seed) if case.name == _RECOMMENDER else
+             simulate_log(case.rows, seed, case.per_visitor))
         value = s.value
         found = estimate(s.log, s.target, groups=s.groups, clusters=s.visitors, samples=samples)
         for name, i in found.intervals.items():
@@ -101,6 +108,39 @@ def _simulated(case: Case, samples: int) -> dict[str, Any]:
                      for n, e in errors.items()},
             "verified": all(COVERAGE[0] - slack <= shares[n] <= COVERAGE[1] + slack
                             for n in COVERING)}
+
+
+@functools.cache
+def _shop_of_tastes() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For 300 users and 12 products: whether a user's taste is the product's, EASE's policy and a
+    logging policy that follows popularity; float64 [300, 12] each."""
+    rng = np.random.default_rng(0)
+    users, products, tastes = 300, 12, 3
+    suits = (np.arange(users)[:, None] % tastes == np.arange(products) % tastes).astype(float)
+    bought = rng.random((users, products)) < 0.1 + 0.4 * suits
+    rows, items = np.nonzero(bought)
+    histories = Histories(torch.arange(users), torch.from_numpy(items + 1), torch.ones(items.size),
+                          torch.from_numpy(np.bincount(rows, minlength=users)))
+    model = ItemToItem(EASEConfig(l2=20.0), histories, products + 1)
+    target = recommender_policy(model, histories, torch.arange(1, products + 1), 0.1, 0.1)
+    popular = softmax_policy(np.tile(bought.mean(0), (users, 1)), 0.1, 0.3)
+    return suits, target, popular
+
+
+def served_users(rows: int, seed: int) -> SimulatedLog:
+    """A log of popular products, by which EASE is judged; groups are the products' tastes."""
+    suits, target, popular = _shop_of_tastes()
+    users, products = suits.shape
+    chances = 0.05 + 0.4 * suits
+    rng = np.random.default_rng((seed, 2))
+    user = rng.integers(0, users, rows)
+    action = (popular[user].cumsum(1) > rng.random((rows, 1))).argmax(1)
+    rewards = rng.random(rows) < chances[user, action]
+    taste = user % 3
+    log = LoggedBandit(taste[:, None], action, taste, rewards.astype(np.float32),
+                       popular[user, action], products, 3, (3,))
+    return SimulatedLog(log, target[user], float((target * chances).sum(1).mean()),
+                        chances[user], Groups(np.arange(products) % 3, popular[user]), user)
 
 
 def _open_bandit(case: Case, samples: int) -> dict[str, Any]:
