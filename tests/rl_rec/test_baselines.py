@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rec_support import invented, sequences  # type: ignore[import-not-found]
+from rec_support import invented, sequences
 
 from oper.rl_rec.data.batches import training_histories
 from oper.rl_rec.harness import FitOptions, fit
@@ -184,7 +184,7 @@ def test_recvae_trains_encoder_and_decoder_in_turns() -> None:
     histories, num_items, _ = training()
     torch.manual_seed(0)
     model = RecVAE(num_items, RecVAEConfig(hidden=16, dim=6, rounds=2)).train()
-    turns = []
+    turns: list[str] = []
     for step in range(16):
         model.schedule(step, 16)
         model.zero_grad()
@@ -199,14 +199,14 @@ def test_recvae_trains_encoder_and_decoder_in_turns() -> None:
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None:
-                    p -= 0.05 * p.grad
+                    p.sub_(0.05 * p.grad)
     assert turns == (["encoder"] * 6 + ["item_out"] * 2) * 2
 
 
 @pytest.mark.parametrize("name", [n for n in RECOMMENDERS if n not in WORKLOADS])
 def test_baselines_beat_popularity(name: str) -> None:
     """On users of three tastes; the same from the same seed."""
-    from test_harness import ITEMS, KINDS, USERS  # type: ignore[import-not-found]
+    from test_harness import ITEMS, KINDS, USERS
 
     from oper.rl_rec.data.interactions import DataOptions, Log, from_log
     rng = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rec_support import SMALL, invented  # type: ignore[import-not-found]
+from rec_support import SMALL, invented
 from torch.overrides import TorchFunctionMode
 
 from oper.rl_rec.data.batches import Share

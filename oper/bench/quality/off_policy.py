@@ -217,8 +217,8 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
             ["logs", "estimator", "coverage at 95 %", "bias", "root mean square error"],
             [[e["name"], name, f"{share:.3f}", f"{e['bias'][name]:+.4f}", f"{e['rmse'][name]:.4f}"]
              for e in simulated for name, share in e["coverage"].items()]),
-            "dm takes its model as given, switch-dr and dros lean on it: their intervals are too "
-            "short"]
+            "dm, switch-dr and dros lean on a model of the reward: its error is not in their "
+            "intervals"]
     real = [e for e in entries if "estimates" in e]
     if real:
         parts += [record.table(

@@ -338,7 +338,7 @@ def _fold_in(log: Log, held: np.ndarray, options: DataOptions) -> tuple[Log, _Cu
     log, held, asked = log.rows(order), held[:, order], asked[order]
     targets = asked & (log.rewards > 0) & _first_of_pairs(log)
     stop = offsets[:-1] + histories
-    trains = ~held.any(axis=0)[offsets[:-1]]
+    trains = ~np.any(held, axis=0).reshape(-1)[offsets[:-1]]
     return log, _Cut(np.where(trains, offsets[1:], offsets[:-1]), (stop, stop),
                      (targets & held[0], targets & held[1]))
 

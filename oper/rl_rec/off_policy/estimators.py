@@ -28,6 +28,7 @@ from oper.errors import InvalidInputError, fail
 from oper.rl_rec.intervals import SAMPLES, Interval, interval, resampled_sums
 from oper.rl_rec.off_policy.log import LoggedBandit
 
+PRIOR = 10.0  # rows of the overall mean in each mean of `reward_model`
 _QUANTILES = (0.5, 0.8, 0.9, 0.95, 0.99)  # of the weights: thresholds to choose from
 _SHRINKAGES = tuple(10.0 ** k for k in range(-4, 3))  # l, in squares of the largest weight
 
@@ -85,10 +86,10 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
              samples: int = SAMPLES) -> OffPolicyEstimates:
     """All estimates, with bootstrap intervals over clusters of rows.
 
-    The intervals take q, the threshold and l as given. IPS, SNIPS, DR and MIPS are right in the
-    mean whatever q is, and their intervals cover the value as often as they say. Where q is fitted
-    on the same log, DM's are far too short, since the chance in q itself is not in them, and those
-    of Switch-DR and DRos somewhat, which lean on q where weights are large.
+    IPS, SNIPS, DR and MIPS are right in the mean whatever q is. DM, and Switch-DR and DRos where
+    they take weights away, lean on q: intervals hold the chance in the default q (by its
+    derivative), but not the error of a q that cannot be right, and take a given q, the threshold
+    and l as they are.
 
     Args:
         log: N rows.
@@ -131,19 +132,25 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
                   for t in (*np.quantile(w, _QUANTILES), np.inf)}
     shrunk = {x * largest ** 2: w * (x * largest ** 2) / (w * w + x * largest ** 2)
               for x in _SHRINKAGES} | {np.inf: w}
-    threshold, shrinkage = (_least_error(options, w, direct, error, cluster)
+    fitted = _FittedModel(log, target, error) if model is None else None
+    threshold, shrinkage = (_least_error(options, direct, error, cluster, fitted)
                             for options in (thresholds, shrunk))
-    terms = {"ones": np.ones(shape[0]), "w": w, "ips": w * rewards, "dm": direct,
-             "dr": direct + w * error, "switch-dr": direct + thresholds[threshold] * error,
-             "dros": direct + shrunk[shrinkage] * error}
+    values = {"dm": direct, "dr": direct + w * error,
+              "switch-dr": direct + thresholds[threshold] * error,
+              "dros": direct + shrunk[shrinkage] * error, "ips": w * rewards}
     if groups is not None:
-        terms["mips"] = groups.weights(log, target) * rewards
+        values["mips"] = groups.weights(log, target) * rewards
+    used = {"dm": np.zeros(shape[0]), "dr": w, "switch-dr": thresholds[threshold],
+            "dros": shrunk[shrinkage]}
+    moved = {name: fitted.moved(weights) for name, weights in used.items()} if fitted else {}
+    terms = {name: x + moved.get(name, 0.0) for name, x in values.items()}
+    terms |= {"w": w, "ones": np.ones(shape[0])}
     sums = np.stack([np.bincount(cluster, term) for term in terms.values()])
     drawn = dict(zip(terms, resampled_sums(sums, samples).T, strict=True))
-    found = {name: interval(float(term.mean()), drawn[name] / drawn["ones"])
-             for name, term in terms.items() if name not in ("ones", "w")}
+    found = {name: interval(float(x.mean()), drawn[name] / drawn["ones"]
+                            - (terms[name].mean() - x.mean())) for name, x in values.items()}
     some = drawn["w"] > 0
-    found["snips"] = interval(float(terms["ips"].sum() / w.sum()),
+    found["snips"] = interval(float(values["ips"].sum() / w.sum()),
                               drawn["ips"][some] / drawn["w"][some])
     return OffPolicyEstimates(found, threshold, shrinkage,
                               float(w.sum() ** 2 / np.square(w).sum()), largest)
@@ -157,24 +164,47 @@ def _check_policy(policy: np.ndarray, shape: tuple[int, int], name: str) -> None
                                      "row of the log"))
 
 
-def _least_error(options: dict[float, np.ndarray], w: np.ndarray, direct: np.ndarray,
-                 error: np.ndarray, cluster: np.ndarray) -> float:
-    """The key of the weights float64 [N] with the least estimated squared error of the mean."""
+class _FittedModel:
+    """How the mean of ``direct + v error`` moves with the rewards through `reward_model`'s q.
+
+    q of a cell (action, position) is ``(R + prior m) / (N + prior)``. A row's reward enters it by
+    ``error / (N + prior)``, and q the mean by what the target does in the cell less the weights v
+    that correct it.
+    """
+
+    def __init__(self, log: LoggedBandit, target: np.ndarray, error: np.ndarray) -> None:
+        self.cell, self.error = log.positions * log.num_actions + log.actions, error
+        wanted = np.zeros((log.num_positions, log.num_actions))
+        np.add.at(wanted, log.positions, target)
+        self.wanted = wanted.reshape(-1)
+        self.count = np.bincount(self.cell, minlength=self.wanted.size) + PRIOR
+
+    def moved(self, weights: np.ndarray) -> np.ndarray:
+        """By each row, in rows' units: float64 [N]."""
+        corrected = np.bincount(self.cell, weights, minlength=self.wanted.size)
+        return ((self.wanted - corrected) / self.count)[self.cell] * self.error
+
+
+def _least_error(options: dict[float, np.ndarray], direct: np.ndarray, error: np.ndarray,
+                 cluster: np.ndarray, fitted: _FittedModel | None) -> float:
+    """The key of the weights float64 [N] with the least estimated squared error of the mean; the
+    weights of an infinite key are whole."""
     def squared_error(key: float) -> float:
         term = direct + options[key] * error
+        if fitted:
+            term = term + fitted.moved(options[key])
         spread = np.bincount(cluster, term - term.mean())
-        bias = float(((options[key] - w) * error).mean())
+        bias = float(((options[key] - options[np.inf]) * error).mean())
         return float(np.square(spread).sum()) / term.size ** 2 + bias * bias
 
     return min(options, key=squared_error)
 
 
-def reward_model(log: LoggedBandit, folds: int = 2, prior: float = 10.0, seed: int = 0
-                 ) -> np.ndarray:
+def reward_model(log: LoggedBandit, folds: int = 2, seed: int = 0) -> np.ndarray:
     """Mean reward of an action at a position, from the other folds' rows: float64 [N, num_actions].
 
     Cross-fitted, so that no row's own reward is in its q. A mean is drawn towards the overall mean
-    as if `prior` more rows had that.
+    as if `PRIOR` more rows had that.
     """
     rows = log.actions.size
     if not 2 <= folds <= rows:
@@ -188,6 +218,6 @@ def reward_model(log: LoggedBandit, folds: int = 2, prior: float = 10.0, seed: i
         other = fold != k
         count = np.bincount(cell[other], minlength=cells)
         total = np.bincount(cell[other], log.rewards[other], minlength=cells)
-        mean = (total + prior * log.rewards[other].mean()) / (count + prior)
+        mean = (total + PRIOR * log.rewards[other].mean()) / (count + PRIOR)
         found[~other] = mean.reshape(log.num_positions, -1)[log.positions[~other]]
     return found
