@@ -317,8 +317,7 @@ def test_users_are_queried_at_positions_that_were_trained(kind: str) -> None:
     model = made_for(kind, data)
     positions = model.position if isinstance(model, SASRec) else model.backbone.time
     config = model.config
-    for batch in SequenceBatches(data, config.steps, config.window, config.gamma).epoch(
-            0, Share(4)):
+    for batch in SequenceBatches(data, config.steps, config.window).epoch(0, Share(4)):
         model(batch)[0].backward()
     assert positions.grad is not None
     trained = positions.grad.abs().sum(dim=1) > 0

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from oper.errors import FileFormatError, InvalidInputError
-from oper.rl_rec import simulator
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig
+from oper.rl_rec.simulation import shop as simulator
 from oper.rl_rec.simulation.clicks import click_through_rate
 from oper.rl_rec.simulation.offline import (
     OfflineOptions,
