@@ -69,7 +69,7 @@ def test_both_click_through_rates() -> None:
 
 def test_estimates_find_the_value_of_a_policy_that_never_acted() -> None:
     """Intervals at 95 % cover the truth of 300 logs as often as chance allows: those of the
-    estimators that are right in the mean. DM's hold the chance in its model, not its error."""
+    estimators that are right in the mean, or nearly. DM's hold the chance in its model."""
     num_logs = 300
     covered: Counter[str] = Counter()
     errors, narrower = [], 0
@@ -87,9 +87,9 @@ def test_estimates_find_the_value_of_a_policy_that_never_acted() -> None:
     for name in ("ips", "snips", "dr", "mips", "switch-dr", "dros"):
         # 0.93 and 0.97, and two standard deviations of so few logs beyond
         assert 0.905 <= covered[name] / num_logs <= 0.995, (name, covered)
-    assert covered["dm"] / num_logs > 0.5  # 0.05 without the chance in its model
-    ips, _, dr, _, switched, shrunk, dm = np.sqrt(np.square(errors).mean(axis=0))
-    assert max(switched, shrunk) < 1.15 * dr and dr < ips < dm
+    assert covered["dm"] / num_logs > 0.85  # 0.05 without the chance in its model
+    ips, _, dr, _, switched, shrunk, _ = np.sqrt(np.square(errors).mean(axis=0))
+    assert max(switched, shrunk) < 1.1 * dr and dr < ips
     assert narrower > 0.8 * num_logs  # less variance than importance weights of single actions
 
 

@@ -28,7 +28,7 @@ from oper.errors import InvalidInputError, fail
 from oper.rl_rec.intervals import SAMPLES, Interval, interval, resampled_sums
 from oper.rl_rec.off_policy.log import LoggedBandit
 
-PRIOR = 10.0  # rows of the overall mean in each mean of `reward_model`
+PRIOR = 2.0  # rows of the overall mean in each mean of `reward_model`
 _QUANTILES = (0.5, 0.8, 0.9, 0.95, 0.99)  # of the weights: thresholds to choose from
 _SHRINKAGES = tuple(10.0 ** k for k in range(-4, 3))  # l, in squares of the largest weight
 
