@@ -49,7 +49,7 @@ def test_a_record_holds_intervals_and_paired_differences(tmp_path: Path) -> None
     assert less["mean"] == pytest.approx(
         entries[1]["metrics"]["ndcg@10"]["mean"] - entries[0]["metrics"]["ndcg@10"]["mean"],
         abs=2e-6)
-    assert "movietweetings/last-two/macridvae less multvae: nDCG@10" in printed
+    assert "movietweetings/last-two/macridvae less multvae: ndcg@10" in printed
     kept, again = run(tmp_path, "movietweetings/last-two/[pm]*[ye]", "again.json")
     assert again.replace("again.json", "record.json") == printed  # nothing trained anew
     assert [e["runs"] for e in kept] == [e["runs"] for e in entries]
