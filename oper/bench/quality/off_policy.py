@@ -31,8 +31,8 @@ from oper.rl_rec.off_policy.simulated import SimulatedLog, simulate_log
 _CATEGORY = "item_feature_1"
 _LOGS = {"random": "open_bandit/random/women/women.csv*",
          "thompson": "open_bandit/bts/women/women.csv*"}
-# Estimators that are right in the mean, or nearly: their intervals are to cover the value.
-COVERING = ("ips", "snips", "dr", "switch-dr", "dros", "mips")
+# Estimators that are right in the mean: their intervals are to cover the value.
+COVERING = ("ips", "snips", "dr", "mips")
 COVERAGE = (0.93, 0.97)
 _RECOMMENDER = "simulated/recommender"
 
