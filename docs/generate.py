@@ -195,8 +195,10 @@ def _toml(value: Any) -> str:
 
 
 def _attributes(kind: type) -> dict[str, str]:
-    """The section "Attributes:" of a class's docstring, by name."""
+    """The section "Attributes:" of the docstrings of a class and its bases, by name."""
     found: dict[str, str] = {}
+    for base in reversed(kind.__mro__[1:-1]):
+        found |= _attributes(base)
     _, _, section = (kind.__doc__ or "").partition("Attributes:")
     for entry in re.split(r"\n {8}(?=\w)", section.split("\n\n")[0]):
         names, colon, text = entry.strip().partition(":")

@@ -20,7 +20,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "oper.integration": ("torchrec",),
     "oper.train": ("torchrec",),
     "oper.rl_rec": ("torchrec",),
-    "oper.rl_rec.environment": ("rl",),
+    "oper.rl_rec.simulation.environment": ("rl",),
     "oper.serve": ("serve",),
     "oper.serve.model": ("torchrec",),
     "oper.report": ("report",),

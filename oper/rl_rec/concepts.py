@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, fail
-from oper.rl_rec.evaluation import training_histories
-from oper.rl_rec.interactions import Interactions
-from oper.rl_rec.models.cadvae import CaDVAEConfig, Concepts, log_counts, tags, without
-from oper.rl_rec.models.causal_graph import fit_graph
-from oper.rl_rec.models.item_tables import positives
+from oper.rl_rec.data.batches import training_histories
+from oper.rl_rec.data.interactions import Interactions
+from oper.rl_rec.models.autoencoders.cadvae import CaDVAEConfig, Concepts, log_counts, tags, without
+from oper.rl_rec.models.autoencoders.causal_graph import fit_graph
+from oper.rl_rec.models.autoencoders.item_tables import positives
 
 FACTORS = 32
 ROUNDS = 50

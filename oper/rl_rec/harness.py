@@ -7,24 +7,22 @@ several processes with sharded tables is ``oper train``'s.
 from __future__ import annotations
 
 import copy
-import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, fail
-from oper.rl_rec.evaluation import RankingResult, evaluate_ranking, training_histories
-from oper.rl_rec.interactions import Interactions
+from oper.rl_rec.data.batches import Batches, Share, num_batches
+from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.intervals import Interval, bootstrap, difference
 from oper.rl_rec.models.base import Recommender
-from oper.rl_rec.registry import WORKLOADS
-from oper.rl_rec.sequences import SequenceBatches, Share
-
-CHOSEN_BY = "ndcg@10"
+from oper.rl_rec.ranking.evaluate import RankingResult, evaluate_ranking
+from oper.rl_rec.ranking.metrics import MetricOptions
+from oper.rl_rec.registry import RECOMMENDERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,9 @@ class FitOptions:
         weight_decay: Adam's L2 penalty.
         max_norm: the gradient of all weights together is scaled to at most this norm.
         eval_every: epochs between validations.
-        patience: validations without a better nDCG@10 before training ends.
+        patience: validations without a better value of `chosen_by` before training ends.
+        metrics: what is measured.
+        chosen_by: the metric of the validation users whose best weights are kept.
     """
 
     epochs: int = 100
@@ -48,12 +48,18 @@ class FitOptions:
     max_norm: float = 5.0
     eval_every: int = 4
     patience: int = 5
+    metrics: MetricOptions = field(default_factory=MetricOptions)
+    chosen_by: str = "ndcg@10"
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "lr", "max_norm", "eval_every", "patience"):
             if not getattr(self, name) > 0:
                 raise InvalidInputError(fail("invalid options", name, getattr(self, name), "> 0",
                                              "choose a positive value"))
+        if self.chosen_by not in self.metrics.names():
+            raise InvalidInputError(fail("invalid options", "chosen_by", self.chosen_by,
+                                         f"one of {self.metrics.names()}",
+                                         "choose by something that is measured"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +69,18 @@ class Fitted:
     Attributes:
         model: in evaluation mode.
         test: its ranking of the test users.
-        valid_ndcg: validation nDCG@10 of the weights kept.
+        valid: value of `FitOptions.chosen_by` on the validation users, of the weights kept.
         epochs: passes made over the training users when they were kept.
         seconds: training and validation together, building included.
+        chosen_by: the name of `valid`.
     """
 
     model: Recommender
     test: RankingResult
-    valid_ndcg: float
+    valid: float
     epochs: int
     seconds: float
+    chosen_by: str
 
 
 def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptions) -> Fitted:
@@ -84,41 +92,46 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
     Raises:
         InvalidInputError: no such model, or its loss is no longer a number.
     """
-    if name not in WORKLOADS:
+    if name not in RECOMMENDERS:
         raise InvalidInputError(fail("no such recommender", "name", name,
-                                     f"one of {sorted(WORKLOADS)}", "choose one"))
+                                     f"one of {sorted(RECOMMENDERS)}", "choose one"))
     for split in ("valid", "test"):
         if not data.held_out(split).users.size:
             raise InvalidInputError(fail("cannot compare models", f"{split} users", 0,
                                          "some with a target", "lower k_core, or take more data"))
     begin = time.perf_counter()
-    workload = WORKLOADS[name]
+    workload = RECOMMENDERS[name]
     torch.manual_seed(seed)
     config = workload.config() if config is None else config
     model = workload.build(config, data, "cpu")
     best, best_epoch = -1.0, 0
     if any(p.requires_grad for p in model.parameters()):
-        batches = (_history_batches(data, options.batch_size, seed)
-                   if workload.batches == "histories"
-                   else _sequence_batches(config, data, options.batch_size, seed))
-        best, best_epoch = _train(model, data, options, batches)
+        batches = workload.batches(config, data)
+        share = Share(min(options.batch_size, len(batches)), seed=seed)
+        best, best_epoch = _train(model, data, options, batches, share)
     model.eval()
     if not best_epoch:
-        best = evaluate_ranking(model, data, "valid", ks=(10,)).summary()[CHOSEN_BY]
+        best = _validate(model, data, options)
     seconds = time.perf_counter() - begin
-    return Fitted(model, evaluate_ranking(model, data, "test"), best, best_epoch, seconds)
+    test = evaluate_ranking(model, data, "test", metrics=options.metrics)
+    return Fitted(model, test, best, best_epoch, seconds, options.chosen_by)
 
 
-def _train(model: Recommender, data: Interactions, options: FitOptions,
-           batches: Callable[[], Iterator[Any]]) -> tuple[float, int]:
-    """Best validation nDCG@10 and the epochs it took; the model holds those weights."""
+def _validate(model: Recommender, data: Interactions, options: FitOptions) -> float:
+    return evaluate_ranking(model, data, "valid",
+                            metrics=options.metrics).summary()[options.chosen_by]
+
+
+def _train(model: Recommender, data: Interactions, options: FitOptions, batches: Batches,
+           share: Share) -> tuple[float, int]:
+    """The best validation and the epochs it took; the model holds those weights."""
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr,
                                  weight_decay=options.weight_decay)
-    step, num_steps = 0, options.epochs * sum(1 for _ in batches())
+    step, num_steps = 0, options.epochs * num_batches(len(batches), share)
     best, best_epoch, best_state, waited = -1.0, 0, model.state_dict(), 0
     for epoch in range(1, options.epochs + 1):
         model.train()
-        for batch in batches():
+        for batch in batches.epoch(epoch - 1, share):
             model.schedule(step, num_steps)
             optimizer.zero_grad()
             loss, _ = model(batch)
@@ -131,7 +144,7 @@ def _train(model: Recommender, data: Interactions, options: FitOptions,
             step += 1
         if epoch % options.eval_every and epoch < options.epochs:
             continue
-        found = evaluate_ranking(model, data, "valid", ks=(10,)).summary()[CHOSEN_BY]
+        found = _validate(model, data, options)
         if found > best:
             best, best_epoch, waited = found, epoch, 0
             best_state = copy.deepcopy(model.state_dict())
@@ -141,29 +154,6 @@ def _train(model: Recommender, data: Interactions, options: FitOptions,
                 break
     model.load_state_dict(best_state)
     return best, best_epoch
-
-
-def _history_batches(data: Interactions, batch_size: int, seed: int
-                     ) -> Callable[[], Iterator[Any]]:
-    """Training users in a new random order each time."""
-    rng = np.random.default_rng(seed)
-    users = np.flatnonzero(data.train_stop > data.offsets[:-1])
-
-    def batches() -> Iterator[Any]:
-        order = rng.permutation(users)
-        for first in range(0, order.size, batch_size):
-            yield training_histories(data, order[first:first + batch_size])
-
-    return batches
-
-
-def _sequence_batches(config: Any, data: Interactions, batch_size: int, seed: int
-                      ) -> Callable[[], Iterator[Any]]:
-    """Stretches of trajectories, in a new random order each time."""
-    subsequences = SequenceBatches(data, config.steps, config.window, config.gamma)
-    share = Share(min(batch_size, len(subsequences)), seed=seed)
-    epochs = itertools.count()
-    return lambda: subsequences.epoch(next(epochs), share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +194,8 @@ def run_seeds(name: str, config: Any, data: Interactions, seeds: Sequence[int],
 def as_runs(name: str, seed: int, fitted: Fitted) -> Runs:
     """One training run as `Runs`, without its model."""
     about = {"seed": seed, "epochs": fitted.epochs, "seconds": round(fitted.seconds, 1),
-             f"valid_{CHOSEN_BY}": round(fitted.valid_ndcg, 6),
-             f"test_{CHOSEN_BY}": round(fitted.test.summary()[CHOSEN_BY], 6)}
+             f"valid_{fitted.chosen_by}": round(fitted.valid, 6),
+             f"test_{fitted.chosen_by}": round(fitted.test.summary()[fitted.chosen_by], 6)}
     return Runs(name, (seed,), {m: v[np.newaxis] for m, v in fitted.test.per_user.items()},
                 (about,))
 

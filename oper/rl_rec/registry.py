@@ -7,19 +7,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, fail
 from oper.rl_rec.concepts import concepts_from
-from oper.rl_rec.interactions import Interactions
-from oper.rl_rec.models.base import Recommender
-from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig
+from oper.rl_rec.data.batches import (
+    Batches,
+    HistoryBatches,
+    SequenceBatches,
+    target_return,
+    training_histories,
+)
+from oper.rl_rec.data.interactions import Interactions
+from oper.rl_rec.models.autoencoders.cadvae import CaDVAE, CaDVAEConfig, MacridVAEConfig
+from oper.rl_rec.models.autoencoders.multvae import MultVAE, MultVAEConfig
+from oper.rl_rec.models.autoencoders.recvae import RecVAE, RecVAEConfig
+from oper.rl_rec.models.base import Histories, Recommender
 from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig, DecisionTransformerConfig
-from oper.rl_rec.models.macridvae import MacridVAE, MacridVAEConfig
-from oper.rl_rec.models.multvae import MultVAE, MultVAEConfig
+from oper.rl_rec.models.gru4rec import GRU4Rec, GRU4RecConfig
+from oper.rl_rec.models.ials import IALS, IALSConfig
+from oper.rl_rec.models.item_to_item import EASEConfig, ItemKNNConfig, ItemToItem
 from oper.rl_rec.models.popularity import Popularity, PopularityConfig
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
-from oper.rl_rec.sequences import target_return
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +40,13 @@ class Workload:
         config: its configuration, a frozen dataclass with defaults.
         build: the model from the configuration, the data and the device of its tables (``"cpu"``
             or ``"meta"``); draws from torch's generator.
-        batches: ``"histories"`` (all of a user's training interactions) or ``"sequences"``.
+        batches: what it trains on: all of a user's training interactions, or subsequences.
         trains: whether there is anything to train.
     """
 
     config: type
     build: Callable[[Any, Interactions, str], Recommender]
-    batches: str = "histories"
+    batches: Callable[[Any, Interactions], Batches] = lambda config, data: HistoryBatches(data)
     trains: bool = True
 
 
@@ -49,16 +59,43 @@ def _cdt4rec(config: CDT4RecConfig, data: Interactions, device: str) -> CDT4Rec:
                    target_return(data, config.gamma, config.target_quantile), device)
 
 
+def _cadvae(config: CaDVAEConfig, data: Interactions, device: str) -> CaDVAE:
+    return CaDVAE(data.num_items, config, concepts_from(data, config), device)
+
+
+def _steps(config: Any, data: Interactions) -> SequenceBatches:
+    return SequenceBatches(data, config.steps, config.window)
+
+
+def _steps_with_returns(config: CDT4RecConfig, data: Interactions) -> SequenceBatches:
+    return SequenceBatches(data, config.steps, config.window, config.gamma)
+
+
+def _of_training(model: Callable[[Any, Histories, int], Recommender]
+                 ) -> Callable[[Any, Interactions, str], Recommender]:
+    """For models that are computed from all training interactions at once."""
+    return lambda c, d, device: model(
+        c, training_histories(d, np.arange(1, d.num_users)), d.num_items)
+
+
+# What ``oper train`` takes, sharded or not.
 WORKLOADS: dict[str, Workload] = {
     "popularity": Workload(PopularityConfig,
                            lambda c, d, device: Popularity(torch.from_numpy(d.popularity())),
                            trains=False),
-    "sasrec": Workload(SASRecConfig, lambda c, d, device: SASRec(c, d.num_items, device),
-                       "sequences"),
-    "dt": Workload(DecisionTransformerConfig, _cdt4rec, "sequences"),
-    "cdt4rec": Workload(CDT4RecConfig, _cdt4rec, "sequences"),
+    "gru4rec": Workload(GRU4RecConfig, lambda c, d, device: GRU4Rec(c, d.num_items, device),
+                        _steps),
+    "sasrec": Workload(SASRecConfig, lambda c, d, device: SASRec(c, d.num_items, device), _steps),
+    "dt": Workload(DecisionTransformerConfig, _cdt4rec, _steps_with_returns),
+    "cdt4rec": Workload(CDT4RecConfig, _cdt4rec, _steps_with_returns),
     "multvae": Workload(MultVAEConfig, lambda c, d, device: MultVAE(d.num_items, c, device)),
-    "macridvae": Workload(MacridVAEConfig, lambda c, d, device: MacridVAE(d.num_items, c, device)),
-    "cadvae": Workload(CaDVAEConfig, lambda c, d, device: CaDVAE(
-        d.num_items, c, concepts_from(d, c), device)),
+    "macridvae": Workload(MacridVAEConfig, _cadvae),
+    "cadvae": Workload(CaDVAEConfig, _cadvae),
+}
+# And baselines for one process: most of them have no tables to shard.
+RECOMMENDERS: dict[str, Workload] = WORKLOADS | {
+    "itemknn": Workload(ItemKNNConfig, _of_training(ItemToItem), trains=False),
+    "ease": Workload(EASEConfig, _of_training(ItemToItem), trains=False),
+    "ials": Workload(IALSConfig, _of_training(IALS), trains=False),
+    "recvae": Workload(RecVAEConfig, lambda c, d, device: RecVAE(d.num_items, c)),
 }

@@ -14,8 +14,8 @@ from typing import Any
 
 from oper.errors import InvalidInputError, UsageError, fail
 from oper.files import read_toml
-from oper.rl_rec.catalogue import Catalogue
-from oper.rl_rec.interactions import DataOptions
+from oper.rl_rec.data.catalogue import Catalogue
+from oper.rl_rec.data.interactions import DataOptions
 
 SHARDINGS = ("oper", "none", "torchrec")
 # By the name in a configuration: the class of `oper`, and which of the options below it has.

@@ -14,12 +14,12 @@ from tqdm import tqdm
 import oper
 from oper.data import Folder, Loader, LoaderOptions
 from oper.errors import InvalidInputError, fail
-from oper.rl_rec.catalogue import invent
-from oper.rl_rec.evaluation import evaluate_ranking
-from oper.rl_rec.interactions import Interactions, load_interactions
+from oper.rl_rec.data.batches import Share, num_batches
+from oper.rl_rec.data.catalogue import invent
+from oper.rl_rec.data.interactions import Interactions, load_interactions
 from oper.rl_rec.models.base import Recommender
+from oper.rl_rec.ranking.evaluate import evaluate_ranking
 from oper.rl_rec.registry import WORKLOADS
-from oper.rl_rec.sequences import HistoryBatches, SequenceBatches, Share, num_batches
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.train.config import TrainConfig
@@ -133,12 +133,7 @@ class RecommenderTask:
             else load_interactions(config.data, config.interactions))
         rank, world_size = ranks()
         self.share = Share(config.batch_size, rank, world_size, config.seed)
-        self.batches: SequenceBatches | HistoryBatches
-        if self.workload.batches == "sequences":
-            m = config.model
-            self.batches = SequenceBatches(self.data, m.steps, m.window, m.gamma)
-        else:
-            self.batches = HistoryBatches(self.data)
+        self.batches = self.workload.batches(config.model, self.data)
         self.steps_per_epoch = (num_batches(len(self.batches), self.share)
                                 if self.workload.trains else 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -44,13 +43,13 @@ def test_a_record_holds_intervals_and_paired_differences(tmp_path: Path) -> None
         found = entry["metrics"]["ndcg@10"]
         assert 0 <= found["low"] <= found["mean"] <= found["high"] <= 1
         assert entry["data"]["test_users"] == 80 and entry["data"]["targets_per_test_user"] == 1
-        assert entry["protocol"]["protocol"] == "leave_last_two"
+        assert entry["protocol"]["data"]["protocol"] == "leave_last_two"
     assert set(entries[2]["against"]) == {"popularity", "multvae"}
     less = entries[1]["against"]["popularity"]["ndcg@10"]
     assert less["mean"] == pytest.approx(
         entries[1]["metrics"]["ndcg@10"]["mean"] - entries[0]["metrics"]["ndcg@10"]["mean"],
         abs=2e-6)
-    assert "movietweetings/last-two/macridvae less multvae: nDCG@10" in printed
+    assert "movietweetings/last-two/macridvae less multvae: ndcg@10" in printed
     kept, again = run(tmp_path, "movietweetings/last-two/[pm]*[ye]", "again.json")
     assert again.replace("again.json", "record.json") == printed  # nothing trained anew
     assert [e["runs"] for e in kept] == [e["runs"] for e in entries]
@@ -82,11 +81,15 @@ def test_runs_on_another_log_are_not_taken(tmp_path: Path) -> None:
 
 def test_runs_of_other_sources_are_not_taken() -> None:
     """A digest of every module that a model's result depends on, and of no other model's."""
-    every = {"evaluation", "harness", "jagged", "ranking", "registry", "sequences", "base"}
+    every = {"evaluate", "harness", "jagged", "metrics", "registry", "batches", "base"}
     for model, own in {
-            "popularity": {"popularity"}, "sasrec": {"sasrec", "transformer"},
+            "popularity": {"popularity"}, "sasrec": {"sasrec", "next_item", "transformer"},
+            "sasrec-gbce": {"sasrec", "next_item", "transformer"},
+            "gru4rec": {"gru4rec", "next_item"}, "ease": {"item_to_item", "item_tables"},
+            "ials": {"ials", "item_to_item", "item_tables"}, "recvae": {"recvae", "item_tables"},
             "dt": {"cdt4rec", "transformer"}, "cdt4rec": {"cdt4rec", "transformer"},
-            "multvae": {"multvae", "item_tables"}, "macridvae": {"macridvae", "item_tables"},
+            "multvae": {"multvae", "item_tables"},
+            "macridvae": {"cadvae", "item_tables", "causal_graph", "concepts"},
             "cadvae": {"cadvae", "item_tables", "causal_graph", "concepts"}}.items():
         assert {path.stem for path in recommenders.training_sources(model)} == every | own
 
@@ -95,18 +98,51 @@ def test_protocols_stand_beside_each_other_and_the_graph_in_the_record(tmp_path:
     write_log(tmp_path)
     entries, printed = run(tmp_path, "movietweetings/*/cadvae")
     assert [e["name"] for e in entries] == [f"movietweetings/{p}/cadvae"
-                                            for p in ("last-two", "time")]
-    assert [e["protocol"]["protocol"] for e in entries] == ["leave_last_two", "time"]
+                                            for p in ("last-two", "time", "leave-one-out",
+                                                      "held-out-users")]
+    assert [e["protocol"]["data"]["protocol"] for e in entries] == [
+        "leave_last_two", "time", "leave_last_two", "held_out_users"]
     assert all(e["against"] == {} for e in entries)  # other users: nothing to pair
     for entry in entries:
         graph = np.array(entry["runs"][0]["graph"])
         assert graph.shape == (4, 4) and not graph.diagonal().any()
-    assert {p["protocol"] for p in map(
-        dataclasses.asdict, recommenders.DATA_SETS["online-retail"].protocols.values())} == {
-            "leave_last_baskets", "time"}
     assert "movietweetings/time/cadvae" in printed
 
 
 def test_without_logs_there_is_nothing_to_run(tmp_path: Path) -> None:
     done = run_here("bench", "recommenders", env={"OPER_DATA": str(tmp_path)})
     assert done.returncode == 1 and "OPER_DATA" in done.stderr
+
+
+def test_protocols_of_published_tables(tmp_path: Path) -> None:
+    """Genuine formats, read and measured as the tables have it."""
+    rng = np.random.default_rng(0)
+    rows = [(u, 1 + 2 * int(i) + u % 2, 1 + int(i) % 5, 1_000_000_000 + 1000 * t + u)
+            for u in range(1, 61) for t, i in enumerate(rng.permutation(20)[:12])]
+    (tmp_path / "ml-1m").mkdir()
+    (tmp_path / "ml-1m" / "ratings.dat").write_text(
+        "".join(f"{u}::{i}::{r}::{t}\n" for u, i, r, t in rows))
+    entries, printed = run(tmp_path, "ml-1m/ml-1m/[!cdmr]*")
+    models = [e["model"] for e in entries]
+    assert {"popularity", "itemknn", "ease", "ials", "gru4rec", "sasrec", "sasrec-gbce"} <= set(
+        models)
+    for e in entries:
+        assert e["verified"] and e["data"]["training_interactions_per_user"] == 10.0
+        assert {"ndcg@10", "recall@10", "recall@200", "ndcg@200"} <= set(e["metrics"])
+        assert e["metrics"]["recall@200"]["mean"] == 1.0  # the whole catalogue
+        assert e["fit"]["chosen_by"] == "ndcg@10"
+        if e["model"].startswith(("sasrec", "gru4rec")):
+            assert e["config"]["steps"] + e["config"]["window"] - 1 == 200
+    best = {e["model"]: e["metrics"]["ndcg@10"]["mean"] for e in entries}
+    assert best["ease"] > best["popularity"] and "recall@200 [95 %]" in printed
+
+    (tmp_path / "movietweetings").mkdir()
+    (tmp_path / "movietweetings" / "ratings.dat").write_text(
+        "".join(f"{u}::{i:07}::{2 * r}::{t}\n" for u, i, r, t in rows))
+    (entry,), printed = run(tmp_path, "movietweetings/held-out-users/ease", "users.json")
+    assert entry["data"]["test_users"] <= 6 and entry["fit"]["chosen_by"] == "ndcg@100"
+    assert set(entry["protocol"]["reported"]) <= set(entry["metrics"])
+    assert "recall@50" in printed and entry["data"]["left_out"]["without reward"] > 0
+    held = {name: recommenders.DATA_SETS[data].protocols[name].data for data, name in
+            (("ml-1m", "ml-1m-all-items"), ("ml-20m", "ml-20m"))}
+    assert held["ml-1m-all-items"].item_core == 1 and held["ml-20m"].test == 10_000

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.rl_rec.interactions import DataOptions, Interactions, Log, from_log
+from oper.rl_rec.data.interactions import DataOptions, Interactions, Log, from_log
 from oper.rl_rec.models.base import Sequences
 from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig
 

@@ -9,20 +9,27 @@ from typing import Any
 import pytest
 import torch
 
-from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig, Concepts, log_counts, solve, tags
-from oper.rl_rec.models.causal_graph import descendants
-from oper.rl_rec.models.item_tables import (
+from oper.rl_rec.models.autoencoders.cadvae import (
+    CaDVAE,
+    CaDVAEConfig,
+    Concepts,
+    MacridVAEConfig,
+    log_counts,
+    solve,
+    tags,
+)
+from oper.rl_rec.models.autoencoders.causal_graph import descendants
+from oper.rl_rec.models.autoencoders.item_tables import (
     Drawn,
     ItemBags,
     bag_weights,
     gaussian_kl,
     multinomial_nll,
 )
-from oper.rl_rec.models.macridvae import MacridVAE, MacridVAEConfig
-from oper.rl_rec.models.multvae import MultVAE, MultVAEConfig
+from oper.rl_rec.models.autoencoders.multvae import MultVAE, MultVAEConfig
+from oper.rl_rec.models.base import Histories, Recommender
 
-NUM_ITEMS, K = 60, 4
+NUM_ITEMS, K, CPU = 60, 4, torch.device("cpu")
 # 0 -> 1 -> 3, 0 -> 2; roots: 0; leaves: 2 and 3.
 GRAPH = torch.tensor([[0, .7, -.4, 0], [0, 0, 0, .9], [0, 0, 0, 0], [0, 0, 0, 0.]])
 
@@ -168,9 +175,9 @@ def test_sampling_every_item_once_is_the_full_softmax() -> None:
     batch = histories()
     scores = torch.randn(9, NUM_ITEMS - 1, requires_grad=True)
     row = torch.repeat_interleave(torch.arange(9), batch.lengths)
-    full = Drawn(NUM_ITEMS, 0)
+    full = Drawn(NUM_ITEMS, 0, CPU)
     want = multinomial_nll(scores[:0], scores, batch.items, batch.lengths, full)
-    once = Drawn(NUM_ITEMS, 5)
+    once = Drawn(NUM_ITEMS, 5, CPU)
     once.items = torch.randperm(NUM_ITEMS - 1) + 1
     once.log_expected = torch.zeros(NUM_ITEMS - 1)
     got = multinomial_nll(scores[row, batch.items - 1], scores[:, once.items - 1], batch.items,
@@ -185,7 +192,7 @@ def test_the_sampled_partition_function_is_right_on_average() -> None:
     chance, sums = torch.zeros(NUM_ITEMS), []
     scores = torch.randn(NUM_ITEMS)
     for _ in range(3000):
-        c = Drawn(NUM_ITEMS, 20)
+        c = Drawn(NUM_ITEMS, 20, CPU)
         chance += torch.bincount(c.items, minlength=NUM_ITEMS) / 3000
         sums.append(float((scores[c.items] - c.log_expected).exp().sum()))
     i = torch.arange(1, NUM_ITEMS).double()
@@ -263,7 +270,8 @@ def test_a_free_graph_becomes_acyclic_and_finds_the_order_of_labels() -> None:
 
 MODELS = {
     "multvae": lambda: MultVAE(NUM_ITEMS, MultVAEConfig(hidden=20, dim=8, decoder_hidden=10)),
-    "macridvae": lambda: MacridVAE(NUM_ITEMS, MacridVAEConfig(num_concepts=3, dim=8)),
+    "macridvae": lambda: CaDVAE(NUM_ITEMS, MacridVAEConfig(num_concepts=3, hidden=24, dim=8),
+                                Concepts(graph=torch.zeros(3, 3))),
     "cadvae": lambda: make(trained=False),
     "nonlinear": lambda: make("nonlinear", trained=False),
     "learned": lambda: CaDVAE(NUM_ITEMS, CaDVAEConfig(num_concepts=3, hidden=20, dim=8,
@@ -343,4 +351,4 @@ def test_bad_concepts_and_options_are_refused() -> None:
         with pytest.raises(ValueError, match="expected"):
             kind(**bad)
     with pytest.raises(ValueError, match="rows"):
-        Drawn(1, 0)
+        Drawn(1, 0, CPU)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from oper.rl_rec.models.causal_graph import (
+from oper.rl_rec.models.autoencoders.causal_graph import (
     acyclic_support,
     acyclicity,
     descendants,

@@ -13,18 +13,18 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from oper.rl_rec.interactions import Interactions
-from oper.rl_rec.models.base import Candidates, Histories, Sequences, look_up, make_kjt
-from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig, ContinuousCDT4Rec, Trajectories
-from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
-from oper.rl_rec.models.transformer import Attention, Block
-from oper.rl_rec.sequences import (
+from oper.rl_rec.data.batches import (
     HistoryBatches,
     SequenceBatches,
     Share,
     returns_to_go,
     target_return,
 )
+from oper.rl_rec.data.interactions import Interactions
+from oper.rl_rec.models.base import Histories, NegativeSampler, Sequences, look_up, make_kjt
+from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig, ContinuousCDT4Rec, Trajectories
+from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
+from oper.rl_rec.models.transformer import Attention, Block
 
 
 def inside(model: CDT4Rec, batch: Sequences) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -176,10 +176,10 @@ def test_drawn_candidates_estimate_the_normaliser() -> None:
     rows, targets = torch.randn(num_items, 8) * 0.7, torch.tensor([1, 2, 9, 30, 59])
     scores = queries @ rows[1:].T
     exact = nn.functional.cross_entropy(scores, targets - 1, reduction="none")
-    few = Candidates(num_items, 40)
+    few = NegativeSampler(num_items, 40)
     share = torch.log1p(1 / torch.arange(1, num_items).double()) / np.log(num_items)
     assert float(share.sum()) == pytest.approx(1)
-    draws = torch.cat([few.draw() for _ in range(2000)])
+    draws = torch.cat([few.draw(torch.device("cpu")) for _ in range(2000)])
     assert draws.min() == 1 and draws.max() == num_items - 1
     seen = torch.bincount(draws, minlength=num_items)[1:] / draws.numel()
     assert (seen - share).abs().max() < 0.01
@@ -188,14 +188,14 @@ def test_drawn_candidates_estimate_the_normaliser() -> None:
     wanted = scores.gather(1, targets[:, None] - 1)[:, 0]
     totals = []
     for _ in range(4000):
-        drawn = few.draw()
-        losses = few.loss(queries, targets, rows[targets], drawn, rows[drawn])
+        drawn = few.draw(torch.device("cpu"))
+        losses = few.softmax_loss(queries, targets, rows[targets], drawn, rows[drawn])
         totals.append(torch.exp(losses + wanted))
     mean = torch.stack(totals).mean(dim=0)
     torch.testing.assert_close(mean, torch.exp(scores).sum(1), rtol=0.03, atol=0)
-    many = Candidates(num_items, 200_000)
-    drawn = many.draw()
-    near = many.loss(queries, targets, rows[targets], drawn, rows[drawn])
+    many = NegativeSampler(num_items, 200_000)
+    drawn = many.draw(torch.device("cpu"))
+    near = many.softmax_loss(queries, targets, rows[targets], drawn, rows[drawn])
     torch.testing.assert_close(near, exact, rtol=0.01, atol=0.01)
 
 
@@ -317,8 +317,7 @@ def test_users_are_queried_at_positions_that_were_trained(kind: str) -> None:
     model = made_for(kind, data)
     positions = model.position if isinstance(model, SASRec) else model.backbone.time
     config = model.config
-    for batch in SequenceBatches(data, config.steps, config.window, config.gamma).epoch(
-            0, Share(4)):
+    for batch in SequenceBatches(data, config.steps, config.window).epoch(0, Share(4)):
         model(batch)[0].backward()
     assert positions.grad is not None
     trained = positions.grad.abs().sum(dim=1) > 0

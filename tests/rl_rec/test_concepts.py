@@ -10,10 +10,10 @@ import torch
 
 from oper.rl_rec import concepts
 from oper.rl_rec.concepts import activity_weights, concepts_from
-from oper.rl_rec.interactions import DataOptions, Interactions, Log, from_log
+from oper.rl_rec.data.interactions import DataOptions, Interactions, Log, from_log
+from oper.rl_rec.models.autoencoders.cadvae import CaDVAE, CaDVAEConfig
+from oper.rl_rec.models.autoencoders.causal_graph import fit_graph
 from oper.rl_rec.models.base import Histories
-from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig
-from oper.rl_rec.models.causal_graph import fit_graph
 
 USERS, PER_CONCEPT = 3000, 150
 Edges = Mapping[tuple[int, int], float]

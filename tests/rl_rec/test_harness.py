@@ -8,14 +8,15 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.rl_rec.concepts import concepts_from, item_clusters
-from oper.rl_rec.evaluation import evaluate_ranking, training_histories
+from oper.rl_rec.data.batches import training_histories
+from oper.rl_rec.data.interactions import DataOptions, Interactions, Log, from_log
 from oper.rl_rec.harness import FitOptions, fit, run_seeds
-from oper.rl_rec.interactions import DataOptions, Interactions, Log, from_log
+from oper.rl_rec.models.autoencoders.cadvae import CaDVAEConfig
+from oper.rl_rec.models.autoencoders.causal_graph import is_acyclic
+from oper.rl_rec.models.autoencoders.multvae import MultVAEConfig
 from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.cadvae import CaDVAEConfig
-from oper.rl_rec.models.causal_graph import is_acyclic
-from oper.rl_rec.models.multvae import MultVAEConfig
 from oper.rl_rec.models.popularity import Popularity
+from oper.rl_rec.ranking.evaluate import evaluate_ranking
 
 KINDS, ITEMS, USERS = 3, 60, 150
 
@@ -94,7 +95,7 @@ def test_models_beat_popularity_and_their_runs_can_be_compared(data: Interaction
     assert 0 < gain.low <= gain.mean <= gain.high
     again = fit("multvae", config, data, 2, options)
     assert np.array_equal(again.test.per_user["ndcg@10"], mult.per_user["ndcg@10"][1])
-    assert again.valid_ndcg == evaluate_ranking(again.model, data, "valid").summary()["ndcg@10"]
+    assert again.valid == evaluate_ranking(again.model, data, "valid").summary()["ndcg@10"]
     assert not np.array_equal(mult.per_user["ndcg@10"][0], mult.per_user["ndcg@10"][1])
 
 
@@ -114,6 +115,8 @@ def test_bad_runs_are_refused(data: Interactions) -> None:
         run_seeds("popularity", None, data, [])
     with pytest.raises(InvalidInputError, match="epochs"):
         FitOptions(epochs=0)
+    with pytest.raises(InvalidInputError, match="chosen_by"):
+        FitOptions(chosen_by="ndcg@100")
     disliked = from_log(Log(*(np.repeat(np.arange(1, 4), 3), np.tile(np.arange(1, 4), 3),
                               np.zeros(9, np.float32), np.arange(9))), DataOptions(k_core=1))
     with pytest.raises(InvalidInputError, match="valid users"):

@@ -14,8 +14,7 @@ from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import Column
 from oper.errors import InvalidInputError, OperError
-from oper.rl_rec.bandit import BanditColumns, load_bandit
-from oper.rl_rec.interactions import (
+from oper.rl_rec.data.interactions import (
     DataOptions,
     HeldOut,
     Interactions,
@@ -23,6 +22,7 @@ from oper.rl_rec.interactions import (
     from_log,
     load_interactions,
 )
+from oper.rl_rec.off_policy.log import BanditColumns, load_bandit
 from tests.support import real_data
 
 Row = tuple[int, int, float, int]  # user, item, reward, time
@@ -120,6 +120,57 @@ def test_the_protocol(rows: list[Row], protocol: str, repeats: str, k_core: int)
             got = split.pop(number, None)
             assert got == (want and (want[0], [new_item[i] for i in want[1]]))
     assert splits == [{}, {}]
+
+
+@settings(max_examples=150, deadline=None)
+@given(logs(), st.integers(1, 3), st.integers(1, 2), st.sampled_from(["all", "positive"]),
+       st.integers(0, 3))
+def test_held_out_users(rows: list[Row], k_core: int, item_core: int, only: str, seed: int
+                        ) -> None:
+    """Whatever is drawn: who is held out does not train, and what is asked for is not given."""
+    options = DataOptions(k_core=k_core, item_core=item_core, only=only, seed=seed, valid=0.25,
+                          test=0.25, protocol="held_out_users", fold_in=0.6)
+    try:
+        data = from_log(arrays(rows), options)
+    except InvalidInputError as error:
+        assert "no interactions" in str(error)
+        return
+    trained = set(data.items[data.training_rows()].tolist())
+    assert set(data.items.tolist()) <= trained
+    valid, test = held(data, data.valid), held(data, data.test)
+    assert not valid.keys() & test.keys()
+    if only == "positive":
+        assert (data.rewards > 0).all()
+    for user in range(1, data.num_users):
+        at = slice(data.offsets[user], data.offsets[user + 1])
+        mine, count = data.items[at].tolist(), data.offsets[user + 1] - data.offsets[user]
+        trains = data.train_stop[user] - data.offsets[user]
+        assert trains in (0, count)
+        given, targets = (valid | test).get(user, (0, []))
+        if trains:
+            assert not targets and (np.diff(data.times[at]) >= 0).all()
+        elif targets:
+            assert given == -(-6 * count // 10) and set(targets) <= set(mine[given:])
+            assert not set(targets) & set(mine[:given])
+            assert (np.diff(data.times[at][:given]) >= 0).all()
+            liked = {i for i, r in zip(mine[given:], data.rewards[at][given:], strict=True) if r}
+            assert set(targets) == liked
+    again = from_log(arrays(rows), options)
+    assert np.array_equal(again.items, data.items)
+
+
+def test_shares_and_numbers_of_held_out_users() -> None:
+    log = arrays([(u, i, 1.0, 10 * i) for u in range(1, 41) for i in range(1, 11)])
+    options = DataOptions(protocol="held_out_users", only="positive")
+    for share, users in ((0.1, 4), (5, 5)):
+        data = from_log(log, replace(options, valid=share, test=share))
+        assert data.valid.users.size == data.test.users.size == users
+        assert (data.valid.target_lengths == 2).all()  # a fifth of ten
+        assert data.training_rows().size == 10 * (40 - 2 * users)
+    drawn = {tuple(from_log(log, replace(options, seed=s)).test.targets) for s in range(3)}
+    assert len(drawn) > 1
+    with pytest.raises(InvalidInputError, match="hold out fewer"):
+        from_log(log, replace(options, valid=20, test=20))
 
 
 Bought = tuple[int, int, float, int, int]  # user, item, reward, time, basket
@@ -246,7 +297,8 @@ def test_a_log_without_times_is_refused(tmp_path: Path) -> None:
 
 def test_options_are_checked() -> None:
     for bad in ({"k_core": 0}, {"protocol": "x"}, {"basket": "invoice"}, {"repeats": "last"},
-                {"valid": 0.6, "test": 0.5}):
+                {"valid": 0.6, "test": 0.5}, {"valid": 3, "test": 3}, {"only": "some"},
+                {"item_core": -1}, {"fold_in": 1.0}, {"seed": -1}):
         with pytest.raises(InvalidInputError, match=next(iter(bad))):
             DataOptions(**bad)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="basket=''"):

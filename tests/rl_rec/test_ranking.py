@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from oper.errors import InvalidInputError
-from oper.rl_rec.jagged import Jagged
-from oper.rl_rec.ranking import NOTHING, RankingMetrics, top_k
+from oper.rl_rec.ranking.jagged import Jagged
+from oper.rl_rec.ranking.metrics import NOTHING, MetricOptions, RankingMetrics, top_k
 
 
 @st.composite
@@ -48,7 +48,7 @@ def test_metrics_are_those_of_torchmetrics(users: int, items: int, seed: int) ->
     scores = torch.stack([torch.randperm(items, generator=g).float() for _ in range(users)])
     relevant = torch.rand(users, items, generator=g) < 0.3
     ks = (1, 3, 10)
-    metrics = RankingMetrics(ks)
+    metrics = RankingMetrics(MetricOptions(ks))
     positives = Jagged.from_rows([(1 + r.nonzero()[:, 0]).tolist() for r in relevant])
     metrics.update(top_k([(1, scores)], 10), positives)
     found = metrics.per_user()
@@ -71,7 +71,7 @@ def test_metrics_are_those_of_torchmetrics(users: int, items: int, seed: int) ->
 
 
 def test_metrics_by_hand() -> None:
-    metrics = RankingMetrics((2, 3), recall="min")
+    metrics = RankingMetrics(MetricOptions((2, 3), recall="min"))
     metrics.update(torch.tensor([[4, 9, 7], [1, 2, NOTHING], [5, 6, 8]]),
                    Jagged.from_rows([[7, 9, 20, 30], [3], []]))
     found = {name: v.tolist() for name, v in metrics.per_user().items()}
@@ -81,7 +81,7 @@ def test_metrics_by_hand() -> None:
     assert found["mrr@3"] == [0.5, 0]
     ideal = 1 + 1 / math.log2(3) + 0.5
     assert found["ndcg@3"] == pytest.approx([(1 / math.log2(3) + 0.5) / ideal, 0])
-    whole = RankingMetrics((3,))
+    whole = RankingMetrics(MetricOptions((3,)))
     whole.update(torch.tensor([[4, 9, 7]]), Jagged.from_rows([[7, 9, 20, 30]]))
     assert whole.per_user()["recall@3"].tolist() == [0.5]
 
@@ -96,6 +96,10 @@ def test_bad_rankings_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="score the same users"):
         top_k([(1, torch.ones(1, 2)), (3, torch.ones(2, 2))], 1)
     with pytest.raises(InvalidInputError, match="recall"):
-        RankingMetrics(recall="half")
+        MetricOptions(recall="half")
+    for bad in ((), (0, 5)):
+        with pytest.raises(InvalidInputError, match="ks"):
+            MetricOptions(bad)
     with pytest.raises(InvalidInputError, match="top"):
-        RankingMetrics((5,)).update(torch.ones(1, 3, dtype=torch.int64), Jagged.from_rows([[1]]))
+        RankingMetrics(MetricOptions((5,))).update(
+            torch.ones(1, 3, dtype=torch.int64), Jagged.from_rows([[1]]))

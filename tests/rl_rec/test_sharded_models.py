@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from oper.integration.table_tensor import TableParameter
+from oper.rl_rec.models.autoencoders.cadvae import (
+    CaDVAE,
+    CaDVAEConfig,
+    Concepts,
+    MacridVAEConfig,
+)
+from oper.rl_rec.models.autoencoders.multvae import MultVAE, MultVAEConfig
 from oper.rl_rec.models.base import Histories, Recommender, Sequences
-from oper.rl_rec.models.cadvae import CaDVAE, CaDVAEConfig, Concepts
 from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig
-from oper.rl_rec.models.macridvae import MacridVAE, MacridVAEConfig
-from oper.rl_rec.models.multvae import MultVAE, MultVAEConfig
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
 from oper.train.config import OptimizerConfig, TrainConfig
 from oper.train.engines import is_table, unsharded, with_oper
@@ -31,7 +35,8 @@ def build(kind: str) -> Recommender:
     if kind == "multvae":
         return MultVAE(NUM_ITEMS, MultVAEConfig(hidden=24, dim=8, decoder_hidden=12, sampled=40))
     if kind == "macridvae":
-        return MacridVAE(NUM_ITEMS, MacridVAEConfig(num_concepts=3, dim=8, temperature=0.5))
+        return CaDVAE(NUM_ITEMS, MacridVAEConfig(num_concepts=3, hidden=24, dim=8, temperature=0.5),
+                      Concepts(graph=torch.zeros(3, 3)))
     if kind == "sasrec":
         return SASRec(SASRecConfig(dim=16, steps=6, window=4, negatives=50), NUM_ITEMS)
     if kind not in AUTOENCODERS:

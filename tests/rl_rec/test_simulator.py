@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from oper.errors import FileFormatError, InvalidInputError
-from oper.rl_rec import simulator
-from oper.rl_rec.clicks import click_through_rate
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig
-from oper.rl_rec.offline import (
+from oper.rl_rec.simulation import shop as simulator
+from oper.rl_rec.simulation.clicks import click_through_rate
+from oper.rl_rec.simulation.offline import (
     OfflineOptions,
     Oracle,
     ReturnPolicy,
@@ -24,7 +24,7 @@ from oper.rl_rec.offline import (
     random_policy,
     train_cdt4rec,
 )
-from oper.rl_rec.simulator import (
+from oper.rl_rec.simulation.shop import (
     GROUPS,
     MAX_PAGE,
     Shop,
@@ -91,7 +91,7 @@ def test_clicks_follow_the_network() -> None:
 def test_the_gymnasium_face() -> None:
     from gymnasium.utils.env_checker import check_env
 
-    from oper.rl_rec.environment import ShopEnvironment
+    from oper.rl_rec.simulation.environment import ShopEnvironment
 
     env = ShopEnvironment(SHOP)
     check_env(env, skip_render_check=True)

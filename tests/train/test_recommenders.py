@@ -12,7 +12,7 @@ from test_train import run_ranks  # type: ignore[import-not-found]
 
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.errors import InvalidInputError
-from oper.rl_rec.catalogue import Catalogue, invent
+from oper.rl_rec.data.catalogue import Catalogue, invent
 from oper.rl_rec.registry import WORKLOADS
 from oper.train.config import TrainConfig, load_config
 from oper.train.loop import train
@@ -27,7 +27,7 @@ SEQUENCES = {"model.dim": 16, "model.steps": 6, "model.window": 4, "model.negati
 
 
 def config(name: str, out: Path, **flags: Any) -> TrainConfig:
-    sizes = SEQUENCES if WORKLOADS[name].batches == "sequences" else {}
+    sizes = SEQUENCES if hasattr(WORKLOADS[name].config(), "steps") else {}
     return load_config(None, {**SMALL, **sizes, "model.name": name, "out": str(out), **flags})
 
 

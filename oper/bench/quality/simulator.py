@@ -12,8 +12,8 @@ import numpy as np
 
 from oper.bench.core import record
 from oper.flags import whole
-from oper.rl_rec.clicks import click_through_rate
-from oper.rl_rec.offline import (
+from oper.rl_rec.simulation.clicks import click_through_rate
+from oper.rl_rec.simulation.offline import (
     GRADES,
     SIMULATOR_CONFIG,
     Episodes,
@@ -28,7 +28,7 @@ from oper.rl_rec.offline import (
     random_policy,
     train_cdt4rec,
 )
-from oper.rl_rec.simulator import Shop, load_virtual_taobao, synthetic_shop
+from oper.rl_rec.simulation.shop import Shop, load_virtual_taobao, synthetic_shop
 
 _LOG_SEED, _CUSTOMERS_SEED = 5, 1_000_003
 _QUANTILES = (0.1, 0.5, 0.9)  # of the logged visits' clicks that CDT4Rec is asked for

@@ -39,7 +39,7 @@ class Histories:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences(Histories):
-    """Stretches of trajectories to train on.
+    """Subsequences of trajectories to train on.
 
     Attributes:
         skip: int64 [B]: the first interactions of a subsequence are only seen by the state windows
@@ -105,7 +105,7 @@ def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, de
 
 def one_bag(key: str, ids: torch.Tensor, batch_size: int) -> tuple[str, torch.Tensor, torch.Tensor]:
     """A feature whose ids int64 [n] belong to the whole batch: all in the first of its bags."""
-    lengths = torch.zeros(batch_size, dtype=torch.int64)
+    lengths = ids.new_zeros(batch_size)
     lengths[:1] = ids.numel()
     return key, ids, lengths
 
@@ -120,7 +120,7 @@ def make_kjt(*features: tuple[str, torch.Tensor, torch.Tensor]) -> KeyedJaggedTe
 def look_up(tables: EmbeddingCollection, features: Sequence[str], feature: str, ids: torch.Tensor
             ) -> torch.Tensor:
     """Rows float32 [n, D] of ids int64 [n], looked up as one of a collection's features."""
-    none = torch.zeros(0, dtype=torch.int64)
+    none = ids.new_zeros(0)
     found = tables(make_kjt(*(one_bag(key, ids if key == feature else none, 1)
                               for key in features)))
     rows: torch.Tensor = found[feature].values()
@@ -130,7 +130,8 @@ def look_up(tables: EmbeddingCollection, features: Sequence[str], feature: str, 
 def last(histories: Histories, count: int) -> Histories:
     """The last `count` interactions of each user."""
     ends = torch.cumsum(histories.lengths, 0)
-    left = torch.repeat_interleave(ends, histories.lengths) - torch.arange(histories.items.numel())
+    left = torch.repeat_interleave(ends, histories.lengths) - torch.arange(
+        histories.items.numel(), device=ends.device)
     kept = left <= count
     return Histories(histories.users, histories.items[kept], histories.rewards[kept],
                      histories.lengths.clamp(max=count))
@@ -139,48 +140,52 @@ def last(histories: Histories, count: int) -> Histories:
 def padded(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Rows [L, D] of B sequences as [B, max length, D], zeros on the right."""
     longest = int(lengths.max()) if lengths.numel() else 0
-    kept = torch.arange(longest) < lengths[:, None]
+    kept = torch.arange(longest, device=lengths.device) < lengths[:, None]
     out = rows.new_zeros(lengths.numel(), longest, rows.shape[1])
     return out.masked_scatter(kept.unsqueeze(-1), rows)
 
 
-class Candidates:
-    """Items that estimate the normaliser of a softmax over a catalogue.
-
-    Ids are in order of popularity, so the log-uniform distribution ``P(i) = log((i + 1) / i) /
-    log(num_items)``, i >= 1, is close to Zipf's law and needs no table of counts (the candidate
-    sampler of TensorFlow's sampled softmax).
+class NegativeSampler:
+    """Items that stand for the whole catalogue in a loss.
 
     Args:
         num_items: rows of the item table, row 0 (padding) included.
-        count: items per draw, with repetition; 0 = every item once, which makes the loss exact.
+        count: items per draw, with repetition; 0 = every item once.
+        uniform: draw all items alike. Otherwise log-uniformly: ids are in order of popularity, so
+            ``P(i) = log((i + 1) / i) / log(num_items)``, i >= 1, is close to Zipf's law and needs
+            no table of counts (the candidate sampler of TensorFlow's sampled softmax).
     """
 
-    def __init__(self, num_items: int, count: int) -> None:
-        self.num_items, self.count = num_items, count
+    def __init__(self, num_items: int, count: int, uniform: bool = False) -> None:
+        self.num_items, self.count, self.uniform = num_items, count, uniform
         self._log_range = math.log(num_items)
 
-    def draw(self) -> torch.Tensor:
-        """Ids int64 [n], by torch's generator."""
+    def draw(self, device: torch.device) -> torch.Tensor:
+        """Ids int64 [n] on a device, by torch's generator."""
         if not self.count:
-            return torch.arange(1, self.num_items)
-        u = torch.rand(self.count, dtype=torch.float64)
+            return torch.arange(1, self.num_items, device=device)
+        if self.uniform:
+            return torch.randint(1, self.num_items, (self.count,), device=device)
+        u = torch.rand(self.count, dtype=torch.float64, device=device)
         return torch.exp(u * self._log_range).long().clamp(1, self.num_items - 1)
 
     def log_expected(self, ids: torch.Tensor) -> torch.Tensor:
         """Log of the expected number of times that each id is in a draw, float32."""
         if not self.count:
-            return torch.zeros(ids.shape)
+            return torch.zeros(ids.shape, device=ids.device)
+        if self.uniform:
+            return torch.full(ids.shape, math.log(self.count / (self.num_items - 1)),
+                              device=ids.device)
         return torch.log(self.count * torch.log1p(1 / ids.double()) / self._log_range).float()
 
-    def loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
-             drawn: torch.Tensor, drawn_rows: torch.Tensor) -> torch.Tensor:
+    def softmax_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
+                     drawn: torch.Tensor, drawn_rows: torch.Tensor) -> torch.Tensor:
         """Cross-entropy of a softmax over all items, float32 [N].
 
         ``-s(y) + log(exp s(y) + sum_{j != y} exp(s(j) - log E_j))`` over the drawn j, with
         ``s(i) = <q, row_i>`` and ``E_j`` as `log_expected`: the sum over the other items is
         unbiased (importance sampling, Bengio and Senecal 2008; the logQ correction). The target is
-        in it for certain and takes no correction.
+        in it for certain and takes no correction. With every item once the loss is exact.
 
         Args:
             queries: float32 [N, D].
@@ -193,3 +198,25 @@ class Candidates:
         others = queries @ drawn_rows.T - self.log_expected(drawn)
         others = others.masked_fill(targets[:, None] == drawn[None, :], float("-inf"))
         return torch.logsumexp(torch.cat([wanted, others], dim=1), dim=1) - wanted[:, 0]
+
+    def gbce_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
+                  drawn: torch.Tensor, drawn_rows: torch.Tensor, calibration: float
+                  ) -> torch.Tensor:
+        """Generalised binary cross-entropy (Petrov and Macdonald, RecSys 2023), float32 [N].
+
+        ``-(beta log sigma(s(y)) + sum_{j != y} log(1 - sigma(s(j)))) / (n + 1)`` over n drawn j.
+        Fewer negatives than items make a plain binary loss overconfident; with
+        ``alpha = n / (items - 1)`` and calibration t, ``beta = alpha (t (1 - 1 / alpha) +
+        1 / alpha)`` takes that back wholly at t = 1 and not at all (plain BCE) at t = 0. The
+        correction holds for uniform draws.
+
+        Args: as of `softmax_loss`, and
+            calibration: t, 0..1.
+        """
+        alpha = min(1.0, drawn.numel() / max(1, self.num_items - 2))
+        beta = alpha * (calibration * (1 - 1 / alpha) + 1 / alpha)
+        wanted = (queries * target_rows).sum(dim=1)
+        others = nn.functional.softplus(queries @ drawn_rows.T)
+        others = others.masked_fill(targets[:, None] == drawn[None, :], 0.0)
+        found = others.sum(dim=1) - beta * nn.functional.logsigmoid(wanted)
+        return found / (drawn.numel() + 1)

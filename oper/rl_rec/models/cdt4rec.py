@@ -50,8 +50,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.rl_rec.models.base import (
-    Candidates,
     Histories,
+    NegativeSampler,
     Recommender,
     Sequences,
     item_table,
@@ -297,7 +297,7 @@ class CDT4Rec(Recommender):
                  returns: tuple[float, float], device: str = "cpu") -> None:
         super().__init__()
         self.config = config
-        self.candidates = Candidates(num_items, config.negatives)
+        self.negatives = NegativeSampler(num_items, config.negatives)
         self.scale, self.target = returns
         self.estimate_returns = False
         dim = config.dim
@@ -320,7 +320,7 @@ class CDT4Rec(Recommender):
 
     def lookups(self, batch: Histories) -> list[KeyedJaggedTensor]:
         """Items of the batch with freshly drawn candidates, and its users."""
-        return self._kjts(batch, self.candidates.draw())
+        return self._kjts(batch, self.negatives.draw(batch.items.device))
 
     def _kjts(self, batch: Histories, drawn: torch.Tensor) -> list[KeyedJaggedTensor]:
         features = [("seen", batch.items, batch.lengths),
@@ -347,7 +347,7 @@ class CDT4Rec(Recommender):
             returns = self._estimated(returns, estimates, steps)
         valid, at = steps.valid, steps.at[steps.valid]
         out = steps.rows[valid] if self.config.tied else rows["chosen"].values()[at]
-        action = self.candidates.loss(
+        action = self.negatives.softmax_loss(
             self.heads.queries(phi, returns)[valid], batch.items[at], out,
             kjts[0]["drawn"].values(), rows["drawn"].values()).mean()
         reward = reward_loss(self.config, estimates, steps.rewards)[valid].mean()
@@ -365,12 +365,13 @@ class CDT4Rec(Recommender):
         size, dim = batch.num_users, self.config.dim
         most = int(num_steps.max()) if size else 0
         first = torch.cumsum(batch.lengths, 0) - batch.lengths          # [B], of each trajectory
-        place = skip[:, None] + torch.arange(most)                       # [B, T], inside it
-        valid = torch.arange(most) < num_steps[:, None]
+        ahead = torch.arange(most, device=skip.device)
+        place = skip[:, None] + ahead                                    # [B, T], inside it
+        valid = ahead < num_steps[:, None]
         place = torch.minimum(place, batch.lengths[:, None])
         sums = F.pad(padded(seen, batch.lengths).cumsum(dim=1), (0, 0, 1, 0))  # [B, P + 1, D]
         begin = (place - self.config.window).clamp(min=0)
-        trajectory = torch.arange(size)[:, None]
+        trajectory = torch.arange(size, device=skip.device)[:, None]
         window = sums[trajectory, place] - sums[trajectory, begin]
         window = window / (place - begin).clamp(min=1).unsqueeze(-1)
         at = first[:, None] + torch.minimum(place, (batch.lengths[:, None] - 1).clamp(min=0))
@@ -394,7 +395,7 @@ class CDT4Rec(Recommender):
         """
         estimated = torch.sigmoid(estimates) if self.config.reward_loss == "bce" else estimates
         change = torch.where(steps.valid, estimated.detach() - steps.rewards, 0.0) / self.scale
-        span = torch.arange(change.shape[1])
+        span = torch.arange(change.shape[1], device=change.device)
         apart = (span[None, :] - span[:, None]).clamp(min=0)            # k - t
         weight = torch.triu(self.config.gamma ** apart)                  # [t, k]
         return returns + change @ weight.T
@@ -406,21 +407,21 @@ class CDT4Rec(Recommender):
         recent = last(histories, self.config.steps + self.config.window - 1)
         num_steps = (recent.lengths + 1).clamp(max=self.config.steps)  # with the coming one
         skip = recent.lengths + 1 - num_steps
-        kjts = self._kjts(recent, torch.zeros(0, dtype=torch.int64))
+        kjts = self._kjts(recent, recent.items.new_zeros(0))
         seen = self.items(kjts[0])["seen"].values()
         steps = self._steps(recent, seen, kjts, skip, num_steps)
         phi = self.backbone(steps.states, steps.actions, steps.rewards,
                             self._wanted_returns(steps.rewards, num_steps))
-        users = torch.arange(recent.num_users)
+        users = torch.arange(recent.num_users, device=phi.device)
         phi = phi[users, num_steps - 1]
-        wanted = torch.full((recent.num_users,), self.target / self.scale)
+        wanted = phi.new_full((recent.num_users,), self.target / self.scale)
         return Encoded(phi, self.heads.queries(phi, wanted))
 
     def _wanted_returns(self, rewards: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
         """Scaled returns-to-go [B, T] of which the target is left at the last step: backwards
         ``g_t = r_t + gamma g_{t+1}``."""
         found = torch.zeros_like(rewards)
-        coming = torch.full((rewards.shape[0],), self.target)
+        coming = rewards.new_full((rewards.shape[0],), self.target)
         for t in reversed(range(rewards.shape[1])):
             before = t < num_steps - 1
             coming = torch.where(before, rewards[:, t] + self.config.gamma * coming, coming)

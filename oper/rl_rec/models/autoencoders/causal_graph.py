@@ -16,7 +16,7 @@ def acyclicity(a: torch.Tensor) -> torch.Tensor:
     Yu, Chen, Gao & Yu, "DAG-GNN", ICML 2019, equation 13 with alpha = 1 / n.
     """
     n = a.shape[0]
-    step = torch.eye(n, dtype=a.dtype) + a.square() / n
+    step = torch.eye(n, dtype=a.dtype, device=a.device) + a.square() / n
     return torch.linalg.matrix_power(step, n).trace() - n
 
 

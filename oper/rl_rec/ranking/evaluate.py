@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from oper.rl_rec.interactions import HeldOut, Interactions
-from oper.rl_rec.jagged import Jagged
-from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.ranking import RankingMetrics, top_k
+from oper.rl_rec.data.batches import histories_until
+from oper.rl_rec.data.interactions import Interactions
+from oper.rl_rec.models.base import Recommender
+from oper.rl_rec.ranking.jagged import Jagged
+from oper.rl_rec.ranking.metrics import MetricOptions, RankingMetrics, top_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,15 @@ class RankingResult:
 
 @torch.no_grad()
 def evaluate_ranking(model: Recommender, data: Interactions, split: str, *,
-                     ks: Sequence[int] = (5, 10, 20), batch_size: int = 256, block: int = 65536,
-                     users: np.ndarray | None = None) -> RankingResult:
+                     metrics: MetricOptions | None = None, batch_size: int = 256,
+                     block: int = 65536, users: np.ndarray | None = None) -> RankingResult:
     """Rank all items for the users of a split; what is in a user's history is never recommended.
 
     Args:
         model: put into evaluation mode and back.
         data: whose `held_out(split)` is asked for.
         split: ``"valid"`` or ``"test"``.
-        ks: cut-offs.
+        metrics: what is measured; the default options by default.
         batch_size: users per batch.
         block: items that are scored at once; the result does not depend on it.
         users: int64, which places of ``held_out(split).users`` to take, e.g. a rank's share; all
@@ -56,37 +57,22 @@ def evaluate_ranking(model: Recommender, data: Interactions, split: str, *,
     offsets = np.concatenate([[0], np.cumsum(held.target_lengths)])
     targets = Jagged(torch.from_numpy(held.targets), torch.from_numpy(offsets))[
         torch.from_numpy(chosen)]
-    metrics = RankingMetrics(ks)
+    options = metrics or MetricOptions()
+    found = RankingMetrics(options)
     was_training = model.training
     model.eval()
     try:
         for first in range(0, chosen.size, batch_size):
             part = chosen[first:first + batch_size]
-            histories = histories_of(data, held, part)
+            histories = histories_until(data, held.users[part], held.stop[part])
             encoded = model.encode(histories)
             seen = Jagged.from_lengths(histories.items, histories.lengths)
-            top = top_k(_blocks(model, encoded, data.num_items, block), max(ks), seen)
-            metrics.update(top, targets[slice(first, first + part.size)])
+            top = top_k(_blocks(model, encoded, data.num_items, block), max(options.ks), seen)
+            found.update(top, targets[slice(first, first + part.size)])
     finally:
         model.train(was_training)
-    return RankingResult(held.users[chosen[held.target_lengths[chosen] > 0]], metrics.per_user(),
-                         metrics.skipped)
-
-
-def histories_of(data: Interactions, held: HeldOut, places: np.ndarray) -> Histories:
-    """Histories of the users at int64 [B] places of a split."""
-    users = held.users[places]
-    rows, lengths = data.rows_between(data.offsets[users], held.stop[places])
-    return Histories(torch.from_numpy(users), torch.from_numpy(data.items[rows]),
-                     torch.from_numpy(data.rewards[rows]), torch.from_numpy(lengths))
-
-
-def training_histories(data: Interactions, users: np.ndarray) -> Histories:
-    """Training interactions of int64 [B] users."""
-    rows, lengths = data.rows_between(data.offsets[users], data.train_stop[users])
-    return Histories(torch.from_numpy(np.asarray(users, np.int64)),
-                     torch.from_numpy(data.items[rows]), torch.from_numpy(data.rewards[rows]),
-                     torch.from_numpy(lengths))
+    return RankingResult(held.users[chosen[held.target_lengths[chosen] > 0]], found.per_user(),
+                         found.skipped)
 
 
 def _blocks(model: Recommender, encoded: object, num_items: int, block: int

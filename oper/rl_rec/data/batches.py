@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, fail
-from oper.rl_rec.interactions import Interactions
+from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.models.base import Histories, Sequences
 
 _POOL = 32
@@ -57,10 +57,11 @@ def target_return(data: Interactions, gamma: float, quantile: float) -> tuple[fl
 class SequenceBatches:
     """A user's training interactions in subsequences of `steps`, counted from the last one.
 
-    Stretches do not overlap; each comes with the `window` interactions before it.
+    Subsequences do not overlap; each comes with the `window` interactions before it. `gamma`
+    discounts the returns-to-go, for models that look at them.
     """
 
-    def __init__(self, data: Interactions, steps: int, window: int, gamma: float) -> None:
+    def __init__(self, data: Interactions, steps: int, window: int, gamma: float = 1.0) -> None:
         self.data = data
         self._returns = returns_to_go(data, gamma)
         counts = data.train_stop - data.offsets[:-1]
@@ -73,7 +74,7 @@ class SequenceBatches:
         self._first = np.maximum(self._start - window, data.offsets[users])
 
     def __len__(self) -> int:
-        """Stretches."""
+        """Subsequences."""
         return int(self._users.size)
 
     def epoch(self, number: int, share: Share) -> Iterator[Sequences]:
@@ -100,10 +101,21 @@ class HistoryBatches:
         """A rank's batches of one epoch."""
         for at in _parts(len(self), number, share):
             users = self._users[at]
-            rows, lengths = self.data.rows_between(self.data.offsets[users],
-                                                   self.data.train_stop[users])
-            yield Histories(*_tensors(users, self.data.items[rows], self.data.rewards[rows],
-                                      lengths))
+            yield training_histories(self.data, users)
+
+
+def training_histories(data: Interactions, users: np.ndarray) -> Histories:
+    """Training interactions of int64 [B] users."""
+    return histories_until(data, users, data.train_stop[users])
+
+
+def histories_until(data: Interactions, users: np.ndarray, stop: np.ndarray) -> Histories:
+    """Rows ``offsets[u]:stop`` of int64 [B] users."""
+    rows, lengths = data.rows_between(data.offsets[users], stop)
+    return Histories(*_tensors(users, data.items[rows], data.rewards[rows], lengths))
+
+
+Batches = SequenceBatches | HistoryBatches
 
 
 def num_batches(count: int, share: Share) -> int:

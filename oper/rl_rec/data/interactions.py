@@ -16,7 +16,7 @@ from oper.data import Folder
 from oper.data.folder import SPLITS
 from oper.errors import InvalidInputError, fail
 
-PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time")
+PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time", "held_out_users")
 REPEATS = ("first", "keep")
 
 
@@ -27,16 +27,25 @@ class DataOptions:
     Attributes:
         user, item: sparse columns of the folder.
         k_core: users and items with fewer interactions are left out, until none is.
+        item_core: the same of items, where it is another number than that of users; 0 = `k_core`.
+        only: ``"positive"``: interactions without a reward are left out before anything is counted;
+            ``"all"``: they stay, as history.
         protocol: ``"leave_last_two"``: the last two positive interactions of a user are its
             validation and its test target, what comes before trains. ``"leave_last_baskets"``: the
             same with a user's last two baskets that hold a positive item which no earlier one
             does: all of these are targets. For logs whose rows come several at a time, where the
             last row of a basket is no later than the one before. ``"time"``: the same two points
-            in time for all users.
+            in time for all users. ``"held_out_users"``: users drawn for validation and for test do
+            not train; a share of each one's interactions, drawn as well, is its history, and the
+            positive ones of the others are its targets (strong generalisation: Liang et al. 2018).
+            Items that no training user has are left out.
         basket: sparse column whose equal values are one basket of a user, such as an invoice's or
             a session's number (``"leave_last_baskets"`` only). A basket stands where its first row
             does, with its rows together.
-        valid, test: shares of the interactions after those points (``"time"`` only).
+        valid, test: shares of the interactions after those points (``"time"``), or of the users
+            (``"held_out_users"``; from 1 on a number of users).
+        fold_in: share of a held-out user's interactions that is its history.
+        seed: of what ``"held_out_users"`` draws.
         repeats: ``"first"``: a user's interactions with an item count once, at their first time;
             ``"keep"``: all of them.
     """
@@ -49,17 +58,26 @@ class DataOptions:
     test: float = 0.1
     repeats: str = "first"
     basket: str = ""
+    item_core: int = 0
+    only: str = "all"
+    fold_in: float = 0.8
+    seed: int = 0
 
     def __post_init__(self) -> None:
         shares = self.valid + self.test
+        users = self.protocol == "held_out_users" and self.valid >= 1 and self.test >= 1
         for name, ok, expected in (
-                ("k_core", self.k_core >= 1, ">= 1"),
+                ("k_core", self.k_core >= 1, ">= 1"), ("item_core", self.item_core >= 0, ">= 0"),
+                ("only", self.only in ("all", "positive"), "'all' or 'positive'"),
+                ("fold_in", 0 < self.fold_in < 1, "a share between 0 and 1"),
+                ("seed", self.seed >= 0, ">= 0"),
                 ("protocol", self.protocol in PROTOCOLS, f"one of {PROTOCOLS}"),
                 ("repeats", self.repeats in REPEATS, f"one of {REPEATS}"),
                 ("basket", bool(self.basket) == (self.protocol == "leave_last_baskets"),
                  "a column with protocol='leave_last_baskets', and none with another"),
-                ("valid", 0 < self.valid < 1, "a share between 0 and 1"),
-                ("test", 0 < self.test < 1 and shares < 1, "a share, with valid below 1")):
+                ("valid", users or 0 < self.valid < 1, "a share between 0 and 1"),
+                ("test", users or (0 < self.test < 1 and shares < 1),
+                 "a share, with valid below 1")):
             if not ok:
                 raise InvalidInputError(fail("invalid data options", name, getattr(self, name),
                                              expected,
@@ -95,7 +113,7 @@ class Log(NamedTuple):
     baskets: np.ndarray | None = None
 
     def rows(self, chosen: np.ndarray) -> Log:
-        """The chosen rows: numbers, or bool [N]."""
+        """The chosen rows: numbers int64 [M], or bool [N]."""
         return Log(*(c if c is None else c[chosen] for c in self))  # type: ignore[arg-type]
 
 
@@ -202,7 +220,8 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
     """Interactions from rows in any order; raw ids of 0 are left out.
 
     Raises:
-        InvalidInputError: nothing is left, or baskets are held out and there are none.
+        InvalidInputError: nothing is left, no user is left to train, or baskets are held out and
+            there are none.
     """
     left_out = {}
 
@@ -212,6 +231,8 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
         log = log.rows(kept)
 
     keep((log.users > 0) & (log.items > 0), "without user or item")
+    if options.only == "positive":
+        keep(log.rewards > 0, "without reward")
     order = np.lexsort((log.times, log.users))  # stable: equal times keep the order of the log
     log = log.rows(order)
     if options.basket:
@@ -219,7 +240,13 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
         log = log.rows(_by_basket(log))
     if options.repeats == "first":
         keep(_first_of_pairs(log), "repeats")
-    keep(_core(log, options.k_core), f"outside the {options.k_core}-core")
+    keep(_core(log, options), f"outside the {options.k_core}-core")
+    held = np.zeros((2, 0), bool)
+    if options.protocol == "held_out_users":
+        held = _drawn_users(log, options)
+        known = np.isin(log.items, log.items[~held.any(axis=0)])
+        keep(known, "items of no training user")
+        held = held[:, known]
     if not log.users.size:
         raise InvalidInputError(
             fail("no interactions are left", "left out", left_out, "some rows",
@@ -227,7 +254,10 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
     _, users = np.unique(log.users, return_inverse=True)
     raw_items, items = np.unique(log.items, return_inverse=True)
     log = log._replace(users=users, items=items)
-    cut = _Cut.of(log, options)
+    if options.protocol == "held_out_users":
+        log, cut = _fold_in(log, held, options)
+    else:
+        cut = _Cut.of(log, options)
     is_training = np.arange(users.size) < cut.train_stop[users]
     ranks = [_by_count(ids, is_training) for ids in (users, items)]
     item_ids = np.zeros(raw_items.size + 1, np.int64)
@@ -263,18 +293,54 @@ def _first_of_pairs(log: Log) -> np.ndarray:
     return first
 
 
-def _core(log: Log, k: int) -> np.ndarray:
-    """Rows of the k-core: every user and item left has k of the rows left. bool [N]."""
+def _core(log: Log, options: DataOptions) -> np.ndarray:
+    """Rows of the core: every user and item left has so many of the rows left. bool [N]."""
     kept = np.ones(log.users.size, bool)
     _, users = np.unique(log.users, return_inverse=True)
     _, items = np.unique(log.items, return_inverse=True)
     while True:
         enough = kept.copy()
-        for ids in (users, items):
+        for ids, k in ((users, options.k_core), (items, options.item_core or options.k_core)):
             enough &= (np.bincount(ids[kept], minlength=ids.max(initial=-1) + 1) >= k)[ids]
         if (enough == kept).all():
             return kept
         kept = enough
+
+
+def _drawn_users(log: Log, options: DataOptions) -> np.ndarray:
+    """Rows of the users that validate and of those that test, bool [2, N]; the others train."""
+    _, users = np.unique(log.users, return_inverse=True)
+    num_users = int(users.max(initial=-1)) + 1
+    counts = [int(n if n >= 1 else n * num_users) for n in (options.valid, options.test)]
+    if num_users and sum(counts) >= num_users:
+        raise InvalidInputError(fail("cannot hold out users", "interactions.valid and .test",
+                                     (options.valid, options.test), f"fewer than {num_users} users",
+                                     "hold out fewer"))
+    order = np.random.default_rng((options.seed, 0)).permutation(num_users)
+    drawn = np.zeros((2, num_users), bool)
+    drawn[0, order[:counts[0]]] = drawn[1, order[counts[0]:sum(counts)]] = True
+    return drawn[:, users]
+
+
+def _fold_in(log: Log, held: np.ndarray, options: DataOptions) -> tuple[Log, _Cut]:
+    """Rows in order of user with the targets of held-out users last, and the cut.
+
+    A user of n rows has ``floor((1 - fold_in) n)`` targets, drawn: none where n is small.
+    """
+    counts = np.bincount(log.users)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    drawn = np.lexsort((np.random.default_rng((options.seed, 1)).random(log.users.size), log.users))
+    place = np.empty(log.users.size, np.int64)  # of a row among its user's in random order
+    place[drawn] = np.arange(log.users.size) - offsets[log.users[drawn]]
+    histories = np.ceil(np.round(options.fold_in * counts, 6)).astype(np.int64)
+    asked = held.any(axis=0) & (place >= histories[log.users])
+    order = np.lexsort((asked, log.users))
+    log, held, asked = log.rows(order), held[:, order], asked[order]
+    targets = asked & (log.rewards > 0) & _first_of_pairs(log)
+    stop = offsets[:-1] + histories
+    trains = ~np.any(held, axis=0).reshape(-1)[offsets[:-1]]
+    return log, _Cut(np.where(trains, offsets[1:], offsets[:-1]), (stop, stop),
+                     (targets & held[0], targets & held[1]))
 
 
 def _by_count(ids: np.ndarray, counted: np.ndarray) -> np.ndarray:

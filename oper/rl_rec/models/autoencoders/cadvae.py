@@ -50,9 +50,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.causal_graph import acyclic_support, acyclicity, topological_order
-from oper.rl_rec.models.item_tables import (
+from oper.rl_rec.models.autoencoders.causal_graph import (
+    acyclic_support,
+    acyclicity,
+    topological_order,
+)
+from oper.rl_rec.models.autoencoders.item_tables import (
     Drawn,
     ItemBags,
     ItemRows,
@@ -65,6 +68,7 @@ from oper.rl_rec.models.item_tables import (
     rows_of,
     sample,
 )
+from oper.rl_rec.models.base import Histories, Recommender
 
 LAYERS = ("linear", "nonlinear")
 SIMILARITIES = ("cosine", "dot")
@@ -134,6 +138,18 @@ class CaDVAEConfig:
         if self.layer == "nonlinear" and self.graph == "free":
             raise ValueError("model.graph = 'free': the non-linear layer follows a topological "
                              "order; expected 'fit', 'none', or a given graph")
+
+
+@dataclass(frozen=True, slots=True)
+class MacridVAEConfig(CaDVAEConfig):
+    """MacridVAE (Ma, Zhou, Cui, Yang and Zhu, NeurIPS 2019) with the authors' sizes: learned
+    concepts, no graph, no labels. Concepts are soft; Gumbel-softmax samples of them (an option of
+    the authors) are not offered."""
+
+    num_concepts: int = 7
+    concepts: str = "learned"
+    graph: str = "none"
+    beta_z: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,7 +313,7 @@ class CaDVAE(Recommender):
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss float32 [] and its parts."""
         items, lengths = positives(batch)
-        candidates = Drawn(self.num_items, self.config.sampled)
+        candidates = Drawn(self.num_items, self.config.sampled, items.device)
         mine, others = candidates.rows(self.item_out, items, lengths.numel())
         concepts = self.item_concepts(items, mine)
         mean, log_var = self.infer(lengths, items, concepts)
@@ -329,7 +345,7 @@ class CaDVAE(Recommender):
         if labels is not None:
             # z is a linear map M of eps; its marginals are Gaussian with variances M^2 sigma^2.
             inverse = torch.linalg.solve(_unmixing(self.adjacency), torch.eye(
-                mean.shape[1], dtype=mean.dtype))
+                mean.shape[1], dtype=mean.dtype, device=mean.device))
             z_mean = torch.einsum("kj,bjd->bkd", inverse, mean)
             z_var = torch.einsum("kj,bjd->bkd", inverse.square(), log_var.exp())
             if c.unit_mean:
@@ -362,8 +378,8 @@ class CaDVAE(Recommender):
     def lookups(self, batch: Histories) -> list[Any]:
         """Lookups of the encoder's bags (K features on one table) and of the decoder's rows."""
         items, lengths = positives(batch)
-        weights = torch.ones(self.config.num_concepts, items.numel())
-        candidates = Drawn(self.num_items, self.config.sampled)
+        weights = torch.ones(self.config.num_concepts, items.numel(), device=items.device)
+        candidates = Drawn(self.num_items, self.config.sampled, items.device)
         return [self.item_in.lookups(items, lengths, weights),
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]
 
@@ -431,7 +447,8 @@ def log_counts(tags: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -
         items: int64 [L].
         lengths: int64 [B].
     """
-    count = torch.zeros(lengths.numel(), tags.shape[1]).index_add(0, rows_of(lengths), tags[items])
+    count = tags.new_zeros(lengths.numel(), tags.shape[1]).index_add(
+        0, rows_of(lengths), tags[items])
     return (count + 0.5).log()
 
 
@@ -442,7 +459,7 @@ def without(activity: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def _unmixing(a: torch.Tensor) -> torch.Tensor:
     """I - A'."""
-    return torch.eye(len(a), dtype=a.dtype) - a.T
+    return torch.eye(len(a), dtype=a.dtype, device=a.device) - a.T
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oper.rl_rec.models.base import Candidates, Histories
+from oper.rl_rec.models.base import Histories, NegativeSampler
 
 
 class ItemBags(nn.Module):
@@ -84,7 +84,7 @@ class ItemRows(nn.Module):
         Which sample an id is counted for changes no number; it tells statistics that a batch of so
         many samples looks up n ids.
         """
-        at = torch.arange(samples)
+        at = torch.arange(samples, device=items.device)
         lengths = items.numel() // samples + (at < items.numel() % samples).long()
         return KeyedJaggedTensor([self.feature], items, stride=samples, lengths=lengths)
 
@@ -113,7 +113,7 @@ def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:
 
 def rows_of(lengths: torch.Tensor) -> torch.Tensor:
     """The row of each value, int64 [L], from lengths int64 [B]."""
-    return torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
 
 
 def bag_weights(lengths: torch.Tensor, dropout: float, training: bool) -> torch.Tensor:
@@ -135,17 +135,18 @@ class Drawn:
 
     Args:
         num_items: rows of the table, row 0 included.
-        num_sampled: 0 = all items; else so many draws, see `base.Candidates`.
+        num_sampled: 0 = all items; else so many draws, see `NegativeSampler`.
+        device: where the model computes.
     """
 
-    def __init__(self, num_items: int, num_sampled: int) -> None:
+    def __init__(self, num_items: int, num_sampled: int, device: torch.device) -> None:
         if num_items < 2 or num_sampled < 0:
             raise ValueError(f"num_items = {num_items}, num_sampled = {num_sampled}: expected "
                              ">= 2 rows (row 0 is padding) and >= 0 draws")
-        candidates = Candidates(num_items, num_sampled)
+        sampler = NegativeSampler(num_items, num_sampled)
         self.all = num_sampled == 0
-        self.items = candidates.draw()
-        self.log_expected = candidates.log_expected(self.items)
+        self.items = sampler.draw(device)
+        self.log_expected = sampler.log_expected(self.items)
 
     def ids(self, own: torch.Tensor) -> torch.Tensor:
         """What a training step looks up for users' own items int64 [L]: all, or own + sampled."""
@@ -185,13 +186,14 @@ def multinomial_nll(own: torch.Tensor, others: torch.Tensor, items: torch.Tensor
 def _has(items: torch.Tensor, row: torch.Tensor, sampled: torch.Tensor, users: int
          ) -> torch.Tensor:
     """bool [B, n]: does user b have sampled item j?"""
-    found = torch.zeros(users, sampled.numel(), dtype=torch.bool)
+    found = torch.zeros(users, sampled.numel(), dtype=torch.bool, device=items.device)
     order = sampled.argsort()
     ids = sampled[order].contiguous()
     low, high = torch.searchsorted(ids, items), torch.searchsorted(ids, items, right=True)
     times = high - low
     start = (low - (times.cumsum(0) - times)).repeat_interleave(times)
-    found[row.repeat_interleave(times), order[start + torch.arange(start.numel())]] = True
+    found[row.repeat_interleave(times), order[start + torch.arange(
+        start.numel(), device=items.device)]] = True
     return found
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from oper.errors import InvalidInputError, fail
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig, ContinuousCDT4Rec, Trajectories
-from oper.rl_rec.simulator import ACTION_DIM, NUM_FEATURES, OBSERVATION_DIM, Shop, Visits
+from oper.rl_rec.simulation.shop import ACTION_DIM, NUM_FEATURES, OBSERVATION_DIM, Shop, Visits
 
 GRADES = ("random", "medium", "expert")
 _PAGE_SCALE = 10.0

@@ -8,7 +8,7 @@ import numpy as np
 
 from oper.data.generate.popularity import power_law
 from oper.errors import InvalidInputError, fail
-from oper.rl_rec.interactions import HeldOut, Interactions
+from oper.rl_rec.data.interactions import HeldOut, Interactions
 
 
 @dataclass(frozen=True, slots=True)

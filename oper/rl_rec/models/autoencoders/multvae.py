@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.rl_rec.models.base import Histories, Recommender
-from oper.rl_rec.models.item_tables import (
+from oper.rl_rec.models.autoencoders.item_tables import (
     Drawn,
     ItemBags,
     ItemRows,
@@ -35,6 +34,7 @@ from oper.rl_rec.models.item_tables import (
     rows_of,
     sample,
 )
+from oper.rl_rec.models.base import Histories, Recommender
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class MultVAE(Recommender):
     def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss float32 [] and its parts ``nll`` and ``kl``."""
         items, lengths = positives(batch)
-        candidates = Drawn(self.num_items, self.config.sampled)
+        candidates = Drawn(self.num_items, self.config.sampled, items.device)
         mean, log_var = self.infer(items, lengths)
         g = self.decode(sample(mean, log_var, self.training))
         mine, rows = candidates.rows(self.item_out, items, lengths.numel())
@@ -117,7 +117,7 @@ class MultVAE(Recommender):
     def lookups(self, batch: Histories) -> list[Any]:
         """Lookups of the encoder's bags and of the decoder's rows."""
         items, lengths = positives(batch)
-        candidates = Drawn(self.num_items, self.config.sampled)
+        candidates = Drawn(self.num_items, self.config.sampled, items.device)
         weights = bag_weights(lengths, 0.0, False).unsqueeze(0)
         return [self.item_in.lookups(items, lengths, weights),
                 self.item_out.lookups(candidates.ids(items), max(lengths.numel(), 1))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +26,8 @@ class LoggedBandit:
         num_actions: distinct actions.
         num_positions: distinct positions.
         context_rows: ids of each context column.
+        action_groups: int64 [num_actions], a number from 0 on, such as the item's category; None =
+            not known.
     """
 
     context: np.ndarray
@@ -36,6 +38,13 @@ class LoggedBandit:
     num_actions: int
     num_positions: int
     context_rows: tuple[int, ...]
+    action_groups: np.ndarray | None = None
+
+    def rows(self, chosen: np.ndarray) -> LoggedBandit:
+        """The chosen rows, numbers int64 [M] or bool [N], of the same actions and positions."""
+        return replace(self, context=self.context[chosen], actions=self.actions[chosen],
+                       positions=self.positions[chosen], rewards=self.rewards[chosen],
+                       propensities=self.propensities[chosen])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +55,13 @@ class BanditColumns:
         action: sparse column of the item shown.
         propensity: dense column of its probability, not transformed.
         position: sparse column of its place; empty = there is one place.
+        group: sparse column of the action's group; empty = there is none.
     """
 
     action: str = "item_id"
     propensity: str = "propensity_score"
     position: str = "position"
+    group: str = ""
 
 
 def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = None
@@ -66,7 +77,7 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
     what = f"cannot read logged feedback from {os.fspath(path)!r}"
     sparse = [n for n in folder.sparse if n not in folder.multi_hot]
     for name, among in ((names.action, sparse), (names.propensity, folder.dense),
-                        *([(names.position, sparse)] if names.position else [])):
+                        *((name, sparse) for name in (names.position, names.group) if name)):
         if name not in among:
             raise InvalidInputError(fail(what, "column", name, f"one of {list(among)}",
                                          "name the log's column"))
@@ -74,7 +85,7 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
     if transform != "none":
         raise InvalidInputError(fail(what, f"transform of {names.propensity}", transform, "none",
                                      "correct the recipe"))
-    context = [n for n in sparse if n not in (names.action, names.position)]
+    context = [n for n in sparse if n not in (names.action, names.position, names.group)]
     wanted = (folder.label, names.propensity, *sparse)
     tables = [folder.read_part(part, wanted)
               for split in SPLITS for part in folder.parts(split)]
@@ -99,7 +110,17 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
            else np.zeros((num_rows, 0), np.int64))
     return LoggedBandit(ids, actions, positions, column(folder.label).astype(np.float32),
                         propensities, num_actions, num_positions,
-                        tuple(rows[n] for n in context))
+                        tuple(rows[n] for n in context),
+                        _groups_of(actions, column(names.group), what) if names.group else None)
+
+
+def _groups_of(actions: np.ndarray, groups: np.ndarray, what: str) -> np.ndarray:
+    """The group of every action, numbered from 0."""
+    _, first = np.unique(actions, return_index=True)
+    if (groups != groups[first][actions]).any():
+        raise InvalidInputError(fail(what, "groups of an action", "several", "one for all rows",
+                                     "name a column that belongs to the item"))
+    return _without_gap(groups[first])[0]
 
 
 def _without_gap(ids: np.ndarray) -> tuple[np.ndarray, int]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from oper.errors import MissingDependencyError, fail
-from oper.rl_rec.simulator import ACTION_DIM, MAX_PAGE, OBSERVATION_DIM, Shop, Visits
+from oper.rl_rec.simulation.shop import ACTION_DIM, MAX_PAGE, OBSERVATION_DIM, Shop, Visits
 
 try:
     import gymnasium

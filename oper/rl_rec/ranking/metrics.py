@@ -8,13 +8,14 @@ are ranked by id, the smaller first, so that a result never depends on how items
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, fail
-from oper.rl_rec.jagged import Jagged
+from oper.rl_rec.ranking.jagged import Jagged
 
 METRICS = ("precision", "recall", "ndcg", "hit_rate", "mrr")
 NOTHING = -1  # in a ranking: fewer items than places
@@ -49,7 +50,8 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
                                          "numbers", "look for the step where the loss left them"))
         if exclude is not None:
             scores = _without(scores, first, exclude)
-        found = _best(scores, torch.arange(first, first + scores.shape[1]).expand(scores.shape), k)
+        ids = torch.arange(first, first + scores.shape[1], device=scores.device)
+        found = _best(scores, ids.expand(scores.shape), k)
         if best is not None:
             found = _best(torch.cat([best[0], found[0]], 1), torch.cat([best[1], found[1]], 1), k)
         best = found
@@ -77,7 +79,7 @@ def _best(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor
     if bool((tied.sum(1) + (scores > last).sum(1) > k).any()):
         order = ids.masked_fill(~tied, torch.iinfo(torch.int64).max).argsort(dim=1)
         place = torch.empty_like(order).scatter_(
-            1, order, torch.arange(order.shape[1]).expand(order.shape))
+            1, order, torch.arange(order.shape[1], device=order.device).expand(order.shape))
         keep = (scores > last) | (tied & (place < k - (scores > last).sum(1, keepdim=True)))
     else:
         keep = scores >= last
@@ -89,6 +91,32 @@ def _best(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor
     return scores.gather(1, order), ids.gather(1, order)
 
 
+@dataclass(frozen=True, slots=True)
+class MetricOptions:
+    """What is measured.
+
+    Attributes:
+        ks: cut-offs.
+        recall: ``"all"`` divides by all positives, ``"min"`` by ``min(k, positives)`` (Liang et
+            al. 2018, MacridVAE).
+    """
+
+    ks: tuple[int, ...] = (5, 10, 20)
+    recall: str = "all"
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+                ("ks", len(self.ks) > 0 and min(self.ks, default=0) >= 1, "cut-offs >= 1"),
+                ("recall", self.recall in ("all", "min"), "'all' or 'min'")):
+            if not ok:
+                raise InvalidInputError(fail("cannot measure rankings", name, getattr(self, name),
+                                             expected, "change the metrics' options"))
+
+    def names(self) -> list[str]:
+        """Of the metrics, e.g. ``"ndcg@10"``."""
+        return [f"{m}@{k}" for m in METRICS for k in self.ks]
+
+
 class RankingMetrics:
     """Collects per-user metrics at several cut-offs, over batches of users.
 
@@ -98,26 +126,14 @@ class RankingMetrics:
         hit_rate@k = max h_r                mrr@k = 1 / (first rank with h_r = 1), else 0
         ndcg@k = sum h_r / log2(r + 1) / sum_{r <= min(k, |P|)} 1 / log2(r + 1)
 
-    Args:
-        ks: cut-offs.
-        recall: ``"all"`` divides by all positives, ``"min"`` by ``min(k, positives)`` (Liang et
-            al. 2018, MacridVAE).
-
     Attributes:
         skipped: users without positives so far.
     """
 
-    def __init__(self, ks: Sequence[int] = (5, 10, 20), recall: str = "all") -> None:
-        if not ks or min(ks) < 1:
-            raise InvalidInputError(fail("cannot measure rankings", "ks", list(ks),
-                                         "cut-offs >= 1", "pass cut-offs such as (5, 10)"))
-        if recall not in ("all", "min"):
-            raise InvalidInputError(fail("cannot measure rankings", "recall", recall,
-                                         "'all' or 'min'", "choose one"))
-        self.ks, self.recall = tuple(ks), recall
+    def __init__(self, options: MetricOptions) -> None:
+        self.ks, self.recall = options.ks, options.recall
         self.skipped = 0
-        self._parts: dict[str, list[torch.Tensor]] = {
-            f"{m}@{k}": [] for m in METRICS for k in self.ks}
+        self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in options.names()}
 
     def update(self, top: torch.Tensor, positives: Jagged) -> None:
         """Add users.

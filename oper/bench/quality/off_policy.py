@@ -1,0 +1,235 @@
+"""``oper bench off-policy``: estimators of a policy's value, where the value is known."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.bench.core import record
+from oper.data import PreprocessOptions, load_recipe, preprocess
+from oper.data.recipe import Column, Join, Layout
+from oper.flags import whole
+from oper.rl_rec.intervals import bootstrap
+from oper.rl_rec.models.base import Histories
+from oper.rl_rec.models.item_to_item import EASEConfig, ItemToItem
+from oper.rl_rec.off_policy.estimators import Groups, OffPolicyEstimates, estimate
+from oper.rl_rec.off_policy.log import BanditColumns, LoggedBandit, load_bandit
+from oper.rl_rec.off_policy.policies import action_shares, recommender_policy, softmax_policy
+from oper.rl_rec.off_policy.simulated import SimulatedLog, simulate_log
+
+_CATEGORY = "item_feature_1"
+_LOGS = {"random": "open_bandit/random/women/women.csv*",
+         "thompson": "open_bandit/bts/women/women.csv*"}
+# Estimators that are right in the mean: their intervals are to cover the value.
+COVERING = ("ips", "snips", "dr", "mips")
+COVERAGE = (0.93, 0.97)
+_RECOMMENDER = "simulated/recommender"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Logs of one policy, by which another is judged.
+
+    Attributes:
+        name: ``simulated/...`` or ``open-bandit/LOG-log/TARGET``; in ``simulated/recommender`` the
+            policy to be judged is EASE.
+        log, target: Open Bandit's policies: ``"random"`` and ``"thompson"``; empty = simulated.
+        num_logs: simulated logs.
+        rows: of a simulated log.
+        per_visitor: rows of a simulated visitor.
+    """
+
+    name: str
+    log: str = ""
+    target: str = ""
+    num_logs: int = 1000
+    rows: int = 2000
+    per_visitor: int = 1
+
+
+def cases(quick: bool) -> list[Case]:
+    """Simulated logs, and Open Bandit's where they are."""
+    found = [Case("simulated/rows"), Case("simulated/visitors", per_visitor=5),
+             Case(_RECOMMENDER)]
+    if quick:
+        found = [dataclasses.replace(case, num_logs=20, rows=500) for case in found]
+    if all(_files(log) for log in _LOGS):
+        found += [Case(f"open-bandit/{log}-log/{target}", log, target)
+                  for log in _LOGS for target in _LOGS]
+    return found
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments beside those of every benchmark."""
+    parser.add_argument("--samples", type=whole(1), default=1000, metavar="N",
+                        help="bootstrap samples of an interval (default 1000)")
+    parser.epilog = ("Open Bandit's logs are looked for in the folder that OPER_DATA names; "
+                     "without them there are simulated ones only.")
+
+
+def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Estimate; yields an entry per case."""
+    for case in chosen:
+        yield (_open_bandit if case.log else _simulated)(case, args.samples)
+
+
+def _simulated(case: Case, samples: int) -> dict[str, Any]:
+    covered: dict[str, list[bool]] = {}
+    errors: dict[str, list[float]] = {}
+    value = 0.0
+    for seed in range(case.num_logs):
+        if seed % 100 == 0:
+            print(f"  {case.name}: log {seed} of {case.num_logs}", file=sys.stderr, flush=True)
+        s = (served_users(case.rows, seed) if case.name == _RECOMMENDER else
+             simulate_log(case.rows, seed, case.per_visitor))
+        value = s.value
+        found = estimate(s.log, s.target, groups=s.groups, clusters=s.visitors, samples=samples)
+        for name, i in found.intervals.items():
+            covered.setdefault(name, []).append(i.low <= value <= i.high)
+            errors.setdefault(name, []).append(i.mean - value)
+    shares = {name: float(np.mean(inside)) for name, inside in covered.items()}
+    # What 0.95 gives by chance: three standard deviations beyond the limits where logs are few.
+    slack = 3 * (0.95 * 0.05 / case.num_logs) ** 0.5 if case.num_logs < 1000 else 0.0
+    return {"name": case.name, "case": dataclasses.asdict(case), "samples": samples,
+            "value": round(value, 6), "coverage": shares,
+            "bias": {n: round(float(np.mean(e)), 6) for n, e in errors.items()},
+            "rmse": {n: round(float(np.sqrt(np.mean(np.square(e)))), 6)
+                     for n, e in errors.items()},
+            "verified": all(COVERAGE[0] - slack <= shares[n] <= COVERAGE[1] + slack
+                            for n in COVERING)}
+
+
+@functools.cache
+def _shop_of_tastes() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For 300 users and 12 products: whether a user's taste is the product's, EASE's policy and a
+    logging policy that follows popularity; float64 [300, 12] each."""
+    rng = np.random.default_rng(0)
+    users, products, tastes = 300, 12, 3
+    suits = (np.arange(users)[:, None] % tastes == np.arange(products) % tastes).astype(float)
+    bought = rng.random((users, products)) < 0.1 + 0.4 * suits
+    rows, items = np.nonzero(bought)
+    histories = Histories(torch.arange(users), torch.from_numpy(items + 1), torch.ones(items.size),
+                          torch.from_numpy(np.bincount(rows, minlength=users)))
+    model = ItemToItem(EASEConfig(l2=20.0), histories, products + 1)
+    target = recommender_policy(model, histories, torch.arange(1, products + 1), 0.1, 0.1)
+    popular = softmax_policy(np.tile(bought.mean(0), (users, 1)), 0.1, 0.3)
+    return suits, target, popular
+
+
+def served_users(rows: int, seed: int) -> SimulatedLog:
+    """A log of popular products, by which EASE is judged; groups are the products' tastes."""
+    suits, target, popular = _shop_of_tastes()
+    users, products = suits.shape
+    chances = 0.05 + 0.4 * suits
+    rng = np.random.default_rng((seed, 2))
+    user = rng.integers(0, users, rows)
+    action = (popular[user].cumsum(1) > rng.random((rows, 1))).argmax(1)
+    rewards = rng.random(rows) < chances[user, action]
+    taste = user % 3
+    log = LoggedBandit(taste[:, None], action, taste, rewards.astype(np.float32),
+                       popular[user, action], products, 3, (3,))
+    return SimulatedLog(log, target[user], float((target * chances).sum(1).mean()),
+                        chances[user], Groups(np.arange(products) % 3, popular[user]), user)
+
+
+def _open_bandit(case: Case, samples: int) -> dict[str, Any]:
+    logs = open_bandit()
+    log, own = logs[case.log], logs[case.target]
+    assert log.action_groups is not None
+    policies = {name: (np.full((log.actions.size, log.num_actions), 1 / log.num_actions)
+                       if name == "random" else action_shares(log, of))
+                for name, of in logs.items()}
+    # A visitor is known by its features alone: rows of equal ones are taken together.
+    visitors, truth_visitors = (np.unique(x.context, axis=0, return_inverse=True)[1].reshape(-1)
+                                for x in (log, own))
+    found = estimate(log, policies[case.target], clusters=visitors, samples=samples,
+                     groups=Groups(log.action_groups, policies[case.log]))
+    truth = _on_policy(own, truth_visitors, samples)
+    return {"name": case.name, "case": dataclasses.asdict(case), "samples": samples,
+            "rows": int(log.actions.size), "clicks": int(log.rewards.sum()),
+            "clusters": int(visitors.max()) + 1,
+            "on_policy": truth["by_visitor"], "on_policy_by_row": truth["by_row"],
+            **_told(found), "verified": all(
+                np.isfinite([i.low, i.mean, i.high]).all() for i in found.intervals.values())}
+
+
+def _on_policy(own: LoggedBandit, visitors: np.ndarray, samples: int) -> dict[str, Any]:
+    """The target's own click rate, with intervals over visitors and over rows."""
+    shown = np.zeros((own.actions.size, own.num_actions))
+    shown[np.arange(own.actions.size), own.actions] = 1.0
+    logged = dataclasses.replace(own, propensities=np.ones(own.actions.size))
+    by_visitor = estimate(logged, shown, clusters=visitors, samples=samples).intervals["ips"]
+    return {"by_visitor": by_visitor.to_json(),
+            "by_row": bootstrap(own.rewards, samples).to_json()}
+
+
+def _told(found: OffPolicyEstimates) -> dict[str, Any]:
+    def number(x: float) -> float | None:
+        return round(x, 6) if np.isfinite(x) else None  # None: as DR
+
+    return {"estimates": {name: i.to_json() for name, i in found.intervals.items()},
+            "threshold": number(found.threshold), "shrinkage": number(found.shrinkage),
+            "effective_rows": round(found.effective_rows, 1),
+            "largest_weight": round(found.largest_weight, 2)}
+
+
+@functools.cache
+def open_bandit() -> dict[str, LoggedBandit]:
+    """The two logs over the same actions, visitors' features and positions; an action's group is
+    its item's category."""
+    recipe = load_recipe("open-bandit")
+    items = str(Path(_files("random")[0]).parent / "item_context.csv")
+    recipe = dataclasses.replace(recipe, joins=(*recipe.joins, Join(items, "item_id", Layout(
+        "items", (Column("item_id", "sparse", "uint64"), Column(_CATEGORY, "sparse", "string")),
+        separator=",", header=True))))
+    with tempfile.TemporaryDirectory() as folder:
+        preprocess(recipe, [f for log in _LOGS for f in _files(log)], Path(folder) / "data",
+                   PreprocessOptions(min_count=1, valid="0", test="0"))
+        both = load_bandit(Path(folder) / "data", BanditColumns(group=_CATEGORY))
+    # Only the random policy shows every product equally often at every moment. A few of Thompson
+    # sampling's records have that propensity, too, and are taken for the random policy's.
+    is_random = np.isclose(both.propensities, 1 / both.num_actions)
+    return {"random": both.rows(is_random), "thompson": both.rows(~is_random)}
+
+
+def _files(log: str) -> list[str]:
+    folder = os.environ.get("OPER_DATA")
+    return sorted(map(str, Path(folder).glob(_LOGS[log]))) if folder else []
+
+
+def report(entries: Sequence[dict[str, Any]]) -> str:
+    """The entries for a person."""
+    parts = []
+    simulated = [e for e in entries if "coverage" in e]
+    if simulated:
+        parts += [record.table(
+            ["logs", "estimator", "coverage at 95 %", "bias", "root mean square error"],
+            [[e["name"], name, f"{share:.3f}", f"{e['bias'][name]:+.4f}", f"{e['rmse'][name]:.4f}"]
+             for e in simulated for name, share in e["coverage"].items()]),
+            "dm, switch-dr and dros lean on a model of the reward: its error is not in their "
+            "intervals"]
+    real = [e for e in entries if "estimates" in e]
+    if real:
+        parts += [record.table(
+            ["log/target", "estimator", "clicks per row [95 %]", "effective rows"],
+            [row for e in real for row in (
+                [e["name"], "on policy", _text(e["on_policy"]), ""],
+                *([e["name"], name, _text(i), f"{e['effective_rows']:.0f}"]
+                  for name, i in e["estimates"].items()))]),
+            "bootstrap over visitors of equal features"]
+    return "\n".join(parts) + "\n"
+
+
+def _text(interval: dict[str, float]) -> str:
+    return f"{interval['mean']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"

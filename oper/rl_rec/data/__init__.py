@@ -1,0 +1,1 @@
+"""Interactions with held-out targets, the protocols of published tables, training batches."""

@@ -1,0 +1,70 @@
+"""Protocols under which results are published: what is held out, what is measured, and how.
+
+    leave-one-out     a user's last interaction tests, the one before it validates; ratings of any
+                      height count, all items are ranked but those of the history, sequence models
+                      see 200 items. SASRec (ICDM 2018), gSASRec (RecSys 2023) and HSTU (ICML 2024)
+                      report MovieLens-1M so: nDCG@10, hit rate = recall at 10, 50, 200
+    held-out-users    users of validation and test do not train; 80 % of each one's films are given
+                      and the others asked for. Films rated 4 or higher, users with five or more.
+                      MultVAE (WWW 2018), RecVAE, EASE report MovieLens-20M so: recall@20, recall@50
+                      (over at most k) and nDCG@100, with 10,000 users each
+
+Which users are held out and which of their films are given is drawn with NumPy's generator from
+`DataOptions.seed`: another draw than the published one, with the same distribution. Equal times of
+a user, which MovieLens has many of, stand in the order of the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from oper.data.recipe import Recipe
+from oper.rl_rec.data.interactions import DataOptions
+from oper.rl_rec.ranking.metrics import MetricOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """From a log to figures.
+
+    Attributes:
+        data: how the log becomes interactions, and what is held out.
+        metrics: what is measured.
+        reported: metrics that a table shows; the first one chooses the weights on validation.
+        threshold: rating from which on the label is 1; None = the recipe's.
+        context: items of the longest history that sequence models see; 0 = as they are configured.
+    """
+
+    data: DataOptions = field(default_factory=DataOptions)
+    metrics: MetricOptions = field(default_factory=MetricOptions)
+    reported: tuple[str, ...] = ("ndcg@10", "recall@10", "ndcg@20", "mrr@20")
+    threshold: float | None = None
+    context: int = 0
+
+
+LEAVE_ONE_OUT = Protocol(
+    metrics=MetricOptions((1, 10, 50, 200)), threshold=0.0, context=200,
+    reported=("ndcg@10", "recall@1", "recall@10", "recall@50", "recall@200", "ndcg@200"))
+HELD_OUT_USERS = Protocol(
+    DataOptions(protocol="held_out_users", only="positive", item_core=1),
+    MetricOptions((20, 50, 100), recall="min"), ("ndcg@100", "recall@20", "recall@50"))
+PUBLISHED: dict[str, Protocol] = {
+    # 6,040 users, 3,416 films of five ratings or more: SASRec's and gSASRec's file.
+    "ml-1m": LEAVE_ONE_OUT,
+    # All 3,706 films.
+    "ml-1m-all-items": dataclasses.replace(LEAVE_ONE_OUT, data=DataOptions(item_core=1)),
+    "ml-20m": dataclasses.replace(HELD_OUT_USERS, data=dataclasses.replace(
+        HELD_OUT_USERS.data, valid=10_000, test=10_000)),
+}
+
+
+def with_threshold(recipe: Recipe, threshold: float | None) -> Recipe:
+    """The recipe with another `threshold` of its label, in all of its layouts; itself for None."""
+    if threshold is None:
+        return recipe
+    return dataclasses.replace(recipe, layouts=tuple(dataclasses.replace(
+        layout, columns=tuple(
+            dataclasses.replace(column, threshold=threshold)
+            if column.kind == "label" and column.parse == "threshold" else column
+            for column in layout.columns)) for layout in recipe.layouts))

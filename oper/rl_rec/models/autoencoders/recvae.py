@@ -1,0 +1,156 @@
+"""RecVAE: MultVAE with a composite prior and turns of encoder and decoder.
+
+Shenbin, Alekseev, Tutubalina, Malykh and Nikolenko, WSDM 2020.
+
+    h_1 = LN(swish(y + b)), with y as MultVAE's weighted bag of the user's items          [B, H]
+    h_k = LN(swish(W_k h_{k-1} + b_k + h_1 + ... + h_{k-1})), k = 2..5                    [B, H]
+    (mu, log sigma^2) = W h_5 + b                                                    [B, d] each
+    score(i) = <z, W_out[i]> + bias_i
+    loss = mean_u( -sum_{i in S_u} log softmax(score)_i
+                   + gamma |S_u| (log q(z | x_u) - log p(z | x_u)) ),  z drawn from q
+    p(z | x) = 3/20 N(0, I) + 3/4 q_old(z | x) + 1/10 N(0, e^10 I)
+
+q_old is the encoder as it was at its last refresh. Three steps in four train the encoder, with
+dropout on its input; then q_old is refreshed, and one in four trains the decoder, without.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from oper.rl_rec.models.autoencoders.item_tables import (
+    ItemBags,
+    ItemRows,
+    bag_weights,
+    positives,
+    rows_of,
+    sample,
+)
+from oper.rl_rec.models.base import Histories, Recommender
+
+_PRIOR = (3 / 20, 3 / 4, 1 / 10)
+_WIDE = 10.0  # log variance of the third part of the prior
+
+
+@dataclass(frozen=True, slots=True)
+class RecVAEConfig:
+    """Sizes and weights; the defaults are the paper's.
+
+    Attributes:
+        hidden: H, columns of the encoder's layers.
+        dim: d, latent columns.
+        dropout: chance that an item is dropped from the input while the encoder trains.
+        gamma: weight of the divergence, per item of a user.
+        rounds: turns of encoder and decoder over the whole training.
+    """
+
+    hidden: int = 600
+    dim: int = 200
+    dropout: float = 0.5
+    gamma: float = 0.005
+    rounds: int = 50
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+                ("hidden", self.hidden >= 1, ">= 1"), ("dim", self.dim >= 1, ">= 1"),
+                ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
+                ("gamma", self.gamma >= 0, ">= 0"), ("rounds", self.rounds >= 1, ">= 1")):
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}, expected {expected}")
+
+
+class Encoder(nn.Module):
+    """q(z | x): mean and log variance, float32 [B, d] each."""
+
+    def __init__(self, num_items: int, config: RecVAEConfig) -> None:
+        super().__init__()
+        width = config.hidden
+        self.bags = ItemBags("item_in", num_items, width, 1, "cpu")
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(width, eps=0.1) for _ in range(5))
+        self.posterior = nn.Linear(width, 2 * config.dim)
+
+    def forward(self, items: torch.Tensor, lengths: torch.Tensor, dropout: float
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = bag_weights(lengths, dropout, dropout > 0)
+        h = self.norms[0](nn.functional.silu(
+            self.bags(items, lengths, weights[None])[:, 0] + self.bias))
+        before = h
+        for layer, norm in zip(self.layers, self.norms[1:], strict=True):
+            h = norm(nn.functional.silu(layer(h) + before))
+            before = before + h
+        mean, log_var = self.posterior(h).chunk(2, dim=1)
+        return mean, log_var
+
+
+class RecVAE(Recommender):
+    """See the module's text.
+
+    Args:
+        num_items: rows of the item tables, row 0 (padding) included.
+        config: sizes and weights.
+    """
+
+    def __init__(self, num_items: int, config: RecVAEConfig) -> None:
+        super().__init__()
+        self.config, self.num_items, self.trains_decoder = config, num_items, False
+        self.encoder = Encoder(num_items, config)
+        self.old = copy.deepcopy(self.encoder).requires_grad_(False)
+        self.item_out = ItemRows("item_out", num_items, config.dim + 1, "cpu")
+
+    def forward(self, batch: Histories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss float32 [] and its parts ``nll`` and ``kl``."""
+        items, lengths = positives(batch)
+        dropout = self.config.dropout if self.training and not self.trains_decoder else 0.0
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.trains_decoder):
+            mean, log_var = self.encoder(items, lengths, dropout)
+        z = sample(mean, log_var, self.training)
+        rows = self.item_out(torch.arange(1, self.num_items, device=z.device))
+        scores = _with_one(z) @ (rows if self.trains_decoder else rows.detach()).T
+        nll = -scores.log_softmax(1)[rows_of(lengths), items - 1].sum() / max(lengths.numel(), 1)
+        with torch.no_grad():
+            old = self.old(items, lengths, 0.0)
+        divergence = (log_normal(z, mean, log_var) - log_prior(z, *old)).sum(1)
+        kl = self.config.gamma * (lengths * divergence).mean()
+        return nll + kl, {"nll": nll.detach(), "kl": kl.detach()}
+
+    def encode(self, histories: Histories) -> torch.Tensor:
+        """Means of z with a last 1 for the items' bias, float32 [B, d + 1]."""
+        return _with_one(self.encoder(*positives(histories), 0.0)[0])
+
+    def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """float32 [B, n]."""
+        return encoded @ self.item_out(items).T
+
+    def schedule(self, step: int, num_steps: int) -> None:
+        """Whose turn it is; the old encoder is refreshed where the decoder's turn begins."""
+        turn = max(1, num_steps // (4 * self.config.rounds))
+        place = step % (4 * turn)
+        self.trains_decoder = place >= 3 * turn
+        if place == 3 * turn:
+            self.old.load_state_dict(self.encoder.state_dict())
+
+
+def _with_one(z: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(z, (0, 1), value=1.0)
+
+
+def log_prior(z: torch.Tensor, old_mean: torch.Tensor, old_log_var: torch.Tensor
+              ) -> torch.Tensor:
+    """Log density of the composite prior, a mixture in each column by itself, as the authors have
+    it; [B, d]."""
+    zero = torch.zeros_like(z)
+    parts = [math.log(weight) + log_normal(z, mean, log_var) for weight, mean, log_var in
+             zip(_PRIOR, (zero, old_mean, zero), (zero, old_log_var, zero + _WIDE), strict=True)]
+    return torch.stack(parts).logsumexp(0)
+
+
+def log_normal(z: torch.Tensor, mean: torch.Tensor, log_var: torch.Tensor) -> torch.Tensor:
+    """Log density of normal distributions, column by column; [B, d]."""
+    return -0.5 * (log_var + (z - mean).square() / log_var.exp() + math.log(2 * math.pi))

@@ -1,0 +1,39 @@
+"""GRU4Rec: a recurrent network over the items of a history.
+
+Hidasi, Karatzoglou, Baltrunas and Tikk, ICLR 2016; with the losses of the other models here, since
+its later versions (Hidasi and Karatzoglou, CIKM 2018) owe their results to better losses, too, and
+whole subsequences instead of session-parallel batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from oper.rl_rec.models.next_item import NextItem, NextItemConfig
+
+
+@dataclass(frozen=True, slots=True)
+class GRU4RecConfig(NextItemConfig):
+    """Sizes: those of every model of the next item. `dropout` is on the input and between layers.
+    """
+
+    layers: int = 1
+
+
+class GRU4Rec(NextItem):
+    """The model; see the module's text. Arguments as of `NextItem`."""
+
+    def __init__(self, config: GRU4RecConfig, num_items: int, device: str = "cpu") -> None:
+        super().__init__(config, num_items, device)
+        self.network = nn.GRU(config.dim, config.dim, config.layers, batch_first=True,
+                              dropout=config.dropout if config.layers > 1 else 0.0)
+        self.project = nn.Linear(config.dim, config.dim)
+
+    def outputs(self, items: torch.Tensor) -> torch.Tensor:
+        """See `NextItem.outputs`."""
+        states, _ = self.network(self.dropout(self.with_start(items)))
+        out: torch.Tensor = self.project(states)
+        return out

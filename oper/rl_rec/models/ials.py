@@ -1,0 +1,121 @@
+"""iALS: matrix factorisation of implicit feedback by alternating least squares.
+
+Hu, Koren and Volinsky, ICDM 2008, with the regularisation of Rendle, Krichene, Zhang and Koren,
+"Revisiting the performance of iALS", RecSys 2022. Users w_u and items h_i minimise, over positives
+S and all I items and U users,
+
+    sum_{(u, i) in S} (1 - <w_u, h_i>)^2 + alpha sum_{u, i} <w_u, h_i>^2
+        + l2 (sum_u (|S_u| + alpha I)^nu |w_u|^2 + sum_i (|S_i| + alpha U)^nu |h_i|^2)
+
+in turns: with the items fixed, each user's is a system of `dim` equations. Users of a request are
+folded in the same way, so that users without training interactions are served as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oper.rl_rec.models.base import Histories, Recommender
+from oper.rl_rec.models.item_to_item import interaction_matrix
+
+_BLOCK = 1024  # systems of equations that are solved at once
+
+
+@dataclass(frozen=True, slots=True)
+class IALSConfig:
+    """Sizes and weights.
+
+    Attributes:
+        dim: columns of a factor.
+        alpha: weight of all pairs, positives included, against that of the positives.
+        l2: penalty on the factors.
+        nu: how the penalty grows with what is known of a row; 0 = not at all.
+        sweeps: times that users and items are solved for.
+        std: standard deviation of a first item's norm.
+    """
+
+    dim: int = 64
+    alpha: float = 0.1
+    l2: float = 0.003
+    nu: float = 1.0
+    sweeps: int = 16
+    std: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+                ("dim", self.dim >= 1, ">= 1"), ("alpha", self.alpha > 0, "> 0"),
+                ("l2", self.l2 > 0, "> 0"), ("nu", self.nu >= 0, ">= 0"),
+                ("sweeps", self.sweeps >= 1, ">= 1"), ("std", self.std > 0, "> 0")):
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}, expected {expected}")
+
+
+class IALS(Recommender):
+    """See the module's text.
+
+    Args:
+        config: sizes and weights.
+        training: what the users did, all of them.
+        num_items: rows, row 0 (padding) included.
+    """
+
+    factors: torch.Tensor
+
+    def __init__(self, config: IALSConfig, training: Histories, num_items: int) -> None:
+        super().__init__()
+        self.config = config
+        matrix = interaction_matrix(training, num_items)
+        has_any = matrix.sum(1).to_dense() > 0  # the others' factors are 0
+        items = torch.randn(num_items, config.dim) * config.std / config.dim ** 0.5
+        items[0] = 0.0
+        for _ in range(config.sweeps):
+            users = solve_factors(config, matrix, items, num_items - 1)
+            items = solve_factors(config, matrix.T.coalesce(), users, int(has_any.sum()))
+        self.register_buffer("factors", items)
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Nothing is left to learn: a loss of 0."""
+        return torch.zeros(()), {}
+
+    def encode(self, histories: Histories) -> torch.Tensor:
+        """Users' factors float32 [B, dim]."""
+        matrix = interaction_matrix(histories, len(self.factors))
+        return solve_factors(self.config, matrix, self.factors, len(self.factors) - 1)
+
+    def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """``<w_u, h_i>``, float32 [B, n]."""
+        return encoded @ self.factors[items].T
+
+
+def solve_factors(config: IALSConfig, matrix: torch.Tensor, others: torch.Tensor, count: int
+                  ) -> torch.Tensor:
+    """The factors of the rows that minimise the objective with those of the columns fixed.
+
+    Args:
+        config: weights.
+        matrix: positives, sparse, coalesced [N, M].
+        others: factors of the columns, float32 [M, dim].
+        count: how many columns there are: M without padding.
+
+    Returns:
+        float32 [N, dim]; 0 for rows without a positive.
+    """
+    rows, columns = matrix.indices()
+    lengths = torch.bincount(rows, minlength=matrix.shape[0])
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    shared = config.alpha * others.T @ others
+    found = []
+    for first in range(0, len(lengths), _BLOCK):
+        mine = lengths[first:first + _BLOCK]
+        at = slice(int(offsets[first]), int(offsets[first + len(mine)]))
+        known, row = others[columns[at]], rows[at] - first
+        # Sums over a row's positives of the factors and of their outer products.
+        sums = known.new_zeros(len(mine), config.dim).index_add_(0, row, known)
+        outer = torch.stack([part.T @ part for part in known.split(mine.tolist())])
+        penalty = config.l2 * (mine + config.alpha * count) ** config.nu
+        left = outer + shared + penalty[:, None, None] * torch.eye(config.dim, device=known.device)
+        found.append(torch.linalg.solve(left, sums))
+    return torch.cat(found) if found else others.new_zeros(0, config.dim)

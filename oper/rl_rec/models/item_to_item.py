@@ -1,0 +1,112 @@
+"""Linear models of items: EASE and nearest neighbours.
+
+A user's score of item j is the sum of the weights B[i, j] of the items i that it has. With the
+binary users-by-items matrix X and the Gram matrix G = X'X:
+
+    EASE      min_B ||X - X B||^2 + l2 ||B||^2 with diag(B) = 0, solved by P = (G + l2 I)^(-1) as
+              B[i, j] = -P[i, j] / P[j, j]                  (Steck, WWW 2019)
+    ItemKNN   B[i, j] = G[i, j] / (sqrt(G[i, i] G[j, j]) + shrink) for the nearest items i of j
+
+Both hold a matrix over pairs of items: catalogues up to some 30,000 items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oper.rl_rec.models.autoencoders.item_tables import positives, rows_of
+from oper.rl_rec.models.base import Histories, Recommender
+
+
+@dataclass(frozen=True, slots=True)
+class EASEConfig:
+    """EASE.
+
+    Attributes:
+        l2: penalty on the weights.
+    """
+
+    l2: float = 250.0
+
+    def __post_init__(self) -> None:
+        if not self.l2 > 0:
+            raise ValueError(f"l2={self.l2!r}, expected > 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ItemKNNConfig:
+    """Nearest neighbours.
+
+    Attributes:
+        neighbours: items whose weight on an item is kept: those with the largest.
+        shrink: draws the similarity of rare items to 0.
+    """
+
+    neighbours: int = 100
+    shrink: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (("neighbours", self.neighbours >= 1, ">= 1"),
+                                   ("shrink", self.shrink >= 0, ">= 0")):
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}, expected {expected}")
+
+
+def interaction_matrix(histories: Histories, num_items: int) -> torch.Tensor:
+    """X, sparse float32 [B, num_items]: 1 where the user has the item with a positive reward."""
+    items, lengths = positives(histories)
+    users = rows_of(lengths)
+    pairs = torch.unique(torch.stack([users, items]), dim=1)
+    return torch.sparse_coo_tensor(pairs, torch.ones(pairs.shape[1], device=pairs.device),
+                                   (lengths.numel(), num_items), check_invariants=True).coalesce()
+
+
+def ease_weights(config: EASEConfig, gram: torch.Tensor) -> torch.Tensor:
+    """B float32 [num_items, num_items] of G; see the module's text."""
+    inverse = torch.linalg.inv(gram.double() + config.l2 * torch.eye(len(gram)).double())
+    weights = -inverse / inverse.diagonal()
+    return weights.fill_diagonal_(0.0).float()
+
+
+def knn_weights(config: ItemKNNConfig, gram: torch.Tensor) -> torch.Tensor:
+    """B float32 [num_items, num_items] of G; see the module's text."""
+    length = gram.diagonal().sqrt()
+    similar = gram / (length[:, None] * length + config.shrink).clamp(min=1e-12)
+    similar.fill_diagonal_(0.0)
+    best, at = similar.topk(min(config.neighbours, len(gram)), dim=0)
+    return torch.zeros_like(similar).scatter_(0, at, best)
+
+
+class ItemToItem(Recommender):
+    """Scores by weights between items.
+
+    Args:
+        config: of the model.
+        training: what the users did, all of them.
+        num_items: rows, row 0 (padding) included.
+    """
+
+    weights: torch.Tensor
+
+    def __init__(self, config: EASEConfig | ItemKNNConfig, training: Histories, num_items: int
+                 ) -> None:
+        super().__init__()
+        users = interaction_matrix(training, num_items)
+        gram = torch.sparse.mm(users.T, users).to_dense()
+        self.register_buffer("weights", ease_weights(config, gram)
+                             if isinstance(config, EASEConfig) else knn_weights(config, gram))
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Nothing is left to learn: a loss of 0."""
+        return torch.zeros(()), {}
+
+    def encode(self, histories: Histories) -> torch.Tensor:
+        """Scores of all items, float32 [B, num_items]."""
+        return torch.sparse.mm(interaction_matrix(histories, len(self.weights)), self.weights)
+
+    def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """float32 [B, n]."""
+        return encoded[:, items]

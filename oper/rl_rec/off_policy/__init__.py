@@ -1,0 +1,1 @@
+"""The value of a policy from the log of another one."""

@@ -1,0 +1,223 @@
+"""What another policy would have earned, from a log with propensities.
+
+A log holds for row n a context x_n, the action a_n, its probability p_n under the policy that
+logged it, and the reward r_n. With the target policy's pi(a | x), w_n = pi(a_n | x_n) / p_n and a
+model q(x, a) of the reward:
+
+    IPS         1/N sum w_n r_n                                        (Horvitz & Thompson 1952)
+    SNIPS       sum w_n r_n / sum w_n                      (Swaminathan & Joachims, NeurIPS 2015)
+    DM          1/N sum_n sum_a pi(a | x_n) q(x_n, a)
+    DR          DM + 1/N sum w_n (r_n - q(x_n, a_n))                 (Dudik et al., ICML 2011)
+    Switch-DR   DR with 0 for weights above a threshold              (Wang et al., ICML 2017)
+    DRos        DR with l w / (w^2 + l) for w                          (Su et al., ICML 2020)
+    MIPS        1/N sum v_n r_n with v_n = pi(g_n | x_n) / p(g_n | x_n) of the group g_n of a_n
+                                                           (Saito & Joachims, ICML 2022)
+
+IPS, SNIPS and the DR family need p > 0 wherever pi > 0. DR is right when either the propensities or
+q is; MIPS where the reward depends on the action through its group alone. Threshold and l are those
+with the least estimated squared error: variance, and the square of what they move DR's mean by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.errors import InvalidInputError, fail
+from oper.rl_rec.intervals import SAMPLES, Interval, interval, resampled_sums
+from oper.rl_rec.off_policy.log import LoggedBandit
+
+PRIOR = 2.0  # rows of the overall mean in each mean of `reward_model`
+_QUANTILES = (0.5, 0.8, 0.9, 0.95, 0.99)  # of the weights: thresholds to choose from
+_SHRINKAGES = tuple(10.0 ** k for k in range(-4, 3))  # l, in squares of the largest weight
+
+
+@dataclass(frozen=True, slots=True)
+class OffPolicyEstimates:
+    """Value of a policy: expected reward per row.
+
+    Attributes:
+        intervals: by estimator: ``"ips"``, ``"snips"``, ``"dm"``, ``"dr"``, ``"switch-dr"``,
+            ``"dros"`` and, with groups of actions, ``"mips"``.
+        threshold: of Switch-DR; infinite = DR.
+        shrinkage: l of DRos; infinite = DR.
+        effective_rows: ``(sum w)^2 / sum w^2``, rows that the weights leave of the log.
+        largest_weight: of all w.
+    """
+
+    intervals: dict[str, Interval]
+    threshold: float
+    shrinkage: float
+    effective_rows: float
+    largest_weight: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """For MIPS.
+
+    Attributes:
+        of_action: int64 [num_actions], a number from 0 on.
+        behaviour: float64 [N, num_actions], the logging policy's probability of every action.
+    """
+
+    of_action: np.ndarray
+    behaviour: np.ndarray
+
+    def weights(self, log: LoggedBandit, target: np.ndarray) -> np.ndarray:
+        """v, float64 [N]."""
+        for name, probabilities in (("behaviour", self.behaviour), ("target", target)):
+            _check_policy(probabilities, (log.actions.size, log.num_actions), name)
+        if self.of_action.shape != (log.num_actions,) or (self.of_action < 0).any():
+            raise InvalidInputError(fail("cannot estimate a policy", "groups.of_action",
+                                         self.of_action.shape, f"int64 [{log.num_actions}], >= 0",
+                                         "give the group of every action"))
+        same = self.of_action == self.of_action[log.actions][:, None]  # [N, num_actions]
+        mine = (self.behaviour * same).sum(1)
+        if not (mine > 0).all():
+            raise InvalidInputError(fail("cannot estimate a policy", "behaviour of a shown group",
+                                         0.0, "> 0", "give the policy that logged the rows"))
+        return (target * same).sum(1) / mine
+
+
+def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None = None,
+             groups: Groups | None = None, clusters: np.ndarray | None = None,
+             samples: int = SAMPLES) -> OffPolicyEstimates:
+    """All estimates, with bootstrap intervals over clusters of rows.
+
+    IPS, SNIPS, DR and MIPS are right in the mean whatever q is. DM, and Switch-DR and DRos where
+    they take weights away, lean on q: intervals hold the chance in the default q (by its
+    derivative), but not the error of a q that cannot be right, and take a given q, the threshold
+    and l as they are.
+
+    Args:
+        log: N rows.
+        target: pi(a | x_n), float [N, num_actions], rows that sum to 1.
+        model: q(x_n, a), float [N, num_actions]; `reward_model` by default.
+        groups: of actions, for MIPS.
+        clusters: int64 [N]: rows of one cluster, such as a visitor's, are drawn together; each row
+            by itself by default.
+        samples: bootstrap samples.
+
+    Raises:
+        InvalidInputError: shapes, probabilities or propensities that cannot be.
+    """
+    shape = (log.actions.size, log.num_actions)
+    target = np.asarray(target, np.float64)
+    _check_policy(target, shape, "target")
+    q = np.asarray(reward_model(log) if model is None else model, np.float64)
+    if q.shape != shape or not np.isfinite(q).all():
+        raise InvalidInputError(fail("cannot estimate a policy", "model", q.shape,
+                                     f"finite rewards {shape}",
+                                     "give the reward model's estimate of every action for "
+                                     "every row, without NaN"))
+    if not ((log.propensities > 0) & (log.propensities <= 1)).all():
+        raise InvalidInputError(fail("cannot estimate a policy", "propensities",
+                                     float(log.propensities.min()), "in (0, 1]",
+                                     "log the probability of what was shown"))
+    at = np.arange(shape[0])
+    cluster = at if clusters is None else np.unique(clusters, return_inverse=True)[1]
+    if cluster.shape != at.shape:
+        raise InvalidInputError(fail("cannot estimate a policy", "clusters", cluster.shape,
+                                     f"int64 [{shape[0]}]", "give the cluster of every row"))
+    w = target[at, log.actions] / log.propensities
+    if not w.any():
+        raise InvalidInputError(fail("cannot estimate a policy", "weights", 0.0,
+                                     "rows whose action the policy may take", "log more"))
+    rewards = log.rewards.astype(np.float64)
+    direct, error = (target * q).sum(1), rewards - q[at, log.actions]
+    largest = float(w.max())
+    thresholds = {float(t): np.where(w <= t, w, 0.0)
+                  for t in (*np.quantile(w, _QUANTILES), np.inf)}
+    shrunk = {x * largest ** 2: w * (x * largest ** 2) / (w * w + x * largest ** 2)
+              for x in _SHRINKAGES} | {np.inf: w}
+    fitted = _FittedModel(log, target, error) if model is None else None
+    threshold, shrinkage = (_least_error(options, direct, error, cluster, fitted)
+                            for options in (thresholds, shrunk))
+    values = {"dm": direct, "dr": direct + w * error,
+              "switch-dr": direct + thresholds[threshold] * error,
+              "dros": direct + shrunk[shrinkage] * error, "ips": w * rewards}
+    if groups is not None:
+        values["mips"] = groups.weights(log, target) * rewards
+    used = {"dm": np.zeros(shape[0]), "dr": w, "switch-dr": thresholds[threshold],
+            "dros": shrunk[shrinkage]}
+    moved = {name: fitted.moved(weights) for name, weights in used.items()} if fitted else {}
+    terms = {name: x + moved.get(name, 0.0) for name, x in values.items()}
+    terms |= {"w": w, "ones": np.ones(shape[0])}
+    sums = np.stack([np.bincount(cluster, term) for term in terms.values()])
+    drawn = dict(zip(terms, resampled_sums(sums, samples).T, strict=True))
+    found = {name: interval(float(x.mean()), drawn[name] / drawn["ones"]
+                            - (terms[name].mean() - x.mean())) for name, x in values.items()}
+    some = drawn["w"] > 0
+    found["snips"] = interval(float(values["ips"].sum() / w.sum()),
+                              drawn["ips"][some] / drawn["w"][some])
+    return OffPolicyEstimates(found, threshold, shrinkage,
+                              float(w.sum() ** 2 / np.square(w).sum()), largest)
+
+
+def _check_policy(policy: np.ndarray, shape: tuple[int, int], name: str) -> None:
+    if policy.shape != shape or (policy < 0).any() or not np.allclose(policy.sum(1), 1, atol=1e-6):
+        raise InvalidInputError(fail("cannot estimate a policy", name, policy.shape,
+                                     f"probabilities {shape}, rows that sum to 1",
+                                     "give the policy's probability of every action for every "
+                                     "row of the log"))
+
+
+class _FittedModel:
+    """How the mean of ``direct + v error`` moves with the rewards through `reward_model`'s q.
+
+    q of a cell (action, position) is ``(R + prior m) / (N + prior)``. A row's reward enters it by
+    ``error / (N + prior)``, and q the mean by what the target does in the cell less the weights v
+    that correct it.
+    """
+
+    def __init__(self, log: LoggedBandit, target: np.ndarray, error: np.ndarray) -> None:
+        self.cell, self.error = log.positions * log.num_actions + log.actions, error
+        wanted = np.zeros((log.num_positions, log.num_actions))
+        np.add.at(wanted, log.positions, target)
+        self.wanted = wanted.reshape(-1)
+        self.count = np.bincount(self.cell, minlength=self.wanted.size) + PRIOR
+
+    def moved(self, weights: np.ndarray) -> np.ndarray:
+        """By each row, in rows' units: float64 [N]."""
+        corrected = np.bincount(self.cell, weights, minlength=self.wanted.size)
+        return ((self.wanted - corrected) / self.count)[self.cell] * self.error
+
+
+def _least_error(options: dict[float, np.ndarray], direct: np.ndarray, error: np.ndarray,
+                 cluster: np.ndarray, fitted: _FittedModel | None) -> float:
+    """The key of the weights float64 [N] with the least estimated squared error of the mean; the
+    weights of an infinite key are whole."""
+    def squared_error(key: float) -> float:
+        term = direct + options[key] * error
+        if fitted:
+            term = term + fitted.moved(options[key])
+        spread = np.bincount(cluster, term - term.mean())
+        bias = float(((options[key] - options[np.inf]) * error).mean())
+        return float(np.square(spread).sum()) / term.size ** 2 + bias * bias
+
+    return min(options, key=squared_error)
+
+
+def reward_model(log: LoggedBandit, folds: int = 2, seed: int = 0) -> np.ndarray:
+    """Mean reward of an action at a position, from the other folds' rows: float64 [N, num_actions].
+
+    Cross-fitted, so that no row's own reward is in its q. A mean is drawn towards the overall mean
+    as if `PRIOR` more rows had that.
+    """
+    rows = log.actions.size
+    if not 2 <= folds <= rows:
+        raise InvalidInputError(fail("cannot model rewards", "folds", folds, f"2 .. {rows}",
+                                     "choose another number"))
+    fold = np.random.default_rng(seed).permutation(rows) % folds
+    cell = log.positions * log.num_actions + log.actions
+    cells = log.num_positions * log.num_actions
+    found = np.empty((rows, log.num_actions))
+    for k in range(folds):
+        other = fold != k
+        count = np.bincount(cell[other], minlength=cells)
+        total = np.bincount(cell[other], log.rewards[other], minlength=cells)
+        mean = (total + PRIOR * log.rewards[other].mean()) / (count + PRIOR)
+        found[~other] = mean.reshape(log.num_positions, -1)[log.positions[~other]]
+    return found

@@ -1,0 +1,85 @@
+"""Policies whose value can be estimated: probabilities of actions for the rows of a log."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.rl_rec.models.base import Histories, Recommender
+from oper.rl_rec.off_policy.log import LoggedBandit
+
+
+def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float = 0.0
+                   ) -> np.ndarray:
+    """``(1 - uniform) softmax(scores / temperature) + uniform / num_actions``.
+
+    Args:
+        scores: float [N, num_actions]; -inf = never, but for `uniform`.
+        temperature: 0 = the best one, ties alike.
+        uniform: share of the choices that are made at random.
+
+    Returns:
+        float64 [N, num_actions], rows that sum to 1.
+
+    Raises:
+        InvalidInputError: NaN, +inf or only -inf in a row, or parameters that cannot be.
+    """
+    scores = np.asarray(scores, np.float64)
+    if scores.ndim != 2 or not scores.size or not np.isfinite(scores.max(1)).all():
+        raise InvalidInputError(fail("cannot make a policy", "scores", scores.shape,
+                                     "numbers [N, num_actions], a finite largest one in each row",
+                                     "look for NaN"))
+    for name, ok, value, expected in (("temperature", 0 <= temperature < np.inf, temperature,
+                                       ">= 0"), ("uniform", 0 <= uniform <= 1, uniform, "0..1")):
+        if not ok:
+            raise InvalidInputError(fail("cannot make a policy", name, value, expected,
+                                         "choose another value"))
+    apart = scores - scores.max(1, keepdims=True)
+    chosen = np.exp(apart / temperature) if temperature else (apart == 0).astype(np.float64)
+    chosen /= chosen.sum(1, keepdims=True)
+    return (1 - uniform) * chosen + uniform / scores.shape[1]
+
+
+@torch.no_grad()
+def recommender_policy(model: Recommender, histories: Histories, items: torch.Tensor,
+                       temperature: float = 1.0, uniform: float = 0.0) -> np.ndarray:
+    """A recommender that shows one of `items`, by `softmax_policy` of its scores.
+
+    Args:
+        model: put into evaluation mode and back.
+        histories: of the users of N rows.
+        items: int64 [num_actions], the item of each action.
+        temperature, uniform: as of `softmax_policy`.
+
+    Returns:
+        float64 [N, num_actions].
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        scores = model.scores(model.encode(histories), items)
+    finally:
+        model.train(was_training)
+    return softmax_policy(scores.cpu().numpy(), temperature, uniform)
+
+
+def action_shares(log: LoggedBandit, of: LoggedBandit, prior: float = 1.0) -> np.ndarray:
+    """The policy that logged `of`, taken as free of context: its shares of actions by position.
+
+    Args:
+        log: where it is to be evaluated; the same actions and positions.
+        of: what it has logged.
+        prior: rows added to each action, so that none has probability 0.
+
+    Returns:
+        float64 [rows of `log`, num_actions].
+    """
+    if (log.num_actions, log.num_positions) != (of.num_actions, of.num_positions):
+        raise InvalidInputError(fail(
+            "cannot compare two logs", "actions, positions",
+            ((log.num_actions, log.num_positions), (of.num_actions, of.num_positions)),
+            "the same in both", "preprocess both logs into one folder"))
+    counts = np.full((of.num_positions, of.num_actions), prior)
+    np.add.at(counts, (of.positions, of.actions), 1)
+    return (counts / counts.sum(1, keepdims=True))[log.positions]

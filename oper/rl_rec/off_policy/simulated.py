@@ -1,0 +1,63 @@
+"""Logs of a policy in a world whose rewards are known, to try estimators on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.rl_rec.off_policy.estimators import Groups
+from oper.rl_rec.off_policy.log import LoggedBandit
+from oper.rl_rec.off_policy.policies import softmax_policy
+
+CONTEXTS, ACTIONS, GROUPS = 3, 8, 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimulatedLog:
+    """A log and what it does not tell.
+
+    Attributes:
+        log: N rows; the context is the position.
+        target: the policy to be estimated, float64 [N, ACTIONS].
+        value: its expected reward per row.
+        rewards: the expected reward of every action, float64 [N, ACTIONS].
+        groups: of the actions, through which alone they act; with the logging policy.
+        visitors: int64 [N], whose row it is.
+    """
+
+    log: LoggedBandit
+    target: np.ndarray
+    value: float
+    rewards: np.ndarray
+    groups: Groups
+    visitors: np.ndarray
+
+
+def simulate_log(rows: int, seed: int, per_visitor: int = 1) -> SimulatedLog:
+    """Visitors of three kinds come and are shown an action each time.
+
+    World and policies are always the same. A visitor's rows have one context, and its rewards are
+    half or one and a half times as likely as those of its kind: its rows are not independent.
+
+    Args:
+        rows: N.
+        seed: of visitors, actions and rewards.
+        per_visitor: rows of a visitor.
+    """
+    world = np.random.default_rng(0)
+    of_action = np.arange(ACTIONS) % GROUPS
+    rewards = world.uniform(0.05, 0.6, (CONTEXTS, GROUPS))[:, of_action]
+    behaviour = 0.7 * world.dirichlet(np.full(ACTIONS, 2.0), CONTEXTS) + 0.3 / ACTIONS
+    target = softmax_policy(rewards + world.normal(0, 0.05, rewards.shape), 0.15, 0.1)
+    rng = np.random.default_rng((seed, 1))
+    visitors = np.arange(rows) // per_visitor
+    kinds = rng.integers(0, CONTEXTS, visitors[-1] + 1)
+    prone = rng.choice([0.5, 1.5], visitors[-1] + 1)
+    context = kinds[visitors]
+    action = (behaviour[context].cumsum(1) > rng.random((rows, 1))).argmax(1)
+    clicked = rng.random(rows) < rewards[context, action] * prone[visitors]
+    log = LoggedBandit(context[:, None], action, context, clicked.astype(np.float32),
+                       behaviour[context, action], ACTIONS, CONTEXTS, (CONTEXTS,))
+    return SimulatedLog(log, target[context], float((target * rewards).sum(1).mean()),
+                        rewards[context], Groups(of_action, behaviour[context]), visitors)

@@ -1,0 +1,1 @@
+"""Full ranking and its metrics."""

@@ -1,0 +1,1 @@
+"""A simulated shop, policies and logs of its visits."""
