@@ -61,6 +61,20 @@ def test_the_head_comes_first_and_the_rest_in_order_of_id(case: tuple[TablePlan,
 
 @FAST
 @given(table_plans())
+def test_slots_lead_back_to_positions(case: tuple[TablePlan, int]) -> None:
+    plan, world_size = case
+    directory = TableDirectory(plan, world_size)
+    owner, slot = directory.locate(np.arange(plan.table.num_rows))
+    for rank in range(world_size):
+        count = int(directory.num_slots[rank])
+        back = directory.positions_at(rank, np.arange(0, count))
+        assert np.array_equal(back[slot[owner == rank]], np.flatnonzero(owner == rank))
+        middle = directory.positions_at(rank, np.arange(count // 3, count - count // 4))
+        assert np.array_equal(middle, back[count // 3: count - count // 4])
+
+
+@FAST
+@given(table_plans())
 def test_tiers_keep_to_their_ranks_and_weights(case: tuple[TablePlan, int]) -> None:
     plan, world_size = case
     directory = TableDirectory(plan, world_size)
