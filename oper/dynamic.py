@@ -24,14 +24,14 @@ class DynamicTable:
         admit_after: occurrences, over all ranks, after which a key gets a row; 1 = at once. Keys
             without a row are counted in half as many places as there are rows; where there are
             more of them, the one not seen for longest is forgotten.
-        admit_probability: of getting a row, in each update that sees the key; only without
-            `admit_after`.
+        admit_probability: probability that a key without a row gets one in an update that sees
+            it; only without `admit_after`.
         eviction: which key loses its row to a new one of its bucket where all rows are taken:
             ``"lru"``, the one not seen for longest, or ``"lfu"``, the one seen least often. Keys
-            that this update has seen keep theirs.
+            seen in the current update are never evicted.
         half_life: updates after which the counts of ``"lfu"`` are halved; None = never.
-        time_to_live: updates; a key that was not seen for more than these has no row any more.
-            None = for ever.
+        time_to_live: updates; a key not seen for more than this many loses its row. None = for
+            ever.
         seed: of the hash, of admission by probability and of new rows.
         init_bound: new rows are uniform in [-init_bound, init_bound); by default
             ``sqrt(1 / num_embeddings)``, as TorchRec's.
@@ -54,14 +54,14 @@ class DynamicTable:
         self._check("admit_probability", _is_number(self.admit_probability)
                     and 0 < self.admit_probability <= 1, "a number in (0, 1]")
         self._check("admit_probability", self.admit_after == 1 or self.admit_probability == 1,
-                    "1 with admit_after > 1: one kind of admission")
+                    "1 where admit_after > 1: use one of the two")
         self._check("eviction", self.eviction in EVICTIONS, f"one of {EVICTIONS}")
         for name in ("half_life", "time_to_live"):
             self._check(name, getattr(self, name) is None
                         or _is_count(getattr(self, name), _MOST_UPDATES),
                         f"None or an integer in [1, {_MOST_UPDATES}]")
         self._check("half_life", self.half_life is None or self.eviction == "lfu",
-                    "None with eviction='lru', which counts nothing")
+                    "None with eviction='lru', which does not use counts")
         self._check("seed", isinstance(self.seed, int) and -1 << 63 <= self.seed < 1 << 63,
                     "an integer of 64 bits")
         self._check("init_bound", self.init_bound is None

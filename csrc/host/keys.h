@@ -1,15 +1,16 @@
 // The directory of a dynamic table: which row a raw 64-bit key has.
 //
-// Slots lie in buckets of at most kBucketSlots, whose number follows from the number of slots alone. A
-// key belongs to one bucket, by its hash, and is found, admitted and evicted within it, so that every
-// search is bounded and no decision depends on the number of ranks. A rank holds the buckets of its
-// range in its arena, where all ranks read them; it alone writes them, in the update of a step. The slot
-// decides the row: row = slot + 1, and row 0 is that of all keys that have none.
+// Slots are grouped into buckets of at most kBucketSlots; the number of buckets depends only on the
+// number of slots. A key's hash selects its bucket, and the key is found, admitted and evicted within
+// it, so every search is bounded and no decision depends on the number of ranks. Each rank keeps a
+// contiguous range of buckets in its arena. All ranks read them; only the owner writes, during a
+// step's update. Row = slot + 1; keys without a row of their own use row 0.
 //
-// A directory holds hashes in place of keys: the hash is a bijection of 64-bit numbers, so that every key
-// is legal and equal hashes are equal keys. A slot takes 17 bytes: a byte of its hash (0 = free) that is
-// compared first, the hash, the clock of the last update that saw the key, and its count. Where keys are admitted by count,
-// a bucket also has kBucketCandidates places that count keys without a row, 6.5 bytes per slot more.
+// Hashes are stored instead of keys: the hash is a bijection of 64-bit numbers, so any key is legal
+// and equal hashes mean equal keys. A slot takes 17 bytes: a tag (one byte of the hash, compared
+// first; 0 = free), the hash, the clock of the last update that saw the key, and its count. With
+// admission by count, a bucket also counts up to kBucketCandidates keys that have no row (6.5 more
+// bytes per slot).
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,7 @@ enum class Eviction : int64_t { kLeastRecent, kLeastFrequent };
 // Clocks count updates of the table, so that ages are in updates.
 struct KeyRules {
   uint64_t seed = 0;
-  uint64_t min_count = 1;       // occurrences from which on a key gets a row, at most 255
+  uint64_t min_count = 1;       // occurrences at which a key gets a row, at most 255
   uint64_t admit_below = 0;     // a draw of 64 bits below it admits; 0 = all are admitted
   Eviction eviction = Eviction::kLeastRecent;
   uint32_t half_life = 0;       // updates after which counts are halved; 0 = never
@@ -63,7 +64,7 @@ class KeyDirectory {
   KeyDirectory(std::vector<char*> arenas, int64_t rank, int64_t num_slots, const KeyRules& rules);
   static int64_t num_bytes(int64_t num_slots, int64_t world_size, int64_t rank, bool counts);
 
-  // Puts rows in the place of keys; the number of those without a row.
+  // Replaces keys by their rows in place. Returns how many had no row.
   int64_t find(int64_t* keys, int64_t n, uint32_t clock) const;
   // The distinct keys among these, by hash, and how often each is there.
   std::vector<KeyCount> distinct(const int64_t* keys, int64_t n) const;
@@ -71,11 +72,11 @@ class KeyDirectory {
   KeyChanges update(const std::vector<const KeyCount*>& lists, const std::vector<int64_t>& sizes,
                     uint32_t clock, ParallelFor parallel);
 
-  // Slots or, with `candidates`, places of candidates, from the number `begin` on; of all ranks.
+  // Reads slots or, with `candidates`, candidate places, of all ranks, starting at number `begin`.
   int64_t num_records(bool candidates) const;
   void read(bool candidates, int64_t begin, int64_t n, KeyRecord* out) const;
-  // Of this rank. Index of the first record that does not belong where it is, which leaves all as
-  // they were, or -1.
+  // Writes the records that this rank owns. Returns -1, or the index of the first record that cannot
+  // be at its place; then nothing has been written.
   int64_t write(bool candidates, int64_t begin, int64_t n, const KeyRecord* records);
 
  private:

@@ -4,13 +4,13 @@ A dynamic table is a static one whose row numbers come from a directory of keys
 (csrc/host/keys.h): fixed buckets of slots, dealt to the ranks, in memory that all ranks read and
 that only a bucket's rank writes. Row = slot + 1; row 0 is that of keys without a row.
 
-* A lookup puts rows in the place of keys, by reading; from there on it is a lookup of a static
+* A lookup replaces keys by rows, reading the directory only. After that it is a lookup of a static
   table, under any plan.
-* An update of the rows is followed by one of the directory. Every rank has left its batch's
-  distinct keys and their counts in its arena before the gradient exchange; now the rank of a bucket
-  takes those of all ranks, added up and in the order of their hashes. It leaves which rows went to
-  new keys; ranks meet, and each writes first values into the new rows that it holds, which are
-  drawn from the key and the seed, and clears their optimizer states; ranks meet again.
+* Each update of the rows is followed by an update of the directory. Before the gradient exchange
+  every rank has put its batch's distinct keys and counts into its arena. Now the owner of each
+  bucket adds up those of all ranks, in hash order, and publishes which rows went to new keys. After
+  a barrier every rank initialises the new rows that it holds, from key and seed, and clears their
+  optimizer states. A second barrier ends the update.
 
 Buckets follow from the number of rows, and what happens in one from the keys and counts of all
 ranks' batches: keys, rows, counts and clocks do not depend on the number of ranks, on the plan or
@@ -53,12 +53,14 @@ class KeyCounts:
     """What has happened to the keys of a dynamic table.
 
     Attributes:
-        rows: that keys may have.
-        occupied: of them, those that a key has (expired ones included).
-        admitted, evicted, expired: keys that have got a row; that lost it to a new key; whose time
-            to live was over when their row was needed. Since the tables were made, by all ranks.
-        refused: new keys that got no row since every key of their bucket was seen in that update.
-        lookups, missed: ids that this rank has looked up, and those that met the default row.
+        rows: rows available to keys.
+        occupied: rows that a key holds, expired keys included.
+        admitted, evicted, expired: keys that got a row; that lost it to a new key; that had
+            outlived their time to live when their row was reused. Over all ranks, since the tables
+            were made.
+        refused: times that a new key got no row because its bucket was full of keys seen in that
+            update.
+        lookups, missed: ids looked up by this rank, and those among them that read the default row.
     """
 
     rows: int
@@ -152,7 +154,7 @@ class Keys:
 
     def outside_of_graphs(self, lookup: Callable[[Lookup], torch.Tensor], batch: Lookup
                           ) -> torch.Tensor:
-        """A lookup by a program that is compiled, whose graph it breaks: keys are in none."""
+        """Run a lookup outside the compiled graph, which it breaks: graphs cannot look up keys."""
         if torch.compiler.is_exporting():
             self.refuse("cannot export a lookup", "export models of static tables")
         found: torch.Tensor = torch.compiler.disable(lookup)(batch)

@@ -207,7 +207,7 @@ def test_options_of_one_host_are_refused_under_torchrun(words: list[str], tmp_pa
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidInputError, match="none of them under torchrun"):
+    with pytest.raises(InvalidInputError, match="neither under torchrun"):
         run_command("calibrate", "-o", str(tmp_path / "out.toml"), *words)
 
 

@@ -16,19 +16,18 @@ namespace oper::host {
 namespace {
 constexpr uint32_t kMark = 0x7265706f;
 constexpr int64_t kTurnBytes = 64 << 10;  // to one peer before the next one's turn
-// Bytes under way to a peer. Where several senders share a receiver's link, TCP gives them unequal
-// shares as long as each may have more under way than the link holds; whoever had least is the last to
-// end, and other links idle meanwhile (a quarter of the time, among four and eight hosts). Small equal
-// windows give equal shares.
+// Bounds of a send window, the bytes in flight to one peer. Where several senders share a
+// receiver's link, windows larger than the link holds make TCP share it unequally: the sender with the
+// least share finishes last while other links idle (a quarter of the time, with four and eight
+// hosts). Small equal windows share it equally.
 constexpr int64_t kLeastWindow = 16 << 10, kMostWindow = 4 << 20;
-// And at least so many segments (64 KiB each on a loopback interface): a receiver acknowledges fewer than
-// two of them late.
+// Least window in segments (64 KiB each on loopback): receivers delay the ACK of fewer than two.
 constexpr int64_t kLeastSegments = 4;
-constexpr double kWindows = 2;  // windows in units of what the network holds
-// TCP finds better windows itself where a round trip takes longer: the kernel caps ours (wmem_max).
+constexpr double kBdpMultiple = 2;  // window size as a multiple of the bandwidth-delay product
+// Above this round trip TCP is left to size the window: ours would be capped by wmem_max.
 constexpr int64_t kWideUs = 5000;
-constexpr int64_t kTellingBytes = 256 << 10;  // an exchange of fewer says nothing of the rate
-constexpr double kForget = 0.9;            // a rate's weight one exchange later
+constexpr int64_t kMinSampleBytes = 256 << 10;  // smaller exchanges are too short to measure a rate
+constexpr double kRateDecay = 0.9;              // of the rate's estimate, per exchange
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -40,8 +39,8 @@ int64_t now_ns() {
 struct Path {
   int64_t round_trip_us;  // the shortest so far
   int64_t least_window;
-  // Whether OPER chooses the window; also not where the kernel knows nothing.
-  bool is_known() const { return round_trip_us <= kWideUs; }
+  // Whether we set the window: not on long round trips, and not without the kernel's estimate.
+  bool sets_window() const { return round_trip_us <= kWideUs; }
 };
 
 Path path_of(int fd) {
@@ -59,7 +58,7 @@ Sockets::Sockets(const std::vector<int64_t>& connections) : peers_(connections.s
     peers_[r].fd = static_cast<int>(connections[r]);
     if (connections[r] < 0) {
       rank_ = static_cast<int64_t>(r);
-    } else if (const Path path = path_of(peers_[r].fd); path.is_known()) {
+    } else if (const Path path = path_of(peers_[r].fd); path.sets_window()) {
       set_window(peers_[r], path.least_window);
     }
   }
@@ -144,8 +143,8 @@ Sockets::Result Sockets::run(int timeout_ms) {
   const size_t W = peers_.size();
   std::vector<pollfd> waits;
   std::vector<size_t> whose;
-  // Everything is tried once, then what the kernel says is ready. Each rank begins with the next one, so
-  // that not all of them send to the same one first.
+  // Everything is tried once, then what the kernel says is ready. Each rank begins with the next
+  // one, so that not all of them send to the same one first.
   for (bool is_first = true;; is_first = false) {
     waits.clear();
     whose.clear();
@@ -171,7 +170,7 @@ Sockets::Result Sockets::run(int timeout_ms) {
     for (size_t k = 0; k < waits.size(); ++k) {
       if (waits[k].revents == 0) continue;
       Peer& peer = peers_[whose[k]];
-      // What has come says more than that nothing can be sent any more.
+      // Read first: a received header explains a failure better than a failed send does.
       for (const Result found : {pull(peer), push(peer)})
         if (found == Result::kLost || found == Result::kUnexpected) {
           culprit_ = static_cast<int64_t>(whose[k]);
@@ -181,20 +180,20 @@ Sockets::Result Sockets::run(int timeout_ms) {
   }
 }
 
-// Windows of about what the network holds between two ranks: the rate of late times the shortest round
-// trip, shared by all peers.
+// Sets each window to about the bandwidth-delay product: the recent send rate times the shortest
+// round trip, divided among all peers.
 void Sockets::fit_windows() {
-  bytes_per_ns_ *= kForget;
-  if (sent_ < kTellingBytes || peers_.size() < 2) return;
+  bytes_per_ns_ *= kRateDecay;
+  if (sent_ < kMinSampleBytes || peers_.size() < 2) return;
   bytes_per_ns_ = std::max(bytes_per_ns_, static_cast<double>(sent_) /
                                               static_cast<double>(now_ns() - begun_ns_ + 1));
   for (Peer& peer : peers_) {
     if (peer.fd < 0) continue;
     const Path path = path_of(peer.fd);
-    if (!path.is_known()) continue;
+    if (!path.sets_window()) continue;
     const double held = bytes_per_ns_ * 1e3 * static_cast<double>(path.round_trip_us);
     const int64_t window =
-        std::clamp(static_cast<int64_t>(kWindows * held / static_cast<double>(peers_.size() - 1)),
+        std::clamp(static_cast<int64_t>(kBdpMultiple * held / static_cast<double>(peers_.size() - 1)),
                    path.least_window, std::max(path.least_window, kMostWindow));
     if (2 * window > 3 * peer.window || 2 * peer.window > 3 * window) set_window(peer, window);
   }

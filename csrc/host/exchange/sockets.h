@@ -14,26 +14,25 @@ class Sockets {
  public:
   enum class Result : int64_t {
     kDone,
-    kWaits,       // for a peer; to be called again
+    kWaits,       // not finished in time: call run() again
     kLost,        // a connection has ended
     kUnexpected,  // a peer is at another exchange, or sends another number of bytes
   };
 
-  // Connections by rank, without delay (TCP_NODELAY) and not blocking; -1 for this rank. They stay the
-  // caller's.
+  // Connections by rank, non-blocking and with TCP_NODELAY; -1 for this rank. The caller keeps them.
   explicit Sockets(const std::vector<int64_t>& connections);
 
-  // Begins an exchange: segment r of `send` goes to rank r, segment r of `recv` comes from it. Segments
-  // lie in rank order, sizes in bytes; both buffers must last until it is done. Returns whether the
-  // one before was done.
+  // Begins an exchange: segment r of `send` goes to rank r, segment r of `recv` comes from it.
+  // Segments lie in rank order, sizes in bytes; both buffers must last until it is done. Returns
+  // false, and begins nothing, if the previous exchange is unfinished.
   bool begin(const char* send, const int64_t* send_bytes, char* recv, const int64_t* recv_bytes);
   // Moves bytes until all have come and gone, or for about `timeout_ms`.
   Result run(int timeout_ms);
-  // Whom the last result is about.
+  // The peer that caused the last kLost or kUnexpected.
   int64_t culprit() const { return culprit_; }
 
  private:
-  // What stands before each segment that is not empty.
+  // Precedes every non-empty segment.
   struct Head {
     uint32_t mark, sequence;
     int64_t bytes;

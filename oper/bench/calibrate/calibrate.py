@@ -106,8 +106,8 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="TOPOLOGY", required=True,
                         help="topology file (TOML) to write")
     parser.add_argument("--world-size", type=whole(1, 1024), default=2, metavar="N",
-                        help="processes that share this machine (default 2); under torchrun "
-                             "those of each host")
+                        help="processes that share this machine (default 2); ignored under "
+                             "torchrun, which sets the number per host")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: a topology in which every process is a host, with the "
                              "costs of exchanging over this machine's network stack")
@@ -146,13 +146,13 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 
 def _run_on_hosts(args: argparse.Namespace) -> int:
-    """As one of the ranks that torchrun has started; the first one writes."""
+    """Run as one of the ranks started by torchrun; rank 0 writes the file."""
     import torch.distributed as dist
 
     if args.check or args.exchange != "shared":
         raise InvalidInputError(fail(
             "cannot calibrate several hosts", "options", "--check or --exchange",
-            "none of them under torchrun", "leave them out, or run without torchrun"))
+            "neither under torchrun", "leave them out, or run without torchrun"))
     dist.init_process_group("gloo")
     topology = measure_hosts(lambda num_ranks: _measure_and_fit(args.quick, num_ranks, [])[0]
                              .topology)

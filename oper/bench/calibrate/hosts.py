@@ -13,7 +13,7 @@ from oper.bench.core.planning import gather, world
 from oper.errors import InvalidInputError, fail
 from oper.topology import Topology
 
-_LOOPBACK_RANKS = 2  # that show what a byte costs the rank that sends or receives it
+_LOOPBACK_RANKS = 2  # enough to measure what a byte costs its sender and receiver
 
 
 def is_launched() -> bool:
@@ -22,14 +22,14 @@ def is_launched() -> bool:
 
 
 def measure_hosts(measure_here: Callable[[int], Topology]) -> Topology:
-    """The cluster that the default process group runs on. Collective.
+    """Topology of the hosts in the default process group. Collective.
 
     Args:
         measure_here: measures a number of ranks that share this host's memory; called on the first
             rank of each host, while the others wait.
 
     Raises:
-        InvalidInputError: the ranks of a host do not follow each other.
+        InvalidInputError: ranks are not numbered host by host.
     """
     from oper.shmem.group.domains import find_domains
     from oper.shmem.group.groups import ProcessGroup

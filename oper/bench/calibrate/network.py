@@ -20,9 +20,9 @@ from oper.topology import Costs, Topology
 
 _HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to every other rank
 _ROUNDS, _PER_ROUND = 13, 4
-_PROBE_S, _REPEATS = 0.3, 3  # a link is kept busy for so long, so often
-_MOST_BYTES = 1 << 30  # of a host, where links are fast
-_SAME_LINK = 1.08
+_PROBE_S, _REPEATS = 0.3, 3  # seconds that a probe should last, and how often it is repeated
+_MOST_BYTES = 1 << 30  # cap on what a host sends per probe, for fast links
+_SAME_LINK = 1.08  # measurements of the same link differ by up to this factor
 
 
 def measure_network(world_size: int) -> dict[str, float]:
@@ -71,10 +71,11 @@ def exchange_s(num_bytes: int) -> float:
 def link_gbps(host_of: Sequence[int]) -> list[float]:
     """GB/s of payload of every host's link, in each direction, all of them busy in both.
 
-    Each host in turn exchanges with all others, which do not with each other; a second time in
-    parts after what their own links carry, since equal parts end with the slowest link. Then all
-    exchange at once: what a link loses by that (congestion, a slower path between switches), all
-    lose. Collective.
+    Each host in turn exchanges with all others, while these do not exchange with each other; then
+    again with sizes proportional to the measured links, because with equal sizes the slowest link
+    decides when the exchange ends. Finally all hosts exchange at once. What this costs the slowest
+    link (congestion, a slower path between switches) is deducted from every link in proportion.
+    Collective.
 
     Args:
         host_of: host of each rank, numbered from 0.
@@ -90,8 +91,8 @@ def link_gbps(host_of: Sequence[int]) -> list[float]:
 
 
 def _alike(values: Sequence[float]) -> list[float]:
-    """Values that differ no more than measurements of one link do become their mean: plans for
-    equal hosts are easier to find and to prove."""
+    """Replace values within measurement error of each other by their mean, because plans for equal
+    hosts are easier to find and to prove."""
     order, found = sorted(range(len(values)), key=lambda k: values[k]), list(values)
     while order:
         group = [k for k in order if values[k] <= values[order[0]] * _SAME_LINK]
@@ -102,8 +103,8 @@ def _alike(values: Sequence[float]) -> list[float]:
 
 
 def _carried(host_of: Sequence[int], weights: Sequence[float], only: int | None) -> float:
-    """GB/s in each direction of host `only`, which exchanges with all others, in parts after their
-    `weights`; None: of every host, all exchanging with all."""
+    """GB/s in each direction of host `only`, which exchanges with all others in proportion to their
+    `weights`. With None, of every host while all exchange with all."""
     num_ranks = np.bincount(host_of)
 
     def size(s: int, r: int, total: float) -> int:
@@ -137,7 +138,7 @@ def _median_s(size: Callable[[int, int], int]) -> float:
 
 
 def _exchange(there: list[int], back: list[int]) -> Callable[[], None]:
-    """An exchange of so many bytes by rank, again and again."""
+    """A function that repeats one exchange, of these bytes to and from each rank."""
     from oper.shmem.group.groups import ProcessGroup
     from oper.shmem.group.transport import transport_of
 
@@ -167,7 +168,7 @@ def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[
     """Measured hosts as one cluster; costs are the means of theirs.
 
     Args:
-        hosts: what ranks cost on each that share its memory.
+        hosts: per host, the costs of ranks that share its memory.
         gbps: GB/s that its link carries in each direction, shared by its ranks.
         network: ``meeting_us`` and ``ns_per_byte``.
     """

@@ -1,17 +1,18 @@
 """Protocols under which results are published: what is held out, what is measured, and how.
 
-    leave-one-out     a user's last interaction tests, the one before it validates; ratings of any
-                      height count, all items are ranked but those of the history, sequence models
-                      see 200 items. SASRec (ICDM 2018), gSASRec (RecSys 2023) and HSTU (ICML 2024)
-                      report MovieLens-1M so: nDCG@10, hit rate = recall at 10, 50, 200
-    held-out-users    users of validation and test do not train; 80 % of each one's films are given
-                      and the others asked for. Films rated 4 or higher, users with five or more.
-                      MultVAE (WWW 2018), RecVAE, EASE report MovieLens-20M so: recall@20, recall@50
-                      (over at most k) and nDCG@100, with 10,000 users each
+    leave-one-out     the last interaction of each user is for test, the one before for validation.
+                      All ratings count as positive; every item outside the history is ranked;
+                      sequence models see at most 200 items. Used for MovieLens-1M by SASRec (ICDM
+                      2018), gSASRec (RecSys 2023) and HSTU (ICML 2024): nDCG@10, hit rate = recall
+                      at 10, 50, 200
+    held-out-users    validation and test users are excluded from training; 80 % of a user's films
+                      are the input, the rest are the targets. Films rated 4 or higher, users with
+                      five or more. Used for MovieLens-20M by MultVAE (WWW 2018), RecVAE and EASE:
+                      recall@20, recall@50 (over at most k) and nDCG@100, with 10,000 users each
 
 Which users are held out and which of their films are given is drawn with NumPy's generator from
-`DataOptions.seed`: another draw than the published one, with the same distribution. Equal times of
-a user, which MovieLens has many of, stand in the order of the file.
+`DataOptions.seed`: another draw than the published one, with the same distribution. 
+Interactions of a user with equal times, common in MovieLens, keep the order of the file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from oper.rl_rec.ranking.metrics import MetricOptions
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """From a log to figures.
+    """How a log is turned into evaluation metrics.
 
     Attributes:
         data: how the log becomes interactions, and what is held out.

@@ -13,9 +13,9 @@ model q(x, a) of the reward:
     MIPS        1/N sum v_n r_n with v_n = pi(g_n | x_n) / p(g_n | x_n) of the group g_n of a_n
                                                            (Saito & Joachims, ICML 2022)
 
-IPS, SNIPS and the DR family need p > 0 wherever pi > 0. DR is right when either the propensities or
-q is; MIPS where the reward depends on the action through its group alone. Threshold and l are those
-with the least estimated squared error: variance, and the square of what they move DR's mean by.
+IPS, SNIPS and the DR family need p > 0 wherever pi > 0. DR is consistent if either the propensities
+or q are right, MIPS if the reward depends on the action only through its group. Threshold and l
+minimise the estimated mean squared error: the variance plus the squared difference from DR's mean.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OffPolicyEstimates:
             ``"dros"`` and, with groups of actions, ``"mips"``.
         threshold: of Switch-DR; infinite = DR.
         shrinkage: l of DRos; infinite = DR.
-        effective_rows: ``(sum w)^2 / sum w^2``, rows that the weights leave of the log.
+        effective_rows: ``(sum w)^2 / sum w^2``, the effective sample size of the log.
         largest_weight: of all w.
     """
 
@@ -86,10 +86,10 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
              samples: int = SAMPLES) -> OffPolicyEstimates:
     """All estimates, with bootstrap intervals over clusters of rows.
 
-    IPS, SNIPS, DR and MIPS are right in the mean whatever q is. DM, and Switch-DR and DRos where
-    they take weights away, lean on q: intervals hold the chance in the default q (by its
-    derivative), but not the error of a q that cannot be right, and take a given q, the threshold
-    and l as they are.
+    With right propensities IPS, DR and MIPS are unbiased, and SNIPS is consistent, whatever q is.
+    DM relies on q, as do Switch-DR and DRos where they reduce weights. Intervals include the
+    sampling error of the default q (linearised), but not the bias of a misspecified q, and treat a
+    given q, the threshold and l as fixed.
 
     Args:
         log: N rows.
@@ -124,7 +124,8 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
     w = target[at, log.actions] / log.propensities
     if not w.any():
         raise InvalidInputError(fail("cannot estimate a policy", "weights", 0.0,
-                                     "rows whose action the policy may take", "log more"))
+                                     "at least one row whose action the target policy can take",
+                                     "use a log that covers its actions"))
     rewards = log.rewards.astype(np.float64)
     direct, error = (target * q).sum(1), rewards - q[at, log.actions]
     largest = float(w.max())
@@ -142,7 +143,7 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
         values["mips"] = groups.weights(log, target) * rewards
     used = {"dm": np.zeros(shape[0]), "dr": w, "switch-dr": thresholds[threshold],
             "dros": shrunk[shrinkage]}
-    moved = {name: fitted.moved(weights) for name, weights in used.items()} if fitted else {}
+    moved = {name: fitted.sensitivity(weights) for name, weights in used.items()} if fitted else {}
     terms = {name: x + moved.get(name, 0.0) for name, x in values.items()}
     terms |= {"w": w, "ones": np.ones(shape[0])}
     sums = np.stack([np.bincount(cluster, term) for term in terms.values()])
@@ -165,11 +166,11 @@ def _check_policy(policy: np.ndarray, shape: tuple[int, int], name: str) -> None
 
 
 class _FittedModel:
-    """How the mean of ``direct + v error`` moves with the rewards through `reward_model`'s q.
+    """Sensitivity of the mean of ``direct + v error`` to the rewards, through `reward_model`'s q.
 
-    q of a cell (action, position) is ``(R + prior m) / (N + prior)``. A row's reward enters it by
-    ``error / (N + prior)``, and q the mean by what the target does in the cell less the weights v
-    that correct it.
+    q of a cell (action, position) is ``(R + prior m) / (N + prior)``. A row's reward moves q by
+    ``error / (N + prior)``; q moves the mean by the target's total probability in the cell minus
+    the total correction weight v there.
     """
 
     def __init__(self, log: LoggedBandit, target: np.ndarray, error: np.ndarray) -> None:
@@ -179,20 +180,20 @@ class _FittedModel:
         self.wanted = wanted.reshape(-1)
         self.count = np.bincount(self.cell, minlength=self.wanted.size) + PRIOR
 
-    def moved(self, weights: np.ndarray) -> np.ndarray:
-        """By each row, in rows' units: float64 [N]."""
+    def sensitivity(self, weights: np.ndarray) -> np.ndarray:
+        """Contribution of each row, on the scale of one row's term: float64 [N]."""
         corrected = np.bincount(self.cell, weights, minlength=self.wanted.size)
         return ((self.wanted - corrected) / self.count)[self.cell] * self.error
 
 
 def _least_error(options: dict[float, np.ndarray], direct: np.ndarray, error: np.ndarray,
                  cluster: np.ndarray, fitted: _FittedModel | None) -> float:
-    """The key of the weights float64 [N] with the least estimated squared error of the mean; the
-    weights of an infinite key are whole."""
+    """The key of the weights (float64 [N]) with the least estimated squared error of the mean; the
+    key inf holds the unmodified weights."""
     def squared_error(key: float) -> float:
         term = direct + options[key] * error
         if fitted:
-            term = term + fitted.moved(options[key])
+            term = term + fitted.sensitivity(options[key])
         spread = np.bincount(cluster, term - term.mean())
         bias = float(((options[key] - options[np.inf]) * error).mean())
         return float(np.square(spread).sum()) / term.size ** 2 + bias * bias

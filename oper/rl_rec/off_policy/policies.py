@@ -15,8 +15,8 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
     """``(1 - uniform) softmax(scores / temperature) + uniform / num_actions``.
 
     Args:
-        scores: float [N, num_actions]; -inf = never, but for `uniform`.
-        temperature: 0 = the best one, ties alike.
+        scores: float [N, num_actions]; -inf: chosen only through `uniform`.
+        temperature: 0 = the highest score, ties shared equally.
         uniform: share of the choices that are made at random.
 
     Returns:
@@ -28,7 +28,7 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
     scores = np.asarray(scores, np.float64)
     if scores.ndim != 2 or not scores.size or not np.isfinite(scores.max(1)).all():
         raise InvalidInputError(fail("cannot make a policy", "scores", scores.shape,
-                                     "numbers [N, num_actions], a finite largest one in each row",
+                                     "numbers [N, num_actions] with finite row maxima",
                                      "look for NaN"))
     for name, ok, value, expected in (("temperature", 0 <= temperature < np.inf, temperature,
                                        ">= 0"), ("uniform", 0 <= uniform <= 1, uniform, "0..1")):
@@ -47,7 +47,7 @@ def recommender_policy(model: Recommender, histories: Histories, items: torch.Te
     """A recommender that shows one of `items`, by `softmax_policy` of its scores.
 
     Args:
-        model: put into evaluation mode and back.
+        model: in evaluation mode during the call.
         histories: of the users of N rows.
         items: int64 [num_actions], the item of each action.
         temperature, uniform: as of `softmax_policy`.
@@ -65,11 +65,11 @@ def recommender_policy(model: Recommender, histories: Histories, items: torch.Te
 
 
 def action_shares(log: LoggedBandit, of: LoggedBandit, prior: float = 1.0) -> np.ndarray:
-    """The policy that logged `of`, taken as free of context: its shares of actions by position.
+    """The policy that logged `of`, approximated by its action frequencies at each position.
 
     Args:
         log: where it is to be evaluated; the same actions and positions.
-        of: what it has logged.
+        of: the log to estimate it from.
         prior: rows added to each action, so that none has probability 0.
 
     Returns:

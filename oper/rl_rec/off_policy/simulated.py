@@ -1,4 +1,4 @@
-"""Logs of a policy in a world whose rewards are known, to try estimators on."""
+"""Simulated logs with known rewards, for testing estimators."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CONTEXTS, ACTIONS, GROUPS = 3, 8, 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedLog:
-    """A log and what it does not tell.
+    """A log and the ground truth behind it.
 
     Attributes:
         log: N rows; the context is the position.
         target: the policy to be estimated, float64 [N, ACTIONS].
         value: its expected reward per row.
         rewards: the expected reward of every action, float64 [N, ACTIONS].
-        groups: of the actions, through which alone they act; with the logging policy.
+        groups: of the actions, which alone determine the reward; with the logging policy.
         visitors: int64 [N], whose row it is.
     """
 
@@ -37,8 +37,9 @@ class SimulatedLog:
 def simulate_log(rows: int, seed: int, per_visitor: int = 1) -> SimulatedLog:
     """Visitors of three kinds come and are shown an action each time.
 
-    World and policies are always the same. A visitor's rows have one context, and its rewards are
-    half or one and a half times as likely as those of its kind: its rows are not independent.
+    The rewards and both policies are fixed; `seed` changes only the draws. A visitor's rows have
+    one context, and its rewards are half or one and a half times as likely as those of its kind:
+    its rows are not independent.
 
     Args:
         rows: N.

@@ -27,9 +27,12 @@ _MAX_HIDDEN_SETS = 4
 
 
 def model_classes(model: CostModel, distinguished: Iterable[Iterable[int]] = ()) -> RankClasses:
-    """Ranks that machine and constraints do not tell apart, nor the sets `distinguished`; nor dense
-    compute beside the phases, where that differs between a few sets: with many, means over unequal
-    ranks bound more loosely but keep the relaxation small."""
+    """Classes of ranks that machine, constraints and the sets `distinguished` do not tell apart.
+
+    Dense compute that overlaps the phases also separates ranks, but only where it takes few
+    distinct values: with many, averaging over unequal ranks bounds more loosely but keeps the
+    relaxation small.
+    """
     held = model.problem.constraints.tables.values()
     hidden = [np.flatnonzero((model.hidden == x[:, None]).all(axis=0)).tolist()
               for x in np.unique(model.hidden, axis=1).T]
@@ -41,7 +44,7 @@ def model_classes(model: CostModel, distinguished: Iterable[Iterable[int]] = ())
 
 def has_copies(model: CostModel) -> bool:
     """Whether plans that push nothing may have replicas on one rank of every host: they are
-    allowed, and all ranks are alike (else the least of every choice bounds nothing)."""
+    allowed, and all ranks are alike (otherwise the minimum of every choice bounds nothing)."""
     return ("per_host" in model.problem.allow and bool(copy_sets(model.machine))
             and len(model_classes(model).ranks) == 1)
 
@@ -61,8 +64,7 @@ def splits_pay(problem: Problem) -> bool:
 
 
 def no_solution(plan: Plan, problem: Problem, found: Evaluation) -> str:
-    """Why a plan, and what it was found to cost, is none that a bound is about; empty where it is.
-    """
+    """Why the bound does not apply to this plan and its evaluation; empty if it does."""
     if not found.fits:
         return "the plan does not fit the memory"
     if broken := violations(plan, problem.constraints):
@@ -72,9 +74,9 @@ def no_solution(plan: Plan, problem: Problem, found: Evaluation) -> str:
 
 
 def outside_space(plan: Plan, problem: Problem) -> str:
-    """What of a plan the relaxation has no configuration for; empty where it has all.
+    """The first part of the plan that the relaxation cannot represent; empty if there is none.
 
-    Tables and rows that are pinned are not asked: the relaxation takes exactly their cost.
+    Pinned tables and rows are skipped: the relaxation prices them exactly.
     """
     free = [(t, piece, tier) for t in problem.tables for piece in plan.table(t.spec.name).pieces
             for tier in piece.tiers if not _is_pinned(problem, t, tier)]
@@ -84,7 +86,7 @@ def outside_space(plan: Plan, problem: Problem) -> str:
         name = f"table {t.spec.name!r}"
         extra = sorted(used_by(tier, plan.world_size) - problem.allow)
         if extra:
-            return f"{name} uses {extra}, which the space has not"
+            return f"{name} uses {extra}, which the plan space does not include"
         if len(plan.table(t.spec.name).pieces) > 1 and not problem.may_split(t):
             return f"{name} is cut by columns"
         if tier.memory == "host" and (tier.placement == "replicated" or tier.mode == "push"):
@@ -114,8 +116,8 @@ def outside_space(plan: Plan, problem: Problem) -> str:
 
 
 def _is_taken_as_ordered(t: TableProblem, held: TableConstraint, other: bool) -> bool:
-    """Whether the relaxation takes positions of a wholly pinned table to be hotness ranks; `other`
-    where it is not wholly pinned."""
+    """Whether the relaxation treats positions in the table as hotness ranks if all its rows are
+    pinned; otherwise `other`."""
     if held.tiers is not None:
         return t.ids_are_positions or len(held.tiers) > 1
     whole = len(held.pinned) == 1 and (

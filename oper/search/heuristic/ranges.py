@@ -1,8 +1,8 @@
-"""Pushed rows of tables that no stripe may divide: ranges of rows, each with an owner.
+"""Pushed tables that may not be striped: their rows are divided into ranges with one owner each.
 
-The annealing gives each column piece of such a table to one rank. Here ranges of its rows go to
-others, by local search on the whole step: a move takes a share of the lookups off an end of some
-range and gives it to another rank, as a range of its own or as part of the next one.
+Annealing gives each column piece of such a table to one rank. Here local search on the exact step
+time moves ranges of its rows to other ranks: a move takes a share of the lookups from either end of
+a range and gives it to another rank, as a new range or added to the adjacent one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from oper.search.problem.statement import IDS, Problem, TableProblem
 
 _SHARES = 1.0, 0.5, 0.25, 0.125, 1 / 32, 1 / 128
 _MAX_TIERS = 8  # of a piece
-_MOST_RANKS = 8  # that a range is offered to, the idlest first
+_MOST_RANKS = 8  # candidate owners tried for a range, least loaded first
 _TRIALS = 4000  # moves that are tried
-_LESS = 1e-5  # of a step, by which a move has to shorten it
+_MIN_GAIN = 1e-5  # least relative improvement of the step for a move to be accepted
 
 
 def divide_rows(relaxation: Relaxation, placements: Sequence[Placement],
@@ -32,7 +32,7 @@ def divide_rows(relaxation: Relaxation, placements: Sequence[Placement],
     Args:
         relaxation: the cost model and the tables.
         placements: of each table.
-        over: whether the time is up.
+        over: returns whether the time is up.
     """
     model, tables, out = relaxation.model, relaxation.tables, list(placements)
     free = [k for k, t in enumerate(tables) if _may_divide(relaxation.problem, t)]
@@ -52,7 +52,7 @@ def divide_rows(relaxation: Relaxation, placements: Sequence[Placement],
                 tally = rest.plus(table_tally(model, tables[k], pieces))
                 new = model.evaluation(tally)
                 if new.fullest <= max(1.0, known.fullest) and (
-                        new.step_us < known.step_us * (1 - _LESS)):
+                        new.step_us < known.step_us * (1 - _MIN_GAIN)):
                     out[k], total, known, found = pieces, tally, new, True
                     break
     return out
@@ -89,8 +89,8 @@ def _is_range(x: Tier) -> bool:
 
 def _moved(t: TableProblem, tiers: tuple[Tier, ...], n: int, share: float, rank: int
            ) -> tuple[Tier, ...] | None:
-    """`tiers` with a share of the n-th one's lookups given to `rank`, those of its last rows (first
-    ones, if negative); None where that changes nothing or makes too many."""
+    """`tiers` with a share of the n-th tier's lookups, from its last rows (first rows if negative),
+    given to `rank`; None if nothing changes or there would be more than `_MAX_TIERS`."""
     tier = tiers[n]
     if tier.ranks == (rank,):
         return None

@@ -255,17 +255,18 @@ class _Proof:
                 self._check_owner(kind, what, part)
                 owner.append((kind, *self._load(what), price))
             else:
-                raise _NotShown(f"the proof has a row {kind!r}, which is unknown")
+                raise _NotShown(f"the proof has a row of unknown kind {kind!r}")
         return replace(at, weights=weights, memory_us=memory_us, owner=tuple(owner))
 
     def _check_owner(self, kind: str, what: list[str], part: Part) -> None:
-        """Whether there is such a row about the owner of a piece."""
+        """Raise if the problem has no such row about the owner of a piece."""
         m = self.problem.machine
         links = ["cross_in", "cross_out"] if m.host.any() else ["link_in", "link_out"]
         if not (self.problem.training and m.world_size > 1):
-            raise _NotShown("the proof has rows about owners, and there are none")
+            raise _NotShown("the proof has rows about owners of pushed pieces, but this problem "
+                            "has no such owners")
         if kind == APART and self._load(what) != part.apart_load:
-            raise _NotShown("the proof has another host apart than it says")
+            raise _NotShown("a row is about another load than its part declares")
         if kind in (SPREAD, RETURNED) and not (
                 m.domain.any() and what[1] in links
                 and (kind == SPREAD or what == ["forward", links[0]])):

@@ -56,16 +56,17 @@ class Checker:
         asked = {k: [probe.table(t, k) for t in self.tables] for k in kinds if self.may[k].any()}
         if has_copies(model) and not pushes:
             if len(self.classes.ranks) > 1:
-                raise ValueError("copies per host with prices that differ by rank")
+                raise ValueError("copies per host need the same prices on all ranks")
             self.may["copies"] = self.may["replicated"]
             asked["copies"] = [probe.copies(t) for t in self.tables]
-        #: Loads of the features of tables' rows, by the kind of what holds them; [T, 2, C, 4, ...].
+        #: Loads of one unit of each feature of a table's rows, by how rows are held; [T, 2, C, 4,
+        #: ...].
         self.asked = {k: Loads.stack(x) for k, x in asked.items() if x}
-        #: Of a byte of partial sums, and of an id pushed to its owner; [C, 2, ...].
+        #: Loads of a byte of partial sums, and of an id pushed to its owner; [C, 2, ...].
         own = probe.units(NUM_ROWS, [PARTIALS, FORWARD_NS])
         own[:, 1] = sum(probe.units(NUM_ROWS, [q])[:, 0] for q in model.passes)
         self.owned = probe.loads(own * [[[1.0]], [[model.costs.push_ns]]])
-        #: Of a further piece, a nanosecond per pass and a pushed bag, on every rank; [1, 3, ...].
+        #: Loads on every rank of one more piece, 1 ns in every pass, and a pushed bag; [1, 3, ...].
         every = np.zeros((1, 3, NUM_ROWS, m.world_size))
         every[0, 0, list(model.every_pass)] = model.costs.table_us * 1e3
         every[0, 1, list(model.passes)] = 1.0
@@ -74,7 +75,7 @@ class Checker:
         whole, base = base_tally(model, pushes)
         self.base = base
         hidden = 1e6 * model.hidden  # [P, W]
-        #: float64 [L, W], what every plan puts on each rank beyond what hides it.
+        #: float64 [L, W], load of every plan on each rank, less the dense compute that hides it.
         self.visible = probe.every(model.units(base), base.rows[[HELD, HOST_HELD]])
         self.visible[:-2] -= np.repeat(hidden, len(self.visible[:-2]) // len(hidden), axis=0)
         #: float64 [C, P, 5], what every plan puts on each rank of a class; [C, P], what hides it.
@@ -83,7 +84,7 @@ class Checker:
         self.hidden = np.stack([hidden[:, r].max(axis=-1) for r in self.classes.ranks])
         self.costs = TableCosts(model, self.tables, WITH_COLUMNS in part.plans, self.may,
                                 np.array([r.size for r in self.classes.ranks]))
-        #: float64 [P, 5], where a piece's own time counts beside a reader's.
+        #: float64 [P, 5], 1 where only the owner's time in excess of a reader's counts.
         self.beside = model.has_local[:, :PIECE_GROUPS] * part.beside_reader
         if "push" in self.asked:
             x = self.asked["push"]
@@ -91,7 +92,7 @@ class Checker:
                 self._more(self.owned), 1, 0))
 
     def _may(self, kind: str) -> np.ndarray:
-        """Which table may be held so, by the owner's class; bool [T, C]."""
+        """Whether a table may be held in this way, by the owner's class; bool [T, C]."""
         problem, out = self.model.problem, []
         memory, mode = ("host" if kind == "host" else "device"), (
             "push" if kind == "push" else "pull")
@@ -108,7 +109,7 @@ class Checker:
         return np.array(out, bool).reshape(-1, len(self.classes.ranks))
 
     def _more(self, x: Loads) -> np.ndarray:
-        """What a piece puts on its owner, in own time more than on the least loaded reader."""
+        """Load of a piece on its owner, in own time beyond that of the least loaded reader."""
         return np.asarray(x.own - x.read[..., None] * self.beside)
 
     # -- a leaf -----------------------------------------------------------------------------------
@@ -151,8 +152,8 @@ class Checker:
         return out
 
     def _price(self, x: Loads, leaf: Leaf) -> np.ndarray:
-        """What units cost, with what whoever owns the largest piece reads of them at least;
-        float64 [..., C, F]."""
+        """Cost of each unit at the leaf's prices, including the least that the owner of the
+        largest piece must read of it; float64 [..., C, F]."""
         y = np.stack([leaf.weights[:, r] for r in self.probe.first], axis=-1)  # [L, C]
         out = np.asarray(np.einsum("...lc,lc->...", x.total, y))
         for kind, p, g, price in leaf.owner:

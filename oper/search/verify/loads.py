@@ -1,4 +1,4 @@
-"""What rows of tables, and other units, load ranks with: read off the cost model by probing.
+"""The load that table rows and other units put on ranks, found by probing the cost model.
 
 The checker of certificates uses the problem's statement and the cost model, which define what a
 step takes, and nothing of the search or of its bound.
@@ -31,9 +31,10 @@ class Loads:
             device and in host memory (L = 6 P + 2), summed over the ranks of each class.
         own: float64 [..., C, F, P, 5], on the owner.
         read: float64 [..., C, F, P], own time on the rank where that is least.
-        far: float64 [..., C, F, P, 5], over links, on the rank of another host (on a single host:
-            memory domain) where that is least, were its links the fastest.
-        apart: float64 [..., C, F, P, 5], over links, the least on ranks set apart but the owner.
+        far: float64 [..., C, F, P, 5], over links, the least on a rank of another host (on a
+            single host: memory domain), assuming the fastest links.
+        apart: float64 [..., C, F, P, 5], over links, the least on the ranks of `apart`, the owner
+            excluded.
     """
 
     total: np.ndarray
@@ -43,7 +44,7 @@ class Loads:
     apart: np.ndarray
 
     def with_total_of(self, more: Loads) -> Loads:
-        """Another total."""
+        """These loads with the total of `more`."""
         return Loads(more.total, self.own, self.read, self.far, self.apart)
 
     @staticmethod
@@ -64,15 +65,15 @@ class Probe:
     def __init__(self, model: CostModel, classes: RankClasses, apart: Sequence[int]) -> None:
         self.model, self.classes, m = model, classes, model.machine
         self.first = np.array([r[0] for r in classes.ranks])
-        #: bool [C, 1, 1, 1, W], which rank has what a rank of a class owns.
+        #: bool [C, 1, 1, 1, W], the rank that owns the units of each class.
         self._owner = (np.arange(m.world_size) == self.first[:, None])[:, None, None, None]
         self.hood = m.host if m.host.any() else m.domain
         self._far = (self.hood != self.hood[self.first][:, None])[:, None, None, None]
         self._apart = np.isin(np.arange(m.world_size), apart) & ~self._owner
 
     def units(self, number: int, rows: Sequence[int]) -> np.ndarray:
-        """`number` kinds of units of one thing each, the n-th the entry rows[n], on the first rank
-        of each class; float64 [C, len(rows), number, W]."""
+        """Units whose n-th is 1 in entry rows[n] of `number` entries, on the first rank of each
+        class; float64 [C, len(rows), number, W]."""
         out = np.zeros((self.first.size, len(rows), number, self.model.machine.world_size))
         for c, rank in enumerate(self.first):
             out[c, np.arange(len(rows)), rows, rank] = 1.0
@@ -106,7 +107,7 @@ class Probe:
                 t, t.spec.dim, Tier(0, t.spec.num_rows, "replicated", ranks), owner[f])
             units.append(self.model.units(Tally(rows, {ranks: (need, send)})))
             held.append(rows[[HELD, HOST_HELD]])
-        # Of a piece without columns nothing: tables with copies are not cut.
+        # The part that does not depend on the width is zero: tables with copies are not cut.
         return self._loads(*(np.stack([x, 0 * x])[:, None]
                              for x in (np.stack(units), np.stack(held))))
 

@@ -22,10 +22,11 @@ class Part:
     Attributes:
         plans: which, names of `oper.search.problem.space.PLANS`.
         classes: ranks by class; prices of loads are the same for all ranks of one.
-        memories: ranks whose domains' memory, or hosts', has one price; bool [W] each.
-        apart: ranks of the host (or domain) that owns the largest piece, by `apart_load`; none.
+        memories: masks bool [W] of ranks whose domains (or hosts) share one memory price.
+        apart: ranks of the host (or domain) taken to own the piece with the largest `apart_load`;
+            may be empty.
         apart_load: the phase and group that this is about.
-        beside_reader: whether a piece's own time is what its owner does more than a reader.
+        beside_reader: whether a piece's own time counts only what exceeds a reader's.
     """
 
     plans: tuple[str, ...]

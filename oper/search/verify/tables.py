@@ -11,11 +11,10 @@ owners of one class, or pushed. Per piece of width w:
 * an owner that does not hold a whole piece asks itself for its own ids.
 
 The best set of pushed blocks with owners of one class is a prefix of the blocks by gain per id, or
-ends where owners are full, as what is concave is least at an end; owners of several classes are
-taken for one, of those that hold most and pay least. Beside it, what owners may be loaded with says
-what their rows send at least, linear in the rows, so that each block chooses for itself. The
-greatest of these bounds counts.
-Pieces then make up the columns.
+stops inside a block where an owner fills up, because a concave function has its minimum at an end
+point. Owners of several classes are treated as one class with the largest capacity and the lowest
+price. A second bound, linear in the rows, follows from the limit on an owner's load, so that each
+block can choose separately. The larger of the two is used. Pieces then make up the columns.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ class TableCosts:
             inside = [np.clip(t.edges, x.start, x.stop) for x in pinned[k]]
             free = t.blocks - sum(np.diff(t.prefix(x), axis=1).T for x in inside)
             self.blocks[k, :len(free)] = np.maximum(free, 0.0)
-        # Masters of replicated rows are dealt in turn: of equal rows of a tier, only what is left
-        # of a turn may lie in some classes and not in another one.
+        # Masters of replicated rows are assigned round-robin: among equal rows of a tier only the
+        # last, incomplete round can favour some classes.
         some = [sizes.sum() - np.delete(sizes, c).min(initial=sizes.sum())
                 for c in range(sizes.size)]
         tiers = [MAX_REPLICATED + len(x) if t.ids_are_positions else np.inf
@@ -211,7 +210,8 @@ class TableCosts:
         return np.asarray(inside * np.minimum(share / _LEAST_SHARE, 1.0))
 
     def _owners(self, of: np.ndarray, share: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """The same of as many owners as it takes of whom each holds `most` (as `share`)."""
+        """The same for a share spread over as few owners as possible, each holding at most `most`
+        (as `share`)."""
         full = _full(share, most)
         return np.asarray(full * self._sums(of, np.minimum(most, 1.0) + 0 * share)
                           + self._sums(of, np.maximum(share - full * most, 0.0)))
@@ -241,11 +241,11 @@ class TableCosts:
                ) -> np.ndarray:
         """Bytes of partial sums of each block of pieces `at` at least, by class; float64 [n, B, C].
 
-        As sums are concave, rows send no less than their part of what an owner sends who holds as
-        much as he may. And an owner whose rows ask r by share holds M at most, r M + sums(M) =
-        limit, and sends sums(M) / M by share at least. That is concave in r, and lines between some
-        r lie below it: owners of mixed rows send no less than their rows would apart. Of all these,
-        what says most of all blocks together.
+        Partial sums are concave, so rows send at least their proportional share of what a full
+        owner sends. An owner whose rows cost r per unit of share holds at most M, where r M +
+        sums(M) = limit, and so sends at least sums(M) / M per unit of share. This is concave in r,
+        and chords between a few values of r lie below it: mixing rows on one owner does not reduce
+        the bound. Of all these bounds, the one with the largest total over all blocks is returned.
         """
         share = self.blocks[self.of[at], :, IDS] / self.total[self.of[at], None]  # [n, B]
         most = np.minimum(share.sum(axis=1, keepdims=True), mass)
@@ -310,15 +310,15 @@ class TableCosts:
 
     def _prefixes(self, of: np.ndarray, gain: np.ndarray, share: np.ndarray, price: np.ndarray,
                   most: np.ndarray) -> np.ndarray:
-        """Least sum over some blocks of their gains (float64 [n, B]) and of what the owners of
-        their shares of all lookups, who hold `most` ([n, 1]), pay for partial sums; [n]."""
+        """Minimum over sets of pushed blocks of the sum of their gains (float64 [n, B]) and the
+        price of their owners' partial sums, where each owner holds at most `most` ([n, 1]); [n]."""
         rate = np.where(share > 0, gain / np.maximum(share, 1e-300),
                         np.where(gain < 0, -np.inf, np.inf))
         n, order = np.arange(len(gain))[:, None], np.argsort(rate, axis=1, kind="stable")
         gain, share = gain[n, order], share[n, order]
         total, end = (np.pad(np.cumsum(x, axis=1), ((0, 0), (1, 0))) for x in (gain, share))
         least = np.minimum((total + price * self._owners(of, end, most)).min(axis=1), 0.0)
-        # Inside of a block owners may be full: after the first of them, and after the last.
+        # The minimum may lie inside a block, where the first or the last owner in it fills up.
         for full in (np.floor(end[:, :-1] / most) + 1, _full(end[:, 1:], most)):
             inside = np.clip(most * full, end[:, :-1], end[:, 1:])
             part = (inside - end[:, :-1]) / np.maximum(share, 1e-300)
@@ -354,7 +354,7 @@ class TableCosts:
 
 
 def _full(share: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """How many owners are full and have others beside them."""
+    """Number of full owners, not counting the last one, which holds the rest."""
     return np.floor(share / most * (1 - _ROUNDING))
 
 

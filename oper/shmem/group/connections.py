@@ -18,7 +18,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def connect(group: Group) -> dict[int, socket.socket]:
-    """A connection with every other rank, by rank. Collective.
+    """Connect to every other rank; returns sockets by rank. Collective.
 
     Nobody else gets in: whoever connects has to know a token that only the group has seen.
 
@@ -69,7 +69,7 @@ def rank_of(peer: socket.socket, token: bytes, group: Group) -> int | None:
 
 
 def receive(peer: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes; fewer where the connection ends before."""
+    """Receive `num_bytes`, or fewer if the connection closes first."""
     data = b""
     while len(data) < num_bytes:
         more = peer.recv(num_bytes - len(data))

@@ -84,7 +84,7 @@ class ThreadTransport:
 
 
 class _WatchedTransport:
-    """Exchanges among processes, whose peers are watched meanwhile."""
+    """Exchanges between processes that also watch for dead or late peers."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._whole = group
@@ -102,7 +102,7 @@ class _WatchedTransport:
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
         watch = self._watch
-        if watch.loss is not None:  # what was left half done would be taken for this exchange
+        if watch.loss is not None:  # bytes of an unfinished exchange would be read as this one's
             self._fail(watch.loss, "earlier")
         watch.count += 1
         watch.spot, watch.is_inside = self.spot, True
@@ -174,8 +174,9 @@ class SocketTransport(_WatchedTransport):
         ops = torch.ops.oper
         if not ops.sockets_begin(self._handle, send, send_bytes, recv, recv_bytes):
             raise OperError(fail("cannot exchange bytes with other hosts", "state",
-                                 "an earlier exchange was interrupted", "exchanges that end",
-                                 "start the job again, from its last checkpoint"))
+                                 "an earlier exchange was interrupted",
+                                 "every earlier exchange complete",
+                                 "restart the job from its last checkpoint"))
         begun = time.monotonic()
         while True:
             result, rank = ops.sockets_run(self._handle, round(1e3 * _SLICE_S))
@@ -187,7 +188,8 @@ class SocketTransport(_WatchedTransport):
                 loss = self._watch.wait_for_loss(_NAMING_S)
                 self._fail(loss or Verdict(LOST, rank, self.spot), "its connection has ended")
             else:
-                self._fail(Verdict(ELSEWHERE, rank, self.spot), "it sends something else")
+                self._fail(Verdict(ELSEWHERE, rank, self.spot),
+                           "its message is of another exchange or size")
 
 
 class CollectiveTransport(_WatchedTransport):
@@ -216,7 +218,7 @@ class CollectiveTransport(_WatchedTransport):
             work = self._dist.all_to_all_single(recv, send, recv_bytes, send_bytes, self._group,
                                                 async_op=True)
             begun = time.monotonic()
-            while not work.is_completed():  # nobody can wait for it on a device and stop waiting
+            while not work.is_completed():  # a blocking wait on a device cannot be interrupted
                 self._check_peers(begun)
                 time.sleep(_POLL_S)
             work.wait()  # raises what the collective has met
