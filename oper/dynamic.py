@@ -10,6 +10,7 @@ from oper.errors import InvalidInputError, fail
 EVICTIONS = ("lru", "lfu")
 MOST_COUNTED = 255  # occurrences of keys without a row are counted in a byte
 _MOST_UPDATES = 1 << 31
+_MOST_FLOAT = 3.4028234e38  # of 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class DynamicTable:
         half_life: updates after which the counts of ``"lfu"`` are halved; None = never.
         time_to_live: updates; a key not seen for more than this many loses its row. None = for
             ever.
-        seed: of the hash, of admission by probability and of new rows.
+        seed: of the hash, of admission by probability and, with the table's name, of new rows.
         init_bound: new rows are uniform in [-init_bound, init_bound); by default
             ``sqrt(1 / num_embeddings)``, as TorchRec's.
 
@@ -65,8 +66,8 @@ class DynamicTable:
         self._check("seed", isinstance(self.seed, int) and -1 << 63 <= self.seed < 1 << 63,
                     "an integer of 64 bits")
         self._check("init_bound", self.init_bound is None
-                    or (_is_number(self.init_bound) and self.init_bound >= 0),
-                    "None or a finite number >= 0")
+                    or (_is_number(self.init_bound) and 0 <= self.init_bound <= _MOST_FLOAT),
+                    "None or a finite float32 >= 0")
 
     def _check(self, name: str, is_right: bool, expected: str) -> None:
         if not is_right:

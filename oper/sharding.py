@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from oper.dynamic import DynamicTable
 from oper.environment import check_environment
 from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan, one_copy_per_domain
 from oper.remap import load_remap
-from oper.stats import AccessStats
+from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Topology
 
@@ -122,6 +124,8 @@ def shard(
 
         share_maps(module, group)
     tables = [s for t in targets for s in t.specs]
+    if rules and stats is not None:
+        stats = _without(stats, rules)
     made = _the_plan(tables, stats, plan, topology, objective, batch_size, group)
     made.check_for(tables, group.world_size)
     if objective == "inference":
@@ -302,6 +306,16 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
         for tables in found:
             tables.finish_migration()
             renumber(tables, rows)
+
+
+def _without(stats: Any, names: Iterable[str]) -> AccessStats:
+    """Statistics in which some tables have none: those of keys say nothing of the rows beneath."""
+    if not isinstance(stats, AccessStats):
+        stats = AccessStats.load(stats)
+    none = {n: TableStats(t.num_rows, tail_values=np.zeros(1, np.int64),
+                          tail_num_rows=np.array([t.num_rows]))
+            for n, t in stats.tables.items() if n in names}
+    return replace(stats, tables=stats.tables | none)
 
 
 def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, objective: str,

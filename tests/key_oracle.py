@@ -76,9 +76,9 @@ class Oracle:
         first = 1 + bucket * size + min(bucket, larger)
         return range(first, first + size + (bucket < larger))
 
-    def is_live(self, entry: Entry) -> bool:
+    def is_live(self, entry: Entry, clock: int | None = None) -> bool:
         ttl = self.rule.time_to_live
-        return ttl is None or self.clock - entry.clock <= ttl
+        return ttl is None or (self.clock if clock is None else clock) - entry.clock <= ttl
 
     def row_of(self, key: int) -> int:
         entry = self.held.get(key)
@@ -100,7 +100,7 @@ class Oracle:
             fresh: list[tuple[int, int]] = []
             for key in mine:
                 entry = self.held.get(key)
-                if entry is not None and self.is_live(entry):
+                if entry is not None and self.is_live(entry, self.clock - 1):
                     entry.count = min(MOST, self.now_counts(entry) + counted[key])
                     entry.clock = self.clock
                     continue

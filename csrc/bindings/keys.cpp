@@ -100,13 +100,13 @@ Tensor keys_read(int64_t handle, bool candidates, int64_t begin, int64_t end) {
   return out;
 }
 
-int64_t keys_write(int64_t handle, bool candidates, int64_t begin, Tensor records) {
+int64_t keys_write(int64_t handle, bool candidates, int64_t begin, Tensor records, bool checks) {
   const auto directory = directories().share(handle);
   const int64_t n = records.numel() / 3;
   STD_TORCH_CHECK(begin >= 0 && begin + n <= directory->num_records(candidates),
                   "internal: no such records");
   return directory->write(candidates, begin, n,
-                          reinterpret_cast<const KeyRecord*>(int64_data(records)));
+                          reinterpret_cast<const KeyRecord*>(int64_data(records)), checks);
 }
 
 // `rows`: as from `keys_update`.
@@ -130,7 +130,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(keys_update, "(int handle, Tensor[] lists, int clock) -> (Tensor, int[])");
   OPER_OPERATOR(keys_num_records, "(int handle, bool candidates) -> int");
   OPER_OPERATOR(keys_read, "(int handle, bool candidates, int begin, int end) -> Tensor");
-  OPER_OPERATOR(keys_write, "(int handle, bool candidates, int begin, Tensor records) -> int");
+  OPER_OPERATOR(keys_write, "(int handle, bool candidates, int begin, Tensor records, bool checks=False) -> int");
   OPER_OPERATOR(keys_draw, "(Tensor rows, int seed, int dim, float bound) -> Tensor");
   OPER_OPERATOR(keys_close, "(int handle) -> ()");
 }

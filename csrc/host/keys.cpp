@@ -307,7 +307,8 @@ void KeyDirectory::update_bucket(const KeyCount* begin, const KeyCount* end, uin
   for (const KeyCount* key = begin; key < end; ++key) {
     const int64_t slot =
         search(bucket.tags, bucket.slots, bucket.num_slots, tag_of(key->hash), key->hash);
-    if (slot >= 0 && !is_expired(bucket, slot, clock)) {
+    // As the lookups of this step saw it, which have read the row: its gradient is in there.
+    if (slot >= 0 && !is_expired(bucket, slot, clock - 1)) {
       const uint32_t before = decayed(bucket.slots[slot].count, bucket.slots[slot].clock, clock);
       bucket.slots[slot].count = saturated(before + key->count);
       bucket.slots[slot].clock = clock;
@@ -435,7 +436,8 @@ void KeyDirectory::read(bool candidates, int64_t begin, int64_t n, KeyRecord* ou
   }
 }
 
-int64_t KeyDirectory::write(bool candidates, int64_t begin, int64_t n, const KeyRecord* records) {
+int64_t KeyDirectory::write(bool candidates, int64_t begin, int64_t n, const KeyRecord* records,
+                            bool checks) {
   constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
   for (int64_t i = 0; i < n; ++i) {
     const KeyRecord& r = records[i];
@@ -444,6 +446,7 @@ int64_t KeyDirectory::write(bool candidates, int64_t begin, int64_t n, const Key
                           r.count <= (candidates ? 255 : kMost);
     if (!is_legal || bucket_of(hash_of(r.key)) != place_of(candidates, begin + i).bucket) return i;
   }
+  if (checks) return -1;
   for (int64_t i = 0; i < n; ++i) {
     const auto [number, at] = place_of(candidates, begin + i);
     if (owner_of(number) != rank_) continue;

@@ -106,10 +106,13 @@ class TableModule(nn.Module):
         if local_metadata.get("assign_to_params_buffers"):
             warn_of_conversions(self.weight.tables, state_dict, prefix, names)
         of_keys = {f"{prefix}{part}" for part in key_names(self.weight.tables, self._name)}
-        load_tables(self.weight.tables, {k: v for k, v in state_dict.items() if k not in of_keys},
-                    prefix, names, missing_keys, unexpected_keys, error_msgs)
+        before = len(error_msgs)
         load_key_entries(self.weight.tables, self._name, state_dict, prefix, missing_keys,
                          error_msgs)
+        if len(error_msgs) > before:
+            return  # rows of keys that are not loaded
+        load_tables(self.weight.tables, {k: v for k, v in state_dict.items() if k not in of_keys},
+                    prefix, names, missing_keys, unexpected_keys, error_msgs)
 
 
 class TableBag(TableModule, nn.EmbeddingBag):

@@ -20,6 +20,7 @@ on threads.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import math
 import threading
@@ -35,7 +36,7 @@ from oper.dynamic import EVICTIONS, DynamicTable
 from oper.errors import InvalidInputError, OperError, fail
 from oper.shmem.batch import BatchChecks, Lookup, SeenKeys
 from oper.shmem.by_feature import key_bounds, offsets_of
-from oper.shmem.group.desync import KEYS, phase_of
+from oper.shmem.group.desync import GRADIENTS, KEYS, phase_of
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.optim.optimizers import STATE_PARTS, initial_state
 from oper.shmem.protocol import Tables
@@ -152,13 +153,21 @@ class Keys:
 
     # ---- lookups ---------------------------------------------------------------------------------
 
-    def outside_of_graphs(self, lookup: Callable[[Lookup], torch.Tensor], batch: Lookup
-                          ) -> torch.Tensor:
-        """Run a lookup outside the compiled graph, which it breaks: graphs cannot look up keys."""
+    def lookup(self, by_keys: Callable[[Lookup], torch.Tensor],
+               by_rows: Callable[[Lookup], torch.Tensor], batch: Lookup) -> torch.Tensor:
+        """A lookup of the collection by keys; `by_rows` does it once they have become rows.
+
+        Compiled programs call it through `by_keys`, outside of their graphs, which cannot look up
+        keys.
+        """
         if torch.compiler.is_exporting():
             self.refuse("cannot export a lookup", "export models of static tables")
-        found: torch.Tensor = torch.compiler.disable(lookup)(batch)
-        return found
+        if torch.compiler.is_compiling():
+            found: torch.Tensor = torch.compiler.disable(by_keys)(batch)
+            return found
+        # An update may give the row of a key to another one in the meantime.
+        with self._tables.turns.lock:
+            return by_rows(self.translate(batch))
 
     def translate(self, batch: Lookup) -> Lookup:
         """The batch with rows in the place of the dynamic tables' keys. Not collective.
@@ -199,8 +208,15 @@ class Keys:
 
         Raises:
             InvalidInputError: an update since the lookup has given one of its rows to another key.
-            OperError: there is no room for them.
+            OperError: there is no room for them. Either way all ranks leave this batch out.
         """
+        try:
+            self._leave(batch)
+        except OperError:
+            torch.ops.oper.context_barrier(self._tables.handle, GRADIENTS, True)
+            raise
+
+    def _leave(self, batch: Lookup) -> None:
         for seen in batch.seen:
             self._check_rows(seen)
         found = []
@@ -274,8 +290,8 @@ class Keys:
         if not held.any():
             return
         new, rows = new[torch.from_numpy(held)], rows[held]
-        values = torch.ops.oper.keys_draw(new, table.rules.seed, tables.specs[name].dim,
-                                          table.bound)
+        values = torch.ops.oper.keys_draw(new, row_seed(name, table.rules.seed),
+                                          tables.specs[name].dim, table.bound)
         tables.scatter(name, rows, values)
         tables.scatter_replicas(name, rows, values)
         assert tables.optimizers is not None
@@ -329,8 +345,10 @@ class Keys:
                                                          begin, end)
         return records
 
-    def write(self, name: str, part: str, begin: int, records: torch.Tensor) -> None:
-        """Put back what `read` gave, equal on all ranks; then all must meet.
+    def write(self, name: str, part: str, begin: int, records: torch.Tensor,
+              checks: bool = False) -> None:
+        """Restore records from `read`, the same on all ranks; a barrier must follow. With `checks`
+        nothing is written.
 
         Raises:
             InvalidInputError: a record that cannot be there.
@@ -342,7 +360,7 @@ class Keys:
                      (records.dtype, tuple(records.shape)), "int64 [n, 3]",
                      "load a checkpoint of this model"))
         bad = torch.ops.oper.keys_write(self.tables[name].handle, RECORDS[part], begin,
-                                        records.contiguous())
+                                        records.contiguous(), checks)
         if bad >= 0:
             raise InvalidInputError(
                 fail(f"cannot load the {part} of dynamic table {name!r}",
@@ -369,6 +387,12 @@ def _release(handles: list[int], heap: HostHeap) -> None:
     for handle in handles:
         torch.ops.oper.keys_close(handle)
     heap.close()
+
+
+def row_seed(name: str, seed: int) -> int:
+    """Seed of a table's new rows: tables of one rule do not begin alike. An int64."""
+    mixed = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(mixed, "little", signed=True)
 
 
 def _rule_numbers(rule: DynamicTable) -> list[int]:

@@ -93,12 +93,11 @@ class ShardedTables(MeasuredTables):
         tables = [t.table for t in plan.tables]
         if optimizers is not None and not isinstance(optimizers, Mapping):
             optimizers = {t.name: optimizers for t in tables}
-        self.optimizers = dict(optimizers) if optimizers is not None else None
+        self.optimizers = None if optimizers is None else dict(optimizers)
         self.num_steps = 0  # backward passes that updated
         # By table, how many of them it sat out (`table_steps`).
         self._skipped = dict.fromkeys((t.name for t in tables), 0)
-        #: Tables that are not trained for now: lookups give them no gradient, updates leave them
-        #: alone. The same on all ranks.
+        #: Tables not trained for now, without gradients and updates; the same on all ranks.
         self.frozen: frozenset[str] = frozenset()
         self.on_update: list[Callable[[], None]] = []  # called after rows have changed
         # One group per distinct optimizer; shared with whoever schedules learning rates.
@@ -213,11 +212,13 @@ class ShardedTables(MeasuredTables):
         if self.optimizers is None:
             refuse_weight_gradient(batch)
         if self.keys is not None:
-            if torch.compiler.is_compiling():
-                return self.keys.outside_of_graphs(self.lookup, batch)
-            batch = self.keys.translate(batch)
-        elif torch.compiler.is_compiling() and self.bounds.mode == "fatal":
+            return self.keys.lookup(self.lookup, self._lookup, batch)
+        if torch.compiler.is_compiling() and self.bounds.mode == "fatal":
             return lookup_in_graph(self, batch)
+        return self._lookup(batch)
+
+    def _lookup(self, batch: Lookup) -> torch.Tensor:
+        """`lookup` by row numbers."""
         if self.bounds.mode != "fatal" and self._known(batch) is None:
             self._checks.check(batch)
             batch = self.bounds.repair(batch)
@@ -230,9 +231,8 @@ class ShardedTables(MeasuredTables):
                     self.collected.forget_failed()
                 return trained_lookup(self.anchor if trains else self.anchor.detach(),
                                       batch.weights, self, batch)
-        if self.lookups_at_once and self._exchange is None:
-            return self.forward(batch)[0]
-        with self.turns.lock:
+        at_once = self.lookups_at_once and self._exchange is None
+        with contextlib.nullcontext() if at_once else self.turns.lock:
             return self.forward(batch)[0]
 
     def forward(self, batch: Lookup, collective: bool = False

@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as KJT
 import oper
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
+from oper.shmem.keys import row_seed
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
 from tests.key_oracle import Oracle, first_row
 from tests.optimizer_formulas import first_states, update_rows
@@ -97,7 +98,7 @@ def test_rows_and_states_are_those_of_plain_torch(rule: oper.DynamicTable, optim
         num_evicted += len(before - set(oracle.held))
         fresh = first_states(optimizer, weight)
         for key, row in new.items():
-            weight[row] = torch.from_numpy(first_row(key, rule.seed, DIM, 0.5))
+            weight[row] = torch.from_numpy(first_row(key, row_seed("weight", rule.seed), DIM, 0.5))
             for part in state:
                 state[part][row] = fresh[part][row]
         assert torch.allclose(model.weight.detach(), weight, rtol=1e-5, atol=1e-6), step

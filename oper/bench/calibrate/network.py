@@ -120,7 +120,7 @@ def _carried(host_of: Sequence[int], weights: Sequence[float], only: int | None)
         seconds = _median_s(lambda s, r, total=total: size(s, r, total))  # type: ignore[misc]
         if seconds > _PROBE_S / 2 or total >= _MOST_BYTES:
             return total / seconds / 1e9
-        total *= min(8.0, _PROBE_S / max(seconds, 1e-6))
+        total = min(_MOST_BYTES, total * min(8.0, _PROBE_S / max(seconds, 1e-6)))
 
 
 def _median_s(size: Callable[[int, int], int]) -> float:

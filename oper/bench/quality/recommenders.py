@@ -234,10 +234,16 @@ def _seeds(case: Case, args: argparse.Namespace) -> list[int]:
             if args.runs and _place(case, data, seed, args.runs).exists()]
 
 
-@functools.cache
 def load(name: str, protocol: str) -> Interactions:
-    """The interactions of a data set, preprocessed from the raw log; raises InvalidInputError."""
-    files, source = _files(name), DATA_SETS[name]
+    """The interactions of a data set, preprocessed from the raw log once per process and state of
+    its files; raises InvalidInputError."""
+    return _load(name, protocol, tuple(
+        (path, os.stat(path).st_mtime_ns, os.stat(path).st_size) for path in _files(name)))
+
+
+@functools.cache
+def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> Interactions:
+    files, source = [path for path, *_ in found], DATA_SETS[name]
     if not files:
         raise InvalidInputError(fail(f"no log of {name}", "OPER_DATA",
                                      os.environ.get("OPER_DATA", ""),

@@ -59,13 +59,18 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
     absent = [f"{prefix}{part}" for part in wanted if f"{prefix}{part}" not in state_dict]
     missing_keys += absent
     if absent:
+        if f"{prefix}weight" in state_dict:  # not only where the load is strict
+            error_msgs.append(fail(
+                f"cannot load dynamic table {name!r}", "missing entries", absent,
+                "rows together with their keys", "load all entries of the table"))
         return
     try:
         _check(keys, name, {part: state_dict[f"{prefix}{part}"] for part in wanted})
-        for part in keys.parts(name):
-            for begin, records in chunks_of(state_dict[f"{prefix}{part}"]):
-                for at in range(0, records.shape[0], _CHUNK_RECORDS):
-                    keys.write(name, part, begin + at, records[at:at + _CHUNK_RECORDS])
+        for checks in (True, False):  # all of it is checked before any is written
+            for part in keys.parts(name):
+                for begin, records in chunks_of(state_dict[f"{prefix}{part}"]):
+                    for at in range(0, records.shape[0], _CHUNK_RECORDS):
+                        keys.write(name, part, begin + at, records[at:at + _CHUNK_RECORDS], checks)
         keys.tables[name].clock = int(state_dict[f"{prefix}clock"])
     except InvalidInputError as error:
         error_msgs.append(str(error))

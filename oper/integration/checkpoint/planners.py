@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from oper.errors import InvalidInputError, fail
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.integration.checkpoint.row_states import StateOfPieces
+from oper.shmem.keys import RECORDS
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -89,6 +90,19 @@ def _write_items(name: str, value: TableRows, alone: bool) -> list[WriteItem]:
                 tensor_data=TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties,
                                             value.shape)))
     return items
+
+
+def _check_keys(rows: Iterable[str], wanted: Container[str], stored: Container[str]) -> None:
+    """Raise InvalidInputError for rows of a dynamic table whose keys the model would not load."""
+    for name in rows:
+        prefix = name.removesuffix("weight")
+        left = [f"{prefix}{part}" for part in (*RECORDS, "clock")
+                if f"{prefix}{part}" in stored and f"{prefix}{part}" not in wanted]
+        if left and prefix != name:
+            raise InvalidInputError(fail(
+                f"cannot load {name!r}, rows of a dynamic table", "entries that the model lacks",
+                left, "a table with the same keys",
+                "shard it with the `dynamic=` of the run that saved"))
 
 
 def _is_wanted(value: TableRows, chunk: ChunkStorageMetadata) -> bool:
@@ -148,6 +162,7 @@ class LoadPlanner(DefaultLoadPlanner):
             if isinstance(found, TensorStorageMetadata) and StateOfPieces.fits(value, found):
                 self._pieces[name] = StateOfPieces(name, value, found, self.metadata)
         rows, others = _split({n: v for n, v in self.state_dict.items() if n not in self._pieces})
+        _check_keys(rows, self.state_dict, stored)
         others |= {name: state.buffer for name, state in self._pieces.items()}
         plan = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
         for item in plan.items:

@@ -27,7 +27,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 # By number: those of csrc/host/context.h (Meeting and kSharing), then those of `barrier`.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + (
     "state access", "migration", "update of keys")
-FORWARD, STATE_ACCESS, MIGRATION, KEYS = (0, 1, 2), 7, 8, 9
+FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION, KEYS = (0, 1, 2), 3, 7, 8, 9
 # Status codes about peers: ended, too late, given up, at another phase, closed.
 LOST, LATE, GAVE_UP, ELSEWHERE, CLOSED = PEER_CODES = 1, 2, 6, 8, 12
 GIVEN_UP, _CLOSED = 1, 2  # Absence in csrc/host/barrier.h
