@@ -153,21 +153,19 @@ class Keys:
 
     # ---- lookups ---------------------------------------------------------------------------------
 
-    def lookup(self, by_keys: Callable[[Lookup], torch.Tensor],
-               by_rows: Callable[[Lookup], torch.Tensor], batch: Lookup) -> torch.Tensor:
-        """A lookup of the collection by keys; `by_rows` does it once they have become rows.
+    def lookup(self, look_up: Callable[..., torch.Tensor], batch: Lookup) -> torch.Tensor:
+        """The collection's `look_up`, of the rows that the keys have.
 
-        Compiled programs call it through `by_keys`, outside of their graphs, which cannot look up
-        keys.
+        Compiled programs call it outside of their graphs, which cannot look up keys.
         """
         if torch.compiler.is_exporting():
             self.refuse("cannot export a lookup", "export models of static tables")
         if torch.compiler.is_compiling():
-            found: torch.Tensor = torch.compiler.disable(by_keys)(batch)
+            found: torch.Tensor = torch.compiler.disable(look_up)(batch)
             return found
         # An update may give the row of a key to another one in the meantime.
         with self._tables.turns.lock:
-            return by_rows(self.translate(batch))
+            return look_up(self.translate(batch), has_rows=True)
 
     def translate(self, batch: Lookup) -> Lookup:
         """The batch with rows in the place of the dynamic tables' keys. Not collective.

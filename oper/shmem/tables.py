@@ -198,12 +198,16 @@ class ShardedTables(MeasuredTables):
 
     # ---- lookups ---------------------------------------------------------------------------------
 
-    def lookup(self, batch: Lookup) -> torch.Tensor:
+    def lookup(self, batch: Lookup, has_rows: bool = False) -> torch.Tensor:
         """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D].
 
         With gradients enabled and an optimizer, the backward pass of the result updates the
         tables; that part is collective over the group. Without gradients nothing is collective
         within a memory domain; between domains it is, unless the plan keeps copies of all rows.
+
+        Args:
+            batch: ids, of dynamic tables keys.
+            has_rows: rows have taken the place of the keys already.
 
         Raises:
             InvalidInputError: an id out of range (see `BoundsCheck`), or lengths that do not fit
@@ -211,14 +215,10 @@ class ShardedTables(MeasuredTables):
         """
         if self.optimizers is None:
             refuse_weight_gradient(batch)
-        if self.keys is not None:
-            return self.keys.lookup(self.lookup, self._lookup, batch)
+        if self.keys is not None and not has_rows:
+            return self.keys.lookup(self.lookup, batch)
         if torch.compiler.is_compiling() and self.bounds.mode == "fatal":
             return lookup_in_graph(self, batch)
-        return self._lookup(batch)
-
-    def _lookup(self, batch: Lookup) -> torch.Tensor:
-        """`lookup` by row numbers."""
         if self.bounds.mode != "fatal" and self._known(batch) is None:
             self._checks.check(batch)
             batch = self.bounds.repair(batch)
