@@ -489,10 +489,13 @@ def as_toml(topology: Topology) -> str:
 
 
 def _values_of(d: Domain) -> tuple[tuple[str, Any], ...]:
+    def rounded(gbps: float) -> float:
+        return float(f"{gbps:.5g}")
+
     return (("ranks", len(d.ranks)), ("memory_bytes", d.memory_bytes),
-            *((name, float(f"{getattr(d, name):.5g}")) for name in ("read_gbps", "cache_gbps")),
-            ("cache_bytes", d.cache_bytes),
-            *((name, float(f"{getattr(d, name):.5g}")) for name in ("link_gbps", "cross_gbps")))
+            ("read_gbps", rounded(d.read_gbps)), ("cache_gbps", rounded(d.cache_gbps)),
+            ("cache_bytes", d.cache_bytes), ("link_gbps", rounded(d.link_gbps)),
+            ("cross_gbps", rounded(d.cross_gbps)))
 
 
 def _report(fitted: Fit) -> str:

@@ -57,8 +57,8 @@ def exchange_s(num_bytes: int) -> float:
     Collective.
     """
     rank, world_size = world()
-    exchange = _exchange([0 if r == rank else num_bytes for r in range(world_size)],
-                         [0 if r == rank else num_bytes for r in range(world_size)])
+    sizes = [0 if r == rank else num_bytes for r in range(world_size)]
+    exchange = _exchange(sizes, sizes)
     taken = []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 import weakref
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -83,7 +84,7 @@ class ThreadTransport:
         pass
 
 
-class _WatchedTransport:
+class _WatchedTransport(ABC):
     """Exchanges between processes that also watch for dead or late peers."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -94,10 +95,10 @@ class _WatchedTransport:
         self._watch = Watch(group)
         self._staging: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
 
+    @abstractmethod
     def _move(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
               recv_bytes: list[int]) -> None:
         """Exchange bytes that lie on the transport's device."""
-        raise NotImplementedError
 
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
