@@ -9,6 +9,7 @@ with their limits, all hosts sending and receiving at once, headers and congesti
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from dataclasses import fields, replace
 from typing import Any
@@ -20,7 +21,7 @@ from oper.bench.cluster.network import Links, set_rates
 from oper.bench.core.planning import gather, slowest, world
 from oper.topology import Costs, Domain, Topology
 
-_GATHERS = 24
+_GATHERS, _ROUNDS = 24, 15
 _MEMORY_BYTES = 8 << 30  # per host, unless a case says otherwise
 
 
@@ -83,13 +84,13 @@ def _unlimited(links: Links, base: int) -> dict[str, float]:
     if rank == 0:
         set_rates(links, False)
     found = calibrate_network.measure({}, lambda text: None)
-    few = _gather_s(rank < min(base, world_size))
-    every = _gather_s(True)
+    times = [(_gather_s(rank < min(base, world_size)), _gather_s(True)) for _ in range(_ROUNDS)]
+    few, every = (statistics.median(column) for column in zip(*times, strict=True))
     return {"ns_per_byte": float(found["ns_per_byte"]), "contention": max(1.0, every / few)}
 
 
 def _gather_s(takes_part: bool) -> float:
-    """Mean seconds of the slowest rank that gathers rows while others do, or not. Collective."""
+    """Seconds until all ranks that gather rows have done so. Collective."""
     rows, at = torch.ones(1 << 17, 64), torch.randint(0, 1 << 17, (1 << 15,))
     gather(None)
     begin = time.perf_counter()
