@@ -202,7 +202,7 @@ class PlatformWheel(bdist_wheel):
 
 
 sys.path.insert(0, str(ROOT))
-from oper.environment import BUILD, check_environment  # noqa: E402  (needs nothing that is built)
+from oper.support.environment import BUILD, check_environment  # noqa: E402  (needs nothing that is built)
 
 try:
     check_environment("cannot build", BUILD)

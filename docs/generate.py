@@ -137,7 +137,7 @@ def _cell(text: str) -> str:
 
 def environment() -> str:
     """The variables that OPER reads."""
-    from oper.environment import BUILD, VARIABLES
+    from oper.support.environment import BUILD, VARIABLES
 
     lines = ["# Environment variables", "",
              "A variable that is set to nothing counts as unset. A value that a variable may not "

@@ -40,7 +40,8 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "bench": ("oper.bench.verbs", "compare with other systems and with the machine's limits"),
     "calibrate": ("oper.bench.calibrate.calibrate",
                   "measure the cost model's constants on this machine"),
-    "doctor": ("oper.doctor", "show what is installed, what the machine has and what is missing"),
+    "doctor": ("oper.report.doctor",
+               "show what is installed, what the machine has and what is missing"),
 }
 
 
@@ -115,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _open_streams()
         args = build_parser(command).parse_args(words)
         if args.command != "doctor":  # which tells all that is wrong
-            from oper.environment import check_environment
+            from oper.support.environment import check_environment
 
             check_environment(f"cannot run oper {args.command}")
         module = importlib.import_module(COMMANDS[args.command][0])

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, PlanError, fail
-from oper.files import parse_json, write_text
+from oper.support.files import parse_json, write_text
 from oper.tables import TableSpec, check_unique
 
 PLAN_KIND = "oper-plan"

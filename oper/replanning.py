@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from oper.analysis import distance
-from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan, TablePlan
+from oper.rows.directory import TableDirectory
 from oper.search import evaluate, make_plan, make_problem
 from oper.stats import AccessStats, TableStats, hotness_order
 from oper.topology import Topology

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oper.dynamic import DynamicTable
-from oper.environment import check_environment
 from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan, one_copy_per_domain
-from oper.remap import load_remap
+from oper.rows.remap import load_remap
 from oper.stats import AccessStats, TableStats
+from oper.support.environment import check_environment
 from oper.tables import TableSpec
 from oper.topology import Topology
 

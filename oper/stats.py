@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, fail
-from oper.files import read_arrays, write_arrays
+from oper.support.files import read_arrays, write_arrays
 
 STATS_KIND = "oper-stats"
 STATS_VERSION = 1

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from oper.errors import InvalidInputError, fail
-from oper.files import read_toml
+from oper.support.files import read_toml
 
 _SUFFIXES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
              "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 import oper
-from oper import cli, doctor
+from oper import cli
 from oper.errors import InvalidInputError, PlanInfeasibleError, UsageError
+from oper.report import doctor
 from tests.support import ROOT, run_oper
 
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "cvxpy", "matplotlib", "pandas")
@@ -107,7 +108,7 @@ def test_every_flag_is_checked_where_it_is_parsed() -> None:
     """A bare int or float would take what the command refuses later, with another exit code."""
     flags = list(numeric_flags())
     assert len(flags) > 40
-    assert {(words, flag) for words, flag, kind in flags if kind != "oper.flags"} == set()
+    assert {(words, flag) for words, flag, kind in flags if kind != "oper.support.flags"} == set()
 
 
 @pytest.mark.parametrize("words", [

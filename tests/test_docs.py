@@ -25,7 +25,7 @@ from typing import NamedTuple
 import pytest
 
 from oper import cli
-from oper.environment import VARIABLES
+from oper.support.environment import VARIABLES
 from tests.support import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]

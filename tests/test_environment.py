@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from oper.environment import BUILD, VARIABLES, check_environment, problems, setting
 from oper.errors import InvalidInputError
+from oper.support.environment import BUILD, VARIABLES, check_environment, problems, setting
 from tests.support import ROOT, run_oper
 
 WRONG = {

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from oper.errors import FileFormatError
-from oper.files import atomic_write, datasets_root, read_arrays, write_arrays, write_text
+from oper.support.files import atomic_write, datasets_root, read_arrays, write_arrays, write_text
 
 KIND = "oper-test"
 ARRAYS = {

@@ -21,9 +21,7 @@ MODULES = {
     for p in sorted((ROOT / "oper").rglob("*.py"))
 }
 
-LEAVES = frozenset({"errors", "files", "lazy", "tables", "stats", "topology", "plan", "directory",
-                    "native", "remap", "traffic", "locks", "environment",
-                    "flags", "dynamic"})
+LEAVES = frozenset({"errors", "support", "tables", "stats", "topology", "plan", "rows", "dynamic"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
                   "data"}
 WORKLOADS = ENGINE | {"rl_rec", "rl_rec.models"}
@@ -45,7 +43,6 @@ PACKAGES: dict[str, frozenset[str]] = {
     "serve": frozenset(WORKLOADS | {"train"}),
     "bench": frozenset(WORKLOADS | {"train", "serve"}),
     "report": frozenset(WORKLOADS | {"bench", "replanning"}),
-    "doctor": LEAVES | {"shmem"},
     "cli": LEAVES,
     "__main__": frozenset({"cli"}),
 }

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from oper import native
+from oper.support import native
 
 DTYPES = (np.uint32, np.int64, np.uint64)
 
@@ -126,7 +126,7 @@ def test_gathering(kind: str, dtype: Any) -> None:
 
 
 def test_the_library_needs_no_torch() -> None:
-    code = ("import sys\nfrom oper import native\nassert native.library() is not None\n"
+    code = ("import sys\nfrom oper.support import native\nassert native.library() is not None\n"
             "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'pyarrow')])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -9,10 +9,10 @@ import pytest
 
 import oper
 from oper.analysis import distance
-from oper.directory import TableDirectory
 from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.replanning import _moved_bytes, step_us
+from oper.rows.directory import TableDirectory
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oper.errors import FileFormatError, InvalidInputError
-from oper.files import read_arrays, write_arrays
 from oper.stats import (
     STATS_KIND,
     STATS_VERSION,
@@ -22,6 +21,7 @@ from oper.stats import (
     TimeBucket,
     table_stats_for,
 )
+from oper.support.files import read_arrays, write_arrays
 from tests.support import access_stats, table_stats
 
 INT = np.int64

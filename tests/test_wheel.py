@@ -17,7 +17,7 @@ from tests.support import ROOT
 
 SMOKE = """
 import sys, torch, oper
-from oper.files import datasets_root
+from oper.support.files import datasets_root
 assert oper.__file__.startswith(sys.prefix), oper.__file__
 assert str(datasets_root()).startswith(sys.prefix) and list(datasets_root().glob("**/*.toml"))
 torch.manual_seed(0)

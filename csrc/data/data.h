@@ -17,7 +17,7 @@
 
 namespace oper::data {
 
-// Types of values by number, as oper/native.py passes them.
+// Types of values by number, as oper/support/native.py passes them.
 enum Kind : int32_t { kUint32 = 0, kInt64 = 1, kUint64 = 2 };
 
 // How the text of a field becomes a number; `text.cpp` says what each accepts.
@@ -25,7 +25,7 @@ enum Parse : int32_t {
     kSkip = 0, kBit = 1, kInteger = 2, kDecimal = 3, kHex32 = 4, kWhole = 5, kNumber = 6,
 };
 
-// One field of a line, as oper/native.py lays it out.
+// One field of a line, as oper/support/native.py lays it out.
 struct Column {
     int32_t parse;
     int32_t required;     // a missing field makes the line irregular

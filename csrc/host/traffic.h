@@ -1,7 +1,7 @@
 // What a rank reads and from whose arena: counters that run with every batch.
 //
 // Ranks exchange by reading, so that a transfer is counted once, by its reader. Counts are units
-// (rows, ids, numbers); oper/traffic.py says what a unit is and how many bytes it has.
+// (rows, ids, numbers); oper/rows/traffic.py says what a unit is and how many bytes it has.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace oper::host {
 
-// The order is that of KINDS in oper/traffic.py.
+// The order is that of KINDS in oper/rows/traffic.py.
 enum Moved {
   kRows,           // forward: rows read one by one, of this rank's copy where there is one
   kIds,            // forward: ids that a reader asks this owner to pool

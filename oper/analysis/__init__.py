@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from oper.lazy import lazy_exports
+from oper.support.lazy import lazy_exports
 
 _PUBLIC = {
     "collect": "oper.analysis.collector",

@@ -11,8 +11,8 @@ from oper.analysis.presence import PRESENCE_SAMPLES, Lookups, PresenceSampler
 from oper.analysis.sketch import DistinctSample, HeavyHitters, sketched_stats
 from oper.analysis.tally import Tally
 from oper.errors import InvalidInputError, fail
-from oper.native import count_distinct, merge_counts, sampled
 from oper.stats import TableStats, TimeBucket
+from oper.support.native import count_distinct, merge_counts, sampled
 
 _PENDING = 1 << 20         # ids that a sparse counter collects before it sorts them, at least
 _MAX_PENDING = 1 << 23     # at most, once it holds twice as many

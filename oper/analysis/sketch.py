@@ -15,9 +15,9 @@ from dataclasses import replace
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.native import merge_counts, sampled
-from oper.remap import Remap
+from oper.rows.remap import Remap
 from oper.stats import AccessStats, Sketch, TableStats, TimeBucket, hotness_order
+from oper.support.native import merge_counts, sampled
 
 HEAVY_ENTRIES = 1 << 20   # ids that a summary keeps
 SAMPLE_ENTRIES = 1 << 18  # ids that a distinct sample keeps
@@ -242,7 +242,7 @@ def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStat
 
 def renumber_stats(stats: AccessStats, remap: Remap) -> AccessStats:
     """Statistics with the row numbers that ``oper vocabulary extend --reorder`` gave, see
-    `oper.remap`; tables that have grown since they were counted grow first.
+    `oper.rows.remap`; tables that have grown since they were counted grow first.
 
     Raises:
         InvalidInputError: other tables than the re-map's, or one that was not counted exactly.

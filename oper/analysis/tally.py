@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from oper.native import Counts, address, count_distinct, library, merge_counts, sampled
+from oper.support.native import Counts, address, count_distinct, library, merge_counts, sampled
 
 _FEW = 1 << 12  # counts below are told apart when a table is purged
 _FIRST_BITS = 12

@@ -25,17 +25,17 @@ from oper.bench.device.suite import EXPONENTS, SHAPES
 from oper.bench.plan.torchrec_planner import TorchRecPlanner
 from oper.bench.plan.workloads import power_law
 from oper.data.generate.ids import power_law_ids
-from oper.flags import number
 from oper.plan import Plan
+from oper.rows.traffic import KINDS, Traffic
 from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
 from oper.search.problem.presets import topology_preset
 from oper.search.problem.statement import make_problem
 from oper.search.replay.simulate import Bags, Replay
 from oper.stats import AccessStats
+from oper.support.flags import number
 from oper.tables import TableSpec
 from oper.topology import Topology
-from oper.traffic import KINDS, Traffic
 
 _NUM_SAMPLES = 100_000_000  # behind `power_law`
 

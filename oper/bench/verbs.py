@@ -11,7 +11,7 @@ from typing import Any
 
 from oper.bench.core import record
 from oper.errors import InvalidInputError, fail
-from oper.files import check_target
+from oper.support.files import check_target
 
 # A benchmark lives in a module with ``cases(quick)``, ``run(args, cases)`` yielding an entry of the
 # record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments, of

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from oper.errors import FileFormatError, InvalidInputError, fail
-from oper.files import read_json
+from oper.support.files import read_json
 from oper.tables import TableSpec
 
 FOLDER_KIND = "oper-preprocessed"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oper.errors import InvalidInputError, fail
-from oper.files import datasets_root, read_toml
+from oper.support.files import datasets_root, read_toml
 
 KINDS = {  # kind of column: ways to parse it, the first one being the default
     "label": ("binary", "threshold", "among"),

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, UsageError, fail
-from oper.files import check_local
-from oper.flags import number, whole
+from oper.support.files import check_local
+from oper.support.flags import number, whole
 
 if TYPE_CHECKING:
     from oper.data.preprocessing.options import PreprocessOptions
@@ -334,7 +334,7 @@ def _stats(args: argparse.Namespace) -> AccessStats:
         stats_from_value_counts,
     )
     from oper.data.analyze import analyze_folder
-    from oper.remap import load_remap
+    from oper.rows.remap import load_remap
     from oper.stats import AccessStats
     from oper.topology import parse_bytes
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oper.errors import FileFormatError, fail
-from oper.files import read_json
 from oper.report.figures import NUM_COLOURS, canvas, colour, colours_of, name_bars, stacked, svg_of
 from oper.report.page import Plot, Table, render
+from oper.support.files import read_json
 from oper.tables import format_bytes
 
 _MAX_BARS = 40

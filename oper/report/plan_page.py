@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from oper.files import write_text
 from oper.plan import Plan
 from oper.report import figures
 from oper.report.page import Plot, Table, Text, render
@@ -15,6 +14,7 @@ from oper.search.peers.baselines import peers
 from oper.search.problem.machine import TERMS
 from oper.search.problem.statement import Problem
 from oper.search.verify.check import Verdict, verify_plan
+from oper.support.files import write_text
 from oper.tables import format_bytes
 
 _COMPARED = "largest-first-lookups"

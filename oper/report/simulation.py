@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from oper.data.loading.groups import Column
 from oper.errors import InvalidInputError, UsageError, fail
-from oper.flags import number, whole
 from oper.plan import Plan
+from oper.rows.traffic import KINDS, LINKS, SENT, link_classes, unit_bytes
 from oper.search import verbs
 from oper.search.cost.model import Evaluation, evaluate
 from oper.search.problem.machine import TERMS
@@ -25,8 +25,8 @@ from oper.search.replay.simulate import Bags, RankBatch, Replay
 from oper.search.replay.timeline import Schedule, Timeline, run
 from oper.search.replay.wire import WireReplay
 from oper.stats import AccessStats, TableStats
+from oper.support.flags import number, whole
 from oper.tables import TableSpec, format_bytes
-from oper.traffic import KINDS, LINKS, SENT, link_classes, unit_bytes
 
 
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
@@ -90,10 +90,10 @@ class Simulation:
     """What a replay has found.
 
     Attributes:
-        num_bytes: int64 [13, W, W], bytes of all steps by kind (`oper.traffic.KINDS`), reader and
-            peer.
+        num_bytes: int64 [13, W, W], bytes of all steps by kind (`oper.rows.traffic.KINDS`), reader
+            and peer.
         sent_bytes: int64 [12, W, W], bytes of all steps that ranks of different memory domains send
-            each other, by kind (`oper.traffic.SENT`), sender and receiver.
+            each other, by kind (`oper.rows.traffic.SENT`), sender and receiver.
         loads: one per step.
         has_push: whether any tier is pushed.
     """

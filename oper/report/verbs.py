@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from oper.errors import UsageError, fail
-from oper.flags import number
 from oper.search import verbs
+from oper.support.flags import number
 
 
 def configure_explain(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +49,9 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
 
 def run_report(args: argparse.Namespace) -> int:
     """Write one page that opens offline."""
-    from oper.files import write_text
     from oper.report import bench_page, stats_page
     from oper.stats import AccessStats
+    from oper.support.files import write_text
 
     if args.kind == "plan":
         if args.html is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from oper.lazy import lazy_exports
+from oper.support.lazy import lazy_exports
 
 _PUBLIC = {
     "make_plan": "oper.search.planner",

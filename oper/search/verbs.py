@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from oper.errors import InvalidInputError, UsageError, fail
-from oper.files import read_json
-from oper.flags import number, text_for, whole
 from oper.plan import OBJECTIVES, Plan
 from oper.search.problem.overlap import overlap_to_json, parse_argument
 from oper.search.problem.space import EVERYTHING, check_allow, used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.stats import AccessStats
+from oper.support.files import read_json
+from oper.support.flags import number, text_for, whole
 from oper.tables import CODE_BITS, DTYPES, OPTIMIZERS, TableSpec, format_bytes
 from oper.topology import Topology
 

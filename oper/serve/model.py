@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, fail
-from oper.files import read_json
 from oper.integration.checkpoint.follow import Change
 from oper.serve.requests import Predictor, Request, Signature
+from oper.support.files import read_json
 from oper.tables import TableSpec
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import os
 import sys
 from typing import Any
 
-from oper.flags import number, text_for, whole
 from oper.serve.requests import check_model, check_name
+from oper.support.flags import number, text_for, whole
 
 _ROW_DTYPES = ("float32", "float16", "int8", "int4")
 

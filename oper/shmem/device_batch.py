@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from oper.directory import TableDirectory, TierLayout
+from oper.rows.directory import TableDirectory, TierLayout
 
 _UINT32 = 0xFFFFFFFF
 

@@ -15,6 +15,7 @@ import torch
 
 from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
+from oper.rows.traffic import SENT, Traffic
 from oper.shmem import library
 from oper.shmem.batch import Lookup, ResolvedIds
 from oper.shmem.counters.device import DeviceCounters
@@ -29,7 +30,6 @@ from oper.shmem.placement.outbox import reserved_bytes
 from oper.shmem.settings import deadline_s
 from oper.shmem.tables import ShardedTables
 from oper.tables import CODE_BITS, DTYPE_BYTES, OPTIMIZERS
-from oper.traffic import SENT, Traffic
 
 # Of the outbox, where nothing says how large batches are: a part of the device's memory, and what
 # it is at least.

@@ -6,8 +6,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from oper.environment import check_environment, setting
 from oper.errors import InvalidInputError, MissingDependencyError, fail
+from oper.support.environment import check_environment, setting
 
 
 def load() -> None:

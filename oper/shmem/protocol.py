@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from oper.directory import TableDirectory
 from oper.plan import Plan
+from oper.rows.directory import TableDirectory
+from oper.rows.traffic import Traffic
 from oper.shmem.autograd import Trained
 from oper.shmem.group.groups import Group
 from oper.shmem.optim.optimizers import Optimizer
 from oper.tables import TableSpec
-from oper.traffic import Traffic
 
 
 class Collection(Protocol):

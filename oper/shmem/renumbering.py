@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, fail
-from oper.remap import Remap, of_table
+from oper.rows.remap import Remap, of_table
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.rows import CHUNK_ROWS, LogicalRows, put_rows
 
@@ -28,7 +28,7 @@ def renumber(tables: LogicalRows, remap: Remap) -> None:
 
     Args:
         tables: between two batches.
-        remap: by feature int [num_rows], see `oper.remap`.
+        remap: by feature int [num_rows], see `oper.rows.remap`.
 
     Raises:
         InvalidInputError: the re-map does not fit; nothing has changed then.

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from oper.directory import TableDirectory, TierLayout
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, fail
+from oper.rows.directory import TableDirectory, TierLayout
 from oper.shmem.exchange.host import Exchange, Wanted
 from oper.shmem.group.desync import STATE_ACCESS
 from oper.shmem.group.groups import Group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from oper.environment import setting
+from oper.support.environment import setting
 
 DEADLINE_ENV = "OPER_DEADLINE_S"
 OUTBOX_ENV = "OPER_OUTBOX_BYTES"

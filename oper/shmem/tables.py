@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, OperError, fail
 from oper.plan import Plan
+from oper.rows.directory import TableDirectory
 from oper.shmem.autograd import CollectedPasses, trained_lookup
 from oper.shmem.batch import (
     BAD_BATCH,

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from oper.errors import InvalidInputError, UsageError, fail
-from oper.files import read_toml
 from oper.rl_rec.data.catalogue import Catalogue
 from oper.rl_rec.data.interactions import DataOptions
+from oper.support.files import read_toml
 
 SHARDINGS = ("oper", "none", "torchrec")
 # By the name in a configuration: the class of `oper`, and which of the options below it has.

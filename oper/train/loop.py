@@ -20,7 +20,7 @@ import torch
 
 from oper import __version__
 from oper.errors import OperError, PeerLostError, fail
-from oper.files import named, write_text
+from oper.support.files import named, write_text
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import full_state, ranks, save_state

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from oper.errors import FileFormatError, MissingDependencyError, fail
-from oper.files import atomic_write
 from oper.integration.checkpoint.files import load_archive
+from oper.support.files import atomic_write
 from oper.tables import TableSpec
 from oper.train.config import DLRMConfig
 from oper.train.names import table_name

@@ -14,11 +14,11 @@ import torch
 
 from oper.data import Folder
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError, fail
-from oper.files import write_text
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.files import METADATA
 from oper.integration.checkpoint.saving import load_checkpoint, save_checkpoint
 from oper.integration.checkpoint.survivors import Survivors
+from oper.support.files import write_text
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import ranks

@@ -69,7 +69,7 @@ def _run_folder(out: str, may_have_run: bool) -> Iterator[None]:
     Rank 0 does it for all: only it looks, since the others may come when it has begun to write.
     """
     from oper.errors import InvalidInputError, fail
-    from oper.locks import locked
+    from oper.support.locks import locked
     from oper.train.loop import METRICS
 
     what = "cannot start training"

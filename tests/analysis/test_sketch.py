@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from oper import native
 from oper.analysis import (
     DistinctSample,
     HeavyHitters,
@@ -23,8 +22,9 @@ from oper.analysis.presence import Lookups
 from oper.analysis.sketch import sketched_stats
 from oper.analysis.tally import Tally
 from oper.errors import InvalidInputError
-from oper.native import count_distinct
 from oper.stats import AccessStats, TableStats
+from oper.support import native
+from oper.support.native import count_distinct
 
 
 def zipf(num_rows: int, size: int, exponent: float, seed: int = 0) -> np.ndarray:

@@ -10,8 +10,8 @@ import pytest
 
 from oper.errors import OperError
 from oper.plan import Piece, Plan, TablePlan
+from oper.rows.traffic import KIND, KINDS, Traffic
 from oper.shmem.optim.optimizers import Optimizer, RowWiseAdagrad
-from oper.traffic import KIND, KINDS, Traffic
 from tests import runtime_support
 from tests.cuda.emulated import device_tables
 from tests.cuda.test_domains import small_case

@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader
 
-from oper import native
 from oper.data import Loader, LoaderOptions
 from oper.data.folder import MANIFEST
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from oper.support import native
 from tests.data.loader_support import KEYS, ROWS, check, everything, rows_of, write_folder
 
 

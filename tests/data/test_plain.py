@@ -11,13 +11,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from oper import native
 from oper.data.preprocessing import staging
 from oper.data.reading import plain, readers
 from oper.data.reading.readers import Unit, read_unit, where
 from oper.data.reading.rows import Rows, concat
 from oper.data.reading.text import TextLayout, text_layout
 from oper.data.recipe import Recipe, load_recipe, recipe_from_dict
+from oper.support import native
 
 KINDS = [("label", "binary"), ("label", "threshold"), ("dense", "int"), ("dense", "float"),
          ("sparse", "hex32"), ("sparse", "uint32"), ("sparse", "uint64"), ("sparse", "int"),

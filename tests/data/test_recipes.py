@@ -17,7 +17,7 @@ from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, pr
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import Recipe
 from oper.errors import FileFormatError, InvalidInputError
-from oper.files import datasets_root
+from oper.support.files import datasets_root
 from tests.support import real_data
 
 ONE_ID_EACH = PreprocessOptions(valid="0", test="0", min_count=1)

@@ -17,7 +17,7 @@ from oper.data import Folder, PreprocessOptions, analyze_folder, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.vocabulary.finished import FinishedVocabulary, extend
 from oper.errors import FileFormatError, InvalidInputError
-from oper.remap import load_remap
+from oper.rows.remap import load_remap
 from oper.stats import AccessStats
 from tests.data.test_verbs import run
 

@@ -29,7 +29,6 @@ from oper.data.generate.generator import load_workload
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import load_recipe
 from oper.errors import OperError
-from oper.files import read_arrays, write_arrays
 from oper.integration.checkpoint.delta_files import put_rows, read_part, write_part
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA, CheckpointReader, check_files
 from oper.integration.checkpoint.weights import Weights
@@ -44,6 +43,7 @@ from oper.shmem.group.liveness import Watch
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.stats import AccessStats
+from oper.support.files import read_arrays, write_arrays
 from oper.tables import TableSpec
 from oper.topology import Topology
 from oper.train.config import load_config

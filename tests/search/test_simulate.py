@@ -9,6 +9,7 @@ import pytest
 
 from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.rows.traffic import KIND, link_classes
 from oper.search.cost.evaluation import Phase
 from oper.search.cost.model import evaluate
 from oper.search.problem.machine import (
@@ -28,7 +29,6 @@ from oper.search.replay.timeline import DENSE, LOOKUPS, Schedule, run
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Topology
-from oper.traffic import KIND, link_classes
 from tests.search.search_cases import counted, gpus, host, random_plan, with_host_memory
 
 BATCH = 256

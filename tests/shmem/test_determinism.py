@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from oper.directory import TableDirectory
 from oper.plan import Piece, Plan, uniform_plan
+from oper.rows.directory import TableDirectory
 from oper.shmem.group.groups import SingleGroup
 from tests.runtime_support import (
     OPTIMIZERS,

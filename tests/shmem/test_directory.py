@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from oper.directory import TableDirectory
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.rows.directory import TableDirectory
 from oper.shmem.batch import Lookup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables

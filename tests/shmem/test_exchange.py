@@ -14,11 +14,11 @@ import torch
 
 from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.rows.traffic import SENT
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import Lookup
 from oper.tables import TableSpec
-from oper.traffic import SENT
 from tests.runtime_support import (
     OPTIMIZERS,
     OTHER_OPTIMIZERS,

@@ -12,6 +12,7 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
+from oper.rows.traffic import Traffic
 from oper.search.replay.simulate import Replay
 from oper.shmem.exchange import pull
 from oper.shmem.exchange.pull import (
@@ -26,7 +27,6 @@ from oper.shmem.memory.numa import Node
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from oper.traffic import Traffic
 from tests.runtime_support import (
     OPTIMIZERS,
     Case,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from oper.plan import Plan
+from oper.rows.traffic import KIND, KINDS, Traffic
 from oper.search.replay.simulate import Bags, RankBatch, Replay
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
-from oper.traffic import KIND, KINDS, Traffic
 from tests.runtime_support import (
     OPTIMIZERS,
     Batch,

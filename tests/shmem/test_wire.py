@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from oper.plan import Plan, Tier, uniform_plan
+from oper.rows.traffic import KIND, SENT
 from oper.search.replay.wire import WireReplay
 from oper.shmem.optim.optimizers import RowWiseAdagrad
-from oper.traffic import KIND, SENT
 from tests.runtime_support import (
     OPTIMIZERS,
     Batch,

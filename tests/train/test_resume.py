@@ -16,7 +16,7 @@ from conftest import Prepared  # type: ignore[import-not-found]
 from tqdm import tqdm
 
 from oper.errors import InvalidInputError
-from oper.locks import LOCK
+from oper.support.locks import LOCK
 from oper.train import tasks
 from oper.train.config import load_config
 from oper.train.engines import Engine

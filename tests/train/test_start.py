@@ -19,7 +19,7 @@ from oper.data import (
 )
 from oper.data.vocabulary.finished import extend
 from oper.errors import InvalidInputError
-from oper.remap import load_remap
+from oper.rows.remap import load_remap
 from oper.train.loop import train
 from oper.train.model import load_state
 from tests.support import run_oper

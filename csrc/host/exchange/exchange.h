@@ -22,7 +22,7 @@ namespace oper::host {
 using Transport = int64_t (*)(int64_t what, const void* send, const int64_t* send_bytes, void* recv,
                               const int64_t* recv_bytes);
 
-// What is sent, in bytes by kind and receiver; the order is that of SENT in oper/traffic.py.
+// What is sent, in bytes by kind and receiver; the order is that of SENT in oper/rows/traffic.py.
 enum Sent {
   kSentHeaders,
   kSentRowIds,         // forward: distinct rows asked for

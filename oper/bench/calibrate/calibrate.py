@@ -25,14 +25,14 @@ from oper.bench.core import record
 from oper.bench.core.launch import run_workers
 from oper.bench.core.workload import Workload
 from oper.errors import InvalidInputError, fail
-from oper.files import check_target, write_text
-from oper.flags import whole
 from oper.plan import Plan
 from oper.search.cost.model import Evaluation, evaluate
 from oper.search.problem.machine import COMPUTE, MEMORY, make_machine
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats
+from oper.support.files import check_target, write_text
+from oper.support.flags import whole
 from oper.topology import Costs, Domain, Topology
 
 #: Placements that the fit sees: what each constant shows in.

@@ -25,7 +25,7 @@ from typing import Any
 
 from oper.bench.core.launch import Seat
 from oper.errors import OperError, fail
-from oper.locks import locked
+from oper.support.locks import locked
 
 PREFIX = "oper-cluster-"
 INTERFACE = "eth0"

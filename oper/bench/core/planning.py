@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from oper.bench.core.workload import Workload, collect_stats
 from oper.plan import Plan
+from oper.rows.traffic import LINKS
 from oper.stats import AccessStats
 from oper.topology import Topology
-from oper.traffic import LINKS
 
 if TYPE_CHECKING:
     from oper.shmem.tables import ShardedTables
@@ -54,7 +54,7 @@ def total(values: Sequence[float]) -> list[float]:
 def bytes_read(tables: ShardedTables) -> dict[str, dict[str, int]]:
     """Mean bytes per pass that all ranks together have read since the counters' last reset.
 
-    By phase and class of link (`oper.traffic.LINKS`); the processes of a benchmark share one
+    By phase and class of link (`oper.rows.traffic.LINKS`); the processes of a benchmark share one
     memory. Collective.
     """
     mine = tables.traffic()

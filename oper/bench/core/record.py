@@ -16,7 +16,7 @@ import numpy as np
 
 from oper import __version__
 from oper.errors import InvalidInputError, fail
-from oper.files import read_json, write_text
+from oper.support.files import read_json, write_text
 
 # Variables that change what is measured; each record holds those that are set.
 ENVIRONMENT = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",

@@ -16,7 +16,7 @@ from typing import Any
 from oper.bench.core import record
 from oper.bench.demo.page import page
 from oper.errors import InvalidInputError, UsageError, fail
-from oper.flags import whole
+from oper.support.flags import whole
 
 WORLD_SIZE = 2
 CHECKED_STEPS = 24     # training steps after which weights are compared; a multiple of 8

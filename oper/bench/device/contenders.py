@@ -14,10 +14,10 @@ import torch
 from oper.bench.device.cases import DeviceCase, Inputs
 from oper.bench.tables.sides import OPTIMIZER
 from oper.bench.tables.unsharded import fbgemm_bags
-from oper.environment import setting
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan
 from oper.shmem.group.groups import Group, SingleGroup
+from oper.support.environment import setting
 
 FBGEMM_ENV = "OPER_FBGEMM"  # folder with a part of the fbgemm_gpu package; see benchmarks/gpu.py
 # In the order of their dependencies; a packed package does not load them by itself.

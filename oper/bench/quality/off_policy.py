@@ -19,7 +19,6 @@ import torch
 from oper.bench.core import record
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column, Join, Layout
-from oper.flags import whole
 from oper.rl_rec.intervals import bootstrap
 from oper.rl_rec.models.base import Histories
 from oper.rl_rec.models.item_to_item import EASEConfig, ItemToItem
@@ -27,6 +26,7 @@ from oper.rl_rec.off_policy.estimators import Groups, OffPolicyEstimates, estima
 from oper.rl_rec.off_policy.log import BanditColumns, LoggedBandit, load_bandit
 from oper.rl_rec.off_policy.policies import action_shares, recommender_policy, softmax_policy
 from oper.rl_rec.off_policy.simulated import SimulatedLog, simulate_log
+from oper.support.flags import whole
 
 _CATEGORY = "item_feature_1"
 _LOGS = {"random": "open_bandit/random/women/women.csv*",

@@ -21,8 +21,6 @@ from oper.bench.core import record
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column
 from oper.errors import InvalidInputError, fail
-from oper.files import atomic_write
-from oper.flags import whole
 from oper.rl_rec.data.interactions import DataOptions, Interactions, load_interactions
 from oper.rl_rec.data.protocols import (
     HELD_OUT_USERS,
@@ -43,6 +41,8 @@ from oper.rl_rec.models.item_to_item import EASEConfig, ItemKNNConfig
 from oper.rl_rec.models.popularity import PopularityConfig
 from oper.rl_rec.models.sasrec import SASRecConfig
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
+from oper.support.files import atomic_write
+from oper.support.flags import whole
 
 ODD_BLOCK = 997  # items scored at once when a result is checked
 MOST_SEEDS = 16  # looked for among kept runs

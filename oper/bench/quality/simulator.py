@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core import record
-from oper.flags import whole
 from oper.rl_rec.simulation.clicks import click_through_rate
 from oper.rl_rec.simulation.offline import (
     GRADES,
@@ -29,6 +28,7 @@ from oper.rl_rec.simulation.offline import (
     train_cdt4rec,
 )
 from oper.rl_rec.simulation.shop import Shop, load_virtual_taobao, synthetic_shop
+from oper.support.flags import whole
 
 _LOG_SEED, _CUSTOMERS_SEED = 5, 1_000_003
 _QUANTILES = (0.1, 0.5, 0.9)  # of the logged visits' clicks that CDT4Rec is asked for

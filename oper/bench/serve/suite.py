@@ -17,7 +17,7 @@ from oper.bench.serve.live_case import LiveCase, run_live_case
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.server_case import ServerCase, run_server_case
 from oper.bench.tables.lookup_case import LookupCase, run_case
-from oper.flags import number
+from oper.support.flags import number
 
 WORLD_SIZE = 2
 Case = LookupCase | ServerCase | LiveCase | DeltaCase

@@ -15,8 +15,8 @@ from oper.data.generate import published
 from oper.data.generate.ids import holders, mix64, scatter_ids, uniform64
 from oper.data.generate.popularity import Popularity, from_stats, power_law
 from oper.errors import InvalidInputError, fail
-from oper.files import read_toml
 from oper.stats import AccessStats, TableStats
+from oper.support.files import read_toml
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,8 +16,8 @@ from oper.analysis.presence import Lookups
 from oper.data.folder import LOOKUPS
 from oper.data.generate.generator import Workload
 from oper.errors import InvalidInputError, fail
-from oper.files import atomic_write, check_local
 from oper.stats import AccessStats
+from oper.support.files import atomic_write, check_local
 
 _BATCH = 1 << 14
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from oper.data.generate.ids import holders, mix64, power_law_ids, uniform64
 from oper.data.preprocessing.manifest import ABOUT_SUFFIX
 from oper.errors import InvalidInputError, fail
-from oper.files import atomic_write, write_text
+from oper.support.files import atomic_write, write_text
 
 NUM_DENSE, NUM_DAYS = 13, 7
 # Distinct values of C1..C26 in the full Criteo-Kaggle log, as published.

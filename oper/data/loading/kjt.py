@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from oper import native
 from oper.data.folder import Folder
 from oper.data.loading.groups import Column
 from oper.data.loading.windows import Window
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError, fail
+from oper.support import native
 
 
 def torchrec_batch(dense: torch.Tensor, features: dict[str, Any], labels: torch.Tensor) -> Any:

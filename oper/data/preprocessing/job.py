@@ -44,7 +44,7 @@ from oper.data.vocabulary.finished import (
 )
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import FileFormatError, InvalidInputError, fail
-from oper.files import read_json, write_text
+from oper.support.files import read_json, write_text
 
 _log = logging.getLogger(__name__)
 _PLAN = "plan.json"  # in a work folder: what the job was estimated to need

@@ -26,7 +26,7 @@ from oper.data.recipe import Recipe
 from oper.data.vocabulary.building import VocabularyFacts
 from oper.data.vocabulary.finished import FinishedVocabulary, numbering_of
 from oper.errors import FileFormatError
-from oper.files import read_json
+from oper.support.files import read_json
 
 _YEAR_S = 365 * 86400
 ABOUT_SUFFIX = ".about.json"  # a file beside a log that says what the log is

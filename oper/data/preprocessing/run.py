@@ -34,7 +34,7 @@ from oper.data.vocabulary.finished import (
     check_columns,
 )
 from oper.errors import InvalidInputError, OperError, fail
-from oper.files import no_room
+from oper.support.files import no_room
 
 _log = logging.getLogger(__name__)
 

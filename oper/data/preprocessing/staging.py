@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from oper import native
 from oper.data.arrays import as_numpy, save
 from oper.data.reading.columns import Ids
 from oper.data.reading.derived import Derived
@@ -30,6 +29,7 @@ from oper.data.reading.readers import Unit, read_unit, where
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
 from oper.data.recipe import Recipe
 from oper.errors import FileFormatError, fail
+from oper.support import native
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from oper.errors import InvalidInputError, OperError, fail
-from oper.files import write_text
+from oper.support.files import write_text
 
 _ABOUT = "job.json"
 _MOMENT_S = 0.05  # longer than anybody holds the lock alone for looking around

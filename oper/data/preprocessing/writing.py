@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from oper import native
 from oper.data.folder import SPLITS
 from oper.data.preprocessing.staging import Coded, Stage
 from oper.data.reading.pagecache import Passing
 from oper.data.reading.rows import piece_rows
 from oper.data.recipe import Recipe
 from oper.data.vocabulary.building import Slices, Vocabulary
+from oper.support import native
 
 _DAY = 86400
 _DICTIONARY_ROWS = 1 << 17  # of a table whose ids a dictionary packs better than splitting them

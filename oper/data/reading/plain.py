@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from oper import native
 from oper.data.reading import columns as convert
 from oper.data.reading.columns import Ids, MalformedError
 from oper.data.reading.lines import Block, Progress, Span, read_lines
 from oper.data.reading.rows import MAX_EXAMPLES, Rows, concat, in_order, piece_rows
 from oper.data.reading.text import TextLayout, parse_block
 from oper.data.recipe import Column
+from oper.support import native
 
 _SKIP, _BIT, _INTEGER, _DECIMAL, _HEX32, _WHOLE, _NUMBER = range(7)
 _ALL = (-(10**18), 10**18)

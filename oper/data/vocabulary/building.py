@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from oper import native
 from oper.data.arrays import save
 from oper.data.generate.ids import mix64
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError, fail
+from oper.support import native
 
 _WRITE_ROWS = 1 << 20
 _SMALL_BYTES = 1 << 24  # of a vocabulary that stays in memory

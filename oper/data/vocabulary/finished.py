@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from oper import remap
 from oper.data.arrays import as_numpy
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, Folder
 from oper.data.vocabulary.building import (
@@ -33,7 +32,8 @@ from oper.data.vocabulary.building import (
 )
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import FileFormatError, InvalidInputError, fail
-from oper.files import check_local, read_json, write_text
+from oper.rows import remap
+from oper.support.files import check_local, read_json, write_text
 
 VOCABULARY_KIND, VOCABULARY_VERSION = "oper-vocabulary", 1
 _BATCH_ROWS = 1 << 18
@@ -181,7 +181,7 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
     extension only: a plan finds the hot ones by their ids, as in any table without that order.
 
     With `reorder` all rows are numbered anew, by count in the vocabulary and all `folders`
-    together, and ``remap/COLUMN.npy`` says where each row has gone, see `oper.remap`.
+    together, and ``remap/COLUMN.npy`` says where each row has gone, see `oper.rows.remap`.
 
     Args:
         path: the vocabulary.

@@ -10,7 +10,7 @@ import numpy as np
 
 from oper.data.arrays import save
 from oper.errors import InvalidInputError, fail
-from oper.native import merge_counts
+from oper.support.native import merge_counts
 
 _MEMORY_BYTES = 192 << 20  # of runs held before they are spilled
 _SLICE = 1 << 21           # entries that are merged at once, about

@@ -3,7 +3,8 @@
 Beside a checkpoint ``F`` lies ``F.deltas/BASE/NUMBER/rank-R-PART.npz``. ``BASE`` is the sum of F's
 checksums, so that deltas of another checkpoint are never taken for its own; numbers count from 0.
 A delta is complete when every rank's parts are there, of which the last says so: nothing is written
-twice and no rank waits for another. Each file has a CRC-32 of everything in it (see `oper.files`).
+twice and no rank waits for another. Each file has a CRC-32 of everything in it: see
+`oper.support.files`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import numpy as np
 import torch
 
 from oper.errors import FileFormatError, InvalidInputError, fail
-from oper.files import read_arrays, read_meta, write_arrays
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA, sum_of
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.shmem.rows import LogicalRows
+from oper.support.files import read_arrays, read_meta, write_arrays
 
 KIND, VERSION = "oper-delta", 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)\.npz")

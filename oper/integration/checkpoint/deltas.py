@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, OperError, fail
 from oper.integration.checkpoint.delta_files import (
     base_of,
@@ -43,6 +42,7 @@ from oper.integration.checkpoint.saving import (
     state_of,
     tables_of,
 )
+from oper.rows.directory import TableDirectory
 from oper.shmem.counters.changes import ChangedRows
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.futures import Future
 
 from oper.errors import FileFormatError, fail
-from oper.files import check_sizes, damage_told, read_arrays, write_arrays
-from oper.native import crc32
+from oper.support.files import check_sizes, damage_told, read_arrays, write_arrays
+from oper.support.native import crc32
 
 METADATA = ".metadata"  # written by torch.distributed.checkpoint
 CHECKSUMS = "checksums.oper"

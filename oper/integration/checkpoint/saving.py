@@ -25,7 +25,6 @@ from oper.errors import (
     PeerLostError,
     fail,
 )
-from oper.files import no_room
 from oper.integration.checkpoint.delta_files import (
     Delta,
     check,
@@ -44,10 +43,11 @@ from oper.integration.checkpoint.files import (
 )
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES, rows_on_demand
 from oper.integration.checkpoint.planners import LoadPlanner, SavePlanner
-from oper.remap import Remap, load_remap
+from oper.rows.remap import Remap, load_remap
 from oper.shmem.group.groups import default_group
 from oper.shmem.renumbering import check_renumbering, renumber
 from oper.shmem.rows import LogicalRows
+from oper.support.files import no_room
 
 _log = logging.getLogger(__name__)
 _PLAIN = "_plain"

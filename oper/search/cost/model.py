@@ -31,6 +31,7 @@ import numpy as np
 
 from oper.errors import PlanError, fail
 from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
 from oper.search.cost.links import broadcast, host_sends, owner_receives, owner_sends, subset_reads
@@ -64,7 +65,6 @@ from oper.search.cost.tally import (
 from oper.search.problem.machine import COMPUTE, HOST_MEMORY, MEMORY, TERMS, add_wire, by_group
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
-from oper.traffic import ROW_WISE
 
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
 ID_BYTES = 8  # one id in memory

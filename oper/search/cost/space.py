@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from oper.plan import Piece, Plan, Tier
+from oper.rows.traffic import ROW_WISE
 from oper.search.cost.model import CostModel, Evaluation, is_ordered
 from oper.search.problem.constraints import TableConstraint, violations
 from oper.search.problem.machine import RankClasses, copy_sets, rank_classes
@@ -21,7 +22,6 @@ from oper.search.problem.space import (
     used_by,
 )
 from oper.search.problem.statement import Problem, TableProblem
-from oper.traffic import ROW_WISE
 
 _MAX_HIDDEN_SETS = 4
 

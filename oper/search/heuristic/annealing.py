@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from oper.plan import MAX_PATTERN
+from oper.rows.traffic import ROW_WISE
 from oper.search import native
 from oper.search.bound.master import Bound
 from oper.search.bound.options import PUSH, SHARD, row_makers
@@ -27,7 +28,6 @@ from oper.search.problem.machine import GROUPS
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
-from oper.traffic import ROW_WISE
 
 _SHARES = 96  # parts of a piece at which partial sums are tabulated
 _OWNERS = 48  # of one piece at most

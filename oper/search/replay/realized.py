@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.plan import Piece, Plan
+from oper.rows.traffic import ROW_WISE
 from oper.search.cost.model import CostModel, Phase
 from oper.search.cost.tally import (
     BACKWARD_IDS,
@@ -50,7 +51,6 @@ from oper.search.problem.statement import (
     TableProblem,
 )
 from oper.search.replay.simulate import Placed, RankBatch, TableBatch, table_batch
-from oper.traffic import ROW_WISE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """Real batches replayed through a plan: what every rank reads, exactly, without executing anything.
 
-`replay` does in NumPy what the runtime's counters do while it runs (`oper.traffic`), from the plan
-and the ids alone: the counts of both are equal, unit for unit. `LoadReplay` in
+`replay` does in NumPy what the runtime's counters do while it runs (`oper.rows.traffic`), from the
+plan and the ids alone: the counts of both are equal, unit for unit. `LoadReplay` in
 `oper.search.replay.timeline` turns the same batches into seconds.
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from oper.directory import TableDirectory
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan, TablePlan
+from oper.rows.directory import TableDirectory
+from oper.rows.traffic import KIND, KINDS, ROW_WISE, Traffic
 from oper.tables import TableSpec
-from oper.traffic import KIND, KINDS, ROW_WISE, Traffic
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.files import write_text
 from oper.search.cost.model import Phase
 from oper.search.problem.machine import CROSS_IN, CROSS_OUT, LINK_IN, LINK_OUT, TERMS
 from oper.search.replay.realized import StepLoad
+from oper.support.files import write_text
 
 LANES = ("lookups", "dense", *TERMS[2:])
 LOOKUPS, DENSE = 0, 1

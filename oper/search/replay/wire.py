@@ -10,12 +10,12 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from oper.directory import needs_across
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan
+from oper.rows.directory import needs_across
+from oper.rows.traffic import ROW_WISE, SENT
 from oper.search.replay.simulate import Placed, RankBatch, TableBatch, table_batch
 from oper.tables import TableSpec
-from oper.traffic import ROW_WISE, SENT
 
 _KIND = {name: k for k, name in enumerate(SENT)}
 _HEAD_NUMBERS, _HEAD_NUMBERS_PER_PIECE = 8, 3  # uint32 each, of a header

@@ -3,8 +3,8 @@
 Counts come from what the kernels read: the batch plan, outboxes, requests, lists of changed rows.
 They are looked up after each pass, which waits for the device; counting is off unless asked for.
 
-Units are those of `oper.traffic`. Gradients of pushed rows travel reduced by row on devices: they
-count as ``gradient_rows`` where the host back end counts ids and bag gradients.
+Units are those of `oper.rows.traffic`. Gradients of pushed rows travel reduced by row on devices:
+they count as ``gradient_rows`` where the host back end counts ids and bag gradients.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from oper.rows.traffic import KIND, Traffic
 from oper.shmem.device_batch import StepArrays, key_ranges
 from oper.shmem.exchange.device import DeviceRows
 from oper.shmem.exchange.device_push import Request
 from oper.shmem.placement.layout import nearest_replica
-from oper.traffic import KIND, Traffic
 
 
 class DeviceCounters:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from oper.errors import OperError, fail
+from oper.rows.traffic import SENT, Traffic
 from oper.shmem.group.desync import blame_peers
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.rows import LogicalRows
-from oper.traffic import SENT, Traffic
 
 # As csrc/host/context.h numbers them.
 PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
@@ -70,7 +70,7 @@ class MeasuredTables(LogicalRows):
             reset: start again from 0.
 
         Returns:
-            int [W] for each kind of `oper.traffic.SENT`; empty in a single domain.
+            int [W] for each kind of `oper.rows.traffic.SENT`; empty in a single domain.
         """
         _, *flat = torch.ops.oper.context_sent_bytes(self.handle, reset) or [0]
         size = self.group.world_size

@@ -23,7 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from oper.directory import TableDirectory, needs_across
+from oper.rows.directory import TableDirectory, needs_across
+from oper.rows.traffic import SENT
 from oper.shmem.batch import raise_status
 from oper.shmem.device_batch import StepArrays, key_ranges, unsigned
 from oper.shmem.exchange.host import Exchange, wire_format
@@ -32,7 +33,6 @@ from oper.shmem.group.groups import Group
 from oper.shmem.memory.device_arenas import DeviceArenas
 from oper.shmem.optim.optimizers import Optimizer
 from oper.shmem.placement.layout import nearest_replica
-from oper.traffic import SENT
 
 _UNIT = 16  # kStagingUnit in csrc/device/device.h
 # Words before the counts: phase, sequence, code, culprit, weighted, wire, collection, none. Heads

@@ -16,8 +16,6 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from oper.directory import TableDirectory, needs_across
-from oper.environment import setting
 from oper.errors import (
     DeadlineError,
     DesyncError,
@@ -26,6 +24,7 @@ from oper.errors import (
     PeerLostError,
     fail,
 )
+from oper.rows.directory import TableDirectory, needs_across
 from oper.shmem.group.desync import (
     ELSEWHERE,
     GAVE_UP,
@@ -38,6 +37,7 @@ from oper.shmem.group.desync import (
 )
 from oper.shmem.group.groups import Group
 from oper.shmem.group.transport import transport_of
+from oper.support.environment import setting
 
 WIRE_ENV = "OPER_WIRE"
 WIRES = ("exact", "fp16", "bf16")

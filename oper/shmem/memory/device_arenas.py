@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.utils.dlpack
 
-from oper.directory import TableDirectory
+from oper.rows.directory import TableDirectory
 from oper.shmem.device_batch import unsigned
 from oper.shmem.group.domains import DomainGroup
 from oper.shmem.group.groups import Group

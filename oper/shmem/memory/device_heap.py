@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from oper.environment import setting
 from oper.errors import OperError, PlanError, fail
 from oper.shmem import library
 from oper.shmem.group.domains import DomainGroup
 from oper.shmem.group.groups import Group, ProcessGroup
 from oper.shmem.memory.host_heap import exchange_over_sockets
+from oper.support.environment import setting
 
 HEAP_ENV = "OPER_DEVICE_HEAP"
 PART_BYTES = 2 << 20  # kPartBytes in csrc/device/memory.h

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from oper.directory import TableDirectory
 from oper.errors import PlanError, fail
+from oper.rows.directory import TableDirectory
 from oper.shmem.optim.optimizers import Optimizer
 from oper.tables import OPTIMIZERS, TableSpec
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.directory import TableDirectory, TierLayout
+from oper.rows.directory import TableDirectory, TierLayout
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.tables import OPTIMIZERS
 
@@ -158,7 +158,7 @@ class KernelMaps:
         """The maps of `rank`, which sees arena r at `addresses[r]`; 0 = in another memory domain.
 
         The read map of a row that it cannot address gives ``-1 - k`` for home key `k` (see
-        `oper.directory`).
+        `oper.rows.directory`).
         """
         bases: list[np.ndarray] = []
         steps: list[np.ndarray] = []

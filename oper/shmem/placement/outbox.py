@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oper.directory import TableDirectory
+from oper.rows.directory import TableDirectory
 from oper.shmem.settings import outbox_bytes
 
 _PAGE, _HUGE = 4096, 2 << 20

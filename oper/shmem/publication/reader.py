@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.directory import TableDirectory
 from oper.errors import FileFormatError, InvalidInputError, OperError, fail
 from oper.plan import Plan
+from oper.rows.directory import TableDirectory
+from oper.rows.traffic import Traffic
 from oper.shmem.batch import (
     BatchChecks,
     FailedBatch,
@@ -44,7 +45,6 @@ from oper.shmem.optim.arguments import feature_rows
 from oper.shmem.placement.layout import ArenaLayout, KernelMaps
 from oper.shmem.publication.handshake import MAGIC, check_name, connect, greeting
 from oper.shmem.rows import LogicalRows, put_rows
-from oper.traffic import Traffic
 
 VERSION = 1
 HEADER_BYTES = 1 << 20  # before the dense weights

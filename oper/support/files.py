@@ -28,8 +28,8 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 import numpy as np
 
-from oper import native
 from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.support import native
 
 _HEADER = "header.json"
 _NPY_VERSION = (2, 0)
@@ -49,7 +49,7 @@ def datasets_root() -> Path:
 
     An installed wheel carries it inside the package; a checkout has it beside the package.
     """
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     inside = package / "datasets"
     return inside if inside.is_dir() else package.parent / "datasets"
 

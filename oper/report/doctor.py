@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from oper import __version__
-from oper.environment import VARIABLES, problems
 from oper.errors import OperError
+from oper.support.environment import VARIABLES, problems
 from oper.tables import format_bytes
 
 ENVIRONMENT = {name: variable.about for name, variable in VARIABLES.items()}
@@ -157,7 +157,7 @@ def _examine_packages(report: Report) -> None:
 def _examine_libraries(report: Report) -> None:
     rebuild = "run make setup, or python setup.py build_ext --inplace"
     for name, must in (("search", True), ("host", True), ("data", True), ("cuda", False)):
-        path = Path(__file__).resolve().parent / "_lib" / f"liboper_{name}.so"
+        path = Path(__file__).resolve().parents[1] / "_lib" / f"liboper_{name}.so"
         if not path.exists():
             state = "not built"
         else:

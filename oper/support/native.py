@@ -22,7 +22,7 @@ Counts = tuple[np.ndarray, np.ndarray]
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled library; None where it is not built or does not load."""
-    path = Path(__file__).resolve().parent / "_lib" / "liboper_data.so"
+    path = Path(__file__).resolve().parents[1] / "_lib" / "liboper_data.so"
     try:
         found = ctypes.CDLL(str(path))
     except OSError:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from oper.errors import InvalidInputError, fail
-from oper.files import named
+from oper.support.files import named
 
 LOCK = ".lock"  # in the folder; while it is held it tells by whom
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
