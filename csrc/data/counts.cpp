@@ -486,7 +486,7 @@ OPER_DATA_API void oper_data_gather(const int32_t* table, const void* codes, int
     else oper::data::gather<uint32_t>(table, codes, size, out);
 }
 
-// Ids of values by count: see `deal` in oper/support/native.py. Returns 1 for a count that is no level.
+// Ids of values by count: `deal` in oper/support/native.py. Returns 1 for a count that is no level.
 OPER_DATA_API int64_t oper_data_deal(const int64_t* counts, const int64_t* levels,
                                      const int64_t* room, const int64_t* first, int64_t num_levels,
                                      int64_t size, int64_t* given, int32_t* ids) {
