@@ -6,9 +6,10 @@ the ranks' losses, then FBGEMM's exact SGD or row-wise Adagrad in a few lines.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +50,7 @@ OTHER_OPTIMIZERS: dict[str, Optimizer] = {
     "lamb": LAMB(lr=0.02, eps=1e-6, weight_decay=0.01),
     "partial_rowwise_lamb": PartialRowWiseLAMB(lr=0.02, eps=1e-6, weight_decay=0.01),
 }
+ALL_OPTIMIZERS = OPTIMIZERS | OTHER_OPTIMIZERS
 
 
 # ---- cases and batches ---------------------------------------------------------------------------
@@ -232,6 +234,11 @@ def plans_for(tables: Sequence[TableSpec], world_size: int) -> dict[str, Plan]:
     return plans
 
 
+def with_tables(plan: Plan, tables: Iterable[TableSpec]) -> Plan:
+    """The plan for tables of the same names, which differ in their optimizers or dtypes."""
+    return replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in tables))
+
+
 # ---- the reference -------------------------------------------------------------------------------
 
 
@@ -336,6 +343,15 @@ def train_reference(case: Case, steps: list[list[Batch]], optimizer: Optimizers,
                   {f"{n} {part}": x for n, parts in states.items() for part, x in parts.items()})
 
 
+@functools.cache
+def references(case: Case, world_size: int, optimizer: str, num_steps: int
+               ) -> tuple[list[list[Batch]], Result, Result]:
+    """Steps, and the unsharded runs of them in fp32 and in float64."""
+    steps = make_steps(case, world_size, num_steps)
+    args = (case, steps, ALL_OPTIMIZERS[optimizer])
+    return steps, train_reference(*args), train_reference(*args, torch.float64)
+
+
 # ---- virtual ranks -------------------------------------------------------------------------------
 
 
@@ -372,10 +388,8 @@ def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizers | None
     """Sharded tables that hold the case's initial weights; no optimizer = read-only."""
     own = case.with_optimizer(optimizer if isinstance(optimizer, Mapping) else
                               optimizer.name if optimizer else "none")
-    plan = replace(plan, tables=tuple(
-        replace(plan.table(t.name), table=t) for t in own.tables))
     scale = 1.0 / group.world_size if gradient_scale is None else gradient_scale
-    tables = ShardedTables(plan, case.features, group, optimizer, scale)
+    tables = ShardedTables(with_tables(plan, own.tables), case.features, group, optimizer, scale)
     for name, weight in initial_weights(case).items():
         tables.write(name, weight)
     tables.publish()
@@ -417,9 +431,8 @@ def merge_ranks(ranks: list[Result]) -> Result:
     """One result of all ranks; asserts that all have read the same tables, bit for bit."""
     first = ranks[0]
     for other in ranks[1:]:
-        assert_bitwise(first.weights, other.weights, "weights read by two ranks")
-        assert_bitwise(first.states, other.states, "states read by two ranks")
-        assert_bitwise(first.replicas, other.replicas, "replicas read by two ranks")
+        assert_bitwise(vars(other) | {"outputs": []}, vars(first) | {"outputs": []},
+                       "read by two ranks")
     steps = range(len(first.outputs))
     return replace(first, outputs=[[r.outputs[s][0] for r in ranks] for s in steps])
 
@@ -453,6 +466,13 @@ def assert_bitwise(a: Any, b: Any, what: str) -> None:
         assert a.shape == b.shape and a.dtype == b.dtype, what
         assert torch.equal(a.contiguous().view(bits), b.contiguous().view(bits)), (
             f"{what}: bits differ")
+
+
+def same_bits(got: Result, want: Result, what: str = "runs", replicas: bool = False) -> None:
+    """Outputs, weights and states are equal bit for bit; also replicas, under plans with the same.
+    """
+    for part in ("outputs", "weights", "states", *(["replicas"] if replicas else [])):
+        assert_bitwise(getattr(got, part), getattr(want, part), f"{what}: {part}")
 
 
 def _named(case: Case, result: Result) -> dict[str, torch.Tensor]:

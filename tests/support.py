@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,22 @@ def damage_record(path: Path, start: bytes) -> None:
     for k in range(begin, begin + len(start), 4):
         data[k] ^= 1
     path.write_bytes(data)
+
+
+def map_tiers(plan: Plan, change: Callable[[Tier], Tier]) -> Plan:
+    """The plan with ``change(tier)`` in place of each of its tiers."""
+    return replace(plan, tables=tuple(replace(t, pieces=tuple(
+        replace(p, tiers=tuple(map(change, p.tiers))) for p in t.pieces)) for t in plan.tables))
+
+
+def pushed(plan: Plan) -> Plan:
+    """The plan with all rows pooled by their owners."""
+    return map_tiers(plan, lambda tier: replace(tier, mode="push"))
+
+
+def pulled(plan: Plan) -> Plan:
+    """The plan with all rows read by those who need them."""
+    return map_tiers(plan, lambda tier: replace(tier, mode="pull"))
 
 
 def mixed_plan() -> Plan:

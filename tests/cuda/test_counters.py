@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from oper.errors import OperError
-from oper.plan import Piece, Plan, TablePlan
+from oper.plan import Plan
 from oper.rows.traffic import KIND, KINDS, Traffic
 from oper.shmem.optim.optimizers import Optimizer, RowWiseAdagrad
 from tests import runtime_support
@@ -25,6 +24,7 @@ from tests.runtime_support import (
     run_ranks,
 )
 from tests.shmem.test_traffic import assert_equal, executed
+from tests.support import pulled
 
 
 def counted(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizer, group: Any,
@@ -45,13 +45,6 @@ def counted(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimiz
     tables.barrier()
     tables.close()
     return found
-
-
-def pulled(plan: Plan) -> Plan:
-    """The plan with every tier in pull mode."""
-    return Plan(plan.world_size, tuple(TablePlan(t.table, tuple(
-        Piece(p.start, p.stop, tuple(replace(x, mode="pull") for x in p.tiers))
-        for p in t.pieces), t.head_ids) for t in plan.tables))
 
 
 @pytest.mark.parametrize("size", [1, 2])

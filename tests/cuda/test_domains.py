@@ -17,8 +17,8 @@ from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda.emulated import device_tables
 from tests.runtime_support import (
+    ALL_OPTIMIZERS,
     OPTIMIZERS,
-    OTHER_OPTIMIZERS,
     Case,
     Result,
     assert_bitwise,
@@ -27,11 +27,10 @@ from tests.runtime_support import (
     plans_for,
     rich_plan,
     run_ranks,
+    same_bits,
     train_virtual,
 )
 from tests.shmem.test_exchange import lookups
-
-ALL_OPTIMIZERS = OPTIMIZERS | OTHER_OPTIMIZERS
 
 
 def small_case(optimizer: str, **fields: Any) -> Case:
@@ -50,8 +49,7 @@ def check(patches: pytest.MonkeyPatch, case: Case, plan: Plan, optimizer: Optimi
     with patches.context() as patch:
         patch.setattr(runtime_support, "ShardedTables", device_tables)
         device: Result = train_virtual(case, plan, batches, optimizer, domains=domains)
-    for part in ("outputs", "weights", "states", "replicas"):
-        assert_bitwise(getattr(host, part), getattr(device, part), part)
+    same_bits(device, host, replicas=True)
 
 
 @pytest.mark.parametrize("name, domains", [

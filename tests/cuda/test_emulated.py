@@ -19,6 +19,7 @@ from oper.tables import TableSpec
 from tests import runtime_support
 from tests.cuda.emulated import device_tables, has_gpu
 from tests.runtime_support import (
+    ALL_OPTIMIZERS,
     OPTIMIZERS,
     OTHER_OPTIMIZERS,
     Batch,
@@ -32,8 +33,6 @@ from tests.runtime_support import (
     rich_plan,
     train_virtual,
 )
-
-ALL_OPTIMIZERS = OPTIMIZERS | OTHER_OPTIMIZERS
 
 
 def both(monkeypatch: pytest.MonkeyPatch, case: Case, plan: Plan, optimizer: Optimizer,

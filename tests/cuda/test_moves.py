@@ -13,13 +13,14 @@ from tests import runtime_support
 from tests.cuda.emulated import device_tables
 from tests.cuda.test_domains import small_case
 from tests.runtime_support import (
+    ALL_OPTIMIZERS,
     OPTIMIZERS,
-    OTHER_OPTIMIZERS,
     assert_bitwise,
     make_steps,
     plans_for,
     rich_plan,
     run_ranks,
+    same_bits,
     train_virtual,
 )
 
@@ -34,7 +35,7 @@ def test_a_move_in_steps_changes_no_bit(emulation: pytest.MonkeyPatch, optimizer
                                         other: str, budget: int) -> None:
     """Against the host's run that stays; the switch comes on all ranks after the same step."""
     case = small_case(optimizer)
-    chosen = (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer]
+    chosen = ALL_OPTIMIZERS[optimizer]
     steps = make_steps(case, 2, STEPS)
     plans = plans_for(case.tables, 2)
     switched: dict[int, int] = {}
@@ -57,8 +58,7 @@ def test_a_move_in_steps_changes_no_bit(emulation: pytest.MonkeyPatch, optimizer
     assert len(set(switched.values())) == 1 and START + 1 < switched[0] <= STEPS, switched
     touched = 40_000  # rows of a step that are copied again
     assert all(b - a <= budget + touched for a, b in itertools.pairwise(copied)), copied
-    for part in ("outputs", "weights", "states"):
-        assert_bitwise(getattr(moved, part), getattr(stayed, part), part)
+    same_bits(moved, stayed)
     assert_bitwise(moved.replicas, there.replicas, "replicas are those of the new plan")
 
 

@@ -32,6 +32,7 @@ from tests.runtime_support import (
     train_rank,
     train_virtual,
 )
+from tests.support import map_tiers
 from tests.world_support import report, run_world, world
 
 pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a GPU")
@@ -61,10 +62,7 @@ def test_processes_give_the_hosts_bits(kind: str, world_size: int, heap: str) ->
 
 
 def _on_device_only(plan: Plan) -> Plan:
-    return replace(plan, tables=tuple(
-        replace(t, pieces=tuple(
-            replace(p, tiers=tuple(replace(x, memory="device") for x in p.tiers))
-            for p in t.pieces)) for t in plan.tables))
+    return map_tiers(plan, lambda x: replace(x, memory="device"))
 
 
 def _lookup_until_it_breaks(rank: int, world_size: int, case: Case, plan: Plan) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from oper.errors import InvalidInputError
 from oper.integration.torchrec_modules import table_specs
 from tests.integration.test_managed_collision import make
 from tests.runtime_support import rich_plan
+from tests.support import pulled
 
 KJT = torchrec.KeyedJaggedTensor
 LR = 0.5
@@ -87,9 +87,7 @@ def sharded_copy(plain: Any, seed: int) -> Any:
     specs = table_specs(plain, "sgd")
     plan = rich_plan(specs, 1, seed, True)
     if specs[0].pooling == "none":  # push pools
-        plan = replace(plan, tables=tuple(replace(t, pieces=tuple(
-            replace(p, tiers=tuple(replace(x, mode="pull") for x in p.tiers))
-            for p in t.pieces)) for t in plan.tables))
+        plan = pulled(plan)
     return oper.shard(copy.deepcopy(plain), plan=plan, optimizer=oper.SGD(lr=LR))
 
 

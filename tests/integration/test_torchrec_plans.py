@@ -29,6 +29,7 @@ from oper.search.problem.space import EVERYTHING
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
+from tests.support import map_tiers
 from tests.world_support import run_world
 
 ROWS = (40, 1000, 5000, 8, 301)
@@ -158,10 +159,8 @@ def test_export_refuses_what_it_cannot_do() -> None:
     {2: (Piece(0, 8, (Tier(0, 5000, "owned", (3,)),)), Piece(8, 16, (Tier(0, 5000, "owned",
                                                                          (1,)),)))}])
 def test_exports_without_loss_come_back_as_they_were(tiers: dict[int, Any]) -> None:
-    pushed = plan_of(tiers)
-    pushed = replace(pushed, tables=tuple(replace(t, pieces=tuple(replace(p, tiers=tuple(
-        x if x.placement == "replicated" else replace(x, mode="push") for x in p.tiers))
-        for p in t.pieces)) for t in pushed.tables))
+    pushed = map_tiers(plan_of(tiers), lambda x: x if x.placement == "replicated" else replace(
+        x, mode="push"))
     again = from_torchrec(to_torchrec(pushed, Model()), specs(), 4)
     assert again.to_text() == pushed.to_text()
     assert lost_in_torchrec(pushed) == []

@@ -16,7 +16,7 @@ from oper.search.explain.bottleneck import bottlenecks, describe
 from oper.search.explain.diff import as_text, diff
 from oper.search.explain.summary import as_json
 from oper.search.problem.space import EVERYTHING
-from tests.support import run_command
+from tests.support import map_tiers, run_command
 
 KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 
@@ -74,9 +74,7 @@ def test_the_worst_plan_is_told_how_to_help_itself():
     specs, stats = tables_and_stats(8, 3)
     stated = make_problem(specs, stats, gpus(4), batch_size=2048)
     plan = uniform_plan(specs, 4, "owned", batch_size=2048)
-    plan = replace(plan, tables=tuple(
-        replace(t, pieces=tuple(replace(p, tiers=tuple(replace(x, ranks=(0,)) for x in p.tiers))
-                                for p in t.pieces)) for t in plan.tables))
+    plan = map_tiers(plan, lambda x: replace(x, ranks=(0,)))
     first = bottlenecks(plan, stated)[0]
     assert first.saves_us > 0.05 * evaluate(plan, stated).step_us
     text = summary(plan, stated)

@@ -21,6 +21,7 @@ from oper.search.problem.machine import copy_sets
 from oper.search.problem.space import ACROSS_HOSTS, executed_space, used_features
 from oper.search.problem.statement import TOUCHED
 from oper.topology import Topology
+from tests.support import map_tiers
 
 PER_HOST = EXECUTABLE | {"per_host"}
 TOPOLOGIES = {"gpus": gpus(6, per_host=3), "unequal": gpus(6, per_host=2, slow=3),
@@ -70,10 +71,7 @@ def test_no_plan_with_copies_is_below_the_bound(seed, name, objective):
 
     for _ in range(5):
         plan = random_plan(stated, rng, ("replicated", "replicated", "striped", "owned"))
-        plan = replace(plan, tables=tuple(replace(t, pieces=tuple(
-            replace(p, tiers=tuple(moved(x) for x in p.tiers)) for p in t.pieces))
-            for t in plan.tables))
-        assert bound <= evaluate(plan, stated).step_us * (1 + 1e-9)
+        assert bound <= evaluate(map_tiers(plan, moved), stated).step_us * (1 + 1e-9)
 
 
 def processes_on_slow_links() -> Topology:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +31,7 @@ from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Topology
 from tests.search.search_cases import counted, gpus, host, random_plan, with_host_memory
+from tests.support import map_tiers
 
 BATCH = 256
 
@@ -66,15 +68,14 @@ KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 
 def _one_copy_per_host(plan: Plan, problem: Problem, seed: int) -> Plan:
     """Every other replicated tier of a plan for several hosts on one rank of each."""
-    sets = copy_sets(problem.machine)
+    sets, turn = copy_sets(problem.machine), itertools.count(seed)
 
-    def moved(n: int, x: Tier) -> Tier:
-        if not sets or x.placement != "replicated" or x.memory == "host" or (n + seed) % 2:
+    def moved(x: Tier) -> Tier:
+        if not sets or x.placement != "replicated" or x.memory == "host" or next(turn) % 2:
             return x
         return replace(x, ranks=sets[seed % len(sets)])
 
-    return replace(plan, tables=tuple(replace(t, pieces=tuple(replace(p, tiers=tuple(
-        moved(n, x) for n, x in enumerate(p.tiers))) for p in t.pieces)) for t in plan.tables))
+    return map_tiers(plan, moved)
 
 
 @pytest.mark.parametrize("objective", ["training", "inference"])

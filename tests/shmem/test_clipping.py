@@ -21,10 +21,10 @@ from oper.tables import TableSpec
 from tests.optimizer_support import assert_close, train_sharded
 from tests.runtime_support import (
     Case,
-    assert_bitwise,
     make_steps,
     mixed_plan,
     rich_plan,
+    same_bits,
     train_reference,
 )
 
@@ -82,8 +82,7 @@ def test_plans_are_bitwise_equal(base: str) -> None:
         uniform_plan(case.tables, 2, "striped"), uniform_plan(case.tables, 2, "replicated"),
         mixed_plan(case.tables, 2, 3))]
     for run in runs[1:]:
-        assert_bitwise(run.weights, runs[0].weights, "plans")
-        assert_bitwise(run.states, runs[0].states, "states of plans")
+        same_bits(run, runs[0], "plans")
 
 
 def test_some_tables_clip_and_some_do_not() -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from oper.plan import Piece, Plan, uniform_plan
+from oper.plan import uniform_plan
 from oper.rows.directory import TableDirectory
 from oper.shmem.group.groups import SingleGroup
 from tests.runtime_support import (
@@ -27,10 +27,13 @@ from tests.runtime_support import (
     open_tables,
     plans_for,
     rank_loss,
+    rich_plan,
     run_ranks,
+    same_bits,
     train_rank,
     train_virtual,
 )
+from tests.support import pushed
 from tests.world_support import run_world
 
 STEPS = 8
@@ -43,12 +46,6 @@ def baseline(case: Case, world_size: int) -> tuple[list[list[Batch]], Result]:
     return steps, train_virtual(case, plans_for(case.tables, world_size)["striped"], steps, RWA)
 
 
-def same(a: Result, b: Result, what: str) -> None:
-    assert_bitwise(a.outputs, b.outputs, f"{what}: outputs")
-    assert_bitwise(a.weights, b.weights, f"{what}: weights")
-    assert_bitwise(a.states, b.states, f"{what}: states")
-
-
 @pytest.mark.parametrize("world_size, weighted", [(1, True), (2, False), (2, True), (4, True)])
 def test_between_plans_of_one_world(world_size: int, weighted: bool) -> None:
     case = dlrm_case(weighted=weighted)
@@ -56,7 +53,7 @@ def test_between_plans_of_one_world(world_size: int, weighted: bool) -> None:
     plans = plans_for(case.tables, world_size)
     plans |= {f"mixed{seed}": mixed_plan(case.tables, world_size, seed) for seed in (11, 12)}
     for name, plan in plans.items():
-        same(train_virtual(case, plan, steps, RWA), want, f"plan {name}")
+        same_bits(train_virtual(case, plan, steps, RWA), want, f"plan {name}")
 
 
 @pytest.mark.parametrize("plan", ["replicated", "mixed0", "mixed1", "mixed2"])
@@ -89,8 +86,11 @@ def test_thread_counts(world_size: int) -> None:
     case = dlrm_case(weighted=True)
     steps, want = baseline(case, world_size)
     plan = plans_for(case.tables, world_size)["mixed0"]
+    rich = rich_plan(case.tables, world_size, 5, columns=True)  # equal to itself alone
+    again = train_virtual(case, rich, steps, RWA)
     for threads in (1, 2, 3):
-        same(train_virtual(case, plan, steps, RWA, threads), want, f"{threads} threads")
+        same_bits(train_virtual(case, plan, steps, RWA, threads), want, f"{threads} threads")
+        same_bits(train_virtual(case, rich, steps, RWA, threads), again, f"{threads}, rich")
 
 
 def _variant(rank: int, world_size: int, cases: list[Case]) -> tuple[str, list[Result]]:
@@ -102,23 +102,13 @@ def _variant(rank: int, world_size: int, cases: list[Case]) -> tuple[str, list[R
     return torch.ops.oper.kernel_name(), results
 
 
-def push_plan(case: Case, world_size: int) -> Plan:
-    """All rows striped and pooled by their owners."""
-    plan = uniform_plan(case.tables, world_size, "striped")
-    tables = []
-    for entry in plan.tables:
-        (tier,) = entry.tiers
-        piece = Piece(0, entry.table.dim, (replace(tier, mode="push"),))
-        tables.append(replace(entry, pieces=(piece,)))
-    return replace(plan, tables=tuple(tables))
-
-
 @pytest.mark.parametrize("kind", ["pull", "push"])
 def test_slow_ranks_change_nothing(kind: str) -> None:
     """Ranks that dawdle at random meet peers in every phase; two forwards may be under way."""
     case = dlrm_case()
     steps = make_steps(case, 3, STEPS, seed=3)
-    plan = push_plan(case, 3) if kind == "push" else mixed_plan(case.tables, 3, 1)
+    plan = (pushed(uniform_plan(case.tables, 3, "striped")) if kind == "push" else
+            mixed_plan(case.tables, 3, 1))
 
     def body(group, seed: int | None) -> list[torch.Tensor]:
         dawdle = random.Random(None if seed is None else 10 * seed + group.rank)
@@ -157,7 +147,7 @@ def test_kernel_variants() -> None:
     for variant in ("avx2", ""):
         ((name, got),) = run_world(1, _variant, cases, env={"OPER_CPU_KERNELS": variant})
         for a, b in zip(got, want, strict=True):
-            same(a, b, f"kernels {name} and generic")
+            same_bits(a, b, f"kernels {name} and generic")
         if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
             assert name != "generic"
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
-from oper.plan import Plan, uniform_plan
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.group.groups import ProcessGroup, SingleGroup
-from oper.shmem.optim.optimizers import SGD
+from oper.shmem.optim.optimizers import SGD, PartialRowWiseAdam, RowWiseAdagrad
 from oper.tables import TableSpec
 from tests.runtime_support import (
+    ALL_OPTIMIZERS,
     OPTIMIZERS,
-    OTHER_OPTIMIZERS,
     Batch,
     Case,
     Result,
-    assert_bitwise,
     assert_exact,
     dlrm_case,
     initial_weights,
@@ -29,27 +26,21 @@ from tests.runtime_support import (
     plans_for,
     rank_loss,
     reference_forward,
+    references,
+    rich_plan,
+    same_bits,
     train_rank,
-    train_reference,
     train_virtual,
 )
 from tests.world_support import run_world
 
 STEPS = 20
-PLANS = ("replicated", "striped", "owned", "mixed0", "mixed1", "mixed2")
-
-
-@functools.cache
-def references(case: Case, world_size: int, optimizer: str, num_steps: int
-               ) -> tuple[list[list[Batch]], Result, Result]:
-    steps = make_steps(case, world_size, num_steps)
-    args = (case, steps, (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer])
-    return steps, train_reference(*args), train_reference(*args, torch.float64)
+PLANS = ("replicated", "striped", "owned", "mixed0", "mixed1", "mixed2", "rich1", "rich2")
 
 
 def check(case: Case, plan: Plan, optimizer: str, num_steps: int = STEPS) -> Result:
     steps, fp32, fp64 = references(case, plan.world_size, optimizer, num_steps)
-    got = train_virtual(case, plan, steps, (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer])
+    got = train_virtual(case, plan, steps, ALL_OPTIMIZERS[optimizer])
     assert_exact(case, got, fp32, fp64)
     return got
 
@@ -60,27 +51,28 @@ def check(case: Case, plan: Plan, optimizer: str, num_steps: int = STEPS) -> Res
 def test_training_equals_the_unsharded_run(world_size: int, plan: str, optimizer: str) -> None:
     case = dlrm_case(optimizer)
     num_steps = STEPS if world_size == 2 else 8  # errors of many add up alike in any world
-    check(case, plans_for(case.tables, world_size)[plan], optimizer, num_steps)
+    # Tables split by columns on two and four ranks: test_exchange.py.
+    plans = plans_for(case.tables, world_size) | {
+        f"rich{seed}": rich_plan(case.tables, world_size, seed, columns=world_size == 1)
+        for seed in (1, 2)}
+    check(case, plans[plan], optimizer, num_steps)
 
 
-def test_the_cases_have_what_they_promise() -> None:
-    # The tests above prove little if their batches lack the awkward parts.
-    case = dlrm_case()
-    steps = make_steps(case, 4, STEPS)
-    sizes = {b.size for step in steps for b in step}
-    assert 0 in sizes and len(sizes) > 2
-    lengths = torch.cat([b.lengths for step in steps for b in step])
-    assert (lengths == 0).float().mean() > 0.2 and lengths.max() == case.max_length
-    features = [f for f, _ in case.features]
-    assert len(set(features)) < len(features) and set(case.keys) - set(features)
-    assert [k for k in case.keys if k in features] != list(dict.fromkeys(features))
-    start, end = initial_weights(case), references(case, 4, "sgd", STEPS)[1].weights
-    untouched = [(start[t] == end[t]).all(1).any().item() for t in start]
-    assert any(untouched) and all((start[t] != end[t]).any() for t in start)
-    placements = {(x.placement, bool(x.weights)) for seed in range(3)
-                  for t in mixed_plan(case.tables, 4, seed).tables for x in t.tiers}
-    assert placements == {("replicated", False), ("owned", False), ("striped", False),
-                          ("striped", True)}
+@pytest.mark.parametrize(
+    "chosen", [RowWiseAdagrad(0.05, weight_decay=0.1), PartialRowWiseAdam(0.01)],
+    ids=["l2 decay", "partial adam"])
+def test_row_states_do_not_depend_on_columns(chosen: RowWiseAdagrad | PartialRowWiseAdam) -> None:
+    """A row's state is that of the whole row, whatever pieces it is cut into."""
+    table = TableSpec("t", 50, 24, ("f",), "sum", optimizer=chosen.name)
+    case = Case((table,), ("f",))
+    steps = make_steps(case, 2, STEPS)
+    split = Plan(2, (TablePlan(table, (
+        Piece(0, 8, (Tier(0, 50, "striped", (1, 0)),)),
+        Piece(8, 12, (Tier(0, 20, "replicated", (0, 1)), Tier(20, 50, "owned", (1,)))),
+        Piece(12, 24, (Tier(0, 50, "owned", (0,)),)))),))
+    a, b = (train_virtual(case, plan, steps, chosen).weights["t"]
+            for plan in (uniform_plan([table], 2, "striped"), split))
+    assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -126,7 +118,7 @@ def test_a_backward_pass_uses_its_own_batch() -> None:
 
 def _world_body(rank: int, world_size: int, case: Case, plan: Plan, steps: list[list[Batch]],
                 optimizer: str) -> Result:
-    return train_rank(case, plan, steps, (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer], ProcessGroup())
+    return train_rank(case, plan, steps, ALL_OPTIMIZERS[optimizer], ProcessGroup())
 
 
 @pytest.mark.parametrize("world_size, plan, optimizer", [
@@ -137,6 +129,5 @@ def test_processes_equal_virtual_ranks(world_size: int, plan: str, optimizer: st
     steps, fp32, fp64 = references(case, world_size, optimizer, STEPS)
     got = merge_ranks(run_world(world_size, _world_body, case, chosen, steps, optimizer))
     assert_exact(case, got, fp32, fp64)
-    virtual = train_virtual(case, chosen, steps, (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer])
-    assert_bitwise(got.weights, virtual.weights, "processes and virtual ranks")
-    assert_bitwise(got.outputs, virtual.outputs, "outputs of processes and virtual ranks")
+    same_bits(got, train_virtual(case, chosen, steps, ALL_OPTIMIZERS[optimizer]),
+              "processes and virtual ranks", replicas=True)

@@ -20,8 +20,8 @@ from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import Lookup
 from oper.tables import TableSpec
 from tests.runtime_support import (
+    ALL_OPTIMIZERS,
     OPTIMIZERS,
-    OTHER_OPTIMIZERS,
     Batch,
     Case,
     Result,
@@ -34,50 +34,34 @@ from tests.runtime_support import (
     open_tables,
     plans_for,
     rank_loss,
+    references,
     rich_plan,
     run_ranks,
-    train_reference,
+    same_bits,
     train_virtual,
 )
 
 STEPS = 4
 DOMAINS = [(0, 1), (0, 1, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)]
-ALL_OPTIMIZERS = OPTIMIZERS | OTHER_OPTIMIZERS
-
-
-@functools.cache
-def references(case: Case, world_size: int, optimizer: str
-               ) -> tuple[list[list[Batch]], Result, Result]:
-    """Steps, and the unsharded runs of them."""
-    steps = make_steps(case, world_size, STEPS)
-    args = (case, steps, ALL_OPTIMIZERS[optimizer])
-    return steps, train_reference(*args), train_reference(*args, torch.float64)
-
-
 Planner = Callable[[Case, int], Plan]
 
 
 @functools.cache
 def in_one_domain(case: Case, planner: Planner, world_size: int, optimizer: str) -> Result:
     """What any split of these ranks into domains is compared with; also unsharded."""
-    steps, fp32, fp64 = references(case, world_size, optimizer)
+    steps, fp32, fp64 = references(case, world_size, optimizer, STEPS)
     one = train_virtual(case, planner(case, world_size), steps, ALL_OPTIMIZERS[optimizer])
     assert_exact(case, one, fp32, fp64)
     return one
 
 
-def same_bits(one: Result, several: Result) -> None:
-    for part in ("outputs", "weights", "states", "replicas"):
-        assert_bitwise(getattr(one, part), getattr(several, part), part)
-
-
 def check(case: Case, planner: Planner, optimizer: str, domains: tuple[int, ...]) -> None:
     """One domain and several: the same bits everywhere, and the unsharded numbers."""
     size = len(domains)
-    one = in_one_domain(case, planner, size, optimizer)
-    steps, _, _ = references(case, size, optimizer)
-    same_bits(one, train_virtual(case, planner(case, size), steps, ALL_OPTIMIZERS[optimizer],
-                                 domains=domains))
+    steps, _, _ = references(case, size, optimizer, STEPS)
+    several = train_virtual(case, planner(case, size), steps, ALL_OPTIMIZERS[optimizer],
+                            domains=domains)
+    same_bits(several, in_one_domain(case, planner, size, optimizer), replicas=True)
 
 
 @functools.cache
@@ -120,9 +104,9 @@ def test_rows_of_16_bits(domains: tuple[int, ...]) -> None:
     steps = make_steps(case, len(domains), STEPS)
     for plan in (rich_plan(case.tables, len(domains), 1, columns=True),
                  mixed_plan(case.tables, len(domains), 1)):
-        one = train_virtual(case, plan, steps, OPTIMIZERS["rowwise_adagrad"])
-        same_bits(one, train_virtual(case, plan, steps, OPTIMIZERS["rowwise_adagrad"],
-                                     domains=domains))
+        one, several = (train_virtual(case, plan, steps, OPTIMIZERS["rowwise_adagrad"], domains=d)
+                        for d in (None, domains))
+        same_bits(several, one, replicas=True)
 
 
 def test_two_rounds_of_squares() -> None:
@@ -131,20 +115,8 @@ def test_two_rounds_of_squares() -> None:
     chosen = RowWiseAdagrad(lr=0.05, max_row_norm=0.01)
     steps = make_steps(case, 4, STEPS)
     plan = rich_plan(case.tables, 4, 1, columns=True)
-    same_bits(train_virtual(case, plan, steps, chosen),
-              train_virtual(case, plan, steps, chosen, domains=(0, 1, 0, 1)))
-
-
-def test_the_plans_above_have_what_they_promise() -> None:
-    tables = dlrm_case().tables
-    plans = [rich_plan(tables, 4, seed, columns=True) for seed in (1, 2)]
-    tiers = [x for p in plans for t in p.tables for piece in t.pieces for x in piece.tiers]
-    assert {(x.placement, x.mode) for x in tiers} == {
-        ("replicated", "pull"), ("striped", "push"), ("striped", "pull"), ("owned", "push"),
-        ("owned", "pull")}
-    # Replicas on one rank of a domain, whose neighbours read them there.
-    assert any(x.placement == "replicated" and len(x.ranks) < 4 for x in tiers)
-    assert any(len(t.pieces) > 1 for p in plans for t in p.tables)
+    same_bits(train_virtual(case, plan, steps, chosen, domains=(0, 1, 0, 1)),
+              train_virtual(case, plan, steps, chosen), replicas=True)
 
 
 def lookups(group: ThreadGroup, case: Case, plan: Plan, batches: list[Batch], pooled: bool

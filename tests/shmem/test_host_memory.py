@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import (
     OPTIMIZERS,
-    assert_bitwise,
     dlrm_case,
     make_steps,
     mixed_plan,
+    same_bits,
     train_virtual,
 )
+from tests.support import map_tiers
 from tests.world_support import run_world
 
 ROWS, DIM = 60_000, 64
@@ -27,11 +29,8 @@ ROWS, DIM = 60_000, 64
 
 def in_host(plan: Plan, every: int) -> Plan:
     """The plan with every n-th tier in host memory."""
-    def moved(entry: TablePlan, shift: int) -> TablePlan:
-        return replace(entry, pieces=tuple(replace(p, tiers=tuple(
-            replace(x, memory="host") if (k + shift) % every == 0 else x
-            for k, x in enumerate(p.tiers))) for p in entry.pieces))
-    return replace(plan, tables=tuple(moved(t, k) for k, t in enumerate(plan.tables)))
+    turn = itertools.count()
+    return map_tiers(plan, lambda x: x if next(turn) % every else replace(x, memory="host"))
 
 
 @pytest.mark.parametrize("world_size, every", [(1, 1), (3, 1), (3, 2)])
@@ -42,9 +41,7 @@ def test_the_same_bits(world_size: int, every: int) -> None:
         plan = mixed_plan(case.tables, world_size, seed)
         want = train_virtual(case, plan, steps, OPTIMIZERS["rowwise_adagrad"])
         got = train_virtual(case, in_host(plan, every), steps, OPTIMIZERS["rowwise_adagrad"])
-        assert_bitwise(got.outputs, want.outputs, "outputs")
-        assert_bitwise(got.weights, want.weights, "weights")
-        assert_bitwise(got.states, want.states, "states")
+        same_bits(got, want)
 
 
 def _segments() -> list[dict[str, Any]]:

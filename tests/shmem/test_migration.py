@@ -15,11 +15,11 @@ import torch
 from oper.errors import InvalidInputError, OperError, PlanError
 from oper.plan import Plan, uniform_plan
 from oper.shmem import migration
-from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
+from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
 from tests.runtime_support import (
+    ALL_OPTIMIZERS,
     OPTIMIZERS,
-    OTHER_OPTIMIZERS,
     Case,
     assert_bitwise,
     assert_exact,
@@ -28,9 +28,10 @@ from tests.runtime_support import (
     mixed_plan,
     open_tables,
     plans_for,
+    references,
     rich_plan,
     run_ranks,
-    train_reference,
+    same_bits,
     train_virtual,
 )
 
@@ -50,17 +51,12 @@ def moving(plan: Plan, budget: int, switched: dict[int, int] | None = None
     return between
 
 
-def prepared(case: Case, plan: Plan, optimizer: Optimizer) -> Plan:
-    own = case.with_optimizer(optimizer.name)
-    return replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in own.tables))
-
-
 @pytest.mark.parametrize("world_size, optimizer", [
     (1, "sgd"), (3, "rowwise_adagrad"), (2, "partial_rowwise_adam"), (3, "momentum_sgd"),
     (2, "partial_rowwise_lamb")])
 def test_a_move_in_steps_changes_no_bit(world_size: int, optimizer: str) -> None:
     """Between plans of pulled tiers; and every rank switches after the same step."""
-    chosen = (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer]
+    chosen = ALL_OPTIMIZERS[optimizer]
     case = dlrm_case(optimizer)
     steps = make_steps(case, world_size, STEPS)
     plans = list(plans_for(case.tables, world_size).values())
@@ -72,9 +68,7 @@ def test_a_move_in_steps_changes_no_bit(world_size: int, optimizer: str) -> None
         moved = train_virtual(case, first, steps, chosen,
                               between=moving(other, budget, switched))
         assert len(set(switched.values())) == 1 and START + 2 < switched[0] < STEPS, switched
-        assert_bitwise(moved.outputs, stayed.outputs, "outputs")
-        assert_bitwise(moved.weights, stayed.weights, "weights")
-        assert_bitwise(moved.states, stayed.states, "states")
+        same_bits(moved, stayed)
         there = train_virtual(case, other, steps, chosen)
         assert_bitwise(moved.replicas, there.replicas, "replicas are those of the new plan")
 
@@ -84,7 +78,7 @@ def test_to_and_from_push_and_columns(seed: int) -> None:
     """What re-associates, re-associates as in a run that moves everything at once."""
     chosen = OPTIMIZERS["rowwise_adagrad"]
     case = dlrm_case("rowwise_adagrad")
-    steps = make_steps(case, 2, STEPS)
+    steps, fp32, fp64 = references(case, 2, "rowwise_adagrad", STEPS)
     rich = rich_plan(case.tables, 2, seed, columns=True)
     plain = mixed_plan(case.tables, 2, seed)
     other = rich_plan(case.tables, 2, seed + 10, columns=True)
@@ -100,11 +94,8 @@ def test_to_and_from_push_and_columns(seed: int) -> None:
 
         assert START + 1 < switched[0] < STEPS
         want = train_virtual(case, old, steps, chosen, between=at_once)
-        assert_bitwise(moved.outputs, want.outputs, "outputs")
-        assert_bitwise(moved.weights, want.weights, "weights")
-        assert_bitwise(moved.states, want.states, "states")
-        assert_exact(case, moved, train_reference(case, steps, chosen, torch.float32),
-                     train_reference(case, steps, chosen, torch.float64))
+        same_bits(moved, want)
+        assert_exact(case, moved, fp32, fp64)
 
 
 def test_the_budget_is_kept() -> None:
@@ -150,10 +141,8 @@ def test_writes_during_a_move_are_not_lost() -> None:
             assert tables.migration is None
 
     chosen = OPTIMIZERS["rowwise_adagrad"]
-    want = train_virtual(case, plan, steps, chosen, between=writing)
-    got = train_virtual(case, plan, steps, chosen, between=both)
-    assert_bitwise(got.weights, want.weights, "weights")
-    assert_bitwise(got.outputs, want.outputs, "outputs")
+    same_bits(train_virtual(case, plan, steps, chosen, between=both),
+              train_virtual(case, plan, steps, chosen, between=writing))
 
 
 # ---- what fails ----------------------------------------------------------------------------------
@@ -252,7 +241,7 @@ def test_read_only_tables_move_at_once() -> None:
         tables = open_tables(case, mixed_plan(case.tables, 2, 1), group, None)
         batch = steps[group.rank].lookup(case)
         before = tables.forward(batch)[0].clone()
-        plan = prepared(case, uniform_plan(case.tables, 2, "replicated"), OPTIMIZERS["sgd"])
+        plan = uniform_plan(case.with_optimizer("sgd").tables, 2, "replicated")
         for wrong in (0, 1.5, "64"):
             with pytest.raises(InvalidInputError, match="bytes_per_step"):
                 tables.start_migration(plan, wrong)
@@ -273,7 +262,7 @@ def test_read_only_tables_move_at_once() -> None:
     ((0, 1, 0), "rowwise_adagrad"), ((0, 1), "partial_rowwise_adam")], ids=str)
 def test_between_memory_domains(domains: tuple[int, ...], optimizer: str) -> None:
     """Budget kept, and bit for bit what happens in one domain; columns and push included."""
-    chosen = (OPTIMIZERS | OTHER_OPTIMIZERS)[optimizer]
+    chosen = ALL_OPTIMIZERS[optimizer]
     case = dlrm_case(optimizer)
     size = len(domains)
     steps = make_steps(case, size, STEPS)
@@ -296,8 +285,7 @@ def test_between_memory_domains(domains: tuple[int, ...], optimizer: str) -> Non
         want = train_virtual(case, old, steps, chosen, between=moving(new, budget))
         assert len(set(switched.values())) == 1 and START + 1 < switched[0] < STEPS, switched
         assert copied[0] == 0 and max(b - a for a, b in itertools.pairwise(copied)) < budget * 1.5
-        for part in ("outputs", "weights", "states", "replicas"):
-            assert_bitwise(getattr(got, part), getattr(want, part), part)
+        same_bits(got, want, replicas=True)
 
 
 def test_between_hosts_that_got_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:

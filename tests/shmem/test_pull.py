@@ -6,14 +6,12 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.rows.traffic import Traffic
-from oper.search.replay.simulate import Replay
 from oper.shmem.exchange import pull
 from oper.shmem.exchange.pull import (
     Duplication,
@@ -35,11 +33,11 @@ from tests.runtime_support import (
     make_steps,
     mixed_plan,
     open_tables,
-    rank_loss,
     run_ranks,
+    same_bits,
     train_virtual,
 )
-from tests.shmem.test_traffic import all_plans, as_bags
+from tests.shmem.test_traffic import all_plans, assert_equal, executed
 
 
 def always(tables: ShardedTables, step: int) -> None:
@@ -55,9 +53,7 @@ def test_the_same_bits(world_size: int, weighted: bool) -> None:
     chosen = OPTIMIZERS["rowwise_adagrad"]
     for name, plan in all_plans(case, world_size).items():
         direct = train_virtual(case, plan, steps, chosen)
-        once = train_virtual(case, plan, steps, chosen, between=always)
-        for part in ("outputs", "weights", "states"):
-            assert_bitwise(getattr(once, part), getattr(direct, part), f"{name} {part}")
+        same_bits(train_virtual(case, plan, steps, chosen, between=always), direct, name)
 
 
 def looked_up(group: Any, choice: bool, pooled: bool) -> tuple[torch.Tensor, Traffic]:
@@ -90,26 +86,10 @@ def test_sequences_half_rows_and_resolved_batches(pooled: bool) -> None:
 def test_reads_are_counted_as_replayed() -> None:
     case = dlrm_case("sgd")
     steps = make_steps(case, 2, 3)
-    for name, plan in all_plans(case, 2).items():
-        own = replace(plan, tables=tuple(replace(plan.table(t.name), table=t)
-                                         for t in case.tables))
-
-        def body(group: Any, own: Any = own) -> Traffic:
-            tables = open_tables(case, own, group, OPTIMIZERS["sgd"])
-            choose_pull(tables, True)
-            for batches in steps:
-                batch = batches[group.rank]
-                rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
-            found = tables.traffic()
-            tables.barrier()
-            tables.close()
-            return found
-
-        replayed = [Replay(own, deduplicates=True).step([as_bags(case, b) for b in batches])
-                    for batches in steps]
-        for rank, found in enumerate(run_ranks(2, body)):
-            total = sum(step[rank].counts for step in replayed)
-            assert np.array_equal(found.counts, total), name
+    for plan in all_plans(case, 2).values():
+        found = run_ranks(2, lambda g, plan=plan: executed(
+            case, plan, steps, OPTIMIZERS["sgd"], g, prepare=lambda t: choose_pull(t, True)))
+        assert_equal(case, plan, steps, found, deduplicates=True)
 
 
 def measured(group: Any, costs: PullCosts) -> list[Duplication]:

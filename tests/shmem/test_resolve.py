@@ -23,29 +23,28 @@ from tests.runtime_support import (
     merge_ranks,
     mixed_plan,
     open_tables,
-    plans_for,
     rank_loss,
     run_ranks,
+    same_bits,
     train_virtual,
+    with_tables,
 )
+from tests.support import pushed
 
 RWA = OPTIMIZERS["rowwise_adagrad"]
 STEPS = 5
 
 
 def some_plans(case: Case, world_size: int) -> dict:
-    plans = plans_for(case.tables, world_size)
     striped = uniform_plan(case.tables, world_size, "striped")
-    pushed, split = [], []
+    split = []
     for entry in striped.tables:
         (tier,) = entry.tiers
         dim = entry.table.dim
-        pushed.append(replace(entry, pieces=(Piece(0, dim, (replace(tier, mode="push"),)),)))
         cuts = (Piece(0, dim // 2, (tier,)), Piece(dim // 2, dim, (tier,)))
         split.append(replace(entry, pieces=cuts if dim > 8 else entry.pieces))
-    return {"mixed0": plans["mixed0"], "striped": striped,
-            "push": replace(striped, tables=tuple(pushed)),
-            "columns": replace(striped, tables=tuple(split))}
+    return {"mixed0": mixed_plan(case.tables, world_size, 0), "striped": striped,
+            "push": pushed(striped), "columns": replace(striped, tables=tuple(split))}
 
 
 def train_ahead(case: Case, plan, steps) -> Result:
@@ -82,10 +81,7 @@ def test_training_is_the_same_bit_for_bit(plan: str, world_size: int, weighted: 
     steps = make_steps(case, world_size, STEPS, seed=4)
     chosen = some_plans(case, world_size)[plan]
     want = train_virtual(case, chosen, steps, RWA)
-    got = train_ahead(case, chosen, steps)
-    assert_bitwise(got.outputs, want.outputs, "outputs")
-    assert_bitwise(got.weights, want.weights, "weights")
-    assert_bitwise(got.states, want.states, "states")
+    same_bits(train_ahead(case, chosen, steps), want)
 
 
 def test_a_batch_resolved_before_a_move_is_resolved_anew() -> None:
@@ -94,9 +90,7 @@ def test_a_batch_resolved_before_a_move_is_resolved_anew() -> None:
     other = open_tables(case, mixed_plan(case.tables, 1, 1), SingleGroup(), RWA)
     batch = make_batch(case, 3, 20)
     lookup = tables.resolve(batch.lookup(case))
-    tables.migrate(replace(mixed_plan(case.tables, 1, 2), tables=tuple(
-        replace(e, table=t.table) for e, t in zip(mixed_plan(case.tables, 1, 2).tables,
-                                                  tables.plan.tables, strict=True))))
+    tables.migrate(with_tables(mixed_plan(case.tables, 1, 2), tables.specs.values()))
     for one, found in ((tables, lookup), (other, batch.lookup(case))):
         rank_loss(one.lookup(found), batch.target).backward()
     for t in case.tables:

@@ -30,8 +30,9 @@ from tests.runtime_support import (
     mixed_plan,
     rank_loss,
     run_ranks,
+    with_tables,
 )
-from tests.shmem.test_determinism import push_plan
+from tests.support import pushed
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SEED = 11
@@ -59,8 +60,8 @@ def train(case: Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str,
           start: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Train tables of `dtype` that start at the numbers of `start`; rows and all outputs."""
     own = narrow(case.with_optimizer(optimizer.name), dtype)
-    plan = replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in own.tables))
-    tables = ShardedTables(plan, own.features, group, optimizer, 1.0 / group.world_size, SEED)
+    tables = ShardedTables(with_tables(plan, own.tables), own.features, group, optimizer,
+                           1.0 / group.world_size, SEED)
     for name, weight in initial_weights(case).items():
         tables.write(name, weight.to(start or NARROW[dtype]))
     tables.publish()
@@ -175,7 +176,8 @@ def test_one_step_is_the_fp32_step_rounded(dtype: str, optimizer: str) -> None:
     """Every optimizer on every kind of plan: bitwise the twin of the fp32 tables' step."""
     case = dlrm_case(EVERY[optimizer].name, weighted=True)
     plans = ((1, mixed_plan(case.tables, 1, 5)), (3, split_by_columns(case, 3))) if (
-        dtype == "float16") else ((2, mixed_plan(case.tables, 2, 1)), (2, push_plan(case, 2)))
+        dtype == "float16") else ((2, mixed_plan(case.tables, 2, 1)),
+                                  (2, pushed(uniform_plan(case.tables, 2))))
     for world_size, plan in plans:
         steps = make_steps(case, world_size, 1, seed=2)
         wide = all_ranks(case, plan, steps, EVERY[optimizer], "float32", NARROW[dtype])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from oper.plan import Plan
 from oper.rows.traffic import KIND, KINDS, Traffic
 from oper.search.replay.simulate import Bags, RankBatch, Replay
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
 from tests.runtime_support import (
     OPTIMIZERS,
     Batch,
@@ -23,9 +24,10 @@ from tests.runtime_support import (
     open_tables,
     plans_for,
     rank_loss,
+    rich_plan,
     run_ranks,
+    with_tables,
 )
-from tests.shmem.test_push_and_columns import rich_plan
 
 
 def as_bags(case: Case, batch: Batch, trains_weights: bool = False) -> RankBatch:
@@ -37,24 +39,29 @@ def as_bags(case: Case, batch: Batch, trains_weights: bool = False) -> RankBatch
 
 
 def executed(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Any, group: Any,
-             trains_weights: bool = False) -> Traffic:
-    """One rank's counters after training on `steps`."""
+             read: Callable[[ShardedTables], Any] = ShardedTables.traffic,
+             prepare: Callable[[ShardedTables], None] = lambda tables: None,
+             trains_weights: bool = False) -> Any:
+    """One rank's counters after training on `steps` alone, as `read` has them of its tables; these
+    go through `prepare` before."""
     tables = open_tables(case, plan, group, optimizer)
+    prepare(tables)
+    tables.sent_bytes(reset=True)
     for batches in steps:
         batch = batches[group.rank]
         if trains_weights:
             batch.weights = batch.weights.detach().requires_grad_()
         rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
-    found = tables.traffic()
+    found = read(tables)
     tables.barrier()
     tables.close()
     return found
 
 
 def assert_equal(case: Case, plan: Plan, steps: list[list[Batch]], found: list[Traffic],
-                 trains_weights: bool = False, clipped: Collection[str] = ()) -> None:
-    plan = replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in case.tables))
-    replay = Replay(plan, clipped=clipped)
+                 trains_weights: bool = False, **options: Any) -> None:
+    """The counters are those of a replay with these `options`."""
+    replay = Replay(with_tables(plan, case.tables), **options)
     total = replay.empty()
     for batches in steps:
         step = replay.step([as_bags(case, b, trains_weights) for b in batches])
@@ -104,7 +111,8 @@ def test_weights_and_their_gradients_count() -> None:
     plan = rich_plan(case.tables, 2, 3, columns=True)
     for trains_weights in (False, True):
         found = run_ranks(2, lambda g, trains=trains_weights: executed(
-            case, plan, steps, OPTIMIZERS["rowwise_adagrad"], g, trains), num_threads=2)
+            case, plan, steps, OPTIMIZERS["rowwise_adagrad"], g, trains_weights=trains),
+            num_threads=2)
         assert_equal(case, plan, steps, found, trains_weights)
         assert (found[0].counts[KIND["weight_rows"]].sum() > 0) == trains_weights
 
@@ -122,7 +130,7 @@ def test_reads_without_gradients_and_reset() -> None:
         found = tables.traffic(reset=True)
         return found, tables.traffic()
 
-    own = replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in case.tables))
+    own = with_tables(plan, case.tables)
     expected = Replay(own, training=False).step([as_bags(case, b) for b in batches])
     for (found, after), mine in zip(run_ranks(2, body), expected, strict=True):
         assert np.array_equal(found.counts, mine.counts) and found.num_forward == 1
