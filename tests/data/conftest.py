@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from oper.data import SyntheticLog, write_synthetic_log
+from tests.support import real_data
 
 Fields = list[list[str]]
 
@@ -44,7 +46,11 @@ def write() -> Callable[[Path, Fields], Path]:
 @pytest.fixture
 def real_log() -> Path:
     """The first 10,000 rows of the real log, where they are."""
-    path = Path(os.environ.get("OPER_DATA", "/nonexistent")) / "criteo_kaggle_10k" / "train.txt"
-    if not path.is_file():
-        pytest.skip("needs criteo_kaggle_10k/train.txt in the folder named by OPER_DATA")
-    return path
+    return real_data("criteo_kaggle_10k/train.txt")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A synthetic log of 1500 rows."""
+    return write_synthetic_log(tmp_path / "log.txt", SyntheticLog(
+        1500, cardinalities=(50,) * 20 + (3000,) * 6))

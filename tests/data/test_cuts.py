@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oper.data import PreprocessOptions, SyntheticLog, load_recipe, preprocess, write_synthetic_log
+from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.reading import cuts
 from oper.data.reading.lines import Span, line_of, read_blocks, spans_of
 from oper.errors import FileFormatError
@@ -70,12 +70,6 @@ def test_a_damaged_part_is_named(large: tuple[Path, bytes], tmp_path: Path) -> N
     cuts._index(str(path)).write_bytes(b"nonsense" * 9)
     with pytest.raises(FileFormatError, match=r"log\.gz.*gzidx"):
         list(read_blocks(span, False, nothing))
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    return write_synthetic_log(tmp_path / "log.txt", SyntheticLog(
-        1500, cardinalities=(50,) * 20 + (3000,) * 6))
 
 
 def packed(log: Path, name: str = "log.gz") -> str:

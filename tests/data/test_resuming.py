@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oper.data import PreprocessOptions, SyntheticLog, load_recipe, preprocess, write_synthetic_log
+from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing import job, run as preprocessing
 from oper.data.reading.detect import plan_units
@@ -48,10 +48,8 @@ def digest(folder: Path) -> str:
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> str:
-    cardinalities = (50,) * 20 + (3000,) * 6
-    return str(write_synthetic_log(tmp_path / "log.txt", SyntheticLog(
-        1500, cardinalities=cardinalities)))
+def log(log: Path) -> str:
+    return str(log)
 
 
 def test_output_does_not_depend_on_workers(tmp_path: Path, log: str) -> None:

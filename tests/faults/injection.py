@@ -35,7 +35,15 @@ from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.faults import memory
-from tests.world_support import RankFailedError, World, leftovers, report, run_world, world
+from tests.world_support import (
+    RankFailedError,
+    World,
+    held_segments,
+    leftovers,
+    report,
+    run_world,
+    world,
+)
 
 FAULTS = ("kill", "stop", "slow")  # and "memory limit", see tests/faults/memory.py
 # As csrc/host/faults.h numbers them; the others are calls of Python.
@@ -202,9 +210,9 @@ def train_tables(rank: int, world_size: int, injection: Injection | None, note: 
     except OperError as error:
         found = _error(error)
         tables.close()
-        return found | {"mapped": _mapped()}
+        return found | {"mapped": held_segments()}
     tables.close()
-    return {"kind": "", "rows": rows, "mapped": _mapped()}
+    return {"kind": "", "rows": rows, "mapped": held_segments()}
 
 class Small(nn.Module):
     """A table of two kinds of bags and a dense layer."""
@@ -258,9 +266,9 @@ def save_twice(rank: int, world_size: int, injection: Injection | None, note: st
     except OperError as error:
         found = _error(error)
         model.bags.tables.close()
-        return found | {"mapped": _mapped()}
+        return found | {"mapped": held_segments()}
     model.bags.tables.close()
-    return {"kind": "", "rows": rows, "mapped": _mapped()}
+    return {"kind": "", "rows": rows, "mapped": held_segments()}
 
 def load_and_save(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], Any]:
     """Load a checkpoint, tell what it holds, and save it again."""
@@ -273,12 +281,6 @@ def load_and_save(rank: int, world_size: int, folder: str) -> tuple[dict[str, An
 def _error(error: OperError) -> dict[str, Any]:
     return {"kind": type(error).__name__, "text": str(error), "time": time.monotonic(),
             "rank": getattr(error, "rank", None)}
-
-def _mapped() -> int:
-    """Shared segments, watched processes and their like that this process still holds."""
-    links = [os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
-    return (Path("/proc/self/maps").read_text().count("memfd:oper")
-            + sum("memfd:oper" in link or "pidfd" in link for link in links))
 
 # ---- the parent ----------------------------------------------------------------------------------
 

@@ -53,11 +53,6 @@ def run(rank: int, world_size: int, plan_seed: int, steps: range, load: str | No
     return flat(state)
 
 
-def run_alone(plan_seed: int, steps: range, load: str | None = None, save: str | None = None
-              ) -> dict[str, torch.Tensor]:
-    return run(0, 1, plan_seed, steps, load, save)
-
-
 def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.shmem.keys import row_seed
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
+from tests.integration import module_support
 from tests.key_oracle import Oracle, first_row
 from tests.optimizer_formulas import first_states, update_rows
 from tests.runtime_support import assert_bitwise
@@ -34,10 +34,7 @@ OPTIMIZERS: list[Optimizer] = [
 
 
 def shard(module: nn.Module, rule: Any = RULE, **fields: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*without statistics.*")
-        warnings.filterwarnings("ignore", message=".*table sizes.*")
-        return oper.shard(module, dynamic=rule, **{"optimizer": OPTIMIZERS[1]} | fields)
+    return module_support.shard(module, dynamic=rule, **{"optimizer": OPTIMIZERS[1]} | fields)
 
 
 def bag(rows: int = ROWS) -> nn.EmbeddingBag:

@@ -96,10 +96,7 @@ def renumbered(rank: int, world_size: int, folder: str, kind: str) -> dict[str, 
     oper.load_checkpoint(folder, large, large.fused_optimizer, remap=parent)
     with pytest.raises(OperError, match="num_rows"):
         oper.load_checkpoint(folder, small, small.fused_optimizer, remap=parent)
-    specs = table_specs(EmbeddingBagCollection([EmbeddingBagConfig(
-        name=f"t{n}", num_embeddings=r, embedding_dim=8, feature_names=[n])
-        for n, r in NEW.items()]), {f"t{n}": kind for n in NEW})
-    oper.migrate(plain, mixed_plan(specs, world_size, 7), remap=parent)
+    oper.migrate(plain, mixed_plan([*plain.tables.specs.values()], world_size, 7), remap=parent)
     for model in (plain, large):
         for name, value in states(model).items():
             assert_bitwise(value, wanted[name], name)
@@ -115,8 +112,8 @@ def renumbered(rank: int, world_size: int, folder: str, kind: str) -> dict[str, 
 
 
 def states(model: Any) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in flat({"model": model.state_dict(), "optimizer":
-                                   model.fused_optimizer.state_dict()["state"]}).items()}
+    return flat({"model": model.state_dict(),
+                 "optimizer": model.fused_optimizer.state_dict()["state"]})
 
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))

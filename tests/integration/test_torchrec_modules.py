@@ -12,7 +12,6 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 import oper
 from oper.errors import InvalidInputError
 from tests.dlrm_support import (
-    KEYS,
     configs,
     copies,
     make_collection,
@@ -60,15 +59,6 @@ def test_a_missing_feature_is_named() -> None:
     short = KeyedJaggedTensor.from_jt_dict({k: kjt[k] for k in ("a", "b", "c", "d")})
     with pytest.raises(InvalidInputError, match=r"missing features=\['e'\]"):
         shard(make_collection())(short)
-
-
-def test_a_bad_id_names_feature_and_table() -> None:
-    sharded = shard(make_collection())
-    kjt = make_kjt(3, 9)
-    at = kjt.offset_per_key()[KEYS.index("c")]
-    kjt.values()[at] = 60
-    with pytest.raises(InvalidInputError, match=r"feature 'c' in table 't1': id=60,.* id < 60"):
-        sharded(kjt)
 
 
 # ---- numbers -------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from tests.programs.faults import FAULTS
 from tests.programs.oracle import Finding
 from tests.programs.program import Program, draw_program
 from tests.programs.runner import Totals, run_seeds, smallest
-from tests.programs.shrink import shrink
 from tests.programs.table import ACTIONS
 from tests.programs.workers import BROKEN, Local, Processes
 from tests.support import ROOT
@@ -91,23 +90,6 @@ def test_processes_that_end_are_a_finding_and_are_replaced() -> None:
         assert worker.run(Program(program.model, program.optimizer)).finding is None
     finally:
         worker.close()
-
-
-def test_programs_are_shrunk_to_what_they_need() -> None:
-    """Two actions of a long program, and one of its tables' options."""
-    program = next(p for p in map(lambda s: draw_program(s, 1), range(1000)) if (
-        {"train", "freeze"} <= {a for a, _ in p.actions}
-        and len(p.actions) > 8 and p.model["embs"][0]["kind"] == "bag"))
-
-    def fails(candidate: Program) -> bool:
-        names = [a for a, _ in candidate.actions]
-        return "freeze" in names and "train" in names and candidate.model["embs"][0][
-            "kind"] == "bag"
-
-    small = shrink(program, fails)
-    assert sorted(a for a, _ in small.actions) == ["freeze", "train"]
-    assert len(small.model["embs"]) == 1 and small.model["embs"][0]["rows"] == 4
-    assert small.wrapper == "" and small.model["dense"] == ""
 
 
 def test_programs_print_as_what_makes_them_again() -> None:

@@ -14,6 +14,9 @@ from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
 
+# All kinds of tiers, for `random_plan`.
+KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
+
 
 def counted(num_rows: int, exponent: float, rng: np.random.Generator, num_ids: int = 200_000,
             length: int = 1, in_order: bool = True) -> TableStats:

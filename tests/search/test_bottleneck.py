@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from search_cases import gpus, host, problem, random_plan, tables_and_stats
+from search_cases import KINDS, gpus, host, problem, random_plan, tables_and_stats
 
 from oper.errors import PlanError
 from oper.plan import Plan, uniform_plan
@@ -17,8 +17,6 @@ from oper.search.explain.diff import as_text, diff
 from oper.search.explain.summary import as_json
 from oper.search.problem.space import EVERYTHING
 from tests.support import map_tiers, run_command
-
-KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 
 
 def placed(plan, found, tier):

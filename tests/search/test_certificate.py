@@ -8,7 +8,15 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
-from search_cases import counted, gpus, host, random_plan, tables_and_stats, with_host_memory
+from search_cases import (
+    KINDS,
+    counted,
+    gpus,
+    host,
+    random_plan,
+    tables_and_stats,
+    with_host_memory,
+)
 
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem
@@ -30,7 +38,6 @@ from oper.tables import TableSpec
 from oper.topology import Costs
 from tests.support import run_command
 
-KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 QUICK = settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate],
                  suppress_health_check=[HealthCheck.too_slow])
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings, strategies as st
-from search_cases import gpus, host, random_plan, tables_and_stats
+from search_cases import KINDS, gpus, host, random_plan, tables_and_stats
 
 from oper.errors import InvalidInputError
 from oper.plan import Plan
@@ -19,8 +19,6 @@ from oper.search.problem.overlap import overlap_to_json, parse_overlap
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import with_overlap
 from tests.support import run_command
-
-KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 
 
 def stated(topology, overlap=None, objective="training", num_tables=6, **more):

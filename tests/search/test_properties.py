@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings, strategies as st
-from search_cases import gpus, host, random_plan, tables_and_stats, with_host_memory
+from search_cases import KINDS, gpus, host, random_plan, tables_and_stats, with_host_memory
 
 from oper.errors import PlanInfeasibleError
 from oper.plan import Plan
@@ -21,7 +21,6 @@ from oper.topology import Topology
 from tests.support import run_command
 
 QUICK = settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
-KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 SPACES = (EXECUTABLE, EVERYTHING, frozenset({"owned", "push", "columns"}),
           frozenset({"replicated", "owned", "push"}), EXECUTABLE | {"host"}, ACROSS_HOSTS, None)
 

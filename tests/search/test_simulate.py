@@ -30,7 +30,7 @@ from oper.search.replay.timeline import DENSE, LOOKUPS, Schedule, run
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Topology
-from tests.search.search_cases import counted, gpus, host, random_plan, with_host_memory
+from tests.search.search_cases import KINDS, counted, gpus, host, random_plan, with_host_memory
 from tests.support import map_tiers
 
 BATCH = 256
@@ -61,9 +61,6 @@ def draw(problem: Problem, chances: list[np.ndarray], rng: np.random.Generator) 
             batch[t.spec.features[0]] = Bags(ids, lengths)
         batches.append(batch)
     return batches
-
-
-KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
 
 
 def _one_copy_per_host(plan: Plan, problem: Problem, seed: int) -> Plan:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier, one_copy_per_domain
 from oper.shmem.batch import Lookup
-from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.memory.quantise import dequantise, quantise
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
+from tests.runtime_support import run_ranks
 
 
 def plan(dtype: str) -> Plan:
@@ -44,9 +42,8 @@ def test_numbers(dtype: str, domains: list[int] | None) -> None:
     values = torch.randn(50, 16)
     stored = values if dtype == "float32" else dequantise(quantise(values, dtype), dtype, 16)
     shared = one_copy_per_domain(plan(dtype), [0, 0, 0, 0] if domains is None else [0, 0, 1, 1])
-    groups = ThreadGroup.create(4, domains=domains)
 
-    def rank(group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def rank(group) -> tuple[torch.Tensor, ...]:
         tables = ShardedTables(shared, [("f", "t")], group, None)
         tables.write("t", values)
         tables.publish()
@@ -59,9 +56,8 @@ def test_numbers(dtype: str, domains: list[int] | None) -> None:
         tables.close()
         return out, stored[ids], read, held
 
-    with ThreadPoolExecutor(4) as pool:
-        for out, expected, read, held in pool.map(rank, groups):
-            assert torch.equal(out, expected)
-            assert torch.equal(read, stored)
-            row = shared.tables[0].table.row_bytes
-            assert held == row * (50 if domains is None else 50 + 2 * 10)
+    row = shared.tables[0].table.row_bytes
+    for out, expected, read, held in run_ranks(4, rank, domains=domains):
+        assert torch.equal(out, expected)
+        assert torch.equal(read, stored)
+        assert held == row * (50 if domains is None else 50 + 2 * 10)

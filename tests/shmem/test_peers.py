@@ -30,16 +30,9 @@ from tests.runtime_support import (
     rank_loss,
     run_ranks,
 )
-from tests.world_support import World, leftovers, report, world
+from tests.world_support import World, held_segments, leftovers, report, world
 
 CASE = dlrm_case()
-
-
-def _mapped() -> int:
-    """Shared segments that this process still maps or holds open."""
-    maps = Path("/proc/self/maps").read_text().count("memfd:oper")
-    links = [os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()]
-    return maps + sum("memfd:oper" in link or "pidfd" in link for link in links)
 
 
 def _train_until_it_breaks(rank: int, world_size: int, labels: str, suicide: int
@@ -63,7 +56,7 @@ def _train_until_it_breaks(rank: int, world_size: int, labels: str, suicide: int
         seen = time.monotonic()
         found = {"kind": type(error).__name__, "text": str(error), "time": seen}
     tables.close()
-    return {**found, "mapped": _mapped()}
+    return {**found, "mapped": held_segments()}
 
 
 @contextlib.contextmanager
