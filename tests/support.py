@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -57,6 +58,36 @@ def run_here(*words: object, env: dict[str, str] | None = None
         except SystemExit as end:
             code = int(str(end.code))
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def serving(model: object, *flags: str, folder: Path = ROOT, env: dict[str, str] | None = None,
+            **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """``oper serve`` on any free port in a process of its own, which ends with the block.
+
+    Args:
+        model: what is served: a folder, or a function of this project or of a module in `folder`.
+        flags: more of the command.
+        folder: where it runs.
+        env: more of its environment.
+        options: more arguments of `subprocess.Popen`.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "oper", "serve", str(model), "--port", "0", *flags], cwd=folder,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), **(env or {})})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def announced(server: subprocess.Popen[str]) -> dict[str, Any]:
+    """What ``oper serve --json`` prints when it is up: its address and its workers."""
+    assert server.stdout is not None
+    found: dict[str, Any] = json.loads(server.stdout.readline())
+    return found
 
 
 def run_command(*words: object) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from oper.serve.model import CONFIG, STATE, PublishedModel, build_trained, kjt_o
 from oper.serve.requests import join
 from oper.tables import TableSpec
 from oper.train.model import describe, save_state
-from tests.support import ROOT, damage_record, wait_for
+from tests.support import announced, damage_record, serving, wait_for
 
 TABLES = tuple(TableSpec(f"t{k}", rows, 8, (f"f{k}",)) for k, rows in enumerate((50, 7, 300)))
 CONFIGURATION = {"dim": 8, "dense_layers": [16], "over_layers": [16]}
@@ -108,14 +107,11 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
     """One server for all of it: a start takes seconds."""
     folder = tmp_path / "run"
     models, request = {1: write_run(folder, 1)}, request_of(0, 20)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "oper", "serve", str(folder), "--port", "0", "--json", "--watch",
-         "--workers", "1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"})
     stop, wrong = threading.Event(), []
-    try:
-        assert process.stdout is not None
-        client = Client(json.loads(process.stdout.readline())["address"], timeout_s=30)
+    with (serving(folder, "--json", "--watch", "--workers", "1") as process,
+          contextlib.ExitStack() as at_end):
+        at_end.callback(stop.set)
+        client = Client(announced(process)["address"], timeout_s=30)
 
         def flow() -> None:
             while not stop.is_set():
@@ -142,10 +138,6 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
         _, log = process.communicate(timeout=120)
         assert process.returncode == 0
         assert "the old weights go on: cannot read" in log
-    finally:
-        stop.set()
-        process.kill()
-        process.wait()
 
 
 def _prepare(folder: Path, seed: int) -> torch.nn.Module:

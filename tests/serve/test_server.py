@@ -25,7 +25,7 @@ from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, metrics, wire
 from oper.serve.client import ServerError, _Connection
 from tests.serve_support import SIGNATURE, Sums, expected, post, random_request, value_of
-from tests.support import ROOT, wait_for
+from tests.support import ROOT, announced, serving, wait_for
 
 SLOW_S = 0.03
 
@@ -317,14 +317,8 @@ def test_the_command_drains_on_sigterm(tmp_path: Path,
                                        monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_model.py").write_text(
         "from tests.serve_support import Sums\ndef make():\n    return Sums(1.0)\n")
-    command = [sys.executable, "-m", "oper", "serve", "slow_model:make", "--port", "0",
-               "--workers", "2", "--json"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               cwd=tmp_path, env=environment)
-    try:
-        assert process.stdout is not None
-        where = json.loads(process.stdout.readline())
+    with serving("slow_model:make", "--workers", "2", "--json", folder=tmp_path) as process:
+        where = announced(process)
         assert len(where["workers"]) == 2
         client = Client(where["address"], timeout_s=20)
         request = random_request(np.random.default_rng(0), 3)
@@ -347,9 +341,6 @@ def test_the_command_drains_on_sigterm(tmp_path: Path,
             Client(where["address"], timeout_s=1.0).metadata()
         for pid in where["workers"]:
             assert not Path(f"/proc/{pid}").exists()
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
@@ -376,23 +367,14 @@ def test_workers_end_with_a_killed_supervisor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
     """As from a terminal or a service manager: workers that are being made get it, too."""
-    (tmp_path / "a_model.py").write_text(
-        "from tests.serve_support import Sums\ndef make():\n    return Sums()\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "oper", "serve", "a_model:make", "--port", "0"], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
-             "TMPDIR": str(tmp_path)})
-    try:
+    with serving("tests.serve_support:Sums", folder=tmp_path, env={"TMPDIR": str(tmp_path)},
+                 start_new_session=True) as process:
         threads = Path(f"/proc/{process.pid}/task")
         wait_for(lambda: sum(len(p.read_text().split())
                              for p in threads.glob("*/children")) >= 2)  # a worker, at least
         process.send_signal(signal.SIGHUP)  # noted for later
         os.killpg(process.pid, number)
         out, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err and "interrupted" in err, err
     assert not list(tmp_path.glob("pym*"))  # shared memory
@@ -416,19 +398,10 @@ def test_what_cannot_be_served_is_one_error(model: str, words: str, tmp_path: Pa
 
 def test_a_reader_that_has_gone_ends_the_command(tmp_path: Path) -> None:
     """Nobody reads where it serves: it does not serve on for ever, without anyone to stop it."""
-    (tmp_path / "a_model.py").write_text(
-        "from tests.serve_support import Sums\ndef make():\n    return Sums()\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "oper", "serve", "a_model:make", "--port", "0", "--workers", "1"],
-        stdout=subprocess.PIPE, cwd=tmp_path, env={
-            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])})
-    assert process.stdout is not None
-    process.stdout.close()
-    try:
+    with serving("tests.serve_support:Sums", "--workers", "1", folder=tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.close()
         assert process.wait(120) == 1
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_the_client_refuses_what_is_no_server_or_no_id(server: Server, client: Client) -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +20,9 @@ from oper.train.model import build_dlrm, load_state
 from oper.train.resume import CHECKPOINT
 from oper.train.tasks import click_batches
 from tests.serve_support import value_of
-from tests.support import ROOT, wait_for
+from tests.support import announced, serving, wait_for
+
+SERVER = ("--json", "--workers", "1")
 
 
 def validation_batch(prepared: Prepared, run: Path) -> tuple[Request, np.ndarray]:
@@ -45,20 +42,6 @@ def validation_batch(prepared: Prepared, run: Path) -> tuple[Request, np.ndarray
             torch.sigmoid(logits.reshape(-1)).numpy())
 
 
-@contextmanager
-def serving(run: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """A server of one worker, ended with the block."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", "oper", "serve", str(run), "--port", "0", "--json", "--workers",
-         "1", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        yield server, Client(json.loads(server.stdout.readline())["address"], timeout_s=30)
-    finally:
-        server.kill()
-        server.wait()
-
-
 def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_path: Path) -> None:
     """First from the run's checkpoint alone, as while the training still runs, then from its
     state, which the server notices."""
@@ -69,7 +52,8 @@ def test_two_ranks_train_and_the_server_scores_alike(prepared: Prepared, tmp_pat
     assert expected.std() > 1e-3
     os.rename(run / STATE, tmp_path / STATE)
     assert find_weights(run).name == CHECKPOINT
-    with serving(run, "--watch") as (server, client):
+    with serving(run, *SERVER, "--watch") as server:
+        client = Client(announced(server)["address"], timeout_s=30)
         scores, first = client.score_request(request)
         assert np.abs(scores - expected).max() < 1e-6
         os.utime(tmp_path / STATE)
@@ -102,7 +86,8 @@ def test_a_server_follows_the_steps_of_a_run(prepared: Prepared, tmp_path: Path)
     os.rename(run / STATE, tmp_path / STATE)
     there = copy / f"{CHECKPOINT}.deltas" / chain.name
     copy.mkdir()
-    with serving(run, "--follow", str(copy)) as (server, client):
+    with serving(run, *SERVER, "--follow", str(copy)) as server:
+        client = Client(announced(server)["address"], timeout_s=30)
         assert client.score_request(request)[1] == 1
         shutil.copytree(run / CHECKPOINT, copy / CHECKPOINT)
         wait_for(lambda: client.score_request(request)[1] == 2)
