@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
 from oper.errors import MissingDependencyError, OperError, fail
+from oper.plan import Piece, Tier
 from oper.search.bound.options import PUSH
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
 from oper.search.cost.tally import HELD, HOST_HELD, PARTIALS, Tally
 from oper.search.heuristic.placing import Placement, table_tally
 from oper.search.problem.machine import GROUPS
-from oper.search.problem.statement import IDS
+from oper.search.problem.statement import IDS, TableProblem
 
 
 def relaxed_by_cvxpy(relaxation: Relaxation) -> float:
@@ -66,6 +69,31 @@ def _chords(relaxation: Relaxation) -> np.ndarray:
                 out[at, o] = np.outer(ids / max(ids.sum(), 1e-300) * whole,
                                       relaxation.unit[option.rank_class, PARTIALS])
     return out
+
+
+def some_placements(t: TableProblem, world: int, seed: int, count: int = 120) -> list[Placement]:
+    """Placements of one table drawn from many: whole or in two column pieces, in one tier or two,
+    of all kinds and owners."""
+    rows, dim = t.spec.num_rows, t.spec.dim
+    everyone = tuple(range(world))
+    every = [Tier(0, rows, "replicated", everyone), Tier(0, rows, "striped", everyone),
+             Tier(0, rows, "striped", everyone, (3, *(1,) * (world - 1)))]
+    if world > 2:
+        every.append(Tier(0, rows, "replicated", everyone[:-1]))
+    for mode in ("pull", "push"):
+        every += [Tier(0, rows, "owned", (r,), mode=mode) for r in everyone]
+        every += [Tier(0, rows, "striped", pair, mode=mode)
+                  for pair in combinations(everyone, 2)]
+    out = [(Piece(0, dim, (tier,)),) for tier in every]
+    edges = [e for e in t.edges[1:-1].tolist() if e][::8]
+    for cut in edges:
+        hot = Tier(0, cut, "replicated", everyone)
+        out += [(Piece(0, dim, (hot, replace(tier, start=cut))),) for tier in every[1:]]
+    if dim >= 16:
+        owned = [tier for tier in every if tier.placement == "owned"]
+        out += [(Piece(0, dim // 2, (a,)), Piece(dim // 2, dim, (b,)))
+                for a in owned for b in owned if a.ranks != b.ranks]
+    return [out[i] for i in np.random.default_rng(seed).permutation(len(out))[:count]]
 
 
 def best_of_candidates(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import combinations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -18,7 +15,7 @@ from oper.search.cost.model import CostModel, evaluate
 from oper.search.heuristic.placing import evaluated
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING, EXECUTABLE
-from tests.search.oracle import best_of_candidates, relaxed_by_cvxpy
+from tests.search.oracle import best_of_candidates, relaxed_by_cvxpy, some_placements
 
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
               "unequal": gpus(4, slow=2), "one": host(1)}
@@ -137,30 +134,6 @@ def test_bound_optimum_and_search_are_in_order_on_tiny_cases(seed, placements):
     assert bound.lower_bound_us <= plan.step_us * (1 + 1e-9)
 
 
-def _placements(t, world):
-    """Placements of one table: whole or in two column pieces, in one tier or two."""
-    rows, dim = t.spec.num_rows, t.spec.dim
-    everyone = tuple(range(world))
-    every = [Tier(0, rows, "replicated", everyone), Tier(0, rows, "striped", everyone),
-             Tier(0, rows, "striped", everyone, (3, *(1,) * (world - 1)))]
-    if world > 2:
-        every.append(Tier(0, rows, "replicated", everyone[:-1]))
-    for mode in ("pull", "push"):
-        every += [Tier(0, rows, "owned", (r,), mode=mode) for r in everyone]
-        every += [Tier(0, rows, "striped", pair, mode=mode)
-                  for pair in combinations(everyone, 2)]
-    out = [(Piece(0, dim, (tier,)),) for tier in every]
-    edges = [e for e in t.edges[1:-1].tolist() if e][::8]
-    for cut in edges:
-        hot = Tier(0, cut, "replicated", everyone)
-        out += [(Piece(0, dim, (hot, replace(tier, start=cut))),) for tier in every[1:]]
-    if dim >= 16:
-        owned = [tier for tier in every if tier.placement == "owned"]
-        out += [(Piece(0, dim // 2, (a,)), Piece(dim // 2, dim, (b,)))
-                for a in owned for b in owned if a.ranks != b.ranks]
-    return out
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("topology", [gpus(2, slow=1), gpus(3, per_host=2), gpus(3, slow=1),
                                       host(2), gpus(4, per_host=2, slow=2)])
@@ -169,11 +142,8 @@ def test_bound_optimum_and_search_are_in_order_with_push_columns_and_unequal_ran
     stated = problem(3, 40 + seed, topology, allow=EVERYTHING)
     plan = plan_problem(stated, target_gap=0.0)
     relaxation = Relaxation(CostModel(stated))
-    candidates = []
-    for t, entry in zip(relaxation.tables, plan.tables, strict=True):
-        some = _placements(t, stated.machine.world_size)
-        rng = np.random.default_rng(seed)
-        candidates.append([entry.pieces, *(some[i] for i in rng.permutation(len(some))[:120])])
+    candidates = [[entry.pieces, *some_placements(t, stated.machine.world_size, seed)]
+                  for t, entry in zip(relaxation.tables, plan.tables, strict=True)]
     optimum, picks = best_of_candidates(relaxation, candidates)
     chosen = [c[n] for c, n in zip(candidates, picks, strict=True)]
     evaluation = evaluated(relaxation, chosen)

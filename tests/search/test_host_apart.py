@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, make_problem
-from tests.search.oracle import best_of_candidates
+from tests.search.oracle import best_of_candidates, some_placements
 
 LOADS = [(0, GROUPS.index("cross_in")), (0, GROUPS.index("cross_out")),
          (2, GROUPS.index("cross_in"))]
@@ -130,16 +130,8 @@ def test_the_bound_is_below_the_optimum_of_tiny_cases(seed, per_host):
     tiny = problem(3, 60 + seed, gpus(4, per_host=per_host), allow=EVERYTHING)
     plan = plan_problem(tiny, target_gap=0.0)
     relaxation = Relaxation(CostModel(tiny))
-    candidates = []
-    for t, entry in zip(relaxation.tables, plan.tables, strict=True):
-        rows, everyone = t.spec.num_rows, tuple(range(4))
-        tiers = [Tier(0, rows, "replicated", everyone), Tier(0, rows, "striped", everyone),
-                 Tier(0, rows, "striped", everyone, (3, 3, 1, 1))]
-        for mode in ("pull", "push"):
-            tiers += [Tier(0, rows, "owned", (r,), mode=mode) for r in everyone]
-            tiers += [Tier(0, rows, "striped", pair, mode=mode)
-                      for pair in combinations(everyone, 2)]
-        candidates.append([entry.pieces, *((Piece(0, t.spec.dim, (x,)),) for x in tiers)])
+    candidates = [[entry.pieces, *some_placements(t, 4, seed)]
+                  for t, entry in zip(relaxation.tables, plan.tables, strict=True)]
     optimum, _ = best_of_candidates(relaxation, candidates)
     assert max(apart(tiny, load).lower_bound_us for load in loads(tiny)) <= optimum * (1 + 1e-9)
     assert plan.lower_bound_us <= optimum * (1 + 1e-9)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +17,8 @@ from oper.shmem.batch import Lookup
 from oper.shmem.publication.publisher import Publisher
 from oper.shmem.publication.reader import PublishedTables, Reader
 from oper.tables import TableSpec
+from tests.world_support import run_world
 
-ROOT = Path(__file__).resolve().parents[2]
 # Features and columns: one block and several of everything that the kernels cut into blocks.
 SHAPES = [(1, 4), (2, 16), (3, 20), (7, 64), (15, 12), (16, 33), (26, 64), (31, 128), (40, 96)]
 
@@ -63,7 +60,7 @@ def expected(pooled: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
     return torch.cat([dense.double(), *pairs], 1)
 
 
-def differences() -> tuple[list[str], str]:
+def differences(rank: int, world_size: int) -> tuple[list[str], str]:
     """Shapes that are wrong, and a digest of all bits."""
     wrong, digest = [], hashlib.sha256()
     for dtype, shapes in (("float32", SHAPES), ("int8", SHAPES[4:7]), ("float16", SHAPES[2:4])):
@@ -86,14 +83,10 @@ def differences() -> tuple[list[str], str]:
 
 
 def test_products_are_those_of_the_definition_and_equal_on_every_processor() -> None:
-    wrong, digest = differences()
+    wrong, digest = differences(0, 1)
     assert wrong == []
-    code = "from tests.shmem.test_interaction import differences as d; print(*d())"
     for kernels in ("avx2", "generic"):
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
-                              text=True, check=True,
-                              env={**os.environ, "OPER_CPU_KERNELS": kernels})
-        assert done.stdout.split() == ["[]", digest], kernels
+        assert run_world(1, differences, env={"OPER_CPU_KERNELS": kernels}) == [([], digest)]
 
 
 def test_a_sample_does_not_depend_on_its_batch_nor_on_threads() -> None:

@@ -117,6 +117,22 @@ def processes() -> Iterator[list[Process]]:
         process.end()
 
 
+@pytest.fixture
+def publisher(name: str) -> Iterator[Publisher]:
+    """In its first epoch."""
+    found = Publisher(name, plan(1), dense(0))
+    found.publish(constant(1), dense(1))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def reader(publisher: Publisher, name: str) -> Iterator[Reader]:
+    found = Reader(name)
+    yield found
+    found.close()
+
+
 @pytest.mark.parametrize("num_domains", [1, 2])
 def test_readers_see_whole_epochs_of_one_copy(num_domains: int, name: str,
                                               processes: list[Process]) -> None:
@@ -208,9 +224,8 @@ def test_a_publisher_that_dies_while_it_changes_rows_leaves_no_torn_ones(
     reader.close()
 
 
-def test_a_killed_reader_is_forgotten(name: str, processes: list[Process]) -> None:
-    publisher = Publisher(name, plan(1), dense(0))
-    publisher.publish(constant(1), dense(1))
+def test_a_killed_reader_is_forgotten(name: str, publisher: Publisher, processes: list[Process]
+                                      ) -> None:
     processes.append(Process(name, "0", "hold"))  # within an epoch
     other = Reader(name)
     publisher.publish(constant(2), dense(2))
@@ -225,7 +240,6 @@ def test_a_killed_reader_is_forgotten(name: str, processes: list[Process]) -> No
         assert (other.dense(1)["w"] == 3).all()
     other.close()
     wait_for(lambda: not publisher.readers())
-    publisher.close()
 
 
 PUBLISHER = """
@@ -277,10 +291,7 @@ def test_memory_of_the_other_buffer(name: str) -> None:
         publisher.close()
 
 
-def test_weights_that_do_not_fit_change_nothing(name: str) -> None:
-    publisher = Publisher(name, plan(1), dense(0))
-    publisher.publish(constant(1), dense(1))
-    reader = Reader(name)
+def test_weights_that_do_not_fit_change_nothing(publisher: Publisher, reader: Reader) -> None:
     nan = constant(2)
     bad: list[tuple[object, dict[str, torch.Tensor]]] = [
         (lambda n: [(0, torch.zeros(5, next(s.dim for s in SPECS if s.name == n)))], dense(2)),
@@ -295,6 +306,7 @@ def test_weights_that_do_not_fit_change_nothing(name: str) -> None:
             publisher.publish(rows, weights)  # type: ignore[arg-type]
         assert reader.epoch == 1
         assert reader.verify() == 1
+
     def one_bad(number: float, table: str = "a") -> Callable[[str], Rows]:
         def rows(name: str) -> Rows:
             for begin, values in constant(2)(name):
@@ -313,27 +325,17 @@ def test_weights_that_do_not_fit_change_nothing(name: str) -> None:
         assert reader.verify() == 1
     large = {**dense(2), "w": torch.full_like(dense(2)["w"], 3e38)}
     assert publisher.publish(one_bad(3e38), large) == 2  # the sums are not finite
-    reader.close()
-    publisher.close()
 
 
-def test_checksums_tell_damage(name: str) -> None:
-    publisher = Publisher(name, plan(1), dense(0))
-    publisher.publish(constant(1), dense(1))
-    reader = Reader(name)
+def test_checksums_tell_damage(publisher: Publisher, reader: Reader) -> None:
     assert reader.verify() == 1
     address = publisher._state.buffers[1].addresses[0]
     torch.ops.oper.segment_bytes(address, 100)[77] ^= 1
     with pytest.raises(FileFormatError, match="domain 0"):
         reader.verify()
-    reader.close()
-    publisher.close()
 
 
-def test_a_forked_child_is_no_reader_and_no_publisher(name: str) -> None:
-    publisher = Publisher(name, plan(1), dense(0))
-    publisher.publish(constant(1), dense(1))
-    reader = Reader(name)
+def test_a_forked_child_is_no_reader_and_no_publisher(publisher: Publisher, reader: Reader) -> None:
     child = os.fork()
     if child == 0:
         try:
@@ -344,15 +346,10 @@ def test_a_forked_child_is_no_reader_and_no_publisher(name: str) -> None:
     assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 7
     assert publisher.publish(constant(2), dense(2)) == 2
     assert publisher.readers() == [os.getpid()]
-    reader.close()
-    publisher.close()
 
 
-def test_threads_of_one_reader(name: str) -> None:
+def test_threads_of_one_reader(publisher: Publisher, reader: Reader) -> None:
     """Threads of one process share a place; each has its own epoch."""
-    publisher = Publisher(name, plan(1), dense(0))
-    publisher.publish(constant(1), dense(1))
-    reader = Reader(name)
     found: list[tuple[int, int, int]] = []
     threads = [threading.Thread(target=lambda: found.append(look(reader, 12))) for _ in range(3)]
     for thread in threads:
@@ -365,8 +362,6 @@ def test_threads_of_one_reader(name: str) -> None:
     with pytest.raises(OperError, match="outside of its epoch"):
         PublishedTables(reader, 0, FEATURES).lookup(
             Lookup(torch.tensor([5, 6]), torch.tensor([1, 1]), torch.tensor([0, 1]), 1))
-    reader.close()
-    publisher.close()
 
 
 def test_names_and_domains() -> None:
