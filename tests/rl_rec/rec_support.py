@@ -30,6 +30,18 @@ def invented(num_users: int = 30, num_items: int = 40, seed: int = 0, mean: int 
                         np.array(times)), DataOptions(k_core=1))
 
 
+def tastes(num_kinds: int, disliked: float = 0.0) -> Interactions:
+    """150 users of as many tastes, one item of ten of another one; item n is of taste n modulo
+    `num_kinds`. `disliked`: the share of rows without a reward."""
+    rng = np.random.default_rng(0)
+    rows = [(u + 1, 1 + num_kinds * int(i) + (
+        u % num_kinds if rng.random() < 0.9 else rng.integers(num_kinds)),
+             float(rng.random() < 1 - disliked), t) for u in range(150)
+            for t, i in enumerate((rng.random(12) ** 2 * 20).astype(int))]
+    users, items, rewards, times = (np.array(x) for x in zip(*rows, strict=True))
+    return from_log(Log(users, items, rewards.astype(np.float32), times), DataOptions(k_core=3))
+
+
 def cdt(num_users: int = 31, num_items: int = 41, seed: int = 0, **changes: Any) -> CDT4Rec:
     """A small model whose rows are large enough to matter."""
     torch.manual_seed(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from rec_support import tastes  # type: ignore[import-not-found]
 
 from oper.errors import InvalidInputError
 from oper.rl_rec.concepts import concepts_from, item_clusters
@@ -18,18 +19,12 @@ from oper.rl_rec.models.base import Histories, Recommender
 from oper.rl_rec.models.popularity import Popularity
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
 
-KINDS, ITEMS, USERS = 3, 60, 150
+KINDS = 3
 
 
 @pytest.fixture(scope="module")
 def data() -> Interactions:
-    """Users of three tastes; an item belongs to taste id % 3; a tenth of the rows is disliked."""
-    rng = np.random.default_rng(0)
-    rows = [(u + 1, 1 + 3 * int(i) + (u % KINDS if rng.random() < 0.9 else rng.integers(KINDS)),
-             float(rng.random() < 0.9), t) for u in range(USERS)
-            for t, i in enumerate((rng.random(12) ** 2 * (ITEMS // KINDS)).astype(int))]
-    users, items, rewards, times = (np.array(x) for x in zip(*rows, strict=True))
-    return from_log(Log(users, items, rewards.astype(np.float32), times), DataOptions(k_core=3))
+    return tastes(KINDS, disliked=0.1)
 
 
 class Oracle(Recommender):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rec_support import invented, sequences
+from rec_support import invented, sequences, tastes
 
 from oper.rl_rec.data.batches import training_histories
 from oper.rl_rec.harness import FitOptions, fit
@@ -206,14 +206,7 @@ def test_recvae_trains_encoder_and_decoder_in_turns() -> None:
 @pytest.mark.parametrize("name", [n for n in RECOMMENDERS if n not in WORKLOADS])
 def test_baselines_beat_popularity(name: str) -> None:
     """On users of three tastes; the same from the same seed."""
-    from test_harness import ITEMS, KINDS, USERS
-
-    from oper.rl_rec.data.interactions import DataOptions, Log, from_log
-    rng = np.random.default_rng(0)
-    rows = [(u + 1, 1 + 3 * int(i) + (u % KINDS if rng.random() < 0.9 else rng.integers(KINDS)),
-             1.0, t) for u in range(USERS)
-            for t, i in enumerate((rng.random(12) ** 2 * (ITEMS // KINDS)).astype(int))]
-    data = from_log(Log(*(np.array(x) for x in zip(*rows, strict=True))), DataOptions(k_core=3))
+    data = tastes(3)
     config = RecVAEConfig(hidden=32, dim=8, rounds=10) if name == "recvae" else None
     options = FitOptions(epochs=30, batch_size=32, lr=0.01)
     found, again = (fit(name, config, data, 1, options) for _ in range(2))

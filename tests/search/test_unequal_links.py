@@ -27,7 +27,7 @@ from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem
 from oper.topology import Topology
-from tests.search.oracle import best_of_candidates
+from tests.search.oracle import best_of_candidates, some_placements
 
 SPEEDS = st.sampled_from([0.05, 0.3, 1.0, 1.7])
 
@@ -121,19 +121,9 @@ def test_the_bound_is_below_the_optimum_of_tiny_cases(seed: int) -> None:
             machine.domains, (1.0, 0.5, 0.2), (1.0, 0.4, 1.5), strict=True)))
     specs, stats = tables_and_stats(2, 70 + seed, lengths=(4, 20, 50))
     tiny = make_problem(specs, stats, machine, batch_size=4096, allow=EVERYTHING)
-    relaxation, candidates = Relaxation(CostModel(tiny)), []
+    relaxation = Relaxation(CostModel(tiny))
     assert len(relaxation.classes.ranks) == 3
-    for t in relaxation.tables:
-        rows, everyone = t.spec.num_rows, (0, 1, 2)
-        tiers = [Tier(0, rows, "replicated", everyone), Tier(0, rows, "striped", everyone),
-                 Tier(0, rows, "striped", everyone, (5, 2, 1))]
-        for mode in ("pull", "push"):
-            tiers += [Tier(0, rows, "owned", (r,), mode=mode) for r in everyone]
-            tiers += [Tier(0, rows, "striped", everyone, w, mode) for w in ((), (5, 2, 1))]
-        half = t.spec.dim // 2
-        candidates.append([(Piece(0, t.spec.dim, (x,)),) for x in tiers] + [
-            (Piece(0, half, (x,)), Piece(half, t.spec.dim, (y,)))
-            for x, y in product(tiers[3:6], tiers) if half >= 8 and half % 4 == 0])
+    candidates = [some_placements(t, 3, seed, 50) for t in relaxation.tables]
     optimum, _ = best_of_candidates(relaxation, candidates)
     tried = [evaluate(Plan(3, tuple(table_plan(t, x) for t, x in zip(
         tiny.tables, chosen, strict=True)), tiny.objective, tiny.batch_size), tiny).step_us

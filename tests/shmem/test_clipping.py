@@ -21,12 +21,14 @@ from oper.tables import TableSpec
 from tests.optimizer_support import assert_close, train_sharded
 from tests.runtime_support import (
     Case,
+    initial_weights,
     make_steps,
     mixed_plan,
     rich_plan,
     same_bits,
     train_reference,
 )
+from tests.shmem.test_optimizers import fbgemm_peer
 
 ELEMENT, NORM = 0.02, 0.05
 
@@ -107,19 +109,14 @@ def test_some_tables_clip_and_some_do_not() -> None:
 @pytest.mark.parametrize("mean", [False, True])
 def test_equals_fbgemm(mean: bool) -> None:
     """FBGEMM's own operator with gradient_clipping, weights' gradient included."""
-    ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
-    kinds = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
     torch.manual_seed(0)
-    theirs = ops.SplitTableBatchedEmbeddingBagsCodegen(
-        [(50, 8, common.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)],
-        optimizer=kinds.EmbOptimType.EXACT_SGD, learning_rate=0.5, gradient_clipping=True,
-        max_gradient=0.3,
+    case = Case((TableSpec("t", 50, 8, ("f",)),), ("f",))
+    theirs = fbgemm_peer(
+        case, SGD(lr=0.5), gradient_clipping=True, max_gradient=0.3,
         pooling_mode=common.PoolingMode.MEAN if mean else common.PoolingMode.SUM)
-    start = torch.randn(50, 8)
-    theirs.split_embedding_weights()[0].copy_(start)
-    bag = torch.nn.EmbeddingBag(50, 8, mode="mean" if mean else "sum")
-    bag.weight.data.copy_(start)
+    bag = torch.nn.EmbeddingBag(50, 8, mode="mean" if mean else "sum",
+                                _weight=initial_weights(case)["t"])
     ours = oper.shard(bag, optimizer=oper.SGD(lr=0.5, max_gradient=0.3))
     ids, offsets = torch.randint(0, 50, (60,)), torch.arange(0, 61, 3)
     scales = [None, None] if mean else [torch.rand(60).requires_grad_()] * 2

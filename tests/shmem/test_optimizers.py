@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -170,7 +171,8 @@ FBGEMM = {"sgd": "EXACT_SGD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
           "partial_rowwise_lamb": "PARTIAL_ROWWISE_LAMB"}
 
 
-def fbgemm_peer(case: Case, optimizer: Optimizer, **options: object) -> object:
+def fbgemm_peer(case: Case, optimizer: Optimizer, **options: Any) -> Any:
+    """FBGEMM's tables with the initial weights of the case."""
     tbe = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     configs = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
     common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
