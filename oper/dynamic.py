@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import require_fields
 
 EVICTIONS = ("lru", "lfu")
 MOST_COUNTED = 255  # occurrences of keys without a row are counted in a byte
@@ -50,29 +50,25 @@ class DynamicTable:
     init_bound: float | None = None
 
     def __post_init__(self) -> None:
-        self._check("admit_after", _is_count(self.admit_after, MOST_COUNTED),
-                    f"an integer in [1, {MOST_COUNTED}]")
-        self._check("admit_probability", _is_number(self.admit_probability)
-                    and 0 < self.admit_probability <= 1, "a number in (0, 1]")
-        self._check("admit_probability", self.admit_after == 1 or self.admit_probability == 1,
-                    "1 where admit_after > 1: use one of the two")
-        self._check("eviction", self.eviction in EVICTIONS, f"one of {EVICTIONS}")
-        for name in ("half_life", "time_to_live"):
-            self._check(name, getattr(self, name) is None
-                        or _is_count(getattr(self, name), _MOST_UPDATES),
-                        f"None or an integer in [1, {_MOST_UPDATES}]")
-        self._check("half_life", self.half_life is None or self.eviction == "lfu",
-                    "None with eviction='lru', which does not use counts")
-        self._check("seed", isinstance(self.seed, int) and -1 << 63 <= self.seed < 1 << 63,
-                    "an integer of 64 bits")
-        self._check("init_bound", self.init_bound is None
-                    or (_is_number(self.init_bound) and 0 <= self.init_bound <= _MOST_FLOAT),
-                    "None or a finite float32 >= 0")
-
-    def _check(self, name: str, is_right: bool, expected: str) -> None:
-        if not is_right:
-            raise InvalidInputError(fail("invalid dynamic table", name, getattr(self, name),
-                                         expected, "correct the configuration"))
+        require_fields(
+            self, "invalid dynamic table", "correct the configuration",
+            ("admit_after", _is_count(self.admit_after, MOST_COUNTED),
+             f"an integer in [1, {MOST_COUNTED}]"),
+            ("admit_probability", _is_number(self.admit_probability)
+             and 0 < self.admit_probability <= 1, "a number in (0, 1]"),
+            ("admit_probability", self.admit_after == 1 or self.admit_probability == 1,
+             "1 where admit_after > 1: use one of the two"),
+            ("eviction", self.eviction in EVICTIONS, f"one of {EVICTIONS}"),
+            *((name, getattr(self, name) is None or _is_count(getattr(self, name), _MOST_UPDATES),
+               f"None or an integer in [1, {_MOST_UPDATES}]")
+              for name in ("half_life", "time_to_live")),
+            ("half_life", self.half_life is None or self.eviction == "lfu",
+             "None with eviction='lru', which does not use counts"),
+            ("seed", isinstance(self.seed, int) and -1 << 63 <= self.seed < 1 << 63,
+             "an integer of 64 bits"),
+            ("init_bound", self.init_bound is None
+             or (_is_number(self.init_bound) and 0 <= self.init_bound <= _MOST_FLOAT),
+             "None or a finite float32 >= 0"))
 
 
 def _is_count(value: object, most: int) -> bool:

@@ -61,3 +61,16 @@ def fail(what: str, name: str, value: object, expected: str, todo: str) -> str:
     if len(text) > 200:
         text = text[:200] + "..."
     return f"{what}: {name}={text}, expected {expected}; {todo}"
+
+
+def require(what: str, todo: str, *checks: tuple[str, object, bool, str]) -> None:
+    """Raise InvalidInputError for the first (name, value, is right, expected) that is not right."""
+    for name, value, is_right, expected in checks:
+        if not is_right:
+            raise InvalidInputError(fail(what, name, value, expected, todo))
+
+
+def require_fields(of: object, what: str, todo: str, *checks: tuple[str, bool, str]) -> None:
+    """`require` for fields of an object: (name, is right, expected)."""
+    require(what, todo, *((name, getattr(of, name), is_right, expected)
+                          for name, is_right, expected in checks))

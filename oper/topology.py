@@ -32,7 +32,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require, require_fields
 from oper.support.files import read_toml
 
 _SUFFIXES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
@@ -106,9 +106,8 @@ class Costs:
     def __post_init__(self) -> None:
         for f in fields(self):
             _check_number("invalid costs", f.name, getattr(self, f.name), at_least=0)
-        if self.warm_share > 1:
-            raise InvalidInputError(fail("invalid costs", "warm_share", self.warm_share, "0..1",
-                                         "state a share of the cache"))
+        require_fields(self, "invalid costs", "state a share of the cache",
+                       ("warm_share", self.warm_share <= 1, "0..1"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +157,12 @@ class Topology:
             _check_number(what, f"domain[{k}].cache_bytes", domain.cache_bytes, at_least=0)
         _check_number(what, "host_memory_bytes", self.host_memory_bytes, at_least=0)
         _check_number(what, "host_gbps", self.host_gbps, at_least=0)
-        if self.host_memory_bytes and not self.host_gbps:
-            raise InvalidInputError(
-                fail(what, "host_gbps", self.host_gbps, "> 0 beside host_memory_bytes",
-                     "state how fast the ranks read that memory"))
-        if self.source not in ("measured", "published", "assumed"):
-            raise InvalidInputError(
-                fail(what, "source", self.source, "measured, published or assumed",
-                     "state where the numbers come from"))
+        require_fields(
+            self, what, "state how fast the ranks read that memory, and where the numbers are from",
+            ("host_gbps", not self.host_memory_bytes or bool(self.host_gbps),
+             "> 0 beside host_memory_bytes"),
+            ("source", self.source in ("measured", "published", "assumed"),
+             "measured, published or assumed"))
 
     @property
     def world_size(self) -> int:
@@ -268,14 +265,13 @@ def _domains_of(what: str, entry: Any, first_rank: int) -> list[Domain]:
     _check_keys(what, entry, _DOMAIN_KEYS, {"memory_bytes", "read_gbps"})
     copies, ranks = entry.get("copies", 1), entry.get("ranks", 1)
     per_host, host = entry.get("per_host", copies), entry.get("host", 0)
-    for name, value, low in (("copies", copies, 1), ("ranks", ranks, 1), ("per_host", per_host, 1),
-                             ("host", host, 0)):
-        if type(value) is not int or value < low:
-            raise InvalidInputError(
-                fail(what, name, value, f"an integer >= {low}", "correct the file"))
-    if first_rank + copies * ranks > MAX_RANKS:
-        raise InvalidInputError(fail(what, "ranks of all domains", first_rank + copies * ranks,
-                                     f"at most {MAX_RANKS}", "correct the file"))
+    require(what, "correct the file", *(
+        (name, value, type(value) is int and value >= low, f"an integer >= {low}")
+        for name, value, low in (("copies", copies, 1), ("ranks", ranks, 1),
+                                 ("per_host", per_host, 1), ("host", host, 0))))
+    stop = first_rank + copies * ranks
+    require(what, "correct the file",
+            ("ranks of all domains", stop, stop <= MAX_RANKS, f"at most {MAX_RANKS}"))
     read = entry["read_gbps"]
     link = entry.get("link_gbps", read)
     return [

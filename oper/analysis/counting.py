@@ -10,7 +10,7 @@ import numpy as np
 from oper.analysis.presence import PRESENCE_SAMPLES, Lookups, PresenceSampler
 from oper.analysis.sketch import DistinctSample, HeavyHitters, sketched_stats
 from oper.analysis.tally import Tally
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require_fields
 from oper.stats import TableStats, TimeBucket
 from oper.support.native import count_distinct, merge_counts, sampled
 
@@ -43,15 +43,12 @@ class CountOptions:
     max_overhead: float | None = None
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (
-                ("dense_budget_bytes", self.dense_budget_bytes >= 0, ">= 0"),
-                ("sparse_budget_bytes", self.sparse_budget_bytes >= 0, ">= 0"),
-                ("max_overhead", self.max_overhead is None or 0 < self.max_overhead <= 1,
-                 "a share above 0, or None")):
-            if not ok:
-                raise InvalidInputError(
-                    fail("cannot count lookups", name, getattr(self, name), expected,
-                         "change this field of CountOptions"))
+        require_fields(
+            self, "cannot count lookups", "change this field of CountOptions",
+            ("dense_budget_bytes", self.dense_budget_bytes >= 0, ">= 0"),
+            ("sparse_budget_bytes", self.sparse_budget_bytes >= 0, ">= 0"),
+            ("max_overhead", self.max_overhead is None or 0 < self.max_overhead <= 1,
+             "a share above 0, or None"))
 
     def dense_tables(self, num_rows: Sequence[int]) -> list[bool]:
         """Which tables get a dense counter: the smallest ones first, while the budget lasts."""

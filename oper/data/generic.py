@@ -9,7 +9,7 @@ from typing import Any
 from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
 from oper.data.recipe import KINDS, TRANSFORMS, Layout, Recipe, recipe_from_dict
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require
 
 GENERIC = ("csv", "parquet")
 
@@ -62,17 +62,14 @@ def generic_recipe(kind: str, choice: Choice) -> Recipe:
             fail(f"cannot read {kind} files", "sparse columns", list(choice.sparse),
                  "at least one", "name the id columns with --sparse a,b,c"))
     what = f"cannot read {kind} files"
-    for name, given, ok, needs in (
+    require(what, "give the others, or leave it out",
             ("threshold, among", (choice.threshold, list(choice.among)),
              (choice.threshold is None) + (not choice.among) + (choice.label is not None) > 1,
              "one of them, with a label"),
             ("join, join-on", (choice.join, choice.join_on),
              bool(choice.join) == bool(choice.join_on) == bool(
                  choice.join_sparse or choice.join_dense),
-             "a file, its key and columns, or none of them")):
-        if not ok:
-            raise InvalidInputError(
-                fail(what, name, given, needs, "give the others, or leave it out"))
+             "a file, its key and columns, or none of them"))
     columns: list[dict[str, Any]] = []
     if choice.label is not None:
         columns.append({"name": "label", "kind": "label", "source": [choice.label]})

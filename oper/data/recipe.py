@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require
 from oper.support.files import datasets_root, read_toml
 
 KINDS = {  # kind of column: ways to parse it, the first one being the default
@@ -448,9 +448,7 @@ def check_recipe(what: str, recipe: Recipe) -> None:
         checks += [*_layout_checks(layout, recipe), (
             "columns", output, sorted(output) == sorted(outputs[0]),
             "the same label, dense and sparse columns in every layout")]
-    for name, value, ok, expected in checks:
-        if not ok:
-            raise InvalidInputError(fail(what, name, value, expected, "correct the recipe"))
+    require(what, "correct the recipe", *checks)
 
 
 def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bool, str]]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require_fields
 from oper.rl_rec.data.batches import Batches, Share, num_batches
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.intervals import Interval, bootstrap, difference
@@ -52,14 +52,11 @@ class FitOptions:
     chosen_by: str = "ndcg@10"
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "lr", "max_norm", "eval_every", "patience"):
-            if not getattr(self, name) > 0:
-                raise InvalidInputError(fail("invalid options", name, getattr(self, name), "> 0",
-                                             "choose a positive value"))
-        if self.chosen_by not in self.metrics.names():
-            raise InvalidInputError(fail("invalid options", "chosen_by", self.chosen_by,
-                                         f"one of {self.metrics.names()}",
-                                         "choose by something that is measured"))
+        positive = ("epochs", "batch_size", "lr", "max_norm", "eval_every", "patience")
+        require_fields(self, "invalid options", "change this field of FitOptions",
+                       *((name, getattr(self, name) > 0, "> 0") for name in positive),
+                       ("chosen_by", self.chosen_by in self.metrics.names(),
+                        f"one of {self.metrics.names()}, which are measured"))
 
 
 @dataclass(frozen=True, slots=True)

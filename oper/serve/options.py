@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import require_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,7 @@ class BatchOptions:
     max_queued: int = 16_384
 
     def __post_init__(self) -> None:
-        for name, least in (("max_samples", 1), ("max_wait_ms", 0), ("max_queued", 1)):
-            value = getattr(self, name)
-            if not least <= value < float("inf"):
-                raise InvalidInputError(fail("invalid batching", name, value, f">= {least}",
-                                             "choose a value in this range"))
+        _check(self, "invalid batching", max_samples=1, max_wait_ms=0, max_queued=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +61,13 @@ class ServeOptions:
     spin_us: float = 0.0
 
     def __post_init__(self) -> None:
-        least = {"port": 0, "workers": 1, "threads": 1, "max_bytes": 1, "max_connections": 1,
-                 "keep_alive_s": 1, "read_s": 0.1, "drain_s": 0, "start_s": 0.1,
-                 "spin_us": 0}
-        for name, value in least.items():
-            if not value <= getattr(self, name) < float("inf"):
-                raise InvalidInputError(fail("invalid serving options", name, getattr(self, name),
-                                             f">= {value}", "choose a value in this range"))
-        if self.port > 65535:
-            raise InvalidInputError(fail("invalid serving options", "port", self.port,
-                                         "<= 65535", "choose a lower port, or 0 for any free one"))
+        what = "invalid serving options"
+        _check(self, what, port=0, workers=1, threads=1, max_bytes=1, max_connections=1,
+               keep_alive_s=1, read_s=0.1, drain_s=0, start_s=0.1, spin_us=0)
+        require_fields(self, what, "choose a lower port, or 0 for any free one",
+                       ("port", self.port <= 65535, "<= 65535"))
+
+
+def _check(options: BatchOptions | ServeOptions, what: str, **least: float) -> None:
+    require_fields(options, what, "choose a value in this range", *(
+        (n, x <= getattr(options, n) < float("inf"), f">= {x}") for n, x in least.items()))

@@ -275,15 +275,7 @@ def _with_model(values: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str) or name not in WORKLOADS:
             raise _bad("model.name", name, f"one of {['dlrm', *WORKLOADS]}")
         kind = WORKLOADS[name].config
-    try:
-        model = _build(kind, section, "model.")
-    except InvalidInputError:
-        raise
-    except ValueError as error:  # models outside this package's errors
-        raise InvalidInputError(f"invalid training configuration: model.{error}; change it "
-                                "in the section [model], or with --set model.KEY=VALUE"
-                                ) from None
-    return {**values, "model_name": name, "model": model}
+    return {**values, "model_name": name, "model": _build(kind, section, "model.")}
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, str]:

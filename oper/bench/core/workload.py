@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oper.data.generate.ids import power_law_ids
-from oper.errors import InvalidInputError, fail
+from oper.errors import require_fields
 from oper.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -48,15 +48,13 @@ class Workload:
     lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.lengths and (len(self.lengths) != len(self.num_rows) or min(self.lengths) < 1
-                             or max(self.lengths) != self.pooling):
-            raise InvalidInputError(fail("invalid workload", "lengths", self.lengths,
-                                         f"one >= 1 per table, at most {self.pooling} = pooling",
-                                         "give one length per table"))
-        for name in ("dim", "batch_size", "pooling"):
-            if getattr(self, name) < 1:
-                raise InvalidInputError(fail("invalid workload", name, getattr(self, name), ">= 1",
-                                             "choose a positive value"))
+        require_fields(
+            self, "invalid workload", "change this field of Workload",
+            ("lengths", not self.lengths or (
+                len(self.lengths) == len(self.num_rows) and min(self.lengths) >= 1
+                and max(self.lengths) == self.pooling),
+             f"one >= 1 per table, at most {self.pooling} = pooling"),
+            *((n, getattr(self, n) >= 1, ">= 1") for n in ("dim", "batch_size", "pooling")))
 
     @property
     def name(self) -> str:

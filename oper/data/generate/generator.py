@@ -14,7 +14,7 @@ from oper.analysis.presence import Lookups
 from oper.data.generate import published
 from oper.data.generate.ids import holders, mix64, scatter_ids, uniform64
 from oper.data.generate.popularity import Popularity, from_stats, power_law
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require, require_fields
 from oper.stats import AccessStats, TableStats
 from oper.support.files import read_toml
 
@@ -106,9 +106,8 @@ class Workload:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**32:
-            raise InvalidInputError(fail("invalid workload", "seed", self.seed, "0 <= seed < 2^32",
-                                         "choose a seed in this range"))
+        require_fields(self, "invalid workload", "choose a seed in this range",
+                       ("seed", 0 <= self.seed < 2**32, "0 <= seed < 2^32"))
 
     def batches(self, num_samples: int, batch_size: int
                 ) -> Iterator[tuple[int, dict[str, Lookups]]]:
@@ -117,10 +116,9 @@ class Workload:
         A batch lies within one day. The lookups can be counted by `oper.collect` as
         ``{name: (x.ids, x.lengths)}``.
         """
-        for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
-            if value < 1:
-                raise InvalidInputError(fail("cannot draw lookups", name, value, ">= 1",
-                                             "choose a value in this range"))
+        require("cannot draw lookups", "choose a value in this range",
+                ("num_samples", num_samples, num_samples >= 1, ">= 1"),
+                ("batch_size", batch_size, batch_size >= 1, ">= 1"))
         for day in range(self.num_days):
             begin = num_samples * day // self.num_days
             end = num_samples * (day + 1) // self.num_days

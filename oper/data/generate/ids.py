@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import require
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
@@ -96,12 +96,9 @@ def power_law_ids(
     Returns:
         int64 [size], in 0..num_rows-1.
     """
-    what = "cannot draw ids"
-    for name, value, least in (("num_rows", num_rows, 1), ("size", size, 0),
-                               ("exponent", exponent, 0)):
-        if value < least:
-            raise InvalidInputError(fail(what, name, value, f">= {least}",
-                                         "choose a value in this range"))
+    require("cannot draw ids", "choose a value in this range",
+            ("num_rows", num_rows, num_rows >= 1, ">= 1"), ("size", size, size >= 0, ">= 0"),
+            ("exponent", exponent, exponent >= 0, ">= 0"))
     uniform = rng.random(size)
     if exponent == 1:
         ranks = np.exp(uniform * np.log(num_rows + 1.0))

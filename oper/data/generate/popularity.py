@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require
 from oper.stats import TableStats
 
 _EXPLICIT = 512      # hottest ranks of a power law, each a level of its own
@@ -75,17 +75,14 @@ def power_law(num_rows: int, exponent: float, shift: float = 0.0, heavy: Sequenc
     stream. Ranks beyond the 512th go in levels whose ranks differ by 1 %.
     """
     num_tail = num_rows - len(heavy)
-    checks: tuple[tuple[str, object, bool, str], ...] = (
+    require(
+        "invalid popularity", "choose a value in this range",
         ("num_rows", num_rows, 1 <= num_rows <= 1 << 53 and num_tail >= 0,
          "at least the heavy rows, and whole in a float"),
         ("exponent", exponent, 0 <= exponent <= 10, "0..10"),
         ("shift", shift, 0 <= shift < 1e12, ">= 0"),
         ("heavy", list(heavy), all(h > 0 for h in heavy) and sum(heavy) <= 1 + 1e-9,
          "shares that sum to at most 1"))
-    for name, value, ok, expected in checks:
-        if not ok:
-            raise InvalidInputError(fail("invalid popularity", name, value, expected,
-                                         "choose a value in this range"))
     rows = [np.ones(len(heavy), np.int64)]
     weight = [np.asarray(heavy, np.float64)]
     if num_tail:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from oper.data.generate.ids import holders, mix64, power_law_ids, uniform64
 from oper.data.preprocessing.manifest import ABOUT_SUFFIX
-from oper.errors import InvalidInputError, fail
+from oper.errors import require_fields
 from oper.support.files import atomic_write, write_text
 
 NUM_DENSE, NUM_DAYS = 13, 7
@@ -60,20 +60,15 @@ class SyntheticLog:
     drift: float = 0.1
 
     def __post_init__(self) -> None:
-        what = "cannot make a synthetic log"
-        checks: tuple[tuple[str, bool, str], ...] = (
+        require_fields(
+            self, "cannot make a synthetic log", "choose a value in this range",
             ("num_rows", self.num_rows >= 1, ">= 1"),
             ("seed", self.seed >= 0, ">= 0"),
             ("cardinalities", len(self.cardinalities) == 26 and min(self.cardinalities) >= 1
              and max(self.cardinalities) <= 2**31, "26 numbers in 1..2^31"),
             ("click_rate", 0 < self.click_rate < 1, "between 0 and 1"),
             ("effect", self.effect >= 0, ">= 0"),
-            ("drift", 0 <= self.drift <= 1, "0..1"),
-        )
-        for name, ok, expected in checks:
-            if not ok:
-                raise InvalidInputError(
-                    fail(what, name, getattr(self, name), expected, "choose a value in this range"))
+            ("drift", 0 <= self.drift <= 1, "0..1"))
 
 
 def write_synthetic_log(

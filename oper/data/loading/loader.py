@@ -17,7 +17,7 @@ from oper.data.folder import Folder
 from oper.data.loading.groups import RowGroups
 from oper.data.loading.kjt import Assembly
 from oper.data.loading.windows import EpochOrder, WindowReader
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require, require_fields
 
 _STATE_KIND, _STATE_VERSION = "oper-loader", 1
 
@@ -72,16 +72,13 @@ class LoaderOptions:
                 ("batch_size", self.batch_size, 1, top), ("window", self.window, 0, top),
                 ("seed", self.seed, 0, (1 << 64) - 1), ("world_size", world_size, 1, top),
                 ("rank", self.rank or 0, 0, world_size - 1), ("prefetch", self.prefetch, 0, 64)):
-            if type(value) is not int or not least <= value <= most:
-                raise InvalidInputError(
-                    fail(what, name, value, f"an integer in {least}..{most}",
-                         "choose an integer in this range"))
-        if self.share not in ("rows", "batches"):
-            raise InvalidInputError(fail(what, "share", self.share, "rows or batches",
-                                         "choose one of these"))
-        if self.group_by and not self.window:
-            raise InvalidInputError(fail(what, "group_by", self.group_by, "a window > 0",
-                                         "rows are grouped within a window: give one"))
+            require(what, "choose an integer in this range",
+                    (name, value, type(value) is int and least <= value <= most,
+                     f"an integer in {least}..{most}"))
+        require_fields(self, what, "change this field of LoaderOptions",
+                       ("share", self.share in ("rows", "batches"), "rows or batches"),
+                       ("group_by", not self.group_by or bool(self.window),
+                        "a window > 0, within which rows are grouped"))
 
 
 class Loader(IterableDataset):  # type: ignore[type-arg]

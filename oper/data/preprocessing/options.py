@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from fractions import Fraction
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require, require_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +61,14 @@ class PreprocessOptions:
                             ("num_workers", 1), ("num_ray_workers", 0), ("row_group_rows", 1),
                             ("part_rows", 1), ("unit_bytes", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise InvalidInputError(fail(what, name, value, f">= {least}",
-                                             "choose a value in this range"))
-        if self.compression not in ("none", "zstd"):
-            raise InvalidInputError(
-                fail(what, "compression", self.compression, "none or zstd", "choose one of these"))
-        if self.hash_rows is not None and (self.max_rows is not None or self.hash_rows > 2**31 - 1):
-            raise InvalidInputError(
-                fail(what, "hash_rows", self.hash_rows, "below 2^31 and without max_rows",
-                     "choose one of them"))
+            require(what, "choose a value in this range",
+                    (name, value, value is None or value >= least, f">= {least}"))
+        require_fields(
+            self, what, "choose one of these",
+            ("compression", self.compression in ("none", "zstd"), "none or zstd"),
+            ("hash_rows", self.hash_rows is None
+             or (self.max_rows is None and self.hash_rows <= 2**31 - 1),
+             "below 2^31 and without max_rows"))
         own = {n: v for n in ("min_count", "max_rows", "hash_rows") if (v := getattr(self, n))}
         if self.vocabulary is not None and own:
             raise InvalidInputError(

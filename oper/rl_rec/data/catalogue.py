@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.data.generate.popularity import power_law
-from oper.errors import InvalidInputError, fail
+from oper.errors import require_fields
 from oper.rl_rec.data.interactions import HeldOut, Interactions
 
 
@@ -35,15 +35,13 @@ class Catalogue:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (
-                ("num_items", self.num_items == 0 or self.num_items >= 2, "0 or >= 2"),
-                ("num_users", self.num_users >= 1, ">= 1"), ("length", self.length >= 3, ">= 3"),
-                ("exponent", 0 <= self.exponent <= 10, "0..10"),
-                ("again", 0 <= self.again <= 1, "0..1"), ("clicked", 0 < self.clicked <= 1, "0..1"),
-                ("seed", self.seed >= 0, ">= 0")):
-            if not ok:
-                raise InvalidInputError(fail("invalid catalogue", name, getattr(self, name),
-                                             expected, "choose a value in that range"))
+        require_fields(
+            self, "invalid catalogue", "choose a value in that range",
+            ("num_items", self.num_items == 0 or self.num_items >= 2, "0 or >= 2"),
+            ("num_users", self.num_users >= 1, ">= 1"), ("length", self.length >= 3, ">= 3"),
+            ("exponent", 0 <= self.exponent <= 10, "0..10"),
+            ("again", 0 <= self.again <= 1, "0..1"), ("clicked", 0 < self.clicked <= 1, "0..1"),
+            ("seed", self.seed >= 0, ">= 0"))
 
 
 def invent(catalogue: Catalogue) -> Interactions:

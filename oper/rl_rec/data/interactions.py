@@ -14,7 +14,7 @@ import numpy as np
 
 from oper.data import Folder
 from oper.data.folder import SPLITS
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require_fields
 
 PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time", "held_out_users")
 REPEATS = ("first", "keep")
@@ -66,23 +66,18 @@ class DataOptions:
     def __post_init__(self) -> None:
         shares = self.valid + self.test
         users = self.protocol == "held_out_users" and self.valid >= 1 and self.test >= 1
-        for name, ok, expected in (
-                ("k_core", self.k_core >= 1, ">= 1"), ("item_core", self.item_core >= 0, ">= 0"),
-                ("only", self.only in ("all", "positive"), "'all' or 'positive'"),
-                ("fold_in", 0 < self.fold_in < 1, "a share between 0 and 1"),
-                ("seed", self.seed >= 0, ">= 0"),
-                ("protocol", self.protocol in PROTOCOLS, f"one of {PROTOCOLS}"),
-                ("repeats", self.repeats in REPEATS, f"one of {REPEATS}"),
-                ("basket", bool(self.basket) == (self.protocol == "leave_last_baskets"),
-                 "a column with protocol='leave_last_baskets', and none with another"),
-                ("valid", users or 0 < self.valid < 1, "a share between 0 and 1"),
-                ("test", users or (0 < self.test < 1 and shares < 1),
-                 "a share, with valid below 1")):
-            if not ok:
-                raise InvalidInputError(fail("invalid data options", name, getattr(self, name),
-                                             expected,
-                                             "change the section [interactions] of the "
-                                             "configuration"))
+        require_fields(
+            self, "invalid data options", "change the section [interactions] of the configuration",
+            ("k_core", self.k_core >= 1, ">= 1"), ("item_core", self.item_core >= 0, ">= 0"),
+            ("only", self.only in ("all", "positive"), "'all' or 'positive'"),
+            ("fold_in", 0 < self.fold_in < 1, "a share between 0 and 1"),
+            ("seed", self.seed >= 0, ">= 0"),
+            ("protocol", self.protocol in PROTOCOLS, f"one of {PROTOCOLS}"),
+            ("repeats", self.repeats in REPEATS, f"one of {REPEATS}"),
+            ("basket", bool(self.basket) == (self.protocol == "leave_last_baskets"),
+             "a column with protocol='leave_last_baskets', and none with another"),
+            ("valid", users or 0 < self.valid < 1, "a share between 0 and 1"),
+            ("test", users or (0 < self.test < 1 and shares < 1), "a share, with valid below 1"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

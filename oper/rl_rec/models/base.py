@@ -14,6 +14,16 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from oper.errors import require
+
+
+def check_fields(config: object, *checks: tuple[str, bool, str]) -> None:
+    """Raise InvalidInputError for the first (field, is right, expected) that is not right."""
+    require("invalid training configuration",
+            "change it in the section [model], or with --set model.KEY=VALUE",
+            *((f"model.{name}", getattr(config, name), is_right, expected)
+              for name, is_right, expected in checks))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histories:

@@ -54,6 +54,7 @@ from oper.rl_rec.models.base import (
     NegativeSampler,
     Recommender,
     Sequences,
+    check_fields,
     item_table,
     last,
     look_up,
@@ -107,26 +108,24 @@ class CDT4RecConfig:
     target_quantile: float = 0.9
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (
-                ("dim", self.dim >= 1, ">= 1"),
-                ("user_dim", self.user_dim >= 0, ">= 0"),
-                ("layers", self.layers >= 1, ">= 1"),
-                ("heads", self.heads >= 1 and self.dim % max(1, self.heads) == 0,
-                 f">= 1 and a divisor of dim={self.dim}"),
-                ("steps", self.steps >= 1, ">= 1"), ("window", self.window >= 1, ">= 1"),
-                ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
-                ("backbone", self.backbone in BACKBONES, f"one of {BACKBONES}"),
-                ("negatives", self.negatives >= 0, ">= 0"),
-                ("reward_weight", 0 <= self.reward_weight < float("inf"), ">= 0"),
-                ("reward_loss", self.reward_loss in REWARD_LOSSES, f"one of {REWARD_LOSSES}"),
-                ("returns", self.returns == "logged" or (
-                    self.returns == "estimated" and self.backbone == "causal"
-                    and self.reward_weight > 0),
-                 "logged, or estimated with the causal backbone and reward_weight > 0"),
-                ("gamma", 0 < self.gamma <= 1, "0 < gamma <= 1"),
-                ("target_quantile", 0 <= self.target_quantile <= 1, "0..1")):
-            if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}, expected {expected}")
+        check_fields(
+            self, ("dim", self.dim >= 1, ">= 1"),
+            ("user_dim", self.user_dim >= 0, ">= 0"),
+            ("layers", self.layers >= 1, ">= 1"),
+            ("heads", self.heads >= 1 and self.dim % max(1, self.heads) == 0,
+             f">= 1 and a divisor of dim={self.dim}"),
+            ("steps", self.steps >= 1, ">= 1"), ("window", self.window >= 1, ">= 1"),
+            ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
+            ("backbone", self.backbone in BACKBONES, f"one of {BACKBONES}"),
+            ("negatives", self.negatives >= 0, ">= 0"),
+            ("reward_weight", 0 <= self.reward_weight < float("inf"), ">= 0"),
+            ("reward_loss", self.reward_loss in REWARD_LOSSES, f"one of {REWARD_LOSSES}"),
+            ("returns", self.returns == "logged" or (
+                self.returns == "estimated" and self.backbone == "causal"
+                and self.reward_weight > 0),
+             "logged, or estimated with the causal backbone and reward_weight > 0"),
+            ("gamma", 0 < self.gamma <= 1, "0 < gamma <= 1"),
+            ("target_quantile", 0 <= self.target_quantile <= 1, "0..1"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from oper.rl_rec.models.base import Histories, Recommender
+from oper.rl_rec.models.base import Histories, Recommender, check_fields
 from oper.rl_rec.models.item_to_item import interaction_matrix
 
 _BLOCK = 1024  # systems of equations that are solved at once
@@ -45,12 +45,9 @@ class IALSConfig:
     std: float = 0.1
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (
-                ("dim", self.dim >= 1, ">= 1"), ("alpha", self.alpha > 0, "> 0"),
-                ("l2", self.l2 > 0, "> 0"), ("nu", self.nu >= 0, ">= 0"),
-                ("sweeps", self.sweeps >= 1, ">= 1"), ("std", self.std > 0, "> 0")):
-            if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}, expected {expected}")
+        check_fields(self, ("dim", self.dim >= 1, ">= 1"), ("alpha", self.alpha > 0, "> 0"),
+                     ("l2", self.l2 > 0, "> 0"), ("nu", self.nu >= 0, ">= 0"),
+                     ("sweeps", self.sweeps >= 1, ">= 1"), ("std", self.std > 0, "> 0"))
 
 
 class IALS(Recommender):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from oper.rl_rec.models.autoencoders.item_tables import positives, rows_of
-from oper.rl_rec.models.base import Histories, Recommender
+from oper.rl_rec.models.base import Histories, Recommender, check_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,7 @@ class EASEConfig:
     l2: float = 250.0
 
     def __post_init__(self) -> None:
-        if not self.l2 > 0:
-            raise ValueError(f"l2={self.l2!r}, expected > 0")
+        check_fields(self, ("l2", self.l2 > 0, "> 0"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,8 @@ class ItemKNNConfig:
     shrink: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (("neighbours", self.neighbours >= 1, ">= 1"),
-                                   ("shrink", self.shrink >= 0, ">= 0")):
-            if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}, expected {expected}")
+        check_fields(self, ("neighbours", self.neighbours >= 1, ">= 1"),
+                     ("shrink", self.shrink >= 0, ">= 0"))
 
 
 def interaction_matrix(histories: Histories, num_items: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from oper.rl_rec.models.base import (
     NegativeSampler,
     Recommender,
     Sequences,
+    check_fields,
     item_table,
     last,
     look_up,
@@ -60,17 +61,15 @@ class NextItemConfig:
     targets: str = "positive"
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (
-                ("dim", self.dim >= 1, ">= 1"), ("layers", self.layers >= 1, ">= 1"),
-                ("steps", self.steps >= 1, ">= 1"), ("window", self.window >= 0, ">= 0"),
-                ("window", self.steps + self.window >= 2, ">= 1 where steps is 1"),
-                ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
-                ("negatives", self.negatives >= 0, ">= 0"),
-                ("loss", self.loss in LOSSES, f"one of {LOSSES}"),
-                ("calibration", 0 <= self.calibration <= 1, "0..1"),
-                ("targets", self.targets in TARGETS, f"one of {TARGETS}")):
-            if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}, expected {expected}")
+        check_fields(
+            self, ("dim", self.dim >= 1, ">= 1"), ("layers", self.layers >= 1, ">= 1"),
+            ("steps", self.steps >= 1, ">= 1"), ("window", self.window >= 0, ">= 0"),
+            ("window", self.steps + self.window >= 2, ">= 1 where steps is 1"),
+            ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
+            ("negatives", self.negatives >= 0, ">= 0"),
+            ("loss", self.loss in LOSSES, f"one of {LOSSES}"),
+            ("calibration", 0 <= self.calibration <= 1, "0..1"),
+            ("targets", self.targets in TARGETS, f"one of {TARGETS}"))
 
 
 class NextItem(Recommender):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from oper.rl_rec.models.base import check_fields
 from oper.rl_rec.models.next_item import NextItem, NextItemConfig
 from oper.rl_rec.models.transformer import Block
 
@@ -29,9 +30,8 @@ class SASRecConfig(NextItemConfig):
 
     def __post_init__(self) -> None:
         NextItemConfig.__post_init__(self)
-        if self.heads < 1 or self.dim % self.heads:
-            raise ValueError(f"heads={self.heads!r}, expected >= 1 and a divisor of "
-                             f"dim={self.dim}")
+        check_fields(self, ("heads", self.heads >= 1 and self.dim % self.heads == 0,
+                            f">= 1 and a divisor of dim={self.dim}"))
 
 
 class SASRec(NextItem):

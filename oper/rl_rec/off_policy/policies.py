@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require
 from oper.rl_rec.models.base import Histories, Recommender
 from oper.rl_rec.off_policy.log import LoggedBandit
 
@@ -30,11 +30,9 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
         raise InvalidInputError(fail("cannot make a policy", "scores", scores.shape,
                                      "numbers [N, num_actions] with finite row maxima",
                                      "look for NaN"))
-    for name, ok, value, expected in (("temperature", 0 <= temperature < np.inf, temperature,
-                                       ">= 0"), ("uniform", 0 <= uniform <= 1, uniform, "0..1")):
-        if not ok:
-            raise InvalidInputError(fail("cannot make a policy", name, value, expected,
-                                         "choose another value"))
+    require("cannot make a policy", "choose another value",
+            ("temperature", temperature, 0 <= temperature < np.inf, ">= 0"),
+            ("uniform", uniform, 0 <= uniform <= 1, "0..1"))
     apart = scores - scores.max(1, keepdims=True)
     chosen = np.exp(apart / temperature) if temperature else (apart == 0).astype(np.float64)
     chosen /= chosen.sum(1, keepdims=True)

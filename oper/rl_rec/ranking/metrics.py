@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require_fields
 from oper.rl_rec.ranking.jagged import Jagged
 
 METRICS = ("precision", "recall", "ndcg", "hit_rate", "mrr")
@@ -105,12 +105,10 @@ class MetricOptions:
     recall: str = "all"
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (
-                ("ks", len(self.ks) > 0 and min(self.ks, default=0) >= 1, "cut-offs >= 1"),
-                ("recall", self.recall in ("all", "min"), "'all' or 'min'")):
-            if not ok:
-                raise InvalidInputError(fail("cannot measure rankings", name, getattr(self, name),
-                                             expected, "change the metrics' options"))
+        require_fields(
+            self, "cannot measure rankings", "change the metrics' options",
+            ("ks", len(self.ks) > 0 and min(self.ks, default=0) >= 1, "cut-offs >= 1"),
+            ("recall", self.recall in ("all", "min"), "'all' or 'min'"))
 
     def names(self) -> list[str]:
         """Of the metrics, e.g. ``"ndcg@10"``."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.errors import PlanInfeasibleError, fail, require_fields
 from oper.plan import Plan
 from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
@@ -56,21 +56,14 @@ class LatencyGoal:
     max_batch: int = 1024
 
     def __post_init__(self) -> None:
-        numbers = {"request_rate": self.request_rate, "bound_ms": self.bound_ms}
-        for name, value in numbers.items():
-            if not 0 < value < math.inf:
-                raise InvalidInputError(fail("invalid latency goal", name, value,
-                                             "> 0 and finite",
-                                             "state the request rate in samples per second and "
-                                             "the bound in milliseconds"))
-        if len(self.dense_us) != 2 or not all(0 <= x < math.inf for x in self.dense_us):
-            raise InvalidInputError(fail("invalid latency goal", "dense_us", self.dense_us,
-                                         "two numbers >= 0: fixed, per sample",
-                                         "state the dense compute of a batch in microseconds, "
-                                         "as FIXED,PER_SAMPLE"))
-        if not 1 <= self.max_batch <= 1 << 16:
-            raise InvalidInputError(fail("invalid latency goal", "max_batch", self.max_batch,
-                                         "1..65536", "choose a batch size in that range"))
+        require_fields(
+            self, "invalid latency goal", "state the request rate in samples per second, the bound "
+            "in milliseconds, the dense compute of a batch in microseconds as FIXED,PER_SAMPLE",
+            ("request_rate", 0 < self.request_rate < math.inf, "> 0 and finite"),
+            ("bound_ms", 0 < self.bound_ms < math.inf, "> 0 and finite"),
+            ("dense_us", len(self.dense_us) == 2 and all(0 <= x < math.inf for x in self.dense_us),
+             "two numbers >= 0: fixed, per sample"),
+            ("max_batch", 1 <= self.max_batch <= 1 << 16, "a batch size in 1..65536"))
 
 
 @dataclass(frozen=True, slots=True)

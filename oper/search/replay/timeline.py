@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import require_fields
 from oper.search.cost.model import Phase
 from oper.search.problem.machine import CROSS_IN, CROSS_OUT, LINK_IN, LINK_OUT, TERMS
 from oper.search.replay.realized import StepLoad
@@ -73,11 +73,9 @@ class Schedule:
     in_flight: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("dense_us", 0), ("in_flight", 1)):
-            value = getattr(self, name)
-            if not (value >= least and value < float("inf")):
-                raise InvalidInputError(fail("cannot replay steps", name, value, f">= {least}",
-                                             "choose a finite number in that range"))
+        require_fields(self, "cannot replay steps", "choose a finite number in that range",
+                       ("dense_us", 0 <= self.dense_us < float("inf"), ">= 0"),
+                       ("in_flight", 1 <= self.in_flight < float("inf"), ">= 1"))
 
 
 @dataclass(slots=True, eq=False)

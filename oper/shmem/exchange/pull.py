@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import require
 from oper.shmem.batch import Lookup
 from oper.shmem.memory.numa import find_nodes, near_domain
 from oper.shmem.protocol import Tables
@@ -40,11 +40,9 @@ class PullCosts:
     per_copied_byte: float = 0.05
 
     def __post_init__(self) -> None:
-        for name, value in zip(("extra_per_byte", "per_id", "per_copied_byte"), astuple(self),
-                               strict=True):
-            if not 0 <= value < float("inf"):
-                raise InvalidInputError(fail("invalid costs of pulled rows", name, value,
-                                             "a number >= 0", "pass a finite number >= 0"))
+        require("invalid costs of pulled rows", "pass a finite number >= 0", *(
+            (name, value, 0 <= value < float("inf"), "a number >= 0")
+            for name, value in asdict(self).items()))
 
 
 class Duplication(NamedTuple):

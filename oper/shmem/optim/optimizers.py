@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, PlanError, fail
+from oper.errors import InvalidInputError, PlanError, fail, require
 from oper.tables import OPTIMIZERS, TableSpec
 
 MAX_DIM = 1024
@@ -252,15 +252,13 @@ def _is_fp32(value: Any) -> bool:
 
 def _check(optimizer: Clipping, **values: Any) -> None:
     what = f"invalid {type(optimizer).__name__}"
-    for name, value in values.items():
-        if not _is_fp32(value) or value < 0:
-            raise InvalidInputError(fail(what, name, value, "a number >= 0 that fp32 holds",
-                                         "pass a finite number >= 0"))
+    require(what, "pass a finite number >= 0", *(
+        (name, value, _is_fp32(value) and value >= 0, "a number >= 0 that fp32 holds")
+        for name, value in values.items()))
     for name in ("max_gradient", "max_row_norm"):
         limit = getattr(optimizer, name)
-        if limit is not None and not (_is_fp32(limit) and limit > 0):
-            raise InvalidInputError(fail(what, name, limit, "> 0, or None",
-                                         "pass a positive number, or None for no limit"))
+        require(what, "pass a positive number, or None for no limit",
+                (name, limit, limit is None or (_is_fp32(limit) and limit > 0), "> 0, or None"))
 
 
 def check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimizer] | None

@@ -68,7 +68,7 @@ from oper.rl_rec.models.autoencoders.item_tables import (
     rows_of,
     sample,
 )
-from oper.rl_rec.models.base import Histories, Recommender
+from oper.rl_rec.models.base import Histories, Recommender, check_fields
 
 LAYERS = ("linear", "nonlinear")
 SIMILARITIES = ("cosine", "dot")
@@ -128,16 +128,14 @@ class CaDVAEConfig:
     sampled: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("layer", self.layer, LAYERS),
-                                     ("similarity", self.similarity, SIMILARITIES),
-                                     ("concepts", self.concepts, ("clusters", "learned")),
-                                     ("graph", self.graph, ("fit", "free", "none"))):
-            if value not in allowed:
-                raise ValueError(f"model.{name} = {value!r}: expected one of {allowed}")
+        for name, allowed in (("layer", LAYERS), ("similarity", SIMILARITIES),
+                              ("concepts", ("clusters", "learned")),
+                              ("graph", ("fit", "free", "none"))):
+            check_fields(self, (name, getattr(self, name) in allowed, f"one of {allowed}"))
         check_config(self, "num_concepts", "hidden", "dim", "temperature", "prior_std", "label_std")
-        if self.layer == "nonlinear" and self.graph == "free":
-            raise ValueError("model.graph = 'free': the non-linear layer follows a topological "
-                             "order; expected 'fit', 'none', or a given graph")
+        check_fields(self, ("graph", self.layer == "linear" or self.graph != "free",
+                            "'fit', 'none', or a given graph with the non-linear layer, which "
+                            "follows a topological order"))
 
 
 @dataclass(frozen=True, slots=True)

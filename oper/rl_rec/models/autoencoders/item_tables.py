@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oper.rl_rec.models.base import Histories, NegativeSampler
+from oper.rl_rec.models.base import Histories, NegativeSampler, check_fields
 
 
 class ItemBags(nn.Module):
@@ -94,14 +94,10 @@ class ItemRows(nn.Module):
 
 
 def check_config(config: Any, *positive: str) -> None:
-    """ValueError for a configuration whose `positive` fields, dropout or sampled cannot be."""
-    for name in positive:
-        if not getattr(config, name) > 0:
-            raise ValueError(f"model.{name} = {getattr(config, name)}: expected > 0")
-    if not 0 <= config.dropout < 1:
-        raise ValueError(f"model.dropout = {config.dropout}: expected 0 <= dropout < 1")
-    if config.sampled < 0:
-        raise ValueError(f"model.sampled = {config.sampled}: expected >= 0")
+    """`check_fields` of the `positive` fields, dropout and sampled."""
+    check_fields(config, *((name, getattr(config, name) > 0, "> 0") for name in positive),
+                 ("dropout", 0 <= config.dropout < 1, "0 <= dropout < 1"),
+                 ("sampled", config.sampled >= 0, ">= 0"))
 
 
 def positives(histories: Histories) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,7 +31,7 @@ from oper.rl_rec.models.autoencoders.item_tables import (
     rows_of,
     sample,
 )
-from oper.rl_rec.models.base import Histories, Recommender
+from oper.rl_rec.models.base import Histories, Recommender, check_fields
 
 _PRIOR = (3 / 20, 3 / 4, 1 / 10)
 _WIDE = 10.0  # log variance of the third part of the prior
@@ -56,12 +56,9 @@ class RecVAEConfig:
     rounds: int = 50
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (
-                ("hidden", self.hidden >= 1, ">= 1"), ("dim", self.dim >= 1, ">= 1"),
-                ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
-                ("gamma", self.gamma >= 0, ">= 0"), ("rounds", self.rounds >= 1, ">= 1")):
-            if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}, expected {expected}")
+        check_fields(self, ("hidden", self.hidden >= 1, ">= 1"), ("dim", self.dim >= 1, ">= 1"),
+                     ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
+                     ("gamma", self.gamma >= 0, ">= 0"), ("rounds", self.rounds >= 1, ">= 1"))
 
 
 class Encoder(nn.Module):
