@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,21 @@ def save(file: BinaryIO | Path, array: np.ndarray) -> None:
     array = np.ascontiguousarray(array)
     np.lib.format.write_array_header_2_0(file, np.lib.format.header_data_from_array_1_0(array))
     file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether in Fortran's order, and type of the ``.npy`` array that begins here."""
+    version = np.lib.format.read_magic(file)
+    read = (np.lib.format.read_array_header_1_0 if version == (1, 0)
+            else np.lib.format.read_array_header_2_0)
+    return read(file)
+
+
+def lists(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
+    """An Arrow array of lists of so many values each, int [n]."""
+    offsets = np.zeros(lengths.size + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def as_numpy(array: pa.Array) -> np.ndarray:

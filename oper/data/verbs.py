@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from oper.errors import InvalidInputError, UsageError, fail
 from oper.support.files import check_local
 from oper.support.flags import number, whole
+from oper.support.text import aligned
 
 if TYPE_CHECKING:
     from oper.data.preprocessing.options import PreprocessOptions
@@ -166,9 +167,7 @@ def _print_columns(found: dict[str, Any]) -> None:
                       "" if look["distinct"] is None else f"{look['distinct']:,}",
                       f"{table['num_rows']:,}" if table else "", look["example"]))
     keep = [k for k in range(len(lines[0])) if any(line[k] for line in lines[1:])]
-    widths = [max(len(line[k]) for line in lines) for k in keep]
-    for line in lines:
-        print("  ".join(line[k].ljust(w) for k, w in zip(keep, widths, strict=True)).rstrip())
+    print("\n".join(aligned([[line[k] for k in keep] for line in lines], left=range(len(keep)))))
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -378,11 +377,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
         lines.append((name, f"{t['num_rows']:,}", f"{t['num_touched_rows']:,}",
                       f"{t['hottest']:.3f}", f"{t['top_1pct']:.3f}", f"{t['top_10pct']:.3f}",
                       f"{t['rows_for_90pct']:,}", drift))
-    widths = [max(len(line[k]) for line in lines) for k in range(len(_HEADINGS))]
-    for line in lines:
-        first = line[0].ljust(widths[0])
-        print("  ".join([first, *(w.rjust(n) for w, n in zip(line[1:], widths[1:], strict=True))]))
-    print(f"written: {summary['output']}")
+    print("\n".join([*aligned(lines), f"written: {summary['output']}"]))
 
 
 def configure_generate(parser: argparse.ArgumentParser) -> None:

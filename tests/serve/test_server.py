@@ -24,6 +24,7 @@ from oper import cli
 from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, metrics, wire
 from oper.serve.client import ServerError, _Connection
+from oper.support.processes import free_port
 from tests.serve_support import SIGNATURE, Sums, expected, post, random_request, value_of
 from tests.support import ROOT, announced, serving, wait_for
 
@@ -459,9 +460,7 @@ def test_a_taken_port_is_an_error() -> None:
 
 def test_of_two_servers_that_start_at_once_one_says_why_not() -> None:
     """Both bind the port while their workers start; one of them gets it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def start(_: int) -> Server | OperError:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from conftest import Prepared  # type: ignore[import-not-found]
 from oper.data import Folder
 from oper.errors import FileFormatError, InvalidInputError
 from oper.shmem.settings import deadline_s
+from oper.support.processes import free_port
 from oper.train.config import TrainConfig, load_config
 from oper.train.engines import unsharded
 from oper.train.loop import train
@@ -42,11 +42,8 @@ def words(prepared: Prepared, out: Path, **flags: Any) -> list[str]:
 
 def start_ranks(arguments: list[str], world_size: int) -> list[subprocess.Popen[str]]:
     """One process per rank, as torchrun would start them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-              "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return [subprocess.Popen(
         [sys.executable, "-m", "oper", *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env={**os.environ, **shared, "RANK": str(rank)})

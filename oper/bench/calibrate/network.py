@@ -182,6 +182,6 @@ def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[
              for f in fields(Costs)}
     costs |= {"phase_us": round(network["meeting_us"], 2),
               "wire_ns": round(network["ns_per_byte"], 3),
-              "far_ns": Topology.of_domains(range(2)).costs.far_ns}
+              "far_ns": costs["far_ns"] or Topology.of_domains(range(2)).costs.far_ns}
     return replace(hosts[0], name=f"measured-hosts-{len(hosts)}", domains=tuple(domains),
                    costs=Costs(**costs))

@@ -19,7 +19,7 @@ import torch
 from oper.bench.calibrate import network as calibrate_network
 from oper.bench.cluster.network import Links, set_rates
 from oper.bench.core.planning import gather, slowest, world
-from oper.topology import Costs, Domain, Topology
+from oper.topology import Costs, Topology
 
 _GATHERS, _ROUNDS = 24, 15
 _MEMORY_BYTES = 8 << 30  # per host, unless a case says otherwise
@@ -54,26 +54,19 @@ def _topology(links: Links, alone: Topology, found: dict[str, Any], memory_bytes
               ) -> Topology:
     here, slower, per_host = alone.domains[0], found["contention"], links.ranks_per_host
     share = per_host / (alone.world_size * slower)
-    domains = tuple(
-        Domain(tuple(r for r, h in enumerate(links.host_of) if h == host), host,
-               _MEMORY_BYTES if memory_bytes is None else memory_bytes * per_host,
-               here.read_gbps * share * _cpu(links, host),
-               here.cache_gbps * share * _cpu(links, host),
-               here.cache_bytes * per_host // max(links.world_size, alone.world_size),
-               here.link_gbps * share, mbits / 8e3 / per_host)
-        for host, mbits in enumerate(found["link_mbits"]))
-    costs = {f.name: getattr(alone.costs, f.name) * slower for f in fields(Costs)
-             if f.name.endswith(("_ns", "_us"))}
-    far_ns = Topology.of_domains(range(2)).costs.far_ns if not alone.costs.far_ns else 0.0
-    return Topology(
-        f"cluster-{links.num_hosts}x{per_host}", domains,
-        replace(alone.costs, **{**costs, "phase_us": found["meeting_us"],
-                                "wire_ns": found["ns_per_byte"],
-                                "far_ns": costs["far_ns"] or far_ns * slower}), alone.source)
-
-
-def _cpu(links: Links, host: int) -> float:
-    return links.host_0_cpu if host == 0 else 1.0
+    far_ns = alone.costs.far_ns or Topology.of_domains(range(2)).costs.far_ns
+    costs = replace(alone.costs, **{
+        f.name: getattr(replace(alone.costs, far_ns=far_ns), f.name) * slower
+        for f in fields(Costs) if f.name.endswith(("_ns", "_us"))})
+    hosts = [replace(alone, costs=costs, domains=(replace(
+        here, ranks=tuple(range(per_host)),
+        memory_bytes=_MEMORY_BYTES if memory_bytes is None else memory_bytes * per_host,
+        read_gbps=here.read_gbps * share * cpu, cache_gbps=here.cache_gbps * share * cpu,
+        cache_bytes=here.cache_bytes * per_host // max(links.world_size, alone.world_size),
+        link_gbps=here.link_gbps * share),))
+        for cpu in (links.host_0_cpu, *[1.0] * (links.num_hosts - 1))]
+    made = calibrate_network.of_hosts(hosts, [x / 8e3 for x in found["link_mbits"]], found)
+    return replace(made, name=f"cluster-{links.num_hosts}x{per_host}")
 
 
 @functools.lru_cache(maxsize=8)

@@ -21,7 +21,8 @@ from oper.bench.cluster.network import (
 )
 from oper.bench.core import record
 from oper.bench.core.launch import run_workers
-from oper.bench.core.workload import CRITEO_KAGGLE_ROWS, Workload
+from oper.bench.core.workload import Workload
+from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.topology import Topology
 
 _ROWS = tuple(min(n, 200_000) for n in CRITEO_KAGGLE_ROWS)

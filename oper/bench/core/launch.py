@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,11 +18,11 @@ from typing import Any
 
 from oper.errors import OperError, fail
 from oper.serve.allocator import MALLOC
+from oper.support.processes import end_with_parent, free_port
 
 Progress = Callable[[str], None]  # told what is going on
 
 _POLL_S = 0.1
-_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +73,9 @@ def run_workers(function: Callable[[Any, Progress], dict[str, Any]], cases: Sequ
 
 def _here(world_size: int) -> list[Seat]:
     """Ranks of one host, over its loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = str(free_port())
     return [Seat(environment={
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"})
         for rank in range(world_size)]
 
@@ -125,7 +122,7 @@ def _wait_for(result: Path, workers: Sequence[subprocess.Popen[bytes]], folder: 
 
 def main(folder: Path) -> None:
     """What a worker process does; its environment says which rank it is."""
-    die_with_parent()
+    end_with_parent()
     logging.disable(logging.WARNING)
     import torch
     import torch.distributed as dist
@@ -155,14 +152,6 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when the one that started it ends."""
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,10 @@ def pss_bytes(pid: int, mapping: str = "") -> int:
     Raises:
         OperError: no such process, or none that we may look into.
     """
-    try:
-        if not mapping:
-            text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-            return sum(int(x) << 10 for x in re.findall(r"^Pss:\s+(\d+) kB", text, re.M))
-        text = Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise OperError(fail("cannot read a process's memory", "pid", pid, "a running process",
-                             str(error))) from error
+    if not mapping:
+        return _kilobytes(r"^Pss:\s+(\d+) kB", _read(pid, "smaps_rollup"))
     total, wanted = 0, False
-    for line in text.splitlines():
+    for line in _read(pid, "smaps").splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             wanted = mapping in line
         elif wanted and line.startswith("Pss:"):
@@ -44,12 +38,19 @@ def unfiled_pss_bytes(pid: int) -> int:
     Raises:
         OperError: no such process, or none that we may look into.
     """
+    return _kilobytes(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", _read(pid, "smaps_rollup"))
+
+
+def _read(pid: int, name: str) -> str:
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+        return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise OperError(fail("cannot read a process's memory", "pid", pid, "a running process",
                              str(error))) from error
-    return sum(int(x) << 10 for x in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", text, re.M))
+
+
+def _kilobytes(pattern: str, text: str) -> int:
+    return sum(int(x) << 10 for x in re.findall(pattern, text, re.M))
 
 
 def peak_rss_mb(pid: int | str = "self") -> float:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from oper.bench.core.workload import Workload, collect_stats
-from oper.plan import Plan
+from oper.plan import Plan, TablePlan
 from oper.rows.traffic import LINKS
 from oper.stats import AccessStats
 from oper.topology import Topology
@@ -63,6 +64,14 @@ def bytes_read(tables: ShardedTables) -> dict[str, dict[str, int]]:
     return {phase: {link: round(sum(x[phase][link] for x in every) / number)
                     for link in LINKS if link in _SHARED}
             for phase, number in passes.items() if number}
+
+
+def rows_by_placement(entries: Iterable[TablePlan]) -> dict[str, int]:
+    """Rows of tables by placement and mode."""
+    rows: Counter[str] = Counter()
+    for tier in (t for entry in entries for piece in entry.pieces for t in piece.tiers):
+        rows[f"{tier.placement} {tier.mode}"] += tier.stop - tier.start
+    return dict(rows)
 
 
 def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_host: bool = True

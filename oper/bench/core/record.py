@@ -17,6 +17,7 @@ import numpy as np
 from oper import __version__
 from oper.errors import InvalidInputError, fail
 from oper.support.files import read_json, write_text
+from oper.support.text import aligned
 
 # Variables that change what is measured; each record holds those that are set.
 ENVIRONMENT = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
@@ -230,12 +231,7 @@ def noise_note(entries: Sequence[Mapping[str, Any]]) -> str:
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Columns for a person: the first left-aligned, the others right-aligned."""
-    cells = [[str(x) for x in row] for row in [headers, *rows]]
-    widths = [max(len(row[k]) for row in cells) for k in range(len(headers))]
-    lines = []
-    for row in cells:
-        rest = [x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *rest]).rstrip())
+    lines = aligned([[str(x) for x in row] for row in [headers, *rows]])
     lines.insert(1, "-" * max(map(len, lines)))
     return "\n".join(lines)
 
@@ -250,6 +246,11 @@ def table_of(entries: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]
     rows = [[c.format(**e) if isinstance(c, str) else c(e) for c in columns.values()]
             for e in entries]
     return table(list(columns), rows) + "\n" if rows else ""
+
+
+def interval(found: Mapping[str, float]) -> str:
+    """A mean and its interval, for a column."""
+    return f"{found['mean']:.4f} [{found['low']:.4f}, {found['high']:.4f}]"
 
 
 def yes(entry: Mapping[str, Any]) -> str:

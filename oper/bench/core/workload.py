@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from oper.data.generate.ids import power_law_ids
+from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.errors import require_fields
 from oper.tables import TableSpec
 
 if TYPE_CHECKING:
     from oper.stats import AccessStats
 
-# Distinct values of the 26 categorical columns of the Criteo Kaggle log.
-CRITEO_KAGGLE_ROWS = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992,
-    5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572)
 NUM_DENSE = 13  # dense features of a sample, as in the Criteo logs
 # Streams of random numbers; batches of different streams are independent.
 TIMED, STATISTICS, CHECKED = 0, 1, 2
@@ -76,6 +75,12 @@ class Workload:
     def tables(self) -> list[TableSpec]:
         """The tables, with row-wise Adagrad state."""
         return [TableSpec(f"t{k}", n, self.dim, (f"f{k}",)) for k, n in enumerate(self.num_rows)]
+
+
+def data_files(pattern: str) -> list[str]:
+    """Files of the folder that OPER_DATA names, by a pattern in it."""
+    folder = os.environ.get("OPER_DATA")
+    return sorted(map(str, Path(folder).glob(pattern))) if folder else []
 
 
 @functools.lru_cache(maxsize=64)

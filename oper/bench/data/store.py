@@ -15,10 +15,12 @@ from typing import Any
 
 from pyarrow import fs
 
+from oper.bench.core.record import elapsed
 from oper.bench.data.cases import log_file
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.reading.store import filesystem, upload
 from oper.errors import MissingDependencyError, OperError, fail
+from oper.support.processes import free_port
 
 BUCKET = "oper-bench"
 _WAIT_S = 60.0
@@ -37,9 +39,7 @@ def s3_server() -> Iterator[str]:
     if program is None:
         raise MissingDependencyError(fail("cannot start a store", "program", "moto_server",
                                           "installed", "pip install 'oper[bench]'"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     settings = {"AWS_ACCESS_KEY_ID": "oper", "AWS_SECRET_ACCESS_KEY": "oper",
                 "AWS_EC2_METADATA_DISABLED": "true", "no_proxy": "127.0.0.1"}
     before = {name: os.environ.get(name) for name in settings}
@@ -83,14 +83,11 @@ def store(num_rows: int, folder: Path) -> dict[str, Any]:
     (work / "log").mkdir(parents=True)
     log = Path(shutil.copy(log_file(folder, num_rows), work / "log" / "log.txt"))
     recipe, options = load_recipe("criteo-kaggle"), PreprocessOptions()
-    begin = time.perf_counter()
-    preprocess(recipe, [str(log)], work / "local", options)
-    local_s = time.perf_counter() - begin
+    local_s = elapsed(lambda: preprocess(recipe, [str(log)], work / "local", options))
     with s3_server() as url:
         upload(log.parent, url.format("log"), [])
-        begin = time.perf_counter()
-        preprocess(recipe, [url.format("log/log.txt")], url.format("out"), options)
-        store_s = time.perf_counter() - begin
+        store_s = elapsed(lambda: preprocess(recipe, [url.format("log/log.txt")],
+                                             url.format("out"), options))
         found, path, _ = filesystem(url.format("out"))
         fs.copy_files(path, str(work / "back"), source_filesystem=found,
                       destination_filesystem=fs.LocalFileSystem(), use_threads=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.planning import slowest, total
 from oper.bench.tables.torchrec_peer import PLAN_KINDS, PeerOptions, build_peer
+from oper.bench.tables.unsharded import step_on_shares
 from oper.data import Folder, Loader, LoaderOptions
 from oper.data.loading.kjt import torchrec_batch
 from oper.train.config import DLRMConfig, OptimizerConfig, TrainConfig
@@ -74,27 +75,13 @@ def train_unsharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
     logits = []
     shares = [_training_batches(case, rank) for rank in range(case["world_size"])]
     for step, batches in enumerate(zip(*shares, strict=True), 1):
-        logits.append(_step_on_shares(engine, batches))
+        logits.append(torch.cat([rest[1] for _, rest in step_on_shares(engine, batches)]))
         if step == case["checked_steps"]:
             _write(case, "unsharded", logits, engine.module)
         if step % 50 == 0:
             progress(f"unsharded: step {step} of {case['num_steps']}")
     progress("validating the unsharded model")
     return evaluate_clicks(engine, _batches(case, "valid", 0, 1))
-
-
-def _step_on_shares(engine: Engine, batches: Sequence[Any]) -> torch.Tensor:
-    """One step on the mean of the shares' losses; returns their logits, float32 [W * B]."""
-    for optimizer in engine.optimizers:
-        optimizer.zero_grad()
-    logits = []
-    for batch in batches:
-        loss, (_, found, _) = engine.module(batch)
-        (loss / len(batches)).backward()
-        logits.append(found)
-    for optimizer in engine.optimizers:
-        optimizer.step()
-    return torch.cat(logits)
 
 
 def _model(case: dict[str, Any]) -> nn.Module:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from oper.bench.core.workload import data_files
+from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
 
 _NUM_SAMPLES = 100_000_000  # samples behind synthetic statistics
 _HEAD = 64
-#: Published cardinalities of Criteo Kaggle (Display Advertising Challenge), C1..C26.
-CRITEO_KAGGLE = (1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
-                 27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +65,17 @@ def _workload(rows: Sequence[int], dims: Sequence[int], lengths: Sequence[float]
 def criteo_kaggle(seed: int) -> Workload:
     """26 tables with the published cardinalities, one id per bag."""
     rng = np.random.default_rng(seed)
-    n = len(CRITEO_KAGGLE)
-    return _workload(CRITEO_KAGGLE, [128] * n, [1.0] * n, rng.uniform(1.0, 1.2, n).tolist(), 8192)
+    n = len(CRITEO_KAGGLE_ROWS)
+    return _workload(CRITEO_KAGGLE_ROWS, [128] * n, [1.0] * n, rng.uniform(1.0, 1.2, n).tolist(),
+                     8192)
 
 
 def mlperf_dlrm_v2(seed: int) -> Workload | None:
     """26 tables of MLPerf DLRM-DCNv2 with its multi-hot sizes; None without OPER_DATA."""
-    path = Path(os.environ.get("OPER_DATA", "")) / "table_configs" / "table_configs.json"
-    if not path.is_file():
+    found = data_files("table_configs/table_configs.json")
+    if not found:
         return None
-    value = json.loads(path.read_text(encoding="utf-8"))["mlperf_dlrm_v2"]
+    value = json.loads(Path(found[0]).read_text(encoding="utf-8"))["mlperf_dlrm_v2"]
     rows = value["rows"]
     rng = np.random.default_rng(seed)
     return _workload(rows, [value["dim"]] * len(rows), value["multi_hot"],
@@ -85,12 +84,11 @@ def mlperf_dlrm_v2(seed: int) -> Workload | None:
 
 def avazu(seed: int) -> Workload | None:
     """Avazu from the published value counts (values seen 50 times or more); None without them."""
-    path = (Path(os.environ.get("OPER_DATA", "")) / "avazu_value_counts"
-            / "avazu_train_value_counts_ge50.csv.gz")
-    if not path.is_file():
+    found = data_files("avazu_value_counts/avazu_train_value_counts_ge50.csv.gz")
+    if not found:
         return None
     counts: dict[str, list[int]] = {}
-    with gzip.open(path, "rt", encoding="utf-8") as file:
+    with gzip.open(found[0], "rt", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             counts.setdefault(row["Field"], []).append(int(row["Total"]))
     specs, stats = [], {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from oper.bench.core import record
+from oper.bench.core.workload import data_files
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column, Join, Layout
 from oper.rl_rec.intervals import bootstrap
@@ -64,7 +64,7 @@ def cases(quick: bool) -> list[Case]:
              Case(_RECOMMENDER)]
     if quick:
         found = [dataclasses.replace(case, num_logs=20, rows=500) for case in found]
-    if all(_files(log) for log in _LOGS):
+    if all(map(data_files, _LOGS.values())):
         found += [Case(f"open-bandit/{log}-log/{target}", log, target)
                   for log in _LOGS for target in _LOGS]
     return found
@@ -189,23 +189,19 @@ def open_bandit() -> dict[str, LoggedBandit]:
     """The two logs over the same actions, visitors' features and positions; an action's group is
     its item's category."""
     recipe = load_recipe("open-bandit")
-    items = str(Path(_files("random")[0]).parent / "item_context.csv")
+    files = [file for pattern in _LOGS.values() for file in data_files(pattern)]
+    items = str(Path(files[0]).parent / "item_context.csv")
     recipe = dataclasses.replace(recipe, joins=(*recipe.joins, Join(items, "item_id", Layout(
         "items", (Column("item_id", "sparse", "uint64"), Column(_CATEGORY, "sparse", "string")),
         separator=",", header=True))))
     with tempfile.TemporaryDirectory() as folder:
-        preprocess(recipe, [f for log in _LOGS for f in _files(log)], Path(folder) / "data",
+        preprocess(recipe, files, Path(folder) / "data",
                    PreprocessOptions(min_count=1, valid="0", test="0"))
         both = load_bandit(Path(folder) / "data", BanditColumns(group=_CATEGORY))
     # Only the random policy shows every product equally often at every moment. A few of Thompson
     # sampling's records have that propensity, too, and are taken for the random policy's.
     is_random = np.isclose(both.propensities, 1 / both.num_actions)
     return {"random": both.rows(is_random), "thompson": both.rows(~is_random)}
-
-
-def _files(log: str) -> list[str]:
-    folder = os.environ.get("OPER_DATA")
-    return sorted(map(str, Path(folder).glob(_LOGS[log]))) if folder else []
 
 
 def report(entries: Sequence[dict[str, Any]]) -> str:
@@ -224,12 +220,8 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
         parts += [record.table(
             ["log/target", "estimator", "clicks per row [95 %]", "effective rows"],
             [row for e in real for row in (
-                [e["name"], "on policy", _text(e["on_policy"]), ""],
-                *([e["name"], name, _text(i), f"{e['effective_rows']:.0f}"]
+                [e["name"], "on policy", record.interval(e["on_policy"]), ""],
+                *([e["name"], name, record.interval(i), f"{e['effective_rows']:.0f}"]
                   for name, i in e["estimates"].items()))]),
             "bootstrap over visitors of equal features"]
     return "\n".join(parts) + "\n"
-
-
-def _text(interval: dict[str, float]) -> str:
-    return f"{interval['mean']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"

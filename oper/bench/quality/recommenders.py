@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core import record
+from oper.bench.core.workload import data_files
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column
 from oper.errors import InvalidInputError, fail
@@ -180,7 +181,7 @@ class Case:
 def cases(quick: bool) -> list[Case]:
     """Every model on every data set that is there under each of its protocols in turn."""
     found = [Case(f"{data}/{protocol}/{model}", data, protocol, model, quick)
-             for data, source in DATA_SETS.items() if _files(data)
+             for data, source in DATA_SETS.items() if data_files(source.files)
              for protocol in source.protocols for model in MODELS]
     if not found:
         raise InvalidInputError(fail(
@@ -238,7 +239,8 @@ def load(name: str, protocol: str) -> Interactions:
     """The interactions of a data set, preprocessed from the raw log once per process and state of
     its files; raises InvalidInputError."""
     return _load(name, protocol, tuple(
-        (path, os.stat(path).st_mtime_ns, os.stat(path).st_size) for path in _files(name)))
+        (path, os.stat(path).st_mtime_ns, os.stat(path).st_size)
+        for path in data_files(DATA_SETS[name].files)))
 
 
 @functools.cache
@@ -258,11 +260,6 @@ def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> 
         preprocess(recipe, files, Path(folder) / "data",
                    PreprocessOptions(min_count=1, valid="0", test="0"))
         return load_interactions(Path(folder) / "data", held.data)
-
-
-def _files(name: str) -> list[str]:
-    folder = os.environ.get("OPER_DATA")
-    return sorted(str(p) for p in Path(folder).glob(DATA_SETS[name].files)) if folder else []
 
 
 def _place(case: Case, data: Interactions, seed: int, keep: str) -> Path:
@@ -383,18 +380,14 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
     """The entries for a person."""
     tables = []
     for reported in dict.fromkeys(tuple(e["protocol"]["reported"]) for e in entries):
-        rows = [[e["name"], *(_text(e["metrics"][m]) for m in reported),
+        rows = [[e["name"], *(record.interval(e["metrics"][m]) for m in reported),
                  ",".join(str(r["epochs"]) for r in e["runs"]), "yes" if e["verified"] else "NO"]
                 for e in entries if tuple(e["protocol"]["reported"]) == reported]
         tables.append(record.table(["case", *(f"{m} [95 %]" for m in reported), "epochs",
                                     "verified"], rows))
-    notes = [f"{e['name']} less {other}: {by} {_text(found[by])}" for e in entries
+    notes = [f"{e['name']} less {other}: {by} {record.interval(found[by])}" for e in entries
              for by in e["protocol"]["reported"][:1] for other, found in e["against"].items()]
     return "\n".join([
         *tables,
         "full ranking; percentile bootstrap over users and seeds; differences are paired by user, "
         "and by seed where both models have as many", *notes]) + "\n"
-
-
-def _text(interval: dict[str, float]) -> str:
-    return f"{interval['mean']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"

@@ -116,14 +116,10 @@ def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
 
 def report(entries: Sequence[dict[str, Any]]) -> str:
     """The entries for a person."""
-    rows = [[f"{e['name']}: {name}", *(_text(found[kind]) for kind in ("step", "episode")),
-             ", ".join(f"{x:.3f}" for x in found["by_seed"])]
+    rows = [[f"{e['name']}: {name}", record.interval(found["step"]),
+             record.interval(found["episode"]), ", ".join(f"{x:.3f}" for x in found["by_seed"])]
             for e in entries for name, found in e["policies"].items()]
     return (record.table(["log: policy", "CTR by page [95 %]", "CTR by visit [95 %]", "by seed"],
                          rows)
             + f"\n{entries[0]['shop']}; percentile bootstrap over visits; simulated customers: "
             "no statement on a real shop\n")
-
-
-def _text(interval: dict[str, float]) -> str:
-    return f"{interval['mean']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core.child import Child, obey
-from oper.bench.core.launch import die_with_parent
 from oper.bench.core.memory import cpu_seconds
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
 from oper.errors import OperError, fail
+from oper.support.processes import end_with_parent
 
 TOLERANCE = 1e-5  # of a score: requests are batched differently from time to time
 _ANSWER_S = 60.0  # beyond the length of a run
@@ -347,7 +347,7 @@ def _scores(answer: bytes) -> tuple[np.ndarray, int]:
 
 
 def _client(control: Any, address: str, served: ServeWork, connections: int, once: bool) -> None:
-    die_with_parent()
+    end_with_parent()
     sender = _Sender(address, served, connections, once)
     control.send(True)
     while obey(control, {"learn": sender.learn, "run": sender.run}):

@@ -22,16 +22,15 @@ import numpy as np
 
 from oper.bench.core import record
 from oper.bench.core.child import Child, obey
-from oper.bench.core.launch import die_with_parent
 from oper.bench.core.memory import cpu_seconds, peak_rss_mb, reset_peak
 from oper.bench.serve import loadgen
 from oper.bench.serve.client import LoadClient, Seen, same
-from oper.bench.serve.host import Host, Publication
+from oper.bench.serve.host import Host, Publication, client_of
 from oper.bench.serve.models import ServeWork, build
-from oper.errors import OperError
 from oper.integration.checkpoint.follow import Follower
 from oper.serve.model import AttachedModel
 from oper.serve.options import BatchOptions
+from oper.support.processes import end_with_parent
 
 _LATE_S = 30.0  # that the last changes may take to be served
 _RATE = 0.02  # of learning: about a tenth of a row
@@ -110,18 +109,10 @@ def run_delta_case(case: DeltaCase, progress: Callable[[str], None]) -> dict[str
         try:
             trainer.wait()
             host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), run=run)
-            try:
-                client = LoadClient(host.address, case.served)
-                try:
-                    entry = _measure(_Live(case, Path(name), trainer, host, client), progress)
-                finally:
-                    client.close()
-            finally:
-                code = host.close()
+            with client_of(host, case.name, case.served) as client:
+                entry = _measure(_Live(case, Path(name), trainer, host, client), progress)
         finally:
             trainer.close()
-    if code:
-        raise OperError(f"the server of case {case.name} ended with exit code {code}")
     return {"name": case.name, **entry, "case": asdict(case), "niceness": os.nice(0),
             "cores": f"training, client and server share {os.cpu_count()}",
             "load_before": load_before, "load_after": record.load_average()}
@@ -293,7 +284,7 @@ def _train(control: Any, case: DeltaCase, place: str) -> None:
     import oper
     from oper.integration.checkpoint.deltas import DeltaCheckpoints
 
-    die_with_parent()
+    end_with_parent()
     os.nice(_NICE)
     torch.set_num_threads(1)
     with warnings.catch_warnings():

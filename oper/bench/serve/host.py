@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -12,7 +13,9 @@ from typing import Any
 
 from oper.bench.core.child import Child, obey
 from oper.bench.core.memory import cpu_seconds, num_descriptors, pss_bytes
+from oper.bench.serve.client import LoadClient
 from oper.bench.serve.models import ServeWork, build, give_back_memory
+from oper.errors import OperError
 from oper.integration.checkpoint.follow import Change, Follower
 from oper.serve.model import PublishedModel
 from oper.serve.options import BatchOptions, ServeOptions
@@ -115,6 +118,25 @@ class Host:
     def close(self) -> int:
         """Drain and end; the exit code."""
         return self._child.close(90)
+
+
+@contextlib.contextmanager
+def client_of(host: Host, name: str, served: ServeWork) -> Iterator[LoadClient]:
+    """A client of the server of case `name` inside the block; both end with it.
+
+    Raises:
+        OperError: the server ends with an error.
+    """
+    try:
+        client = LoadClient(host.address, served)
+        try:
+            yield client
+        finally:
+            client.close()
+    finally:
+        code = host.close()
+    if code:
+        raise OperError(f"the server of case {name} ended with exit code {code}")
 
 
 class _Following(Follower):

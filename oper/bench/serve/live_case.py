@@ -16,7 +16,7 @@ from oper.bench.core import record
 from oper.bench.core.memory import cpu_seconds
 from oper.bench.serve import loadgen
 from oper.bench.serve.client import LoadClient, Seen
-from oper.bench.serve.host import Host, Swap
+from oper.bench.serve.host import Host, Swap, client_of
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import Search, search
@@ -111,25 +111,17 @@ class _Live:
 def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]:
     progress(f"{case.name}: starting the server")
     host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), case.spin_us)
-    try:
-        client = LoadClient(host.address, case.served)
+    with client_of(host, case.name, case.served) as client:
         base = loadgen.Settings("Server", 100, case.run_s, bound_ms=case.bound_ms,
                                 num_samples=case.served.num_queries)
         live = _Live(case, host, client, base, progress)
-        try:
-            first = client.learn()
-            host.publish()
-            second = client.learn()
-            live.separation = float(np.abs(first - second).max(axis=1).min())
-            live.std = float(first.std())
-            host.publish()
-            yield live
-        finally:
-            client.close()
-    finally:
-        code = host.close()
-    if code:
-        raise OperError(f"the server of case {case.name} ended with exit code {code}")
+        first = client.learn()
+        host.publish()
+        second = client.learn()
+        live.separation = float(np.abs(first - second).max(axis=1).min())
+        live.std = float(first.std())
+        host.publish()
+        yield live
 
 
 def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core.child import Child, obey
-from oper.bench.core.launch import die_with_parent
 from oper.bench.core.memory import cpu_seconds, pss_bytes, unfiled_pss_bytes
 from oper.bench.core.stalls import Stalls, spin
 from oper.bench.serve import loadgen
@@ -40,6 +39,7 @@ from oper.serve.batching import Batcher, PendingRequest
 from oper.serve.options import BatchOptions
 from oper.serve.requests import Request, Signature
 from oper.serve.wire import decode_request, encode_request, encode_scores
+from oper.support.processes import end_with_parent
 
 TABLES = "/memfd:oper-tables"  # mappings of published tables
 _PAIRS = 512  # queries of one message
@@ -204,7 +204,7 @@ def _publish(control: Any, served: ServeWork, name: str) -> None:
     """Hold OPER's tables until the other end closes."""
     import oper
 
-    die_with_parent()
+    end_with_parent()
     publication = oper.publish(build(served, "cpu"), name, row_dtype=served.row_dtype)
     give_back_memory()
     control.send(True)
@@ -218,7 +218,7 @@ def _work(control: Any, queries: socket.socket, kind: str, served: ServeWork, na
     """A worker."""
     import torch
 
-    die_with_parent()
+    end_with_parent()
     torch.set_num_threads(1)
     library = served.library()
     build(served, "meta")  # imports what the model needs: not part of its memory

@@ -11,12 +11,13 @@ from typing import Any
 
 from oper.bench.core import record
 from oper.bench.core.launch import run_workers
-from oper.bench.core.workload import CRITEO_KAGGLE_ROWS, Workload
+from oper.bench.core.workload import Workload
 from oper.bench.serve.delta_case import DeltaCase, run_delta_case
 from oper.bench.serve.live_case import LiveCase, run_live_case
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.server_case import ServerCase, run_server_case
 from oper.bench.tables.lookup_case import LookupCase, run_case
+from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.support.flags import number
 
 WORLD_SIZE = 2

@@ -16,7 +16,8 @@ from torch import nn
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run, over
-from oper.bench.core.planning import gather, total
+from oper.bench.core.planning import gather, rows_by_placement, total
+from oper.bench.tables.unsharded import step_on_shares
 from oper.train.config import TrainConfig, load_config
 from oper.train.engines import Engine, dense_optimizer, with_torchrec
 from oper.train.reference import SparseTableOptimizer
@@ -144,16 +145,8 @@ def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequenc
             SparseTableOptimizer(model, rule.tables, rule.tables_lr, rule.tables_eps),
             dense_optimizer(rule, model)])
         for step in range(CHECKED_STEPS):
-            for optimizer in plain.optimizers:
-                optimizer.zero_grad()
-            mean = 0.0
-            for r in range(world_size):
-                torch.manual_seed(100 * step + r)
-                loss, _ = plain.module(every[r][step])
-                (loss / world_size).backward()
-                mean += float(loss.detach()) / world_size
-            for optimizer in plain.optimizers:
-                optimizer.step()
+            told = step_on_shares(plain, [x[step] for x in every], 100 * step)
+            mean = sum(float(loss) / world_size for loss, _ in told)
             for name, losses in found.items():
                 gap = abs(losses[step] - mean) / abs(mean)
                 worst[name] = max(worst[name], gap if gap == gap else float("inf"))
@@ -217,14 +210,7 @@ def _figures(timings: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
 
 def _describe(engine: Engine) -> list[dict[str, Any]]:
     """Tables and where their rows are."""
-    found = []
-    for _, module in collections_of(engine.bare):
-        tables: Any = module.tables
-        for entry in tables.plan.tables:
-            rows: dict[str, int] = {}
-            for tier in (t for piece in entry.pieces for t in piece.tiers):
-                name = f"{tier.placement} {tier.mode}"
-                rows[name] = rows.get(name, 0) + tier.stop - tier.start
-            found.append({"name": entry.table.name, "num_rows": entry.table.num_rows,
-                          "dim": entry.table.dim, "rows": rows})
-    return found
+    modules: list[Any] = [module for _, module in collections_of(engine.bare)]
+    return [{"name": entry.table.name, "num_rows": entry.table.num_rows, "dim": entry.table.dim,
+             "rows": rows_by_placement([entry])}
+            for module in modules for entry in module.tables.plan.tables]

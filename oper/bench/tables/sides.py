@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from oper.bench.core.planning import rows_by_placement
 from oper.bench.core.workload import NUM_DENSE, Workload
 from oper.bench.tables.torchrec_peer import BagsOnly, PeerOptions, build_peer
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
@@ -228,14 +229,8 @@ def _data_parallel(model: nn.Module) -> nn.Module:
 
 def _plan_summary(plan: Plan) -> dict[str, Any]:
     """How many rows each placement takes, and what the planner predicts."""
-    rows: dict[str, int] = {}
-    for entry in plan.tables:
-        for piece in entry.pieces:
-            for tier in piece.tiers:
-                name = f"{tier.placement} {tier.mode}"
-                rows[name] = rows.get(name, 0) + tier.stop - tier.start
-    return {"rows": rows, "step_us": plan.step_us, "lower_bound_us": plan.lower_bound_us,
-            "notes": plan.notes}
+    return {"rows": rows_by_placement(plan.tables), "step_us": plan.step_us,
+            "lower_bound_us": plan.lower_bound_us, "notes": plan.notes}
 
 
 def build_torchrec(work: Workload, whole_model: bool, kind: str, world_size: int,

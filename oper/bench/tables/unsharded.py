@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from oper.bench.core.measure import Call
 from oper.bench.core.workload import Workload, make_kjt
+
+if TYPE_CHECKING:
+    from oper.train.engines import Engine
 
 PEERS = ("nn_embedding_bag", "ebc", "fbgemm")
 LEARNING_RATE, EPS = 0.02, 1e-8  # row-wise Adagrad of all contenders' tables
@@ -55,6 +58,24 @@ def fbgemm_of(collection: Any) -> Any:
     """`fbgemm_bags` on the CPU with the weights of an `EmbeddingBagCollection`."""
     weights = [bag.weight for bag in collection.embedding_bags.values()]
     return fbgemm_bags([w.shape[0] for w in weights], weights[0].shape[1], weights.__getitem__)
+
+
+def step_on_shares(engine: Engine, shares: Sequence[Any], seed: int | None = None
+                   ) -> list[tuple[torch.Tensor, Any]]:
+    """One step of an unsharded model on the mean of its losses on the ranks' batches, the model
+    drawing from `seed` plus the rank's number; what it gives for each."""
+    for optimizer in engine.optimizers:
+        optimizer.zero_grad()
+    found = []
+    for rank, batch in enumerate(shares):
+        if seed is not None:
+            torch.manual_seed(seed + rank)
+        loss, rest = engine.module(batch)
+        (loss / len(shares)).backward()
+        found.append((loss.detach(), rest))
+    for optimizer in engine.optimizers:
+        optimizer.step()
+    return found
 
 
 def whole_batches(work: Workload, everyones: Sequence[Sequence[np.ndarray]]

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from oper.analysis import CountOptions, TableCounter
 from oper.analysis.presence import Lookups
+from oper.data.arrays import lists
 from oper.data.folder import LOOKUPS
 from oper.data.generate.generator import Workload
 from oper.errors import InvalidInputError, fail
@@ -72,8 +73,5 @@ def count_workload(workload: Workload, num_samples: int,
 
 
 def _lists(lookups: Lookups) -> pa.Array:
-    lengths = (np.ones(lookups.ids.size, np.int64) if lookups.lengths is None
-               else lookups.lengths)
-    offsets = np.zeros(lengths.size + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(lookups.ids.astype(np.int64)))
+    return lists(np.ones(lookups.ids.size, np.int64) if lookups.lengths is None
+                 else lookups.lengths, lookups.ids.astype(np.int64))

@@ -1,9 +1,10 @@
 """Published facts about real workloads, and synthetic tables that are calibrated on them.
 
-Criteo 1TB: distinct values of C1..C26 over the 24 days, of all values and of those seen at least
-three times (dlrm, torchrec_dlrm). MLPerf DLRM-v2: rows (capped at 40,000,000) and ids per bag of
-the multi-hot data. DeepRecSys (Gupta et al. 2020): RM1 to RM3. Meta's embedding_bag traces of 2021:
-how often the rows of one batch of 65,536 samples occur (dlrm_datasets, MIT).
+Criteo Kaggle (Display Advertising Challenge): distinct values of C1..C26. Criteo 1TB: the same over
+the 24 days, of all values and of those seen at least three times (dlrm, torchrec_dlrm). MLPerf
+DLRM-v2: rows (capped at 40,000,000) and ids per bag of the multi-hot data. DeepRecSys (Gupta et al.
+2020): RM1 to RM3. Meta's embedding_bag traces of 2021: how often the rows of one batch of 65,536
+samples occur (dlrm_datasets, MIT).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import numpy as np
 
 from oper.data.generate.popularity import Popularity, fit_cardinality, fit_locality, power_law
 
+CRITEO_KAGGLE_ROWS = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992,
+    5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572)
 CRITEO_1TB_ROWS = 4_373_472_329
 CRITEO_1TB_DISTINCT = (
     227605432, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 130229467, 3067956, 405282, 10, 2209,

@@ -21,14 +21,12 @@ import numpy as np
 from tqdm import tqdm
 
 from oper.data.generate.ids import holders, mix64, power_law_ids, uniform64
+from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.data.preprocessing.manifest import ABOUT_SUFFIX
 from oper.errors import require_fields
 from oper.support.files import atomic_write, write_text
 
 NUM_DENSE, NUM_DAYS = 13, 7
-# Distinct values of C1..C26 in the full Criteo-Kaggle log, as published.
-CARDINALITIES = (1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
-                 27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572)
 # Share of missing fields; columns of one group are missing together.
 _MISSING = {"I1": (0, 0.45), "I10": (0, 0.45), "I12": (1, 0.77), "I3": (2, 0.21), "I4": (2, 0.21),
             "I13": (2, 0.21), "I6": (3, 0.22), "C19": (4, 0.45), "C20": (4, 0.45),
@@ -54,7 +52,7 @@ class SyntheticLog:
 
     num_rows: int = 200_000
     seed: int = 1
-    cardinalities: tuple[int, ...] = CARDINALITIES
+    cardinalities: tuple[int, ...] = CRITEO_KAGGLE_ROWS
     click_rate: float = 0.25
     effect: float = 1.6
     drift: float = 0.1

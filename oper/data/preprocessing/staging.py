@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from oper.data.arrays import as_numpy, save
+from oper.data.arrays import as_numpy, read_header, save
 from oper.data.reading.columns import Ids
 from oper.data.reading.derived import Derived
 from oper.data.reading.pagecache import Passing
@@ -231,10 +231,7 @@ class _Arrays:
         self._memory.seek(at)
 
     def next(self) -> np.ndarray:
-        version = np.lib.format.read_magic(self._memory)
-        read = (np.lib.format.read_array_header_1_0 if version == (1, 0)
-                else np.lib.format.read_array_header_2_0)
-        shape, _, dtype = read(self._memory)
+        shape, _, dtype = read_header(self._memory)
         at, count = self._memory.tell(), math.prod(shape)
         self._memory.seek(at + count * dtype.itemsize)
         found = np.frombuffer(self._memory, dtype, count, at).reshape(shape)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from oper.data.preprocessing.job import Job
 from oper.errors import MissingDependencyError, fail
+from oper.support.processes import end_with_parent
 
 
 @contextlib.contextmanager
@@ -83,16 +84,5 @@ def run_quietly(job: Job) -> None:
 
 
 def _take_part(job: Job, parent: int) -> None:
-    _end_with(parent)
+    end_with_parent(parent)
     run_quietly(job)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel end this process when its parent has died (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        import ctypes
-        import signal
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)

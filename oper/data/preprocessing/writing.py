@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from oper.data.arrays import lists
 from oper.data.folder import SPLITS
 from oper.data.preprocessing.staging import Coded, Stage
 from oper.data.reading.pagecache import Passing
@@ -275,11 +276,7 @@ def _of_part(table: pa.Table, keep: np.ndarray) -> pa.Table:
 
 def _as_column(coded: Coded, ids: np.ndarray) -> Any:
     found = native.gather(ids, coded.codes)
-    if coded.lengths is None:
-        return found
-    offsets = np.zeros(coded.lengths.size + 1, np.int32)
-    np.cumsum(coded.lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(found))
+    return found if coded.lengths is None else lists(coded.lengths, found)
 
 
 class _PartWriter:

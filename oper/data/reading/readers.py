@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import json as pajson
 
+from oper.data.arrays import read_header
 from oper.data.reading import columns as convert, store
 from oper.data.reading.columns import Ids, MalformedError, holds
 from oper.data.reading.lines import (
@@ -28,7 +29,7 @@ from oper.data.reading.lines import (
     read_blocks,
 )
 from oper.data.reading.plain import is_plain, read_plain
-from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
+from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, by_halves, show
 from oper.data.reading.text import no_rows, parse_block, rows_of, text_layout
 from oper.data.recipe import Column, Layout, Recipe, conditions
 from oper.errors import FileFormatError, InvalidInputError, fail
@@ -191,30 +192,24 @@ def _read_jsonl(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) 
         yield _by_lines(block, recipe, layout, parse)
 
 
-def _by_lines(block: Block, recipe: Recipe, layout: Layout, parse: Any) -> Rows:
-    """Parse a block of lines whole, or in halves until every malformed line stands alone."""
+def _by_lines(block: Block, recipe: Recipe, layout: Layout,
+              parse: Callable[[bytes, np.ndarray], Rows]) -> Rows:
+    """The rows of a block of lines; malformed ones are found by halving."""
     lines = block.data.split(b"\n")[:-1]
-    bad: list[BadRow] = []
 
-    def halves(start: int, stop: int) -> list[Rows]:
-        data = b"\n".join(lines[start:stop]) + b"\n"
-        try:
-            if stop - start == 1:
-                _check_object(lines[start], layout)
-            return [parse(data, np.arange(start, stop) + block.first_row)]
-        except (MalformedError, pa.ArrowInvalid, ValueError) as error:
-            if stop - start == 1:
-                bad.append(BadRow(block.first_row + start, str(error)[:40] if isinstance(
-                    error, MalformedError) else "", show(lines[start]), "a row of the recipe"))
-                return []
-            middle = (start + stop) // 2
-            return halves(start, middle) + halves(middle, stop)
+    def some(start: int, stop: int) -> Rows:
+        if stop - start == 1:
+            _check_object(lines[start], layout)
+        return parse(b"\n".join(lines[start:stop]) + b"\n",
+                     np.arange(start, stop) + block.first_row)
 
-    parts = halves(0, len(lines))
-    rows = concat(parts) if parts else no_rows(
-        layout.columns, recipe.names("dense"), recipe.names("sparse"))
-    return Rows(len(lines), rows.rows, rows.labels, rows.dense, rows.sparse, rows.time, len(bad),
-                tuple(bad[:MAX_EXAMPLES]))
+    def blame(k: int, error: Exception) -> BadRow:
+        column = str(error)[:40] if isinstance(error, MalformedError) else ""
+        return BadRow(block.first_row + k, column, show(lines[k]), "a row of the recipe")
+
+    return by_halves(len(lines), some, blame, lambda: no_rows(
+        layout.columns, recipe.names("dense"), recipe.names("sparse")),
+        (MalformedError, ValueError))
 
 
 def _check_object(line: bytes, layout: Layout) -> None:
@@ -317,27 +312,19 @@ def open_parquet(path: str) -> pq.ParquetFile:
 def _arrow_rows(columns: dict[str, tuple[Column, pa.Array]], recipe: Recipe, rows: np.ndarray
                 ) -> Rows:
     """Rows of Arrow columns; malformed ones are found by halving."""
-    bad: list[BadRow] = []
+    dense, sparse = recipe.names("dense"), recipe.names("sparse")
 
-    def halves(start: int, stop: int) -> list[Rows]:
+    def some(start: int, stop: int) -> Rows:
         part = {name: (c, a.slice(start, stop - start)) for name, (c, a) in columns.items()}
-        try:
-            return [rows_of(part, recipe.names("dense"), recipe.names("sparse"), rows[start:stop])]
-        except MalformedError as error:
-            if stop - start == 1:
-                column, array = columns.get(str(error), next(iter(columns.values())))
-                bad.append(BadRow(int(rows[start]), column.name,
-                                  show(str(array[start].as_py()).encode()),
-                                  convert.EXPECTED[column.parse]))
-                return []
-            middle = (start + stop) // 2
-            return halves(start, middle) + halves(middle, stop)
+        return rows_of(part, dense, sparse, rows[start:stop])
 
-    parts = halves(0, rows.size)
-    whole = concat(parts) if parts else no_rows(
-        [c for c, _ in columns.values()], recipe.names("dense"), recipe.names("sparse"))
-    return Rows(rows.size, whole.rows, whole.labels, whole.dense, whole.sparse, whole.time,
-                len(bad), tuple(bad[:MAX_EXAMPLES]))
+    def blame(k: int, error: Exception) -> BadRow:
+        column, array = columns.get(str(error), next(iter(columns.values())))
+        return BadRow(int(rows[k]), column.name, show(str(array[k].as_py()).encode()),
+                      convert.EXPECTED[column.parse])
+
+    return by_halves(rows.size, some, blame,
+                     lambda: no_rows([c for c, _ in columns.values()], dense, sparse))
 
 
 def _read_npy(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -> Iterator[Rows]:
@@ -403,12 +390,7 @@ class _Members:
         try:
             archive = zipfile.ZipFile(path)
             self._files = [archive.open(f"{k}.npy") for k in range(count)]
-            heads = []
-            for file in self._files:
-                version = np.lib.format.read_magic(file)
-                read = (np.lib.format.read_array_header_1_0 if version == (1, 0)
-                        else np.lib.format.read_array_header_2_0)
-                heads.append(read(file))
+            heads = [read_header(file) for file in self._files]
         except (zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
             raise FileFormatError(
                 fail(f"cannot read {path!r}", "content", str(error)[:200],

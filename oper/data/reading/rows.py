@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
 
-from oper.data.reading.columns import Ids
+from oper.data.reading.columns import Ids, MalformedError
 
 MAX_EXAMPLES = 20
 PIECE_ROWS = 1 << 19   # of the log, that are in memory at once, at most
@@ -85,6 +85,33 @@ def concat(parts: Sequence[Rows]) -> Rows:
         np.concatenate([p.dense for p in parts], axis=1), tuple(sparse),
         np.concatenate(times) if times else None, sum(p.num_bad for p in parts),
         tuple(b for p in parts for b in p.bad)[:MAX_EXAMPLES])
+
+
+def by_halves(count: int, parse: Callable[[int, int], Rows], blame: Callable[[int, Exception],
+              BadRow], none: Callable[[], Rows],
+              caught: tuple[type[Exception], ...] = (MalformedError,)) -> Rows:
+    """Rows that are parsed as a whole, or in halves until every malformed one stands alone.
+
+    `parse` gives the rows from one number to before another, or raises one of `caught`; `blame`
+    says what is wrong with a row by what that was; `none` makes no rows, in the columns' types.
+    """
+    bad: list[BadRow] = []
+
+    def halves(start: int, stop: int) -> list[Rows]:
+        if start == stop:
+            return []
+        try:
+            return [parse(start, stop)]
+        except caught as error:
+            if stop - start == 1:
+                bad.append(blame(start, error))
+                return []
+            middle = (start + stop) // 2
+            return halves(start, middle) + halves(middle, stop)
+
+    parts = halves(0, count)
+    return replace(concat(parts) if parts else none(), num_lines=count, num_bad=len(bad),
+                   bad=tuple(bad[:MAX_EXAMPLES]))
 
 
 def in_order(rows: Rows, order: np.ndarray) -> Rows:

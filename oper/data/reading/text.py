@@ -20,7 +20,7 @@ from pyarrow import csv as pacsv
 from oper.data.reading import columns as convert
 from oper.data.reading.columns import EXPECTED, MalformedError, holds
 from oper.data.reading.lines import Block
-from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, show
+from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, by_halves, show
 from oper.data.recipe import Column, Layout, Recipe, conditions, is_number
 from oper.errors import FileFormatError, InvalidInputError, fail
 
@@ -214,7 +214,7 @@ def rows_of(columns: dict[str, tuple[Column, pa.Array]], dense: Sequence[str],
 def _row_by_row(data: bytes, text: TextLayout, block: Block) -> Rows:
     """Rows of a block in which something is malformed."""
     records = _records(data, text, block)
-    bad: dict[int, BadRow] = {}
+    bad: list[BadRow] = []
     good = []
     for k, fields in enumerate(records):
         if not _is_kept(fields, text):
@@ -223,11 +223,21 @@ def _row_by_row(data: bytes, text: TextLayout, block: Block) -> Rows:
         if found is None:
             good.append(k)
         else:
-            bad[k] = found
-    parts = _halves(records, good, text, block.first_row, bad)
-    rows = _joined(parts, text)
-    reports = [bad[k] for k in sorted(bad)[:MAX_EXAMPLES]]
-    return replace(rows, num_lines=block.num_lines, num_bad=len(bad), bad=tuple(reports))
+            bad.append(found)
+
+    def parse(start: int, stop: int) -> Rows:
+        some = good[start:stop]
+        return _convert(_written([records[k] for k in some], text), text, 0,
+                        np.array(some, np.int64) + block.first_row)
+
+    # pyarrow may object to a record that `_judge` let pass.
+    rows = by_halves(len(good), parse, lambda k, error: BadRow(
+        block.first_row + good[k], "", show(b" ".join(records[good[k]])), str(error)[:120]),
+        lambda: no_rows((*text.columns, *(c for _, c in text.also)), text.dense, text.sparse),
+        (MalformedError, pa.ArrowInvalid))
+    reports = sorted([*bad, *rows.bad], key=lambda b: b.row)[:MAX_EXAMPLES]
+    return replace(rows, num_lines=block.num_lines, num_bad=len(bad) + rows.num_bad,
+                   bad=tuple(reports))
 
 
 def _records(data: bytes, text: TextLayout, block: Block) -> list[list[bytes]]:
@@ -283,24 +293,6 @@ def _judge(fields: list[bytes], text: TextLayout, row: int) -> BadRow | None:
     return None
 
 
-def _halves(records: list[list[bytes]], good: list[int], text: TextLayout, first_row: int,
-            bad: dict[int, BadRow]) -> list[Rows]:
-    """Convert records; where pyarrow objects to one that `_judge` let pass, find it by halving."""
-    if not good:
-        return []
-    try:
-        data = _written([records[k] for k in good], text)
-        return [_convert(data, text, 0, np.array(good, np.int64) + first_row)]
-    except (MalformedError, pa.ArrowInvalid) as error:
-        if len(good) == 1:
-            bad[good[0]] = BadRow(first_row + good[0], "", show(b" ".join(records[good[0]])),
-                                  str(error)[:120])
-            return []
-        middle = len(good) // 2
-        return (_halves(records, good[:middle], text, first_row, bad)
-                + _halves(records, good[middle:], text, first_row, bad))
-
-
 def _written(records: list[list[bytes]], text: TextLayout) -> bytes:
     if not text.layout.quote:
         separator = text.separator.encode()
@@ -310,12 +302,6 @@ def _written(records: list[list[bytes]], text: TextLayout) -> bytes:
                         **_dialect(text.separator, text.layout))
     writer.writerows([f.decode("latin-1") for f in fields] for fields in records)
     return out.getvalue().encode("latin-1")
-
-
-def _joined(parts: list[Rows], text: TextLayout) -> Rows:
-    if parts:
-        return concat(parts)
-    return no_rows((*text.columns, *(c for _, c in text.also)), text.dense, text.sparse)
 
 
 def no_rows(columns: Sequence[Column], dense: Sequence[str], sparse: Sequence[str]) -> Rows:

@@ -15,6 +15,7 @@ from oper.search.problem.constraints import Constraints, violations
 from oper.search.problem.machine import GROUPS, TERMS
 from oper.search.problem.statement import IDS, ROWS, Problem
 from oper.search.verify.check import Verdict
+from oper.support.text import aligned
 from oper.tables import format_bytes
 
 KEY = "S: rows split, B: a copy on each rank, P: split and sent as partial sums; @3: on rank 3"
@@ -215,9 +216,5 @@ def _constraints(plan: Plan, problem: Problem) -> str:
 
 
 def _aligned(head: list[str], rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:
-    """A table with columns as wide as their widest cell; numbers to the right."""
-    widths = [max(len(row[k]) for row in [head, *rows]) for k in range(len(head))]
-    return "\n".join("  " + "  ".join(
-        cell.ljust(w) if k in left else cell.rjust(w)
-        for k, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in [head, *rows])
+    """A table, indented; numbers to the right."""
+    return "\n".join(f"  {line}" for line in aligned([head, *rows], left))

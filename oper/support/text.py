@@ -1,0 +1,13 @@
+"""Text for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """Lines of a table with columns as wide as their widest cell, those of `left` to the left."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) if k in left else cell.rjust(width)
+                      for k, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+            for row in rows]
