@@ -16,6 +16,7 @@ import torch
 
 from oper.bench.core.launch import Progress, run_workers
 from oper.bench.core.planning import gather, slowest, world
+from oper.bench.core.record import elapsed
 from oper.topology import Costs, Topology
 
 _HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to every other rank
@@ -131,9 +132,7 @@ def _median_s(size: Callable[[int, int], int]) -> float:
     taken = []
     for _ in range(_REPEATS):
         gather(None)
-        begin = time.perf_counter()
-        exchange()
-        taken.append(time.perf_counter() - begin)
+        taken.append(elapsed(exchange))
     return float(np.median(slowest(taken)))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from oper.bench.core.record import elapsed
 
 if TYPE_CHECKING:
     from oper.shmem.tables import ShardedTables
@@ -128,9 +130,7 @@ class Ceiling:
                     times = []
                     for number in range(repeats):
                         align()
-                        begin = time.perf_counter()
-                        self.run(number)
-                        times.append(time.perf_counter() - begin)
+                        times.append(elapsed(functools.partial(self.run, number)))
                     tried.append((order, prefetch, stream))
                     seconds.append(float(np.median(times)))
         order, self._prefetch, self._stream = tried[int(np.argmin(slowest(seconds)))]
