@@ -29,11 +29,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from oper.errors import InvalidInputError, fail, require, require_fields
 from oper.support.files import read_toml
+from oper.support.kernel import memory_bytes
 
 _SUFFIXES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
              "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -216,13 +216,7 @@ class Topology:
 
         ``oper calibrate`` replaces the assumed constants by measured ones.
         """
-        memory = 8e9
-        try:
-            for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-                if line.startswith("MemTotal:"):
-                    memory = float(line.split()[1]) * 1024
-        except OSError:
-            pass
+        memory = memory_bytes("MemTotal") or 8e9
         domain = Domain(tuple(range(world_size)), 0, max(1, int(memory * memory_share)),
                         40.0, 120.0, 32 << 20, 40.0, 40.0)
         # Order of magnitude of one current server core; measured values come from calibration.

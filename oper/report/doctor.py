@@ -19,6 +19,7 @@ from typing import Any
 
 from oper import __version__
 from oper.errors import OperError
+from oper.support import kernel
 from oper.support.environment import VARIABLES, problems
 from oper.tables import format_bytes
 
@@ -198,27 +199,23 @@ def _load_failure(name: str, path: Path) -> str | None:
 
 
 def _machine() -> dict[str, Any]:
-    memory = {k: int(v.split()[0]) * 1024 for k, v in _colon_file("/proc/meminfo").items()
-              if v.endswith("kB")}
-    processor = _colon_file("/proc/cpuinfo")
+    processor = kernel.pairs("/proc/cpuinfo")
     flags = set(processor.get("flags", "").split())
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     vectors = [f for f in ("avx2", "avx512f", "avx512bw", "avx512vl") if f in flags]
-    facts: dict[str, Any] = {
+    return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": processor.get("model name", platform.machine()),
         "cores": f"{usable} usable of {os.cpu_count()}",
         "vector flags": " ".join(vectors) or "none",
-        "memory": f"{format_bytes(memory.get('MemTotal', 0))}, "
-                  f"{format_bytes(memory.get('MemAvailable', 0))} available",
+        "memory": f"{format_bytes(kernel.memory_bytes('MemTotal'))}, "
+                  f"{format_bytes(kernel.memory_bytes('MemAvailable'))} available",
         "memory limit": _limit(),
-        "huge page pool": f"{_read('/proc/sys/vm/nr_hugepages') or '?'} of 2 MiB",
+        "huge page pool": f"{kernel.read('/proc/sys/vm/nr_hugepages') or '?'} of 2 MiB",
+        "huge pages, private": kernel.huge_pages("enabled") or "?",
+        "huge pages, shared": kernel.huge_pages("shmem_enabled") or "?",
+        "nvcc": _nvcc() or "not found",
     }
-    for name, file in (("private", "enabled"), ("shared", "shmem_enabled")):
-        text = _read(f"/sys/kernel/mm/transparent_hugepage/{file}")
-        facts[f"huge pages, {name}"] = _chosen(text) if text else "?"
-    facts["nvcc"] = _nvcc() or "not found"
-    return facts
 
 
 def page_kind() -> str:
@@ -276,29 +273,8 @@ def _lines(command: list[str]) -> list[str]:
     return []
 
 
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _colon_file(path: str) -> dict[str, str]:
-    """``key : value`` lines of a file in /proc; the first of equal keys."""
-    pairs: dict[str, str] = {}
-    for line in _read(path).splitlines():
-        key, _, value = line.partition(":")
-        pairs.setdefault(key.strip(), value.strip())
-    return pairs
-
-
-def _chosen(text: str) -> str:
-    """``never`` of ``always madvise [never]``."""
-    return text.partition("[")[2].partition("]")[0] or text
-
-
 def _limit() -> str:
     """Memory limit of the control group, which may be below the machine's memory."""
-    text = (_read("/sys/fs/cgroup/memory.max")
-            or _read("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+    text = (kernel.read("/sys/fs/cgroup/memory.max")
+            or kernel.read("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     return format_bytes(int(text)) if text.isdigit() and int(text) < 1 << 60 else "none"

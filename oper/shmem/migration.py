@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from oper.shmem.group.desync import MIGRATION, phase_of
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.protocol import Tables
 from oper.shmem.rows import put_rows
+from oper.support import kernel
 from oper.tables import format_bytes
 
 _CHUNK_BYTES = 16 << 20  # what is copied at a time within a step's budget
@@ -337,13 +337,7 @@ def check_room(num_bytes: list[int], what: str = "the new plan beside the old on
 
 def _available_bytes() -> int:
     """Memory that can still be had, under the control group's limit as well."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    free = next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:
-        most = limit.read_text(encoding="ascii").strip()
-        if most.isdigit():
-            free = min(free, int(most) - int(used.read_text(encoding="ascii")))
-    except OSError:  # another kind of control group, or none
-        pass
-    return free
+    free = kernel.memory_bytes("MemAvailable")
+    # Of another kind of control group, or without one, there are no such files.
+    most, used = (kernel.read(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    return min(free, int(most) - int(used)) if most.isdigit() and used else free

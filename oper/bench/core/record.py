@@ -16,6 +16,7 @@ import numpy as np
 
 from oper import __version__
 from oper.errors import InvalidInputError, fail
+from oper.support import kernel
 from oper.support.files import read_json, write_text
 from oper.support.text import aligned
 
@@ -40,37 +41,17 @@ def versions() -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory (bytes), kernel and the kernel's huge-page settings."""
-    pages = Path("/sys/kernel/mm/transparent_hugepage")
+    model = kernel.pairs("/proc/cpuinfo")
+    cpu = model.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in model:
+        cpu += f" (family {model['cpu family']} model {model.get('model', '?')})"
     return {
-        "cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)),
+        "cpu": cpu, "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "transparent_huge_pages": _chosen(pages / "enabled"),
-        "shared_huge_pages": _chosen(pages / "shmem_enabled"),
+        "transparent_huge_pages": kernel.huge_pages("enabled") or "unknown",
+        "shared_huge_pages": kernel.huge_pages("shmem_enabled") or "unknown",
     }
-
-
-def _cpu_model() -> str:
-    model: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            model.setdefault(name.strip(), value.strip())
-    except OSError:
-        pass
-    name = model.get("model name") or platform.processor() or platform.machine()
-    if "cpu family" in model:
-        name += f" (family {model['cpu family']} model {model.get('model', '?')})"
-    return name
-
-
-def _chosen(path: Path) -> str:
-    """The bracketed word of a kernel setting file."""
-    try:
-        text = path.read_text(encoding="ascii")
-    except OSError:
-        return "unknown"
-    return text.partition("[")[2].partition("]")[0] or text.strip()
 
 
 def load_average() -> float:
