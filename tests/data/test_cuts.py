@@ -19,7 +19,7 @@ from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.reading import cuts
 from oper.data.reading.lines import Span, line_of, read_blocks, spans_of
 from oper.errors import FileFormatError
-from tests.data.test_resuming import KILLED, digest
+from tests.data.test_resuming import KILLED, digest, parquet_bytes
 
 pytest.importorskip("rapidgzip")
 KAGGLE = load_recipe("criteo-kaggle")
@@ -81,19 +81,15 @@ def packed(log: Path, name: str = "log.gz") -> str:
 def test_the_same_bytes_as_of_plain_text(tmp_path: Path, log: Path) -> None:
     preprocess(KAGGLE, [str(log)], tmp_path / "plain", SMALL)
     preprocess(KAGGLE, [packed(log)], tmp_path / "gz", replace(SMALL, num_workers=2))
-    names = [sorted(str(p.relative_to(tmp_path / d)) for p in (tmp_path / d).rglob("*.parquet"))
-             for d in ("plain", "gz")]
-    assert names[0] == names[1] and len(names[0]) > 30
-    assert all((tmp_path / "plain" / n).read_bytes() == (tmp_path / "gz" / n).read_bytes()
-               for n in names[0])
+    found = parquet_bytes(tmp_path / "gz")
+    assert found == parquet_bytes(tmp_path / "plain") and len(found) > 30
     # What lies beside the log is no part of a folder of logs.
     log.unlink()
     (tmp_path / "logs").mkdir()
     for path in [*tmp_path.glob("log.gz"), *tmp_path.glob(".log.gz.*")]:
         path.rename(tmp_path / "logs" / path.name)
     preprocess(KAGGLE, [str(tmp_path / "logs")], tmp_path / "again", SMALL)
-    assert all((tmp_path / "again" / n).read_bytes() == (tmp_path / "gz" / n).read_bytes()
-               for n in names[0])
+    assert parquet_bytes(tmp_path / "again") == found
     assert len(list((tmp_path / "logs").iterdir())) == 2
 
 

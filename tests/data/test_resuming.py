@@ -33,6 +33,10 @@ KAGGLE = load_recipe("criteo-kaggle")
 SMALL = PreprocessOptions(unit_bytes=20_000, row_group_rows=64, part_rows=128)
 
 
+def parquet_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.parquet"))}
+
+
 def digest(folder: Path) -> str:
     """Of the names and bytes of all files but the manifest's, whose job number is left out."""
     state = hashlib.sha256()

@@ -22,14 +22,11 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from tests.data.test_resuming import parquet_bytes
 from tests.support import ROOT
 
 fsspec = pytest.importorskip("fsspec")
 CRITEO = load_recipe("criteo-kaggle")
-
-
-def parquet_bytes(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.parquet"))}
 
 
 @pytest.fixture

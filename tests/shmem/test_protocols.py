@@ -7,9 +7,23 @@ property through mutations that must break it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+
+
+def explore(start: tuple, following: Callable[[tuple], Iterable[tuple]],
+            look: Callable[[tuple, list[tuple]], None]) -> set[tuple]:
+    """All states from `start` on; `look` sees each, and those that follow it."""
+    seen, todo = {start}, [start]
+    while todo:
+        state = todo.pop()
+        found = list(following(state))
+        look(state, found)
+        todo += set(found) - seen
+        seen.update(found)
+    return seen
+
 
 # ---- the barrier ---------------------------------------------------------------------------------
 # One rank's state: (step, peer, seen, round). A shared word is written through a store buffer, as
@@ -37,17 +51,10 @@ class BarrierModel:
 
     def check(self) -> int:
         """Number of states; raises AssertionError at the first bad one."""
-        seen, todo = {self.start}, [self.start]
-        while todo:
-            state = todo.pop()
-            following = list(self.following(state))
-            if not following and any(rank[0] != DONE for rank in state[0]):
-                raise AssertionError(f"asleep for ever: {state}")
-            for after in following:
-                if after not in seen:
-                    seen.add(after)
-                    todo.append(after)
-        return len(seen)
+        def look(state, following) -> None:
+            assert following or all(r[0] == DONE for r in state[0]), f"asleep for ever: {state}"
+
+        return len(explore(self.start, self.following, look))
 
     def following(self, state):
         ranks, epochs, sleepers, buffers = state
@@ -156,14 +163,7 @@ class PublicationModel:
     def check(self) -> int:
         """Number of states; raises AssertionError when a region is written while it is used."""
         start = ((0, False),) * self.size  # place in the program, whether inside of the access
-        seen, todo = {start}, [start]
-        while todo:
-            state = todo.pop()
-            self.look_for_races(state)
-            for after in self.following(state):
-                if after not in seen:
-                    seen.add(after)
-                    todo.append(after)
+        seen = explore(start, self.following, self.look_for_races)
         assert ((len(self.program), False),) * self.size in seen, "the ranks never finish"
         return len(seen)
 
@@ -177,7 +177,7 @@ class PublicationModel:
             elif all(other >= at for other, _ in state):
                 yield put(state, r, (at + 1, False))
 
-    def look_for_races(self, state: tuple) -> None:
+    def look_for_races(self, state: tuple, _: list[tuple]) -> None:
         active = [(r, *self.program[at]) for r, (at, inside) in enumerate(state) if inside]
         for r, what, region, _ in active:
             if what == "write":

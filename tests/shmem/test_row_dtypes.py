@@ -58,8 +58,10 @@ def split_by_columns(case: Case, world_size: int) -> Plan:
 
 def train(case: Case, plan: Plan, steps: list, optimizer: Optimizer, dtype: str, group,
           start: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Train tables of `dtype` that start at the numbers of `start`; rows and all outputs."""
-    own = narrow(case.with_optimizer(optimizer.name), dtype)
+    """Train tables of `dtype`, "" = each of its own, that start at the numbers of `start`; rows and
+    all outputs."""
+    own = case.with_optimizer(optimizer.name)
+    own = narrow(own, dtype) if dtype else own
     tables = ShardedTables(with_tables(plan, own.tables), own.features, group, optimizer,
                            1.0 / group.world_size, SEED)
     for name, weight in initial_weights(case).items():
@@ -278,24 +280,9 @@ def test_dtypes_mixed_in_one_collection() -> None:
         replace(t, dtype=d) for t, d in zip(
             case.tables, ("float32", "bfloat16", "float16") * 3, strict=True)))
     steps = make_steps(case, 2, 1, seed=5)
-    got = run_ranks(2, lambda group: _mixed(mixed, steps, group))
+    got = all_ranks(mixed, mixed_plan(mixed.tables, 2, 1), steps, SGD(0.5), "", torch.float32)
     for t in mixed.tables:
         single = "float32" if t.dtype == "float32" else t.dtype
         alone = all_ranks(case, mixed_plan(case.tables, 2, 1), steps, SGD(0.5), single,
                           torch.float32 if single == "float32" else None)
         assert torch.equal(got[0][t.name], alone[0][t.name]), t.name
-
-
-def _mixed(case: Case, steps: list, group) -> dict[str, torch.Tensor]:
-    own = case.with_optimizer("sgd")
-    plan = mixed_plan(own.tables, 2, 1)
-    tables = ShardedTables(plan, own.features, group, SGD(0.5), 0.5, SEED)
-    for name, weight in initial_weights(case).items():
-        tables.write(name, weight)
-    tables.publish()
-    batch = steps[0][group.rank]
-    # A gradient that does not depend on the tables, as rounding of one would reach none of others.
-    out = tables.lookup(batch.lookup(own))
-    rank_loss(out, batch.target).backward()
-    tables.barrier()
-    return {t.name: tables.read(t.name) for t in own.tables}
