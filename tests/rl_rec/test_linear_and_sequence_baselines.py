@@ -11,6 +11,7 @@ import pytest
 import torch
 from rec_support import invented, sequences, tastes
 
+from oper.errors import InvalidInputError
 from oper.rl_rec.data.batches import training_histories
 from oper.rl_rec.harness import FitOptions, fit
 from oper.rl_rec.models.autoencoders.recvae import RecVAE, RecVAEConfig, log_prior
@@ -217,11 +218,19 @@ def test_baselines_beat_popularity(name: str) -> None:
     assert other["ndcg@10"] == pytest.approx(found.test.summary()["ndcg@10"], abs=1e-6)
 
 
-@pytest.mark.parametrize(("config", "wrong"), [
-    (EASEConfig, {"l2": 0.0}), (ItemKNNConfig, {"neighbours": 0}), (ItemKNNConfig, {"shrink": -1}),
-    (IALSConfig, {"alpha": 0.0}), (IALSConfig, {"dim": 0}), (RecVAEConfig, {"dropout": 1.0}),
-    (RecVAEConfig, {"rounds": 0}), (SASRecConfig, {"heads": 3}), (SASRecConfig, {"loss": "mse"}),
-    (GRU4RecConfig, {"calibration": 2.0}), (GRU4RecConfig, {"steps": 1, "window": 0})])
-def test_bad_configurations_are_refused(config: Any, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=list(wrong)[-1]):
-        config(**wrong)
+@pytest.mark.parametrize(("model", "wrong"), [
+    ("ease", {"l2": 0.0}), ("itemknn", {"neighbours": 0}), ("itemknn", {"shrink": -1}),
+    ("ials", {"alpha": 0.0}), ("ials", {"dim": 0}), ("recvae", {"dropout": 1.0}),
+    ("recvae", {"rounds": 0}), ("multvae", {"hidden": 0}), ("macridvae", {"dropout": 1.0}),
+    *(("sasrec", x) for x in ({"heads": 3}, {"loss": "mse"}, {"targets": "none"}, {"window": -1})),
+    ("gru4rec", {"calibration": 2.0}), ("gru4rec", {"steps": 1, "window": 0}),
+    *(("cadvae", x) for x in ({"layer": "cubic"}, {"dim": 0}, {"temperature": 0.0}, {"sampled": -1},
+                              {"graph": "some"}, {"layer": "nonlinear", "graph": "free"})),
+    *(("cdt4rec", x) for x in (
+        {"dim": 0}, {"heads": 3}, {"dropout": 1.0}, {"backbone": "x"}, {"gamma": 0.0},
+        {"negatives": -1}, {"reward_loss": "x"}, {"window": 0}, {"target_quantile": 2.0},
+        {"backbone": "interleaved", "returns": "estimated"},
+        {"reward_weight": 0.0, "returns": "estimated"}))])
+def test_bad_configurations_are_refused(model: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=rf"model\.{list(wrong)[-1]}="):
+        RECOMMENDERS[model].config(**wrong)
