@@ -8,12 +8,14 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -175,3 +177,24 @@ def wait_for(condition: Any, seconds: float = 180) -> None:
     while not condition():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.02)
+
+
+def frames_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[str, str]]]:
+    """What `run` returns, and (file, function) of each call of ours, those of autograd's threads
+    included."""
+    seen: list[tuple[str, str]] = []
+    package = str(Path(cli.__file__).parent)
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(package):
+            seen.append((code.co_filename, code.co_qualname))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        found = run()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return found, seen

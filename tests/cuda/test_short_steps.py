@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,6 +19,7 @@ from tests import runtime_support
 from tests.cuda.compiler import ROOT
 from tests.cuda.emulated import device_tables, has_gpu
 from tests.runtime_support import Case, open_tables, run_ranks
+from tests.support import frames_of
 
 OPTIMIZER = RowWiseAdagrad(lr=0.1)
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the emulation counts")
@@ -76,24 +74,7 @@ def test_few_kernels_on_several_ranks(on_device: None, size: int) -> None:
         assert 0 < forward + backward + 2 <= 30
 
 
-@contextmanager
-def frames() -> Iterator[list[str]]:
-    """Functions of ours that are called meanwhile."""
-    ours = str(ROOT / "oper")
-    found: list[str] = []
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(ours):
-            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
-
-    sys.setprofile(note)
-    try:
-        yield found
-    finally:
-        sys.setprofile(None)
-
-
-def step_of(case: Case) -> tuple[list[str], list[str]]:
+def step_of(case: Case) -> tuple[list[tuple[str, str]], list[str]]:
     """Our functions and our operators in a step of one rank."""
     tables = open_tables(case, uniform_plan(case.tables, 1, "striped"), SingleGroup(), OPTIMIZER)
     batch = batch_of(case, 64)
@@ -102,8 +83,7 @@ def step_of(case: Case) -> tuple[list[str], list[str]]:
         tables.lookup(batch).sum().backward()
 
     step()
-    with frames() as called:
-        step()
+    _, called = frames_of(step)
     with torch.autograd.profiler.profile() as profile:
         step()
     tables.close()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,29 +10,9 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 import oper
+from tests.support import frames_of
 
-_PACKAGE = str(Path(oper.__file__).parent)
 MOST_FRAMES, MOST_FILES = 5, 3
-
-
-def frames_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[str, str]]]:
-    """What `run` returns, and (file, function) of each call of ours, those of autograd's threads
-    included."""
-    seen: list[tuple[str, str]] = []
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(_PACKAGE):
-            seen.append((code.co_filename, code.co_qualname))
-
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        found = run()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return found, seen
 
 
 def bags() -> tuple[torch.nn.Module, tuple[Any, ...]]:

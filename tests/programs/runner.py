@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from oper.support.text import aligned
 from tests.programs.oracle import OUTCOMES, Finding
 from tests.programs.program import Program, draw_program
 from tests.programs.shrink import shrink
@@ -54,13 +55,11 @@ class Totals:
     def table(self) -> str:
         """Actions by what they came to."""
         names = sorted({name for name, _ in self.counts})
-        heads = ["tried", "agreed", "both refused", "OPER refused", "failed"]
-        lines = [f"{'action':<20}" + "".join(f"{h:>14}" for h in heads)]
+        rows = [["action", "tried", "agreed", "both refused", "OPER refused", "failed"]]
         for name in names:
             found = [self.counts[name, outcome] for outcome in (*OUTCOMES, BROKEN)]
-            numbers = [sum(found), *found[:3], sum(found[3:])]
-            lines.append(f"{name:<20}" + "".join(f"{n:>14,}" for n in numbers))
-        return "\n".join(lines)
+            rows.append([name, *(f"{n:,}" for n in (sum(found), *found[:3], sum(found[3:])))])
+        return "\n".join(aligned(rows))
 
 
 def run_seeds(seeds: Iterable[int], world_size: int, *, only: str | None = None,
