@@ -109,17 +109,10 @@ def test_mixed_optimizers_in_one_collection(world_size: int) -> None:
     want = train_reference(case, steps, optimizers, torch.float64, RATES)
     assert_close(got, want)
     # A table is not disturbed by what its neighbours use.
-    alone = train_sharded(*_uniform(small_case(), world_size, EVERY["adam"], steps))
-    together = train_sharded(case, uniform_plan(case.tables, world_size, "striped"), steps[:1],
-                             optimizers, RATES[:1])
+    alone, together = (
+        train_sharded(c, uniform_plan(c.tables, world_size, "striped"), steps[:1], o, RATES[:1])
+        for c, o in (one_optimizer(small_case(), EVERY["adam"]), (case, optimizers)))
     assert torch.equal(alone.weights["one"], together.weights["one"])
-
-
-def _uniform(case: Case, world_size: int, optimizer: Optimizer, steps: list[list[Batch]]
-             ) -> tuple[Case, Plan, list[list[Batch]], dict[str, Optimizer], tuple[float, ...]]:
-    case, optimizers = one_optimizer(case, optimizer)
-    return (case, uniform_plan(case.tables, world_size, "striped"), steps[:1], optimizers,
-            RATES[:1])
 
 
 # ---- which rows change ---------------------------------------------------------------------------

@@ -282,7 +282,6 @@ def test_dtypes_mixed_in_one_collection() -> None:
     steps = make_steps(case, 2, 1, seed=5)
     got = all_ranks(mixed, mixed_plan(mixed.tables, 2, 1), steps, SGD(0.5), "", torch.float32)
     for t in mixed.tables:
-        single = "float32" if t.dtype == "float32" else t.dtype
-        alone = all_ranks(case, mixed_plan(case.tables, 2, 1), steps, SGD(0.5), single,
-                          torch.float32 if single == "float32" else None)
+        alone = all_ranks(case, mixed_plan(case.tables, 2, 1), steps, SGD(0.5), t.dtype,
+                          torch.float32 if t.dtype == "float32" else None)
         assert torch.equal(got[0][t.name], alone[0][t.name]), t.name
