@@ -184,11 +184,11 @@ def test_a_planner_that_does_not_come_back_is_ended(monkeypatch) -> None:
     with TorchRecPlanner(10.0) as planner:
         planner.time_limit_s = -1.9  # gives up after a tenth of a second
         assert planner.propose(stated) == {}
-        assert planner._process is None
+        assert planner._child is None
         planner.time_limit_s = 10.0
         again = planner.propose(stated)
     assert again and all(isinstance(p, Plan) for p in again.values())
-    assert planner._process is None
+    assert planner._child is None
 
 
 def _dies(pipe) -> None:
@@ -202,4 +202,4 @@ def test_a_planner_that_dies_is_no_more_than_one_without_plans(monkeypatch) -> N
     with TorchRecPlanner(30.0) as planner:
         for _ in range(2):
             assert planner.propose(stated) == {}
-            assert planner._process is None
+            assert planner._child is None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import time
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from types import TracebackType
 
+from oper.bench.core.child import Child
+from oper.errors import OperError
 from oper.plan import Plan
 from oper.search.problem.statement import Problem
 
@@ -26,15 +26,14 @@ class TorchRecPlanner:
 
     def __init__(self, time_limit_s: float) -> None:
         self.time_limit_s = time_limit_s
-        self._process: BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._child: Child | None = None
 
     def propose(self, problem: Problem) -> dict[str, Plan]:
         """Best plan of each of TorchRec's proposers; empty where none came in time or fits."""
         found: dict[str, Plan] = {}
         # A child that dies, e.g. for want of memory, keeps what it has sent; the next problem gets
         # another one.
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(EOFError, OSError, OperError):
             pipe = self._ready()
             pipe.send((problem, self.time_limit_s))
             deadline = time.monotonic() + self.time_limit_s + _GRACE_S
@@ -47,27 +46,17 @@ class TorchRecPlanner:
         return found
 
     def _ready(self) -> Connection:
-        """The pipe to a child that has imported TorchRec; raises EOFError where none comes up."""
-        if self._pipe is not None:
-            return self._pipe
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        if not self._pipe.poll(_START_S):
-            raise EOFError
-        self._pipe.recv()
-        return self._pipe
+        """The pipe to a child that has imported TorchRec; raises OperError where none comes up."""
+        if self._child is None:
+            self._child = Child(_serve, (), "TorchRec's planner")
+            self._child.wait(_START_S)
+        return self._child.pipe
 
     def close(self) -> None:
         """End the child."""
-        if self._pipe is not None:
-            self._pipe.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-        self._process = self._pipe = None
+        if self._child is not None:
+            self._child.close(0)
+        self._child = None
 
     def __enter__(self) -> TorchRecPlanner:
         return self
