@@ -39,7 +39,6 @@ from oper.support.files import no_room
 _log = logging.getLogger(__name__)
 
 
-
 def preprocess(
     recipe: Recipe,
     inputs: Sequence[str],
