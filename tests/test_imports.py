@@ -38,7 +38,7 @@ PACKAGES: dict[str, frozenset[str]] = {
     "inference": LEAVES | {"search", "shmem", "integration"},
     "replanning": LEAVES | {"analysis", "search"},
     "rl_rec": frozenset(ENGINE | {"rl_rec.models"}),
-    "rl_rec.models": frozenset(),
+    "rl_rec.models": frozenset({"errors"}),
     "train": frozenset(WORKLOADS),
     "serve": frozenset(WORKLOADS | {"train"}),
     "bench": frozenset(WORKLOADS | {"train", "serve"}),
