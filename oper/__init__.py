@@ -21,6 +21,7 @@ _PUBLIC = {
     "Publication": "oper.inference",
     "ServedModel": "oper.inference",
     "replan": "oper.replanning",
+    "Replanner": "oper.replanning",
     "SavePlanner": "oper.integration.checkpoint.planners",
     "LoadPlanner": "oper.integration.checkpoint.planners",
     "CheckpointReader": "oper.integration.checkpoint.files",
@@ -91,7 +92,7 @@ if TYPE_CHECKING:
         save_checkpoint as save_checkpoint,
     )
     from oper.plan import Plan as Plan
-    from oper.replanning import replan as replan
+    from oper.replanning import Replanner as Replanner, replan as replan
     from oper.search import make_plan as make_plan, verify_plan as verify_plan
     from oper.sharding import migrate as migrate, no_sync as no_sync, shard as shard
     from oper.shmem.optim.optimizers import (

@@ -36,7 +36,7 @@ PACKAGES: dict[str, frozenset[str]] = {
     "integration": LEAVES | {"analysis", "search", "shmem"},
     "sharding": LEAVES | {"analysis", "search", "shmem", "integration"},
     "inference": LEAVES | {"search", "shmem", "integration"},
-    "replanning": LEAVES | {"analysis", "search"},
+    "replanning": LEAVES | {"analysis", "search", "sharding", "shmem"},
     "rl_rec": frozenset(ENGINE | {"rl_rec.models"}),
     "rl_rec.models": frozenset({"errors"}),
     "train": frozenset(WORKLOADS),

@@ -254,7 +254,15 @@ class Migration:
         columns = slice(max(there.start, here.start), min(there.stop, here.stop))
         view = region.view[:, columns.start - there.start:columns.stop - there.start]
         values = view.new_empty(slots.size, view.shape[1])
-        self._source.gather_piece(piece, directory.ids_at(positions), region.part, columns, values)
+        ids, left = directory.ids_at(positions), np.ones(slots.size, bool)
+        if region.part == "rows":
+            left = ~self._source.copy_near_replicas(piece, ids, columns, values)
+        if left.all():
+            self._source.gather_piece(piece, ids, region.part, columns, values)
+        else:
+            rest = values.new_empty(int(left.sum()), values.shape[1])
+            self._source.gather_piece(piece, ids[left], region.part, columns, rest)
+            values[torch.from_numpy(left)] = rest
         put_rows(view, torch.from_numpy(slots), values, torch.arange(slots.size))
         self.num_copied_bytes += values.numel() * values.element_size()
 

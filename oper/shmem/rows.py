@@ -233,6 +233,36 @@ class LogicalRows:
         for rank, rows in self._fetch(far).items():
             to[places[rank]] = self._numbers(piece, rows)[:, inside].to(to.device)
 
+    def copy_near_replicas(self, piece: int, ids: np.ndarray, columns: slice, out: torch.Tensor
+                           ) -> np.ndarray:
+        """Copy rows whose owner is in another memory domain from replicas in this one.
+
+        Args:
+            piece: a directory.
+            ids: int64 [n], valid.
+            columns: columns of the table, all of them in this piece.
+            out: [n, columns], where they go.
+
+        Returns:
+            bool [n], which rows have been copied. Replicas equal their masters between two steps.
+        """
+        d, found = self.directories[piece], np.zeros(ids.size, bool)
+        if self._exchange is None:
+            return found
+        position = d.position_of(ids)
+        is_far = (np.array(self._addresses) == 0)[d.locate(position)[0]]
+        inside = slice(columns.start - d.column, columns.stop - d.column)
+        for x in d.tiers:
+            holder = next((r for r in self.members if x.replica_base[r] >= 0), None)
+            at = np.flatnonzero(is_far & (x.tier.start <= position) & (position < x.tier.stop))
+            if holder is None or not at.size:
+                continue
+            slot = position[at] - x.tier.start + int(x.replica_base[holder])
+            rows = self._numbers(piece, self.replica_view(piece, holder), torch.from_numpy(slot))
+            out[torch.from_numpy(at)] = rows[:, inside].to(out.device)
+            found[at] = True
+        return found
+
     def _numbers(self, piece: int, rows: torch.Tensor, at: torch.Tensor | None = None
                  ) -> torch.Tensor:
         """Rows (all, or those `at` int64 [n]) as numbers."""

@@ -33,6 +33,7 @@ def measure_hosts(measure_here: Callable[[int], Topology]) -> Topology:
     """
     from oper.shmem.group.domains import find_domains
     from oper.shmem.group.groups import ProcessGroup
+    from oper.shmem.group.links import link_gbps
 
     domain_of = find_domains(ProcessGroup())
     if sorted(domain_of) != domain_of:
@@ -48,6 +49,6 @@ def measure_hosts(measure_here: Callable[[int], Topology]) -> Topology:
     hosts = [here for here, _ in found]
     if len(hosts) == 1:
         return hosts[0]
-    return network.of_hosts(hosts, network.link_gbps(domain_of), {
+    return network.of_hosts(hosts, link_gbps(ProcessGroup(), domain_of), {
         "meeting_us": network.meeting_us(),
         "ns_per_byte": sum(x for _, x in found) / len(found)})

@@ -19,6 +19,8 @@ import torch
 from oper.bench.calibrate import network as calibrate_network
 from oper.bench.cluster.network import Links, set_rates
 from oper.bench.core.planning import gather, slowest, world
+from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.group.links import link_gbps
 from oper.topology import Costs, Topology
 
 _GATHERS, _ROUNDS = 24, 15
@@ -43,7 +45,7 @@ def measured_topology(links: Links, alone: Topology, memory_bytes: int | None = 
     if rank == 0:
         set_rates(links, True)
     meeting_us = calibrate_network.meeting_us()
-    gbps = calibrate_network.link_gbps(links.host_of)
+    gbps = link_gbps(ProcessGroup(), links.host_of)
     found = {"contention": round(unlimited["contention"], 3),
              "ns_per_byte": round(unlimited["ns_per_byte"], 3), "meeting_us": round(meeting_us, 1),
              "link_mbits": [round(8e3 * x, 2) for x in gbps]}

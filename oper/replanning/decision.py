@@ -14,12 +14,11 @@ import numpy as np
 from oper.analysis import distance
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan, TablePlan
+from oper.replanning.moves import moves, state_bytes
 from oper.rows.directory import TableDirectory
 from oper.search import evaluate, make_plan, make_problem
 from oper.stats import AccessStats, TableStats, hotness_order
 from oper.topology import Topology
-
-_NUM_SAMPLED = 1 << 18  # rows of a large table that stand for all when moved bytes are counted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +31,10 @@ class Replanning:
             for and the new ones, 0 to 1; {} when the old ones are not known.
         old_step_us, new_step_us: a step of the old and of the new plan on the new statistics.
         moved_bytes: bytes of rows and optimizer state that change their rank.
+        network_bytes: bytes that the memory domains send each other for the move, replicas and
+            requests included.
         copied_bytes: bytes that the busiest rank copies: `oper.migrate` fills all of its new arena.
-        copy_us: time of that copy.
+        copy_us: time of the move: of the busiest link, and of that copy.
     """
 
     plan: Plan
@@ -41,6 +42,7 @@ class Replanning:
     old_step_us: float
     new_step_us: float
     moved_bytes: int
+    network_bytes: int
     copied_bytes: int
     copy_us: float
 
@@ -81,11 +83,11 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
                     **dict(options or {}))
     found = {} if old_stats is None else {
         t.name: distance(old_stats.tables[t.name], stats.tables[t.name]) for t in tables}
-    copied = _copied_bytes(new)
+    copied, moved = _copied_bytes(new), moves(plan, new, topology.domain_of())
     return Replanning(
         new, found, step_us(plan, stats, topology), step_us(new, stats, topology),
-        sum(_moved_bytes(a, new.table(a.table.name), plan.world_size) for a in plan.tables),
-        copied, copied / (copy_gbps * 1e3))
+        round(moved.owner_bytes), round(moved.between.sum()), copied,
+        moved.transfer_us(topology) + copied / (copy_gbps * 1e3))
 
 
 def _check_batch(plan: Plan) -> None:
@@ -129,29 +131,6 @@ def _copied_bytes(plan: Plan) -> int:
     for entry in plan.tables:
         for piece in range(len(entry.pieces)):
             d = TableDirectory(entry, plan.world_size, piece)
-            held += d.num_slots * (d.row_bytes + _state_bytes(d))
+            held += d.num_slots * (d.row_bytes + state_bytes(d))
             held += d.num_replica_rows * d.row_bytes
     return int(held.max())
-
-
-def _state_bytes(directory: TableDirectory) -> int:
-    """Bytes of a row's optimizer state that go with a piece."""
-    return directory.table.state_bytes * directory.dim // directory.table.dim
-
-
-def _moved_bytes(old: TablePlan, new: TablePlan, world_size: int) -> int:
-    """Bytes whose owner changes, by the pieces of the new plan; estimated for large tables."""
-    num_rows = old.table.num_rows
-    ids = np.arange(num_rows) if num_rows <= _NUM_SAMPLED else (
-        np.random.default_rng(0).integers(0, num_rows, _NUM_SAMPLED))
-    total = 0.0
-    before = [TableDirectory(old, world_size, k) for k in range(len(old.pieces))]
-    for k in range(len(new.pieces)):
-        d = TableDirectory(new, world_size, k)
-        owner, _ = d.locate(d.position_of(ids))
-        for was in before:
-            columns = min(was.column + was.dim, d.column + d.dim) - max(was.column, d.column)
-            if columns > 0:
-                share = float((was.locate(was.position_of(ids))[0] != owner).mean())
-                total += share * num_rows * (d.row_bytes + _state_bytes(d)) * columns / d.dim
-    return round(total)

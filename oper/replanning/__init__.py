@@ -1,0 +1,6 @@
+"""When another plan pays, and moving to it while training goes on."""
+
+from oper.replanning.decision import Replanning, replan, step_us
+from oper.replanning.watch import Event, Replanner
+
+__all__ = ["Event", "Replanner", "Replanning", "replan", "step_us"]

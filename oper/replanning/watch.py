@@ -1,0 +1,248 @@
+"""Re-planning while a model trains: notice that links have changed, and move when it has paid.
+
+Nobody knows how long a slower link will last. Training on with the old plan costs a little in every
+step, moving costs much once: the ski rental problem. The rule is its classic one: move when what
+the old plan has cost beyond the new one, since the change, has reached the cost of the move. Then
+the two together are at most twice what a rule that knew the future would have paid. Links are
+measured by the same rule: when what steps differ by has added up to what a measurement takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from oper.errors import InvalidInputError, OperError, fail
+from oper.replanning.decision import Replanning, replan
+from oper.sharding import migrate, tables_of
+from oper.stats import AccessStats
+from oper.topology import Topology
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from oper.shmem.group.groups import Group
+
+_WHAT = "cannot plan again while training"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Event:
+    """What a `Replanner` has found out or done.
+
+    Attributes:
+        step: training steps that it had seen.
+        kind: ``"same links"`` (steps changed, links did not), ``"no better plan"`` (links changed),
+            ``"better plan"`` (links changed; moving begins to be weighed) or ``"moved"``.
+        step_s: seconds of a step in the last window.
+        link_gbps: by host, as measured last; empty before the first measurement.
+        seconds: that this took on the slowest rank.
+        replanning: the better plan and what it would bring, where there is one.
+    """
+
+    step: int
+    kind: str
+    step_s: float
+    link_gbps: tuple[float, ...]
+    seconds: float
+    replanning: Replanning | None = None
+
+
+class Replanner:
+    """Watches the steps of a sharded model, and moves its tables when another plan has paid.
+
+    Args:
+        model: what `oper.shard` returned, or a model that contains it; on several hosts.
+        stats: access statistics of its tables; rank 0's count.
+        topology: the machine as it was when the present plan was made.
+        options: keyword arguments of `oper.make_plan`.
+        bytes_per_step: as for `oper.migrate`; None = move everything at once.
+        window: steps whose median is compared with the usual one.
+        tolerance: relative difference of steps, and of links, that counts as a change.
+        copy_gbps: rate at which a rank copies rows into its new arena, in GB/s.
+        measure_links: gives GB/s by host, the same on all ranks; collective. By default all ranks
+            exchange bytes for a few seconds.
+
+    Attributes:
+        topology: the machine that the present plan is for.
+        events: what has happened so far, in order.
+
+    Raises:
+        InvalidInputError: not several hosts, a topology for other ranks, or arguments out of range.
+
+    Creation and `step` are collective. Steps that other programs slow down count like those that
+    links slow down, but move nothing: links are measured first.
+
+    Example::
+
+        watch = oper.Replanner(model, stats, topology)
+        for batch in batches:
+            train(model, batch)
+            watch.step()
+    """
+
+    def __init__(self, model: nn.Module, stats: AccessStats, topology: Topology, *,
+                 options: Mapping[str, Any] | None = None, bytes_per_step: int | None = None,
+                 window: int = 16, tolerance: float = 0.1, copy_gbps: float = 1.0,
+                 measure_links: Callable[[], Sequence[float]] | None = None) -> None:
+        self._tables = tables_of(model, "nothing to plan again")
+        self._group: Group = self._tables[0].group
+        _check(topology, self._group.world_size, window, tolerance)
+        self._model, self._stats, self._options = model, stats, options
+        self._bytes_per_step, self._window, self._tolerance = bytes_per_step, window, tolerance
+        self._copy_gbps = copy_gbps
+        self._measure_links = measure_links or self._probe
+        self.topology = topology
+        self.events: list[Event] = []
+        self._num_steps = 0
+        self._times: list[float] = []  # of the steps of this window
+        self._last: float | None = None  # end of the step before
+        self._is_settling = True  # the next window is not compared: it begins cold
+        self._usual_s = 0.0  # a step under the present plan and topology; 0 = not known yet
+        self._measuring_s = 0.0  # what measuring the links took last
+        self._changed_s = 0.0  # a step since it changed; 0 = it has not
+        self._num_changed = 0  # steps since then
+        self._better: tuple[Replanning, Topology] | None = None
+
+    def step(self) -> Event | None:
+        """Call after every training step, on all ranks.
+
+        Returns:
+            What this call has found out or done, if anything; the same on all ranks.
+
+        Raises:
+            PlanError: there is no plan for the links as they are now; the old one goes on.
+            OperError: there is no memory for both plans' arenas; likewise.
+        """
+        now = time.perf_counter()
+        if self._last is not None:
+            self._num_steps += 1
+            self._times.append(now - self._last)
+        event = None
+        if len(self._times) >= self._window:
+            step_s = max(self._group.all_gather(statistics.median(self._times)))
+            self._times = []
+            event = self._weigh(step_s)
+            if event is not None:
+                self.events.append(event)
+        self._last = time.perf_counter()  # what this call takes is no part of a step
+        return event
+
+    def _weigh(self, step_s: float) -> Event | None:
+        if any(tables.migration is not None for tables in self._tables):
+            return None
+        if self._is_settling or self._usual_s == 0:
+            self._usual_s = 0.0 if self._is_settling else step_s
+            self._is_settling = False
+            return None
+        if self._is_like(step_s, self._usual_s):
+            self._forget()
+            return None
+        if self._changed_s and not self._is_like(step_s, self._changed_s):
+            self._forget()  # it has changed again: what was measured no longer holds
+        self._changed_s = self._changed_s or step_s
+        self._num_changed += self._window
+        if self._better is not None:
+            found, topology = self._better
+            saved_us = (found.old_step_us - found.new_step_us) * self._num_changed
+            return self._move(found, topology, step_s) if saved_us >= found.copy_us else None
+        if self._num_changed * abs(step_s - self._usual_s) < self._measuring_s:
+            return None
+        return self._look(step_s)
+
+    def _is_like(self, one: float, other: float) -> bool:
+        return max(one, other) <= (1 + self._tolerance) * min(one, other)
+
+    def _forget(self) -> None:
+        self._changed_s, self._num_changed, self._better = 0.0, 0, None
+
+    def _look(self, step_s: float) -> Event:
+        """Measure the links, and look for a better plan where they have changed."""
+        links, self._measuring_s = self._timed(lambda: tuple(self._measure_links()))
+        known = _link_gbps(self.topology)
+        if all(self._is_like(a, b) for a, b in zip(links, known, strict=True)):
+            self._usual_s = step_s
+            self._forget()
+            return self._event("same links", step_s, links, self._measuring_s)
+        topology = _with_links(self.topology, links)
+        found, seconds = self._timed(lambda: self._planned(topology))
+        if found.break_even_steps == float("inf"):
+            self.topology, self._usual_s = topology, step_s
+            self._forget()
+            return self._event("no better plan", step_s, links, seconds)
+        self._better = found, topology
+        return self._event("better plan", step_s, links, seconds, found)
+
+    def _planned(self, topology: Topology) -> Replanning:
+        """The plan for a topology and what it would bring. Rank 0 makes it for all."""
+        made: Replanning | OperError | None = None
+        if self._group.rank == 0:
+            plan = self._tables[0].plan
+            entries = tuple(t for tables in self._tables for t in tables.plan.tables)
+            plan = replace(plan, tables=tuple({t.table.name: t for t in entries}.values()))
+            try:
+                made = replan(plan, self._stats, topology, copy_gbps=self._copy_gbps,
+                              options=self._options)
+            except OperError as error:
+                made = error
+        found = self._group.all_gather(made)[0]
+        if isinstance(found, OperError):
+            raise found
+        return found  # type: ignore[no-any-return]
+
+    def _move(self, found: Replanning, topology: Topology, step_s: float) -> Event:
+        _, seconds = self._timed(lambda: migrate(self._model, found.plan, self._bytes_per_step))
+        self.topology, self._usual_s, self._is_settling = topology, 0.0, True
+        self._forget()
+        return self._event("moved", step_s, _link_gbps(topology), seconds, found)
+
+    def _event(self, kind: str, step_s: float, links: Sequence[float], seconds: float,
+               found: Replanning | None = None) -> Event:
+        return Event(self._num_steps, kind, step_s, tuple(links), seconds, found)
+
+    def _timed(self, body: Callable[[], _T]) -> tuple[_T, float]:
+        """What `body` returns, and the seconds that it takes on the slowest rank. Collective."""
+        begin = time.perf_counter()
+        found = body()
+        return found, max(self._group.all_gather(time.perf_counter() - begin))
+
+    def _probe(self) -> list[float]:
+        from oper.shmem.group.links import link_gbps
+
+        hosts = sorted({d.host for d in self.topology.domains})
+        host_of = [hosts.index(d.host) for d in self.topology.domains for _ in d.ranks]
+        with self._tables[0].turns.lock:  # lookups ahead of their turn exchange bytes as well
+            return link_gbps(self._group, host_of)
+
+
+def _check(topology: Topology, world_size: int, window: int, tolerance: float) -> None:
+    for name, value, ok, expected in (
+            ("ranks of the topology", topology.world_size, topology.world_size == world_size,
+             f"{world_size}, those of the model"),
+            ("hosts of the topology", topology.num_hosts, topology.num_hosts > 1,
+             ">= 2, since the links between hosts are watched"),
+            ("window", window, isinstance(window, int) and window >= 1, "an integer >= 1"),
+            ("tolerance", tolerance, 0 < tolerance < 1, "between 0 and 1")):
+        if not ok:
+            raise InvalidInputError(fail(_WHAT, name, value, expected,
+                                         "pass what the model was sharded for, or leave it out"))
+
+
+def _link_gbps(topology: Topology) -> tuple[float, ...]:
+    """GB/s of each host's link, by ascending number of host."""
+    hosts = sorted({d.host for d in topology.domains})
+    return tuple(sum(d.cross_gbps * len(d.ranks) for d in topology.domains if d.host == host)
+                 for host in hosts)
+
+
+def _with_links(topology: Topology, gbps: Sequence[float]) -> Topology:
+    """The same machine with other links, shared by each host's ranks as before."""
+    hosts = sorted({d.host for d in topology.domains})
+    factor = {host: new / old for host, new, old in zip(hosts, gbps, _link_gbps(topology),
+                                                        strict=True)}
+    return replace(topology, domains=tuple(
+        replace(d, cross_gbps=d.cross_gbps * factor[d.host]) for d in topology.domains))

@@ -1,0 +1,96 @@
+"""What every host's link carries, measured by all ranks with exchanges of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from oper.shmem.group.groups import Group
+from oper.shmem.group.transport import transport_of
+
+_FIRST_BYTES = 4 << 20  # of a host in the first probe; later ones are larger where links are fast
+_PROBE_S, _REPEATS = 0.3, 3  # seconds that a probe should last, and how often it is repeated
+_MOST_BYTES = 1 << 30  # cap on what a host sends per probe, for fast links
+_SAME_LINK = 1.08  # measurements of the same link differ by up to this factor
+
+
+def link_gbps(group: Group, host_of: Sequence[int]) -> list[float]:
+    """GB/s of payload of every host's link, in each direction, all of them busy in both.
+
+    Each host in turn exchanges with all others, while these do not exchange with each other; then
+    again with sizes proportional to the measured links, because with equal sizes the slowest link
+    decides when the exchange ends. Finally all hosts exchange at once. What this costs the slowest
+    link (congestion, a slower path between switches) is deducted from every link in proportion.
+    Collective.
+
+    Args:
+        group: the ranks.
+        host_of: host of each rank, numbered from 0.
+    """
+    num_hosts = max(host_of) + 1
+    if num_hosts == 1:
+        return [0.0]
+    equal = [1.0] * num_hosts
+    alone = [_carried(group, host_of, equal, h) for h in range(num_hosts)]
+    alone = [_carried(group, host_of, alone, h) for h in range(num_hosts)]
+    together = _carried(group, host_of, equal, None)
+    return [x * min(1.0, together / min(alone)) for x in _alike(alone)]
+
+
+def _alike(values: Sequence[float]) -> list[float]:
+    """Replace values within measurement error of each other by their mean, because plans for equal
+    hosts are easier to find and to prove."""
+    order, found = sorted(range(len(values)), key=lambda k: values[k]), list(values)
+    while order:
+        same = [k for k in order if values[k] <= values[order[0]] * _SAME_LINK]
+        for k in same:
+            found[k] = float(np.mean([values[x] for x in same]))
+        order = order[len(same):]
+    return found
+
+
+def _carried(group: Group, host_of: Sequence[int], weights: Sequence[float], only: int | None
+             ) -> float:
+    """GB/s in each direction of host `only`, which exchanges with all others in proportion to their
+    `weights`. With None, of every host while all exchange with all."""
+    num_ranks = np.bincount(host_of)
+
+    def size(s: int, r: int, total: float) -> int:
+        a, b = host_of[s], host_of[r]
+        if a == b or only not in (None, a, b):
+            return 0
+        other = b if only in (None, a) else a
+        rest = sum(weights) - weights[a if only is None else only]
+        return max(1, round(total * weights[other] / rest / num_ranks[a] / num_ranks[b]))
+
+    total = float(_FIRST_BYTES)
+    while True:
+        seconds = _median_s(group, lambda s, r, total=total: size(s, r, total))  # type: ignore[misc]
+        if seconds > _PROBE_S / 2 or total >= _MOST_BYTES:
+            return total / seconds / 1e9
+        total = min(_MOST_BYTES, total * min(8.0, _PROBE_S / max(seconds, 1e-6)))
+
+
+def _median_s(group: Group, size: Callable[[int, int], int]) -> float:
+    """Median seconds of exchanges, one by one, in which s sends ``size(s, r)`` bytes to r."""
+    ranks = range(group.world_size)
+    exchange = repeated_exchange(group, [size(group.rank, r) for r in ranks],
+                                 [size(s, group.rank) for s in ranks])
+    taken = []
+    for _ in range(_REPEATS):
+        group.all_gather(None)
+        begin = time.perf_counter()
+        exchange()
+        taken.append(time.perf_counter() - begin)
+    return float(np.median(np.max(group.all_gather(taken), axis=0)))
+
+
+def repeated_exchange(group: Group, there: list[int], back: list[int]) -> Callable[[], None]:
+    """A function that repeats one exchange, of these bytes to and from each rank."""
+    transport = transport_of(group)
+    send = torch.zeros(sum(there), dtype=torch.uint8)
+    recv = torch.zeros(sum(back), dtype=torch.uint8)
+    return lambda: transport.exchange(send, there, recv, back)
