@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from oper.bench.cluster import link_change
 from oper.bench.cluster.constants import measured_topology
 from oper.bench.cluster.contenders import (
     Contender,
@@ -23,6 +24,7 @@ from oper.bench.cluster.contenders import (
     plan_all,
     set_gradient,
 )
+from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, num_dropped, read_counters, set_rates
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
@@ -100,7 +102,7 @@ class _Kept:
 _KEPT = _Kept()
 
 
-def run_case(given: tuple[Case, str], progress: Progress) -> dict[str, Any]:
+def run_case(given: tuple[Case | LinkChange, str], progress: Progress) -> dict[str, Any]:
     """Measure the cluster, plan, build, verify and time one case; the worker function. Collective.
 
     Args:
@@ -111,7 +113,12 @@ def run_case(given: tuple[Case, str], progress: Progress) -> dict[str, Any]:
         The case's entry of the record on rank 0, nothing elsewhere.
     """
     case, alone = given[0], Topology.from_dict(tomllib.loads(given[1]))
-    runner = _Runner(case, alone, lambda text: progress(f"{case.name}: {text}"))
+    def told(text: str) -> None:
+        progress(f"{case.name}: {text}")
+
+    if isinstance(case, LinkChange):
+        return link_change.run(case, alone, told)
+    runner = _Runner(case, alone, told)
     try:
         return runner.run()
     finally:

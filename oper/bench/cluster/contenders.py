@@ -147,11 +147,12 @@ def contenders(work: Workload, planned: Planned, links: Links, topology: Topolog
 
 
 def _oper(work: Workload, plan: Plan, objective: str) -> Callable[[], tuple[Side, Any]]:
-    def build() -> tuple[Side, Any]:
-        side, _ = build_oper(work, False, plan, False, objective, _collection(work))
-        return side, None
+    return lambda: (build_plan(work, plan, objective), None)
 
-    return build
+
+def build_plan(work: Workload, plan: Plan, objective: str = "training") -> Side:
+    """The tables of a workload under a plan, on OPER's runtime. Collective."""
+    return build_oper(work, False, plan, False, objective, _collection(work))[0]
 
 
 @functools.lru_cache(maxsize=1)

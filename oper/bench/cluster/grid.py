@@ -46,6 +46,7 @@ def cases(quick: bool) -> list[Any]:
     """The grid, and others on clusters that are less regular; grouped by cluster, since those of
     one share processes. Two small ones when `quick`."""
     from oper.bench.cluster.case import Case
+    from oper.bench.cluster.link_change import LinkChange
 
     if quick:
         return [Case(f"quick/2x200/{ids}", Links(2, 200), workload(ids, _QUICK_ROWS, 512),
@@ -67,6 +68,7 @@ def cases(quick: bool) -> list[Any]:
         "4x400-one-slow-host": Links(4, 400, host_0_cpu=0.5)}
     found += [Case(f"training/{name}/mixed", links, workload("mixed"), in_grid=False)
               for name, links in others.items()]
+    found.append(LinkChange("link-drops/4x400/mixed", Links(4, 400), workload("mixed")))
     shapes = list(dict.fromkeys(c.links.shape for c in found))
     return sorted(found, key=lambda c: shapes.index(c.links.shape))
 
@@ -175,6 +177,8 @@ def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def report(entries: Sequence[dict[str, Any]]) -> str:
     """The entries for a person, and what they come to."""
+    from oper.bench.cluster import link_change
+
     done = [e for e in entries if "contenders" in e]
     rows = [[e["name"], f"{e['oper_step_ms']:.1f}", f"{e['predicted_step_ms']:.1f}",
              *(_number(e[k], 1) for k in ("lower_bound_ms", "torchrec_step_ms")),
@@ -201,6 +205,7 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
     behind = [e["name"] for e in done
               if any(x["runtime"] == "oper" and x.get("over_oper", {}).get("high", 1) < 0.98
                      for x in e["contenders"].values())]
+    text += link_change.report(entries)
     if behind:
         text += f"a peer's plan executes faster, beyond 2 %: {', '.join(behind)}\n"
     return text + record.noise_note(done) + "".join(
