@@ -41,7 +41,7 @@ PACKAGES: dict[str, frozenset[str]] = {
     "rl_rec.models": frozenset({"errors"}),
     "train": frozenset(WORKLOADS),
     "serve": frozenset(WORKLOADS | {"train"}),
-    "bench": frozenset(WORKLOADS | {"train", "serve"}),
+    "bench": frozenset(WORKLOADS | {"train", "serve", "replanning"}),
     "report": frozenset(WORKLOADS | {"bench", "replanning"}),
     "cli": LEAVES,
     "__main__": frozenset({"cli"}),
