@@ -109,9 +109,23 @@ def faults() -> str:
                   "longest time until all knew"], rows, 2)
 
 
+def cluster() -> str:
+    """Executed steps on emulated hosts: OPER's, predicted, at the bound, and the others'."""
+    def number(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    rows = [[f"`{c['name']}`", *(number(c[k], 0 if c[k] and c[k] > 100 else 1) for k in (
+                "oper_step_ms", "predicted_step_ms", "lower_bound_ms", "torchrec_step_ms")),
+             *(number(c[k], 2) for k in ("ratio_step", "ratio_at_bound", "ratio_best_peer")),
+             number(c["bytes_ratio_without_headers"], 3)]
+            for c in load("cluster")["cases"] if "contenders" in c]
+    return table(["case", "OPER, ms", "predicted", "bound", "TorchRec's best", "ratio", "at bound",
+                  "best peer's plan", "bytes counted / simulated"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all": records, "training": training, "growth": growth, "calibration": calibration,
-    "faults": faults}
+    "faults": faults, "cluster": cluster}
 
 
 def rendered(text: str) -> str:
