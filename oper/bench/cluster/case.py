@@ -37,9 +37,9 @@ from oper.bench.core.workload import (
     make_batch,
     timed_ids,
 )
-from oper.bench.tables.sides import Side, make_collection
+from oper.bench.tables.sides import Side, make_collection, make_dlrm
 from oper.bench.tables.torchrec_peer import BagsOnly
-from oper.bench.tables.verify import Checks, KeptReference, Verdict, verify
+from oper.bench.tables.verify import Checks, KeptReference, Reference, Verdict, verify
 from oper.integration.torchrec_plans import from_torchrec
 from oper.rl_rec.intervals import difference
 from oper.search.cost.model import evaluate
@@ -70,6 +70,7 @@ class Case:
         work: the workload.
         objective: ``"training"`` (steps) or ``"inference"`` (lookups).
         memory_share: of the bytes of all tables, what a rank may hold; 0 = no limit.
+        whole_model: a DLRM instead of the collection alone, for training.
         in_grid: whether it counts, or is reported beside the ones that do.
         num_batches: distinct batches that are timed.
         num_stats_batches: other batches that the statistics come from.
@@ -81,6 +82,7 @@ class Case:
     work: Workload
     objective: str = "training"
     memory_share: float = 0.0
+    whole_model: bool = False
     in_grid: bool = True
     num_batches: int = 32
     num_stats_batches: int = 32
@@ -93,7 +95,7 @@ class _Kept:
     placements with it has found."""
 
     work: Workload | None = None
-    objective: str = ""
+    kind: tuple[str, bool] = ("", False)  # objective, and whether it is of a whole model
     checks: Checks | None = None
     reference: Any = None
     verdicts: dict[Any, dict[str, Any]] = field(default_factory=dict)
@@ -152,22 +154,25 @@ class _Runner:
         problem = self._problem(AccessStats.merge_all(parts), topology) if self.rank == 0 else None
         planned: Planned = gather(plan_all(problem) if problem else None)[0]
         planned_s = time.perf_counter() - planned_s
-        every = contenders(self.work, planned, self.links, topology, self.case.objective)
+        every = contenders(self.work, planned, self.links, topology, self.case.objective,
+                           self.case.whole_model)
         self._prepare_reference()
         screened = self._screen(every, planned, problem)
         seconds, phases, others = self._time(screened)
-        wire = self._wire(next(c for c in every if c.name == "oper"))
+        # What is sent for dense gradients is not simulated.
+        wire = {"bytes_ratio": None, "bytes_ratio_without_headers": None} if (
+            self.case.whole_model) else self._wire(next(c for c in every if c.name == "oper"))
         dropped = num_dropped(self.links) if self.rank == 0 else 0
         if self.rank:
             return {}
         entry = self._figures(every, screened, seconds, planned)
         return {
             **entry, **wire, "oper_phases_ms": phases, "predicted_phases_ms": planned.phases_ms,
-            "binding": planned.binding, "lower_bound_ms": planned.lower_bound_ms,
-            "left_out": planned.left_out, "measured": measured, "dropped_packets": dropped,
+            "binding": planned.binding, "left_out": planned.left_out, "measured": measured,
+            "dropped_packets": dropped,
             "links": asdict(self.links), "workload": asdict(self.work),
-            "num_batches": self.case.num_batches, "constants": topology.source,
-            "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
+            "whole_model": self.case.whole_model, "constants": topology.source,
+            "num_batches": self.case.num_batches, "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
             "seconds": round(time.perf_counter() - begin, 1), "other_busy_cores": round(others, 2),
             "load_before": load_before, "load_after": record.load_average()}
 
@@ -179,13 +184,15 @@ class _Runner:
 
     def _prepare_reference(self) -> None:
         """The unsharded model on rank 0, which cases of one workload share."""
-        kept, work = _KEPT, self.work
-        if kept.work == work and kept.objective == self.case.objective:
+        kept, work, kind = _KEPT, self.work, (self.case.objective, self.case.whole_model)
+        if kept.work == work and kept.kind == kind:
             return
-        kept.work, kept.objective, kept.verdicts = work, self.case.objective, {}
+        kept.work, kept.kind, kept.verdicts = work, kind, {}
         kept.checks = Checks.make(work, self.rank, self.world_size)
         kept.reference = None
-        if self.rank == 0 and self.trains:
+        if self.rank == 0 and self.case.whole_model:
+            kept.reference = Reference(make_dlrm(work, make_collection(work, "cpu")), kept.checks)
+        elif self.rank == 0 and self.trains:
             kept.reference = KeptReference(BagsOnly(make_collection(work, "cpu")), kept.checks)
         elif self.rank == 0:
             collection = make_collection(work, "cpu")
@@ -283,17 +290,17 @@ class _Runner:
             theirs = from_torchrec(extra, self.work.tables(), self.world_size, scattered=True,
                                    objective=self.case.objective)
             model = evaluate(theirs, problem)
-            contender.predicted_ms = model.step_us / 1e3
+            contender.predicted_ms = None if self.case.whole_model else model.step_us / 1e3
             reason = "" if model.fits else "its plan does not fit into the memory"
         reason = next((r for r in gather(reason) if r), "")
         if reason or side is None:
             if side is not None and side.tables is not None:
                 side.tables.close()
             return reason
-        if self.trains:
-            set_gradient(side, self.work, self.batches[0])
-        else:
+        if not self.trains:
             side.gradient = torch.empty(0)
+        elif not self.case.whole_model:  # whose loss gives the gradient
+            set_gradient(side, self.work, self.batches[0])
         self.sides[contender.name] = side
         self._verify(contender, side)
         return ""
@@ -390,7 +397,7 @@ class _Runner:
                                                 found[n]["executed_ms"]), default=None)
                       for names in (theirs, peers))
         step_ms = oper["executed_ms"]
-        bound = planned.lower_bound_ms
+        bound = None if self.case.whole_model else planned.lower_bound_ms
         return {
             "name": self.case.name, "objective": self.case.objective,
             "hosts": self.links.num_hosts, "in_grid": self.case.in_grid,
@@ -399,6 +406,7 @@ class _Runner:
             "ratio_step": best and round(found[best]["executed_ms"] / step_ms, 4),
             "best_peer": peer,
             "ratio_best_peer": peer and round(found[peer]["executed_ms"] / step_ms, 4),
+            "lower_bound_ms": bound,
             "ratio_at_bound": best and bound and round(found[best]["executed_ms"] / bound, 4),
             "verified": all(x["verification"]["passed"] for x in found.values()),
             "contenders": found}

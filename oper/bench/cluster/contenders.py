@@ -126,15 +126,22 @@ def _explain(found: Planned, model: Evaluation) -> None:
 
 
 def contenders(work: Workload, planned: Planned, links: Links, topology: Topology,
-               objective: str) -> list[Contender]:
-    """All that can run, OPER first; why others cannot goes into `planned.left_out`."""
-    found = [Contender(name, "oper", _oper(work, plan, objective), planned.predicted_ms[name],
+               objective: str, whole_model: bool = False) -> list[Contender]:
+    """All that can run, OPER first; why others cannot goes into `planned.left_out`.
+
+    Steps of a whole DLRM are not predicted: the cost model knows its tables alone.
+    """
+    found = [Contender(name, "oper", _oper(work, plan, objective, whole_model),
+                       None if whole_model else planned.predicted_ms[name],
                        planned.also.get(name, []), plan)
              for name, plan in planned.plans.items()]
     machine = planner_machine(links, topology)
-    theirs = [Contender(f"torchrec-{kind}", "torchrec", _torchrec(work, kind, links, machine))
+    theirs = [Contender(f"torchrec-{kind}", "torchrec",
+                        _torchrec(work, kind, links, machine, whole_model))
               for kind in CPU_PLAN_KINDS]
     found[1:1] = theirs
+    if whole_model:
+        return found
     seconds = _dense_s(work, links, topology)
     if objective == "inference":
         planned.left_out["ddp-dense"] = "whole tables on every rank do not fit into the memory"
@@ -146,13 +153,15 @@ def contenders(work: Workload, planned: Planned, links: Links, topology: Topolog
     return found
 
 
-def _oper(work: Workload, plan: Plan, objective: str) -> Callable[[], tuple[Side, Any]]:
-    return lambda: (build_plan(work, plan, objective), None)
+def _oper(work: Workload, plan: Plan, objective: str, whole_model: bool
+          ) -> Callable[[], tuple[Side, Any]]:
+    return lambda: (build_plan(work, plan, objective, whole_model), None)
 
 
-def build_plan(work: Workload, plan: Plan, objective: str = "training") -> Side:
-    """The tables of a workload under a plan, on OPER's runtime. Collective."""
-    return build_oper(work, False, plan, False, objective, _collection(work))[0]
+def build_plan(work: Workload, plan: Plan, objective: str = "training", whole_model: bool = False
+               ) -> Side:
+    """The tables of a workload under a plan, alone or in a DLRM, on OPER's runtime. Collective."""
+    return build_oper(work, whole_model, plan, False, objective, _collection(work))[0]
 
 
 @functools.lru_cache(maxsize=1)
@@ -185,9 +194,9 @@ def _collection(work: Workload) -> Any:
     return collection
 
 
-def _torchrec(work: Workload, kind: str, links: Links, machine: Mapping[str, Any]
-              ) -> Callable[[], tuple[Side, Any]]:
-    return lambda: build_torchrec(work, False, kind, links.world_size, machine)
+def _torchrec(work: Workload, kind: str, links: Links, machine: Mapping[str, Any],
+              whole_model: bool) -> Callable[[], tuple[Side, Any]]:
+    return lambda: build_torchrec(work, whole_model, kind, links.world_size, machine)
 
 
 def planner_machine(links: Links, topology: Topology) -> dict[str, Any]:

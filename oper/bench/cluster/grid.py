@@ -68,6 +68,8 @@ def cases(quick: bool) -> list[Any]:
         "4x400-one-slow-host": Links(4, 400, host_0_cpu=0.5)}
     found += [Case(f"training/{name}/mixed", links, workload("mixed"), in_grid=False)
               for name, links in others.items()]
+    found.append(Case("training/4x400-dlrm/mixed", Links(4, 400), workload("mixed"),
+                      whole_model=True, in_grid=False))
     found.append(LinkChange("link-drops/4x400/mixed", Links(4, 400), workload("mixed")))
     shapes = list(dict.fromkeys(c.links.shape for c in found))
     return sorted(found, key=lambda c: shapes.index(c.links.shape))
@@ -180,8 +182,8 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
     from oper.bench.cluster import link_change
 
     done = [e for e in entries if "contenders" in e]
-    rows = [[e["name"], f"{e['oper_step_ms']:.1f}", f"{e['predicted_step_ms']:.1f}",
-             *(_number(e[k], 1) for k in ("lower_bound_ms", "torchrec_step_ms")),
+    rows = [[e["name"], *(_number(e[k], 1) for k in (
+                 "oper_step_ms", "predicted_step_ms", "lower_bound_ms", "torchrec_step_ms")),
              *(_number(e[k], 2) for k in ("ratio_step", "ratio_at_bound", "ratio_best_peer",
                                           "bytes_ratio")),
              "yes" if e["verified"] else "NO"] for e in done]
