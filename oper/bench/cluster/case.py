@@ -169,10 +169,10 @@ class _Runner:
         return {
             **entry, **wire, "oper_phases_ms": phases, "predicted_phases_ms": planned.phases_ms,
             "binding": planned.binding, "left_out": planned.left_out, "measured": measured,
-            "dropped_packets": dropped,
-            "links": asdict(self.links), "workload": asdict(self.work),
-            "whole_model": self.case.whole_model, "constants": topology.source,
-            "num_batches": self.case.num_batches, "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
+            "dropped_packets": dropped, "links": asdict(self.links),
+            "workload": asdict(self.work), "whole_model": self.case.whole_model,
+            "constants": topology.source, "num_batches": self.case.num_batches,
+            "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
             "seconds": round(time.perf_counter() - begin, 1), "other_busy_cores": round(others, 2),
             "load_before": load_before, "load_after": record.load_average()}
 
