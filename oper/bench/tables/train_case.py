@@ -35,7 +35,7 @@ class TrainCase(Case):
     Attributes:
         whole_model: a DLRM instead of the collection alone.
         exchange: ``"shared"``: OPER's ranks share memory. ``"collective"``: each acts as a host of
-            its own and exchanges over gloo, as TorchRec's ranks do.
+            its own and exchanges messages, as TorchRec's ranks do over gloo.
     """
 
     whole_model: bool = False
