@@ -74,7 +74,7 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
         InvalidInputError: the plan does not tell its batch size, or a rate is not positive.
         PlanError: the topology or the statistics are for other ranks or tables.
     """
-    _check_batch(plan)
+    check_batch(plan)
     if not copy_gbps > 0:
         raise InvalidInputError(fail("cannot weigh another plan", "copy_gbps", copy_gbps, "> 0",
                                      "state the rate at which a rank copies rows"))
@@ -90,7 +90,8 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
         moved.transfer_us(topology) + copied / (copy_gbps * 1e3))
 
 
-def _check_batch(plan: Plan) -> None:
+def check_batch(plan: Plan) -> None:
+    """Raise InvalidInputError for a plan that does not tell its batch size."""
     if plan.batch_size < 1:
         raise InvalidInputError(fail(
             "cannot weigh another plan", "plan.batch_size", plan.batch_size,
@@ -104,7 +105,7 @@ def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
     Raises:
         InvalidInputError: the plan does not tell its batch size.
     """
-    _check_batch(plan)
+    check_batch(plan)
     relabelled, entries = {}, []
     for entry in plan.tables:
         found = stats.tables.get(entry.table.name)

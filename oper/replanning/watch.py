@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from oper.errors import InvalidInputError, OperError, fail
-from oper.replanning.decision import Replanning, replan
+from oper.plan import Plan
+from oper.replanning.decision import Replanning, check_batch, replan
 from oper.sharding import migrate, tables_of
 from oper.stats import AccessStats
 from oper.topology import Topology
@@ -72,7 +73,8 @@ class Replanner:
         events: what has happened so far, in order.
 
     Raises:
-        InvalidInputError: not several hosts, a topology for other ranks, or arguments out of range.
+        InvalidInputError: not several hosts, a topology for other ranks, a plan that does not tell
+            its batch size, or arguments out of range.
 
     Creation and `step` are collective. Steps that other programs slow down count like those that
     links slow down, but move nothing: links are measured first.
@@ -93,6 +95,7 @@ class Replanner:
         self._group: Group = self._tables[0].group
         _check(topology, self._group.world_size, window, tolerance)
         self._model, self._stats, self._options = model, stats, options
+        check_batch(self._plan())
         self._bytes_per_step, self._window, self._tolerance = bytes_per_step, window, tolerance
         self._copy_gbps = copy_gbps
         self._measure_links = measure_links or self._probe
@@ -181,11 +184,8 @@ class Replanner:
         """The plan for a topology and what it would bring. Rank 0 makes it for all."""
         made: Replanning | OperError | None = None
         if self._group.rank == 0:
-            plan = self._tables[0].plan
-            entries = tuple(t for tables in self._tables for t in tables.plan.tables)
-            plan = replace(plan, tables=tuple({t.table.name: t for t in entries}.values()))
             try:
-                made = replan(plan, self._stats, topology, copy_gbps=self._copy_gbps,
+                made = replan(self._plan(), self._stats, topology, copy_gbps=self._copy_gbps,
                               options=self._options)
             except OperError as error:
                 made = error
@@ -193,6 +193,12 @@ class Replanner:
         if isinstance(found, OperError):
             raise found
         return found  # type: ignore[no-any-return]
+
+    def _plan(self) -> Plan:
+        """The plan that all collections of the model follow."""
+        entries = [t for tables in self._tables for t in tables.plan.tables]
+        return replace(self._tables[0].plan,
+                       tables=tuple({t.table.name: t for t in entries}.values()))
 
     def _move(self, found: Replanning, topology: Topology, step_s: float) -> Event:
         _, seconds = self._timed(lambda: migrate(self._model, found.plan, self._bytes_per_step))
