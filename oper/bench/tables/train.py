@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="a recommender over a synthetic catalogue instead, see "
                              "docs/how-to/recommenders.md")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
-                        help="collective: OPER's ranks act as separate hosts, which exchange messages")
+                        help="collective: OPER's ranks act as separate hosts")
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, Any]]:
