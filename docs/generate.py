@@ -33,7 +33,7 @@ COPIED = {
 API: dict[str, tuple[str, ...]] = {
     "Shard and train": ("oper.shard", "oper.DynamicTable", "oper.no_sync", "oper.migrate",
                         "oper.replan", "oper.replanning.Replanning", "oper.Replanner",
-                        "oper.replanning.Event"),
+                        "oper.replanning.WatchOptions", "oper.replanning.Event"),
     "Statistics and plans": (
         "oper.collect", "oper.AccessStats", "oper.TableStats", "oper.make_plan", "oper.verify_plan",
         "oper.Plan", "oper.Topology", "oper.TableSpec", "oper.search.Constraints"),

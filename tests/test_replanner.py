@@ -15,7 +15,8 @@ from torch import nn
 
 import oper
 from oper.errors import InvalidInputError, PlanInfeasibleError
-from oper.replanning import Event, decision, watch
+from oper.plan import uniform_plan
+from oper.replanning import Event, WatchOptions, decision, watch
 from oper.replanning.moves import moves
 from oper.stats import AccessStats
 from oper.topology import Costs, Domain, Topology
@@ -46,7 +47,7 @@ class _Run:
         moves: plans that were moved to.
     """
 
-    def __init__(self, rank: int, links: Callable[[int], Sequence[float]], **options: Any) -> None:
+    def __init__(self, rank: int, links: Callable[[int], Sequence[float]]) -> None:
         os.environ["OPER_DOMAIN"] = str(rank)
         self.rank, self.clock, self.asked = rank, _Clock(), 0
         watch.time = SimpleNamespace(perf_counter=self.clock)  # type: ignore[assignment]
@@ -58,8 +59,8 @@ class _Run:
         self.model = oper.shard(bag, self.stats, topology=TOPOLOGY, batch_size=BATCH,
                                 optimizer=oper.RowWiseAdagrad(lr=0.1))
         self._links = links
-        self.watch = oper.Replanner(self.model, self.stats, TOPOLOGY, window=WINDOW,
-                                    measure_links=self._measure, **options)
+        self.watch = oper.Replanner(self.model, self.stats, TOPOLOGY, WatchOptions(window=WINDOW),
+                                    measure_links=self._measure)
         self.step = 0
 
     def _measure(self) -> Sequence[float]:
@@ -215,17 +216,22 @@ def test_a_move_sends_the_bytes_that_are_predicted() -> None:
 
 def _refused(rank: int, world_size: int) -> list[str]:
     run = _Run(rank, lambda n: [FAST, SLOW])
-    one_host = Topology.this_host(2)
     messages = []
-    for topology, options in ((one_host, {}), (Topology.of_domains(range(3)), {}),
-                              (TOPOLOGY, {"window": 0}), (TOPOLOGY, {"tolerance": 1.5})):
+    for topology in (Topology.this_host(2), Topology.of_domains(range(3))):
         with pytest.raises(InvalidInputError) as raised:
-            oper.Replanner(run.model, run.stats, topology, **options)
+            oper.Replanner(run.model, run.stats, topology)
         messages.append(str(raised.value))
-    return messages
+    by_hand = uniform_plan([run.model.tables.plan.tables[0].table], 2)
+    oper.migrate(run.model, by_hand)
+    with pytest.raises(InvalidInputError) as raised:
+        oper.Replanner(run.model, run.stats, TOPOLOGY)
+    return [*messages, str(raised.value)]
 
 
 def test_what_cannot_be_watched_is_refused() -> None:
     for found in run_world(2, _refused):
-        for message, word in zip(found, ("hosts", "ranks", "window", "tolerance"), strict=True):
+        for message, word in zip(found, ("hosts", "ranks", "batch_size"), strict=True):
             assert word in message
+    for options in ({"window": 0}, {"tolerance": 1.5}, {"copy_gbps": 0.0}):
+        with pytest.raises(InvalidInputError, match=next(iter(options))):
+            WatchOptions(**options)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """When another plan pays, and moving to it while training goes on."""
 
 from oper.replanning.decision import Replanning, replan, step_us
-from oper.replanning.watch import Event, Replanner
+from oper.replanning.watch import Event, Replanner, WatchOptions
 
-__all__ = ["Event", "Replanner", "Replanning", "replan", "step_us"]
+__all__ = ["Event", "Replanner", "Replanning", "replan", "WatchOptions", "step_us"]

@@ -53,6 +53,35 @@ class Event:
     replanning: Replanning | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """How a `Replanner` watches and moves.
+
+    Attributes:
+        window: steps whose median is compared with the usual one.
+        tolerance: relative difference of steps, and of links, that counts as a change.
+        bytes_per_step: as for `oper.migrate`; None = move everything at once.
+        copy_gbps: rate at which a rank copies rows into its new arena, in GB/s.
+
+    Raises:
+        InvalidInputError: a value out of range.
+    """
+
+    window: int = 16
+    tolerance: float = 0.1
+    bytes_per_step: int | None = None
+    copy_gbps: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+                ("window", isinstance(self.window, int) and self.window >= 1, "an integer >= 1"),
+                ("tolerance", 0 < self.tolerance < 1, "between 0 and 1"),
+                ("copy_gbps", self.copy_gbps > 0, "> 0")):
+            if not ok:
+                raise InvalidInputError(fail(_WHAT, name, getattr(self, name), expected,
+                                             "leave it out for the default"))
+
+
 class Replanner:
     """Watches the steps of a sharded model, and moves its tables when another plan has paid.
 
@@ -60,11 +89,8 @@ class Replanner:
         model: what `oper.shard` returned, or a model that contains it; on several hosts.
         stats: access statistics of its tables; rank 0's count.
         topology: the machine as it was when the present plan was made.
-        options: keyword arguments of `oper.make_plan`.
-        bytes_per_step: as for `oper.migrate`; None = move everything at once.
-        window: steps whose median is compared with the usual one.
-        tolerance: relative difference of steps, and of links, that counts as a change.
-        copy_gbps: rate at which a rank copies rows into its new arena, in GB/s.
+        options: how steps are compared and rows are moved.
+        plan_options: keyword arguments of `oper.make_plan`.
         measure_links: gives GB/s by host, the same on all ranks; collective. By default all ranks
             exchange bytes for a few seconds.
 
@@ -73,8 +99,8 @@ class Replanner:
         events: what has happened so far, in order.
 
     Raises:
-        InvalidInputError: not several hosts, a topology for other ranks, a plan that does not tell
-            its batch size, or arguments out of range.
+        InvalidInputError: not several hosts, a topology for other ranks, or a plan that does not
+            tell its batch size.
 
     Creation and `step` are collective. Steps that other programs slow down count like those that
     links slow down, but move nothing: links are measured first.
@@ -87,17 +113,16 @@ class Replanner:
             watch.step()
     """
 
-    def __init__(self, model: nn.Module, stats: AccessStats, topology: Topology, *,
-                 options: Mapping[str, Any] | None = None, bytes_per_step: int | None = None,
-                 window: int = 16, tolerance: float = 0.1, copy_gbps: float = 1.0,
+    def __init__(self, model: nn.Module, stats: AccessStats, topology: Topology,
+                 options: WatchOptions = WatchOptions(), *,
+                 plan_options: Mapping[str, Any] | None = None,
                  measure_links: Callable[[], Sequence[float]] | None = None) -> None:
         self._tables = tables_of(model, "nothing to plan again")
         self._group: Group = self._tables[0].group
-        _check(topology, self._group.world_size, window, tolerance)
-        self._model, self._stats, self._options = model, stats, options
+        _check(topology, self._group.world_size)
+        self._model, self._stats = model, stats
+        self._options, self._plan_options = options, plan_options
         check_batch(self._plan())
-        self._bytes_per_step, self._window, self._tolerance = bytes_per_step, window, tolerance
-        self._copy_gbps = copy_gbps
         self._measure_links = measure_links or self._probe
         self.topology = topology
         self.events: list[Event] = []
@@ -126,7 +151,7 @@ class Replanner:
             self._num_steps += 1
             self._times.append(now - self._last)
         event = None
-        if len(self._times) >= self._window:
+        if len(self._times) >= self._options.window:
             step_s = max(self._group.all_gather(statistics.median(self._times)))
             self._times = []
             event = self._weigh(step_s)
@@ -148,7 +173,7 @@ class Replanner:
         if self._changed_s and not self._is_like(step_s, self._changed_s):
             self._forget()  # it has changed again: what was measured no longer holds
         self._changed_s = self._changed_s or step_s
-        self._num_changed += self._window
+        self._num_changed += self._options.window
         if self._better is not None:
             found, topology = self._better
             saved_us = (found.old_step_us - found.new_step_us) * self._num_changed
@@ -158,7 +183,7 @@ class Replanner:
         return self._look(step_s)
 
     def _is_like(self, one: float, other: float) -> bool:
-        return max(one, other) <= (1 + self._tolerance) * min(one, other)
+        return max(one, other) <= (1 + self._options.tolerance) * min(one, other)
 
     def _forget(self) -> None:
         self._changed_s, self._num_changed, self._better = 0.0, 0, None
@@ -185,8 +210,8 @@ class Replanner:
         made: Replanning | OperError | None = None
         if self._group.rank == 0:
             try:
-                made = replan(self._plan(), self._stats, topology, copy_gbps=self._copy_gbps,
-                              options=self._options)
+                made = replan(self._plan(), self._stats, topology, options=self._plan_options,
+                              copy_gbps=self._options.copy_gbps)
             except OperError as error:
                 made = error
         found = self._group.all_gather(made)[0]
@@ -201,7 +226,8 @@ class Replanner:
                        tables=tuple({t.table.name: t for t in entries}.values()))
 
     def _move(self, found: Replanning, topology: Topology, step_s: float) -> Event:
-        _, seconds = self._timed(lambda: migrate(self._model, found.plan, self._bytes_per_step))
+        _, seconds = self._timed(lambda: migrate(self._model, found.plan,
+                                                self._options.bytes_per_step))
         self.topology, self._usual_s, self._is_settling = topology, 0.0, True
         self._forget()
         return self._event("moved", step_s, _link_gbps(topology), seconds, found)
@@ -225,17 +251,14 @@ class Replanner:
             return link_gbps(self._group, host_of)
 
 
-def _check(topology: Topology, world_size: int, window: int, tolerance: float) -> None:
-    for name, value, ok, expected in (
-            ("ranks of the topology", topology.world_size, topology.world_size == world_size,
-             f"{world_size}, those of the model"),
-            ("hosts of the topology", topology.num_hosts, topology.num_hosts > 1,
-             ">= 2, since the links between hosts are watched"),
-            ("window", window, isinstance(window, int) and window >= 1, "an integer >= 1"),
-            ("tolerance", tolerance, 0 < tolerance < 1, "between 0 and 1")):
-        if not ok:
-            raise InvalidInputError(fail(_WHAT, name, value, expected,
-                                         "pass what the model was sharded for, or leave it out"))
+def _check(topology: Topology, world_size: int) -> None:
+    todo = "pass the topology that the model was sharded for"
+    if topology.world_size != world_size:
+        raise InvalidInputError(fail(_WHAT, "ranks of the topology", topology.world_size,
+                                     f"{world_size}, those of the model", todo))
+    if topology.num_hosts < 2:
+        raise InvalidInputError(fail(_WHAT, "hosts of the topology", topology.num_hosts,
+                                     ">= 2, since the links between hosts are watched", todo))
 
 
 def _link_gbps(topology: Topology) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from oper.bench.core.planning import gather, slowest
 from oper.bench.core.workload import TIMED, Workload, collect_stats, make_batch, timed_ids
 from oper.bench.tables.sides import Side
 from oper.plan import Plan
-from oper.replanning import Event, Replanner
+from oper.replanning import Event, Replanner, WatchOptions
 from oper.search.planner import plan_problem
 from oper.search.problem.statement import make_problem
 from oper.stats import AccessStats
@@ -117,7 +117,7 @@ def run(case: LinkChange, alone: Topology, progress: Progress) -> dict[str, Any]
     begun = _Run(case, alone, progress)
     first = begun.plan(topology)
     side = begun.side(first)
-    watch = Replanner(side.model, begun.stats, topology, window=_WINDOW)
+    watch = Replanner(side.model, begun.stats, topology, WatchOptions(window=_WINDOW))
     progress(f"{_BEFORE} steps, then host 0's link goes down to {case.share_after:g} of its rate")
     early = begun.train(side, watch, _BEFORE)
     begun.limit(slower)
