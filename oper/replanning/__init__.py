@@ -3,4 +3,4 @@
 from oper.replanning.decision import Replanning, replan, step_us
 from oper.replanning.watch import Event, Replanner, WatchOptions
 
-__all__ = ["Event", "Replanner", "Replanning", "replan", "WatchOptions", "step_us"]
+__all__ = ["Event", "Replanner", "Replanning", "WatchOptions", "replan", "step_us"]
