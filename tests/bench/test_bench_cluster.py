@@ -19,6 +19,7 @@ from oper import cli
 from oper.bench.calibrate.calibrate import as_toml
 from oper.bench.cluster import grid, network
 from oper.bench.cluster.case import Case
+from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, cluster, why_no_quota, why_not
 from oper.bench.core import record
 from oper.bench.core.workload import NO_ID, Workload, bags_of, batch_ids, make_kjt
@@ -97,6 +98,36 @@ def test_calibrate_measures_the_links_of_hosts(tmp_path: Path) -> None:
     found = Topology.from_toml(target)
     assert [d.host for d in found.domains] == [0, 1]
     assert all(40 < 8e3 * d.cross_gbps < 50 for d in found.domains)
+
+
+@emulated
+@pytest.mark.slow
+def test_a_link_drops_and_the_tables_move() -> None:
+    """Half of the rows are read by the host whose link drops."""
+    work = Workload((20_000, 5_000, 800, 40), 64, 512, 4)
+    case = LinkChange("drops", Links(2, 100), work, num_batches=8, num_stats_batches=8)
+    found, = _run(case)  # type: ignore[arg-type]
+    assert found["verified"] is True, found
+    assert not _namespaces()
+    kinds = [event["kind"] for event in found["events"]]
+    assert kinds[-2:] == ["better plan", "moved"] and kinds.count("moved") == 1
+    slow, other = found["events"][-2]["link_mbits"]
+    assert slow < 28 and 85 < other < 105
+    assert found["step_slow_ms"] > 1.5 * found["step_before_ms"]
+    assert found["step_after_ms"] < found["step_slow_ms"] and found["network_bytes"] > 0
+    assert found["steps_until_moved"] > found["predicted_break_even_steps"] - 8
+    assert "same rows" in grid.report([found])
+    bench_page(record.record("cluster", ["oper"], [found], 0.0) | grid.totals([found]))
+
+
+@emulated
+@pytest.mark.slow
+def test_a_whole_dlrm() -> None:
+    entry, = _run(replace(CASE, whole_model=True, in_grid=False))
+    assert entry["verified"] is True, entry["contenders"]
+    assert "dense" in entry["contenders"]["oper"]["verification"]["max_relative_diff"]
+    assert entry["ratio_step"] > 0 and entry["predicted_step_ms"] is None
+    assert "tiny" in grid.report([entry]) and grid.totals([entry])["num_predicted"] == 0
 
 
 @emulated
