@@ -19,7 +19,7 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +29,7 @@ import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, PlanError, fail
 from oper.support.files import parse_json, write_text
-from oper.tables import TableSpec, check_unique
+from oper.tables import CODE_BITS, TableSpec, check_unique
 
 PLAN_KIND = "oper-plan"
 PLAN_VERSION = 1
@@ -497,6 +497,20 @@ def uniform_plan(tables: Sequence[TableSpec], world_size: int, placement: str = 
         tier = Tier(0, t.num_rows, placement, ranks)
         entries.append(TablePlan(t, (Piece(0, t.dim, (tier,)),)))
     return Plan(world_size, tuple(entries), **plan_fields)
+
+
+def owners_pool(tables: Iterable[TableSpec], trains: bool, num_domains: int) -> bool:
+    """Whether owners pool the rows of tiers in push mode; otherwise readers read them directly.
+
+    They do in training. In inference they do where ranks share no memory, and so meet in every
+    lookup anyway, but not for quantised rows.
+
+    Args:
+        tables: all tables of a collection.
+        trains: whether it is trained.
+        num_domains: memory domains of its ranks.
+    """
+    return trains or (num_domains > 1 and not any(t.dtype in CODE_BITS for t in tables))
 
 
 def one_copy_per_domain(plan: Plan, domains: Sequence[int]) -> Plan:

@@ -64,7 +64,7 @@ def shard(
             default the group's ranks on hosts like this one.
         modules: paths of the modules to shard; all by default.
         objective: ``"training"`` or ``"inference"``: read-only tables, of which the ranks of a
-            memory domain share one copy, and no rank waits for another in a lookup. Takes modules
+            memory domain share one copy and do not wait for each other in a lookup. Takes modules
             that TorchRec has quantised as well.
         batch_size: samples per rank and step that the plan is made for.
         optimizer: applied in the backward pass, for tables without an

@@ -120,7 +120,8 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
         InvalidInputError: no batch at all, or one that does not fit the plan's tables.
     """
     wire = wire or WireReplay(plan, problem.topology.domain_of(), problem.training)
-    replay, realized = Replay(plan, clipped=wire.clipped), RealizedLoad(plan, problem)
+    replay = Replay(plan, clipped=wire.clipped, num_domains=problem.topology.num_hosts)
+    realized = RealizedLoad(plan, problem)
     unit = [unit_bytes(t, stop - start)[:, None, None] for t, start, stop in replay.pieces]
     world = plan.world_size
     found = Simulation(np.zeros((len(KINDS), world, world), np.int64),

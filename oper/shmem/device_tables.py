@@ -78,7 +78,7 @@ class DeviceTables(ShardedTables):
     # ---- memory ----------------------------------------------------------------------------------
 
     def _open_exchange(self, domain_of: Sequence[int]) -> DeviceExchange:
-        return DeviceExchange(self.group, domain_of, self.device)
+        return DeviceExchange(self.group, domain_of, self.collection, self.device)
 
     def _open_heap(self) -> None:
         codes = sorted({t.dtype for t in self.specs.values()} & set(CODE_BITS))
@@ -87,7 +87,7 @@ class DeviceTables(ShardedTables):
                 fail("cannot shard tables in device memory", "rows of", codes,
                      " or ".join(DTYPE_BYTES), "keep quantised tables in host memory"))
         exchange = 0
-        if self.optimizers is not None and (self.group.world_size > 1 or self._needs_exchange()):
+        if self._leaves_rows and (self.group.world_size > 1 or self._needs_exchange()):
             least = min(self.group.all_gather(self._exchange_bytes()))
             exchange = reserved_bytes(self.directories, True, least)
         near = None if self.is_one_domain else list(self.members)

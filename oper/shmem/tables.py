@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, OperError, fail
-from oper.plan import Plan
+from oper.plan import Plan, owners_pool
 from oper.rows.directory import TableDirectory
 from oper.shmem.autograd import CollectedPasses, trained_lookup
 from oper.shmem.batch import (
@@ -126,9 +126,11 @@ class ShardedTables(MeasuredTables):
                                           any(t.dtype != "float32" for t in tables))
         self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
         domains = find_domains(group)
-        self._exchange = self._open_exchange(domains) if len(set(domains)) > 1 else None
-        if self._exchange is not None:
-            self._exchange.collection = self.collection
+        trains, num_domains = self.optimizers is not None, len(set(domains))
+        self._exchange = self._open_exchange(domains) if num_domains > 1 else None
+        # Whether owners pool for other domains; and whether ranks leave each other anything at all.
+        self._pools_far = num_domains > 1 and owners_pool(tables, trains, num_domains)
+        self._leaves_rows = trains or (self._pools_far and self.has_push)
         self._heap: HostHeap | None = None
         self._open_heap()
         self.handle = self._create_context()
@@ -156,7 +158,7 @@ class ShardedTables(MeasuredTables):
         self._release.atexit = False
 
     def _open_exchange(self, domain_of: Sequence[int]) -> Exchange:
-        return Exchange(self.group, domain_of)
+        return Exchange(self.group, domain_of, self.collection)
 
     def _open_heap(self) -> None:
         """Lay out and map the arenas."""
@@ -164,7 +166,7 @@ class ShardedTables(MeasuredTables):
         # A single rank updates without an exchange but through the same outbox.
         self._layout = ArenaLayout.build(
             self.directories, group.world_size,
-            reserved_bytes(self.directories, self.optimizers is not None), self._row_clipped())
+            reserved_bytes(self.directories, self._leaves_rows), self._row_clipped())
         self._heap = HostHeap(
             DomainGroup(group, near) if self._exchange else group,
             [self._layout.num_bytes[r] for r in near],
@@ -241,14 +243,12 @@ class ShardedTables(MeasuredTables):
 
         Args:
             batch: the batch.
-            collective: all ranks take part, and tiers in push mode are pooled by their owners;
-                otherwise every row is read directly. Between memory domains all ranks take part
-                anyway.
+            collective: all ranks take part, and tiers in push mode are pooled by their owners; so
+                it is between memory domains anyway (`owners_pool`). Else rows are read directly.
 
         Threads that may do this at once with others, or with updates, hold `turns.lock`.
         """
-        if self._exchange is not None and self.optimizers is not None:
-            collective = True
+        collective = collective or self._pools_far
         known = None if batch.resolved is None else self._known(batch)
         if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:
             self._checks.check(batch)

@@ -11,6 +11,7 @@ import torch
 
 from oper.plan import Plan, uniform_plan
 from oper.rows.traffic import KIND, SENT
+from oper.search.replay.simulate import Replay
 from oper.search.replay.wire import WireReplay
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
@@ -55,6 +56,54 @@ def test_replayed_bytes_are_the_sent_bytes(optimizer: str, domains: tuple[int, .
     owned = pushed(uniform_plan(case.tables, len(domains), "owned"))
     for plan in (owned, *all_plans(case, len(domains)).values()):
         check(case, plan, domains, OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("domains", DOMAINS, ids=str)
+def test_read_only_tables_are_pooled_by_owners_between_domains(domains: tuple[int, ...]) -> None:
+    """The bits of a forward pass of training, and the replayed bytes; in one domain rows are read
+    directly and nothing is sent."""
+    case = dlrm_case("sgd")
+    (batches,) = make_steps(case, len(domains), 1)
+
+    def body(group: Any, optimizer: Any) -> tuple[torch.Tensor, dict[str, list[int]], np.ndarray]:
+        tables = open_tables(case, plan, group, optimizer)
+        tables.sent_bytes(reset=True)
+        tables.traffic(reset=True)
+        out = [tables.lookup(batches[group.rank].lookup(case)).detach() for _ in range(2)]
+        assert torch.equal(*out)
+        found = out[0].clone(), tables.sent_bytes(), tables.traffic().counts
+        tables.barrier()
+        tables.close()
+        return found
+
+    for plan in all_plans(case, len(domains)).values():
+        read, trained = (run_ranks(len(domains), lambda g, o=o: body(g, o), domains=domains)
+                         for o in (None, OPTIMIZERS["sgd"]))
+        direct = run_ranks(len(domains), lambda g: body(g, None))
+        for (out, *_), (want, *_), (near, sent, _) in zip(read, trained, direct, strict=True):
+            assert torch.equal(out, want) and not any(map(sum, sent.values()))
+            torch.testing.assert_close(out, near)
+        own = replace(plan, tables=tuple(replace(plan.table(t.name), table=t) for t in case.tables))
+        ids = [as_bags(case, b) for b in batches]
+        total = 2 * WireReplay(own, domains, training=False).step(ids)
+        for k, kind in enumerate(SENT):
+            executed = np.array([sent[kind] for _, sent, _ in read])
+            assert np.array_equal(total[k], executed), f"{kind}: {total[k]} {executed}"
+        replay = Replay(own, training=False, num_domains=len(set(domains)))
+        for (_, _, counts), mine in zip(read, replay.step(ids), strict=True):
+            for kind in ("rows", "ids", "partial_sums"):
+                assert np.array_equal(counts[KIND[kind]], 2 * mine.counts[KIND[kind]]), kind
+
+
+def test_quantised_rows_are_not_pooled_for_others() -> None:
+    """Owners cannot sum codes: readers fetch the rows."""
+    case = dlrm_case("sgd")
+    coded = replace(case, tables=tuple(replace(t, dtype="int8", optimizer="none")
+                                       for t in case.tables if t.dim % 4 == 0))
+    plan = owned_push(uniform_plan(coded.tables, 2, "owned"))
+    ids = [as_bags(coded, b) for b in make_steps(coded, 2, 1)[0]]
+    sent = WireReplay(plan, (0, 1), training=False).step(ids).sum(axis=(1, 2))
+    assert sent[SENT.index("rows")] > 0 and not sent[SENT.index("partial_sums")]
 
 
 def test_half_the_bytes_and_clipped_rows(monkeypatch: pytest.MonkeyPatch) -> None:

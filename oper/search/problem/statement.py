@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Tier
+from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Tier, owners_pool
 from oper.search.problem.constraints import Constraints, check_rows, parse_constraints
 from oper.search.problem.machine import Machine, make_machine
 from oper.search.problem.overlap import Overlap, parse_overlap
@@ -285,8 +285,8 @@ def make_problem(
     entries = tuple(make_table(t, stats, batch_size, world_size) for t in specs)
     chosen = executed_space(topology) if allow is None else check_allow(allow)
     in_need = {"host"} if allow is None and topology.host_memory_bytes else set()
-    if objective == "inference" and "pull" in chosen:
-        chosen -= {"push"}  # serving has no barriers, which partial sums would need
+    if "pull" in chosen and not owners_pool(specs, objective == "training", topology.num_hosts):
+        chosen -= {"push"}  # ranks that serve from one memory do not wait for each other
         if allow is None:
             chosen -= {"columns"}  # which spread partial sums
     chosen |= {f for c in held.tables.values() for x in c.pinned for f in used_by(x, world_size)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.plan import Piece, Plan
+from oper.plan import Piece, Plan, owners_pool
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.model import CostModel, Phase
 from oper.search.cost.tally import (
@@ -108,8 +108,9 @@ class RealizedLoad:
         self.plan, self.problem = plan, problem
         self.model = CostModel(problem)
         self.world_size = problem.machine.world_size
-        one_sided = not problem.training
-        self.placed = {e.table.name: [Placed(e, self.world_size, k, one_sided)
+        self._pools = owners_pool([t.spec for t in problem.tables], problem.training,
+                                  problem.topology.num_hosts)
+        self.placed = {e.table.name: [Placed(e, self.world_size, k, not self._pools)
                                       for k in range(len(e.pieces))] for e in plan.tables}
         tallies = [self.model.tally(problem.table(e.table.name), e.pieces, True)
                    for e in plan.tables]
@@ -153,7 +154,7 @@ class RealizedLoad:
         rows, own = np.zeros((NUM_ROWS, world)), np.zeros(world)
         for k, tier in enumerate(piece.tiers):
             owner = features[k]
-            if tier.mode == "push" and self.problem.training:
+            if tier.mode == "push" and self._pools:
                 out = self.model.tier_rows(t, width, tier, owner)
                 rows += _own(out.mean(axis=0))  # an owner pools for all, a mean times their number
                 exchange.ids.__iadd__(out[:, PUSH_IDS])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import Plan, TablePlan
+from oper.plan import Plan, TablePlan, owners_pool
 from oper.rows.directory import TableDirectory
 from oper.rows.traffic import KIND, KINDS, ROW_WISE, Traffic
 from oper.tables import TableSpec
@@ -89,7 +89,7 @@ class Placed:
         plan: placement of the table.
         world_size: ranks W.
         piece: which column piece.
-        one_sided: nothing is pushed (inference, or a forward pass without gradients).
+        one_sided: nothing is pushed, see `oper.plan.owners_pool`.
     """
 
     def __init__(self, plan: TablePlan, world_size: int, piece: int,
@@ -137,14 +137,14 @@ class Replay:
         deduplicates: whether lookups read a row of another rank once per batch
             (`oper.shmem.exchange.pull`), except in tables that the reader pushes.
         clipped: tables whose rows' gradients are clipped to a norm.
-
-    The forward pass of training is collective: tiers in push mode are pooled by their owners.
+        num_domains: memory domains of the ranks, see `oper.plan.owners_pool`.
     """
 
     def __init__(self, plan: Plan, training: bool | None = None, deduplicates: bool = False,
-                 clipped: Collection[str] = ()) -> None:
+                 clipped: Collection[str] = (), num_domains: int = 1) -> None:
         self.plan, self.deduplicates, self.clipped = plan, deduplicates, clipped
         self.training = plan.objective == "training" if training is None else training
+        self._pools = owners_pool([t.table for t in plan.tables], self.training, num_domains)
         self.pieces = [(t.table, p.start, p.stop) for t in plan.tables for p in t.pieces]
 
     def empty(self) -> list[Traffic]:
@@ -172,7 +172,7 @@ class Replay:
                                          f"one per rank, {world}", "pass every rank's batch"))
         for entry in self.plan.tables:
             batches = [table_batch(entry.table, b) for b in ranks]
-            pieces = [Placed(entry, world, k, not self.training) for k in range(len(entry.pieces))]
+            pieces = [Placed(entry, world, k, not self._pools) for k in range(len(entry.pieces))]
             clips = len(pieces) > 1 and entry.table.name in self.clipped
             sums = len(pieces) > 1 and entry.table.optimizer in ROW_WISE
             # Clipped rows are summed anew for the optimizer's squares, and clipped again with them.

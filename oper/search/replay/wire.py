@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import Plan
+from oper.plan import Plan, owners_pool
 from oper.rows.directory import needs_across
 from oper.rows.traffic import ROW_WISE, SENT
 from oper.search.replay.simulate import Placed, RankBatch, TableBatch, table_batch
@@ -63,8 +63,9 @@ class WireReplay:
         self.training = plan.objective == "training" if training is None else training
         domains = np.asarray(domain_of)
         self.far = domains[:, None] != domains[None, :]
+        pools = owners_pool([t.table for t in plan.tables], self.training, np.unique(domains).size)
         self._members = [np.flatnonzero(domains == d).tolist() for d in domains]
-        self._placed = [[Placed(t, plan.world_size, k, not self.training)
+        self._placed = [[Placed(t, plan.world_size, k, not pools)
                          for k in range(len(t.pieces))] for t in plan.tables]
         flat = [p for pieces in self._placed for p in pieces]
         self._needs = needs_across([p.directory for p in flat], domain_of)

@@ -112,6 +112,7 @@ class DeviceExchange(Exchange):
     Args:
         group: all ranks. Creation is collective.
         domain_of: index of each rank's domain, by rank.
+        collection: number of the tables in their group's register.
         device: this rank's device.
 
     Attributes:
@@ -120,8 +121,9 @@ class DeviceExchange(Exchange):
             and by table in the order of keys.
     """
 
-    def __init__(self, group: Any, domain_of: Sequence[int], device: torch.device) -> None:
-        super().__init__(group, domain_of)
+    def __init__(self, group: Any, domain_of: Sequence[int], collection: int,
+                 device: torch.device) -> None:
+        super().__init__(group, domain_of, collection)
         self._heads: list[list[int]] = []  # of a meeting to which not all have come
         self._device = device
         self.far = [r for r in range(group.world_size) if r not in self.members]

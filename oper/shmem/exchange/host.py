@@ -69,15 +69,14 @@ class Exchange:
     Args:
         group: all ranks. Creation is collective.
         domain_of: index of each rank's domain, by rank.
+        collection: number of the tables in their group's register.
 
     Attributes:
         members: ranks of this rank's domain, ascending.
-        collection: number of the tables in their group's register.
     """
 
-    collection = 0
-
-    def __init__(self, group: Group, domain_of: Sequence[int]) -> None:
+    def __init__(self, group: Group, domain_of: Sequence[int], collection: int) -> None:
+        self.collection = collection
         self._group = group
         self._domain_of = list(domain_of)
         self.members = [r for r in range(group.world_size)

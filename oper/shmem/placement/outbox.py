@@ -1,4 +1,4 @@
-"""How large a rank's outbox must be: what a backward pass leaves there at most."""
+"""How large a rank's outbox must be: what a pass leaves there at most."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from oper.rows.directory import TableDirectory
 from oper.shmem.settings import outbox_bytes
 
 _PAGE, _HUGE = 4096, 2 << 20
-_SMALL = 4096  # of tables that are never updated
+_SMALL = 4096  # where nothing is left
 
 
 def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
@@ -38,11 +38,17 @@ def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
     return -(-needed // _HUGE) * _HUGE
 
 
-def reserved_bytes(directories: Sequence[TableDirectory], is_trained: bool,
+def reserved_bytes(directories: Sequence[TableDirectory], is_used: bool,
                    default: int | None = None) -> int:
     """Address space for an outbox: no more than the tables need, nor than `OPER_OUTBOX_BYTES`, or
-    else `default`, or a quarter of the machine's memory."""
-    if not is_trained:
+    else `default`, or a quarter of the machine's memory.
+
+    Args:
+        directories: one per column piece of each table.
+        is_used: whether ranks leave anything there: in training, and where owners pool.
+        default: see above.
+    """
+    if not is_used:
         return _SMALL
     needed = needed_bytes(directories)
     most = outbox_bytes(default)
