@@ -14,8 +14,9 @@ from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import peers, score_peers
 from oper.search.planner import plan_problem
-from oper.search.problem.space import EVERYTHING
+from oper.search.problem.space import EVERYTHING, EXECUTABLE
 from oper.search.problem.statement import make_problem
+from oper.search.verify.check import verify_plan
 
 
 @pytest.mark.parametrize("name", sorted(peers()))
@@ -90,6 +91,23 @@ def test_long_flat_bags_are_pushed_and_hot_rows_of_single_ids_are_not(length, ex
     # The hottest rows decide; a cold tail, touched once each, may go either way.
     assert {p.tiers[0].mode for t in plan.tables for p in t.pieces} == {
         "push" if pushes else "pull"}
+
+
+def test_lookups_between_hosts_are_pushed_where_that_sends_less():
+    """In inference, too: all ranks take part anyway. Ranks of one host would have to wait."""
+    made = plan_workloads._workload([2_000_000] * 8, [64] * 8, [40.0] * 8, [0.4] * 8, 4096)
+    for per_host, pushes in ((1, True), (4, False)):
+        topology = gpus(4, per_host=per_host, memory_bytes=2.5e9)  # of 4.1e9 for all tables
+        stated = make_problem(made.tables, made.stats, topology, objective="inference",
+                              batch_size=4096)
+        plan = plan_problem(stated)
+        modes = {x.mode for t in plan.tables for p in t.pieces for x in p.tiers
+                 if x.placement != "replicated"}
+        assert ("push" in modes) == pushes
+        assert verify_plan(plan, stated).why == "" and 0 < plan.lower_bound_us <= plan.step_us
+        pulled = plan_problem(make_problem(made.tables, made.stats, topology, batch_size=4096,
+                                           objective="inference", allow=EXECUTABLE))
+        assert plan.step_us < (0.9 if pushes else 1.0001) * pulled.step_us
 
 
 def _arguments(*words):
