@@ -104,7 +104,9 @@ def test_lookups_between_hosts_are_pushed_where_that_sends_less():
         modes = {x.mode for t in plan.tables for p in t.pieces for x in p.tiers
                  if x.placement != "replicated"}
         assert ("push" in modes) == pushes
-        assert verify_plan(plan, stated).why == "" and 0 < plan.lower_bound_us <= plan.step_us
+        verdict = verify_plan(plan, stated)
+        assert verdict.certified, verdict.why
+        assert 0 < plan.lower_bound_us <= plan.step_us
         pulled = plan_problem(make_problem(made.tables, made.stats, topology, batch_size=4096,
                                            objective="inference", allow=EXECUTABLE))
         assert plan.step_us < (0.9 if pushes else 1.0001) * pulled.step_us
