@@ -100,7 +100,7 @@ def test_quantised_rows_are_not_pooled_for_others() -> None:
     case = dlrm_case("sgd")
     coded = replace(case, tables=tuple(replace(t, dtype="int8", optimizer="none")
                                        for t in case.tables if t.dim % 4 == 0))
-    plan = owned_push(uniform_plan(coded.tables, 2, "owned"))
+    plan = pushed(uniform_plan(coded.tables, 2, "owned"))
     ids = [as_bags(coded, b) for b in make_steps(coded, 2, 1)[0]]
     sent = WireReplay(plan, (0, 1), training=False).step(ids).sum(axis=(1, 2))
     assert sent[SENT.index("rows")] > 0 and not sent[SENT.index("partial_sums")]
