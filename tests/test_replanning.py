@@ -118,7 +118,7 @@ def test_ids_in_hotness_order_that_no_longer_are() -> None:
 
 
 def _moves(old: TablePlan, new: TablePlan, domain_of: list[int]) -> Moves:
-    return moves(*(Plan((t,), len(domain_of)) for t in (old, new)), domain_of)
+    return moves(*(Plan(len(domain_of), (t,)) for t in (old, new)), domain_of)
 
 
 def test_moved_bytes_are_those_whose_owner_changes() -> None:
@@ -127,8 +127,8 @@ def test_moved_bytes_are_those_whose_owner_changes() -> None:
     owned = TablePlan(spec, (Piece(0, 16, (Tier(0, ROWS, "owned", (0,)),)),
                              Piece(16, 64, (Tier(0, ROWS, "owned", (1,)),))))
     assert _moves(striped, striped, [0, 1]).owner_bytes == 0
-    # Half of the rows of either piece; a row-wise state goes with its piece's share of the columns.
-    assert _moves(striped, owned, [0, 1]).owner_bytes == ROWS // 2 * ((16 + 48) * 4 + 1 + 3)
+    # Half of the rows of either piece, each with its copy of a row-wise state.
+    assert _moves(striped, owned, [0, 1]).owner_bytes == ROWS // 2 * ((16 + 48) * 4 + 4 + 4)
     large = replace(spec, num_rows=10_000_000)
     before = uniform_plan([large], 2).tables[0]
     after = TablePlan(large, (Piece(0, 64, (Tier(0, large.num_rows, "owned", (1,)),)),))

@@ -8,6 +8,7 @@ import numpy as np
 
 from oper.plan import Plan, TablePlan
 from oper.rows.directory import TableDirectory, TierLayout
+from oper.tables import OPTIMIZERS, bytes_of_row
 from oper.topology import Topology
 
 _NUM_SAMPLED = 1 << 18  # rows of a tier that stand for all of a larger one
@@ -67,12 +68,15 @@ def _add_table(found: Moves, old: TablePlan, new: TablePlan, domains: np.ndarray
         for tier in d.tiers:
             positions, scale = _sample(tier)
             ids, owner = d.ids_at(positions), d.locate(positions)[0]
-            for was in before:
-                columns = min(was.column + was.dim, d.column + d.dim) - max(was.column, d.column)
-                if columns > 0:
-                    _add_rows(found, was, was.position_of(ids),
-                              _Target(tier, owner, domains, scale, columns / d.dim * d.row_bytes,
-                                      columns / d.dim * state_bytes(d)))
+            for j, was in enumerate(before):
+                columns = max(0, min(was.column + was.dim, d.column + d.dim)
+                              - max(was.column, d.column))
+                # A state of one number per row comes from the first piece.
+                states = [4 * (j == 0) if per_row else 4 * columns
+                          for _, per_row in OPTIMIZERS[d.table.optimizer].state]
+                _add_rows(found, was, was.position_of(ids),
+                          _Target(tier, owner, domains, scale, bytes_of_row(d.table.dtype, columns)
+                                  if columns else 0, [x for x in states if x]))
 
 
 @dataclass(slots=True, eq=False)
@@ -84,23 +88,24 @@ class _Target:
         owner: int64 [n], who will own each.
         domains: int64 [W], domain of each rank.
         scale: rows that each stands for.
-        row_bytes, state_bytes: bytes of the columns that come from one piece of the old plan.
+        row_bytes: bytes of the columns that come from one piece of the old plan.
+        states: bytes of each part of the optimizer state that come from there.
     """
 
     tier: TierLayout
     owner: np.ndarray
     domains: np.ndarray
     scale: float
-    row_bytes: float
-    state_bytes: float
+    row_bytes: int
+    states: list[int]
 
 
 def _add_rows(found: Moves, was: TableDirectory, positions: np.ndarray, to: _Target) -> None:
     """Add rows that stand at `positions` (int64 [n]) of a piece of the old plan."""
     num = found.between.shape[0]
     owner = was.locate(positions)[0]
-    both = to.row_bytes + to.state_bytes
-    found.owner_bytes += to.scale * both * np.count_nonzero(owner != to.owner)
+    found.owner_bytes += (to.scale * (to.row_bytes + sum(to.states))
+                          * np.count_nonzero(owner != to.owner))
     holders = np.bincount(to.domains[to.tier.replica_base >= 0], minlength=num)  # by domain
     for x in was.tiers:
         inside = (positions >= x.tier.start) & (positions < x.tier.stop)
@@ -109,10 +114,11 @@ def _add_rows(found: Moves, was: TableDirectory, positions: np.ndarray, to: _Tar
         copies = to.scale * np.outer(np.bincount(source, minlength=num), holders)
         lacks = np.bincount(to.domains[x.replica_base >= 0], minlength=num) == 0
         _add(found.between, (pairs + copies) * lacks, to.row_bytes)
-        _add(found.between, pairs, to.state_bytes)
+        for state in to.states:
+            _add(found.between, pairs, state)
 
 
-def _add(between: np.ndarray, rows: np.ndarray, num_bytes: float) -> None:
+def _add(between: np.ndarray, rows: np.ndarray, num_bytes: int) -> None:
     """Add rows, [from, to] by domain, of so many bytes each, and the numbers that ask for them."""
     if num_bytes:
         between += rows * num_bytes + rows.T * _SLOT_BYTES
@@ -129,4 +135,5 @@ def _sample(tier: TierLayout) -> tuple[np.ndarray, float]:
 
 def state_bytes(directory: TableDirectory) -> int:
     """Bytes of a row's optimizer state that go with a piece."""
-    return directory.table.state_bytes * directory.dim // directory.table.dim
+    return sum(4 if per_row else 4 * directory.dim
+               for _, per_row in OPTIMIZERS[directory.table.optimizer].state)

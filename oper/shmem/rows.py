@@ -222,16 +222,19 @@ class LogicalRows:
             return
         to = out[:, first - columns.start:last - columns.start]
         inside = slice(first - mine.start, last - mine.start)
+        d = self.directories[piece]
+        whole = slice(0, d.row_bytes) if d.table.dtype in CODE_BITS and part == "rows" else None
         far: dict[int, Wanted] = {}
         places = {}
         for rank, index, slot in self._parts(piece, ids):
             if self._addresses[rank]:
                 rows = self.view(part, piece, rank)
                 to[index] = self._numbers(piece, rows, slot)[:, inside].to(to.device)
-            else:
-                far[rank], places[rank] = (part, piece, slot), index
+            else:  # the columns of quantised rows share a scale, and come together
+                far[rank], places[rank] = (part, piece, slot, whole or inside), index
         for rank, rows in self._fetch(far).items():
-            to[places[rank]] = self._numbers(piece, rows)[:, inside].to(to.device)
+            numbers = self._numbers(piece, rows)
+            to[places[rank]] = (numbers[:, inside] if whole else numbers).to(to.device)
 
     def copy_near_replicas(self, piece: int, ids: np.ndarray, columns: slice, out: torch.Tensor
                            ) -> np.ndarray:
@@ -390,7 +393,7 @@ class LogicalRows:
                     if self._addresses[peer]:
                         copy[places[peer]] = self.view("rows", piece, peer)[slots]
                     else:
-                        far[peer] = ("rows", piece, slots)
+                        far[peer] = ("rows", piece, slots, slice(0, copy.shape[1]))
             for peer, rows in self._fetch(far).items():
                 copy[places[peer]] = rows.to(copy.device)
 

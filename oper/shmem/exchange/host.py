@@ -43,15 +43,15 @@ WIRE_ENV = "OPER_WIRE"
 WIRES = ("exact", "fp16", "bf16")
 _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
                               ctypes.c_void_p, ctypes.c_void_p)
-_REQUEST = struct.Struct("<32sqq")  # part, piece, number of slots
+_REQUEST = struct.Struct("<32s4q")  # part, piece, number of slots, first and last column
 # As in csrc/host/exchange/exchange.h: every meeting begins with a head of one size, so that ranks
 # which meet for different things can tell. Phase, sequence, code, culprit, two of the kernels',
 # collection.
 _HEAD = struct.Struct("<8I")
 _HEAD_BYTES = 1024
 
-# Slots of one piece and part on one rank.
-Wanted = tuple[str, int, torch.Tensor]
+# Part, piece, slots on one rank, and columns of the shard (bytes of quantised rows).
+Wanted = tuple[str, int, torch.Tensor, slice]
 
 
 def wire_format() -> int:
@@ -217,31 +217,32 @@ class Exchange:
         """Rows of other ranks' shards, ``[n, columns]`` by rank. Collective; any may want nothing.
 
         Args:
-            wanted: part, piece and slots (int64 [n]) by rank.
+            wanted: part, piece, slots (int64 [n]) and columns by rank.
             serve: gives this rank's shard of a part and piece, ``[slots, columns]``.
             phase: what for.
         """
         size = self._group.world_size
         asked = [_REQUEST.unpack_from(body) for body in self._meet(phase, [
-            _REQUEST.pack(part.encode(), piece, slots.numel()) for part, piece, slots in (
-                wanted.get(r, ("", 0, torch.empty(0))) for r in range(size))])]
-        if any(not 0 <= n < 1 << 32 for _, _, n in asked):
+            _REQUEST.pack(part.encode(), piece, slots.numel(), columns.start, columns.stop)
+            for part, piece, slots, columns in (
+                wanted.get(r, ("", 0, torch.empty(0), slice(0, 0))) for r in range(size))])]
+        if any(not 0 <= n < 1 << 32 for _, _, n, _, _ in asked):
             raise _no_request(asked)
         mine = [wanted[r][2].to(torch.int64).contiguous().view(torch.uint8)
                 for r in sorted(wanted)]
-        slots = torch.empty(8 * sum(n for _, _, n in asked), dtype=torch.uint8)
+        slots = torch.empty(8 * sum(n for _, _, n, _, _ in asked), dtype=torch.uint8)
         self._guarded(torch.cat([*mine, torch.empty(0, dtype=torch.uint8)]),
                       [8 * wanted[r][2].numel() if r in wanted else 0 for r in range(size)],
-                      slots, [8 * n for _, _, n in asked])
+                      slots, [8 * n for _, _, n, _, _ in asked])
         answers, at = [], 0
-        for part, piece, n in asked:
+        for part, piece, n, first, last in asked:
             index = slots[8 * at:8 * (at + n)].view(torch.int64)
             at += n
-            answers.append(_served(serve, part, piece, index) if n
+            answers.append(_served(serve, (part, piece), index, slice(first, last)) if n
                            else torch.empty(0, dtype=torch.uint8))
         found, sizes = {}, [0] * size
-        shapes = {r: (index.numel(), serve(part, piece)) for r, (part, piece, index)
-                  in wanted.items()}
+        shapes = {r: (index.numel(), serve(part, piece)[:, columns])
+                  for r, (part, piece, index, columns) in wanted.items()}
         for r, (n, like) in shapes.items():
             sizes[r] = n * like.shape[1] * like.element_size()
         rows = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -254,16 +255,19 @@ class Exchange:
         return found
 
 
-def _served(serve: Callable[[str, int], torch.Tensor], part: bytes, piece: int,
-            index: torch.Tensor) -> torch.Tensor:
-    """The rows that another rank asks for, as bytes."""
+def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], index: torch.Tensor,
+            columns: slice) -> torch.Tensor:
+    """The rows of a part and piece that another rank asks for, as bytes."""
     try:
+        part, piece = of
         rows = serve(part.rstrip(b"\0").decode(), piece)
+        if not 0 <= columns.start < columns.stop <= rows.shape[1]:
+            raise IndexError(f"columns {columns.start}..{columns.stop} of {rows.shape[1]}")
         if piece < 0 or int(index.min()) < 0 or int(index.max()) >= rows.shape[0]:
             raise IndexError(f"slots {int(index.min())}..{int(index.max())} of {rows.shape[0]}")
     except (IndexError, UnicodeDecodeError, InvalidInputError) as error:
         raise _no_request(error) from error
-    return rows[index].reshape(-1).view(torch.uint8)
+    return rows[:, columns][index].reshape(-1).view(torch.uint8)
 
 
 def _no_request(found: object) -> OperError:
