@@ -47,7 +47,7 @@ def _namespaces() -> list[str]:
     return [p.name for p in folder.glob(f"{network.PREFIX}*")] if folder.is_dir() else []
 
 
-def _run(*cases: Case) -> list[dict[str, Any]]:
+def _run(*cases: Case | LinkChange) -> list[dict[str, Any]]:
     return list(grid._run_group(cases, as_toml(Topology.this_host(2))))
 
 
@@ -102,20 +102,18 @@ def test_calibrate_measures_the_links_of_hosts(tmp_path: Path) -> None:
 
 @emulated
 @pytest.mark.slow
-def test_a_link_drops_and_the_tables_move() -> None:
-    """Half of the rows are read by the host whose link drops."""
-    work = Workload((20_000, 5_000, 800, 40), 64, 512, 4)
-    case = LinkChange("drops", Links(2, 100), work, num_batches=8, num_stats_batches=8)
-    found, = _run(case)  # type: ignore[arg-type]
-    assert found["verified"] is True, found
-    assert not _namespaces()
-    kinds = [event["kind"] for event in found["events"]]
-    assert kinds[-2:] == ["better plan", "moved"] and kinds.count("moved") == 1
-    slow, other = found["events"][-2]["link_mbits"]
-    assert slow < 28 and 85 < other < 105
-    assert found["step_slow_ms"] > 1.5 * found["step_before_ms"]
-    assert found["step_after_ms"] < found["step_slow_ms"] and found["network_bytes"] > 0
-    assert found["steps_until_moved"] > found["predicted_break_even_steps"] - 8
+def test_a_link_drops_while_a_model_trains() -> None:
+    """Its host waits for its own rows under any plan: a move gains little, and is not made before
+    it has paid. The rows are those of a run that never moved."""
+    work = Workload((4_000, 2_000, 800, 40), 64, 513, 4)
+    found, = _run(LinkChange("drops", Links(3, 100), work, num_batches=8, num_stats_batches=8))
+    assert found["verified"] is True and not _namespaces()
+    event = found["events"][0]
+    assert event["kind"] in ("better plan", "no better plan") and 33 <= event["step"] <= 48
+    slow, *others = event["link_mbits"]
+    assert slow < 28 and all(60 < x < 105 for x in others)
+    assert found["step_slow_ms"] > 2 * found["step_before_ms"]
+    assert found["ratio_fresh"] < 1.1
     assert "same rows" in grid.report([found])
     bench_page(record.record("cluster", ["oper"], [found], 0.0) | grid.totals([found]))
 
