@@ -32,6 +32,7 @@ _SLIM = 1.04  # largest over least load, from which a node is branched on at the
 _FAR = 8.0  # limits that begin at 0 are branched on as if they began at a part of their end
 _STAY = 0.5  # a load is cut again if it is overlooked by this share of the worst one
 _CANDIDATES = 3  # loads, and tables, that are tried
+_PRICED = 1500  # tables that a way to branch may price again by round: of more, fewer are tried
 _ROUND = 20  # what a round takes beside pricing, in tables priced: measured with 4 to 100 tables
 _IN_PART = 1e-3  # share that a table must push at least, and not push, to be branched at
 _IDLE = 0.05  # weight of a load whose resource has no price
@@ -115,7 +116,8 @@ class SearchTree:
             if not loads and not tables:
                 self.is_single = self.solved == 0
                 break
-            tried = loads[:_CANDIDATES] + tables[:_CANDIDATES]
+            most = min(_CANDIDATES, max(1, _PRICED // len(node.node.pushes)))
+            tried = loads[:most] + tables[:most]
             again = next((x for x in loads if x.at == last), None)
             if again and again.ratio >= _SLIM and again.score >= _STAY * loads[0].score:
                 tried = [again]
@@ -192,17 +194,18 @@ def _load_branchings(node: Bound, limit: float) -> list[Branching]:
     times = np.array([max(0.0, float(total[relaxation.phase_of == p].max()))
                       for p in range(largest.shape[0])])
     slack = np.full(largest.shape, np.inf)
-    for row, phase, group in relaxation.inequalities:
+    for x in relaxation.inequalities:
         # The largest piece for which the row leaves room in the phases that the solution found.
-        room = relaxation.phase_weight[row] @ times - total[row] + node.node.least[phase, group]
-        slack[phase, group] = min(slack[phase, group], room)
+        room = relaxation.phase_weight[x.row] @ times - total[x.row]
+        if x.share > 0:
+            slack[x.load] = min(slack[x.load], room / x.share + node.node.least[x.load])
     excess = np.where(np.isfinite(slack), largest - slack, 0.0) / max(1e-9, node.lower_bound_us)
     weight: np.ndarray = np.full(largest.shape, _IDLE)
     for n, (phase, name, _) in enumerate(relaxation.rows.names):
         if GROUPS.index(name) < NUM_PIECE_GROUPS:
             weight[phase, GROUPS.index(name)] += node.prices[n]
-    for row, phase, group in relaxation.inequalities:
-        weight[phase, group] += node.prices[row]
+    for x in relaxation.inequalities:
+        weight[x.load] += x.share * node.prices[x.row]
     out = []
     for flat in np.argsort(-excess * weight, axis=None, kind="stable").tolist():
         at = divmod(flat, excess.shape[1])

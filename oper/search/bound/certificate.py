@@ -72,13 +72,11 @@ def part_to_json(tree: SearchTree, plans: tuple[str, ...], target_us: float) -> 
     return {
         "plans": list(plans), "apart": load,
         "classes": [r.tolist() for r in classes.ranks],
-        "own_time_beside_reader": relaxation.pieces.beside_reader,
         "rows": [
             *(["load", model.phases[p], g, c] for p, g, c in relaxation.rows.names),
             *(["memory", x] for x in _groups(classes.of_domain)),
             *(["host memory", x] for x in _groups(classes.of_host) if relaxation.rows.uses_host),
-            *([kind, *_load_name(relaxation, (p, g))] for kind, (_, p, g) in zip(
-                relaxation.inequality_kinds, relaxation.inequalities, strict=True))],
+            *([x.kind, *_load_name(relaxation, x.at)] for x in relaxation.inequalities)],
         "tree": _tree_to_json(tree.root, target_us)}
 
 

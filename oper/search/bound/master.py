@@ -79,8 +79,9 @@ class Pool:
         ask: the cheapest few of each table at `prices` (float64 [R]), and those in the relaxed
         solution."""
         out = Pool()
-        at = [n for n, (k, x) in enumerate(zip(self.table, self.configuration, strict=True))
-              if node.has(k, x)]
+        held = (node.holds(np.array(self.table), self.configuration) if self.table
+                else np.zeros(0, bool))
+        at = np.flatnonzero(held).tolist()
         if not at:
             return out
         tables = np.array(self.table)[at]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt
 
 import numpy as np
 
 from oper.search import native
 from oper.search.bound.options import PUSH
-from oper.search.bound.pieces import LoadLimits
+from oper.search.bound.pieces import Fit, LoadLimits
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.tally import PARTIALS
 from oper.search.problem.space import COLUMN_STEP
@@ -93,7 +94,6 @@ class Node:
         pushes: uint8 [T], FREE, STILL, PUSHES, PARTLY or WHOLLY; None: all free.
 
     Attributes:
-        fit: the pushed pieces that it has.
         base: float64 [R], what every plan of it asks.
     """
 
@@ -103,13 +103,17 @@ class Node:
         none = np.zeros(relaxation.pieces.floor.shape[1:])
         self.limits = LoadLimits(none, none + np.inf) if limits is None else limits
         self.pushes = (np.zeros(len(relaxation.tables), np.uint8) if pushes is None else pushes)
-        self.fit = relaxation.pieces.fit(self.limits)
         self.base = relaxation.base.copy()
         least = (relaxation.implied * self.limits.least.reshape(-1, 1)).max(axis=0)
         #: float64 [num_phases, 5], what some piece puts on its owner at least.
         self.least = np.maximum(self.limits.least, least.reshape(self.limits.least.shape))
-        for row, phase, group in relaxation.inequalities:
-            self.base[row] += self.least[phase, group]
+        for x in relaxation.inequalities:
+            self.base[x.row] += x.share * self.least[x.load]
+
+    @cached_property
+    def fit(self) -> Fit:
+        """The pieces; looked for once they are asked for, as many nodes are not solved."""
+        return self.relaxation.pieces.fit(self.limits)
 
     # -- the price of tables ----------------------------------------------------------------------
 
@@ -226,13 +230,10 @@ class Node:
         out = np.zeros((len(found), r.num_rows))
         if not found:
             return out
-        of = np.repeat(np.arange(len(found)), [len(x) for x in found])
-        pieces = [p for x in found for p in x]
-        table, kind = tables[of], np.array([p.kind for p in pieces])
-        amount, mode = np.stack([p.amount for p in pieces]), np.array([p.mode for p in pieces])
+        of, table, kind, mode, amount = _pieces_of(tables, found)
         pushed = mode >= ALL_PUSHED
         streams = np.where(pushed, self.fit.least_streams[self.fit.place(table, kind)],
-                           [p.streams for p in pieces])[:, None]
+                           [p.streams for x in found for p in x])[:, None]
         asked = self.resources_at(amount, table, kind, streams) + (streams - 1.0) * r.piece
         asked += streams * (np.where((mode == TIERS)[:, None], r.tiers[table], 0.0)
                             + np.where((mode == TIERS_PUSHED)[:, None], r.tiers_pushed[table], 0.0))
@@ -243,44 +244,55 @@ class Node:
             asks = r.asks[table] & ((mode == TIERS_PUSHED) | ((mode == ALL_PUSHED)
                                                               & (mass < _WHOLE)))
             asked += (asks * each * amount[:, o, IDS])[:, None] * r.own[o]
-        np.add.at(out, of, np.array([p.share for p in pieces])[:, None] * asked)
+        np.add.at(out, of, np.array([p.share for x in found for p in x])[:, None] * asked)
         return out
 
-    def has(self, k: int, found: Configuration) -> bool:
-        """Whether the node has a configuration of table `k`: its pieces fit, and it pushes, or
-        does not, as the node says."""
-        r = self.relaxation
-        pushed = [p for p in found if p.mode >= ALL_PUSHED]
-        knows = int(self.pushes[k])
-        if knows != FREE and knows not in what_pushes(found):
-            return False
-        table = np.array([k])
-        return all(self.fit.chosen(table, r.options[o].rank_class, np.array([p.kind]))[1][0] > 0
-                   for p in pushed for o in np.flatnonzero(r.pushes & (p.amount[:, IDS] > 0)))
+    def holds(self, tables: np.ndarray, found: Sequence[Configuration]) -> np.ndarray:
+        """Which configurations of some tables (int64 [N]) the node has: their pieces fit, and they
+        push, or do not, as the node says; bool [N]."""
+        r, number = self.relaxation, len(found)
+        of, table, kind, mode, amount = _pieces_of(tables, found)
+        pushed = mode >= ALL_PUSHED
+        some = np.bincount(of, pushed, number) > 0
+        every = np.bincount(of, mode != ALL_PUSHED, number) == 0
+        knows = self.pushes[tables]
+        out = ((knows == FREE) | ((knows == STILL) & ~some) | ((knows == PUSHES) & some)
+               | ((knows == PARTLY) & some & ~every) | ((knows == WHOLLY) & every))
+        for o in np.flatnonzero(r.pushes).tolist():
+            fits = self.fit.chosen(table, r.options[o].rank_class, kind)[1] > 0
+            out &= np.bincount(of, pushed & (amount[:, o, IDS] > 0) & ~fits, number) == 0
+        return np.asarray(out)
 
-    def kinds(self, amount: np.ndarray, k: int, prices: np.ndarray) -> np.ndarray:
-        """The type of pieces that is cheapest for each placement of table `k`.
+    def kinds(self, amount: np.ndarray, tables: np.ndarray, prices: np.ndarray) -> np.ndarray:
+        """The type of pieces that is cheapest for each placement.
 
         Args:
             amount: float64 [N, M, 4].
-            k: the table.
+            tables: int64 [N], the table of each.
             prices: float64 [R].
 
         Returns:
             int64 [N].
         """
-        r, out = self.relaxation, np.zeros(len(amount), np.int64)
-        if self.fit.is_whole(k):
-            return out
-        for o in np.flatnonzero(r.pushes).tolist():
-            x, unit = self.fit.types[k][r.options[o].rank_class], r.unit[r.options[o].rank_class]
-            for n in np.flatnonzero(amount[:, o, IDS] > 0):
-                share = np.full(x.mass.size, amount[n, o, IDS] / r.total_ids[k])
-                sums = r.pieces.sum_bytes(np.full(x.mass.size, k), share, np.maximum(x.mass, 1e-9))
-                sums = np.maximum(sums, x.least_sums @ amount[n, o, IDS:])
-                cost = sums * (unit[PARTIALS] @ prices) + (
-                    x.streams - 1.0) * (amount[n, o] @ (r.per_stream[k, o] @ prices))
-                out[n] = int(np.where(x.mass > 0, cost, np.inf).argmin())
+        r, pieces, fit = self.relaxation, self.relaxation.pieces, self.fit
+        out, least = np.zeros(len(tables), np.int64), np.full(len(tables), np.inf)
+        options = np.flatnonzero(r.pushes & (amount[..., IDS] > 0).any(axis=0)).tolist()
+        number = int(np.diff(pieces.first)[tables].max(initial=0)) if options else 0
+        owned = {o: np.flatnonzero(amount[:, o, IDS] > 0) for o in options}
+        stream = {o: (amount[n, o] * (r.per_stream[:, o] @ prices)[tables[n]]).sum(axis=1)
+                  for o, n in owned.items()}
+        for j in range(number):
+            cost = np.zeros(len(tables))
+            for o, n in owned.items():
+                at = tables[n], r.options[o].rank_class, np.full(n.size, j)
+                streams, mass = fit.chosen(*at)
+                share = amount[n, o, IDS] / r.total_ids[tables[n]]
+                sums = np.maximum(pieces.sum_bytes(tables[n], share, np.maximum(mass, 1e-9)),
+                                  fit.least_sums(*at, amount[n, o]))
+                each = sums * (r.unit[at[1], PARTIALS] @ prices) + (streams - 1.0) * stream[o]
+                cost[n] += np.where(mass > 0, each, np.inf)
+            better = cost < least
+            out[better], least[better] = j, cost[better]
         return out
 
     def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray,
@@ -308,3 +320,13 @@ class Node:
         memory = self.relaxation.phase_of == -1
         total = value.sum() + float(prices @ self.base) - float(prices[memory].sum())
         return float(total) + self.relaxation.fixed_us
+
+
+def _pieces_of(tables: np.ndarray, found: Sequence[Configuration]
+               ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The pieces of configurations of some tables (int64 [N]): whose they are, table, kind and mode
+    (int64 [L] each), and amount (float64 [L, M, 4])."""
+    of = np.repeat(np.arange(len(found)), [len(x) for x in found])
+    pieces = [p for x in found for p in x]
+    return (of, tables[of], np.array([p.kind for p in pieces]), np.array([p.mode for p in pieces]),
+            np.stack([p.amount for p in pieces]))

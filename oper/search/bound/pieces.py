@@ -19,14 +19,15 @@ from itertools import pairwise
 import numpy as np
 
 from oper.search import native
+from oper.search.bound.options import PUSH
+from oper.search.bound.units import ANY, LOCAL, WHOLE, UnitRows
 from oper.search.cost.model import CostModel
-from oper.search.cost.tally import NUM_ROWS, PARTIALS
-from oper.search.problem.machine import GROUPS, RankClasses
+from oper.search.cost.tally import PARTIALS
+from oper.search.problem.machine import RankClasses
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
-from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
+from oper.search.problem.statement import IDS, ROWS, TableProblem
 
 NUM_PIECE_GROUPS = 5  # groups of terms that a pushed piece loads: it is not in host memory
-LOCAL = GROUPS.index("local")  # a rank's own memory and cores
 _RATIO = 1.15  # of the widths that a bound does not tell apart where tables are many
 _FEW = 30  # tables, up to which every width is told apart
 _GRID = 600  # shares at which partial sums are tabulated
@@ -83,73 +84,43 @@ def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int,
     return [(dim, dim), *((int(p[-1]), int(p[0])) for p in parts)]
 
 
-def group_us(model: CostModel, tally_rows: np.ndarray) -> np.ndarray:
-    """Microseconds of tally rows (float64 [..., 20, W]) by phase and group; float64
-    [..., num_phases, 5, W]."""
-    return model.group_us(model.loads(tally_rows))[..., :NUM_PIECE_GROUPS, :]
-
-
-def unit_load(model: CostModel, rank: int) -> np.ndarray:
-    """Microseconds that a unit of each tally row of one rank costs every rank; float64
-    [20, num_phases, 5, W]."""
-    unit = np.zeros((NUM_ROWS, NUM_ROWS, model.machine.world_size))
-    unit[np.arange(NUM_ROWS), np.arange(NUM_ROWS), rank] = 1.0
-    return group_us(model, unit)
-
-
-def own_load(model: CostModel, ranks: list[int]) -> np.ndarray:
-    """Microseconds that a unit of each tally row costs the rank which owns it.
-
-    Args:
-        model: the cost model.
-        ranks: one rank of each class.
-
-    Returns:
-        float64 [C, 20, num_phases, 5].
-    """
-    return np.stack([unit_load(model, rank)[..., rank] for rank in ranks])
-
-
 class Pieces:
     """Which pushed pieces fit, for every table and class of ranks.
 
-    An owner also reads its own piece, as every rank does. Where a rank's own time (the local group,
-    and what others include of it) is counted beside what it does as a reader, the load of a piece
-    is what its owner does more than a reader.
+    An owner also reads its own piece, as every rank does. In training, where a rank's own time (the
+    local group, and what others include of it) is counted beside what it does as a reader, the load
+    of a piece is what its owner does more than a reader.
 
     Args:
         model: the cost model.
         tables: the tables that are free to choose.
         classes: classes of ranks.
+        units: what units of the tables' rows ask of ranks.
         base_rows: float64 [20, W], what every plan asks.
-        beside_reader: whether own time counts beside a reader's.
 
     Attributes:
         floor: float64 [C, num_phases, 5], what every plan puts on a rank, by class.
         hidden: float64 [C, num_phases, 1], most dense compute that a rank's phase runs beside.
         has_local: bool [num_phases, 5], which groups include a rank's own time.
+        unit: float64 [C, 20, num_phases, 5], what a unit of each tally row puts on its owner.
     """
 
     def __init__(self, model: CostModel, tables: tuple[TableProblem, ...], classes: RankClasses,
-                 base_rows: np.ndarray, beside_reader: bool) -> None:
-        self.model, self.tables, self.beside_reader = model, tables, beside_reader
+                 units: UnitRows, base_rows: np.ndarray) -> None:
+        self.model, self.tables, self.units = model, tables, units
         self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
-        first = [int(r[0]) for r in classes.ranks]
-        self.unit = own_load(model, first)  # [C, 20, P, 5]
+        self._beside_reader = self.has_local & model.training
+        self.unit = units.own_us[..., :NUM_PIECE_GROUPS]
         #: float64 [C, P, 5], what a byte of partial sums puts on the owner of a piece.
-        self.partial = self.unit[:, PARTIALS].copy()
-        if beside_reader:
-            for c, owner in enumerate(first):
-                read = unit_load(model, owner)[PARTIALS, :, LOCAL].min(axis=-1)
-                self.partial[c] -= read[:, None] * self.has_local
-        base = group_us(model, base_rows)
+        self.partial = (self.unit[:, PARTIALS]
+                        - units.read_us[:, PARTIALS, :, None] * self._beside_reader)
+        base = model.group_us(model.loads(base_rows))[..., :NUM_PIECE_GROUPS, :]
         # What every plan puts on the least loaded rank of each class.
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
         self.floor = np.stack([base[..., r].min(axis=-1) for r in classes.ranks])
         self.hidden = hidden[:, :, None]  # [C, P, 1]
         ratio = _RATIO if len(tables) > _FEW else 1.0
         self.widths = [column_widths(t, model.problem.may_split(t), ratio) for t in tables]
-        self._first = first
         self.grid = np.geomspace(_FIRST, 1.0, _GRID)
         #: float64 [T, N], bytes of partial sums by share of a table's mass.
         self.sums = np.stack([model.partial_bytes(t, t.spec.dim, self.grid * t.total[IDS])
@@ -181,29 +152,39 @@ class Pieces:
                 itself, unless it has all rows.
         """
         num_loads = self.floor.shape[1] * self.floor.shape[2]
-        shape = (len(self.tables), len(self._first), 2, num_loads, 3)
+        shape = (len(self.tables), len(self.floor), 2, num_loads, 3)
         self.per_unit, self.density = np.zeros(shape), np.zeros(shape)
         self.by_block: list[np.ndarray] = []  # [C, 2, G, B] each
+        whole, least = self.units.of(PUSH)[[WHOLE, ANY]]
+        narrow = np.array([w[-1][0] / w[0][0] for w in self.widths]).reshape(-1, 1, 1)
+        for n, width in enumerate((np.ones_like(narrow), narrow)):
+            each = self.units.by_tables(least + width * (whole - least), self._more)
+            self.per_unit[:, :, n] = each.reshape(*shape[1::-1], 3, num_loads).transpose(1, 0, 3, 2)
         own = self.model.costs.push_ns * self.unit[:, list(self.model.passes)].sum(axis=1)
         asks = np.array([all(x.mode == "pull" or x.placement == "replicated"
                              for x in self.model.problem.pinned_of(t.spec.name))
                          for t in self.tables], float)
         own = own.reshape(1, shape[1], num_loads) * asks[:, None, None]
         self.asks = own * np.array([t.total[IDS] for t in self.tables])[:, None, None]
+        self.per_unit[..., 0] += own[:, :, None]
         for k, t in enumerate(self.tables):
-            each = np.stack([self._unit_loads(t, self.widths[k][n][0]) for n in (0, -1)])
-            each = each.reshape(2, 3, shape[1], num_loads).transpose(2, 0, 3, 1)  # [C, 2, G, 3]
-            each[..., 0] += own[k, :, None]
             blocks = t.blocks[t.blocks[:, IDS] > 0]
-            by_block = each @ (blocks[:, IDS:] / blocks[:, IDS:IDS + 1] * t.total[IDS]).T
-            self.per_unit[k] = each
+            by_block = self.per_unit[k] @ (
+                blocks[:, IDS:] / blocks[:, IDS:IDS + 1] * t.total[IDS]).T
             self.by_block.append(by_block)
             self.density[k] = np.stack([by_block.min(axis=-1), by_block.max(axis=-1),
                                         self.per_unit[k] @ t.total[IDS:]], axis=-1)
 
+    def _more(self, loads: np.ndarray) -> np.ndarray:
+        """What units of every feature but rows put on their owner, more than on the least loaded
+        reader where that counts; float64 [C, T, 4, P, 7, S] -> [C, T, 3, P, 5]."""
+        us = self.units.group_us(loads[:, :, IDS:])
+        least = us[..., LOCAL, :].min(axis=-1)[..., None]
+        return np.asarray(us[..., :NUM_PIECE_GROUPS, 0] - least * self._beside_reader)
+
     def fit(self, limits: LoadLimits) -> Fit:
         """The pieces that plans within `limits` may have."""
-        shape = (len(self.tables), len(self._first))
+        shape = (len(self.tables), len(self.floor))
         mass = np.zeros((self.narrow.size, shape[1]))
         least_sums = np.zeros((self.narrow.size, shape[1], 3))
         whole = np.zeros(shape, np.uint8)
@@ -244,19 +225,6 @@ class Pieces:
         left, right = self.sums[tables, low], self.sums[tables, low + 1]
         inside = left + (at - low) * (right - left)
         return np.asarray(inside * np.minimum(share / _FIRST, 1.0))
-
-    def _unit_loads(self, t: TableProblem, width: int) -> np.ndarray:
-        """What a unit of each feature but rows puts on the owner of a piece of `width` columns,
-        more than on the least loaded reader where that counts; float64 [3, C, num_phases, 5]."""
-        each = np.arange(len(self._first))
-        owner = np.zeros((3, each.size, NUM_FEATURES, self.model.machine.world_size))
-        for f in range(3):
-            owner[f, each, IDS + f, self._first] = 1.0
-        load = group_us(self.model, self.model.push_rows(t, width, owner))  # [3, C, P, 5, W]
-        out = np.moveaxis(load[:, each, ..., self._first], 0, 1)
-        if self.beside_reader:
-            out = out - load[..., LOCAL, None, :].min(axis=-1) * self.has_local
-        return np.asarray(out)
 
     def load(self, k: int, c: int, width: int, features: np.ndarray) -> np.ndarray:
         """Load of a piece of `width` columns of table `k` on its owner, of class `c`.
@@ -321,10 +289,6 @@ class Fit:
                        for c in range(whole.shape[1])] for k, (a, b) in enumerate(spans)]
         any_whole = np.repeat(whole.any(axis=1), np.diff(pieces.first))
         self.least_streams = np.where(any_whole, 1.0, pieces.streams)
-
-    def is_whole(self, k: int) -> bool:
-        """Whether table `k` fits every class as one piece."""
-        return bool(self._whole[k].all())
 
     def place(self, tables: np.ndarray, kind: np.ndarray) -> np.ndarray:
         """Place of type `kind` (int64 [N]) of each table in arrays by type; int64 [N]."""

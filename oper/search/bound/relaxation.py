@@ -23,18 +23,18 @@ from functools import reduce
 import numpy as np
 
 from oper.plan import Piece, Tier
-from oper.search.bound.inequalities import InequalityMaker, Load, first_neighbourhood
-from oper.search.bound.options import (
-    COPIES,
-    HOST,
-    PUSH,
-    REPLICATED,
-    SHARD,
-    Option,
-    row_makers,
+from oper.search.bound.inequalities import (
+    APART,
+    Inequalities,
+    Inequality,
+    InequalityMaker,
+    Load,
+    first_neighbourhood,
 )
+from oper.search.bound.options import COPIES, HOST, PUSH, REPLICATED, SHARD, Option
 from oper.search.bound.pieces import Pieces
 from oper.search.bound.rows import ResourceRows
+from oper.search.bound.units import ANY_SQUARES, WHOLE, UnitRows
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import has_copies
 from oper.search.cost.tally import FORWARD_NS, HELD, HOST_HELD, NUM_ROWS, PARTIALS, Tally
@@ -65,9 +65,9 @@ class Relaxation:
             some of them pushed.
         own: float64 [M, R], what an id that a rank pushes to itself asks; of the tables `asks`
             (bool [T]) alone.
+        units: what units of the tables' rows ask of ranks.
         pieces: pushed pieces.
-        inequalities: row, phase and group of the rows about the owner of a large piece;
-            `inequality_kinds` what each says.
+        inequalities: the rows about the owner of a large piece.
         distinguished: the load by whose largest piece a host is distinguished.
         unit: float64 [C, 20, R], what a unit of each tally row, spread over a class, asks.
         base: float64 [R], what every plan asks.
@@ -88,12 +88,11 @@ class Relaxation:
         self._build_base()
         #: Whether all ranks are interchangeable, but for a distinguished host.
         self.alike = len(self.classes.ranks) == (1 if distinguished is None else 2)
-        # Across hosts links bind, and branching on the own time of unequal ranks gains little.
-        several = len(set(model.machine.host.tolist())) > 1
-        self.pieces = Pieces(model, self.tables, self.classes, self.base_tally.rows,
-                             model.training and model.machine.world_size > 1
-                             and (self.alike or not several))
-        self._add_inequalities(distinguished)
+        self.units = UnitRows(model, self.classes, self.tables)
+        self.pieces = Pieces(model, self.tables, self.classes, self.units, self.base_tally.rows)
+        owners = InequalityMaker(self.rows, self.pieces, self.units, self.options,
+                                 distinguished).make()
+        self._add_inequalities(owners)
         self._build_charges()
         # Pinned pushed rows may be those of the largest piece.
         may = np.zeros((len(self.tables), len(self.classes.ranks)), bool) | ~self.asks[:, None]
@@ -101,6 +100,9 @@ class Relaxation:
             may[:, self.options[o].rank_class] |= self.allowed[:, o]
         #: float64 [G, G], what a piece's loads say of each other, see `Pieces.implied`.
         self.implied = self.pieces.implied(may)
+        self.inequalities = [
+            self._inequality(self.rows.phase_of.size + n, kind, load)
+            for n, (kind, load) in enumerate(zip(owners.kinds, owners.loads, strict=True))]
         sizes = [t.blocks.shape[0] for t in self.tables]
         self.total_ids = np.array([t.total[IDS] for t in self.tables])
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -208,23 +210,21 @@ class Relaxation:
 
     def _block_costs(self) -> tuple[np.ndarray, np.ndarray]:
         """`coefficients` and `per_stream` without the rows about owners."""
-        model, rows = self.model, self.rows
+        rows = self.rows
         shape = (len(self.tables), len(self.options), NUM_FEATURES, rows.phase_of.size)
         coefficients, per_stream = np.zeros(shape), np.zeros(shape)
-        make = row_makers(model)
-        for o, option in enumerate(self.options):
-            if option.kind == COPIES:
-                coefficients[:, o] = [self._copies(t) for t in self.tables]
-                continue
-            # One unit of one feature at a time. Owners are symmetric within a class by
-            # construction, readers by definition.
-            owner = np.eye(NUM_FEATURES)[:, :, None] * rows.spread(option.rank_class)
-            for k, t in enumerate(self.tables):
-                once = make[option.kind](t, t.spec.dim, owner)
-                coefficients[k, o] = self.mean(once)[:, :shape[-1]]
-                # What a piece pays whatever its width is.
-                twice = make[option.kind](t, 2 * t.spec.dim, owner)
-                per_stream[k, o] = self.mean(model.cut_rows(t, once, twice))[:, :shape[-1]]
+        for kind in {o.kind for o in self.options}:
+            # Owners are symmetric within a class by construction, readers by definition.
+            asked = [] if kind == COPIES else [
+                self.units.mean(x, rows.unit) for x in self.units.of(kind)[[WHOLE, ANY_SQUARES]]]
+            for o, option in enumerate(self.options):
+                if option.kind != kind:
+                    continue
+                if kind == COPIES:
+                    coefficients[:, o] = [self._copies(t) for t in self.tables]
+                    continue
+                coefficients[:, o], per_stream[:, o] = (
+                    self.units.by_owner(x, option.rank_class) for x in asked)
         return coefficients, per_stream
 
     def _copies(self, t: TableProblem) -> np.ndarray:
@@ -242,10 +242,16 @@ class Relaxation:
             out.append(self.rows.of_tally(Tally(rows, {ranks: (need, send)})))
         return np.stack(out)
 
-    def _add_inequalities(self, distinguished: Load | None) -> None:
+    def _inequality(self, row: int, kind: str, at: Load) -> Inequality:
+        by = self.distinguished
+        if kind != APART or by is None:
+            return Inequality(row, kind, at, at, 1.0)
+        group = np.arange(self.implied.shape[0]).reshape(self.pieces.floor.shape[1:])
+        return Inequality(row, kind, at, by, float(self.implied[group[by], group[at]]))
+
+    def _add_inequalities(self, owners: Inequalities) -> None:
         """Put the rows about owners behind the others."""
         rows = self.rows
-        owners = InequalityMaker(rows, self.pieces, self.options, distinguished).make()
         self.unit = np.concatenate([rows.unit, owners.unit], axis=-1)
         coefficients, per_stream = self._block_costs()
         self.coefficients = np.concatenate([coefficients, owners.coefficients], axis=-1)
@@ -257,8 +263,6 @@ class Relaxation:
         timed = np.arange(len(rows.names))
         weight[timed, rows.phase_of[timed]] = 1.0
         self.phase_weight = np.concatenate([weight, owners.weight])
-        self.inequalities = [(rows.phase_of.size + n, *load) for n, load in enumerate(owners.loads)]
-        self.inequality_kinds = owners.kinds
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None],
                                 (NUM_ROWS, NUM_ROWS, self.model.machine.world_size))
         #: float64 [20, R], what a unit of each tally row on every rank asks.
@@ -306,11 +310,6 @@ class Relaxation:
     def num_rows(self) -> int:
         """Number of resource rows R."""
         return self.phase_of.size
-
-    def mean(self, tally_rows: np.ndarray) -> np.ndarray:
-        """What tally rows (float64 [N, 20, W]) ask whose owners are alike within each class;
-        float64 [N, R]."""
-        return np.asarray(np.einsum("fqc,cqr->fr", self.rows.by_class(tally_rows), self.unit))
 
     def amounts(self, choice: np.ndarray) -> np.ndarray:
         """Features by option of whole tables (int64 [num_blocks]); float64 [T, M, 4]."""

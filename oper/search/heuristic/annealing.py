@@ -11,6 +11,7 @@ as many parts of them as they have room for. Replicated rows load all ranks of a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,16 @@ from oper.plan import MAX_PATTERN
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
 from oper.search.bound.master import Bound
-from oper.search.bound.options import PUSH, SHARD, row_makers
-from oper.search.bound.pieces import NUM_PIECE_GROUPS, own_load
+from oper.search.bound.options import PUSH, SHARD
+from oper.search.bound.pieces import NUM_PIECE_GROUPS
 from oper.search.bound.relaxation import Relaxation
+from oper.search.bound.units import ANY_SQUARES, WHOLE
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.heuristic.candidates import Candidate, CandidatePool
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
-from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
+from oper.search.problem.statement import IDS, ROWS
 
 _SHARES = 96  # parts of a piece at which partial sums are tabulated
 _OWNERS = 48  # of one piece at most
@@ -105,7 +107,7 @@ class Loads:
         self.num_classes, self.num_phases = len(ranks), len(self.model.phases)
         self.num_loads = self.num_phases * NUM_PIECE_GROUPS + 1
         self.own_unit = np.zeros((self.num_classes, NUM_ROWS, self.num_loads))
-        self.own_unit[..., :-1] = own_load(self.model, [int(r[0]) for r in ranks]).reshape(
+        self.own_unit[..., :-1] = self.relaxation.pieces.unit.reshape(
             self.num_classes, NUM_ROWS, -1)
         machine = self.model.machine
         for c, r in enumerate(ranks):
@@ -202,8 +204,9 @@ class Annealing:
         fill, fill_once = self._fill(stay, table)
         size = np.array([r.size for r in relaxation.classes.ranks], float)[:, None]
         shares = np.linspace(0.0, 1.0, _SHARES + 1)
-        sums = np.stack([loads.model.partial_bytes(tables[k], 1, f * shares)
-                         for k, f in zip(table.tolist(), pushed_ids, strict=True)])
+        sums = np.concatenate([
+            loads.model.partial_bytes(t, 1, np.outer(pushed_ids[a:b], shares))
+            for t, (a, b) in zip(tables, pairwise(self.first.tolist()), strict=True)])
         order = np.argsort(class_of, kind="stable")
         places = [loads.model.problem.placements_of(t.spec.name) for t in tables]
         split = np.array([loads.model.problem.may_split(t) for t in tables], bool)
@@ -228,9 +231,9 @@ class Annealing:
             "column": np.einsum("ncq,cqg->ncg", rows[0], loads.own_unit),
             "stream": np.einsum("ncq,cqg->ncg", rows[1], loads.own_unit),
             "column_read": np.einsum("ncq,cqdg->ncdg", rows[0], loads.read_unit)
-            + np.einsum("ncq,dqg->ncdg", rows[2], loads.own_unit),
+            + np.einsum("ndq,dqg->ndg", rows[2], loads.own_unit)[:, None],
             "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit)
-            + np.einsum("ncq,dqg->ncdg", rows[3], loads.own_unit),
+            + np.einsum("ndq,dqg->ndg", rows[3], loads.own_unit)[:, None],
             "column_ids": np.einsum("ncq,cqg->ncg", rows[4], loads.own_unit),
             "head_at": head_at, "head": head, "asked": asked,
             "whole": (features[:, ROWS] >= num_rows[table] * (1 - 1e-12)).astype(np.uint8),
@@ -305,27 +308,15 @@ class Annealing:
         return out[0], out[1]
 
     def _per_table(self, kind: str) -> list[np.ndarray]:
-        """Tally rows by class of the owner and feature of dealt rows of a kind: what their owner
-        does beyond what all ranks do alike, for a column and for an id stream, and the latter;
-        [T, C, 4, 20] each of the four."""
-        ranks, world = [int(r[0]) for r in self.relaxation.classes.ranks], self.loads.class_of.size
-        each, model = np.arange(len(ranks)), self.loads.model
-        owner = np.zeros((len(ranks), NUM_FEATURES, NUM_FEATURES, world))
-        for c, r in enumerate(ranks):
-            owner[c, np.arange(NUM_FEATURES), np.arange(NUM_FEATURES), r] = 1.0
-        out: list[list[np.ndarray]] = [[], [], [], []]
-        for t in self.relaxation.tables:
-            once, twice = (row_makers(model)[kind](t, w, owner) for w in (t.spec.dim,
-                                                                          2 * t.spec.dim))
-            cut = model.cut_rows(t, once, twice)
-            mine, others = ([x[each, ..., at] for x in (once - cut, cut)]
-                            for at in (ranks, [(r + 1) % world for r in ranks]))
-            if world == 1:
-                others = [np.zeros_like(x) for x in mine]
-            for n, rows in enumerate([*(a - b for a, b in zip(mine, others, strict=True)),
-                                      *others]):
-                out[n].append(rows / (1 if n % 2 else t.spec.dim))
-        return [np.stack(x) for x in out]
+        """Tally rows by class and feature of dealt rows of a kind: what an owner of the class does
+        more than others, for a column and for an id stream, and what all ranks of it do; [T, C, 4,
+        20] each of the four."""
+        found = self.relaxation.units.of(kind)
+        whole, stream = (np.moveaxis(x, 1, 2) for x in (found[WHOLE] - found[ANY_SQUARES],
+                                                        found[ANY_SQUARES]))  # [2, T, C, 4, 20]
+        dim = np.array([t.spec.dim for t in self.relaxation.tables], float)[:, None, None, None]
+        column = whole / dim
+        return [column[0], stream[0], column[1], stream[1]]
 
     def _may(self, k: int) -> np.ndarray:
         """Ranks that may own dealt rows of table `k`; bool [W]."""
@@ -338,7 +329,11 @@ class Annealing:
         num_tables, world = len(self.candidates), self.loads.class_of.size
         chosen = np.array([r.index(p) for r, p in zip(self.candidates, self.pool.pick.tolist(),
                                                       strict=True)], np.int64)
-        cuts = np.array([self._first_cut(k) for k in range(num_tables)], np.int64)
+        amount = np.stack([x[p] for x, p in zip(self.pool.amounts, self.pool.pick.tolist(),
+                                                strict=True)])
+        kinds = self.bound.node.kinds(amount, np.arange(num_tables), self.bound.prices)
+        cuts = np.array([self._first_cut(k, amount[k], int(kinds[k])) for k in range(num_tables)],
+                        np.int64)
         dim = np.array([t.spec.dim for t in self.relaxation.tables])
         size = arrays["column"][self.first[:-1] + chosen].max(axis=(1, 2)) * dim
         num_parts = arrays["first"].size
@@ -409,11 +404,9 @@ class Annealing:
             base, num_pushed=base.num_pushed + num_pushed,
             num_split=base.num_split + num_split))))
 
-    def _first_cut(self, k: int) -> tuple[int, int]:
+    def _first_cut(self, k: int, amount: np.ndarray, kind: int) -> tuple[int, int]:
         """Owners per piece, and columns of each piece, as the relaxation would have them."""
         relaxation, t = self.relaxation, self.relaxation.tables[k]
-        amount = self.pool.amounts[k][self.pool.pick[k]]
-        kind = int(self.bound.node.kinds(amount[None], k, self.bound.prices)[0])
         for o, option in enumerate(relaxation.options):
             if option.kind == PUSH and amount[o, IDS] > 0:
                 types = self.bound.node.fit.types[k][option.rank_class]

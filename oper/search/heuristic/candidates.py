@@ -8,6 +8,7 @@ coordinate descent.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -19,7 +20,7 @@ from oper.search.bound.options import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import row_bytes
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.space import MAX_REPLICATED
-from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
+from oper.search.problem.statement import NUM_FEATURES, ROWS, TableProblem
 
 _POOL = 24  # candidates kept per table
 _ROUNDING = 1e-5  # of a memory at most is left free for stripes that are not quite even
@@ -109,75 +110,73 @@ class CandidatePool:
         return float(min(_ROUNDING, rows / max(room, 1.0))) + _HIDDEN
 
     def _from_pool(self, bound: Bound) -> None:
-        pool = bound.pool
+        pool, r = bound.pool, self.relaxation
         table = np.array(pool.table, np.int64)
         priced = np.array(pool.resources) @ bound.prices if pool.resources else np.zeros(0)
-        for k in range(len(self.candidates)):
-            mine = np.flatnonzero(table == k)
-            mine = mine[np.lexsort((priced[mine], -pool.weight[mine]))][:_POOL]
-            t = self.relaxation.tables[k]
-            choices = {i: self.relaxation.plain[_widest(pool.configuration[i])] for i in mine}
-            self.add(k, [from_choice(t, choices[i]) for i in mine])
-            shared = mine[pool.weight[mine] > 1e-6]
-            rows = t.spec.num_rows
-            self.add(k, [Candidate((rows,), (int(o),))
-                         for o in np.unique(self.relaxation.plain[self.relaxation.allowed[k]])])
-            # Parts may differ in the class of the master copies alone, which is one candidate.
-            if shared.size > 1 and len(self.candidates[k]) > 1:
-                self.add(k, crossings(t, self.candidates[k][0], self.candidates[k][1], 12))
-                self.pick[k] = self._add_mixture(
-                    k, [from_choice(t, choices[i]) for i in shared], pool.weight[shared])
+        order = np.lexsort((priced, -pool.weight, table))
+        ends = np.searchsorted(table[order], np.arange(len(r.tables) + 1)).tolist()
+        mine = [order[a:min(b, a + _POOL)].tolist() for a, b in pairwise(ends)]
+        known = [[from_choice(t, r.plain[_widest(pool.configuration[i])]) for i in at]
+                 for t, at in zip(r.tables, mine, strict=True)]
+        self.add({k: [*x, *(Candidate((r.tables[k].spec.num_rows,), (int(o),))
+                            for o in np.unique(r.plain[r.allowed[k]]))]
+                  for k, x in enumerate(known)})
+        shared = {k: np.array([pool.weight[i] for i in at if pool.weight[i] > 1e-6])
+                  for k, at in enumerate(mine)}
+        # Parts may differ in the class of the master copies alone, which is one candidate.
+        several = [k for k, weight in shared.items()
+                   if weight.size > 1 and len(self.candidates[k]) > 1]
+        self.add({k: crossings(r.tables[k], *self.candidates[k][:2], 12) for k in several})
+        self._add_mixtures({k: (known[k][:shared[k].size], shared[k]) for k in several})
 
-    def _add_mixture(self, k: int, candidates: list[Candidate], weight: np.ndarray) -> int:
-        """Adds what comes closest to the relaxed solution's mixture of candidates, and picks it:
-        where two of them differ in rows of equal hotness alone, it asks for the same of all
-        resources."""
-        t, rest = self.relaxation.tables[k], float(weight[0])
-        mixed = [candidates[0]]
-        for candidate, more in zip(candidates[1:], weight[1:].tolist(), strict=True):
-            rest += more
-            part = more / rest
-            mixed = [m for first in mixed[:2] for m in (at_share(t, first, candidate, 1 - part),
-                                                        at_share(t, candidate, first, part))]
-        known = len(self.candidates[k])
-        self.add(k, mixed)
-        wanted = weight @ self.resources[k][[self.candidates[k].index(_simplified(t, r))
-                                             for r in candidates]] / weight.sum()
-        new = self.resources[k][known:]
-        if not len(new):
-            return 0
-        return known + int(np.abs(new - wanted).sum(axis=1).argmin())
+    def _add_mixtures(self, parts: Mapping[int, tuple[list[Candidate], np.ndarray]]) -> None:
+        """Adds what comes closest to the relaxed solution's mixture of candidates, by table, and
+        picks it: where two of them differ in rows of equal hotness alone, it asks for the same of
+        all resources."""
+        before = {k: len(self.candidates[k]) for k in parts}
+        self.add({k: _mixed(self.relaxation.tables[k], *x) for k, x in parts.items()})
+        for k, (candidates, weight) in parts.items():
+            at = [self.candidates[k].index(_simplified(self.relaxation.tables[k], x))
+                  for x in candidates]
+            wanted = weight @ self.resources[k][at] / weight.sum()
+            new = self.resources[k][before[k]:]
+            if len(new):
+                self.pick[k] = before[k] + int(np.abs(new - wanted).sum(axis=1).argmin())
 
-    def add(self, k: int, candidates: list[Candidate]) -> None:
-        """Make candidates of table `k` known; those with too many tiers are simplified first."""
-        t = self.relaxation.tables[k]
-        known = set(self.candidates[k])
-        new = []
-        for candidate in candidates:
-            candidate = _simplified(t, candidate)
-            if candidate not in known:
-                known.add(candidate)
-                new.append(candidate)
-        if new:
-            self.candidates[k] = self.candidates[k] + new
-            amount = self._amount(t, new)
-            rows = self.node.resources_at(amount, np.full(len(new), k),
-                                          self.node.kinds(amount, k, self.prices))
-            rows += self._tier_costs(t, new)
-            self.resources[k] = np.concatenate([self.resources[k], rows])
-            self.amounts[k] = np.concatenate([self.amounts[k], amount])
+    def add(self, found: Mapping[int, Iterable[Candidate]]) -> None:
+        """Make candidates of some tables known; those with too many tiers are simplified first."""
+        tables = self.relaxation.tables
+        new: dict[int, list[Candidate]] = {}
+        for k, candidates in found.items():
+            known = set(self.candidates[k])
+            some = dict.fromkeys(_simplified(tables[k], x) for x in candidates)
+            if fresh := [x for x in some if x not in known]:
+                new[k] = fresh
+        if not new:
+            return
+        of = np.repeat(list(new), [len(x) for x in new.values()])
+        amount = np.concatenate([self._amount(tables[k], x) for k, x in new.items()])
+        rows = self.node.resources_at(amount, of, self.node.kinds(amount, of, self.prices))
+        rows += self._tier_costs(of, [x for fresh in new.values() for x in fresh])
+        begin = 0
+        for k, fresh in new.items():
+            at = slice(begin, begin + len(fresh))
+            begin = at.stop
+            self.candidates[k] = self.candidates[k] + fresh
+            self.resources[k] = np.concatenate([self.resources[k], rows[at]])
+            self.amounts[k] = np.concatenate([self.amounts[k], amount[at]])
 
-    def _tier_costs(self, t: TableProblem, candidates: list[Candidate]) -> np.ndarray:
+    def _tier_costs(self, tables: np.ndarray, candidates: list[Candidate]) -> np.ndarray:
         """What several tiers cost the ranks themselves, which the relaxation knows nothing of;
         float64 [N, R]."""
-        model, options = self.relaxation.model, self.relaxation.options
-        ns = [model.tiers_ns(any(options[o].kind == PUSH for o in r.options))
-              * (len(r.stops) > 1) for r in candidates]
-        local = np.zeros(self.relaxation.num_rows, bool)
-        for k, (phase, group, _) in enumerate(self.relaxation.rows.names):
-            local[k] = (model.phases[phase] in ("forward", "backward")
+        r, model = self.relaxation, self.relaxation.model
+        ns = [model.tiers_ns(bool(r.pushes[list(x.options)].any())) * (len(x.stops) > 1)
+              for x in candidates]
+        local = np.zeros(r.num_rows, bool)
+        for n, (phase, group, _) in enumerate(r.rows.names):
+            local[n] = (model.phases[phase] in ("forward", "backward")
                         and model.has_local[phase, GROUPS.index(group)])
-        return np.outer(np.array(ns) * float(t.total[IDS]) * 1e-3, local)
+        return np.outer(np.array(ns) * r.total_ids[tables] * 1e-3, local)
 
     def add_thresholds(self, count: int) -> None:
         """Candidates that replicate the hottest rows, pull the next, and push the rest, with edges
@@ -189,6 +188,7 @@ class CandidatePool:
         kinds[REPLICATED] += [o for o, x in enumerate(options) if x.kind == COPIES]
         chains = list(product(*(k or [-1] for k in kinds.values())))
         per_table = count / max(1, len(self.candidates)) / len(chains)
+        every: dict[int, list[Candidate]] = {}
         for k, t in enumerate(self.relaxation.tables):
             grid = np.linspace(0, t.edges.size - 1, max(3, round(np.sqrt(2 * per_table))))
             end, cold = self._in_host(k)
@@ -201,7 +201,8 @@ class CandidatePool:
                          if s > p]
                 if low <= high and all(o >= 0 and self.relaxation.allowed[k, o] for _, o in tiers):
                     found.append(Candidate(tuple(s for s, _ in tiers), tuple(o for _, o in tiers)))
-            self.add(k, found)
+            every[k] = found
+        self.add(every)
 
     def _in_host(self, k: int) -> tuple[int, int]:
         """Where the chosen candidate of table `k` begins to keep its coldest rows in host memory,
@@ -275,8 +276,8 @@ class CandidatePool:
                 rest = self.total - self.resources[k][self.pick[k]]
                 near = np.argsort(self.scores(rest + self.resources[k]))[:4]
                 t = self.relaxation.tables[k]
-                self.add(k, [c for n in near.tolist() if n != self.pick[k]
-                             for c in crossings(t, current, self.candidates[k][n], 6)])
+                self.add({k: [c for n in near.tolist() if n != self.pick[k]
+                              for c in crossings(t, current, self.candidates[k][n], 6)]})
                 self.choose(k)
             self.descend(rng, target)
             if self.score > before * (1 - 1e-5):
@@ -303,6 +304,17 @@ class CandidatePool:
 def _widest(found: Configuration) -> np.ndarray:
     """Options of the blocks in most of the columns of a configuration; int64 [K]."""
     return max(found, key=lambda p: p.share).choice
+
+
+def _mixed(t: TableProblem, candidates: list[Candidate], weight: np.ndarray) -> list[Candidate]:
+    """Candidates between some, each with its share `weight` (float64 [N]) of the rows."""
+    rest, mixed = float(weight[0]), [candidates[0]]
+    for candidate, more in zip(candidates[1:], weight[1:].tolist(), strict=True):
+        rest += more
+        part = more / rest
+        mixed = [m for first in mixed[:2] for m in (at_share(t, first, candidate, 1 - part),
+                                                    at_share(t, candidate, first, part))]
+    return mixed
 
 
 def at_share(t: TableProblem, first: Candidate, second: Candidate, share: float) -> Candidate:

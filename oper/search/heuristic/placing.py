@@ -208,11 +208,9 @@ def _owner_prices(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
         weight[phase, GROUPS.index(group), rank_class] = (
             max(0.0, total[k]) / max(peaks[phase], 1e-30)) ** 4
     price = np.zeros((NUM_ROWS, model.machine.world_size))
-    for rank_class, ranks in enumerate(classes):
-        unit = np.zeros((NUM_ROWS, NUM_ROWS, model.machine.world_size))
-        unit[np.arange(NUM_ROWS), np.arange(NUM_ROWS), int(ranks[0])] = 1.0
-        own = model.group_us(model.loads(unit))[..., int(ranks[0])]
-        price[:, ranks] = np.einsum("qpg,pg->q", own, weight[:, :, rank_class])[:, None]
+    for c, ranks in enumerate(classes):
+        own_us = relaxation.units.own_us[c]
+        price[:, ranks] = np.einsum("qpg,pg->q", own_us, weight[:, :, c])[:, None]
     return price
 
 

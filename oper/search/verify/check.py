@@ -185,8 +185,7 @@ class _Proof:
         memories = tuple(np.isin(of, x[1]) for kind, of in (
             ("memory", m.domain), ("host memory", m.host)) for x in value["rows"] if x[0] == kind)
         return Part(plans, _partition(value["classes"], m.world_size), memories,
-                    () if load is None else self._interchangeable(load), load,
-                    value["own_time_beside_reader"] is True)
+                    () if load is None else self._interchangeable(load), load)
 
     def _load(self, value: Sequence[str]) -> tuple[int, int]:
         phase, group = value
@@ -265,11 +264,10 @@ class _Proof:
         if not (self.problem.training and m.world_size > 1):
             raise _NotShown("the proof has rows about owners of pushed pieces, but this problem "
                             "has no such owners")
-        if kind == APART and self._load(what) != part.apart_load:
-            raise _NotShown("a row is about another load than its part declares")
-        if kind in (SPREAD, RETURNED) and not (
+        if kind in (SPREAD, RETURNED, APART) and not (
                 m.domain.any() and what[1] in links
-                and (kind == SPREAD or what == ["forward", links[0]])):
+                and (kind != RETURNED or what == ["forward", links[0]])
+                and (kind != APART or part.apart)):
             raise _NotShown(f"the proof has a row {kind!r} about {what}")
 
 

@@ -19,7 +19,7 @@ from oper.search.cost.tally import FORWARD_NS, HELD, HOST_HELD, NUM_ROWS, PARTIA
 from oper.search.problem.machine import rank_classes
 from oper.search.problem.space import STILL, WITH_COLUMNS
 from oper.search.problem.statement import IDS
-from oper.search.verify.loads import KINDS, PIECE_GROUPS, Loads, Probe, base_tally
+from oper.search.verify.loads import KINDS, LOCAL, PIECE_GROUPS, Loads, Probe, base_tally
 from oper.search.verify.prices import (
     APART,
     PIECE,
@@ -84,8 +84,8 @@ class Checker:
         self.hidden = np.stack([hidden[:, r].max(axis=-1) for r in self.classes.ranks])
         self.costs = TableCosts(model, self.tables, WITH_COLUMNS in part.plans, self.may,
                                 np.array([r.size for r in self.classes.ranks]))
-        #: float64 [P, 5], 1 where only the owner's time in excess of a reader's counts.
-        self.beside = model.has_local[:, :PIECE_GROUPS] * part.beside_reader
+        #: bool [P, 5], where only the owner's time in excess of a reader's counts.
+        self.beside = model.has_local[:, :PIECE_GROUPS] & model.training
         if "push" in self.asked:
             x = self.asked["push"]
             self.costs.set_loads(self._more(x)[..., IDS:, :, :], *np.moveaxis(
@@ -125,31 +125,38 @@ class Checker:
         visible = float((leaf.weights * self.visible).sum()) - leaf.memory_us
         weight = leaf.weights[:-2].reshape(len(self.beside), -1).sum(axis=1)
         least = np.maximum(leaf.least, (self.costs.ratio * leaf.least[..., None, None]).max((0, 1)))
+        floor = self.floor.min(axis=0)
         for kind, p, g, price in leaf.owner:
-            times = self._times(kind, p, g)
+            times, senders = self._times(kind, p, g)
             weight += price * times
-            visible += price * float(least[p, g] + self.floor[:, p, g].min()
+            load = self.part.apart_load if kind == APART else None
+            piece = least[p, g] if load is None else self.costs.ratio[load][p, g] * least[load]
+            visible += price * float(piece + floor[p, g] + senders @ floor[:, LOCAL]
                                      - times @ self.hidden.max(axis=0))
         asked = Asked({k: np.moveaxis(self._price(x, leaf), 1, 0) for k, x in self.asked.items()},
                       *self._price(self.owned, leaf).T, *self._price(self.charges, leaf)[0])
         found = self.costs.least(asked, leaf, self.floor - self.hidden[..., None])
         return fixed_us + (visible + float(found.sum())) / max(1.0, float(weight.max()))
 
-    def _times(self, kind: str, p: int, g: int) -> np.ndarray:
-        """Weights of the phases' times that bound a row about an owner; float64 [P].
+    def _times(self, kind: str, p: int, g: int) -> tuple[np.ndarray, np.ndarray]:
+        """Weights of the phases' times that bound a row about an owner, and weights of what any
+        rank does by itself in these phases that the row counts in addition; float64 [P] each.
 
         A rank that takes s seconds for a byte reads all that other hosts own, `E - e` bytes of E.
-        What its own host owns, `e (others) <= T sum 1 / s` of it sends within a phase of length T,
-        or gets back as gradients. So `T (1 + spared) >= load + s E`.
+        What its own host owns, `e (others) <= (T - R) sum 1 / s` of it sends within a phase of
+        length T, in which ranks work for R by themselves where the exchange waits for that; or it
+        gets that back as gradients. So `T + spared (T - R) >= load + s E`.
         """
-        m, hood, out = self.model.machine, self.probe.hood, np.eye(len(self.beside))[p]
+        m, hood, senders = self.model.machine, self.probe.hood, np.zeros(len(self.beside))
+        times = np.eye(len(self.beside))[p]
         if kind in (SPREAD, RETURNED):
             seconds, others = m.seconds_per_unit[g + 1], m.world_size - np.bincount(hood)[hood]
             spared = float((seconds * np.bincount(hood, 1 / seconds)[hood] / others).max())
             widest = max(t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables)
-            out[p if kind == SPREAD else -1] += spared * (
-                1.0 if kind == SPREAD else max(1.0, widest))
-        return out
+            at, spared = (p, spared) if kind == SPREAD else (-1, spared * max(1.0, widest))
+            times[at] += spared
+            senders[at] = spared * self.model.has_local[at, g]
+        return times, senders
 
     def _price(self, x: Loads, leaf: Leaf) -> np.ndarray:
         """Cost of each unit at the leaf's prices, including the least that the owner of the
@@ -157,8 +164,9 @@ class Checker:
         y = np.stack([leaf.weights[:, r] for r in self.probe.first], axis=-1)  # [L, C]
         out = np.asarray(np.einsum("...lc,lc->...", x.total, y))
         for kind, p, g, price in leaf.owner:
-            if kind != PIECE:
-                out = out + price * self.beside[p, g] * x.read[..., p]
+            own = self._times(kind, p, g)[1]
+            own[p] += self.beside[p, g] * (kind != PIECE)
+            out = out + price * (x.read @ own)
             if kind not in (PIECE, READER):
                 out = out + price * (x.apart if kind == APART else x.far)[..., p, g]
         return out

@@ -25,8 +25,8 @@ class Part:
         memories: masks bool [W] of ranks whose domains (or hosts) share one memory price.
         apart: ranks of the host (or domain) taken to own the piece with the largest `apart_load`;
             may be empty.
-        apart_load: the phase and group that this is about.
-        beside_reader: whether a piece's own time counts only what exceeds a reader's.
+        apart_load: the phase and group that this is about. That piece has the least share of its
+            other loads that any piece has.
     """
 
     plans: tuple[str, ...]
@@ -34,7 +34,6 @@ class Part:
     memories: tuple[np.ndarray, ...]
     apart: tuple[int, ...]
     apart_load: tuple[int, int] | None
-    beside_reader: bool
 
 
 @dataclass(frozen=True, eq=False)
