@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.search.bound.master import Bound
+from oper.search.bound.subspaces import Subspace, fit, subspaces, tighten
 from oper.search.problem.space import EXECUTABLE
 from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats, TableStats
@@ -117,3 +120,26 @@ def random_plan(stated: Problem, rng: np.random.Generator,
 def _cuts(size: int, parts: int, rng: np.random.Generator) -> list[int]:
     inner = rng.integers(1, size, parts - 1) if size > 1 else np.zeros(0, np.int64)
     return sorted({0, size, *(int(x) for x in inner)})
+
+
+def recomputed(bound: Bound) -> float:
+    """A bound (us) once more, from its prices alone."""
+    prices = bound.relaxation.project_prices(bound.prices)
+    return bound.node.bound_at(prices, bound.node.price(prices).value)
+
+
+def space_bound(stated: Problem, max_work: int = 0) -> float:
+    """Lower bound (us) of all plans of the space, without the cutoff of a known step; 0 where
+    memory fits none.
+
+    Args:
+        stated: the problem.
+        max_work: tables to price while branching, about.
+    """
+    parts = subspaces(stated, None)
+    if not fit(parts):
+        return 0.0
+    found = [x for x in parts if not x.bound.is_infeasible]
+    if max_work:
+        tighten(found, max_work, np.inf, np.inf, None, partial(Subspace.prove, patiently=True))
+    return min(x.lower_bound_us for x in found)

@@ -6,11 +6,10 @@ import argparse
 
 import numpy as np
 import pytest
-from search_cases import gpus, problem
+from search_cases import gpus, problem, space_bound
 
 from oper.bench import verbs
 from oper.bench.plan import suite as bench_plan, workloads as plan_workloads
-from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import peers, score_peers
 from oper.search.planner import plan_problem

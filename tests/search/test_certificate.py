@@ -14,6 +14,7 @@ from search_cases import (
     gpus,
     host,
     random_plan,
+    space_bound,
     tables_and_stats,
     with_host_memory,
 )
@@ -21,7 +22,6 @@ from search_cases import (
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem
 from oper.search.bound.certificate import not_certified, problem_digest, with_bound
-from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import evaluate
 from oper.search.cost.space import outside_space
 from oper.search.explain.summary import as_json, summary

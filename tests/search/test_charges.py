@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from search_cases import gpus, host, tables_and_stats
+from search_cases import gpus, host, space_bound, tables_and_stats
 
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.bound.node import (
@@ -20,7 +20,6 @@ from oper.search.bound.node import (
 )
 from oper.search.bound.options import PUSH, REPLICATED, SHARD
 from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, TableProblem, make_problem

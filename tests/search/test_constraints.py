@@ -7,12 +7,11 @@ import json
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings, strategies as st
-from search_cases import gpus, problem, tables_and_stats
+from search_cases import gpus, problem, space_bound, tables_and_stats
 
 from oper.errors import InvalidInputError, OperError, PlanError, PlanInfeasibleError
 from oper.plan import Plan, Tier
 from oper.search import EXECUTABLE, Constraints, TableConstraint, evaluate, make_plan, make_problem
-from oper.search.bound.subspaces import space_bound
 from oper.search.planner import plan_problem
 from oper.search.problem.constraints import check_constraints, parse_constraints, violations
 from oper.search.problem.space import EVERYTHING

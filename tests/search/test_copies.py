@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from search_cases import gpus, problem, random_plan, tables_and_stats
+from search_cases import gpus, problem, random_plan, space_bound, tables_and_stats
 
 from oper.plan import Piece, Tier
 from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_problem
 from oper.search.bound.options import COPIES
 from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import CostModel
 from oper.search.heuristic.copies import spread_copies
 from oper.search.planner import plan_problem

@@ -7,7 +7,15 @@ import json
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from search_cases import gpus, host, problem, random_plan, tables_and_stats, with_host_memory
+from search_cases import (
+    gpus,
+    host,
+    problem,
+    random_plan,
+    space_bound,
+    tables_and_stats,
+    with_host_memory,
+)
 
 from oper.errors import PlanInfeasibleError
 from oper.plan import Piece, Plan, TablePlan, Tier
@@ -15,7 +23,6 @@ from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_plan, make_proble
 from oper.search.bound.master import lower_bound, solve_node
 from oper.search.bound.node import Node
 from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.subspaces import space_bound
 from oper.search.cost.model import CostModel
 from oper.search.planner import plan_problem
 from oper.search.problem.machine import CROSS_IN, HOST_MEMORY, LINK_IN

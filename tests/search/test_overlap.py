@@ -7,12 +7,11 @@ import json
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings, strategies as st
-from search_cases import KINDS, gpus, host, random_plan, tables_and_stats
+from search_cases import KINDS, gpus, host, random_plan, space_bound, tables_and_stats
 
 from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.search import evaluate, make_plan, make_problem
-from oper.search.bound.subspaces import space_bound
 from oper.search.explain.summary import summary
 from oper.search.planner import plan_problem
 from oper.search.problem.overlap import overlap_to_json, parse_overlap

@@ -7,12 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings, strategies as st
-from search_cases import KINDS, gpus, host, random_plan, tables_and_stats, with_host_memory
+from search_cases import (
+    KINDS,
+    gpus,
+    host,
+    random_plan,
+    space_bound,
+    tables_and_stats,
+    with_host_memory,
+)
 
 from oper.errors import PlanInfeasibleError
 from oper.plan import Plan
 from oper.search import evaluate, make_problem
-from oper.search.bound.subspaces import space_bound
 from oper.search.explain.what_if import compare
 from oper.search.planner import plan_problem
 from oper.search.problem.space import ACROSS_HOSTS, EVERYTHING, EXECUTABLE, used_features

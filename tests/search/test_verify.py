@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from search_cases import gpus, host, random_plan, tables_and_stats
+from search_cases import gpus, host, random_plan, space_bound, tables_and_stats
 from test_certificate import KINDS, QUICK, constrained, held_to
 
 import oper.search.verify
 from oper.errors import OperError
 from oper.plan import Plan, Tier
 from oper.search import evaluate, make_problem, verify_plan
-from oper.search.bound.subspaces import space_bound
 from oper.search.cost.space import outside_space
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.constraints import violations

@@ -143,13 +143,6 @@ class Bound:
             return self.node.base
         return self.node.base + self.pool.weight @ np.array(self.pool.resources)
 
-    def recompute(self) -> float:
-        """The bound once more from the certificate alone (microseconds)."""
-        prices = self.relaxation.project_prices(self.prices)
-        if not self.relaxation.tables:
-            return self.node.bound_at(prices, np.zeros(0))
-        return self.node.bound_at(prices, self.node.price(prices).value)
-
 
 def lower_bound(problem: Problem, *, tolerance: float = 1e-4, max_rounds: int = 200,
                 deadline: float | None = None) -> Bound:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -181,22 +180,6 @@ def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float
         if lowest.solved == solved and lowest.lower_bound_us <= known:
             break
     return sum(x.solved for x in parts) - before
-
-
-def space_bound(problem: Problem, max_work: int = 0) -> float:
-    """Lower bound (us) of all plans of the space; 0 where memory fits none.
-
-    Args:
-        problem: the problem.
-        max_work: tables to price while branching, about, without the cutoff of a known step.
-    """
-    parts = subspaces(problem, None)
-    if not fit(parts):
-        return 0.0
-    found = [x for x in parts if not x.bound.is_infeasible]
-    if max_work:
-        tighten(found, max_work, np.inf, np.inf, None, partial(Subspace.prove, patiently=True))
-    return min(x.lower_bound_us for x in found)
 
 
 def _is_short(relaxation: Relaxation) -> bool:
