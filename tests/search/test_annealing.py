@@ -68,7 +68,7 @@ def test_columns_of_a_table_may_have_two_candidates_and_cost_what_they_say() -> 
     assert any(len(parts) == 2 for parts in found.parts)
     assert all(parts[0].candidate != parts[1].candidate
                for parts in found.parts if len(parts) == 2)
-    placed = Placer(annealed.relaxation, annealed.pool.total).place(found.parts, found.units)
+    placed = Placer(annealed.relaxation).place(found.parts, found.units)
     relaxation = annealed.relaxation
     evaluation = evaluated(relaxation, placed)
     # Stripes are not quite even.
@@ -101,7 +101,7 @@ def test_what_the_search_adds_up_is_what_the_cost_model_says(topology: Topology,
                                            batch_size=256, allow=allow - {"per_host"}))
         found = annealed.run(20_000, 0.0, seed)
         relaxation = annealed.relaxation
-        placed = Placer(relaxation, annealed.pool.total).place(found.parts, found.units)
+        placed = Placer(relaxation).place(found.parts, found.units)
         evaluation = evaluated(relaxation, placed)
         # Stripes of few rows are not quite even; of two candidates only one may have several tiers.
         assert evaluation.step_us == pytest.approx(found.step_us, rel=0.02)
@@ -114,7 +114,7 @@ def test_the_modelled_step_is_the_evaluated_one() -> None:
     assert many.step_us <= few.step_us
     # Stripes by weights among them, whose hottest rows go to owners in the order of the pattern.
     relaxation = annealed.relaxation
-    placed = Placer(relaxation, annealed.pool.total).place(many.parts, many.units)
+    placed = Placer(relaxation).place(many.parts, many.units)
     evaluation = evaluated(relaxation, placed)
     assert any(weights for parts in many.parts for p in parts for _, _, weights in p.shards)
     assert evaluation.step_us == pytest.approx(many.step_us, rel=0.01)
@@ -175,7 +175,7 @@ def test_ranks_own_the_parts_of_pulled_rows_that_they_were_given(units: tuple[in
     allowed = frozenset({"striped", "owned", "pull"})
     annealed = _annealing(problem(6, 1, _hosts(2, 1), allow=allowed))
     found = annealed.run(1_000, 0.0, 1)
-    placed = Placer(annealed.relaxation, annealed.pool.total).place(found.parts, units)
+    placed = Placer(annealed.relaxation).place(found.parts, units)
     held = sum(owned_features(t, tier, 2, True)[ROWS]
                for t, pieces in zip(annealed.relaxation.tables, placed, strict=True)
                for tier in pieces[0].tiers)

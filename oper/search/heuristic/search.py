@@ -141,7 +141,7 @@ def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...],
            effort: Effort) -> Found:
     """A placement by `Placer.place`, held to what rows are pinned to, and what it costs."""
     relaxation = pool.relaxation
-    placements = Placer(relaxation, pool.total).place(parts, units)
+    placements = Placer(relaxation).place(parts, units)
     placements = divide_rows(relaxation, placements, effort.over)
     held = relaxation.problem.constraints.tables
     placements = [impose(held.get(t.spec.name), x) for t, x in zip(
