@@ -97,6 +97,7 @@ class Pieces:
         classes: classes of ranks.
         units: what units of the tables' rows ask of ranks.
         base_rows: float64 [20, W], what every plan asks.
+        asks: bool [T], of which tables an owner of pushed rows asks itself, unless it has all.
 
     Attributes:
         floor: float64 [C, num_phases, 5], what every plan puts on a rank, by class.
@@ -106,7 +107,7 @@ class Pieces:
     """
 
     def __init__(self, model: CostModel, tables: tuple[TableProblem, ...], classes: RankClasses,
-                 units: UnitRows, base_rows: np.ndarray) -> None:
+                 units: UnitRows, base_rows: np.ndarray, asks: np.ndarray) -> None:
         self.model, self.tables, self.units = model, tables, units
         self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
         self._beside_reader = self.has_local & model.training
@@ -138,9 +139,9 @@ class Pieces:
         self.narrow = np.array([w[0] for x in self.widths for w in x], float)
         self.streams = np.array([t.spec.dim / w[1] for t, x in zip(tables, self.widths, strict=True)
                                  for w in x], float)
-        self._set_loads()
+        self._set_loads(asks)
 
-    def _set_loads(self) -> None:
+    def _set_loads(self, asks: np.ndarray) -> None:
         """What a table as a pushed piece puts on its owner, partial sums apart, in one piece and in
         the narrowest ones.
 
@@ -161,9 +162,6 @@ class Pieces:
             each = self.units.by_tables(least + width * (whole - least), self._more)
             self.per_unit[:, :, n] = each.reshape(*shape[1::-1], 3, num_loads).transpose(1, 0, 3, 2)
         own = self.model.costs.push_ns * self.unit[:, list(self.model.passes)].sum(axis=1)
-        asks = np.array([all(x.mode == "pull" or x.placement == "replicated"
-                             for x in self.model.problem.pinned_of(t.spec.name))
-                         for t in self.tables], float)
         own = own.reshape(1, shape[1], num_loads) * asks[:, None, None]
         self.asks = own * np.array([t.total[IDS] for t in self.tables])[:, None, None]
         self.per_unit[..., 0] += own[:, :, None]

@@ -23,14 +23,7 @@ from functools import reduce
 import numpy as np
 
 from oper.plan import Piece, Tier
-from oper.search.bound.inequalities import (
-    APART,
-    Inequalities,
-    Inequality,
-    InequalityMaker,
-    Load,
-    first_neighbourhood,
-)
+from oper.search.bound.inequalities import Load, OwnerRows, first_neighbourhood
 from oper.search.bound.options import COPIES, HOST, PUSH, REPLICATED, SHARD, Option
 from oper.search.bound.pieces import Pieces
 from oper.search.bound.rows import ResourceRows
@@ -89,20 +82,21 @@ class Relaxation:
         #: Whether all ranks are interchangeable, but for a distinguished host.
         self.alike = len(self.classes.ranks) == (1 if distinguished is None else 2)
         self.units = UnitRows(model, self.classes, self.tables)
-        self.pieces = Pieces(model, self.tables, self.classes, self.units, self.base_tally.rows)
-        owners = InequalityMaker(self.rows, self.pieces, self.units, self.options,
-                                 distinguished).make()
-        self._add_inequalities(owners)
-        self._build_charges()
+        # Who has a table's pinned pushed rows may have all of them, whatever pieces of others fit.
+        self.asks = np.array([all(x.mode == "pull" or x.placement == "replicated"
+                                  for x in self.problem.pinned_of(t.spec.name))
+                              for t in self.tables], bool)
+        self.pieces = Pieces(model, self.tables, self.classes, self.units, self.base_tally.rows,
+                             self.asks)
         # Pinned pushed rows may be those of the largest piece.
         may = np.zeros((len(self.tables), len(self.classes.ranks)), bool) | ~self.asks[:, None]
         for o in np.flatnonzero(self.pushes).tolist():
             may[:, self.options[o].rank_class] |= self.allowed[:, o]
         #: float64 [G, G], what a piece's loads say of each other, see `Pieces.implied`.
         self.implied = self.pieces.implied(may)
-        self.inequalities = [
-            self._inequality(self.rows.phase_of.size + n, kind, load)
-            for n, (kind, load) in enumerate(zip(owners.kinds, owners.loads, strict=True))]
+        self._add_inequalities(OwnerRows(self.rows, self.pieces, self.units, self.options,
+                                         distinguished, self.implied))
+        self._build_charges()
         sizes = [t.blocks.shape[0] for t in self.tables]
         self.total_ids = np.array([t.total[IDS] for t in self.tables])
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -208,24 +202,20 @@ class Relaxation:
             out -= np.diff(t.prefix(np.clip(t.edges, tier.start, tier.stop)), axis=1).T
         return np.maximum(out, 0.0)
 
-    def _block_costs(self) -> tuple[np.ndarray, np.ndarray]:
+    def _block_costs(self) -> np.ndarray:
         """`coefficients` and `per_stream` without the rows about owners."""
-        rows = self.rows
-        shape = (len(self.tables), len(self.options), NUM_FEATURES, rows.phase_of.size)
-        coefficients, per_stream = np.zeros(shape), np.zeros(shape)
-        for kind in {o.kind for o in self.options}:
-            # Owners are symmetric within a class by construction, readers by definition.
-            asked = [] if kind == COPIES else [
-                self.units.mean(x, rows.unit) for x in self.units.of(kind)[[WHOLE, ANY_SQUARES]]]
-            for o, option in enumerate(self.options):
-                if option.kind != kind:
-                    continue
-                if kind == COPIES:
-                    coefficients[:, o] = [self._copies(t) for t in self.tables]
-                    continue
-                coefficients[:, o], per_stream[:, o] = (
-                    self.units.by_owner(x, option.rank_class) for x in asked)
-        return coefficients, per_stream
+        rows, tables = self.rows, self.tables
+        out = np.zeros((2, len(tables), len(self.options), NUM_FEATURES, rows.phase_of.size))
+        # Owners are symmetric within a class by construction, readers by definition.
+        asked = {kind: [self.units.mean(x, rows.unit)
+                        for x in self.units.of(kind)[[WHOLE, ANY_SQUARES]]]
+                 for kind in {o.kind for o in self.options} - {COPIES}}
+        for o, option in enumerate(self.options):
+            if option.kind == COPIES:
+                out[0, :, o] = [self._copies(t) for t in tables]
+            for n, x in enumerate(asked.get(option.kind, ())):
+                out[n, :, o] = self.units.by_owner(x, option.rank_class)
+        return out
 
     def _copies(self, t: TableProblem) -> np.ndarray:
         """What a unit of each feature asks that is copied to one rank of every host, whichever that
@@ -242,21 +232,14 @@ class Relaxation:
             out.append(self.rows.of_tally(Tally(rows, {ranks: (need, send)})))
         return np.stack(out)
 
-    def _inequality(self, row: int, kind: str, at: Load) -> Inequality:
-        by = self.distinguished
-        if kind != APART or by is None:
-            return Inequality(row, kind, at, at, 1.0)
-        group = np.arange(self.implied.shape[0]).reshape(self.pieces.floor.shape[1:])
-        return Inequality(row, kind, at, by, float(self.implied[group[by], group[at]]))
-
-    def _add_inequalities(self, owners: Inequalities) -> None:
+    def _add_inequalities(self, owners: OwnerRows) -> None:
         """Put the rows about owners behind the others."""
         rows = self.rows
         self.unit = np.concatenate([rows.unit, owners.unit], axis=-1)
-        coefficients, per_stream = self._block_costs()
-        self.coefficients = np.concatenate([coefficients, owners.coefficients], axis=-1)
-        self.per_stream = np.concatenate([per_stream, owners.per_stream], axis=-1)
-        self.pinned = np.concatenate([self.pinned, np.zeros(len(owners.loads))])
+        self.inequalities = owners.inequalities
+        self.coefficients, self.per_stream = np.concatenate(
+            [self._block_costs(), owners.coefficients()], axis=-1)
+        self.pinned = np.concatenate([self.pinned, np.zeros(len(owners.base))])
         self.base = np.concatenate([self.base, owners.base]) + self.pinned
         self.phase_of = np.concatenate([rows.phase_of, owners.phase_of])
         weight = np.zeros((rows.phase_of.size, len(self.model.phases)))
@@ -283,10 +266,6 @@ class Relaxation:
         self.tiers = ids * still * passes
         self.tiers_pushed = (ids * push * passes
                              + bags * costs.push_bag_ns * self.every[FORWARD_NS])
-        # Who has a table's pinned pushed rows may have all of them, whatever pieces of others fit.
-        self.asks = np.array([all(x.mode == "pull" or x.placement == "replicated"
-                                  for x in self.problem.pinned_of(t.spec.name))
-                              for t in self.tables], bool)
         own = np.zeros((len(self.options), self.phase_of.size))
         timed = self.rows.phase_of.size  # the owner of a large piece may have none of these ids
         for o in np.flatnonzero(self.pushes):
