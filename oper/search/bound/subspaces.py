@@ -43,8 +43,8 @@ class Subspace:
         deadline: `time.monotonic()` value after which no further round begins.
 
     Attributes:
-        tree: what the bound comes from, and relaxed solutions to begin a search from.
-        hosts: the tree with the host of the largest piece apart; None before `prove`, or where that
+        trees: what the bound comes from: the first has relaxed solutions to begin a search from, a
+            second the host of the largest piece apart; that is missing before `prove`, or where it
             is no other relaxation.
         extra_us: barriers that every plan of the part pays and the relaxation does not see.
         cutoff_us: the least known step that any node was bounded below; slower plans may be
@@ -55,8 +55,7 @@ class Subspace:
     def __init__(self, problem: Problem, plans: tuple[str, ...], deadline: float | None) -> None:
         bound = solve_node(Node(Relaxation(CostModel(problem))), deadline=deadline)
         self.plans = plans
-        self.tree = SearchTree(bound)
-        self.hosts: SearchTree | None = None
+        self.trees = [SearchTree(bound)]
         self._distinguished = _distinguished_load(bound.relaxation)
         base = bound.relaxation.fixed_tally
         barriers = (STILL not in plans and not base.num_pushed) + (
@@ -68,7 +67,7 @@ class Subspace:
     @property
     def bound(self) -> Bound:
         """The bound of the part's relaxation."""
-        return self.tree.bound
+        return self.trees[0].bound
 
     @property
     def lower_bound_us(self) -> float:
@@ -78,18 +77,17 @@ class Subspace:
     @property
     def uncapped_us(self) -> float:
         """The bound of the tree that is the better one: no plan that was bounded is faster."""
-        by_hosts = 0.0 if self.hosts is None else self.hosts.bound.lower_bound_us
-        return max(self.bound.lower_bound_us, by_hosts) + self.extra_us
+        return max(x.bound.lower_bound_us for x in self.trees) + self.extra_us
 
     @property
     def solved(self) -> int:
         """Relaxations solved while branching."""
-        return self.tree.solved + (0 if self.hosts is None else self.hosts.solved)
+        return sum(x.solved for x in self.trees)
 
     @property
     def work(self) -> int:
         """What they cost, see `SearchTree`."""
-        return self.tree.work + (0 if self.hosts is None else self.hosts.work)
+        return sum(x.work for x in self.trees)
 
     def is_part_of(self, other: Subspace) -> bool:
         """Whether `other` has all plans of this part and its barriers hardly count, so that a
@@ -114,32 +112,31 @@ class Subspace:
     def tighten(self, max_nodes: int, step_us: float, goal_us: float,
                 deadline: float | None) -> None:
         """Raise the bound; only plans faster than `step_us` count."""
-        self.cutoff_us = min(self.cutoff_us, step_us)
-        self.tree.run(max_nodes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
-                      deadline=deadline)
+        self._run(self.trees[0], max_nodes, step_us, goal_us, deadline)
 
     def prove(self, max_nodes: int, step_us: float, goal_us: float, deadline: float | None,
               patiently: bool = False) -> None:
         """As `tighten`, for the bound alone, with the host of the largest piece apart where that
         may gain something; where it takes long as well, if `patiently`."""
-        if (self._distinguished is None or self.tree.is_single
-                or not (patiently or self.hosts or _is_short(self.bound.relaxation))):
-            self.tighten(max_nodes, step_us, goal_us, deadline)
-            return
-        self.cutoff_us = min(self.cutoff_us, step_us)
-        if self.hosts is None:
+        if len(self.trees) == 1 and self._distinguished is not None and (
+                not self.trees[0].is_single and (patiently or _is_short(self.bound.relaxation))):
             model = CostModel(self.bound.relaxation.problem)
-            self.hosts = SearchTree(solve_node(Node(Relaxation(model, self._distinguished)),
-                                              deadline=deadline))
-        self.hosts.run(max_nodes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
-                       deadline=deadline)
+            self.trees.append(SearchTree(solve_node(
+                Node(Relaxation(model, self._distinguished)), deadline=deadline)))
+        self._run(self.trees[-1], max_nodes, step_us, goal_us, deadline)
+
+    def _run(self, tree: SearchTree, max_nodes: int, step_us: float, goal_us: float,
+             deadline: float | None) -> None:
+        self.cutoff_us = min(self.cutoff_us, step_us)
+        tree.run(max_nodes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
+                 deadline=deadline)
 
     def lowest(self, number: int) -> list[Bound]:
         """Relaxed solutions of the nodes with the least bounds, least first."""
-        if self.hosts is None:
-            return self.tree.lowest(number)
+        if len(self.trees) == 1:
+            return self.trees[0].lowest(number)
         relaxation, out = self.bound.relaxation, []
-        for found in self.hosts.lowest(number):
+        for found in self.trees[1].lowest(number):
             node = Node(relaxation, found.node.limits, found.node.pushes)
             bound = solve_node(node, pool=self.bound.pool.under(node, self.bound.prices))
             out.append(self.bound if bound.is_infeasible else bound)
@@ -147,10 +144,8 @@ class Subspace:
 
     def to_json(self, target_us: float) -> dict[str, Any]:
         """The part of a certificate that shows a bound of `target_us` for its plans."""
-        hosts = self.hosts
-        if hosts is not None and hosts.bound.lower_bound_us > self.bound.lower_bound_us:
-            return part_to_json(hosts, self.plans, target_us - self.extra_us)
-        return part_to_json(self.tree, self.plans, target_us - self.extra_us)
+        best = max(self.trees, key=lambda x: x.bound.lower_bound_us)
+        return part_to_json(best, self.plans, target_us - self.extra_us)
 
 
 def subspaces(problem: Problem, deadline: float | None) -> list[Subspace]:
