@@ -254,7 +254,8 @@ def test_closer_limits_admit_less_and_bound_higher():
         found = solve_node(node).lower_bound_us
         assert found >= before * (1 - 1e-9)
         before = found
-        masses.append(sum(float(x.mass[0]) for x in (y[0] for y in node.fit.types)))
+        tables = np.arange(len(problem.tables))
+        masses.append(node.fit.chosen(tables, 0, 0 * tables)[1].sum())
     assert (np.diff(masses) <= 0).all() and masses[-1] < masses[0]
 
 
@@ -265,11 +266,12 @@ def test_pieces_admitted_are_those_that_fit():
     pieces, shape = relaxation.pieces, relaxation.pieces.floor.shape[1:]
     fit = pieces.fit(LoadLimits(np.zeros(shape), np.full(shape, 2.0)))
     seen = 0
-    for k, types in enumerate(fit.types):
-        t = relaxation.tables[k]
+    for k, (t, at) in enumerate(zip(relaxation.tables, pairwise(pieces.first.tolist()),
+                                    strict=True)):
         blocks = t.blocks[t.blocks[:, IDS] > 0]
         blocks = blocks / blocks[:, [IDS]] * t.total[IDS]  # each as if it had all ids
-        for (width, _), mass in zip(pieces.widths[k], types[0].mass.tolist(), strict=True):
+        for (width, _), mass in zip(pieces.widths[k], fit.mass[slice(*at), 0].tolist(),
+                                    strict=True):
             if 0 < mass < 1:
                 seen += 1
 
@@ -344,19 +346,20 @@ def test_pieces_are_whole(ranks):
     columns, cut = pieces.columns, pieces.cut
     for bound in tree.lowest(12):
         node, prices = Node(relaxation, bound.node.limits), bound.prices
-        found, types = node.price(prices).value, node.fit.types
+        found, fits = node.price(prices).value, node.fit.whole[:, 0]
         for k in (0, 1):
-            dim, number = int(columns[k]), types[k][0].mass.size
+            dim, number = int(columns[k]), 1 if fits[k] else len(pieces.widths[k])
             one, stay, more_stay = still_costs(node, prices, k)
 
-            def pushed(kind, k=k, types=types, number=number, prices=prices,
+            def pushed(kind, k=k, number=number, prices=prices,
                        limits=bound.node.limits):
                 """Table `k` in pieces of one type, as if there were parts of pieces."""
                 states = np.zeros(len(relaxation.tables), np.uint8)
                 states[k] = PUSHES
                 part = Node(relaxation, limits, states)
-                mine = [replace(x, mass=x.mass * (np.arange(number) == kind)) for x in types[k]]
-                part.fit.types = [*types[:k], mine, *types[k + 1:]]
+                if number > 1:
+                    mine = slice(pieces.first[k], pieces.first[k + 1])
+                    part.fit.mass[mine] *= np.arange(number)[:, None] == kind
                 pieces.columns, pieces.cut = np.zeros_like(columns), np.zeros_like(cut)
                 value = part.price(prices).value[k]
                 pieces.columns, pieces.cut = columns, cut

@@ -76,7 +76,8 @@ def _cheapest(node: Node, k: int, prices: np.ndarray) -> float:
         pushed = PUSH in kinds
         mode = (ALL_PUSHED if len(kinds) == 1 else TIERS_PUSHED) if pushed else (
             ONE_TIER if len(kinds) == 1 else TIERS)
-        number = max(x.mass.size for x in node.fit.types[k]) if pushed else 1
+        number = (len(relaxation.pieces.widths[k]) if pushed and not node.fit.whole[k].all()
+                  else 1)
         found += [(PieceChoice(1.0, 1.0, j, mode, np.array(choice), amount),)
                   for j in range(number)]
     return float((node.resources(np.full(len(found), k), found) @ prices).min())

@@ -234,11 +234,12 @@ def _largest(node: Bound) -> np.ndarray:
         for piece in pool.configuration[n]:
             for o in np.flatnonzero(relaxation.pushes & (piece.amount[:, IDS] > 0)).tolist():
                 rank_class = relaxation.options[o].rank_class
-                types = node.node.fit.types[k][rank_class]
-                j = min(piece.kind, types.mass.size - 1)
+                fit, widths = node.node.fit, relaxation.pieces.widths[k]
+                j = 0 if fit.whole[k, rank_class] else min(piece.kind, len(widths) - 1)
+                _, mass = fit.chosen(np.array([k]), rank_class, np.array([j]))
                 ids = piece.amount[o, IDS] / relaxation.tables[k].total[IDS]
-                owned = piece.amount[o] * min(1.0, float(types.mass[j]) / ids)
-                width = relaxation.pieces.widths[k][j][0]
+                owned = piece.amount[o] * min(1.0, float(mass[0]) / ids)
+                width = widths[j][0]
                 load = relaxation.pieces.load(k, rank_class, width, owned)
                 # Of the rows that load an owner least, it may have so much; of others less.
                 over = float((load / np.maximum(node.node.limits.most, 1e-9)).max())

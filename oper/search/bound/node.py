@@ -40,7 +40,7 @@ class PieceChoice:
         share: of the table's columns, all of them together.
         streams: columns of the table over those of one piece, where no rows are pushed; else the
             type says it.
-        kind: type of the pushed pieces, an index of `Fit.types`.
+        kind: type of the pushed pieces, a number among those of the table.
         mode: ONE_TIER, TIERS, ALL_PUSHED or TIERS_PUSHED.
         choice: int64 [num_blocks of the table], option of each block.
         amount: float64 [M, 4], features by option of all columns.
@@ -114,6 +114,12 @@ class Node:
     def fit(self) -> Fit:
         """The pieces; looked for once they are asked for, as many nodes are not solved."""
         return self.relaxation.pieces.fit(self.limits)
+
+    @cached_property
+    def _types(self) -> dict[str, np.ndarray]:
+        r = self.relaxation
+        return self.fit.types(np.array([r.options[o].rank_class for o in np.flatnonzero(r.pushes)],
+                                       np.int64))
 
     # -- the price of tables ----------------------------------------------------------------------
 
@@ -189,7 +195,6 @@ class Node:
         r, pieces = self.relaxation, self.relaxation.pieces
         options = np.flatnonzero(r.pushes)
         classes = [r.options[o].rank_class for o in options.tolist()]
-        types = [self.fit.types[k][c] for k in range(len(r.tables)) for c in classes]
         num_parts = 2 * isqrt(2 * int(pieces.columns.max(initial=0)) // COLUMN_STEP) + 4
         if not pieces.columns.any():
             num_parts = 1
@@ -204,12 +209,7 @@ class Node:
             # priced: such tables are as if nothing was known.
             "pushes": np.where(pieces.columns > 0, self.pushes, np.where(
                 (self.pushes >= PUSHES) & pieces.cut, FREE, self.pushes)).astype(np.uint8),
-            "first": np.cumsum([0, *(x.mass.size for x in types)]),
-            "streams": np.concatenate([np.zeros(0), *(x.streams for x in types)]),
-            "mass": np.concatenate([np.zeros(0), *(x.mass for x in types)]),
-            "least_sums": np.concatenate([np.zeros((0, 3)), *(x.least_sums for x in types)]),
-            "narrowest": np.concatenate([np.zeros(0), *(x.narrow for x in types)]),
-            "columns": pieces.columns}
+            "columns": pieces.columns, **self._types}
         out = {"value": np.zeros(shape[0]), "num_parts": np.zeros(shape[0], np.int64),
                "kind": np.zeros(shape, np.int64), "mode": np.zeros(shape, np.int64),
                "share": np.zeros(shape), "streams": np.zeros(shape),

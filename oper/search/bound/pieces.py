@@ -14,7 +14,6 @@ So for any T and any prices a plan takes at least min(T, the priced bound with p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -47,24 +46,6 @@ class LoadLimits:
     least: np.ndarray
     most: np.ndarray
     step: float = np.inf
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PieceTypes:
-    """Pieces of one table that fit a limit.
-
-    Attributes:
-        streams: float64 [J], least id streams per column.
-        mass: float64 [J], largest mass of one owner, of the table's whole mass 1 (0: none fits).
-        least_sums: float64 [J, 3], bytes of partial sums of a unit of each feature but rows, at
-            least.
-        narrow: float64 [J], columns of the narrowest.
-    """
-
-    streams: np.ndarray
-    mass: np.ndarray
-    least_sums: np.ndarray
-    narrow: np.ndarray
 
 
 def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int, int]]:
@@ -269,24 +250,38 @@ class Fit:
     """The pieces that plans within limits may have; a table that fits a class of ranks as one piece
     has that one alone.
 
+    Args:
+        pieces: all pieces, of N types.
+        mass: float64 [N, C], largest mass of one owner, of the table's whole mass 1 (0: none fits).
+        least_sums: float64 [N, C, 3], bytes of partial sums of a unit of each feature but rows, at
+            least.
+        whole: bool [T, C], whether the table fits the class as one piece.
+
     Attributes:
-        types: by table and class, types of its pieces.
         least_streams: float64 [N], id streams of each type in the class where they are least.
     """
 
     def __init__(self, pieces: Pieces, mass: np.ndarray, least_sums: np.ndarray,
                  whole: np.ndarray) -> None:
-        self._pieces, self._mass, self._whole, one = pieces, mass, whole, np.ones(1)
-        self._least_sums = least_sums
-        spans = list(pairwise(pieces.first.tolist()))
-        # What fits as a whole row has the least streams, whatever its width is.
-        self.types = [[PieceTypes(one, one, np.zeros((1, 3)), pieces.narrow[a:b].min(keepdims=True))
-                       if whole[k, c] else
-                       PieceTypes(pieces.streams[a:b], mass[a:b, c], least_sums[a:b, c],
-                                  pieces.narrow[a:b])
-                       for c in range(whole.shape[1])] for k, (a, b) in enumerate(spans)]
+        self._pieces, self.mass, self._least_sums, self.whole = pieces, mass, least_sums, whole
         any_whole = np.repeat(whole.any(axis=1), np.diff(pieces.first))
         self.least_streams = np.where(any_whole, 1.0, pieces.streams)
+
+    def types(self, classes: np.ndarray) -> dict[str, np.ndarray]:
+        """Types of every table in some classes (int64 [M]), as `OperPricing` has them."""
+        p, number = self._pieces, len(self.whole)
+        table, rank_class = np.repeat(np.arange(number), classes.size), np.tile(classes, number)
+        whole = self.whole[table, rank_class]
+        sizes = np.where(whole, 1, np.diff(p.first)[table])
+        first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        of = np.repeat(np.arange(sizes.size), sizes)
+        at, c, one = p.first[table[of]] + np.arange(of.size) - first[of], rank_class[of], whole[of]
+        # What fits as a whole row has the least streams, whatever its width is.
+        narrowest = np.minimum.reduceat(p.narrow, p.first[:-1])[table[of]]
+        return {"first": first, "streams": np.where(one, 1.0, p.streams[at]),
+                "mass": np.where(one, 1.0, self.mass[at, c]),
+                "least_sums": np.where(one[:, None], 0.0, self._least_sums[at, c]),
+                "narrowest": np.where(one, narrowest, p.narrow[at])}
 
     def place(self, tables: np.ndarray, kind: np.ndarray) -> np.ndarray:
         """Place of type `kind` (int64 [N]) of each table in arrays by type; int64 [N]."""
@@ -304,14 +299,14 @@ class Fit:
         Returns:
             float64 [N] each; mass 0 where no such piece fits.
         """
-        at, whole = self.place(tables, kind), self._whole[tables, c]
+        at, whole = self.place(tables, kind), self.whole[tables, c]
         return (np.where(whole, 1.0, self._pieces.streams[at]),
-                np.where(whole, 1.0, self._mass[at, c]))
+                np.where(whole, 1.0, self.mass[at, c]))
 
     def least_sums(self, tables: np.ndarray, c: int, kind: np.ndarray, features: np.ndarray
                    ) -> np.ndarray:
         """Bytes of partial sums that rows of some features (float64 [N, 4]) ask at least, for as
         much as owners may be loaded with; float64 [N], other arguments as `chosen`."""
-        each = np.where(self._whole[tables, c][:, None], 0.0,
+        each = np.where(self.whole[tables, c][:, None], 0.0,
                         self._least_sums[self.place(tables, kind), c])
         return np.asarray((each * features[:, IDS:]).sum(axis=1))

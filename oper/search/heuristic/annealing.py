@@ -409,10 +409,10 @@ class Annealing:
         relaxation, t = self.relaxation, self.relaxation.tables[k]
         for o, option in enumerate(relaxation.options):
             if option.kind == PUSH and amount[o, IDS] > 0:
-                types = self.bound.node.fit.types[k][option.rank_class]
-                j = min(kind, types.mass.size - 1)
-                share = amount[o, IDS] / t.total[IDS] / max(float(types.mass[j]), 1e-3)
-                pieces = int(np.ceil(types.streams[j] - 1e-2))
+                streams, mass = self.bound.node.fit.chosen(np.array([k]), option.rank_class,
+                                                           np.array([kind]))
+                share = amount[o, IDS] / t.total[IDS] / max(float(mass[0]), 1e-3)
+                pieces = int(np.ceil(streams[0] - 1e-2))
                 return int(np.clip(np.ceil(share - 1e-2), 1, _OWNERS)), -(-t.spec.dim // pieces)
         return 1, t.spec.dim
 
