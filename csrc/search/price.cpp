@@ -17,6 +17,7 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kRounding = 1e-9;   // up to which an owner that has more than full is full
 constexpr double kWhole = 1 - 1e-9;  // mass of an owner that holds a whole piece
+constexpr int64_t kAlone = 30;       // tables, by option, up to which a second thread is not worth its while
 
 // to[b] = once[b] + times more[b]
 OPER_CLONES void blend(double* __restrict to, const double* once, const double* more, double times,
@@ -528,7 +529,7 @@ extern "C" __attribute__((visibility("default"))) int oper_price(OperPricing* pr
     for (int64_t k; (k = next.fetch_add(1, std::memory_order_relaxed)) < p.num_tables;) one.table(k);
   };
   std::thread other;
-  if (p.num_options > 1) {
+  if (p.num_options * p.num_tables > kAlone) {
     try {
       other = std::thread(work);
     } catch (const std::system_error&) {  // no thread to be had

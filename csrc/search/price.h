@@ -33,8 +33,8 @@ struct OperFit {
   uint8_t* whole;         // [T, C], out: whether the table fits as one piece
 };
 
-// The cheapest configuration of every table; see `Node.cheapest`. With several options, by two threads,
-// because that takes long; tables are priced apart, so that nothing depends on them.
+// The cheapest configuration of every table; see `Node.price`. Of many tables by two threads; they are
+// priced apart, so that nothing depends on them.
 //
 // A configuration cuts the table by columns into pieces. P kinds of pieces are told apart at most.
 struct OperPricing {
