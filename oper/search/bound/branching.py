@@ -196,16 +196,16 @@ def _load_branchings(node: Bound, limit: float) -> list[Branching]:
     slack = np.full(largest.shape, np.inf)
     for x in relaxation.inequalities:
         # The largest piece for which the row leaves room in the phases that the solution found.
-        room = relaxation.phase_weight[x.row] @ times - total[x.row]
-        if x.share > 0:
-            slack[x.load] = min(slack[x.load], room / x.share + node.node.least[x.load])
+        room, share = relaxation.phase_weight[x.row] @ times - total[x.row], node.node.share(x)
+        if share > 0:
+            slack[x.load] = min(slack[x.load], room / share + node.node.least[x.load])
     excess = np.where(np.isfinite(slack), largest - slack, 0.0) / max(1e-9, node.lower_bound_us)
     weight: np.ndarray = np.full(largest.shape, _IDLE)
     for n, (phase, name, _) in enumerate(relaxation.rows.names):
         if GROUPS.index(name) < NUM_PIECE_GROUPS:
             weight[phase, GROUPS.index(name)] += node.prices[n]
     for x in relaxation.inequalities:
-        weight[x.load] += x.share * node.prices[x.row]
+        weight[x.load] += node.node.share(x) * node.prices[x.row]
     out = []
     for flat in np.argsort(-excess * weight, axis=None, kind="stable").tolist():
         at = divmod(flat, excess.shape[1])

@@ -29,12 +29,12 @@ import numpy as np
 from oper.search.bound.options import COPIES, PUSH, Option
 from oper.search.bound.pieces import NUM_PIECE_GROUPS, Pieces
 from oper.search.bound.rows import ResourceRows
-from oper.search.bound.units import ANY, LOCAL, WHOLE, UnitRows
+from oper.search.bound.units import ANY, LOCAL, WHOLE
 from oper.search.problem.machine import GROUPS, TERMS, Machine
 from oper.search.problem.statement import NUM_FEATURES
 
 Load = tuple[int, int]  # phase and group of terms
-_Row = tuple[str, Load, Load, float, np.ndarray, np.ndarray]  # `Inequality` without its number
+_Row = tuple[str, Load, Load, np.ndarray, np.ndarray]  # `Inequality` without its number
 #: Kinds of rows: the load of the piece alone; beside what a rank reads; the same over links, where
 #: its host is spared what it owns; that with the gradients that come back; with the
 #: distinguished host.
@@ -64,7 +64,6 @@ class Inequality:
         kind: what it says.
         at: phase and group of terms of the load that it is about.
         load: the load by which the piece is the largest.
-        share: what the piece has of the row's load at least, for each microsecond of that one.
         times: float64 [P], the row is at most the phases' times with these weights.
         senders: float64 [P], weights of own times of ranks that send, which take off these.
     """
@@ -73,7 +72,6 @@ class Inequality:
     kind: str
     at: Load
     load: Load
-    share: float
     times: np.ndarray
     senders: np.ndarray
 
@@ -85,10 +83,8 @@ class OwnerRows:
     Args:
         rows: the resource rows, which these follow.
         pieces: the pushed pieces, with the tables that they are of.
-        units: what units of the tables' rows ask of ranks.
         options: ways to place a block.
         distinguished: the load whose owner's host is distinguished, see `Relaxation`.
-        implied: float64 [G, G], what a piece's loads say of each other, see `Pieces.implied`.
 
     Attributes:
         inequalities: the rows.
@@ -99,12 +95,12 @@ class OwnerRows:
         every: float64 [20, O], what a unit of each tally row on every rank asks.
     """
 
-    def __init__(self, rows: ResourceRows, pieces: Pieces, units: UnitRows, options: list[Option],
-                 distinguished: Load | None, implied: np.ndarray) -> None:
-        self.pieces, self.units, self.options = pieces, units, options
-        self.model, self.tables = rows.model, pieces.tables
+    def __init__(self, rows: ResourceRows, pieces: Pieces, options: list[Option],
+                 distinguished: Load | None) -> None:
+        self.pieces, self.options, self.tables = pieces, options, pieces.tables
+        self.model, self.units = rows.model, pieces.units
         self.inequalities = [Inequality(rows.phase_of.size + n, *x)
-                             for n, x in enumerate(self._rows(distinguished, implied))]
+                             for n, x in enumerate(self._rows(distinguished))]
         shape = len(self.inequalities), len(self.model.phases)
         at = np.array([x.at for x in self.inequalities], np.int64).reshape(-1, 2)
         self._at, one = (at[:, 0], at[:, 1]), np.arange(len(at))
@@ -113,7 +109,7 @@ class OwnerRows:
         #: float64 [O, P], own time that counts: where links wait for it, that of the reader, too.
         self._own = senders.copy()
         self._own[one, self._at[0]] += pieces.has_local[self._at]
-        m, seen = self.model.machine, units.seen
+        m, seen, units = self.model.machine, self.units.seen, self.units
         of_rank, _ = neighbourhoods(m)
         #: bool [C, S], ranks seen from the owner that are elsewhere, and others of the first host.
         self._far = of_rank[seen] != of_rank[seen[:, :1]]
@@ -167,7 +163,7 @@ class OwnerRows:
                 out[..., which] += np.where(np.isfinite(at), at, 0.0)  # there may be no such rank
         return out
 
-    def _rows(self, distinguished: Load | None, implied: np.ndarray) -> Iterator[_Row]:
+    def _rows(self, distinguished: Load | None) -> Iterator[_Row]:
         model, pieces = self.model, self.pieces
         pushes = any(o.kind == PUSH for o in self.options)
         if not (model.machine.world_size > 1 and pushes and model.training):
@@ -180,16 +176,14 @@ class OwnerRows:
             yield from self._rows_of(load, phases)
         # The piece is on a rank of the distinguished host, whatever else it loads.
         if distinguished is not None and distinguished in loads:
-            number = np.arange(len(implied)).reshape(pieces.has_local.shape)
             for load in filter(self._is_far, loads):
-                yield (APART, load, distinguished, float(implied[
-                    number[distinguished], number[load]]), phases[load[0]], 0 * phases[0])
+                yield APART, load, distinguished, phases[load[0]], 0 * phases[0]
 
     def _rows_of(self, load: Load, phases: np.ndarray) -> Iterator[_Row]:
         """The rows of one load, a distinguished host apart."""
         machine, model = self.model.machine, self.model
         one, group = phases[load[0]], GROUPS[load[1]]
-        yield (READER if self.pieces.has_local[load] else PIECE, load, load, 1.0, one, 0 * one)
+        yield READER if self.pieces.has_local[load] else PIECE, load, load, one, 0 * one
         if not self._is_far(load):
             return
         of_rank, slowest = neighbourhoods(machine)
@@ -203,7 +197,7 @@ class OwnerRows:
             # The owner receives what it sent in the last phase.
             sent[RETURNED] = max(1.0, most) * phases[-1]
         for kind, x in sent.items():
-            yield kind, load, load, 1.0, one + spared * x, spared * x * waits
+            yield kind, load, load, one + spared * x, spared * x * waits
 
     def _is_far(self, load: Load) -> bool:
         """Whether bytes of a load go over the slowest links."""

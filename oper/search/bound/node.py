@@ -14,6 +14,7 @@ from math import isqrt
 import numpy as np
 
 from oper.search import native
+from oper.search.bound.inequalities import Inequality
 from oper.search.bound.options import PUSH
 from oper.search.bound.pieces import Fit, LoadLimits
 from oper.search.bound.relaxation import Relaxation
@@ -104,11 +105,21 @@ class Node:
         self.limits = LoadLimits(none, none + np.inf) if limits is None else limits
         self.pushes = (np.zeros(len(relaxation.tables), np.uint8) if pushes is None else pushes)
         self.base = relaxation.base.copy()
-        least = (relaxation.implied * self.limits.least.reshape(-1, 1)).max(axis=0)
-        #: float64 [num_phases, 5], what some piece puts on its owner at least.
-        self.least = np.maximum(self.limits.least, least.reshape(self.limits.least.shape))
+        least = self.limits.least.ravel()
+        for _ in range(2):  # what is known of one load says more of the others
+            implied = relaxation.pieces.implied(least)
+            least = np.maximum(least, (implied * least[:, None]).max(axis=0))
+        #: float64 [num_phases, 5], what some piece puts on its owner at least; and twice these, see
+        #: `Pieces.implied`.
+        self.least = least.reshape(self.limits.least.shape)
+        self.implied = implied.reshape(2 * self.least.shape)
         for x in relaxation.inequalities:
-            self.base[x.row] += x.share * self.least[x.load]
+            self.base[x.row] += self.share(x) * self.least[x.load]
+
+    def share(self, x: Inequality) -> float:
+        """What the piece of an inequality has of its row's load at least, for each microsecond of
+        the load by which it is the largest."""
+        return 1.0 if x.at == x.load else float(self.implied[(*x.load, *x.at)])
 
     @cached_property
     def fit(self) -> Fit:

@@ -20,9 +20,7 @@ import numpy as np
 from oper.search import native
 from oper.search.bound.options import PUSH
 from oper.search.bound.units import ANY, LOCAL, WHOLE, UnitRows
-from oper.search.cost.model import CostModel
 from oper.search.cost.tally import PARTIALS
-from oper.search.problem.machine import RankClasses
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS, TableProblem
 
@@ -73,12 +71,10 @@ class Pieces:
     of a piece is what its owner does more than a reader.
 
     Args:
-        model: the cost model.
-        tables: the tables that are free to choose.
-        classes: classes of ranks.
-        units: what units of the tables' rows ask of ranks.
+        units: what units of the tables' rows ask of ranks, by class.
         base_rows: float64 [20, W], what every plan asks.
         asks: bool [T], of which tables an owner of pushed rows asks itself, unless it has all.
+        may: bool [T, C], which tables may be pushed to which class.
 
     Attributes:
         floor: float64 [C, num_phases, 5], what every plan puts on a rank, by class.
@@ -87,8 +83,9 @@ class Pieces:
         unit: float64 [C, 20, num_phases, 5], what a unit of each tally row puts on its owner.
     """
 
-    def __init__(self, model: CostModel, tables: tuple[TableProblem, ...], classes: RankClasses,
-                 units: UnitRows, base_rows: np.ndarray, asks: np.ndarray) -> None:
+    def __init__(self, units: UnitRows, base_rows: np.ndarray, asks: np.ndarray, may: np.ndarray
+                 ) -> None:
+        model, tables, classes = units.model, units.tables, units.classes
         self.model, self.tables, self.units = model, tables, units
         self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
         self._beside_reader = self.has_local & model.training
@@ -121,6 +118,7 @@ class Pieces:
         self.streams = np.array([t.spec.dim / w[1] for t, x in zip(tables, self.widths, strict=True)
                                  for w in x], float)
         self._set_loads(asks)
+        self._set_ratios(may)
 
     def _set_loads(self, asks: np.ndarray) -> None:
         """What a table as a pushed piece puts on its owner, partial sums apart, in one piece and in
@@ -226,24 +224,34 @@ class Pieces:
         return np.asarray(load.reshape(self.floor.shape[1:])
                           + sums * self.partial[c])
 
-    def implied(self, may: np.ndarray) -> np.ndarray:
-        """What a piece puts on its owner by one load at least, of what it does by another: the
-        least ratio over all rows; float64 [G, G].
-
-        Args:
-            may: bool [T, C], which tables may be pushed to which class.
-        """
-        out = np.full((self.density.shape[-2],) * 2, np.inf)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            for k, c in np.argwhere(may).tolist():
-                sums = self.partial[c].reshape(-1, 1)
-                # Who has all rows does not ask itself.
-                whole = self.density[k, c, :, :, 2:] - self.asks[k, c, :, None]  # [2, G, 1]
-                for x in (*self.by_block[k][c], *whole, sums):  # [G, B], of widest and narrowest
+    def _set_ratios(self, may: np.ndarray) -> None:
+        """What a piece of each table puts on its owner by one load at least, of what it does by
+        another, the least ratio over all its rows (float64 [T, C, G, G]; infinite where the class
+        may own none); and what it puts on it at most (float64 [T, C, G])."""
+        number = self.density.shape[-2]
+        self._ratio = np.full((*may.shape, number, number), np.inf)
+        self._most = np.zeros((*may.shape, number))
+        for k, c in np.argwhere(may).tolist():
+            blocks, sums = self.by_block[k][c], self.partial[c].reshape(-1, 1)
+            # Who has all rows does not ask itself.
+            whole = self.density[k, c, :, :, 2:] - self.asks[k, c, :, None]  # [2, G, 1]
+            for x in (*blocks, *whole, sums):  # [G, B], of widest and narrowest
+                with np.errstate(divide="ignore", invalid="ignore"):
                     ratio = np.where(x[:, None] > 0, x[None] / x[:, None], np.inf)
-                    ratio = np.where(x[None] < 0, 0.0, ratio)
-                    out = np.minimum(out, ratio.min(axis=-1))
-        return np.where(np.isfinite(out), out, 0.0)
+                ratio = np.where(x[None] < 0, 0.0, ratio)
+                np.minimum(self._ratio[k, c], ratio.min(axis=-1), out=self._ratio[k, c])
+            ids = self.tables[k].blocks[:, IDS]
+            share = ids[ids > 0] / self.tables[k].total[IDS]
+            self._most[k, c] = (np.maximum(blocks, 0.0) @ share).max(axis=0) + (
+                sums[:, 0] * self.sums[k, -1])
+
+    def implied(self, least: np.ndarray) -> np.ndarray:
+        """What the largest piece by one load puts on its owner by another at least, for each
+        microsecond of the first, given what the first is at least (float64 [G]): a table that as
+        a whole puts less on an owner has no such piece; float64 [G, G]."""
+        has = self._most * (1 + _ROUNDING) >= least
+        found = np.where(has[..., None], self._ratio, np.inf).min(axis=(0, 1), initial=np.inf)
+        return np.where(np.isfinite(found), found, 0.0)
 
 
 class Fit:

@@ -86,16 +86,12 @@ class Relaxation:
         self.asks = np.array([all(x.mode == "pull" or x.placement == "replicated"
                                   for x in self.problem.pinned_of(t.spec.name))
                               for t in self.tables], bool)
-        self.pieces = Pieces(model, self.tables, self.classes, self.units, self.base_tally.rows,
-                             self.asks)
         # Pinned pushed rows may be those of the largest piece.
         may = np.zeros((len(self.tables), len(self.classes.ranks)), bool) | ~self.asks[:, None]
         for o in np.flatnonzero(self.pushes).tolist():
             may[:, self.options[o].rank_class] |= self.allowed[:, o]
-        #: float64 [G, G], what a piece's loads say of each other, see `Pieces.implied`.
-        self.implied = self.pieces.implied(may)
-        self._add_inequalities(OwnerRows(self.rows, self.pieces, self.units, self.options,
-                                         distinguished, self.implied))
+        self.pieces = Pieces(self.units, self.base_tally.rows, self.asks, may)
+        self._add_inequalities(OwnerRows(self.rows, self.pieces, self.options, distinguished))
         self._build_charges()
         sizes = [t.blocks.shape[0] for t in self.tables]
         self.total_ids = np.array([t.total[IDS] for t in self.tables])

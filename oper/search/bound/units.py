@@ -45,7 +45,7 @@ class UnitRows:
 
     def __init__(self, model: CostModel, classes: RankClasses, tables: tuple[TableProblem, ...]
                  ) -> None:
-        self.model, self.tables = model, tables
+        self.model, self.classes, self.tables = model, classes, tables
         self.sizes = np.array([r.size for r in classes.ranks], float)
         self._first = np.array([r[0] for r in classes.ranks], np.int64)
         number, world = self._first.size, model.machine.world_size

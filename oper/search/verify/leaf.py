@@ -124,13 +124,16 @@ class Checker:
         """
         visible = float((leaf.weights * self.visible).sum()) - leaf.memory_us
         weight = leaf.weights[:-2].reshape(len(self.beside), -1).sum(axis=1)
-        least = np.maximum(leaf.least, (self.costs.ratio * leaf.least[..., None, None]).max((0, 1)))
+        least, ratio = leaf.least, np.zeros(2 * leaf.least.shape)
+        for _ in range(2 * ("push" in self.asked)):
+            ratio = self.costs.implied(least)
+            least = np.maximum(least, (ratio * least[..., None, None]).max((0, 1)))
         floor = self.floor.min(axis=0)
         for kind, p, g, price in leaf.owner:
             times, senders = self._times(kind, p, g)
             weight += price * times
             load = self.part.apart_load if kind == APART else None
-            piece = least[p, g] if load is None else self.costs.ratio[load][p, g] * least[load]
+            piece = least[p, g] if load in (None, (p, g)) else ratio[load][p, g] * least[load]
             visible += price * float(piece + floor[p, g] + senders @ floor[:, LOCAL]
                                      - times @ self.hidden.max(axis=0))
         asked = Asked({k: np.moveaxis(self._price(x, leaf), 1, 0) for k, x in self.asked.items()},

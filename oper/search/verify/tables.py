@@ -104,7 +104,6 @@ class TableCosts:
         self.of = np.repeat(np.arange(len(tables)), [len(w) for w in widths])
         self.width = np.concatenate([np.zeros(0, np.int64), *widths])
         self.share = self.width / self.dims[self.of]  # of a table's columns
-        self.ratio: np.ndarray = np.zeros((1, 1, 1, 1))
 
     def set_loads(self, each: np.ndarray, partial: np.ndarray, asks: np.ndarray) -> None:
         """Say what pushed pieces put on their owners, by class, phase and group.
@@ -120,7 +119,9 @@ class TableCosts:
             low: float64 [N, C, P, 5], what all ids would ask if they were those of the block where
                 that is least.
             spared: float64 [T, C, P, 5], what the owner of all rows does not ask.
-            ratio: float64 [P, 5, P, 5], least load by the second that a piece has by the first.
+            ratio: float64 [T, C, G, G], least load by the second that a piece has by the first, of
+                all G loads; infinite where the class may own none.
+            top: float64 [T, C, G], what it has at most.
         """
         self.partial = partial
         self.spared = (self.total * self.asks)[:, None, None, None] * asks
@@ -128,7 +129,9 @@ class TableCosts:
         self.unit = share * each[self.of, 0] + (1 - share) * each[self.of, 1]
         self.unit[:, :, 0] += self.asks[self.of, None, None, None] * asks
         self.low = np.zeros((self.of.size, *partial.shape))
-        ratio = np.full((partial[0].size,) * 2, np.inf)
+        number = partial[0].size
+        self.top = np.zeros((len(self.tables), len(partial), number))
+        self.ratio = np.full((*self.top.shape, number), np.inf)
         for k, t in enumerate(self.tables):
             n = np.flatnonzero(self.of == k)
             blocks = t.blocks[t.blocks[:, IDS] > 0, IDS:]
@@ -136,14 +139,24 @@ class TableCosts:
                                  self.unit[n])
             self.low[n] = by_block.min(axis=1)
             whole = np.einsum("f,ncfpg->ncpg", t.total[IDS:], self.unit[n]) - self.spared[k]
-            ends = np.flatnonzero(self.width[n] >= min(NARROWEST, self.dims[k]))[[0, -1]]
+            wide = np.flatnonzero(self.width[n] >= min(NARROWEST, self.dims[k]))
+            ends = wide[[0, min(1, wide.size - 1)]]  # the widest, and the narrowest
             some = np.concatenate([*by_block[ends], np.maximum(whole[ends], 0.0), partial[None]])
-            some = some[:, self.may["push"][k] | (not self.asks[k])].reshape(-1, len(ratio))
+            some = some.reshape(*some.shape[:2], number)
             with np.errstate(divide="ignore", invalid="ignore"):
-                found = np.where(some[:, :, None] > 0, some[:, None] / some[:, :, None], np.inf)
-            ratio = np.minimum(ratio, found.min(axis=0, initial=np.inf))
-        ratio = np.where(np.isfinite(ratio), ratio, 0.0)
-        self.ratio = ratio.reshape(partial.shape[1:] * 2)
+                found = np.where(some[..., None] > 0, some[..., None, :] / some[..., None], np.inf)
+            may = self.may["push"][k] | (not self.asks[k])
+            self.ratio[k][may] = found.min(axis=0)[may]
+            share = (blocks[:, 0] / self.total[k]).reshape(-1, 1, 1, 1)
+            most = (np.maximum(by_block[ends], 0.0) * share).sum(axis=1).max(axis=0)
+            self.top[k] = (most + partial * self.sums[k, -1]).reshape(self.top[k].shape)
+
+    def implied(self, least: np.ndarray) -> np.ndarray:
+        """What the largest piece by one load has of another at least, for each microsecond of the
+        first, which is at least so much (float64 [P, 5]); float64 [P, 5, P, 5]."""
+        has = self.top * (1 + _ROUNDING) >= least.ravel()
+        found = np.where(has[..., None], self.ratio, np.inf).min(axis=(0, 1), initial=np.inf)
+        return np.where(np.isfinite(found), found, 0.0).reshape(2 * least.shape)
 
     def least(self, asked: Asked, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
         """Least cost of every table; infinite where the leaf has no placement of it.
