@@ -32,7 +32,7 @@ _SLIM = 1.04  # largest over least load, from which a node is branched on at the
 _FAR = 8.0  # limits that begin at 0 are branched on as if they began at a part of their end
 _STAY = 0.5  # a load is cut again if it is overlooked by this share of the worst one
 _CANDIDATES = 3  # loads, and tables, that are tried
-_PRICED = 1500  # tables that a way to branch may price again by round: of more, fewer are tried
+_PRICED = 1500  # tables that all that are tried may price again by round: of more, fewer are tried
 _ROUND = 20  # what a round takes beside pricing, in tables priced: measured with 4 to 100 tables
 _IN_PART = 1e-3  # share that a table must push at least, and not push, to be branched at
 _IDLE = 0.05  # weight of a load whose resource has no price
@@ -116,8 +116,10 @@ class SearchTree:
             if not loads and not tables:
                 self.is_single = self.solved == 0
                 break
-            most = min(_CANDIDATES, max(1, _PRICED // len(node.node.pushes)))
-            tried = loads[:most] + tables[:most]
+            tried = loads[:_CANDIDATES] + tables[:_CANDIDATES]
+            most = max(1, _PRICED // len(node.node.pushes))
+            if len(tried) > most:
+                tried = sorted(tried, key=lambda x: -x.score)[:most]
             again = next((x for x in loads if x.at == last), None)
             if again and again.ratio >= _SLIM and again.score >= _STAY * loads[0].score:
                 tried = [again]
