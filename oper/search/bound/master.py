@@ -35,6 +35,7 @@ class Pool:
         table: table of each.
         configuration: each of them.
         resources: float64 [R], what each asks of the resource rows.
+        known: what tells each from others, in the same order.
         weight: float64 [N], share of each in the relaxed solution.
         basis: where the simplex ended: HiGHS' statuses of the columns that are no configuration,
             and of the rows; None before.
@@ -45,7 +46,7 @@ class Pool:
     configuration: list[Configuration] = field(default_factory=list)
     resources: list[np.ndarray] = field(default_factory=list)
     weight: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    known: set[tuple[Any, ...]] = field(default_factory=set)
+    known: dict[tuple[Any, ...], None] = field(default_factory=dict)
     basis: tuple[list[Any], list[Any]] | None = None
     in_basis: list[bool] = field(default_factory=list)
 
@@ -54,19 +55,14 @@ class Pool:
         new = []
         for k in wanted.tolist():
             found = columns.configurations[k]
-            if found is not None and self._note(k, found):
-                new.append(len(self.table))
-                self.table.append(k)
-                self.configuration.append(found)
-                self.resources.append(columns.resources[k])
+            if found is None or (key := (k, *(p.key for p in found))) in self.known:
+                continue
+            new.append(len(self.table))
+            self.known[key] = None
+            self.table.append(k)
+            self.configuration.append(found)
+            self.resources.append(columns.resources[k])
         return new
-
-    def _note(self, k: int, found: Configuration) -> bool:
-        """Whether the configuration is new."""
-        key = (k, *(p.key for p in found))
-        is_new = key not in self.known
-        self.known.add(key)
-        return is_new
 
     def least_costs(self, prices: np.ndarray, num_tables: int) -> np.ndarray:
         """What each table's cheapest configuration costs at `prices`; float64 [T]."""
@@ -91,13 +87,14 @@ class Pool:
         keep = np.zeros(tables.size, bool)
         keep[order] = np.arange(tables.size) - first < _KEPT
         keep |= self.weight[at] > 0
+        known = list(self.known)
         for i in np.flatnonzero(keep).tolist():
             n = at[i]
-            if out._note(self.table[n], self.configuration[n]):
-                out.table.append(self.table[n])
-                out.configuration.append(self.configuration[n])
-                out.resources.append(rows[i])
-                out.in_basis.append(self.in_basis[n])
+            out.known[known[n]] = None
+            out.table.append(self.table[n])
+            out.configuration.append(self.configuration[n])
+            out.resources.append(rows[i])
+            out.in_basis.append(self.in_basis[n])
         out.basis = self.basis
         return out
 

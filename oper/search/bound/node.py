@@ -172,8 +172,9 @@ class Node:
             choice = np.where((mode == ONE_TIER)[r.table_of], one_stay, stay)
             pushed = chosen > 0
             choice[pushed] = options[chosen[pushed] - 1]
-            amount = r.amounts(choice)
-            for k in np.flatnonzero(piece["num_parts"] > slot).tolist():
+            wanted = piece["num_parts"] > slot
+            amount = r.amounts(choice, wanted)
+            for k in np.flatnonzero(wanted).tolist():
                 parts[k].append(PieceChoice(
                     float(piece["share"][k, slot]), float(piece["streams"][k, slot]),
                     int(piece["kind"][k, slot]), int(mode[k]),

@@ -286,15 +286,18 @@ class Relaxation:
         """Number of resource rows R."""
         return self.phase_of.size
 
-    def amounts(self, choice: np.ndarray) -> np.ndarray:
-        """Features by option of whole tables (int64 [num_blocks]); float64 [T, M, 4]."""
+    def amounts(self, choice: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Features by option of some whole tables (bool [T]) whose blocks are placed by `choice`
+        (int64 [num_blocks]); float64 [T, M, 4], 0 for other tables."""
         shape = (len(self.tables), len(self.options), NUM_FEATURES)
-        own = self.own_share[np.arange(choice.size), choice]
         out = np.zeros((shape[0] * shape[1], NUM_FEATURES))
+        b = np.flatnonzero(wanted[self.table_of])
+        choice, own = choice[b], self.own_share[b, choice[b]]
         for option, share in ((choice, own), (self.plain[choice], 1.0 - own)):
-            at = self.table_of * len(self.options) + option
-            out += np.stack([np.bincount(at, f * share, minlength=len(out))
-                             for f in self.features.T], axis=-1)
+            if share.any():
+                at = self.table_of[b] * len(self.options) + option
+                out += np.stack([np.bincount(at, f * share, minlength=len(out))
+                                 for f in self.features[b].T], axis=-1)
         return out.reshape(shape)
 
     def by_option(self, asked: np.ndarray) -> np.ndarray:

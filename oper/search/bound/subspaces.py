@@ -31,7 +31,6 @@ _NEGLIGIBLE = 1e-2  # of a step
 _MANY_HOSTS = 4  # above which planning looks at none of them apart where ranks differ
 _MANY_CLASSES = 2  # of ranks, above which prices with a distinguished host take too long
 _OVERFLOW = 1e-6  # of a memory, up to which a relaxed solution fits
-_TURN = 6  # nodes of one subspace before another may have its turn: one cut at every load tried
 
 
 class Subspace:
@@ -171,7 +170,7 @@ def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float
     while sum(x.work for x in parts) < end:
         lowest = min(parts, key=lambda x: x.lower_bound_us)
         solved, known = lowest.solved, lowest.lower_bound_us
-        raise_(lowest, _TURN, step_us, goal_us, deadline)
+        raise_(lowest, 1, step_us, goal_us, deadline)
         if lowest.solved == solved and lowest.lower_bound_us <= known:
             break
     return sum(x.solved for x in parts) - before
