@@ -8,10 +8,7 @@ seconds for every byte that other hosts (on a single host, memory domains) own, 
 the n of W ranks of its own host own, e, they send to all others within T, and where the time of a
 link includes the rank's own, within T - R: `e (W - n) <= sum over them of (T - R) / s`. So
 `T + k (T - R) >= y + R + s E` with k the largest `s_r / (W - n) sum 1 / s` of all ranks, which is
-`n / (W - n)` where links are alike, and s the least s_r. What is read in the forward phase comes
-back as gradients in the update phase, with T_u and R_u, which limits what a host owns as well:
-`T + k b (T_u - R_u) >= y + R + s E`, b >= 1 being the largest ratio of a row's bytes to its
-gradient's.
+`n / (W - n)` where links are alike, and s the least s_r.
 
 Better still is a relaxation in which the ranks of the host (on a single host: of the memory domain)
 that owns the piece are a class of their own (`Relaxation(distinguished=...)`): what such a reader
@@ -23,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,11 +32,9 @@ from oper.search.problem.machine import GROUPS, TERMS, Machine
 from oper.search.problem.statement import NUM_FEATURES
 
 Load = tuple[int, int]  # phase and group of terms
-_Row = tuple[str, Load, Load, np.ndarray, np.ndarray]  # `Inequality` without its number
 #: Kinds of rows: the load of the piece alone; beside what a rank reads; the same over links, where
-#: its host is spared what it owns; that with the gradients that come back; with the
-#: distinguished host.
-PIECE, READER, SPREAD, RETURNED, APART = "piece", "reader", "spread", "returned", "apart"
+#: its host is spared what it owns; with the distinguished host.
+PIECE, READER, SPREAD, APART = "piece", "reader", "spread", "apart"
 
 
 def neighbourhoods(machine: Machine) -> tuple[np.ndarray, str]:
@@ -64,16 +60,15 @@ class Inequality:
         kind: what it says.
         at: phase and group of terms of the load that it is about.
         load: the load by which the piece is the largest.
-        times: float64 [P], the row is at most the phases' times with these weights.
-        senders: float64 [P], weights of own times of ranks that send, which take off these.
+        spared: k of the links' rows: the row is at most 1 + k times its phase, of which own work of
+            the ranks that send takes k times.
     """
 
     row: int
     kind: str
     at: Load
     load: Load
-    times: np.ndarray
-    senders: np.ndarray
+    spared: float = 0.0
 
 
 class OwnerRows:
@@ -88,7 +83,7 @@ class OwnerRows:
 
     Attributes:
         inequalities: the rows.
-        phase_of: int64 [O], their phases, -2 where they bound several together.
+        phase_of: int64 [O], their phases, -2 where they may exceed these.
         weight: float64 [O, P], a row is at most the weighted sum of the phases' times.
         base: float64 [O], what every plan asks.
         unit: float64 [C, 20, O], what a unit of each tally row, spread over a class, asks.
@@ -101,25 +96,23 @@ class OwnerRows:
         self.model, self.units = rows.model, pieces.units
         self.inequalities = [Inequality(rows.phase_of.size + n, *x)
                              for n, x in enumerate(self._rows(distinguished))]
-        shape = len(self.inequalities), len(self.model.phases)
         at = np.array([x.at for x in self.inequalities], np.int64).reshape(-1, 2)
-        self._at, one = (at[:, 0], at[:, 1]), np.arange(len(at))
-        self.weight = np.array([x.times for x in self.inequalities]).reshape(shape)
-        senders = np.array([x.senders for x in self.inequalities]).reshape(shape)
-        #: float64 [O, P], own time that counts: where links wait for it, that of the reader, too.
-        self._own = senders.copy()
-        self._own[one, self._at[0]] += pieces.has_local[self._at]
+        self._at = phase, _ = at[:, 0], at[:, 1]
+        times = 1.0 + np.array([x.spared for x in self.inequalities])
+        self.weight = np.zeros((times.size, len(self.model.phases)))
+        self.weight[np.arange(times.size), phase] = times
+        #: float64 [O], how often own time counts: where it is part of the load, that of the reader.
+        self._own = times * pieces.has_local[self._at]
         m, seen, units = self.model.machine, self.units.seen, self.units
         of_rank, _ = neighbourhoods(m)
         #: bool [C, S], ranks seen from the owner that are elsewhere, and others of the first host.
         self._far = of_rank[seen] != of_rank[seen[:, :1]]
         self._first = np.isin(seen, first_neighbourhood(m)) & (seen != seen[:, :1])
-        plain = (self.weight.sum(axis=1) == 1.0) & (self.weight[one, self._at[0]] == 1.0)
-        self.phase_of = np.where(plain, self._at[0], -2)
+        self.phase_of = np.where(times == 1.0, phase, -2)
         floor = pieces.floor.min(axis=0)
         # Loads exceed the phases by the dense compute that hides them, at most.
-        self.base = (floor[self._at] + senders @ floor[:, LOCAL]
-                     - self.weight @ pieces.hidden.max(axis=0)[:, 0])
+        self.base = (floor[self._at] - times * pieces.hidden.max(axis=0)[phase, 0]
+                     + (times - 1.0) * pieces.has_local[self._at] * floor[phase, LOCAL])
         self.unit = self._asked(units.loads(units.each))
         self.every = self._asked(units.loads(units.every)).min(axis=0)
 
@@ -148,14 +141,15 @@ class OwnerRows:
             float64 [C, ..., O].
         """
         out = np.zeros((*loads.shape[:-3], len(self._own)))
-        out += self.units.group_us(loads)[..., LOCAL, :].min(axis=(0, -1)) @ self._own.T
+        own = self.units.group_us(loads)[..., LOCAL, :].min(axis=(0, -1))
+        out += own[..., self._at[0]] * self._own
         links = loads[..., 1:1 + NUM_PIECE_GROUPS, :]
         seconds = 1e6 * self.units.seconds(loads.ndim)[..., 1:1 + NUM_PIECE_GROUPS, :]
         far, first = (np.expand_dims(x, tuple(range(1, loads.ndim - 1)))
                       for x in (self._far, self._first))
         kinds = np.array([x.kind for x in self.inequalities], str)
         for which, least in (
-                (np.isin(kinds, (SPREAD, RETURNED)), seconds.min(axis=(0, -1))
+                (kinds == SPREAD, seconds.min(axis=(0, -1))
                  * links.min(axis=(0, -1), initial=np.inf, where=far)),
                 (kinds == APART, (links * seconds).min(axis=-1, initial=np.inf, where=first))):
             if which.any():
@@ -163,41 +157,30 @@ class OwnerRows:
                 out[..., which] += np.where(np.isfinite(at), at, 0.0)  # there may be no such rank
         return out
 
-    def _rows(self, distinguished: Load | None) -> Iterator[_Row]:
+    def _rows(self, distinguished: Load | None) -> Iterator[tuple[Any, ...]]:
+        """`Inequality` without its number."""
         model, pieces = self.model, self.pieces
         pushes = any(o.kind == PUSH for o in self.options)
         if not (model.machine.world_size > 1 and pushes and model.training):
             return
-        phases = np.eye(len(model.phases))
         loads = [(phase, group)
                  for phase in range(model.phases.index("forward"), len(model.phases))
                  for group in np.flatnonzero(pieces.unit[:, :, phase].any(axis=(0, 1))).tolist()]
         for load in loads:
-            yield from self._rows_of(load, phases)
+            yield READER if pieces.has_local[load] else PIECE, load, load
+            if self._is_far(load):
+                yield SPREAD, load, load, self._spared(load)
         # The piece is on a rank of the distinguished host, whatever else it loads.
         if distinguished is not None and distinguished in loads:
             for load in filter(self._is_far, loads):
-                yield APART, load, distinguished, phases[load[0]], 0 * phases[0]
+                yield APART, load, distinguished
 
-    def _rows_of(self, load: Load, phases: np.ndarray) -> Iterator[_Row]:
-        """The rows of one load, a distinguished host apart."""
-        machine, model = self.model.machine, self.model
-        one, group = phases[load[0]], GROUPS[load[1]]
-        yield READER if self.pieces.has_local[load] else PIECE, load, load, one, 0 * one
-        if not self._is_far(load):
-            return
-        of_rank, slowest = neighbourhoods(machine)
-        seconds = machine.seconds_per_unit[TERMS.index(group)]
+    def _spared(self, load: Load) -> float:
+        machine = self.model.machine
+        of_rank, _ = neighbourhoods(machine)
+        seconds = machine.seconds_per_unit[TERMS.index(GROUPS[load[1]])]
         others = machine.world_size - np.bincount(of_rank)[of_rank]
-        spared = float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
-        waits = model.has_local[:, GROUPS.index(slowest)]
-        sent = {SPREAD: one}
-        if model.phases[load[0]] == "forward" and group.endswith("in"):
-            most = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
-            # The owner receives what it sent in the last phase.
-            sent[RETURNED] = max(1.0, most) * phases[-1]
-        for kind, x in sent.items():
-            yield kind, load, load, one + spared * x, spared * x * waits
+        return float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
 
     def _is_far(self, load: Load) -> bool:
         """Whether bytes of a load go over the slowest links."""

@@ -65,7 +65,7 @@ class Relaxation:
         unit: float64 [C, 20, R], what a unit of each tally row, spread over a class, asks.
         base: float64 [R], what every plan asks.
         pinned: float64 [R], what rows that are pinned ask; part of `base`, and of no configuration.
-        phase_of: int64 [R], phase of each row, -1 for memory, -2 for rows of several phases.
+        phase_of: int64 [R], phase of each row, -1 for memory, -2 for rows that may exceed theirs.
         phase_weight: float64 [R, P], a row is at most the weighted sum of the phases' times.
         fixed_us: fixed cost of a step.
     """

@@ -88,11 +88,9 @@ class CandidatePool:
         self.amounts: list[np.ndarray] = [none] * num_tables
         self.pick = np.zeros(num_tables, np.int64)
         weight = self.relaxation.phase_weight
-        several = (weight > 0).sum(axis=1) > 1
-        #: Rows about one phase with their weights in it, and those about several phases.
+        #: By phase, the rows about it with their weights in it.
         self._phases = [(rows, weight[rows, p]) for p in range(weight.shape[1])
-                        for rows in [np.flatnonzero((weight[:, p] > 0) & ~several)]]
-        self._several = np.flatnonzero(several)
+                        for rows in [np.flatnonzero(weight[:, p])]]
         self.full = 1.0 - self._rounding() - reserve
         self._from_pool(bound)
         self.total = self.node.base - self.relaxation.pinned + sum(
@@ -231,11 +229,6 @@ class CandidatePool:
         times = np.stack([np.maximum((totals[:, rows] / weight).max(axis=1), 0.0)
                           for rows, weight in self._phases], axis=1)
         step = self.relaxation.fixed_us + times.sum(axis=1)
-        if self._several.size:
-            # What the phases lack together is added to the one that it counts most in.
-            weight = self.relaxation.phase_weight[self._several]
-            lack = (totals[:, self._several] - times @ weight.T) / weight.max(axis=1)
-            step += np.maximum(lack.max(axis=1), 0.0)
         over = np.maximum(totals[:, self.relaxation.phase_of == -1] - self.full, 0.0).sum(axis=1)
         # The mean of the rows breaks ties among plans of equal peaks.
         return step * (1.0 + _OVERFLOW * over) + 1e-7 * totals.mean(axis=1)

@@ -35,7 +35,6 @@ from oper.search.verify.prices import (
     KINDS,
     PARTLY,
     PUSHES,
-    RETURNED,
     SPREAD,
     STILL as PUSHES_NOTHING,
     WHOLLY,
@@ -264,10 +263,8 @@ class _Proof:
         if not (self.problem.training and m.world_size > 1):
             raise _NotShown("the proof has rows about owners of pushed pieces, but this problem "
                             "has no such owners")
-        if kind in (SPREAD, RETURNED, APART) and not (
-                m.domain.any() and what[1] in links
-                and (kind != RETURNED or what == ["forward", links[0]])
-                and (kind != APART or part.apart)):
+        if kind in (SPREAD, APART) and not (
+                m.domain.any() and what[1] in links and (kind != APART or part.apart)):
             raise _NotShown(f"the proof has a row {kind!r} about {what}")
 
 

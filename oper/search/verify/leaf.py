@@ -24,7 +24,6 @@ from oper.search.verify.prices import (
     APART,
     PIECE,
     READER,
-    RETURNED,
     SPREAD,
     Leaf,
     Part,
@@ -130,36 +129,31 @@ class Checker:
             least = np.maximum(least, (ratio * least[..., None, None]).max((0, 1)))
         floor = self.floor.min(axis=0)
         for kind, p, g, price in leaf.owner:
-            times, senders = self._times(kind, p, g)
-            weight += price * times
+            times = 1.0 + self._spared(kind, g)
+            weight[p] += price * times
             load = self.part.apart_load if kind == APART else None
             piece = least[p, g] if load in (None, (p, g)) else ratio[load][p, g] * least[load]
-            visible += price * float(piece + floor[p, g] + senders @ floor[:, LOCAL]
-                                     - times @ self.hidden.max(axis=0))
+            visible += price * float(
+                piece + floor[p, g] - times * self.hidden[:, p].max()
+                + (times - 1.0) * self.model.has_local[p, g] * floor[p, LOCAL])
         asked = Asked({k: np.moveaxis(self._price(x, leaf), 1, 0) for k, x in self.asked.items()},
                       *self._price(self.owned, leaf).T, *self._price(self.charges, leaf)[0])
         found = self.costs.least(asked, leaf, self.floor - self.hidden[..., None])
         return fixed_us + (visible + float(found.sum())) / max(1.0, float(weight.max()))
 
-    def _times(self, kind: str, p: int, g: int) -> tuple[np.ndarray, np.ndarray]:
-        """Weights of the phases' times that bound a row about an owner, and weights of what any
-        rank does by itself in these phases that the row counts in addition; float64 [P] each.
+    def _spared(self, kind: str, g: int) -> float:
+        """What ranks of the owner's host may send of a row that it is spared, in its phases.
 
         A rank that takes s seconds for a byte reads all that other hosts own, `E - e` bytes of E.
         What its own host owns, `e (others) <= (T - R) sum 1 / s` of it sends within a phase of
-        length T, in which ranks work for R by themselves where the exchange waits for that; or it
-        gets that back as gradients. So `T + spared (T - R) >= load + s E`.
+        length T, in which ranks work for R by themselves where the exchange waits for that. So
+        `T + spared (T - R) >= load + s E`.
         """
-        m, hood, senders = self.model.machine, self.probe.hood, np.zeros(len(self.beside))
-        times = np.eye(len(self.beside))[p]
-        if kind in (SPREAD, RETURNED):
-            seconds, others = m.seconds_per_unit[g + 1], m.world_size - np.bincount(hood)[hood]
-            spared = float((seconds * np.bincount(hood, 1 / seconds)[hood] / others).max())
-            widest = max(t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables)
-            at, spared = (p, spared) if kind == SPREAD else (-1, spared * max(1.0, widest))
-            times[at] += spared
-            senders[at] = spared * self.model.has_local[at, g]
-        return times, senders
+        if kind != SPREAD:
+            return 0.0
+        m, hood = self.model.machine, self.probe.hood
+        seconds, others = m.seconds_per_unit[g + 1], m.world_size - np.bincount(hood)[hood]
+        return float((seconds * np.bincount(hood, 1 / seconds)[hood] / others).max())
 
     def _price(self, x: Loads, leaf: Leaf) -> np.ndarray:
         """Cost of each unit at the leaf's prices, including the least that the owner of the
@@ -167,9 +161,9 @@ class Checker:
         y = np.stack([leaf.weights[:, r] for r in self.probe.first], axis=-1)  # [L, C]
         out = np.asarray(np.einsum("...lc,lc->...", x.total, y))
         for kind, p, g, price in leaf.owner:
-            own = self._times(kind, p, g)[1]
-            own[p] += self.beside[p, g] * (kind != PIECE)
-            out = out + price * (x.read @ own)
+            if kind != PIECE:
+                times = 1.0 + self._spared(kind, g)
+                out = out + price * times * self.beside[p, g] * x.read[..., p]
             if kind not in (PIECE, READER):
                 out = out + price * (x.apart if kind == APART else x.far)[..., p, g]
         return out

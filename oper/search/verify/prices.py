@@ -11,8 +11,8 @@ import numpy as np
 FREE, STILL, PUSHES, PARTLY, WHOLLY = 0, 1, 2, 3, 4
 #: Kinds of rows about the rank that owns the piece with the largest load in a phase and group:
 #: the load alone; beside what a rank reads; the same over links, where its host is spared what it
-#: owns; that with the gradients which come back; and with the host's ranks as a class of their own.
-KINDS = PIECE, READER, SPREAD, RETURNED, APART = "piece", "reader", "spread", "returned", "apart"
+#: owns; and with the host's ranks as a class of their own.
+KINDS = PIECE, READER, SPREAD, APART = "piece", "reader", "spread", "apart"
 
 
 @dataclass(frozen=True, eq=False)
