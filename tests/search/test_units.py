@@ -1,0 +1,84 @@
+"""What a unit of a table's rows asks: probed for a few ranks, as the cost model has it for all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_branching import TOPOLOGIES, stated
+
+from oper.search.bound.options import PUSH, REPLICATED, SHARD, row_makers
+from oper.search.bound.relaxation import Relaxation
+from oper.search.bound.units import ANY, LOCAL, WHOLE
+from oper.search.cost.model import CostModel
+from oper.search.problem.machine import GROUPS
+from oper.search.problem.space import WITH_COLUMNS
+from oper.search.problem.statement import IDS, NUM_FEATURES
+from oper.search.verify.leaf import Checker
+from oper.search.verify.prices import Part
+
+COSTS = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "update_ns": 10.0,
+         "run_ns": 3.0, "refresh_ns": 4.0, "wire_ns": 0.3, "odd_ns": 2.0, "warm_share": 0.4}
+
+
+@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
+@pytest.mark.parametrize("kind", [REPLICATED, SHARD, PUSH])
+def test_units_load_ranks_as_the_cost_model_says(name, kind):
+    relaxation = Relaxation(CostModel(stated(3, name, costs=COSTS)))
+    model, units = relaxation.model, relaxation.units
+    world, each = model.machine.world_size, np.arange(NUM_FEATURES)
+    found = [units.loads(units.of(kind)[n]) for n in (WHOLE, ANY)]
+    for c, ranks in enumerate(relaxation.classes.ranks):
+        owner = np.zeros((NUM_FEATURES, NUM_FEATURES, world))
+        owner[each, each, ranks[0]] = 1.0
+        for k, t in enumerate(relaxation.tables):
+            once, twice = (model.loads(row_makers(model)[kind](t, w, owner))
+                           for w in (t.spec.dim, 2 * t.spec.dim))
+            for mine, loads in zip(found, (once, 2 * once - twice), strict=True):
+                assert mine[c, k] == pytest.approx(loads[..., units.seen[c]], rel=1e-9, abs=1e-9)
+                # And no other rank has less, or more, of anything.
+                assert mine[c, k].min(axis=-1) == pytest.approx(loads.min(axis=-1), abs=1e-9)
+                assert mine[c, k].max(axis=-1) == pytest.approx(loads.max(axis=-1), abs=1e-9)
+                local = model.group_us(loads)[..., LOCAL, :].min(axis=-1)
+                seen = units.group_us(mine)[c, k, ..., LOCAL, :].min(axis=-1)
+                assert seen == pytest.approx(local, rel=1e-9, abs=1e-9)
+
+
+def test_own_work_of_ranks_that_send_is_part_of_rows_about_links():
+    """Where hosts exchange messages, more own work of everybody raises such a row by more."""
+    rows = {}
+    for name in ("hosts", "gpus"):
+        relaxation = Relaxation(CostModel(stated(1, name, costs={"id_ns": 1.0})))
+        far = [x for x in relaxation.inequalities if x.kind == "spread"]
+        assert far and all(x.spared > 0 for x in far)
+        rows[name] = relaxation.unit[0, relaxation.model.every_pass[0], [x.row for x in far]]
+        every = relaxation.every[relaxation.model.every_pass[0], [x.row for x in far]]
+        forward = [x.at[0] == relaxation.model.phases.index("forward") for x in far]
+        waits = name == "hosts"  # on one host, ranks read each other's memory while they work
+        assert every == pytest.approx([waits * f * (1 + x.spared) * 1e-3
+                                       for f, x in zip(forward, far, strict=True)])
+
+
+def test_all_far_loads_of_the_distinguished_host_have_a_row():
+    problem = stated(1, "hosts")
+    load = 0, GROUPS.index("cross_in")
+    relaxation = Relaxation(CostModel(problem), load)
+    apart = [x for x in relaxation.inequalities if x.kind == "apart"]
+    assert {x.at for x in apart} == {(p, GROUPS.index(g)) for p in (0, 2)
+                                     for g in ("cross_in", "cross_out")}
+    assert {x.load for x in apart} == {load}
+
+
+@pytest.mark.parametrize("name", ["gpus", "hosts", "unequal"])
+def test_the_checker_knows_what_pieces_of_every_width_say(name):
+    problem = stated(2, name, costs=COSTS)
+    relaxation = Relaxation(CostModel(problem))
+    classes = tuple(tuple(r.tolist()) for r in relaxation.classes.ranks)
+    costs = Checker(relaxation.model, Part((WITH_COLUMNS,), classes, (), (), None)).costs
+    least = np.zeros(costs.partial.shape[1:])
+    implied = costs.implied(least).reshape(least.size, least.size)
+    assert np.count_nonzero(implied) > least.size
+    for n in np.flatnonzero(costs.width >= 8).tolist():
+        blocks = costs.tables[costs.of[n]].blocks
+        load = np.einsum("bf,cfpg->bcpg", blocks[:, IDS:], costs.unit[n])
+        load = np.maximum(load, 0.0).reshape(-1, least.size)
+        assert (implied * load[:, :, None] <= load[:, None] * (1 + 1e-9) + 1e-9).all()
