@@ -9,9 +9,9 @@ the n of W ranks of its own host own, e, they send to all others within T: `e (W
 them of T / s`. So `T (1 + k) >= y + s E` with k the largest `s_r / (W - n) sum 1 / s` of all ranks,
 which is `n / (W - n)` where links are alike, and s the least s_r. What is read in the forward phase
 T_f comes back as gradients in the phase T_u, which limits what a host owns as well: `T_f + k b T_u
->= y + s E`, b >= 1 being the largest ratio of a row's bytes to its gradient's. Where the time of a
-link includes the rank's own, so does y, and R is added: own time is y's and R, bytes are y's and at
-least what is said above.
+>= y + s E`, b >= 1 being the largest ratio of an answer's bytes to its gradient's. Where the time
+of a link includes the rank's own, so does y, and R is added: own time is y's and R, bytes are y's
+and at least what is said above.
 
 Better still is a relaxation in which the ranks of the host (on a single host: of the memory domain)
 that owns the piece are a class of their own (`Relaxation(distinguished=...)`): what such a reader
@@ -64,8 +64,8 @@ class Inequalities:
         phase_of: int64 [O], its phase, -2 where it bounds several together.
         weight: float64 [O, P], a row is at most the weighted sum of the phases' times.
         base: float64 [O], what every plan asks.
-        unit: float64 [C, 20, O], what a unit of each tally row, spread over a class, asks.
-        every: float64 [20, O], what a unit of each tally row on every rank asks.
+        unit: float64 [C, 22, O], what a unit of each tally row, spread over a class, asks.
+        every: float64 [22, O], what a unit of each tally row on every rank asks.
         coefficients: float64 [T, M, 4, O], what a unit of each feature asks, by option.
         per_stream: float64 [T, M, 4, O], what every further id stream adds.
     """
@@ -166,7 +166,7 @@ class InequalityMaker:
 
     def _read_apart(self, rows: np.ndarray, load: Load) -> np.ndarray:
         """What a reader of the first neighbourhood has on its links at least, in the phase and
-        group `load`; rows float64 [C, F, 20, W], by class of the owner -> [C, F]."""
+        group `load`; rows float64 [C, F, 22, W], by class of the owner -> [C, F]."""
         m, (phase, group) = self.model.machine, load
         owner = np.arange(m.world_size) == np.array([r[0] for r in self.classes.ranks])[:, None]
         there = np.isin(np.arange(m.world_size), first_neighbourhood(m)) & ~owner  # [C, W]
@@ -188,9 +188,9 @@ class InequalityMaker:
         spared = float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
         out.append((one * (1.0 + spared), SPREAD))
         if self.model.phases[phase] == "forward" and group.endswith("in"):
-            most = max((t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables), default=1.0)
+            most = self.model.messages.most_per_gradient(self.tables)
             # The owner receives what it sent in the last phase.
-            out.append((one + spared * max(1.0, most) * np.eye(num_phases)[-1], RETURNED))
+            out.append((one + spared * most * np.eye(num_phases)[-1], RETURNED))
         return out
 
     def _owned(self, number: int) -> np.ndarray:
@@ -207,7 +207,7 @@ class InequalityMaker:
         over links the bytes that ranks of other neighbourhoods read, over the fastest ones.
 
         Args:
-            rows: float64 [C, F, 20, W], tally rows by class of who has the units; without the first
+            rows: float64 [C, F, 22, W], tally rows by class of who has the units; without the first
                 axis where all ranks have them.
 
         Returns:

@@ -84,14 +84,14 @@ def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int,
 
 
 def group_us(model: CostModel, tally_rows: np.ndarray) -> np.ndarray:
-    """Microseconds of tally rows (float64 [..., 20, W]) by phase and group; float64
+    """Microseconds of tally rows (float64 [..., 22, W]) by phase and group; float64
     [..., num_phases, 5, W]."""
     return model.group_us(model.loads(tally_rows))[..., :NUM_PIECE_GROUPS, :]
 
 
 def unit_load(model: CostModel, rank: int) -> np.ndarray:
     """Microseconds that a unit of each tally row of one rank costs every rank; float64
-    [20, num_phases, 5, W]."""
+    [22, num_phases, 5, W]."""
     unit = np.zeros((NUM_ROWS, NUM_ROWS, model.machine.world_size))
     unit[np.arange(NUM_ROWS), np.arange(NUM_ROWS), rank] = 1.0
     return group_us(model, unit)
@@ -105,7 +105,7 @@ def own_load(model: CostModel, ranks: list[int]) -> np.ndarray:
         ranks: one rank of each class.
 
     Returns:
-        float64 [C, 20, num_phases, 5].
+        float64 [C, 22, num_phases, 5].
     """
     return np.stack([unit_load(model, rank)[..., rank] for rank in ranks])
 
@@ -121,7 +121,7 @@ class Pieces:
         model: the cost model.
         tables: the tables that are free to choose.
         classes: classes of ranks.
-        base_rows: float64 [20, W], what every plan asks.
+        base_rows: float64 [22, W], what every plan asks.
         beside_reader: whether own time counts beside a reader's.
 
     Attributes:
@@ -135,7 +135,7 @@ class Pieces:
         self.model, self.tables, self.beside_reader = model, tables, beside_reader
         self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
         first = [int(r[0]) for r in classes.ranks]
-        self.unit = own_load(model, first)  # [C, 20, P, 5]
+        self.unit = own_load(model, first)  # [C, 22, P, 5]
         #: float64 [C, P, 5], what a byte of partial sums puts on the owner of a piece.
         self.partial = self.unit[:, PARTIALS].copy()
         if beside_reader:

@@ -69,7 +69,7 @@ class Relaxation:
         inequalities: row, phase and group of the rows about the owner of a large piece;
             `inequality_kinds` what each says.
         distinguished: the load by whose largest piece a host is distinguished.
-        unit: float64 [C, 20, R], what a unit of each tally row, spread over a class, asks.
+        unit: float64 [C, 22, R], what a unit of each tally row, spread over a class, asks.
         base: float64 [R], what every plan asks.
         pinned: float64 [R], what rows that are pinned ask; part of `base`, and of no configuration.
         phase_of: int64 [R], phase of each row, -1 for memory, -2 for rows of several phases.
@@ -261,7 +261,7 @@ class Relaxation:
         self.inequality_kinds = owners.kinds
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None],
                                 (NUM_ROWS, NUM_ROWS, self.model.machine.world_size))
-        #: float64 [20, R], what a unit of each tally row on every rank asks.
+        #: float64 [22, R], what a unit of each tally row on every rank asks.
         self.every = np.concatenate([rows.of_rows(every), owners.every], axis=-1)
 
     def _build_charges(self) -> None:
@@ -308,7 +308,7 @@ class Relaxation:
         return self.phase_of.size
 
     def mean(self, tally_rows: np.ndarray) -> np.ndarray:
-        """What tally rows (float64 [N, 20, W]) ask whose owners are alike within each class;
+        """What tally rows (float64 [N, 22, W]) ask whose owners are alike within each class;
         float64 [N, R]."""
         return np.asarray(np.einsum("fqc,cqr->fr", self.rows.by_class(tally_rows), self.unit))
 

@@ -196,7 +196,7 @@ def tier_rows(model: CostModel, t: TableProblem, tier: Tier, owner: np.ndarray,
 
 
 def _owner_prices(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
-    """What a unit of each tally row costs the rank that owns it; float64 [20, W], microseconds,
+    """What a unit of each tally row costs the rank that owns it; float64 [22, W], microseconds,
     groups of terms weighted by how close their class mean comes to the peak of the phase, so that
     rows are balanced by what binds."""
     model, classes = relaxation.model, relaxation.classes.ranks

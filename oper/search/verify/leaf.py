@@ -146,9 +146,9 @@ class Checker:
         if kind in (SPREAD, RETURNED):
             seconds, others = m.seconds_per_unit[g + 1], m.world_size - np.bincount(hood)[hood]
             spared = float((seconds * np.bincount(hood, 1 / seconds)[hood] / others).max())
-            widest = max(t.spec.row_bytes / (4.0 * t.spec.dim) for t in self.tables)
+            widest = self.model.messages.most_per_gradient(self.tables)
             out[p if kind == SPREAD else -1] += spared * (
-                1.0 if kind == SPREAD else max(1.0, widest))
+                1.0 if kind == SPREAD else widest)
         return out
 
     def _price(self, x: Loads, leaf: Leaf) -> np.ndarray:
