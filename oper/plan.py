@@ -19,7 +19,7 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, PlanError, fail
+from oper.messages import EXACT, MessageBits
 from oper.support.files import parse_json, write_text
-from oper.tables import CODE_BITS, TableSpec, check_unique
+from oper.tables import TableSpec, check_unique
 
 PLAN_KIND = "oper-plan"
 PLAN_VERSION = 1
@@ -39,7 +40,7 @@ MEMORIES = ("device", "host")
 OBJECTIVES = ("training", "inference")
 EXPECTED_OBJECTIVE = " or ".join(map(repr, OBJECTIVES))  # in messages
 _PLAN_KEYS = {"kind", "version", "world_size", "objective", "batch_size", "topology", "step_us",
-              "lower_bound_us", "notes", "tables", "orders"}
+              "lower_bound_us", "message_bits", "notes", "tables", "orders"}
 _TIER_KEYS = {"rows", "place", "ranks", "mode", "weights", "memory", "sbp"}
 MAX_PATTERN = 4096  # longest period of a weighted stripe
 _EMPTY = np.zeros(0, np.int64)
@@ -151,6 +152,8 @@ class Plan:
         lower_bound_us: certified lower bound of that time over all plans (0 = unknown); not above
             `step_us`.
         notes: anything else that the planner wants to say (JSON-able).
+        message_bits: of the numbers that memory domains send each other; also as
+            `MessageBits.parse` reads them.
     """
 
     world_size: int
@@ -161,6 +164,7 @@ class Plan:
     step_us: float = 0.0
     lower_bound_us: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
+    message_bits: MessageBits = EXACT
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -185,6 +189,7 @@ class Plan:
                 f">= 1, the samples per rank that step_us={self.step_us} is the time of",
                 "state it, or set step_us and lower_bound_us to 0, which is unknown"))
         check_unique(t.table for t in self.tables)
+        object.__setattr__(self, "message_bits", MessageBits.parse(self.message_bits))
         for table in self.tables:
             _check_table(table, self.world_size)
 
@@ -250,6 +255,8 @@ class Plan:
             "kind": PLAN_KIND, "version": PLAN_VERSION, "world_size": self.world_size,
             "objective": self.objective, "batch_size": self.batch_size, "topology": self.topology,
             "step_us": self.step_us, "lower_bound_us": self.lower_bound_us, "notes": self.notes}
+        if self.message_bits != EXACT:
+            head["message_bits"] = self.message_bits.to_json()
         lines = [f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in head.items()]
         body = ",\n".join("    " + json.dumps(t) for t in tables)
         lines.append(f'  "tables": [\n{body}\n  ]')
@@ -298,7 +305,8 @@ class Plan:
             return Plan(
                 _whole(value["world_size"]), tuple(tables), _text(value["objective"]),
                 _whole(value["batch_size"]), _text(value["topology"]), _number(value["step_us"]),
-                _number(value["lower_bound_us"]), _mapping(value["notes"]))
+                _number(value["lower_bound_us"]), _mapping(value["notes"]),
+                MessageBits.parse(value.get("message_bits", EXACT)))
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             if isinstance(error, PlanError | FileFormatError | InvalidInputError):
                 raise
@@ -497,20 +505,6 @@ def uniform_plan(tables: Sequence[TableSpec], world_size: int, placement: str = 
         tier = Tier(0, t.num_rows, placement, ranks)
         entries.append(TablePlan(t, (Piece(0, t.dim, (tier,)),)))
     return Plan(world_size, tuple(entries), **plan_fields)
-
-
-def owners_pool(tables: Iterable[TableSpec], trains: bool, num_domains: int) -> bool:
-    """Whether owners pool the rows of tiers in push mode; otherwise readers read them directly.
-
-    They do in training. In inference they do where ranks share no memory, and so meet in every
-    lookup anyway, but not for quantised rows.
-
-    Args:
-        tables: all tables of a collection.
-        trains: whether it is trained.
-        num_domains: memory domains of its ranks.
-    """
-    return trains or (num_domains > 1 and not any(t.dtype in CODE_BITS for t in tables))
 
 
 def one_copy_per_domain(plan: Plan, domains: Sequence[int]) -> Plan:

@@ -13,6 +13,7 @@ import numpy as np
 
 from oper.dynamic import DynamicTable
 from oper.errors import InvalidInputError, OperError, fail
+from oper.messages import EXACT, MessageBits
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan, one_copy_per_domain
 from oper.rows.remap import load_remap
 from oper.stats import AccessStats, TableStats
@@ -46,6 +47,7 @@ def shard(
     bounds_check: Any = "fatal",
     gradient_guard: str = "off",
     row_dtype: str | Mapping[str, str] | None = None,
+    message_bits: int | tuple[int, int] | None = None,
     dynamic: DynamicTable | Mapping[str, DynamicTable] | None = None,
 ) -> nn.Module:
     """Shard the embedding tables of a model by their access statistics.
@@ -79,6 +81,9 @@ def shard(
         row_dtype: for inference, what rows are stored as, for all tables or by table name:
             ``"float32"``, ``"float16"``, or ``"int8"`` and ``"int4"``, FBGEMM's row-wise
             quantisation; by default as in the model.
+        message_bits: of the numbers that hosts send each other: 32 (exact), 16 (bfloat16) or 8, or
+            one number for answers to lookups and one for gradients; see `oper.messages`. By
+            default as `plan` says, exact without one. 8 for tables in host memory only.
         dynamic: tables whose ids are raw keys instead of row numbers, all or by table name; see
             `oper.DynamicTable`. For training, in host memory that all ranks share.
 
@@ -104,6 +109,7 @@ def shard(
 
     _check_arguments({"module": module, "stats": stats, "plan": plan, "topology": topology,
                       "modules": modules, "objective": objective, "optimizer": optimizer})
+    bits = None if message_bits is None else MessageBits.parse(message_bits)
     check_environment("cannot shard")
     group = default_group(process_group)
     targets = find_targets(module, modules)
@@ -126,8 +132,12 @@ def shard(
     tables = [s for t in targets for s in t.specs]
     if rules and stats is not None:
         stats = _without(stats, rules)
-    made = _the_plan(tables, stats, plan, topology, objective, batch_size, group)
+    made = _the_plan(tables, stats, plan, topology, group,
+                     {"objective": objective, "message_bits": EXACT if bits is None else bits,
+                      "batch_size": _DEFAULT_BATCH if batch_size is None else batch_size})
     made.check_for(tables, group.world_size)
+    if bits is not None and bits != made.message_bits:  # of which the times of the plan do not tell
+        made = replace(made, message_bits=bits, step_us=0.0, lower_bound_us=0.0)
     if objective == "inference":
         from oper.shmem.group.domains import find_domains
 
@@ -318,9 +328,9 @@ def _without(stats: Any, names: Iterable[str]) -> AccessStats:
     return replace(stats, tables=stats.tables | none)
 
 
-def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, objective: str,
-              batch_size: int | None, group: Group) -> Plan:
-    """The plan to execute, the same on all ranks: rank 0 makes it."""
+def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, group: Group,
+              options: Mapping[str, Any]) -> Plan:
+    """The plan to execute, the same on all ranks: rank 0 makes it (`options`: of `make_plan`)."""
     if isinstance(plan, Plan):
         return plan
     if plan is not None:
@@ -341,7 +351,7 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
     made: Plan | Exception | None = None
     if group.rank == 0:
         try:
-            made = _make(tables, stats, topology, objective, batch_size, group.world_size)
+            made = _make(tables, stats, topology, group.world_size, options)
         except Exception as error:
             made = error
     made = group.all_gather(made)[0]
@@ -351,8 +361,8 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, obj
     return made
 
 
-def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
-          batch_size: int | None, world_size: int) -> Plan:
+def _make(tables: list[TableSpec], stats: Any, topology: Any, world_size: int,
+          options: Mapping[str, Any]) -> Plan:
     from oper.search import make_plan
     from oper.search.problem.presets import topology_preset
 
@@ -362,8 +372,7 @@ def _make(tables: list[TableSpec], stats: Any, topology: Any, objective: str,
         topology = topology_preset(os.fspath(topology), world_size)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        plan = make_plan(tables, stats, topology, objective=objective,
-                         batch_size=_DEFAULT_BATCH if batch_size is None else batch_size)
+        plan = make_plan(tables, stats, topology, **options)
     for warning in found:  # of the line that calls `shard`, which can do something about it
         warnings.warn(warning.message, stacklevel=4)
     return plan

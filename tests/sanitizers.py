@@ -92,14 +92,14 @@ _PLANNING = ("annealing", "branching", "copies", "pins", "properties")
 _DATA = ("fuzz", "generator", "loader", "plain", "preprocessing", "reading", "recipes")
 _TABLES = ("accumulation", "bag_bounds", "bounds", "clipping", "determinism", "exactness",
            "exchange", "heap", "hostile_peer", "host_memory", "interaction", "large_outputs",
-           "lookup_inputs", "migration", "one_copy", "optimizers", "publication", "pull",
-           "quantised_rows", "resolve", "row_dtypes", "traffic",
+           "lookup_inputs", "message_bits", "migration", "one_copy", "optimizers", "publication",
+           "pull", "quantised_rows", "resolve", "row_dtypes", "traffic",
            "weight_gradients", "wire")
 # Tests whose ranks or readers are threads of one process. In the others ranks are processes, of
 # which ThreadSanitizer sees one at a time, or nothing runs at once.
 _THREADED = ("accumulation", "bag_bounds", "bounds", "clipping", "exactness", "exchange", "heap",
-             "hostile_peer", "interaction", "lookup_inputs", "migration", "one_copy", "optimizers",
-             "publication", "pull", "resolve", "row_dtypes", "threads",
+             "hostile_peer", "interaction", "lookup_inputs", "message_bits", "migration",
+             "one_copy", "optimizers", "publication", "pull", "resolve", "row_dtypes", "threads",
              "traffic", "weight_gradients", "wire")
 # Beside AddressSanitizer, UndefinedBehaviorSanitizer reports to stderr whatever it is told, so that
 # its reports end the process. Leaks are not looked for: Python and torch keep memory until the

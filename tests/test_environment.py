@@ -20,7 +20,6 @@ WRONG = {
     "OPER_FBGEMM": ["/no/such/folder", str(ROOT)],
     "OPER_DEVICE_THREADS": ["0", "many", "-5", "1e4", "9" * 30],
     "OPER_DEADLINE_S": ["abc", "0", "-3", "inf", "nan"],
-    "OPER_WIRE": ["fp8", "FP16"],
     "OPER_CPU_KERNELS": ["sse", "AVX2", "avx512 "],
     "OPER_CUDA": ["yes", "2"],
     "OPER_CUDA_ARCHS": ["eighty", "80,sm_90", "8"],
@@ -30,7 +29,7 @@ RIGHT = {
     "OPER_DATA": ["/some/where"], "OPER_DEBUG": ["0", "1"], "OPER_OUTBOX_BYTES": ["1e9", "4096"],
     "OPER_DEVICE_HEAP": ["symmetric", "virtual"], "OPER_DEVICE_THREADS": ["1", "270336"],
     "OPER_DEADLINE_S": ["0.5", "300"], "OPER_DOMAIN": ["a b"],
-    "OPER_WIRE": ["exact", "fp16", "bf16"], "OPER_CPU_KERNELS": ["generic", "avx2", "avx512"],
+    "OPER_CPU_KERNELS": ["generic", "avx2", "avx512"],
     "OPER_CUDA": ["auto", "0", "1"], "OPER_CUDA_ARCHS": ["80;90", "80, 90a", "75"],
     "CUDA_HOME": ["/usr/local/cuda"], "CXX": ["clang++ -v"], "MAX_JOBS": ["2"],
 }
@@ -73,7 +72,7 @@ def test_what_a_variable_may_be_is_taken(name: str, text: str, monkeypatch: pyte
 
 def test_nothing_begins_with_nonsense() -> None:
     """Neither a command, which may never come to use it, nor one rank's `oper.shard`."""
-    name, text = "OPER_WIRE", "fp8"
+    name, text = "OPER_DEADLINE_S", "abc"
     done = run_oper("explain", "nothing.json", env={name: text})
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert f"environment variable {name}='{text}'" in done.stderr
@@ -91,12 +90,11 @@ def test_nothing_begins_with_nonsense() -> None:
 
 
 def test_doctor_calls_nonsense_a_problem() -> None:
-    done = run_oper("doctor", env={"OPER_CPU_KERNELS": "sse", "OPER_WIRE": "fp8",
+    done = run_oper("doctor", env={"OPER_CPU_KERNELS": "sse",
                                    "OPER_DEADLINE_S": "abc", "MAX_JOBS": "all"})
     assert done.returncode == 1
     missing = done.stdout[done.stdout.index("\nmissing\n"):]
     for line in ("OPER_CPU_KERNELS='sse', expected one of generic, avx2, avx512",
-                 "OPER_WIRE='fp8', expected one of exact, fp16, bf16",
                  "OPER_DEADLINE_S='abc', expected a number of seconds above 0",
                  "MAX_JOBS='all', expected a whole number above 0"):
         assert line in missing

@@ -21,7 +21,8 @@ MODULES = {
     for p in sorted((ROOT / "oper").rglob("*.py"))
 }
 
-LEAVES = frozenset({"errors", "support", "tables", "stats", "topology", "plan", "rows", "dynamic"})
+LEAVES = frozenset({"errors", "support", "tables", "stats", "topology", "plan", "rows", "dynamic",
+                    "messages"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
                   "data"}
 WORKLOADS = ENGINE | {"rl_rec", "rl_rec.models"}

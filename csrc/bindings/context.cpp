@@ -139,9 +139,10 @@ void context_set_barrier(int64_t handle, int64_t lines, std::vector<int64_t> dom
       deadline_ms);
 }
 
-// `targets`: int64 [K, 4], see ReplicaTarget. `transport`: address of a function, see Transport.
+// `targets`: int64 [K, 4], see ReplicaTarget. `bits`: of answers and of gradients. `transport`: address
+// of a function, see Transport.
 void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor targets, bool gathers,
-                          bool pulls, bool refreshes, bool shares_replicas, int64_t wire,
+                          bool pulls, bool refreshes, bool shares_replicas, std::vector<int64_t> bits,
                           int64_t collection, int64_t transport) {
   Context& context = context_of(handle);
   ExchangeSetup setup;
@@ -156,7 +157,8 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
   setup.pulls = pulls;
   setup.refreshes = refreshes;
   setup.shares_replicas = shares_replicas;
-  setup.wire = static_cast<RowType>(wire);
+  setup.answer_bits = static_cast<int32_t>(bits.at(0));
+  setup.gradient_bits = static_cast<int32_t>(bits.at(1));
   setup.collection = static_cast<uint32_t>(collection);
   setup.transport = reinterpret_cast<Transport>(transport);
   context.exchange = std::make_shared<Exchange>(context, std::move(setup));
@@ -276,7 +278,7 @@ void copy_rows(Tensor from, Tensor slots, Tensor to) {
   STD_TORCH_CHECK(count == 0 || last < from.size(0), "internal: no slot ", last);
   const int64_t unit = from.size(1) * static_cast<int64_t>(from.element_size());
   pack(static_cast<char*>(to.mutable_data_ptr()), static_cast<const char*>(from.data_ptr()), data,
-       {count, unit, RowType::kFloat32});
+       {count, unit});
 }
 
 void context_close(int64_t handle) { contexts().close(handle); }
@@ -291,7 +293,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
                 "(int handle, int lines, int[] domain, int[] pidfds, int deadline_ms) -> ()");
   OPER_OPERATOR(context_set_exchange,
                 "(int handle, int[] domain, Tensor targets, bool gathers, bool pulls, bool "
-                "refreshes, bool shares_replicas, int wire, int collection, int transport) -> ()");
+                "refreshes, bool shares_replicas, int[] bits, int collection, int transport) -> ()");
   OPER_OPERATOR(context_set_pull, "(int handle, int choice, Tensor costs) -> ()");
   OPER_OPERATOR(context_duplication, "(int handle) -> int[]");
   OPER_OPERATOR(context_sent_bytes, "(int handle, bool reset) -> int[]");

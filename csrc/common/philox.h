@@ -33,17 +33,22 @@ OPER_HD Philox4 philox4x32(Philox4 counter, uint32_t key0, uint32_t key1) {
   return {{a, b, c, d}};
 }
 
+// What draws are for, beside their key: no two uses draw the same numbers.
+constexpr uint32_t kRoundingRows = 0x4f504552u;
+constexpr uint32_t kRoundingMessages = 0x80000000u;  // and 31 bits more: between whom, and what
+
 // What the rounding of one table's rows draws from at one step.
 struct RoundingKey {
   uint32_t key0 = 0, key1 = 0;            // from the seed and the table's name
   uint32_t step_low = 0, step_high = 0;   // number of the optimizer's step
 };
 
-// 16 random bits each for the columns 8 * block .. 8 * block + 7 of a row (logical id `row`): the
+// 16 random bits each for the columns 8 * block .. 8 * block + 7 of row `row` (its logical id): the
 // words in order, the low half of each first.
-OPER_HD Philox4 rounding_bits(const RoundingKey& key, uint32_t row, uint32_t block) {
+OPER_HD Philox4 rounding_bits(const RoundingKey& key, uint32_t row, uint32_t block,
+                              uint32_t purpose = kRoundingRows) {
   // A row has at most 2^20 columns, and steps stay below 2^44.
-  return philox4x32({{row, block | (key.step_high << 20), key.step_low, 0x4f504552u}}, key.key0,
+  return philox4x32({{row, block | (key.step_high << 20), key.step_low, purpose}}, key.key0,
                     key.key1);
 }
 

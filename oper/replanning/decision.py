@@ -80,7 +80,7 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
                                      "state the rate at which a rank copies rows"))
     tables = [t.table for t in plan.tables]
     new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
-                    **dict(options or {}))
+                    **{"message_bits": plan.message_bits, **dict(options or {})})
     found = {} if old_stats is None else {
         t.name: distance(old_stats.tables[t.name], stats.tables[t.name]) for t in tables}
     copied, moved = _copied_bytes(new), moves(plan, new, topology.domain_of())
@@ -113,8 +113,9 @@ def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
             relabelled[entry.table.name] = _by_position(found, entry, plan.world_size)
         entries.append(replace(entry, head_ids=np.zeros(0, np.int64)))
     moved = AccessStats(stats.num_samples, relabelled, stats.source)
-    problem = make_problem([t.table for t in plan.tables], moved, topology,
-                           objective=plan.objective, batch_size=plan.batch_size)
+    stated = make_problem([t.table for t in plan.tables], moved, topology,
+                          objective=plan.objective, batch_size=plan.batch_size)
+    problem = replace(stated, message_bits=plan.message_bits)
     return evaluate(replace(plan, tables=tuple(entries)), problem).step_us
 
 

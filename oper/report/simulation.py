@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from oper.data.loading.groups import Column
 from oper.errors import InvalidInputError, UsageError, fail
+from oper.messages import MessageBits
 from oper.plan import Plan
 from oper.rows.traffic import KINDS, LINKS, SENT, link_classes, unit_bytes
 from oper.search import verbs
@@ -45,8 +46,7 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clipped", nargs="+", default=(), metavar="TABLE",
                         help="tables whose rows' gradients are clipped to a norm (max_row_norm); "
                              "'*' = all")
-    parser.add_argument("--half-wire", action="store_true",
-                        help="memory domains exchange 32-bit numbers as 16 bits, as with OPER_WIRE")
+    verbs.add_message_bits(parser, "in place of those of the plan")
     parser.add_argument("--dense-us", type=number(), default=0.0, metavar="US",
                         help="dense compute per step, between lookup and backward (default 0)")
     parser.add_argument("--in-flight", type=whole(1), default=1, metavar="K",
@@ -65,11 +65,13 @@ def run_simulate(args: argparse.Namespace) -> int:
                               "a preprocessed folder, or statistics to draw from",
                               "pass --trace DIR or --stats FILE"))
     plan, problem = verbs.stated(args, _statistics(args))
+    if args.message_bits is not None:
+        bits = MessageBits.from_text(args.message_bits)
+        plan, problem = replace(plan, message_bits=bits), replace(problem, message_bits=bits)
     plan.check_for([t.table for t in plan.tables], problem.topology.world_size)
     schedule = Schedule(problem.training, False, args.dense_us, args.in_flight)
     clipped = _clipped(args.clipped, plan)
-    wire = WireReplay(plan, problem.topology.domain_of(), problem.training,
-                      is_half=args.half_wire, clipped=clipped)
+    wire = WireReplay(plan, problem.topology.domain_of(), problem.training, clipped=clipped)
     found = simulate(plan, problem, _batches(args, plan, problem), args.steps, wire)
     schedule = Schedule(problem.training, found.has_push, args.dense_us, args.in_flight)
     timeline = run(found.loads, schedule, plan.world_size)
@@ -113,8 +115,8 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
         problem: machine, costs and statistics.
         batches: the batches of all ranks, one list per step.
         steps: at most.
-        wire: counts what memory domains send each other, and says which rows are clipped; None = in
-            full width, no rows clipped.
+        wire: counts what memory domains send each other, and says which rows are clipped; None =
+            none are.
 
     Raises:
         InvalidInputError: no batch at all, or one that does not fit the plan's tables.

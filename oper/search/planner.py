@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.messages import EXACT, MessageBits
 from oper.plan import Piece, Plan, uniform_plan
 from oper.search.bound.certificate import is_for, proof_of, with_bound
 from oper.search.bound.master import Bound
@@ -47,6 +48,7 @@ def make_plan(
     seed: int = 0,
     allow: Iterable[str] | None = None,
     overlap: Mapping[str, Any] | None = None,
+    message_bits: int | tuple[int, int] | MessageBits = EXACT,
 ) -> Plan:
     """Plan where every row lives, with a certified lower bound of the modelled step.
 
@@ -67,6 +69,8 @@ def make_plan(
             topology, and host memory where the rows do not fit without it.
         overlap: dense compute that phases may hide behind, ``{phase: microseconds}``, see
             `oper.search.problem.overlap`; by default nothing hides.
+        message_bits: of the numbers that hosts send each other, 32 (exact), 16 or 8, or one number
+            for answers to lookups and one for gradients; see `oper.messages`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
@@ -75,7 +79,8 @@ def make_plan(
     """
     problem = make_problem(tables, stats, topology, objective=objective, batch_size=batch_size,
                            allow=allow, constraints=constraints)
-    return plan_problem(with_overlap(problem, overlap), effort=effort, time_budget_s=time_budget_s,
+    problem = replace(with_overlap(problem, overlap), message_bits=MessageBits.parse(message_bits))
+    return plan_problem(problem, effort=effort, time_budget_s=time_budget_s,
                         target_gap=target_gap, seed=seed)
 
 
@@ -116,7 +121,7 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
         notes["constraints"] = problem.constraints.to_json()
     if problem.overlap:
         notes["overlap_us"] = overlap_to_json(problem.overlap)
-    plan = replace(plan, notes=notes)
+    plan = replace(plan, notes=notes, message_bits=problem.message_bits)
     lower_us = _proved_us(proof)
     if plan.step_us > lower_us * (1 + _CLOSE):
         # Even stripes over unequal ranks are one tier, which the search, that deals rows to classes

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from oper.errors import InvalidInputError, UsageError, fail
+from oper.messages import EXACT, MessageBits
 from oper.plan import OBJECTIVES, Plan
 from oper.search.problem.overlap import overlap_to_json, parse_argument
 from oper.search.problem.space import EVERYTHING, check_allow, used_features
@@ -26,6 +27,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stats", metavar="STATS", help="statistics written by 'oper analyze'")
     parser.add_argument("-o", "--output", metavar="PLAN", required=True, help="plan file to write")
     _add_overlap(parser)
+    add_message_bits(parser, "recorded in the plan (default 32, exact)")
     add_machine(parser)
     _add_tables(parser)
     parser.add_argument("--objective", choices=OBJECTIVES, default="training",
@@ -70,7 +72,8 @@ def run_plan(args: argparse.Namespace) -> int:
         _tables(args, stats), stats, _topology(args), objective=args.objective,
         batch_size=args.batch_size, allow=_allowed(args.allow),
         constraints=None if args.constraints is None else read_constraints(args.constraints))
-    problem = with_overlap(problem, parse_argument(args.overlap))
+    problem = replace(with_overlap(problem, parse_argument(args.overlap)),
+                      message_bits=_message_bits(args))
     plan = plan_problem(problem, effort=args.effort, time_budget_s=args.time_budget,
                         target_gap=args.target_gap, seed=args.seed,
                         start=None if args.start is None else Plan.load(args.start))
@@ -100,7 +103,8 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
     constraints = None if args.constraints is None else read_constraints(args.constraints)
     plan, serving = plan_latency(
         _tables(args, stats), stats, _topology(args),
-        LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample)), constraints)
+        LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample)), constraints,
+        _message_bits(args))
     plan.save(args.output)
     if args.json:
         print(json.dumps({"plan": args.output, **plan.notes["latency"]}))
@@ -150,7 +154,8 @@ def run_explain(args: argparse.Namespace) -> int:
         after = make_problem([t.table for t in plan.tables], _stats(args), topology,
                              objective=plan.objective, allow=problem.allow, batch_size=batch_size,
                              constraints=problem.constraints)
-        after = replace(after, last_resort=problem.last_resort)
+        after = replace(after, last_resort=problem.last_resort,
+                        message_bits=problem.message_bits)
         after = with_overlap(after, overlap_to_json(problem.overlap))
         compared = what_if.compare(plan, problem, after)
     if args.json:
@@ -255,7 +260,8 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
                            constraints=plan.notes.get("constraints"))
     # The space that the plan was made in, and what was written into it by hand.
     allow = check_allow(plan.notes.get("allow", problem.allow)) | used_features(plan)
-    return plan, replace(problem, allow=allow, last_resort=problem.last_resort - allow)
+    return plan, replace(problem, allow=allow, last_resort=problem.last_resort - allow,
+                         message_bits=plan.message_bits)
 
 
 def _stats(args: argparse.Namespace) -> AccessStats | None:
@@ -267,6 +273,13 @@ def _add_overlap(parser: argparse.ArgumentParser) -> None:
                         type=text_for(lambda text: parse_argument([text])),
                         help="dense compute that overlaps with a phase, microseconds (one per "
                              "rank, with commas): forward, backward, update, resolve; default none")
+
+
+def add_message_bits(parser: argparse.ArgumentParser, what: str) -> None:
+    """The argument that says what messages are like."""
+    parser.add_argument("--message-bits", metavar="BITS", type=text_for(MessageBits.from_text),
+                        help="bits of the numbers that hosts send each other, 32, 16 or 8; or two "
+                             f"with a comma, of answers and of gradients; {what}")
 
 
 def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -288,6 +301,10 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tables", metavar="FILE",
                         help="JSON list of tables (name, num_rows, dim, ...) in place of --dim, "
                              "--optimizer and --dtype")
+
+
+def _message_bits(args: argparse.Namespace) -> MessageBits:
+    return EXACT if args.message_bits is None else MessageBits.from_text(args.message_bits)
 
 
 def _topology(args: argparse.Namespace) -> Topology:

@@ -78,7 +78,8 @@ class DeviceTables(ShardedTables):
     # ---- memory ----------------------------------------------------------------------------------
 
     def _open_exchange(self, domain_of: Sequence[int]) -> DeviceExchange:
-        return DeviceExchange(self.group, domain_of, self.collection, self.device)
+        return DeviceExchange(self.group, domain_of, self.collection, self.plan.message_bits,
+                              self.device)
 
     def _open_heap(self) -> None:
         codes = sorted({t.dtype for t in self.specs.values()} & set(CODE_BITS))

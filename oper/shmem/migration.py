@@ -102,6 +102,11 @@ class Migration:
             raise PlanError(fail("cannot move tables to another plan", "plan.world_size",
                                  plan.world_size, f"{source.group.world_size}",
                                  "save a checkpoint and load it on the other number of ranks"))
+        if plan.message_bits != source.plan.message_bits:
+            raise PlanError(fail("cannot move tables to another plan", "plan.message_bits",
+                                 plan.message_bits.to_json(),
+                                 f"{source.plan.message_bits.to_json()}, as the tables are trained",
+                                 "plan with the same message_bits, or shard the model anew"))
         entries = []
         for spec in source.specs.values():
             entry = plan.table(spec.name)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, OperError, fail
-from oper.plan import Plan, owners_pool
+from oper.messages import owners_pool
+from oper.plan import Plan
 from oper.rows.directory import TableDirectory
 from oper.shmem.autograd import CollectedPasses, trained_lookup
 from oper.shmem.batch import (
@@ -63,8 +64,7 @@ class ShardedTables(MeasuredTables):
         optimizers: applied in the backward pass, one for all tables or by table name; None =
             read-only tables.
         gradient_scale: factor on table gradients (1 / W averages the ranks' losses).
-        seed: of the stochastic rounding of 16-bit rows; rank 0's ``torch.initial_seed()`` by
-            default.
+        seed: of stochastic rounding (16-bit rows, 8-bit messages); rank 0's torch seed by default.
         is_new: whether optimizer states take their first values; not where others are copied in.
 
     Raises:
@@ -87,8 +87,7 @@ class ShardedTables(MeasuredTables):
         # The packet of all overloads would look for it in every call.
         self._forward_op: Any = self.operators.lookup_forward.default
         self._backward_op: Any = self.operators.lookup_backward.default
-        self.plan = plan
-        self.group = group
+        self.plan, self.group = plan, group
         self.features = list(features)
         tables = [t.table for t in plan.tables]
         if optimizers is not None and not isinstance(optimizers, Mapping):
@@ -118,19 +117,20 @@ class ShardedTables(MeasuredTables):
         self.pieces: dict[str, list[int]] = {name: [] for name in self.specs}
         for k, d in enumerate(self.directories):
             self.pieces[d.table.name].append(k)
-        if any(t.dtype != "float32" for t in tables):
-            seed = group.all_gather(torch.initial_seed() if seed is None else seed)[0]
-        self.seed = seed
-        self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
-        self._arguments = KernelArguments(self.optimizers or {}, self._rounding_keys,
-                                          any(t.dtype != "float32" for t in tables))
-        self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
         domains = find_domains(group)
         trains, num_domains = self.optimizers is not None, len(set(domains))
         self._exchange = self._open_exchange(domains) if num_domains > 1 else None
         # Whether owners pool for other domains; and whether ranks leave each other anything at all.
         self._pools_far = num_domains > 1 and owners_pool(tables, trains, num_domains)
         self._leaves_rows = trains or (self._pools_far and self.has_push)
+        rounds = num_domains > 1 and plan.message_bits.gradients == 8
+        rounds |= any(t.dtype != "float32" for t in tables)
+        if rounds:
+            seed = group.all_gather(torch.initial_seed() if seed is None else seed)[0]
+        self.seed = seed
+        self._rounding_keys = {t.name: rounding_key(seed or 0, t.name) for t in tables}
+        self._arguments = KernelArguments(self.optimizers or {}, self._rounding_keys, rounds)
+        self._clamp = GradientClamp(self.features, self.specs, optimizers or {}, gradient_scale)
         self._heap: HostHeap | None = None
         self._open_heap()
         self.handle = self._create_context()
@@ -158,7 +158,7 @@ class ShardedTables(MeasuredTables):
         self._release.atexit = False
 
     def _open_exchange(self, domain_of: Sequence[int]) -> Exchange:
-        return Exchange(self.group, domain_of, self.collection)
+        return Exchange(self.group, domain_of, self.collection, self.plan.message_bits)
 
     def _open_heap(self) -> None:
         """Lay out and map the arenas."""

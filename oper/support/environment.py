@@ -74,8 +74,6 @@ VARIABLES: dict[str, Variable] = {
     "OPER_DEADLINE_S": Variable("how long a rank waits for its peers",
                                 "a number of seconds above 0", _number(0)),
     "OPER_DOMAIN": Variable("ranks with different values act as if they shared no memory"),
-    "OPER_WIRE": _one_of("exact (default), fp16 or bf16 rows and gradients between memory domains",
-                         "exact", "fp16", "bf16"),
     "OPER_CPU_KERNELS": _one_of("generic, avx2 or avx512 instead of the best the processor has",
                                 "generic", "avx2", "avx512"),
     "OPER_CUDA": _one_of("build: auto, 0 or 1", "auto", "0", "1", at=BUILD),

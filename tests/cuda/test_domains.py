@@ -106,16 +106,17 @@ def test_lookups_without_gradients_sequences_and_weight_gradients(
 HEADER_BYTES = 1024  # of a meeting about few tables
 
 
-@pytest.mark.parametrize("wire", ["exact", "bf16"])
-def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, wire: str) -> None:
+@pytest.mark.parametrize("bits", [32, 16, (32, 16), (16, 32)], ids=str)
+def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, bits: Any) -> None:
     """Of pulled tiers every kind; of pushed ones those of the forward pass."""
-    emulation.setenv("OPER_WIRE", wire)
     case = small_case("sgd")
     steps = make_steps(case, 4, 2)
     domains = (0, 1, 0, 1)
     for plan, kinds in ((mixed_plan(case.tables, 4, 1), None),
                         (rich_plan(case.tables, 4, 1, columns=False),
                          ("row_ids", "rows", "ids", "partial_sums", "refreshed_rows"))):
+        plan = replace(plan, message_bits=bits)
+
         def body(group: ThreadGroup, plan: Plan = plan) -> dict[str, list[int]]:
             tables = runtime_support.open_tables(case, plan, group, SGD(lr=0.1))
             tables.sent_bytes(reset=True)
@@ -158,3 +159,12 @@ def test_an_error_on_one_rank_is_told_to_all(emulation: pytest.MonkeyPatch, on_d
     mine, theirs = run_ranks(2, body, domains=(0, 1))
     assert theirs.startswith("InvalidInputError") and "1000000" in theirs
     assert mine.startswith("PeerLostError") and "rank=1" in mine
+
+
+def test_codes_are_for_host_memory(emulation: pytest.MonkeyPatch) -> None:
+    case = small_case("sgd")
+    plan = replace(mixed_plan(case.tables, 2, 1), message_bits=(32, 8))
+    emulation.setattr(runtime_support, "ShardedTables", device_tables)
+    with pytest.raises(InvalidInputError, match=r"message_bits=\[32, 8\], expected 32 or 16"):
+        run_ranks(2, lambda g: runtime_support.open_tables(case, plan, g, SGD(lr=0.1)),
+                  domains=(0, 1))

@@ -12,7 +12,8 @@ from search_cases import gpus, host, problem, random_plan
 
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.search.cost.model import KERNEL_WIDTHS, evaluate
+from oper.search.cost.model import evaluate
+from oper.search.cost.tally import KERNEL_WIDTHS
 from oper.search.problem.machine import (
     COMPUTE,
     CROSS_IN,

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import warnings
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from oper.plan import Plan, uniform_plan
+import oper
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.rows.traffic import SENT
+from oper.search.replay.wire import WireReplay
 from oper.shmem.group.domains import find_domains
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.group.transport import transport_of
 from oper.shmem.tables import ShardedTables
+from oper.tables import TableSpec
 from tests.runtime_support import (
     OPTIMIZERS,
     Batch,
@@ -21,11 +29,14 @@ from tests.runtime_support import (
     make_steps,
     merge_ranks,
     mixed_plan,
+    open_tables,
+    rank_loss,
     rich_plan,
     same_bits,
     train_rank,
     train_virtual,
 )
+from tests.shmem.test_traffic import as_bags
 from tests.world_support import run_world
 
 CASE = dlrm_case()
@@ -100,3 +111,85 @@ def test_a_move_between_hosts_changes_no_bit(labels: str) -> None:
     assert len({step for step, _ in ranks}) == 1 and 2 < ranks[0][0] < 8, ranks[0][0]
     same_bits(merge_ranks([result for _, result in ranks]),
               train_virtual(CASE, plans[0], steps, OPTIMIZERS["rowwise_adagrad"]))
+
+
+# Rows of one width, pulled and pushed: then the bytes of messages shrink by one factor.
+WIDE = Case(tuple(TableSpec(n, r, 64, (f"f_{n}",), p, optimizer="rowwise_adagrad")
+                  for n, r, p in (("pulled", 900, "sum"), ("pushed", 300, "mean"))),
+            ("f_pushed", "f_pulled"))
+
+
+def _train_and_count(rank: int, world_size: int, labels: str, plan: Plan,
+                     steps: list[list[Batch]]) -> tuple[dict[str, list[int]], list[float], Any]:
+    """Bytes by kind and receiver, the losses, and all rows at the end."""
+    _separate(rank, labels)
+    torch.manual_seed(5)
+    tables = open_tables(WIDE, plan, ProcessGroup(), OPTIMIZERS["rowwise_adagrad"])
+    tables.sent_bytes(reset=True)
+    losses = []
+    for batches in steps:
+        batch = batches[rank]
+        loss = rank_loss(tables.lookup(batch.lookup(WIDE)), batch.target)
+        loss.backward()
+        losses.append(float(loss))
+    sent = tables.sent_bytes()
+    rows = {t.name: tables.read(t.name).numpy() for t in WIDE.tables}
+    tables.barrier()
+    tables.close()
+    return sent, losses, rows
+
+
+@pytest.mark.parametrize("labels", ["ab", "aabb"])
+def test_hosts_send_as_few_bytes_as_the_bits_say(labels: str) -> None:
+    """As counted and as replayed; losses near the exact ones; a second run has the same bits."""
+    size = len(labels)
+    steps = make_steps(WIDE, size, 5)
+    tiers = {"pulled": "pull", "pushed": "push"}
+    plan = Plan(size, tuple(TablePlan(t, (Piece(0, 64, (
+        Tier(0, 20, "replicated", tuple(range(size))),
+        Tier(20, t.num_rows, "striped", tuple(range(size)), mode=tiers[t.name]))),))
+        for t in WIDE.tables))
+    exact, eight, again, mixed = (
+        run_world(size, _train_and_count, labels, replace(plan, message_bits=bits), steps)
+        for bits in (32, 8, 8, (16, 8)))
+    domains = [labels.index(x) for x in labels]
+    for bits, found in ((32, exact), (8, eight), ((16, 8), mixed)):
+        replay = WireReplay(replace(plan, message_bits=bits), domains, training=True)
+        total = sum(replay.step([as_bags(WIDE, b) for b in batches]) for batches in steps)
+        for k, kind in enumerate(SENT):
+            assert np.array_equal(total[k], [sent[kind] for sent, _, _ in found]), kind
+    for (a, losses, _), (b, near, rows), (_, same, same_rows) in zip(exact, eight, again,
+                                                                     strict=True):
+        for kind, factor in (("rows", (256, 72)), ("partial_sums", (256, 72)),
+                             ("gradient_rows", (260, 76)), ("bag_gradients", (256, 72))):
+            assert sum(a[kind]) * factor[1] == sum(b[kind]) * factor[0] > 0, kind
+        for kind in ("headers", "row_ids", "ids", "refreshed_rows"):
+            assert a[kind] == b[kind], kind
+        assert near == pytest.approx(losses, rel=0.01)
+        assert near == same
+        assert all(np.array_equal(rows[n].view(np.int32), same_rows[n].view(np.int32))
+                   for n in rows)
+
+
+def _shard(rank: int, world_size: int, message_bits: Any) -> tuple[list[list[int]], str]:
+    """`oper.shard` on two hosts, with bits by rank: those of its plan, or the error."""
+    _separate(rank, "ab")
+    bag = torch.nn.EmbeddingBag(500, 16, mode="sum")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there are no statistics
+            sharded = oper.shard(bag, optimizer=oper.SGD(lr=0.1), message_bits=message_bits[rank])
+    except oper.InvalidInputError as error:
+        return [], str(error)
+    sharded(torch.arange(12).reshape(3, 4)).sum().backward()
+    tables = sharded.tables
+    tables.barrier()
+    return tables.plan.message_bits.to_json(), ""
+
+
+def test_shard_takes_bits_of_messages_and_refuses_several() -> None:
+    assert run_world(2, _shard, [8, 8]) == [([8, 8], "")] * 2
+    assert run_world(2, _shard, [(16, 8), (16, 8)]) == [([16, 8], "")] * 2
+    assert run_world(2, _shard, [None, None]) == [([32, 32], "")] * 2
+    for _, told in run_world(2, _shard, [8, (8, 16)]):
+        assert "message_bits by rank=[[8, 8], [8, 16]]" in told

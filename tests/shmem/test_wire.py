@@ -106,11 +106,15 @@ def test_quantised_rows_are_not_pooled_for_others() -> None:
     assert sent[SENT.index("rows")] > 0 and not sent[SENT.index("partial_sums")]
 
 
-def test_half_the_bytes_and_clipped_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bits", [16, 8, (8, 32), (32, 16), (16, 8)], ids=str)
+def test_fewer_bits_and_clipped_rows(bits: Any) -> None:
+    """Byte for byte, of tables of one column to 200 that are cut anywhere, and so are narrower."""
     case = dlrm_case("rowwise_adagrad")
-    monkeypatch.setenv("OPER_WIRE", "bf16")
-    check(case, rich_plan(case.tables, 2, 1, columns=True), (0, 1),
-          RowWiseAdagrad(lr=0.05, max_row_norm=0.01), is_half=True,
+    case = replace(case, tables=tuple(replace(t, dtype="float16") if t.name == "large" else t
+                                      for t in case.tables))
+    plan = replace(rich_plan(case.tables, 2, 1, columns=True), message_bits=bits)
+    assert min(p.stop - p.start for t in plan.tables for p in t.pieces) < 3
+    check(case, plan, (0, 1), RowWiseAdagrad(lr=0.05, max_row_norm=0.01),
           clipped=[t.name for t in case.tables])
 
 

@@ -80,10 +80,8 @@ namespace {
 int64_t aligned(int64_t bytes) { return (bytes + 3) / 4 * 4; }
 }  // namespace
 
-int64_t Exchange::wire_bytes(const Shape& shape, int64_t n) const {
-  if (shape.is_runs) return runs_bytes(n);
-  const int64_t bytes = n * shape.unit;
-  return aligned(wire_of(shape) == RowType::kFloat32 ? bytes : bytes / 2);
+int64_t Exchange::wire_bytes(const Shape& shape, int64_t n) {
+  return shape.is_runs ? runs_bytes(n) : aligned(n * entry_bytes(shape.bits, shape.unit));
 }
 
 Status Exchange::exchange_heads(Meeting what, bool weighted, Status mine) {
@@ -97,7 +95,7 @@ Status Exchange::exchange_heads(Meeting what, bool weighted, Status mine) {
     head[kCode] = static_cast<uint32_t>(mine.code);
     head[kCulprit] = static_cast<uint32_t>(mine.detail);
     head[kWeighted] = weighted;
-    head[kWire] = static_cast<uint32_t>(setup_.wire);
+    head[kWire] = wire();
     head[kCollection] = setup_.collection;
   }
   const std::vector<int64_t> bytes(static_cast<size_t>(W), head_width_ * 4);
@@ -120,7 +118,7 @@ Status Exchange::exchange_heads(Meeting what, bool weighted, Status mine) {
   for (int32_t r = 0; r < W; ++r) {
     const uint32_t* head = heads_in_.data() + r * head_width_;
     if (head[kPhase] != static_cast<uint32_t>(what) || head[kSequence] != sequence_ ||
-        head[kCollection] != setup_.collection || head[kWire] != static_cast<uint32_t>(setup_.wire))
+        head[kCollection] != setup_.collection || head[kWire] != wire())
       return failed({8, r});
   }
   for (int32_t r : far_)
@@ -164,7 +162,7 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
   const int32_t W = context_.world_size;
   std::vector<int64_t> send_bytes(static_cast<size_t>(W)), recv_bytes(send_bytes);
   int64_t sent = 0, received = 0, expanded = 0;
-  bool has_runs = false;
+  bool is_raw = true;  // all that comes is used as it is
   parts_.clear();
   each_part(what, is_reply, weighted, [&](int32_t r, int64_t t, int k, const Shape& shape,
                                           int64_t out, int64_t in) {
@@ -176,7 +174,7 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
     received += from;
     recv_bytes[r] += from;
     expanded += aligned(in * shape.unit);
-    has_runs |= shape.is_runs && in > 0;
+    is_raw &= in == 0 || (shape.bits == 32 && !shape.is_runs);
   });
   const int64_t num_parts = static_cast<int64_t>(parts_.size());
   char* send = (what == Meeting::kRequests ? requests_ : send_).get(sent);
@@ -187,14 +185,16 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
     if (x.shape.is_runs) {
       pack_runs(send + x.out_at, reinterpret_cast<const uint32_t*>(from.data), x.out);
     } else {
-      pack(send + x.out_at, from.data, from.rows, {x.out, x.shape.unit, wire_of(x.shape)});
+      const Draws draws = draws_of(x, from.names);
+      pack(send + x.out_at, from.data, from.rows,
+           {x.out, x.shape.unit, x.shape.bits, from.names ? &draws : nullptr});
     }
   });
   if (what == Meeting::kRequests) keep_requests(send);
   char *to, *raw;
   try {
     to = inbox_[is_reply ? kInRows : static_cast<int>(what)].get(expanded);
-    raw = received == expanded && !has_runs ? to : received_.get(received);
+    raw = is_raw ? to : received_.get(received);
   } catch (const std::bad_alloc&) {
     const auto most = std::max_element(recv_bytes.begin(), recv_bytes.end());
     return failed({11, most - recv_bytes.begin()});
@@ -209,7 +209,7 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
       if (x.shape.is_runs) {
         unpack_runs(reinterpret_cast<uint32_t*>(to + x.expanded_at), raw + x.in_at, x.in);
       } else {
-        unpack(to + x.expanded_at, raw + x.in_at, {x.in, x.shape.unit, wire_of(x.shape)});
+        unpack(to + x.expanded_at, raw + x.in_at, {x.in, x.shape.unit, x.shape.bits});
       }
     });
   const char* arrays[Shapes::kMost];
@@ -224,6 +224,17 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
     deliver(what, is_reply, x.rank, x.table, arrays);
   }
   return {};
+}
+
+// Rounding of gradients: their sender and receiver, slot or bag, columns and step make a draw of its own.
+Draws Exchange::draws_of(const Part& part, const uint32_t* names) const {
+  const Table& table = context_.tables[part.table];
+  const uint32_t from = static_cast<uint32_t>(context_.rank), to = static_cast<uint32_t>(part.rank);
+  // Beyond 2^15 ranks some draw alike.
+  const uint32_t pair = (from & 0x7fff) << 15 | (to & 0x7fff);
+  const uint32_t is_bag = part.shape.kind == kSentBagGradients;
+  return {table.rounding, kRoundingMessages | is_bag << 30 | pair,
+          static_cast<uint32_t>(table.first_column), names};
 }
 
 // What was just sent stays where it is until the next requests.

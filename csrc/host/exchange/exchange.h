@@ -51,7 +51,7 @@ struct ExchangeSetup {
   bool gathers, refreshes;             // whether any rank does
   bool pulls;                          // whether any rank gathers rows of pulled tiers
   bool shares_replicas;                // whether ranks read replicas of their neighbours
-  RowType wire;                        // how fp32 rows and gradients are sent
+  int32_t answer_bits, gradient_bits;  // of fp32 numbers in messages, see packing.h
   uint32_t collection;                 // its number, the same on all ranks
   Transport transport;
 };
@@ -101,7 +101,7 @@ class Exchange {
     Sent kind;
     int count;
     int64_t unit;
-    bool is_rounded = false;  // fp32 numbers that `wire` applies to
+    int32_t bits = 32;        // of each of its numbers on the way
     bool is_weight = false;   // only there when the sender's batch has weights
     bool is_runs = false;     // bags of ids, sent as bits
     int64_t extra = 0;        // units beyond the count, unless that is 0
@@ -111,10 +111,12 @@ class Exchange {
     Shape list[kMost];
     int n = 0;
   };
-  // Where an array comes from: contiguous, or the named rows of a matrix.
+  // Where an array comes from: contiguous, or the named rows of a matrix. `names`: what gradients are
+  // of, see Draws.
   struct Source {
     const char* data = nullptr;
     const uint32_t* rows = nullptr;
+    const uint32_t* names = nullptr;
   };
   // The arrays that this rank and another send each other for one table: units and byte offsets.
   struct Part {
@@ -140,11 +142,12 @@ class Exchange {
   static int64_t num_slots(const Table& table, int32_t owner) {
     return table.owner_begin[owner + 1] - table.owner_begin[owner];
   }
-  static Shapes shapes_of(Meeting what, bool is_reply, const Table& table);
-  RowType wire_of(const Shape& shape) const {
-    return shape.is_rounded ? setup_.wire : RowType::kFloat32;
+  Shapes shapes_of(Meeting what, bool is_reply, const Table& table) const;
+  static int64_t wire_bytes(const Shape& shape, int64_t n);
+  // Both directions' bits, for the head.
+  uint32_t wire() const {
+    return static_cast<uint32_t>(setup_.answer_bits << 8 | setup_.gradient_bits);
   }
-  int64_t wire_bytes(const Shape& shape, int64_t n) const;
   template <class Body>
   void each_part(Meeting what, bool is_reply, bool weighted, Body body);
   uint32_t* counts_to(int32_t peer, int64_t table) {
@@ -166,6 +169,7 @@ class Exchange {
   void list_refreshes(int64_t table);
   Source source(Meeting what, bool is_reply, int32_t peer, int64_t table, int part) const;
   Source source_in_outbox(Meeting what, int32_t peer, int64_t table, int part) const;
+  Draws draws_of(const Part& part, const uint32_t* names) const;
   void keep_requests(const char* send);
   void list_bags(int64_t table, int32_t peer);
   bool is_as_before(int64_t table, int32_t peer, bool weighted) const;

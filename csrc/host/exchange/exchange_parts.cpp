@@ -9,30 +9,31 @@
 
 namespace oper::host {
 
-Exchange::Shapes Exchange::shapes_of(Meeting what, bool is_reply, const Table& table) {
+Exchange::Shapes Exchange::shapes_of(Meeting what, bool is_reply, const Table& table) const {
   const int64_t row = table.row_bytes();
   const int64_t gradient = table.gradient_bytes();
+  const int32_t sums = bits_of_row(setup_.answer_bits, table.dim);
+  const int32_t rows = table.row_type == RowType::kFloat32 ? sums : 32;
+  const int32_t back = bits_of_row(setup_.gradient_bits, table.dim);
   switch (what) {
     case Meeting::kGather:
-      if (is_reply) return {{{kSentRows, 0, row, table.row_type == RowType::kFloat32}}, 1};
+      if (is_reply) return {{{kSentRows, 0, row, rows}}, 1};
       return {{{kSentRowIds, 0, 4}}, 1};
     case Meeting::kRequests:
-      return {{{kSentIds, 0, 4}, {kSentIds, 0, 4, false, false, true},
-               {kSentIdWeights, 0, 4, false, true}, {kSentRowIds, 1, 4}},
+      return {{{kSentIds, 0, 4}, {kSentIds, 0, 4, 32, false, true},
+               {kSentIdWeights, 0, 4, 32, true}, {kSentRowIds, 1, 4}},
               4};
     case Meeting::kPartials:
-      return {{{kSentPartialSums, 0, gradient, true},
-               {kSentRows, 1, row, table.row_type == RowType::kFloat32}},
-              2};
+      return {{{kSentPartialSums, 0, gradient, sums}, {kSentRows, 1, row, rows}}, 2};
     case Meeting::kGradients:
-      return {{{kSentGradientRows, 0, 4}, {kSentGradientRows, 0, gradient, true},
-               {kSentGradientIds, 1, 4}, {kSentGradientIds, 1, 4, false, false, true},
-               {kSentGradientWeights, 1, 4, false, true}, {kSentBagGradients, 2, gradient, true}},
+      return {{{kSentGradientRows, 0, 4}, {kSentGradientRows, 0, gradient, back},
+               {kSentGradientIds, 1, 4}, {kSentGradientIds, 1, 4, 32, false, true},
+               {kSentGradientWeights, 1, 4, 32, true}, {kSentBagGradients, 2, gradient, back}},
               table.is_pushed ? 6 : 2};
     case Meeting::kSquares:
       return {{{kSentSquares, 0, 4}, {kSentSquares, 0, 4}}, 2};
     case Meeting::kRefreshes:
-      return {{{kSentRefreshedRows, 0, 4, false, false, false, 1}, {kSentRefreshedRows, 0, row}}, 2};
+      return {{{kSentRefreshedRows, 0, 4, 32, false, false, 1}, {kSentRefreshedRows, 0, row}}, 2};
   }
   return {};
 }
@@ -197,7 +198,8 @@ Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, 
     OutboxTable* entry = context_.outbox_table(context_.rank, t);
     const int64_t first = Context::outbox_begin(entry)[r];
     if (part == 0) return {base + entry->slots_offset + first * 4};
-    return {base + entry->rows_offset + first * gradient};
+    return {base + entry->rows_offset + first * gradient, nullptr,
+            reinterpret_cast<const uint32_t*>(base + entry->slots_offset) + first};
   }
   RequestTable* entry = context_.request_table(context_.rank, t);
   const int64_t first = Context::request_begin(entry)[r];
@@ -209,7 +211,7 @@ Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, 
     case 2:
       return {base + entry->weights_offset + first * 4};
     default:
-      return {base + entry->gradients_offset, bags_[cell(r, t)].data()};
+      return {base + entry->gradients_offset, bags_[cell(r, t)].data(), bags_[cell(r, t)].data()};
   }
 }
 

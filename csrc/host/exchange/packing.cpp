@@ -1,25 +1,80 @@
 #include "host/exchange/packing.h"
 
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
 #include <cstring>
+
+#include "common/elements.h"
 
 namespace oper::host {
 
 namespace {
 
 constexpr uint32_t kToNearest = 0x8000;  // in the place of random bits: ties away from zero
+constexpr float kLargestCode = 255.0f;
 
-template <class E>
-void round_row(char* to, const char* from, int64_t n) {
-  E* rounded = reinterpret_cast<E*>(to);
-  const float* numbers = reinterpret_cast<const float*>(from);
-  for (int64_t i = 0; i < n; ++i) rounded[i] = round_to(E{}, numbers[i], kToNearest);
+void round_row(char* to, const float* numbers, int64_t n) {
+  BFloat16* rounded = reinterpret_cast<BFloat16*>(to);
+  for (int64_t i = 0; i < n; ++i) rounded[i] = round_to(BFloat16{}, numbers[i], kToNearest);
 }
 
-template <class E>
 void expand(char* to, const char* from, int64_t n) {
   float* numbers = reinterpret_cast<float*>(to);
-  const E* rounded = reinterpret_cast<const E*>(from);
+  const BFloat16* rounded = reinterpret_cast<const BFloat16*>(from);
   for (int64_t i = 0; i < n; ++i) numbers[i] = to_float(rounded[i]);
+}
+
+// How a row is coded: its numbers are least + step * code. A step of 0: all are the least number, or
+// so near to it that float32 hardly tells. NaN: there was a number, or a range, that is not finite.
+struct Code {
+  float step, least;
+
+  Code(const float* numbers, int64_t n) : least(numbers[0]) {
+    float most = numbers[0];
+    bool is_finite = true;
+    for (int64_t i = 0; i < n; ++i) {
+      least = std::min(least, numbers[i]);
+      most = std::max(most, numbers[i]);
+      is_finite &= (bits_of_float(numbers[i]) & 0x7f800000u) != 0x7f800000u;
+    }
+    step = (most - least) / kLargestCode;
+    if (step < FLT_MIN) step = 0.0f;
+    if (!is_finite || !std::isfinite(most - least)) step = least = NAN;
+  }
+};
+
+// `name`: of the row, to `draws` alone.
+void code_row(char* to, const float* numbers, int64_t n, const Draws* draws, uint32_t name) {
+  constexpr int64_t kPerDraw = 8;
+  const Code code(numbers, n);
+  std::memcpy(to, &code, kCodedRowBytes);
+  uint8_t* codes = reinterpret_cast<uint8_t*>(to) + kCodedRowBytes;
+  if (!(code.step > 0.0f)) {
+    std::memset(codes, 0, static_cast<size_t>(n));
+    return;
+  }
+  const float inverse = 1.0f / code.step;
+  for (int64_t first = 0; first < n; first += kPerDraw) {
+    Philox4 bits{};
+    if (draws != nullptr)
+      bits = rounding_bits(draws->key, name,
+                           draws->first_column + static_cast<uint32_t>(first / kPerDraw),
+                           draws->purpose);
+    for (int64_t i = first; i < std::min(n, first + kPerDraw); ++i) {
+      const uint32_t half = bits.word[(i - first) / 2] >> (16 * (i % 2)) & 0xffff;
+      const float up = static_cast<float>(draws != nullptr ? half : kToNearest) * 0x1p-16f;
+      codes[i] = static_cast<uint8_t>(
+          std::min((numbers[i] - code.least) * inverse + up, kLargestCode));
+    }
+  }
+}
+
+void decode_row(float* to, const char* from, int64_t n) {
+  float code[2];  // step, least
+  std::memcpy(code, from, sizeof code);
+  const uint8_t* codes = reinterpret_cast<const uint8_t*>(from) + kCodedRowBytes;
+  for (int64_t i = 0; i < n; ++i) to[i] = code[1] + code[0] * static_cast<float>(codes[i]);
 }
 
 // Entries of `kUnit` bytes, or of `unit` where that is 0. A call for every short copy would take
@@ -48,27 +103,33 @@ void copy_entries(char* to, const char* from, const uint32_t* rows, int64_t n, i
 
 void pack(char* to, const char* from, const uint32_t* rows, const WireArray& array) {
   constexpr int64_t kAhead = 16;
-  const int64_t n = array.n, unit = array.unit;
-  if (array.wire == RowType::kFloat32) {
+  const int64_t n = array.n, unit = array.unit, size = entry_bytes(array.bits, unit);
+  if (array.bits == 32) {
     if (rows != nullptr) return copy_entries(to, from, rows, n, unit);
     std::memcpy(to, from, static_cast<size_t>(n * unit));
     return;
   }
-  for (int64_t i = 0; i < n; ++i, to += unit / 2) {
+  for (int64_t i = 0; i < n; ++i, to += size) {
     if (rows != nullptr && i + kAhead < n)
       for (int64_t b = 0; b < unit; b += 64)
         __builtin_prefetch(from + static_cast<int64_t>(rows[i + kAhead]) * unit + b);
-    const char* row = from + (rows == nullptr ? i : static_cast<int64_t>(rows[i])) * unit;
-    if (array.wire == RowType::kFloat16) round_row<Float16>(to, row, unit / 4);
-    if (array.wire == RowType::kBFloat16) round_row<BFloat16>(to, row, unit / 4);
+    const int64_t at = rows == nullptr ? i : static_cast<int64_t>(rows[i]);
+    const float* row = reinterpret_cast<const float*>(from + at * unit);
+    if (array.bits == 16) {
+      round_row(to, row, unit / 4);
+    } else {
+      code_row(to, row, unit / 4, array.draws, array.draws ? array.draws->names[i] : 0);
+    }
   }
 }
 
 void unpack(char* to, const char* from, const WireArray& array) {
-  const int64_t bytes = array.n * array.unit;
-  if (array.wire == RowType::kFloat32) std::memcpy(to, from, static_cast<size_t>(bytes));
-  if (array.wire == RowType::kFloat16) expand<Float16>(to, from, bytes / 4);
-  if (array.wire == RowType::kBFloat16) expand<BFloat16>(to, from, bytes / 4);
+  const int64_t bytes = array.n * array.unit, size = entry_bytes(array.bits, array.unit);
+  if (array.bits == 32) std::memcpy(to, from, static_cast<size_t>(bytes));
+  if (array.bits == 16) expand(to, from, bytes / 4);
+  if (array.bits == 8)
+    for (int64_t i = 0; i < array.n; ++i)
+      decode_row(reinterpret_cast<float*>(to + i * array.unit), from + i * size, array.unit / 4);
 }
 
 void pack_runs(char* to, const uint32_t* bags, int64_t n) {

@@ -112,7 +112,7 @@ def not_certified(plan: Plan, problem: Problem) -> str:
         return str(noted.get("not_certified", "the plan carries no bound"))
     if not is_for(plan, problem):
         return ("the bound is for another problem: its tables, statistics, machine, batch size, "
-                "space, constraints or overlap differ")
+                "space, constraints, overlap or bits of messages differ")
     return _reason(plan, problem, plan.lower_bound_us)
 
 

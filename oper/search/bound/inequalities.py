@@ -86,8 +86,8 @@ class OwnerRows:
         phase_of: int64 [O], their phases, -2 where they may exceed these.
         weight: float64 [O, P], a row is at most the weighted sum of the phases' times.
         base: float64 [O], what every plan asks.
-        unit: float64 [C, 20, O], what a unit of each tally row, spread over a class, asks.
-        every: float64 [20, O], what a unit of each tally row on every rank asks.
+        unit: float64 [C, 22, O], what a unit of each tally row, spread over a class, asks.
+        every: float64 [22, O], what a unit of each tally row on every rank asks.
     """
 
     def __init__(self, rows: ResourceRows, pieces: Pieces, options: list[Option],

@@ -72,7 +72,7 @@ class Pieces:
 
     Args:
         units: what units of the tables' rows ask of ranks, by class.
-        base_rows: float64 [20, W], what every plan asks.
+        base_rows: float64 [22, W], what every plan asks.
         asks: bool [T], of which tables an owner of pushed rows asks itself, unless it has all.
         may: bool [T, C], which tables may be pushed to which class.
 
@@ -80,7 +80,7 @@ class Pieces:
         floor: float64 [C, num_phases, 5], what every plan puts on a rank, by class.
         hidden: float64 [C, num_phases, 1], most dense compute that a rank's phase runs beside.
         has_local: bool [num_phases, 5], which groups include a rank's own time.
-        unit: float64 [C, 20, num_phases, 5], what a unit of each tally row puts on its owner.
+        unit: float64 [C, 22, num_phases, 5], what a unit of each tally row puts on its owner.
     """
 
     def __init__(self, units: UnitRows, base_rows: np.ndarray, asks: np.ndarray, may: np.ndarray

@@ -62,7 +62,7 @@ class Relaxation:
         pieces: pushed pieces.
         inequalities: the rows about the owner of a large piece.
         distinguished: the load by whose largest piece a host is distinguished.
-        unit: float64 [C, 20, R], what a unit of each tally row, spread over a class, asks.
+        unit: float64 [C, 22, R], what a unit of each tally row, spread over a class, asks.
         base: float64 [R], what every plan asks.
         pinned: float64 [R], what rows that are pinned ask; part of `base`, and of no configuration.
         phase_of: int64 [R], phase of each row, -1 for memory, -2 for rows that may exceed theirs.
@@ -244,7 +244,7 @@ class Relaxation:
         self.phase_weight = np.concatenate([weight, owners.weight])
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None],
                                 (NUM_ROWS, NUM_ROWS, self.model.machine.world_size))
-        #: float64 [20, R], what a unit of each tally row on every rank asks.
+        #: float64 [22, R], what a unit of each tally row on every rank asks.
         self.every = np.concatenate([rows.of_rows(every), owners.every], axis=-1)
 
     def _build_charges(self) -> None:

@@ -32,7 +32,7 @@ class ResourceRows:
         uses_host: whether rows may lie in host memory, or pinned ones do.
         names: (phase, group, class) of each timed row; memory rows follow.
         phase_of: int64 [R], phase of each row, -1 for memory.
-        unit: float64 [C, 20, R], what a unit of each tally row, spread over a class, asks.
+        unit: float64 [C, 22, R], what a unit of each tally row, spread over a class, asks.
     """
 
     def __init__(self, model: CostModel, distinguished: list[list[int]]) -> None:
@@ -44,7 +44,7 @@ class ResourceRows:
         unit = np.zeros((num_classes, NUM_ROWS, NUM_ROWS, spread.shape[1]))
         for q in range(NUM_ROWS):
             unit[:, q, q] = spread
-        time = self._class_means(model.loads(unit))  # [C, 20, phases, groups, classes]
+        time = self._class_means(model.loads(unit))  # [C, 22, phases, groups, classes]
         if not self.uses_host:
             time[..., GROUPS.index("host_memory"), :] = 0.0
         keep = np.argwhere(time.max(axis=(0, 1)) > 0)  # rows that are always zero are left out
@@ -71,7 +71,7 @@ class ResourceRows:
         return member / member.sum()
 
     def of_rows(self, tally_rows: np.ndarray) -> np.ndarray:
-        """What tally rows (float64 [..., 20, W]) ask; float64 [..., R]."""
+        """What tally rows (float64 [..., 22, W]) ask; float64 [..., R]."""
         out = self.of_units(self.model.loads(tally_rows))
         out[..., self.first_memory:] = self._memory_share(tally_rows)
         return out
@@ -100,7 +100,7 @@ class ResourceRows:
         return np.stack([groups[..., r].mean(axis=-1) for r in self.classes.ranks], axis=-1)
 
     def _memory_share(self, rows: np.ndarray) -> np.ndarray:
-        """Tally rows [..., 20, W] -> [..., domain classes, then host classes where hosts hold
+        """Tally rows [..., 22, W] -> [..., domain classes, then host classes where hosts hold
         rows]: share of the class's capacity."""
         machine, classes = self.model.machine, self.classes
         groups = [(rows[..., HELD, :], classes.of_domain, machine.domain, machine.capacity_bytes)]

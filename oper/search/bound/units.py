@@ -39,8 +39,8 @@ class UnitRows:
         seen: int64 [C, S], ranks that differ as seen from the owner, who is the first of them.
         each: float64 [2, C, 20, 20], a unit of each tally row on its owner.
         every: float64 [2, C, 20, 20], a unit of each tally row on every rank.
-        own_us: float64 [C, 20, P, 6], microseconds that a unit of each tally row costs its owner.
-        read_us: float64 [C, 20, P], own time that it costs the rank where that is least.
+        own_us: float64 [C, 22, P, 6], microseconds that a unit of each tally row costs its owner.
+        read_us: float64 [C, 22, P], own time that it costs the rank where that is least.
     """
 
     def __init__(self, model: CostModel, classes: RankClasses, tables: tuple[TableProblem, ...]
@@ -55,7 +55,7 @@ class UnitRows:
         is_owner = np.arange(world) == self._first[:, None]
         in_class = classes.of_rank == np.arange(number)[:, None]
         owned, shared = (model.loads(one[:, :, None] * ranks[:, None, None].astype(float))
-                         for ranks in (is_owner, in_class))  # [C, 20, P, 7, W]
+                         for ranks in (is_owner, in_class))  # [C, 22, P, 7, W]
         self._owned = np.stack([x[..., at] for x, at in zip(owned, self.seen, strict=True)])
         self._shared = shared[..., self._first]  # alike for all ranks of a class
         self._unit = np.eye(NUM_FEATURES)[:, :, None] * is_owner[:, None, None].astype(float)
@@ -83,7 +83,7 @@ class UnitRows:
         return self._known[kind]
 
     def _divided(self, rows: np.ndarray) -> np.ndarray:
-        """Tally rows (float64 [C, 4, 20, W]) as units."""
+        """Tally rows (float64 [C, 4, 22, W]) as units."""
         mine = rows[np.arange(self._first.size), ..., self._first]
         shared = (rows[self._owner_seen, ..., self._reader] if self._reader.size
                   else np.zeros_like(mine))
@@ -91,7 +91,7 @@ class UnitRows:
 
     def mean(self, units: np.ndarray, unit: np.ndarray) -> np.ndarray:
         """What units ask of resource rows, of which a unit of each tally row, spread over a class,
-        asks `unit` (float64 [C, 20, R]); float64 [C, ..., R], by the class of the owner."""
+        asks `unit` (float64 [C, 22, R]); float64 [C, ..., R], by the class of the owner."""
         own, every = units.reshape(2, self.sizes.size, -1, NUM_ROWS)
         out = own @ unit + (every @ (unit * self.sizes[:, None, None])).sum(axis=0)
         return np.asarray(out.reshape(*units.shape[1:-1], out.shape[-1]))

@@ -7,7 +7,6 @@ import numpy as np
 from oper.search.problem.machine import (
     CROSS_IN,
     CROSS_OUT,
-    HOST_MEMORY,
     LINK_IN,
     LINK_OUT,
     MEMORY,
@@ -15,30 +14,25 @@ from oper.search.problem.machine import (
 )
 
 
-def owner_sends(m: Machine, out: np.ndarray, amount: np.ndarray) -> None:
-    """Every owner sends `amount` (float64 [..., W] bytes) to each rank outside its domain."""
+def owner_sends(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray) -> None:
+    """Every owner sends `amount` (float64 [..., W] bytes) to each rank outside its domain, and
+    `message` in its place where that is on another host."""
     out[..., MEMORY, :] += amount * (m.world_size - m.num_near)
     out[..., LINK_OUT, :] += amount * (m.num_host - m.num_near)
-    out[..., CROSS_OUT, :] += amount * (m.world_size - m.num_host)
+    out[..., CROSS_OUT, :] += message * (m.world_size - m.num_host)
     out[..., LINK_IN, :] += m.elsewhere_on_host(amount)
-    out[..., CROSS_IN, :] += m.other_hosts(amount)
+    out[..., CROSS_IN, :] += m.other_hosts(message)
 
 
-def host_sends(m: Machine, out: np.ndarray, amount: np.ndarray) -> None:
-    """Every rank of another host gets `amount[o]` bytes that owner o has in host memory."""
-    out[..., HOST_MEMORY, :] += amount * (m.world_size - m.num_host)
-    out[..., CROSS_OUT, :] += amount * (m.world_size - m.num_host)
-    out[..., CROSS_IN, :] += m.other_hosts(amount)
-
-
-def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray) -> None:
-    """Every rank sends `amount[o]` to each owner o outside its domain, from its own memory."""
-    on_host, afar = m.elsewhere_on_host(amount), m.other_hosts(amount)
-    out[..., MEMORY, :] += on_host + afar
+def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray) -> None:
+    """Every rank sends `amount[o]` to each owner o outside its domain, from its own memory;
+    `message[o]` in its place to another host."""
+    on_host = m.elsewhere_on_host(amount)
+    out[..., MEMORY, :] += on_host + m.other_hosts(amount)
     out[..., LINK_OUT, :] += on_host
-    out[..., CROSS_OUT, :] += afar
+    out[..., CROSS_OUT, :] += m.other_hosts(message)
     out[..., LINK_IN, :] += amount * (m.num_host - m.num_near)
-    out[..., CROSS_IN, :] += amount * (m.world_size - m.num_host)
+    out[..., CROSS_IN, :] += message * (m.world_size - m.num_host)
 
 
 def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray) -> None:
@@ -55,16 +49,18 @@ def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray
     out[..., MEMORY, :] += on_host + afar
 
 
-def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: float) -> None:
-    """Ranks without a copy in their domain read `need` bytes from the nearest copies."""
+def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: np.ndarray) -> None:
+    """Ranks without a copy in their domain read `need[0]` bytes from the nearest copies, `need[1]`
+    where these are on another host."""
+    row, message = need
     holds = np.isin(np.arange(m.world_size), ranks).astype(float)
     near, host = m.domain_sum(holds), m.host_sum(holds)
     from_host = ((near == 0) & (host > 0)).astype(float)
     from_afar = (host == 0).astype(float)
-    out[LINK_IN] += need * from_host
-    out[CROSS_IN] += need * from_afar
-    sent_host = need * m.host_sum(from_host) / np.maximum(host, 1.0) * holds
-    sent_afar = need * from_afar.sum() / holds.sum() * holds
+    out[LINK_IN] += row * from_host
+    out[CROSS_IN] += message * from_afar
+    sent_host = row * m.host_sum(from_host) / np.maximum(host, 1.0) * holds
+    asked_afar = from_afar.sum() / holds.sum() * holds
     out[LINK_OUT] += sent_host
-    out[CROSS_OUT] += sent_afar
-    out[MEMORY] += sent_host + sent_afar
+    out[CROSS_OUT] += message * asked_afar
+    out[MEMORY] += sent_host + row * asked_afar

@@ -34,8 +34,10 @@ from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
-from oper.search.cost.links import broadcast, host_sends, owner_receives, owner_sends, subset_reads
+from oper.search.cost.links import broadcast, owner_receives, owner_sends, subset_reads
+from oper.search.cost.messages import Messages
 from oper.search.cost.tally import (
+    ANSWERS,
     BACKWARD_BYTES,
     BACKWARD_IDS,
     BACKWARD_NS,
@@ -54,11 +56,14 @@ from oper.search.cost.tally import (
     NUM_ROWS,
     PARTIALS,
     PUSH_IDS,
+    RETURNED,
     SERVED,
+    SLOT_BYTES,
     UPDATE_BYTES,
     UPDATE_NS,
     UPDATE_ROWS,
     Tally,
+    odd_passes,
     owned_features,
     row_bytes,
 )
@@ -68,14 +73,9 @@ from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Probl
 
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
 ID_BYTES = 8  # one id in memory
-SLOT_BYTES = 4  # number of a row at its owner, which goes with its gradient and its new value
 REQUEST_BYTES = SLOT_BYTES + 1 / 8  # to an owner, per pushed id; the bit says where bags begin
 SQUARE_BYTES = 4  # of a row's sum of squared gradients over the columns of a piece
 PUSH_PASSES = 3  # over the ids of a table with pushed rows, at their reader, in each direction
-#: Columns of the rows that the host kernels are compiled for; others take a loop over columns.
-KERNEL_WIDTHS = (16, 32, 64, 96, 128)
-#: Passes over such a row: pooling; staging and summing; merging, squares, decay and update.
-ODD_PASSES = (1, 2, 4)
 
 
 class CostModel:
@@ -85,6 +85,7 @@ class CostModel:
         self.problem = problem
         self.machine = problem.machine
         self.costs = problem.topology.costs
+        self.messages = Messages(problem.message_bits)
         #: Tally rows of nanoseconds by pass over the tables, and of the passes that look at ids.
         self.every_pass = (FORWARD_NS, BACKWARD_NS, UPDATE_NS)[:3 if problem.training else 1]
         self.passes = self.every_pass[:2]
@@ -123,14 +124,16 @@ class CostModel:
             owner: float64 [..., 4, W], features that each rank owns.
 
         Returns:
-            float64 [..., 20, W].
+            float64 [..., 22, W].
         """
         row, grad, state = row_bytes(t, width)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
         out[..., SERVED, :] = owner[..., TOUCHED, :] * row
+        out[..., ANSWERS, :] = owner[..., TOUCHED, :] * self.messages.answer_bytes(t, width)
         out[..., HELD, :] = owner[..., ROWS, :] * row
         if self.training:
             out[..., GRADS, :] = owner[..., TOUCHED, :] * (grad + SLOT_BYTES)
+            out[..., RETURNED, :] = owner[..., TOUCHED, :] * self.messages.gradient_bytes(width)
             out[..., HELD, :] += owner[..., ROWS, :] * state
         total = owner.sum(axis=-1)
         self._add_reader(out, t, width, total)
@@ -147,6 +150,7 @@ class CostModel:
         out[..., HELD, :] = total[..., ROWS, None] * row
         if self.training:
             out[..., GRADS, :] = master[..., TOUCHED, :] * (grad + SLOT_BYTES)
+            out[..., RETURNED, :] = master[..., TOUCHED, :] * self.messages.gradient_bytes(width)
             out[..., BROADCAST, :] = master[..., TOUCHED_ALL, :] * (row + SLOT_BYTES)
             out[..., HELD, :] += master[..., ROWS, :] * (row + state)  # masters beside the copies
             out[..., UPDATE_NS, :] = total[..., TOUCHED_ALL, None] * self.costs.refresh_ns
@@ -188,7 +192,7 @@ class CostModel:
         return out
 
     def cut_rows(self, t: TableProblem, once: np.ndarray, twice: np.ndarray) -> np.ndarray:
-        """What a column piece costs whatever its width; load vector float64 [..., 20, W].
+        """What a column piece costs whatever its width; load vector float64 [..., 22, W].
 
         The squared norms that the owners of a row's columns exchange are counted once per piece; a
         table of n pieces exchanges them n - 1 times, so the caller takes one off per table.
@@ -269,12 +273,15 @@ class CostModel:
         """
         return np.where(has_all, 0.0, own) * self.costs.push_ns
 
-    def partial_bytes(self, t: TableProblem, width: int, ids: np.ndarray) -> np.ndarray:
-        """Bytes of partial sums that an owner of `ids` (float64 [...]) sends to each reader."""
+    def num_sums(self, t: TableProblem, ids: np.ndarray) -> np.ndarray:
+        """Partial sums that an owner of `ids` (float64 [...]) sends to each reader."""
         if t.spec.pooling == "none":
-            return ids * width * GRAD_BYTES
-        share = ids / max(t.total[IDS], 1e-300)
-        return t.traffic.bags_touching(share) * width * GRAD_BYTES
+            return ids
+        return t.traffic.bags_touching(ids / max(t.total[IDS], 1e-300))
+
+    def partial_bytes(self, t: TableProblem, width: int, ids: np.ndarray) -> np.ndarray:
+        """Their bytes in columns of a piece, see `Messages.sum_bytes`."""
+        return self.num_sums(t, ids) * self.messages.sum_bytes(width)
 
     def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, total: np.ndarray) -> None:
         row, grad, _ = row_bytes(t, width)
@@ -300,17 +307,8 @@ class CostModel:
             out[..., UPDATE_NS, :] += owner[..., TOUCHED_ALL, :] * self.odd_ns(t, width, 2)
 
     def odd_ns(self, t: TableProblem, width: int, phase: int) -> float:
-        """Nanoseconds per id or row of a table without a kernel of its width.
-
-        Args:
-            t: the table; its own width counts, so that a piece costs in proportion to its columns.
-            width: columns of the piece.
-            phase: 0..2, forward, backward and update.
-        """
-        if t.spec.dim in KERNEL_WIDTHS:
-            return 0.0
-        vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
-        return ODD_PASSES[phase] * width * vectors * self.costs.odd_ns
+        """Nanoseconds per id or row of a table without a kernel of its width; see `odd_passes`."""
+        return odd_passes(t, width, phase) * self.costs.odd_ns
 
     def table_rows(self, t: TableProblem, num_outputs: np.ndarray | None = None) -> np.ndarray:
         """Tally rows that every plan pays for the table: outputs, bag gradients, outbox memory.
@@ -361,7 +359,7 @@ class CostModel:
 
         Args:
             pieces: its column pieces.
-            rows: float64 [20, W], the sum over pieces.
+            rows: float64 [22, W], the sum over pieces.
             ids: ids per rank and batch, or float64 [W].
             bags: bags per rank and batch, or float64 [W].
             exchanges_squares: whether owners of the columns of a row exchange the sum of their
@@ -396,7 +394,7 @@ class CostModel:
         """
         width, world = piece.stop - piece.start, self.machine.world_size
         rows, num_pushed = np.zeros((NUM_ROWS, world)), 0
-        replicas: dict[tuple[int, ...], tuple[float, np.ndarray]] = {}
+        replicas: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
         pushed_ids, pushed_rows = np.zeros((2, world))
         for tier in piece.tiers:
             if tier.memory == "host" and not self.machine.host_capacity_bytes.any():
@@ -414,7 +412,7 @@ class CostModel:
                 part, need, send = self.subset_rows(t, width, tier, owner)
                 rows += part
                 key = tuple(sorted(tier.ranks))
-                old = replicas.get(key, (0.0, np.zeros(world)))
+                old = replicas.get(key, (np.zeros(2), np.zeros(world)))
                 replicas[key] = (old[0] + need, old[1] + send)
         if num_pushed and alone:
             # One partial sum per bag and owner, however many tiers the owner holds.
@@ -424,9 +422,10 @@ class CostModel:
         return Tally(rows, replicas, num_pushed)
 
     def subset_rows(self, t: TableProblem, width: int, tier: Tier,
-                    owner: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
-        """A tier replicated on some ranks: its load vector float64 [20, W] without broadcasts, the
-        bytes that a rank without a copy reads, and those that each rank broadcasts, float64 [W]."""
+                    owner: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A tier replicated on some ranks: its load vector float64 [22, W] without broadcasts, the
+        bytes that a rank without a copy reads, float64 [2] as in `Tally`, and those that each rank
+        broadcasts, float64 [W]."""
         rows = self.tier_rows(t, width, tier, owner)
         row, _, state = row_bytes(t, width)
         send = rows[BROADCAST].copy()
@@ -439,13 +438,14 @@ class CostModel:
             rows[held] = copies + owner[ROWS] * (row + state)
         else:
             rows[held] = copies / np.maximum(self.machine.domain_sum(holds), 1.0)
-        return rows, float(owner[TOUCHED].sum() * row), send
+        each = np.array([row, self.messages.answer_bytes(t, width)])
+        return rows, owner[TOUCHED].sum() * each, send
 
     def loads(self, rows: np.ndarray) -> np.ndarray:
         """Units per phase, term and rank of tally rows.
 
         Args:
-            rows: float64 [..., 20, W].
+            rows: float64 [..., 22, W].
 
         Returns:
             float64 [..., num_phases, 7, W]: bytes, and nanoseconds of compute.
@@ -458,14 +458,15 @@ class CostModel:
         forward[..., MEMORY, :] = rows[..., FORWARD_BYTES, :]
         forward[..., COMPUTE, :] = (rows[..., FORWARD_IDS, :] * costs.id_ns
                                     + rows[..., FORWARD_NS, :])
-        owner_sends(self.machine, forward, rows[..., SERVED, :])
-        owner_receives(self.machine, forward, rows[..., PUSH_IDS, :])
-        owner_sends(self.machine, forward, rows[..., PARTIALS, :])
-        forward[..., MEMORY, :] += 2 * rows[..., PARTIALS, :].sum(axis=-1, keepdims=True)
-        # Ranks of a host read its memory themselves, each over its own link.
+        owner_sends(self.machine, forward, rows[..., SERVED, :], rows[..., ANSWERS, :])
+        owner_receives(self.machine, forward, rows[..., PUSH_IDS, :], rows[..., PUSH_IDS, :])
+        sums = rows[..., PARTIALS, :]
+        owner_sends(self.machine, forward, sums, sums * self.messages.of_sums)
+        forward[..., MEMORY, :] += 2 * sums.sum(axis=-1, keepdims=True)
+        # Ranks of a host read its memory themselves, each over its own link; for others, owners do.
         forward[..., HOST_MEMORY, :] = (rows[..., HOST_FORWARD, :]
-                                        + self.machine.host_sum(rows[..., HOST_SERVED, :]))
-        host_sends(self.machine, forward, rows[..., HOST_SENT, :])
+                                        + self.machine.host_sum(rows[..., HOST_SERVED, :])
+                                        + rows[..., HOST_SENT, :] * (world - self.machine.num_host))
         if self.training:
             backward, update = out[..., first + 1, :, :], out[..., first + 2, :, :]
             backward[..., MEMORY, :] = rows[..., BACKWARD_BYTES, :]
@@ -479,10 +480,10 @@ class CostModel:
                                        + rows[..., UPDATE_NS, :])
             update[..., HOST_MEMORY, :] = rows[..., HOST_UPDATE, :]
             update[..., MEMORY, :] += rows[..., GRADS, :] * self.machine.num_near
-            owner_receives(self.machine, update, rows[..., GRADS, :])
+            owner_receives(self.machine, update, rows[..., GRADS, :], rows[..., RETURNED, :])
             # Gradients of the bags that owners pooled.
-            owner_receives(self.machine, update, rows[..., PARTIALS, :])
-            update[..., MEMORY, :] += rows[..., PARTIALS, :] * world
+            owner_receives(self.machine, update, sums, sums * self.messages.of_bags)
+            update[..., MEMORY, :] += sums * world
             broadcast(self.machine, update, rows[..., BROADCAST, :], np.ones(int(world)))
         add_wire(out, self.machine)
         return out

@@ -67,6 +67,8 @@ def no_solution(plan: Plan, problem: Problem, found: Evaluation) -> str:
     """Why the bound does not apply to this plan and its evaluation; empty if it does."""
     if not found.fits:
         return "the plan does not fit the memory"
+    if plan.message_bits != problem.message_bits:
+        return "the plan is for messages of other bits"
     if broken := violations(plan, problem.constraints):
         return f"the plan breaks a constraint: {broken[0]}"
     outside = outside_space(plan, problem)

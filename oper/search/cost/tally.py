@@ -11,19 +11,26 @@ from oper.search.problem.statement import TableProblem
 from oper.tables import OPTIMIZERS
 
 GRAD_BYTES = 4  # gradients, outputs and partial sums are float32 whatever the table's dtype
+SLOT_BYTES = 4  # number of a row at its owner, which goes with its gradient and its new value
+#: Columns of the rows that the host kernels are compiled for; others take a loop over columns.
+KERNEL_WIDTHS = (16, 32, 64, 96, 128)
+#: Passes over such a row: pooling; staging and summing; merging, squares, decay and update.
+ODD_PASSES = (1, 2, 4)
 
 # Rows of a tally. Relational: what an owner exchanges with *each* reading rank; rows in host memory
 # are served to ranks of the host (once per id), and sent to those of others (distinct rows).
 SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS, HOST_SERVED, HOST_SENT = range(7)
-NUM_RELATIONAL = 7
+# The same rows and gradients as messages to and from a rank of another host.
+ANSWERS, RETURNED = 7, 8
+NUM_RELATIONAL = 9
 # Local: what a rank does by itself, and the bytes it holds.
 (FORWARD_BYTES, FORWARD_IDS, BACKWARD_BYTES, BACKWARD_IDS,
- UPDATE_BYTES, UPDATE_ROWS, HELD) = range(7, 14)
+ UPDATE_BYTES, UPDATE_ROWS, HELD) = range(9, 16)
 # The same over the rank's link to host memory.
-HOST_FORWARD, HOST_UPDATE, HOST_HELD = range(14, 17)
+HOST_FORWARD, HOST_UPDATE, HOST_HELD = range(16, 19)
 # Nanoseconds of a rank beyond what its ids and rows cost.
-FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(17, 20)
-NUM_ROWS = 20
+FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(19, 22)
+NUM_ROWS = 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,16 +38,17 @@ class Tally:
     """What tables ask of the ranks; adds up over tables.
 
     Attributes:
-        rows: float64 [20, W], see the constants above.
-        partial_replicas: for replica sets other than all ranks: bytes that each reader needs of
-            them, and float64 [W] bytes to broadcast by master.
+        rows: float64 [22, W], see the constants above.
+        partial_replicas: for replica sets other than all ranks: float64 [2], bytes that each reader
+            needs of them, in rows and in messages from another host; and float64 [W], bytes to
+            broadcast by master.
         num_pushed: pushed tiers. A plan with any pays one barrier more.
         num_split: column pieces beyond the first, of tables whose optimizer must add up squared
             gradients over columns. A plan with any pays one barrier more.
     """
 
     rows: np.ndarray
-    partial_replicas: dict[tuple[int, ...], tuple[float, np.ndarray]]
+    partial_replicas: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]
     num_pushed: int = 0
     num_split: int = 0
 
@@ -50,7 +58,7 @@ class Tally:
         if other.partial_replicas:
             replicas = dict(replicas)
             for key, (need, send) in other.partial_replicas.items():
-                old = replicas.get(key, (0.0, np.zeros(self.rows.shape[1])))
+                old = replicas.get(key, (np.zeros(2), np.zeros(self.rows.shape[1])))
                 replicas[key] = (old[0] + sign * need, old[1] + sign * send)
         return Tally(self.rows + sign * other.rows, replicas,
                      self.num_pushed + sign * other.num_pushed,
@@ -73,3 +81,17 @@ def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) 
     else:
         out[:, pattern] = shares
     return out
+
+
+def odd_passes(t: TableProblem, width: int, phase: int) -> float:
+    """Vectors of a row that passes go over where the table has no kernel of its width.
+
+    Args:
+        t: the table; its own width counts, so that a piece costs in proportion to its columns.
+        width: columns of the piece.
+        phase: 0..2, forward, backward and update.
+    """
+    if t.spec.dim in KERNEL_WIDTHS:
+        return 0.0
+    vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
+    return ODD_PASSES[phase] * width * vectors

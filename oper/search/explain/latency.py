@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from oper.errors import PlanInfeasibleError, fail, require_fields
+from oper.messages import EXACT, MessageBits
 from oper.plan import Plan
 from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
@@ -93,14 +94,14 @@ class Serving:
 
 
 def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topology: Topology,
-                 goal: LatencyGoal, constraints: Constraints | Mapping[str, Any] | None = None
-                 ) -> tuple[Plan, Serving]:
+                 goal: LatencyGoal, constraints: Constraints | Mapping[str, Any] | None = None,
+                 message_bits: MessageBits = EXACT) -> tuple[Plan, Serving]:
     """The inference plan with the least memory whose modelled latency keeps a bound.
 
     Args:
         tables, stats, topology: as for `make_plan`; every rank is a worker.
         goal: request rate and bound.
-        constraints: as for `make_plan`.
+        constraints, message_bits: as for `make_plan`.
 
     Returns:
         The plan, whose notes hold the same under ``"latency"``, and how to serve it.
@@ -112,8 +113,9 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
     specs = list(tables)
 
     def state(batch_size: int) -> Problem:
-        return make_problem(specs, stats, topology, objective="inference", batch_size=batch_size,
-                            constraints=constraints)
+        stated = make_problem(specs, stats, topology, objective="inference",
+                              batch_size=batch_size, constraints=constraints)
+        return replace(stated, message_bits=message_bits)
 
     problem = state(_likely_batch(goal, topology))
     with warnings.catch_warnings():

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from oper.messages import EXACT
 from oper.plan import Plan
 from oper.search.bound.certificate import not_certified
 from oper.search.cost.model import Evaluation, Phase, evaluate, is_ordered
@@ -48,7 +49,8 @@ def as_json(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> dic
     return {
         "topology": problem.topology.name, "source": problem.topology.source,
         "objective": problem.objective, "world_size": problem.machine.world_size,
-        "batch_size": problem.batch_size, "step_us": found.step_us,
+        "batch_size": problem.batch_size, "message_bits": problem.message_bits.to_json(),
+        "step_us": found.step_us,
         "lower_bound_us": 0.0 if why else plan.lower_bound_us,
         "gap": None if why else _number(plan.gap), "not_certified": why or None,
         "verified": None if verdict is None else verdict.certified,
@@ -103,7 +105,7 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
     lines = [f"{problem.objective} on {topology.name}: {size} ({modelled})",
              f"batch size per rank {problem.batch_size}, {tables} table{'s' * (tables != 1)}, "
              f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}",
-             f"step        {found.step_us:12.1f} us"]
+             *_messages(problem), f"step        {found.step_us:12.1f} us"]
     why = doubt(plan, problem, verdict)
     if why:
         lines.append(f"not certified: {why}")
@@ -115,6 +117,13 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
                   f"gap         {100 * gap:12.3f} %"]
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
     return "\n".join(lines)
+
+
+def _messages(problem: Problem) -> list[str]:
+    """A line about messages that are not exact."""
+    bits = problem.message_bits
+    return [] if bits == EXACT else [
+        f"between hosts answers of {bits.answers} bits, gradients of {bits.gradients}"]
 
 
 def _phases(found: Evaluation) -> str:

@@ -94,9 +94,9 @@ class Loads:
         num_loads: G = 5 P + 1.
         class_of: int64 [W].
         piece_us: float64 [G], what every column piece of a table costs each rank.
-        read_unit: float64 [C, 20, C, G], what a unit of each tally row puts on ranks that do not
+        read_unit: float64 [C, 22, C, G], what a unit of each tally row puts on ranks that do not
             own it, by class of the owner and of theirs.
-        own_unit: float64 [C, 20, G], what its owner does more than others of its class.
+        own_unit: float64 [C, 22, G], what its owner does more than others of its class.
     """
 
     def __init__(self, pool: CandidatePool) -> None:
@@ -204,8 +204,10 @@ class Annealing:
         fill, fill_once = self._fill(stay, table)
         size = np.array([r.size for r in relaxation.classes.ranks], float)[:, None]
         shares = np.linspace(0.0, 1.0, _SHARES + 1)
+        messages = loads.model.messages  # of a column; what begins a sum is spread over a whole one
         sums = np.concatenate([
-            loads.model.partial_bytes(t, 1, np.outer(pushed_ids[a:b], shares))
+            loads.model.num_sums(t, np.outer(pushed_ids[a:b], shares))
+            * (messages.sum_bytes(t.spec.dim) / t.spec.dim)
             for t, (a, b) in zip(tables, pairwise(self.first.tolist()), strict=True)])
         order = np.argsort(class_of, kind="stable")
         places = [loads.model.problem.placements_of(t.spec.name) for t in tables]

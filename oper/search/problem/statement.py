@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Tier, owners_pool
+from oper.messages import EXACT, MessageBits, owners_pool
+from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Tier
 from oper.search.problem.constraints import Constraints, check_rows, parse_constraints
 from oper.search.problem.machine import Machine, make_machine
 from oper.search.problem.overlap import Overlap, parse_overlap
@@ -171,6 +172,7 @@ class Problem:
         notes: what the maker wants to say (JSON-able), copied into the plan.
         overlap: dense compute that phases may hide behind, microseconds by phase and rank.
         last_resort: what a plan may use as well where nothing else fits.
+        message_bits: of the numbers that hosts send each other, in every plan of the problem.
     """
 
     tables: tuple[TableProblem, ...]
@@ -182,6 +184,7 @@ class Problem:
     notes: dict[str, Any] = field(default_factory=dict)
     overlap: Overlap = field(default_factory=dict)
     last_resort: frozenset[str] = frozenset()
+    message_bits: MessageBits = EXACT
 
     @property
     def topology(self) -> Topology:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.plan import Piece, Plan, owners_pool
+from oper.messages import number_bytes, owners_pool
+from oper.plan import Piece, Plan
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.model import CostModel, Phase
 from oper.search.cost.tally import (
+    ANSWERS,
     BACKWARD_IDS,
     BACKWARD_NS,
     BROADCAST,
@@ -28,6 +30,7 @@ from oper.search.cost.tally import (
     NUM_RELATIONAL,
     NUM_ROWS,
     PUSH_IDS,
+    RETURNED,
     SERVED,
     UPDATE_BYTES,
     Tally,
@@ -79,6 +82,8 @@ class Exchange:
         host_sent: distinct rows in host memory; what ranks of the owner's host get is unused.
         gradients: summed gradients of rows.
         copies: changed rows, to each rank with a copy; those of one domain are counted elsewhere.
+        answers, returned: messages to and from ranks of other hosts, in place of rows, rows in host
+            memory and partial sums, and of gradients of rows and bags; others are unused.
     """
 
     rows: np.ndarray
@@ -88,11 +93,13 @@ class Exchange:
     partials: np.ndarray
     gradients: np.ndarray
     copies: np.ndarray
+    answers: np.ndarray
+    returned: np.ndarray
 
     @staticmethod
     def none(world_size: int) -> Exchange:
         """No bytes."""
-        return Exchange(*(np.zeros((world_size, world_size)) for _ in range(7)))
+        return Exchange(*(np.zeros((world_size, world_size)) for _ in range(9)))
 
 
 class RealizedLoad:
@@ -148,8 +155,9 @@ class RealizedLoad:
 
     def _piece(self, t: TableProblem, piece: Piece, placed: Placed,
                batches: Sequence[TableBatch], exchange: Exchange) -> np.ndarray:
-        """Adds to `exchange`; returns each rank's own tally rows, float64 [20, W]."""
+        """Adds to `exchange`; returns each rank's own tally rows, float64 [22, W]."""
         width, world = piece.stop - piece.start, self.world_size
+        messages = self.model.messages
         features = self._features(len(piece.tiers), placed, batches)
         rows, own = np.zeros((NUM_ROWS, world)), np.zeros(world)
         for k, tier in enumerate(piece.tiers):
@@ -169,19 +177,24 @@ class RealizedLoad:
                 rows[UPDATE_BYTES] += 2 * self.problem.machine.domain_sum(
                     out[0, BROADCAST]) * holds * (near > 1)
                 # A rank without a copy in its domain reads one of its host, else any.
-                row = t.spec.row_bytes * width / t.spec.dim
-                exchange.rows.__iadd__(_nearest(holds, self.problem.machine)
-                                       * owner[:, TOUCHED].sum(axis=1) * row)
+                read = _nearest(holds, self.problem.machine) * owner[:, TOUCHED].sum(axis=1)
+                exchange.rows.__iadd__(read * (t.spec.row_bytes * width / t.spec.dim))
+                exchange.answers.__iadd__(read * messages.answer_bytes(t, width))
             else:
                 out = self.model.tier_rows(t, width, tier, owner)
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
                 exchange.rows.__iadd__(out[:, SERVED].T)
+                exchange.answers.__iadd__(out[:, ANSWERS].T)
                 exchange.in_host.__iadd__(out[:, HOST_SERVED].T)
                 exchange.host_sent.__iadd__(out[:, HOST_SENT].T)
             if tier.mode != "push":
                 exchange.gradients.__iadd__(out[:, GRADS])
+                exchange.returned.__iadd__(out[:, RETURNED])
         if placed.has_push:
-            exchange.partials.__iadd__(_partials(placed, batches, world) * width * GRAD_BYTES)
+            sums, bits = _partials(placed, batches, world), messages.bits
+            exchange.partials.__iadd__(sums * width * GRAD_BYTES)
+            exchange.answers.__iadd__(sums * number_bytes(bits.answers, width))
+            exchange.returned.__iadd__(sums.T * number_bytes(bits.gradients, width))
             owners = {r for tier in piece.tiers
                       for r in (tier.ranks if tier.mode == "push" else (-1,))}
             has_all = np.array([owners == {r} for r in range(world)])
@@ -209,33 +222,31 @@ class RealizedLoad:
         machine = self.problem.machine
         near = machine.domain[:, None] == machine.domain[None, :]
         forward = units[self.model.phases.index("forward")]
-        transfer(forward, x.rows, machine)
+        transfer(forward, x.rows + x.partials, x.answers, machine)
         same = machine.host[:, None] == machine.host[None, :]
         sent = x.host_sent * ~same
         forward[HOST_MEMORY] += (x.in_host * same).sum(axis=0) + sent.sum(axis=1)
-        transfer(forward, sent, machine, reads_source=False)
-        transfer(forward, x.ids, machine)
-        transfer(forward, x.partials, machine)
+        transfer(forward, x.ids, x.ids, machine)
         forward[MEMORY] += 2 * x.partials.sum(axis=0)
         if self.problem.training:
             update = units[-1]
-            transfer(update, x.partials.T, machine)
             update[MEMORY] += x.partials.sum(axis=1)
             update[MEMORY] += (x.gradients * near).sum(axis=0)
-            transfer(update, x.gradients, machine)
+            transfer(update, x.gradients + x.partials.T, x.returned, machine)
             update[MEMORY] += (x.copies * ~near).sum(axis=0)
-            transfer(update, x.copies, machine, reads_source=False)
+            transfer(update, x.copies, x.copies, machine, reads_source=False)
         add_wire(units, machine)
 
 
-def transfer(out: np.ndarray, amount: np.ndarray, machine: Machine, reads_source: bool = True
-             ) -> None:
+def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: Machine,
+             reads_source: bool = True) -> None:
     """Adds bytes between ranks of different domains to the units `out` (float64 [7, W]).
 
     Args:
         out: one phase's units.
         amount: float64 [W, W], bytes by source and destination; what stays in a memory domain uses
             no link.
+        message: likewise, what travels between hosts in place of it.
         machine: who shares a domain or a host.
         reads_source: whether the bytes also come from the source's memory.
     """
@@ -243,8 +254,8 @@ def transfer(out: np.ndarray, amount: np.ndarray, machine: Machine, reads_source
     far = machine.domain[:, None] != machine.domain[None, :]
     out[LINK_OUT] += (amount * (far & host)).sum(axis=1)
     out[LINK_IN] += (amount * (far & host)).sum(axis=0)
-    out[CROSS_OUT] += (amount * ~host).sum(axis=1)
-    out[CROSS_IN] += (amount * ~host).sum(axis=0)
+    out[CROSS_OUT] += (message * ~host).sum(axis=1)
+    out[CROSS_IN] += (message * ~host).sum(axis=0)
     if reads_source:
         out[MEMORY] += (amount * far).sum(axis=1)
 
@@ -260,7 +271,7 @@ def _nearest(holds: np.ndarray, machine: Machine) -> np.ndarray:
 
 
 def _own(rows: np.ndarray) -> np.ndarray:
-    """Tally rows without those between ranks; float64 [20, W]."""
+    """Tally rows without those between ranks; float64 [22, W]."""
     out = rows.copy()
     out[:NUM_RELATIONAL] = 0.0
     return out

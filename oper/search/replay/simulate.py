@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import Plan, TablePlan, owners_pool
+from oper.messages import owners_pool
+from oper.plan import Plan, TablePlan
 from oper.rows.directory import TableDirectory
 from oper.rows.traffic import KIND, KINDS, ROW_WISE, Traffic
 from oper.tables import TableSpec

@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from oper.errors import InvalidInputError, fail
-from oper.plan import Plan, owners_pool
+from oper.messages import MessageBits, number_bytes, owners_pool
+from oper.plan import Plan
 from oper.rows.directory import needs_across
 from oper.rows.traffic import ROW_WISE, SENT
 from oper.search.replay.simulate import Placed, RankBatch, TableBatch, table_batch
@@ -25,17 +26,22 @@ _HEAD_UNIT_BYTES = 1024  # of which it has whole ones
 class _Sizes:
     """Bytes of rows and gradients of one column piece on the wire; arrays take whole words."""
 
-    def __init__(self, table: TableSpec, width: int, is_half: bool) -> None:
+    def __init__(self, table: TableSpec, width: int, bits: MessageBits) -> None:
         self.row = table.row_bytes * width // table.dim
-        self._row = self.row // 2 if is_half and table.dtype == "float32" else self.row
-        self._gradient = 2 * width if is_half else 4 * width
+        self._answer = int(bits.row_bytes(table, width))
+        self._sum = number_bytes(bits.answers, width)
+        self._gradient = number_bytes(bits.gradients, width)
 
     def rows(self, number: int) -> int:
         """Of so many rows."""
-        return (number * self._row + 3) // 4 * 4
+        return (number * self._answer + 3) // 4 * 4
+
+    def sums(self, number: int) -> int:
+        """Of so many partial sums."""
+        return (number * self._sum + 3) // 4 * 4
 
     def gradients(self, number: int) -> int:
-        """Of so many gradients, or partial sums."""
+        """Of so many gradients."""
         return (number * self._gradient + 3) // 4 * 4
 
 
@@ -43,10 +49,9 @@ class WireReplay:
     """Counts what the ranks send between memory domains under a plan.
 
     Args:
-        plan: the plan.
+        plan: the plan, whose messages are counted with its `message_bits`.
         domain_of: index of each rank's memory domain, by rank.
         training: whether backward and update follow (default: the plan's objective).
-        is_half: whether fp32 numbers travel as 16 bits (``OPER_WIRE``).
         clipped: tables whose rows' gradients are clipped to a norm.
 
     Raises:
@@ -54,12 +59,12 @@ class WireReplay:
     """
 
     def __init__(self, plan: Plan, domain_of: Sequence[int], training: bool | None = None, *,
-                 is_half: bool = False, clipped: Collection[str] = ()) -> None:
+                 clipped: Collection[str] = ()) -> None:
         if len(domain_of) != plan.world_size:
             raise InvalidInputError(fail("cannot replay the exchange", "domain_of",
                                          list(domain_of)[:16], f"one per rank, {plan.world_size}",
                                          "pass the domains of this plan's ranks"))
-        self.plan, self.is_half, self.clipped = plan, is_half, clipped
+        self.plan, self.clipped = plan, clipped
         self.training = plan.objective == "training" if training is None else training
         domains = np.asarray(domain_of)
         self.far = domains[:, None] != domains[None, :]
@@ -90,7 +95,7 @@ class WireReplay:
             batches = [table_batch(table, b) for b in ranks]
             trains_weights |= any(b.trains_weights for b in batches)
             for piece, placed in zip(entry.pieces, pieces, strict=True):
-                sizes = _Sizes(table, piece.stop - piece.start, self.is_half)
+                sizes = _Sizes(table, piece.stop - piece.start, self.plan.message_bits)
                 for rank, batch in enumerate(batches):
                     self._lookup(sent, placed, sizes, rank, batch)
                     if self.training:
@@ -101,7 +106,7 @@ class WireReplay:
                 rounds = max(rounds, mine)
                 self._squares(sent, pieces, touched, mine)
                 for piece, placed in zip(entry.pieces, pieces, strict=True):
-                    sizes = _Sizes(table, piece.stop - piece.start, self.is_half)
+                    sizes = _Sizes(table, piece.stop - piece.start, self.plan.message_bits)
                     self._refreshes(sent, placed, sizes, touched)
         # Where owners pool rows of pushed tiers, those of pulled tiers travel in the same meetings.
         meetings = 2 if self._has_push else int(self._needs.gathers)
@@ -125,7 +130,7 @@ class WireReplay:
             sent[_KIND["ids"], reader, peer] += 4 * ids + (ids + 31) // 32 * 4
             if batch.weighted:
                 sent[_KIND["id_weights"], reader, peer] += 4 * ids
-            sent[_KIND["partial_sums"], peer, reader] += sizes.gradients(bags)
+            sent[_KIND["partial_sums"], peer, reader] += sizes.sums(bags)
 
     @staticmethod
     def _rows(sent: np.ndarray, sizes: _Sizes, reader: int, of: tuple[np.ndarray, np.ndarray],

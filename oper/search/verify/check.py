@@ -108,7 +108,7 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
         why = "the plan carries no proof: plan again with this release"
     elif noted.get("problem") != problem_digest(problem):
         why = ("the proof is for another problem: its tables, statistics, machine, batch size, "
-               "space, constraints or overlap differ")
+               "space, constraints, overlap or bits of messages differ")
     elif not (why := no_solution(plan, problem, found)) and not math.isclose(
             plan.step_us, step_us, rel_tol=_ROUNDING):
         why = (f"the file says a step of {plan.step_us:.6g} us, and its placement takes "

@@ -80,7 +80,7 @@ class Probe:
         return out
 
     def loads(self, rows: np.ndarray) -> Loads:
-        """Loads of tally rows, float64 [..., C, F, 20, W]."""
+        """Loads of tally rows, float64 [..., C, F, 22, W]."""
         return self._loads(self.model.loads(rows), rows[..., [HELD, HOST_HELD], :])
 
     def table(self, t: TableProblem, kind: str) -> Loads:

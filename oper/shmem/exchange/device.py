@@ -23,11 +23,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from oper.errors import InvalidInputError, fail
+from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
 from oper.rows.traffic import SENT
 from oper.shmem.batch import raise_status
 from oper.shmem.device_batch import StepArrays, key_ranges, unsigned
-from oper.shmem.exchange.host import Exchange, wire_format
+from oper.shmem.exchange.host import Exchange
 from oper.shmem.group.desync import STATE_ACCESS, Spot
 from oper.shmem.group.groups import Group
 from oper.shmem.memory.device_arenas import DeviceArenas
@@ -40,7 +42,7 @@ _UNIT = 16  # kStagingUnit in csrc/device/device.h
 _HEAD, _HEAD_UNIT = 8, 256
 _COUNTS = 3  # per table, of which one is used here
 _OUTBOX = struct.Struct("<4q")  # OutboxHeader in csrc/device/device.h
-_WIRES = (torch.float32, torch.float16, torch.bfloat16)
+_WIRES = {32: torch.float32, 16: torch.bfloat16}  # by bits of messages
 _NONE = torch.empty(0, dtype=torch.uint8)
 
 
@@ -112,28 +114,33 @@ class DeviceExchange(Exchange):
     Args:
         group: all ranks. Creation is collective.
         domain_of: index of each rank's domain, by rank.
-        collection: number of the tables in their group's register.
+        collection, bits: see `Exchange`; bits are 32 or 16.
         device: this rank's device.
 
     Attributes:
         sent: int64 [kinds, W], bytes sent by kind (`SENT`) and receiver.
+        answers, gradients: dtypes as which float32 numbers of messages travel.
         num_refreshed: int64 [W, T], masters of far ranks that the last step has changed, by owner
             and by table in the order of keys.
     """
 
-    def __init__(self, group: Any, domain_of: Sequence[int], collection: int,
+    def __init__(self, group: Any, domain_of: Sequence[int], collection: int, bits: MessageBits,
                  device: torch.device) -> None:
-        super().__init__(group, domain_of, collection)
+        super().__init__(group, domain_of, collection, bits)
+        if 8 in bits.to_json():
+            raise InvalidInputError(fail(
+                "cannot exchange rows in device memory", "message_bits", bits.to_json(),
+                "32 or 16", "choose 16, or keep the tables in host memory"))
         self._heads: list[list[int]] = []  # of a meeting to which not all have come
         self._device = device
         self.far = [r for r in range(group.world_size) if r not in self.members]
-        self._size = group.world_size
-        self._rank = group.rank
+        self._size, self._rank = group.world_size, group.rank
         self._sequence = 0
         self._failed: tuple[int, int] | None = None
         self.sent = np.zeros((len(SENT), self._size), np.int64)
         self.num_refreshed = np.zeros((self._size, 0), np.int64)
-        self._wire = wire_format()
+        self.answers, self.gradients = _WIRES[bits.answers], _WIRES[bits.gradients]
+        self._wire = bits.answers << 8 | bits.gradients  # as heads tell it
 
     # ---- what a plan needs -----------------------------------------------------------------------
 
@@ -257,10 +264,9 @@ class DeviceExchange(Exchange):
             at += wanted[r]
         return found
 
-    def send_numbers(self, parts: dict[int, list[torch.Tensor]], wanted: dict[int, int]
-                     ) -> dict[int, torch.Tensor]:
-        """As `send`, of float32 numbers, rounded on their way where `OPER_WIRE` says so."""
-        wire = _WIRES[self._wire]
+    def send_numbers(self, parts: dict[int, list[torch.Tensor]], wanted: dict[int, int],
+                     wire: torch.dtype) -> dict[int, torch.Tensor]:
+        """As `send`, of float32 numbers that travel as `wire`."""
         if wire == torch.float32:
             return self.send(parts, wanted, wire)
         rounded = {r: [x.to(wire) for x in xs] for r, xs in parts.items()}
@@ -269,10 +275,6 @@ class DeviceExchange(Exchange):
     def count(self, kind: str, r: int, num_bytes: int) -> None:
         """Note that so many bytes go to rank `r`."""
         self.sent[SENT.index(kind), r] += num_bytes
-
-    def number_bytes(self, count: int) -> int:
-        """Bytes of float32 numbers on their way."""
-        return count * _WIRES[self._wire].itemsize
 
     def words(self, address: int, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """This rank's device memory as numbers of 4 bytes."""
@@ -342,22 +344,23 @@ class DeviceExchange(Exchange):
         for r in self.far:
             self.count("rows", r, there[r])
         received = torch.empty(sum(back), dtype=torch.uint8, device=self._device)
-        sends = packed if self._wire == 0 else self._rounded(packed, pieces, at, size)
+        exact = self.answers == torch.float32
+        sends = packed if exact else self._rounded(packed, pieces, at, size)
         self._guarded(sends, there, received, back)
-        return received if self._wire == 0 else self._unrounded(received, counts)
+        return received if exact else self._unrounded(received, counts)
 
     def _wire_row_bytes(self) -> np.ndarray:
-        narrow = np.array([self._wire > 0 and d.table.dtype == "float32" for d in self._of_key])
-        return np.where(narrow, self._row_bytes // 2, self._row_bytes)
+        rounded = [d.table.dtype == "float32" for d in self._of_key]
+        return np.where(rounded, self._row_bytes * self.answers.itemsize // 4, self._row_bytes)
 
     def _rounded(self, packed: torch.Tensor, pieces: list[tuple[int, int]], at: np.ndarray,
                  size: np.ndarray) -> torch.Tensor:
-        """Packed rows with those of float32 rounded to `OPER_WIRE`."""
+        """Packed rows with those of float32 as they travel."""
         out = [_NONE.to(self._device)]
         for (_, k), begin, count in zip(pieces, at.tolist(), size.tolist(), strict=True):
             part = packed[begin:begin + count]
             if self._of_key[k].table.dtype == "float32":
-                part = part.clone().view(torch.float32).to(_WIRES[self._wire]).view(torch.uint8)
+                part = part.clone().view(torch.float32).to(self.answers).view(torch.uint8)
             out.append(part)
         return torch.cat(out)
 
@@ -369,7 +372,7 @@ class DeviceExchange(Exchange):
                 part = received[at:at + int(counts[r, k] * width[k])]
                 at += part.numel()
                 if self._of_key[k].table.dtype == "float32":
-                    part = part.clone().view(_WIRES[self._wire]).float().view(torch.uint8)
+                    part = part.clone().view(self.answers).float().view(torch.uint8)
                 out.append(part)
         return torch.cat(out)
 
@@ -396,11 +399,11 @@ class DeviceExchange(Exchange):
             sent_slots[r] = [slots[begin[k, r]:end[k, r]] for k in range(T)]
             sent_rows[r] = [rows[at:at + counts[r, k] * self.dims[k]] for k in self._row_order
                             for at in [offsets[k] + (begin[k, r] - begin[k, 0]) * self.dims[k]]]
-            self.count("gradient_rows", r, 4 * int(counts[r].sum()) + self.number_bytes(
+            self.count("gradient_rows", r, 4 * int(counts[r].sum()) + self.gradients.itemsize * (
                 int((counts[r] * self.dims).sum())))
         got_slots = self.send(sent_slots, {r: int(mine[r].sum()) for r in self.far}, torch.int32)
         got_rows = self.send_numbers(
-            sent_rows, {r: int((mine[r] * self.dims).sum()) for r in self.far})
+            sent_rows, {r: int((mine[r] * self.dims).sum()) for r in self.far}, self.gradients)
         headers = []
         for k, r in enumerate(self.far):
             base = self._mirrors[k].data_ptr()

@@ -176,9 +176,9 @@ class PushMessages:
             memory = x.words(own + part * r, int(floats.sum()), torch.float32)
             sent[r] = [memory[a:a + m] for a, m in zip(
                 at.tolist(), (counts[r] * self._dims()).tolist(), strict=True)]
-            x.count("partial_sums", r, x.number_bytes(int((counts[r] * self._dims()).sum())))
+            x.count("partial_sums", r, x.answers.itemsize * int((counts[r] * self._dims()).sum()))
             wanted[r] = int((mine[r] * self._dims()).sum())
-        got = x.send_numbers(sent, wanted)
+        got = x.send_numbers(sent, wanted, x.answers)
         for r in x.far:
             sizes = (mine[r] * self._dims()).tolist()
             mirror = got[r].new_empty(int(sum(-(-n // 4) * 4 for n in sizes)) + 4)

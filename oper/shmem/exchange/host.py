@@ -24,6 +24,7 @@ from oper.errors import (
     PeerLostError,
     fail,
 )
+from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
 from oper.shmem.group.desync import (
     ELSEWHERE,
@@ -37,10 +38,7 @@ from oper.shmem.group.desync import (
 )
 from oper.shmem.group.groups import Group
 from oper.shmem.group.transport import transport_of
-from oper.support.environment import setting
 
-WIRE_ENV = "OPER_WIRE"
-WIRES = ("exact", "fp16", "bf16")
 _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
                               ctypes.c_void_p, ctypes.c_void_p)
 _REQUEST = struct.Struct("<32s4q")  # part, piece, number of slots, first and last column
@@ -54,15 +52,6 @@ _HEAD_BYTES = 1024
 Wanted = tuple[str, int, torch.Tensor, slice]
 
 
-def wire_format() -> int:
-    """Index into `WIRES` of how rows and gradients are rounded between domains (``OPER_WIRE``).
-
-    ``exact`` unless asked for; ``fp16`` and ``bf16`` halve the bytes and change the numbers.
-    """
-    return WIRES.index(setting(WIRE_ENV, "cannot set up the exchange between memory domains")
-                       or "exact")
-
-
 class Exchange:
     """Exchange of one collection's tables with ranks of other memory domains.
 
@@ -70,13 +59,25 @@ class Exchange:
         group: all ranks. Creation is collective.
         domain_of: index of each rank's domain, by rank.
         collection: number of the tables in their group's register.
+        bits: of the numbers of messages; the same on all ranks.
 
     Attributes:
         members: ranks of this rank's domain, ascending.
+        bits: see above.
+
+    Raises:
+        InvalidInputError: ranks state different bits.
     """
 
-    def __init__(self, group: Group, domain_of: Sequence[int], collection: int) -> None:
-        self.collection = collection
+    def __init__(self, group: Group, domain_of: Sequence[int], collection: int,
+                 bits: MessageBits) -> None:
+        everyones = group.all_gather(bits.to_json())
+        if any(x != bits.to_json() for x in everyones):
+            raise InvalidInputError(fail(
+                "ranks of several memory domains disagree on their messages",
+                "message_bits by rank", everyones[:16],
+                "the same on all ranks", "pass the same message_bits and the same plan everywhere"))
+        self.collection, self.bits = collection, bits
         self._group = group
         self._domain_of = list(domain_of)
         self.members = [r for r in range(group.world_size)
@@ -102,7 +103,7 @@ class Exchange:
         torch.ops.oper.context_set_exchange(
             handle, self.members,
             torch.tensor(sorted(targets), dtype=torch.int64).reshape(-1, 4),  # slots ascend
-            needs.gathers, needs.pulls, needs.refreshes, needs.shares, wire_format(),
+            needs.gathers, needs.pulls, needs.refreshes, needs.shares, self.bits.to_json(),
             self.collection, address)
 
     # ---- bytes -----------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class Exchange:
             raise_verdict(Verdict(ELSEWHERE, behind, spots[0]), self._group)
         raise OperError(
             fail("ranks are not at the same exchange", "rank", rank,
-                 "the same lookups, updates and OPER_WIRE on all ranks",
+                 "the same lookups, updates and message_bits on all ranks",
                  "a lookup without gradients is collective across memory domains as well"))
 
     def _meetings(self) -> tuple[list[Spot], list[int]]:

@@ -22,9 +22,9 @@ class KernelArguments:
     Args:
         optimizers: by table.
         rounding_keys: two numbers by table, see `oper.shmem.optim.rounding`.
-        is_rounded: whether any table's rows are rounded by the number of the step. Else that number
-            stays as it was when the arguments were made: writing it would read torch's code back
-            into caches that the kernels have emptied.
+        is_rounded: whether rows, or gradients on their way, are rounded by the number of the step.
+            Else that number stays as it was when the arguments were made: writing it would read
+            torch's code back into caches that the kernels have emptied.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer],

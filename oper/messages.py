@@ -1,0 +1,107 @@
+"""What memory domains send each other: of how many bits its numbers are, and who pools rows.
+
+Ranks that share no memory answer each other's lookups (rows, partial sums) and return gradients (of
+rows, of bags). On the way, a number of either direction has
+
+* 32 bits: float32, exact;
+* 16: bfloat16, rounded to nearest. It has the range of float32, so that no gradient becomes 0 or
+  infinite on the way;
+* 8: a code that says how many steps it lies above the least number of its row. A row begins with
+  that step, 1/255 of its range, and its least number, float32 each. Answers are rounded to the
+  nearest code; gradients at random, up with a probability equal to the part of the step below, so
+  that the expected value is the number itself (Alistarh et al., "QSGD", NeurIPS 2017).
+
+Everything else is exact: ids, weights, squared norms, changed rows on their way to replicas, rows
+that are stored in 16 bits or fewer, and all that stays within a memory domain.
+
+The kernels round in csrc/host/exchange/packing.cpp; sizes are the same there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from oper.errors import InvalidInputError, fail
+from oper.tables import CODE_BITS, TableSpec
+
+BITS = (32, 16, 8)
+_CODED_ROW_BYTES = 8  # step and least number
+_LEAST_CODED = 3  # columns; codes of fewer would take more bytes than float32
+
+
+def number_bytes(bits: int, width: int) -> int:
+    """Bytes of a row of `width` float32 numbers in a message whose numbers have `bits` bits."""
+    if bits == 8:
+        return _CODED_ROW_BYTES + width if width >= _LEAST_CODED else 4 * width
+    return width * bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class MessageBits:
+    """Bits of the numbers of messages, each 32, 16 or 8.
+
+    Attributes:
+        answers: of rows and partial sums, which answer lookups.
+        gradients: of gradients of rows and of bags.
+    """
+
+    answers: int = 32
+    gradients: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("answers", "gradients"):
+            value = getattr(self, name)
+            if type(value) is not int or value not in BITS:
+                raise InvalidInputError(fail("invalid bits of messages", name, value,
+                                             f"one of {BITS}", "choose 32 (exact), 16 or 8"))
+
+    @staticmethod
+    def parse(value: Any) -> MessageBits:
+        """The bits that a user states: one number for both directions, or (answers, gradients).
+
+        Raises:
+            InvalidInputError: anything else.
+        """
+        if isinstance(value, MessageBits):
+            return value
+        pair = value if isinstance(value, tuple | list) else (value, value)
+        if len(pair) != 2:
+            raise InvalidInputError(fail("invalid bits of messages", "message_bits", value,
+                                         "one number, or one for answers and one for gradients",
+                                         "pass for example 8, or (16, 8)"))
+        return MessageBits(*pair)
+
+    @staticmethod
+    def from_text(text: str) -> MessageBits:
+        """As `parse`, of a command line: ``8``, or ``16,8``."""
+        numbers = [int(x) if x.strip().isdecimal() else x for x in text.split(",")]
+        return MessageBits.parse(numbers if len(numbers) > 1 else numbers[0])
+
+    def to_json(self) -> list[int]:
+        """What `parse` reads."""
+        return [self.answers, self.gradients]
+
+    def row_bytes(self, table: TableSpec, width: int) -> float:
+        """Bytes of `width` columns of a row of `table` that answer a lookup."""
+        if table.dtype == "float32":
+            return number_bytes(self.answers, width)
+        return table.row_bytes * width / table.dim
+
+
+EXACT = MessageBits()
+
+
+def owners_pool(tables: Iterable[TableSpec], trains: bool, num_domains: int) -> bool:
+    """Whether owners pool the rows of tiers in push mode; otherwise readers read them directly.
+
+    They do in training. In inference they do where ranks share no memory, and so meet in every
+    lookup anyway, but not for quantised rows.
+
+    Args:
+        tables: all tables of a collection.
+        trains: whether it is trained.
+        num_domains: memory domains of its ranks.
+    """
+    return trains or (num_domains > 1 and not any(t.dtype in CODE_BITS for t in tables))

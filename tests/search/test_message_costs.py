@@ -1,0 +1,210 @@
+"""Fewer bits of messages in the cost model: bytes across hosts, the bound, its proof, replays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from search_cases import gpus, random_plan, tables_and_stats
+from test_simulate import KINDS, draw, stated
+
+from oper import cli
+from oper.messages import EXACT, MessageBits
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
+from oper.rows.traffic import SENT
+from oper.search import evaluate, make_plan, make_problem, verify_plan
+from oper.search.bound.subspaces import space_bound
+from oper.search.cost.messages import Messages
+from oper.search.cost.space import outside_space
+from oper.search.planner import plan_problem, tighten_bound
+from oper.search.problem.digest import problem_digest
+from oper.search.problem.machine import CROSS_IN, CROSS_OUT, TERMS
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import Problem
+from oper.search.replay.realized import RealizedLoad
+from oper.search.replay.wire import WireReplay
+
+BITS = [(8, 8), (16, 16), (16, 8), (8, 32), (32, 8)]
+CROSS = (CROSS_IN, CROSS_OUT)
+
+
+def hosts(bits: Any, objective: str = "training") -> tuple[Problem, list[np.ndarray]]:
+    """Three tables on two hosts of two ranks each."""
+    problem, chances = stated(gpus(4, per_host=2), objective)
+    return replace(problem, message_bits=MessageBits.parse(bits)), chances
+
+
+def with_mode(plan: Plan, mode: str) -> Plan:
+    return replace(plan, tables=tuple(replace(t, pieces=tuple(replace(p, tiers=tuple(
+        replace(x, mode=mode) for x in p.tiers)) for p in t.pieces)) for t in plan.tables))
+
+
+def one_table(mode: str, bits: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes by term and rank, in forward and update, of the table of 64 columns."""
+    problem, _ = hosts(bits)
+    problem = replace(problem, tables=(problem.table("t1"),))
+    plan = with_mode(uniform_plan([problem.tables[0].spec], 4, "striped"), mode)
+    forward, _, update = evaluate(plan, problem).phases
+    return forward.units, update.units
+
+
+def test_rows_and_gradients_shrink_between_hosts_alone() -> None:
+    exact = one_table("pull", 32)
+    for bits, answer, gradient in (((8, 8), 72, 76), ((16, 16), 128, 132), ((8, 32), 72, 260),
+                                   ((32, 16), 256, 132)):
+        found = one_table("pull", bits)
+        for n, term in enumerate(TERMS):
+            factor = (answer / 256, gradient / 260) if n in CROSS else (1.0, 1.0)
+            for was, now, f in zip(exact, found, factor, strict=True):
+                assert now[n] == pytest.approx(f * was[n], rel=1e-12), (bits, term)
+
+
+def test_partial_sums_shrink_and_ids_do_not() -> None:
+    """Two ranks of the other host send an owner 4 1/8 bytes for each id that it pools."""
+    (exact, exact_back), num_ids = one_table("push", 32), hosts(32)[0].table("t1").traffic.num_ids
+    for bits, factor in (((8, 8), 72 / 256), ((16, 16), 0.5)):
+        forward, update = one_table("push", bits)
+        requests = (forward - factor * exact)[CROSS_IN] / (1 - factor)
+        assert requests.min() > 0
+        assert requests.sum() == pytest.approx(2 * 4.125 * num_ids, rel=1e-9)
+        assert update[CROSS_IN] == pytest.approx(factor * exact_back[CROSS_IN], rel=1e-12)
+        assert update[CROSS_IN].min() > 0
+
+
+def test_sums_of_other_bits_in_each_direction() -> None:
+    """Exact where both directions are alike or neither has codes; else at most what begins them."""
+    for a in (32, 16, 8):
+        for g in (32, 16, 8):
+            m = Messages(MessageBits(a, g))
+            for width in (1, 2, 3, 16, 64):
+                true = [MessageBits(b, b) for b in (a, g)]
+                sums, bags = (Messages(b).sum_bytes(width) * b.answers / 32 for b in true)
+                found = m.sum_bytes(width) * m.of_sums, m.sum_bytes(width) * m.of_bags
+                if a == g or (8 not in (a, g)):
+                    assert found == (sums, bags)
+                else:
+                    assert max(found[0] - sums, found[1] - bags) <= 32
+                    assert min(found[0] - sums, found[1] - bags) == 0
+
+
+def test_exact_bits_are_the_problem_of_before() -> None:
+    problem, _ = hosts(32)
+    assert problem.message_bits == EXACT
+    digests = {problem_digest(hosts(bits)[0]) for bits in (32, *BITS)}
+    assert len(digests) == 1 + len(BITS)
+
+
+# ---- the bound and its proof ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", BITS, ids=str)
+def test_no_plan_is_below_the_bound(bits: tuple[int, int]) -> None:
+    """Columns, push, replicas and pulled rows, where links bind."""
+    for seed in range(3):
+        specs, stats = tables_and_stats(3, seed, lengths=(4, 20))
+        problem = replace(make_problem(specs, stats, gpus(4, per_host=2), batch_size=512,
+                                       allow=EVERYTHING), message_bits=MessageBits(*bits))
+        bound = space_bound(problem, max_work=840)
+        rng = np.random.default_rng(seed)
+        plans = [p for p in (random_plan(problem, rng, KINDS, max_pieces=2) for _ in range(60))
+                 if not outside_space(p, problem)]
+        steps = [evaluate(p, problem).step_us for p in plans]
+        assert len(steps) > 5 and 0 < bound <= min(steps) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("bits", BITS, ids=str)
+def test_plans_are_certified_with_their_bits(bits: tuple[int, int], tmp_path: Path) -> None:
+    specs, stats = tables_and_stats(4, 3, lengths=(4, 20, 50))
+    topology = gpus(4, per_host=2)
+    plan = make_plan(specs, stats, topology, batch_size=1024, message_bits=bits)
+    assert plan.message_bits == MessageBits(*bits)
+    problem = replace(make_problem(specs, stats, topology, batch_size=1024),
+                      message_bits=plan.message_bits)
+    plan.save(tmp_path / "plan.json")
+    found = verify_plan(Plan.load(tmp_path / "plan.json"), problem)
+    assert found.certified, found.why
+    exact = make_plan(specs, stats, topology, batch_size=1024)
+    assert plan.step_us < exact.step_us
+    # A proof is of its bits: neither the plan nor the problem may have others.
+    for other in (replace(plan, message_bits=EXACT), exact):
+        assert not verify_plan(other, problem).certified
+    assert not verify_plan(plan, replace(problem, message_bits=EXACT)).certified
+
+
+def test_a_proof_of_several_leaves() -> None:
+    specs, stats = tables_and_stats(3, 3, lengths=(20, 50), min_rows=5000)
+    specs = [replace(s, dim=64) for s in specs]
+    problem = replace(make_problem(specs, stats, gpus(4, per_host=2), batch_size=4096,
+                                   allow=EVERYTHING), message_bits=MessageBits(32, 8))
+    plan = tighten_bound(plan_problem(problem, target_gap=0.05), problem, max_work=2100)
+    found = verify_plan(plan, problem)
+    assert found.certified and found.num_leaves > 1, found.why
+    assert found.lower_bound_us >= plan.lower_bound_us * (1 - 1e-6)
+
+
+# ---- replays -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [(32, 32), *BITS], ids=str)
+def test_replayed_loads_are_the_messages_that_are_sent(bits: tuple[int, int]) -> None:
+    """One rank per host: what crosses hosts in a step is what `WireReplay` counts, but for headers,
+    numbers of asked rows, and a word at most per pair of ranks and table."""
+    problem, chances = stated(gpus(3, per_host=1))
+    problem = replace(problem, message_bits=MessageBits(*bits))
+    specs = [t.spec for t in problem.tables]
+    pulled = uniform_plan(specs, 3, "striped")
+    tiers = (Tier(0, 9, "replicated", (0, 1, 2)), Tier(9, 300, "striped", (0, 1, 2), mode="push"))
+    pushed = replace(pulled, tables=tuple(
+        TablePlan(t.table, (Piece(0, 64, tiers),)) if t.table.name == "t1" else t
+        for t in pulled.tables))
+    batch = draw(problem, chances, np.random.default_rng(1))
+    for plan in (pulled, pushed):
+        plan = replace(plan, message_bits=problem.message_bits)
+        sent = dict(zip(SENT, WireReplay(plan, [0, 1, 2], training=True).step(batch), strict=True))
+        forward, _, update = RealizedLoad(plan, problem).step(batch).phases
+        answers = sent["rows"] + sent["partial_sums"]
+        asked = answers + sent["ids"]
+        back = sent["gradient_rows"] + sent["bag_gradients"] + sent["refreshed_rows"]
+        for phase, wanted in ((forward, asked), (update, back)):
+            for axis, term in ((1, CROSS_OUT), (0, CROSS_IN)):
+                assert phase.units[term] == pytest.approx(wanted.sum(axis=axis), abs=36)
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (16, 32)], ids=str)
+def test_the_mean_of_many_steps_is_what_the_model_predicts(bits: tuple[int, int]) -> None:
+    problem, chances = hosts(bits)
+    rng = np.random.default_rng(11)
+    for seed in range(4):
+        plan = random_plan(problem, np.random.default_rng(seed), KINDS, max_pieces=2)
+        load = RealizedLoad(plan, problem)
+        steps = [load.step(draw(problem, chances, rng)).phases for _ in range(12)]
+        for k, phase in enumerate(evaluate(plan, problem).phases):
+            units = np.mean([s[k].units for s in steps], axis=0)
+            for n in CROSS:
+                size = max(float(phase.units[n].max()), 1.0)
+                assert np.allclose(units[n], phase.units[n], rtol=0.1, atol=0.05 * size), seed
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def test_plans_state_their_bits_and_are_verified_with_them(tmp_path: Path, capsys) -> None:
+    _, stats = tables_and_stats(2, 4, lengths=(4,))
+    file, made, edited = (str(tmp_path / n) for n in ("stats.npz", "plan.json", "edited.json"))
+    stats.save(file)
+    words = ["plan", file, "--topology", "h100-2x8", "--dim", "16", "--batch-size", "64",
+             "-o", made, "--message-bits"]
+    assert cli.main([*words, "8,16"]) == 0
+    assert "between hosts answers of 8 bits, gradients of 16" in capsys.readouterr().out
+    assert Plan.load(made).message_bits == MessageBits(8, 16)
+    assert cli.main(["verify", made, "--stats", file]) == 0
+    Path(edited).write_text(Path(made).read_text().replace('  "message_bits": [8, 16],\n', ""))
+    assert Plan.load(edited).message_bits == EXACT
+    assert cli.main(["verify", edited, "--stats", file]) == 1
+    assert "bits of messages differ" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "4"])
+    assert ended.value.code == 2 and "answers=4" in capsys.readouterr().err
