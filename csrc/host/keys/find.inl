@@ -70,7 +70,7 @@ struct KeyBlock {
 
 // The rows of keys that were found a moment ago.
 struct RecentKeys {
-  static constexpr uint64_t kSize = 1024;
+  static constexpr uint64_t kSize = 4096;
   uint64_t hashes[kSize];
   uint32_t rows[kSize] = {};  // 0 = none
   // The bits between those that choose the tag and the bucket.
