@@ -347,8 +347,7 @@ class ShardedTables(MeasuredTables):
             for notify in self.on_update:
                 notify()
             if self._migration is not None:
-                new = {} if self.keys is None else self.keys.new_rows()
-                self._migration.note(passed.batch, passed.offsets, new)
+                self._migration.note(passed.batch, passed.offsets)
                 if self._migration.advance():
                     self._migration = None
 
