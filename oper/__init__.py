@@ -36,7 +36,7 @@ _PUBLIC = {
     "TableStats": "oper.stats",
     "Plan": "oper.plan",
     "Topology": "oper.topology",
-    "DynamicTable": "oper.dynamic",
+    "DynamicTable": "oper.shmem.keys.rules",
     "TableSpec": "oper.tables",
     "SGD": "oper.shmem.optim.optimizers",
     "RowWiseAdagrad": "oper.shmem.optim.optimizers",
@@ -62,7 +62,6 @@ __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
     from oper.analysis import collect as collect
-    from oper.dynamic import DynamicTable as DynamicTable
     from oper.errors import (
         DeadlineError as DeadlineError,
         DesyncError as DesyncError,
@@ -95,6 +94,7 @@ if TYPE_CHECKING:
     from oper.replanning import Replanner as Replanner, replan as replan
     from oper.search import make_plan as make_plan, verify_plan as verify_plan
     from oper.sharding import migrate as migrate, no_sync as no_sync, shard as shard
+    from oper.shmem.keys.rules import DynamicTable as DynamicTable
     from oper.shmem.optim.optimizers import (
         LAMB as LAMB,
         SGD as SGD,

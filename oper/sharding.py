@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oper.dynamic import DynamicTable
 from oper.errors import InvalidInputError, OperError, fail
 from oper.messages import EXACT, MessageBits
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan, one_copy_per_domain
 from oper.rows.remap import load_remap
+from oper.shmem.keys.rules import DynamicTable
 from oper.stats import AccessStats, TableStats
 from oper.support.environment import check_environment
 from oper.tables import TableSpec
@@ -153,7 +153,7 @@ def shard(
             opened.guard.choose(gradient_guard)
             mine = {s.name: rules[s.name] for s in target.specs if s.name in rules}
             if mine:
-                from oper.shmem.keys import Keys
+                from oper.shmem.keys.directories import Keys
 
                 opened.keys = Keys(opened, mine)
     except BaseException:

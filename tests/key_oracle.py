@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from oper.dynamic import DynamicTable
+from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.rounding import philox4x32
 
 MASK = (1 << 64) - 1
@@ -54,12 +54,14 @@ class Oracle:
     Attributes:
         slots: rows that keys may have.
         rule: its configuration.
+        draws: seed of admission by probability.
         held: keys with a row.
         waiting: by bucket, places of keys that are counted without a row, None = free.
     """
 
     slots: int
     rule: DynamicTable
+    draws: int = 0
     clock: int = 0
     held: dict[int, Entry] = field(default_factory=dict)
     waiting: dict[int, list[tuple[int, Entry] | None]] = field(default_factory=dict)
@@ -123,7 +125,7 @@ class Oracle:
     def admitted(self, bucket: int, key: int, count: int) -> int:
         rule = self.rule
         if rule.admit_probability < 1:
-            low, high, *_ = draw(rule.seed, hash_of(key, rule.seed), self.clock, b"admt")
+            low, high, *_ = draw(self.draws, hash_of(key, rule.seed), self.clock, b"admt")
             return count if low + (high << 32) < int(rule.admit_probability * 2.0**64) else 0
         if rule.admit_after == 1:
             return count

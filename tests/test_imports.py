@@ -21,7 +21,7 @@ MODULES = {
     for p in sorted((ROOT / "oper").rglob("*.py"))
 }
 
-LEAVES = frozenset({"errors", "support", "tables", "stats", "topology", "plan", "rows", "dynamic",
+LEAVES = frozenset({"errors", "support", "tables", "stats", "topology", "plan", "rows",
                     "messages"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
                   "data"}
@@ -48,7 +48,7 @@ PACKAGES: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
 }
 # Packages inside a package: each may import those before it.
-LAYERS = {"shmem": ("optim", "placement", "group", "memory", "exchange", "counters",
+LAYERS = {"shmem": ("optim", "placement", "group", "memory", "keys", "exchange", "counters",
                     "publication")}
 TORCHREC_PACKAGES = frozenset({"data", "integration", "rl_rec", "rl_rec.models", "train", "serve",
                             "bench"})

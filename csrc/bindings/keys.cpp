@@ -1,137 +1,245 @@
-// torch operators of the directories of dynamic tables, see host/keys.h.
-#include "host/keys.h"
+// torch operators of the directories of dynamic tables, see host/keys/tables.h.
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/lookup.h"
 #include "common/operators.h"
-
-#include <torch/csrc/stable/ops.h>
+#include "host/keys/tables.h"
 
 namespace oper::host {
 namespace {
 
-constexpr int64_t kGrain = 4096;  // keys that are worth another thread
+constexpr int64_t kBadLengths = 5;  // as in bindings/lookup.cpp
 
-Handles<KeyDirectory>& directories() {
-  static auto* instance = new Handles<KeyDirectory>;
+// Columns of what Python tells of a table; oper/shmem/keys/directories.py has them in this order.
+enum TableColumn {
+  kSlots, kSeed, kDraws, kMinCount, kAdmitBelow, kEviction, kHalfLife, kTimeToLive, kFeature,
+  kFirstWidth, kSecondWidth, kTableWidth
+};
+enum NumberColumn { kBound, kFirstState, kNumberWidth };
+
+Handles<KeyTables>& collections() {
+  static auto* instance = new Handles<KeyTables>;
   return *instance;
 }
 
-// int64 [n, 2], of pairs of 64-bit numbers.
-template <class Pair>
-Tensor pairs(const std::vector<Pair>& values) {
-  static_assert(sizeof(Pair) == 16);
-  Tensor out = pooled_tensor(ScalarType::Long, 8, {static_cast<int64_t>(values.size()), 2});
-  std::copy(values.begin(), values.end(), static_cast<Pair*>(out.mutable_data_ptr()));
+std::vector<KeyTableRules> rules_of(const Tensor& tables, const Tensor& numbers) {
+  const int64_t T = tables.numel() / kTableWidth;
+  STD_TORCH_CHECK(tables.numel() == T * kTableWidth && numbers.numel() == T * kNumberWidth &&
+                      numbers.scalar_type() == ScalarType::Double && numbers.is_contiguous(),
+                  "internal: not the rules of dynamic tables");
+  std::vector<KeyTableRules> rules;
+  for (int64_t t = 0; t < T; ++t) {
+    const int64_t* x = int64_data(tables) + t * kTableWidth;
+    const double* y = static_cast<const double*>(numbers.data_ptr()) + t * kNumberWidth;
+    KeyTableRules of{x[kSlots], {}, {}};
+    of.keys.seed = static_cast<uint64_t>(x[kSeed]);
+    of.keys.draws = static_cast<uint64_t>(x[kDraws]);
+    of.keys.min_count = static_cast<uint64_t>(x[kMinCount]);
+    of.keys.admit_below = static_cast<uint64_t>(x[kAdmitBelow]);
+    of.keys.eviction = static_cast<Eviction>(x[kEviction]);
+    of.keys.half_life = static_cast<uint32_t>(x[kHalfLife]);
+    of.keys.time_to_live = static_cast<uint32_t>(x[kTimeToLive]);
+    of.rows.seed = static_cast<uint64_t>(x[kDraws]);
+    of.rows.bound = static_cast<float>(y[kBound]);
+    of.rows.first_state = static_cast<float>(y[kFirstState]);
+    of.rows.widths[0] = static_cast<StateWidth>(x[kFirstWidth]);
+    of.rows.widths[1] = static_cast<StateWidth>(x[kSecondWidth]);
+    of.rows.feature = static_cast<int32_t>(x[kFeature]);
+    STD_TORCH_CHECK(of.num_slots > 0, "internal: a dynamic table without rows");
+    rules.push_back(of);
+  }
+  return rules;
+}
+
+// Of a rank: bytes of its directories, and of its arena. `seen_bytes`: room for what its batch has seen.
+std::vector<int64_t> keys_num_bytes(int64_t rank, int64_t world_size, int64_t seen_bytes,
+                                    Tensor tables, Tensor numbers) {
+  const std::vector<KeyTableRules> rules = rules_of(tables, numbers);
+  return {KeyTables::num_directory_bytes(rules, world_size, rank),
+          KeyTables::num_bytes(rules, world_size, rank, seen_bytes)};
+}
+
+// `arenas`: addresses by rank. `table_of`: by feature of the collection, -1 = none of these.
+int64_t keys_open(std::vector<int64_t> arenas, int64_t rank, int64_t seen_bytes, Tensor tables,
+                  Tensor numbers, std::vector<int64_t> table_of) {
+  STD_TORCH_CHECK(rank >= 0 && rank < static_cast<int64_t>(arenas.size()),
+                  "internal: no such rank");
+  std::vector<char*> addresses;
+  for (int64_t address : arenas) addresses.push_back(reinterpret_cast<char*>(address));
+  return collections().add(std::make_shared<KeyTables>(
+      addresses, rank, seen_bytes, rules_of(tables, numbers), std::move(table_of)));
+}
+
+// Where the ids of each key begin, and the end; false when the lengths do not fit the ids.
+template <class Length>
+bool bounds_of(const Length* lengths, int64_t num_keys, int64_t batch_size, int64_t num_ids,
+               std::vector<int64_t>* bounds) {
+  Length signs = 0;
+  bounds->assign(1, 0);
+  for (int64_t key = 0; key < num_keys; ++key) {
+    int64_t sum = 0;
+    for (const Length* at = lengths + key * batch_size; at < lengths + (key + 1) * batch_size;
+         ++at) {
+      sum += *at;
+      signs |= *at;
+    }
+    bounds->push_back(bounds->back() + sum);
+  }
+  return signs >= 0 && bounds->back() == num_ids;
+}
+
+// int64, of a vector of such numbers.
+template <class Value>
+Tensor tensor_of(const std::vector<Value>& values, int64_t columns) {
+  static_assert(sizeof(Value) % 8 == 0);
+  const int64_t n = static_cast<int64_t>(values.size());
+  Tensor out = columns == 1 ? pooled_tensor(ScalarType::Long, 8, {n})
+                            : pooled_tensor(ScalarType::Long, 8, {n, columns});
+  std::copy(values.begin(), values.end(), static_cast<Value*>(out.mutable_data_ptr()));
   return out;
 }
 
-int64_t keys_num_bytes(int64_t num_slots, int64_t world_size, int64_t rank, bool counts) {
-  return KeyDirectory::num_bytes(num_slots, world_size, rank, counts);
+// Rows of the ids, int64 [N]; the keys without a row, int64 [M], where they are kept; int64 [P, 4]: table,
+// its ids [begin, end), how many of the keys are of these; a code. For batches with ids.
+std::tuple<Tensor, Tensor, Tensor, int64_t> keys_find(int64_t handle, Tensor ids, Tensor lengths,
+                                                      Tensor key_of, int64_t batch_size,
+                                                      bool keeps) {
+  const auto tables = collections().share(handle);
+  const Tensor none = pooled_tensor(ScalarType::Long, 8, {0});
+  if (batch_size == 0 || !is_fit(ids, lengths, std::nullopt, key_of, batch_size))
+    return {none, none, none, kBadBatch};
+  KeyBatch batch{ids.data_ptr(), ids.scalar_type() == ScalarType::Int, int64_data(key_of), {}};
+  const int64_t num_keys = lengths.numel() / batch_size;
+  const bool fits =
+      lengths.scalar_type() == ScalarType::Int
+          ? bounds_of(static_cast<const int32_t*>(lengths.data_ptr()), num_keys, batch_size,
+                      ids.numel(), &batch.bounds)
+          : bounds_of(int64_data(lengths), num_keys, batch_size, ids.numel(), &batch.bounds);
+  if (!fits) return {none, none, none, kBadLengths};
+  Tensor rows = pooled_tensor(ScalarType::Long, 8, {ids.numel()});
+  const std::vector<KeyPart> parts = tables->find(
+      batch, static_cast<int64_t*>(rows.mutable_data_ptr()), keeps, parallel_over_tasks);
+  if (!keeps) return {rows, none, none, 0};
+  return {rows, tensor_of(tables->missed(), 1), tensor_of(parts, 4), 0};
 }
 
-// `rules`: the fields of KeyRules in order.
-int64_t keys_create(std::vector<int64_t> arenas, int64_t rank, int64_t num_slots,
-                    std::vector<int64_t> rules) {
-  STD_TORCH_CHECK(rules.size() == 6 && num_slots > 0 && rank >= 0 &&
-                      rank < static_cast<int64_t>(arenas.size()),
-                  "internal: not the rules of a directory of keys");
-  std::vector<char*> addresses;
-  for (int64_t address : arenas) addresses.push_back(reinterpret_cast<char*>(address));
-  KeyRules given;
-  given.seed = static_cast<uint64_t>(rules[0]);
-  given.min_count = static_cast<uint64_t>(rules[1]);
-  given.admit_below = static_cast<uint64_t>(rules[2]);
-  given.eviction = static_cast<Eviction>(rules[3]);
-  given.half_life = static_cast<uint32_t>(rules[4]);
-  given.time_to_live = static_cast<uint32_t>(rules[5]);
-  return directories().add(
-      std::make_shared<KeyDirectory>(std::move(addresses), rank, num_slots, given));
+// `rows`, `missed`, `parts`: of each lookup, as from `keys_find`. KeyTables::Left and a table.
+std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> rows,
+                                        std::vector<Tensor> missed, std::vector<Tensor> parts) {
+  std::vector<SeenBatch> seen;
+  for (size_t k = 0; k < rows.size(); ++k)
+    seen.push_back({int64_data(rows[k]), reinterpret_cast<const KeyPart*>(int64_data(parts[k])),
+                    parts[k].numel() / 4, int64_data(missed[k])});
+  int64_t table = -1;
+  const auto left = collections().share(handle)->leave(seen, &table, parallel_over_tasks);
+  return {static_cast<int64_t>(left), table};
 }
 
-int64_t keys_find(int64_t handle, Tensor keys, int64_t clock) {
-  const auto directory = directories().share(handle);
-  int64_data(keys);
-  int64_t* data = static_cast<int64_t*>(keys.mutable_data_ptr());
-  std::atomic<int64_t> missed{0};
-  torch::stable::parallel_for(0, keys.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    missed += directory->find(data + begin, end - begin, static_cast<uint32_t>(clock));
-  });
-  return missed;
+// `frozen`: numbers of tables.
+void keys_update(int64_t handle, std::vector<int64_t> frozen) {
+  const auto tables = collections().share(handle);
+  std::vector<bool> is_frozen(static_cast<size_t>(tables->num_tables()));
+  for (int64_t t : frozen) is_frozen.at(static_cast<size_t>(t)) = true;
+  tables->update(is_frozen, parallel_over_tasks);
 }
 
-Tensor keys_distinct(int64_t handle, Tensor keys) {
-  return pairs(directories().share(handle)->distinct(int64_data(keys), keys.numel()));
+// int64 [n, 2]: rows that have begun anew, and the keys that have them; or -row and the key that has lost
+// it; of all ranks, table by table, and where each table's begin.
+std::tuple<Tensor, std::vector<int64_t>> keys_new(int64_t handle) {
+  std::vector<int64_t> bounds;
+  const std::vector<NewRow> rows = collections().share(handle)->new_rows(&bounds);
+  return {tensor_of(rows, 2), bounds};
 }
 
-// `lists`: by rank, int64 [n, 2] as from `keys_distinct`. Rows that keys have got, int64 [n, 2] of row and
-// key; then admitted, evicted, expired, refused.
-std::tuple<Tensor, std::vector<int64_t>> keys_update(int64_t handle, std::vector<Tensor> lists,
-                                                     int64_t clock) {
-  std::vector<const KeyCount*> data;
-  std::vector<int64_t> sizes;
-  for (const Tensor& list : lists) {
-    data.push_back(reinterpret_cast<const KeyCount*>(int64_data(list)));
-    sizes.push_back(list.numel() / 2);
-  }
-  const KeyChanges changes = directories().share(handle)->update(
-      data, sizes, static_cast<uint32_t>(clock), parallel_over_tasks);
-  return {pairs(changes.rows),
-          {changes.admitted, changes.evicted, changes.expired, changes.refused}};
+// First values of those rows, in the tables of a context.
+void keys_begin(int64_t handle, int64_t context) {
+  collections().share(handle)->begin(context_of(context), parallel_over_tasks);
 }
 
-int64_t keys_num_records(int64_t handle, bool candidates) {
-  return directories().share(handle)->num_records(candidates);
+int64_t keys_clock(int64_t handle, int64_t table) {
+  return collections().share(handle)->clock(table);
+}
+
+void keys_set_clock(int64_t handle, int64_t table, int64_t clock) {
+  collections().share(handle)->clock(table) = static_cast<uint32_t>(clock);
+}
+
+// Admitted, evicted, expired, refused, by this rank's buckets; lookups of this rank, those without a row.
+std::vector<int64_t> keys_counts(int64_t handle, int64_t table) {
+  const KeyTables::Counts c = collections().share(handle)->counts(table);
+  return {c.admitted, c.evicted, c.expired, c.refused, c.lookups, c.missed};
+}
+
+int64_t keys_num_records(int64_t handle, int64_t table, bool candidates) {
+  return collections().share(handle)->directory(table).num_records(candidates);
 }
 
 // int64 [end - begin, 3]: key, count and clock, -1 where there is no key.
-Tensor keys_read(int64_t handle, bool candidates, int64_t begin, int64_t end) {
-  const auto directory = directories().share(handle);
-  STD_TORCH_CHECK(0 <= begin && begin <= end && end <= directory->num_records(candidates),
+Tensor keys_read(int64_t handle, int64_t table, bool candidates, int64_t begin, int64_t end) {
+  const auto tables = collections().share(handle);
+  const KeyDirectory& directory = tables->directory(table);
+  STD_TORCH_CHECK(0 <= begin && begin <= end && end <= directory.num_records(candidates),
                   "internal: no such records");
   Tensor out = pooled_tensor(ScalarType::Long, 8, {end - begin, 3});
-  directory->read(candidates, begin, end - begin,
-                  static_cast<KeyRecord*>(out.mutable_data_ptr()));
+  directory.read(candidates, begin, end - begin, static_cast<KeyRecord*>(out.mutable_data_ptr()));
   return out;
 }
 
-int64_t keys_write(int64_t handle, bool candidates, int64_t begin, Tensor records, bool checks) {
-  const auto directory = directories().share(handle);
+int64_t keys_write(int64_t handle, int64_t table, bool candidates, int64_t begin, Tensor records,
+                   bool checks) {
+  const auto tables = collections().share(handle);
+  KeyDirectory& directory = tables->directory(table);
   const int64_t n = records.numel() / 3;
-  STD_TORCH_CHECK(begin >= 0 && begin + n <= directory->num_records(candidates),
+  STD_TORCH_CHECK(begin >= 0 && begin + n <= directory.num_records(candidates),
                   "internal: no such records");
-  return directory->write(candidates, begin, n,
-                          reinterpret_cast<const KeyRecord*>(int64_data(records)), checks);
+  return directory.write(candidates, begin, n,
+                         reinterpret_cast<const KeyRecord*>(int64_data(records)), checks);
 }
 
-// `rows`: as from `keys_update`.
-Tensor keys_draw(Tensor rows, int64_t seed, int64_t dim, double bound) {
-  const int64_t n = rows.numel() / 2;
+// float32 [n, dim], the first values of the rows of keys, int64 [n].
+Tensor keys_draw(Tensor keys, int64_t seed, int64_t dim, double bound) {
+  const int64_t n = keys.numel();
   Tensor out = pooled_tensor(ScalarType::Float, 4, {n, dim});
-  draw_rows(reinterpret_cast<const NewRow*>(int64_data(rows)), n, static_cast<uint64_t>(seed), dim,
-            static_cast<float>(bound), static_cast<float*>(out.mutable_data_ptr()));
+  for (int64_t i = 0; i < n; ++i)
+    draw_row(int64_data(keys)[i], static_cast<uint64_t>(seed), 0, dim, static_cast<float>(bound),
+             static_cast<float*>(out.mutable_data_ptr()) + i * dim);
   return out;
 }
 
-void keys_close(int64_t handle) { directories().close(handle); }
+void keys_close(int64_t handle) { collections().close(handle); }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  OPER_OPERATOR(keys_num_bytes, "(int slots, int world_size, int rank, bool counts) -> int");
-  OPER_OPERATOR(keys_create, "(int[] arenas, int rank, int slots, int[] rules) -> int");
-  OPER_OPERATOR(keys_find, "(int handle, Tensor(a!) keys, int clock) -> int");
-  OPER_OPERATOR(keys_distinct, "(int handle, Tensor keys) -> Tensor");
-  OPER_OPERATOR(keys_update, "(int handle, Tensor[] lists, int clock) -> (Tensor, int[])");
-  OPER_OPERATOR(keys_num_records, "(int handle, bool candidates) -> int");
-  OPER_OPERATOR(keys_read, "(int handle, bool candidates, int begin, int end) -> Tensor");
-  OPER_OPERATOR(keys_write, "(int handle, bool candidates, int begin, Tensor records, bool checks=False) -> int");
-  OPER_OPERATOR(keys_draw, "(Tensor rows, int seed, int dim, float bound) -> Tensor");
+  OPER_OPERATOR(keys_num_bytes,
+                "(int rank, int world_size, int seen_bytes, Tensor tables, Tensor numbers) -> int[]");
+  OPER_OPERATOR(keys_open,
+                "(int[] arenas, int rank, int seen_bytes, Tensor tables, Tensor numbers, "
+                "int[] table_of) -> int");
+  OPER_OPERATOR(keys_find,
+                "(int handle, Tensor ids, Tensor lengths, Tensor key_of, int batch_size, "
+                "bool keeps) -> (Tensor, Tensor, Tensor, int)");
+  OPER_OPERATOR(keys_leave,
+                "(int handle, Tensor[] rows, Tensor[] missed, Tensor[] parts) -> (int, int)");
+  OPER_OPERATOR(keys_update, "(int handle, int[] frozen) -> ()");
+  OPER_OPERATOR(keys_new, "(int handle) -> (Tensor, int[])");
+  OPER_OPERATOR(keys_begin, "(int handle, int context) -> ()");
+  OPER_OPERATOR(keys_clock, "(int handle, int table) -> int");
+  OPER_OPERATOR(keys_set_clock, "(int handle, int table, int clock) -> ()");
+  OPER_OPERATOR(keys_counts, "(int handle, int table) -> int[]");
+  OPER_OPERATOR(keys_num_records, "(int handle, int table, bool candidates) -> int");
+  OPER_OPERATOR(keys_read,
+                "(int handle, int table, bool candidates, int begin, int end) -> Tensor");
+  OPER_OPERATOR(keys_write,
+                "(int handle, int table, bool candidates, int begin, Tensor records, "
+                "bool checks=False) -> int");
+  OPER_OPERATOR(keys_draw, "(Tensor keys, int seed, int dim, float bound) -> Tensor");
   OPER_OPERATOR(keys_close, "(int handle) -> ()");
 }
 

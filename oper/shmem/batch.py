@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -16,19 +16,25 @@ _INTEGERS = (torch.int64, torch.int32)
 BAD_BATCH = 10  # status of a batch that `BatchChecks` refuses
 
 
-class SeenKeys(NamedTuple):
-    """Keys of a dynamic table in a batch.
+@dataclass(eq=False, slots=True, weakref_slot=True)  # not frozen, for the reason below
+class SeenKeys:
+    """Keys of dynamic tables that a lookup has found, or missed.
 
     Attributes:
-        table: its name.
-        keys, rows: int64 [n], with the rows that they had.
-        clock: of the table then.
+        ids: int64 or int32 [N], as they were given.
+        version: how often `ids` had been changed in place; -1 = nobody counts.
+        rows: int64 [N], what the lookup read: rows of keys, 0 = none; ids of other tables.
+        missed: int64 [M], the keys without a row, part after part.
+        parts: int64 [P, 4]: number of a dynamic table, its ids [begin, end), how many are missed.
+        updates: of the directories before the lookup.
     """
 
-    table: str
-    keys: torch.Tensor
+    ids: torch.Tensor
+    version: int
     rows: torch.Tensor
-    clock: int
+    missed: torch.Tensor
+    parts: torch.Tensor
+    updates: int
 
 
 # Nobody assigns to its fields; `frozen` would make every batch set each of them by a call.
@@ -45,7 +51,7 @@ class Lookup:
         pooled: one row per sample with the features side by side, or one row per id, feature after
             feature.
         resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
-        seen: of dynamic tables, the keys that were looked up; `ids` are their rows then.
+        seen: what the lookups of dynamic tables have seen; `ids` are rows then.
     """
 
     ids: torch.Tensor

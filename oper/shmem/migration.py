@@ -132,11 +132,12 @@ class Migration:
 
     # ---- between steps ---------------------------------------------------------------------------
 
-    def note(self, batch: Lookup, offsets: torch.Tensor, new: Mapping[str, np.ndarray]) -> None:
-        """Remember the rows that a step changes: those that it looks up, and new ones by table."""
+    def note(self, batch: Lookup, offsets: torch.Tensor) -> None:
+        """Remember the rows that a step changes: those that it looks up, and those of new keys."""
+        source = self._source
+        new: Mapping[str, np.ndarray] = {} if source.keys is None else source.keys.new_rows()
         for table, rows in new.items():
             self._touched.setdefault(table, []).append(rows)
-        source = self._source
         bounds, all_ids = key_bounds(batch, offsets), batch.ids.cpu().numpy()
         for (_, table), key in zip(source.features, batch.key_of.tolist(), strict=True):
             if bounds[key + 1] > bounds[key]:

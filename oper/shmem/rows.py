@@ -13,7 +13,7 @@ from oper.rows.directory import TableDirectory, TierLayout
 from oper.shmem.exchange.host import Exchange, Wanted
 from oper.shmem.group.desync import STATE_ACCESS
 from oper.shmem.group.groups import Group
-from oper.shmem.keys import Keys
+from oper.shmem.keys.directories import Keys
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.memory.quantise import as_rows, dequantise
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer, initial_state

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, OperError, fail
@@ -341,19 +340,19 @@ class ShardedTables(MeasuredTables):
                 return
             parts, self._pending = [*self._pending, *parts], []
             passed = parts[0] if len(parts) == 1 else as_one(parts)
-            new = self._update(passed)
+            self._update(passed)
             self.num_steps += 1
             for name in passed.frozen:
                 self._skipped[name] += 1
             for notify in self.on_update:
                 notify()
             if self._migration is not None:
-                self._migration.note(passed.batch, passed.offsets, new)
+                self._migration.note(passed.batch, passed.offsets)
                 if self._migration.advance():
                     self._migration = None
 
-    def _update(self, passed: Backward) -> dict[str, np.ndarray]:
-        """Reduce, exchange and update for one backward pass; rows that keys have got, by table."""
+    def _update(self, passed: Backward) -> None:
+        """Reduce, exchange and update for one backward pass."""
         batch, offsets, grad = passed.batch, passed.offsets, passed.grad
         if self.keys is not None:
             self.keys.leave(batch)
@@ -368,7 +367,8 @@ class ShardedTables(MeasuredTables):
             known and known.order)
         if code:
             self._raise(code, detail, batch, offsets)
-        return {} if self.keys is None else self.keys.take(passed.frozen)
+        if self.keys is not None:
+            self.keys.take(passed.frozen)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -12,8 +12,9 @@ from torch import nn
 
 import oper
 from oper.errors import InvalidInputError
-from oper.shmem.keys import row_seed
-from tests.integration.test_dynamic_tables import ROWS, bag, keys_of, shard, step_of
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.shmem.keys.directories import row_seed
+from tests.integration.test_dynamic_tables import DIM, ROWS, bag, keys_of, shard, step_of
 from tests.key_oracle import first_row
 from tests.world_support import run_world
 
@@ -129,3 +130,102 @@ def test_statistics_of_keys_say_nothing_of_rows() -> None:
 def test_bounds_are_numbers_of_rows() -> None:
     with pytest.raises(InvalidInputError, match="init_bound"):
         oper.DynamicTable(init_bound=1e39)
+
+
+def test_a_row_that_came_back_is_another_one() -> None:
+    """A key that lost its row and got the same one again: the gradient is of the row it lost."""
+    model = shard(bag(2), ONE_ROW)
+    _train(model, 1)
+    late = model(torch.tensor([[1]]))
+    _train(model, 2)
+    _train(model, 1)
+    before = model.weight.detach().clone()
+    with pytest.raises(InvalidInputError, match=r"have lost their rows since the lookup=\[1\]"):
+        late.sum().backward()
+    assert torch.equal(model.weight.detach(), before)
+    _train(model, 1)
+
+
+def test_a_row_that_nobody_got_is_lost_as_well() -> None:
+    """Seen again after its time to live a key has no row, until it is admitted anew."""
+    model = shard(bag(3), oper.DynamicTable(time_to_live=1, admit_after=2))
+    _train(model, 7, 7)
+    keys = torch.tensor([[8, 7]])
+    late = model(keys)
+    for key in (8, 8, 7):
+        _train(model, key)
+    keys.fill_(5)  # it can only be told which row
+    with pytest.raises(InvalidInputError, match=r"rows that keys have lost .*=\[1\]"):
+        late.sum().backward()
+
+
+def test_gradients_of_keys_that_were_loaded_over_are_refused() -> None:
+    model = shard(bag(3), oper.DynamicTable())
+    _train(model, 1)
+    state = model.state_dict()
+    late = model(torch.tensor([[1]]))
+    model.load_state_dict(state)
+    with pytest.raises(InvalidInputError, match="loaded since the lookup"):
+        late.sum().backward()
+    _train(model, 1)
+
+
+def test_many_lookups_wait_for_one_update() -> None:
+    """Old lookups may be trained as long as their rows are what they were."""
+    model = shard(bag(4), oper.DynamicTable())
+    _train(model, 1, 2)
+    waiting = [model(torch.tensor([[1]])) for _ in range(5)]
+    for out in waiting:
+        _train(model, 2)
+        out.sum().backward()
+    assert model.tables.keys.tables["weight"].clock == 11
+    assert model.state_dict()["keys"][:, 1].tolist() == [6, 6, 0]
+    del waiting, out
+    for key in (3, 3):  # the third row, which nobody waits for afterwards
+        _train(model, key)
+    assert not model.tables.keys._history._updates
+
+
+def test_tables_of_one_rule_admit_unlike() -> None:
+    rule = oper.DynamicTable(admit_probability=0.5)
+    model = shard(nn.ModuleDict({"user": bag(200), "item": bag(200)}), rule)
+    keys = torch.arange(60)[None]
+    (model["user"](keys).sum() + model["item"](keys).sum()).backward()
+    admitted = []
+    for module in (model["user"], model["item"]):
+        records = module.state_dict()["keys"]
+        admitted.append(set(records[records[:, 2] >= 0, 0].tolist()))
+        assert 10 < len(admitted[-1]) < 50
+    assert admitted[0] != admitted[1]
+
+
+def _begin(rank: int, world_size: int, dtype: str) -> Any:
+    """New rows, in the places of others, under a plan of pieces, owners and replicas."""
+    make = nn.EmbeddingBag(ROWS, DIM, mode="sum", dtype=getattr(torch, dtype))
+    (spec,) = (t.table for t in shard(make).tables.plan.tables)
+    ranks = tuple(range(world_size))
+    narrow = (Tier(0, 10, "owned", ranks[-1:]), Tier(10, ROWS, "replicated", ranks))
+    plan = Plan(world_size, (TablePlan(spec, (
+        Piece(0, 3, narrow), Piece(3, DIM, (Tier(0, ROWS, "striped", ranks),)))),))
+    model = shard(make, ONE_ROW, plan=plan,
+                  optimizer=oper.RowWiseAdagrad(lr=0.1, initial_accumulator_value=0.25))
+    for first in (0, 0, 500):
+        _train(model, *range(first, first + ROWS - 1))
+    records = model.state_dict()["keys"]
+    records = records.full_tensor() if hasattr(records, "full_tensor") else records
+    with torch.no_grad():  # through replicas
+        seen = model(torch.arange(500, 500 + ROWS - 1)[:, None])
+    tables = model.tables
+    return records, tables.read("weight"), tables.read("weight", part="momentum1"), seen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_new_rows_begin_wherever_they_are(world_size: int, dtype: str) -> None:
+    for records, rows, state, seen in run_world(world_size, _begin, dtype):
+        assert records[:, 2].tolist() == [3] * (ROWS - 1)
+        for slot, key in enumerate(records[:, 0].tolist()):
+            want = torch.from_numpy(first_row(key, row_seed("weight", 0), DIM, 0.5)).to(rows.dtype)
+            assert torch.equal(rows[slot + 1], want), key
+            assert torch.equal(seen[key - 500], want.float()), key
+        assert state[1:].tolist() == [0.25] * (ROWS - 1) and state[0] > 0.25

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as KJT
 import oper
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
-from oper.shmem.keys import row_seed
+from oper.shmem.keys.directories import row_seed
 from oper.shmem.optim.optimizers import STATE_PARTS, Optimizer
 from tests.integration import module_support
 from tests.key_oracle import Oracle, first_row
@@ -73,7 +73,7 @@ def records(model: Any) -> torch.Tensor:
 def test_rows_and_states_are_those_of_plain_torch(rule: oper.DynamicTable, optimizer: Optimizer
                                                   ) -> None:
     model = shard(bag(), rule, optimizer=optimizer)
-    oracle = Oracle(ROWS - 1, rule)
+    oracle = Oracle(ROWS - 1, rule, row_seed("weight", rule.seed))
     weight = bag().weight.detach().clone()
     state = first_states(optimizer, weight)
     num_evicted = 0

@@ -11,14 +11,15 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from oper.dynamic import DynamicTable
 from oper.errors import InvalidInputError
-from oper.shmem.keys import _rule_numbers
+from oper.shmem.keys.directories import row_seed, rule_numbers
+from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
 from tests.key_oracle import MASK, Oracle, first_row, hash_of
 
 load()
 OPS = torch.ops.oper
+NAME = "items"
 SMALLEST, LARGEST = -(1 << 63), (1 << 63) - 1
 RULES = [
     DynamicTable(),
@@ -35,40 +36,65 @@ class Directory:
     """A directory of W ranks in the memory of this process."""
 
     def __init__(self, slots: int, rule: DynamicTable, world_size: int = 1) -> None:
-        self.slots, self.rule, self.size, self.clock = slots, rule, world_size, 0
-        sizes = [OPS.keys_num_bytes(slots, world_size, r, rule.admit_after > 1)
-                 for r in range(world_size)]
-        self.arenas = [torch.zeros(n + 64, dtype=torch.uint8) for n in sizes]
-        self.num_bytes = sum(sizes)
+        self.slots, self.rule, self.size = slots, rule, world_size
+        tables = torch.tensor([[*rule_numbers(NAME, slots + 1, rule), 0, 0, 0]])
+        arguments = 1 << 22, tables, torch.zeros(1, 2, dtype=torch.float64)
+        sizes = [OPS.keys_num_bytes(r, world_size, *arguments) for r in range(world_size)]
+        self.num_bytes = sum(of_slots for of_slots, _ in sizes)
+        self.arenas = [torch.zeros(n + 64, dtype=torch.uint8) for _, n in sizes]
         at = [a.data_ptr() + -a.data_ptr() % 64 for a in self.arenas]
-        self.handles = [OPS.keys_create(at, r, slots, _rule_numbers(rule))
-                        for r in range(world_size)]
+        self.handles = [OPS.keys_open(at, r, *arguments, [0]) for r in range(world_size)]
+
+    @property
+    def clock(self) -> int:
+        (clock,) = {OPS.keys_clock(h, 0) for h in self.handles}
+        return clock
+
+    @clock.setter
+    def clock(self, clock: int) -> None:
+        for handle in self.handles:
+            OPS.keys_set_clock(handle, 0, clock)
+
+    def find(self, keys: Sequence[int], rank: int) -> tuple[torch.Tensor, ...]:
+        """Rows, keys without one, and parts, of a batch of one bag."""
+        *found, code = OPS.keys_find(self.handles[rank], as_keys(keys), as_keys([len(keys)]),
+                                     as_keys([0]), 1, True)
+        assert code == 0
+        return tuple(found)
+
+    def counts(self) -> np.ndarray:
+        """Admitted, evicted, expired and refused so far."""
+        found: np.ndarray = np.sum([OPS.keys_counts(h, 0)[:4] for h in self.handles], axis=0)
+        return found
 
     def update(self, batches: Sequence[Sequence[int]]) -> tuple[dict[int, int], np.ndarray]:
         """One update by batches of all ranks: rows of new keys, and what changed."""
-        self.clock += 1
-        lists = [OPS.keys_distinct(self.handles[0], as_keys(b)) for b in batches]
-        found: dict[int, int] = {}
-        changes = np.zeros(4, np.int64)
+        before = self.counts()
+        for rank, handle in enumerate(self.handles):
+            seen = [self.find(keys, rank) for keys in batches[rank::self.size]]
+            left, _ = OPS.keys_leave(handle, *([s[k] for s in seen] for k in range(3)))
+            assert left == 0
         for handle in self.handles:
-            new, mine = OPS.keys_update(handle, lists, self.clock)
-            assert len({row for row, _ in new.tolist()}) == new.shape[0]
-            found |= {key: row for row, key in new.tolist()}
-            changes += mine
-        return found, changes
+            OPS.keys_update(handle, [])
+        (new, bounds), *others = (OPS.keys_new(h) for h in self.handles)
+        assert bounds == [0, new.shape[0]]
+        assert all(torch.equal(other, new) for other, _ in others)
+        given = new[new[:, 0] > 0]
+        assert given[:, 0].unique().numel() == given.shape[0]
+        return {key: row for row, key in given.tolist()}, self.counts() - before
 
     def rows(self, keys: Sequence[int], rank: int = 0) -> list[int]:
-        ids = as_keys(keys)
-        missed = OPS.keys_find(self.handles[rank], ids, self.clock)
-        assert missed == int((ids == 0).sum())
-        return ids.tolist()
+        rows, missed, parts = self.find(keys, rank)
+        assert missed.tolist() == [k for k, r in zip(keys, rows.tolist(), strict=True) if r == 0]
+        assert parts.tolist() == ([[0, 0, len(keys), missed.numel()]] if keys else [])
+        return rows.tolist()
 
     def read(self, candidates: bool = False) -> torch.Tensor:
-        number = OPS.keys_num_records(self.handles[0], candidates)
-        return OPS.keys_read(self.handles[-1], candidates, 0, number)
+        number = OPS.keys_num_records(self.handles[0], 0, candidates)
+        return OPS.keys_read(self.handles[-1], 0, candidates, 0, number)
 
     def write(self, candidates: bool, records: torch.Tensor) -> list[int]:
-        return [OPS.keys_write(h, candidates, 0, records) for h in self.handles]
+        return [OPS.keys_write(h, 0, candidates, 0, records) for h in self.handles]
 
     def records(self) -> dict[int, tuple[int, int, int]]:
         """As the oracle's."""
@@ -99,7 +125,8 @@ POOL = [SMALLEST, LARGEST, 0, -1, 1, *range(10, 90)]
        st.lists(st.lists(st.sampled_from(POOL), max_size=40), min_size=1, max_size=10))
 def test_oracle(rule: DynamicTable, slots: int, world_size: int, steps: list[list[int]]) -> None:
     """Rows, admissions, evictions, counts and clocks are those of plain dicts, for every W."""
-    directory, oracle = Directory(slots, rule, world_size), Oracle(slots, rule)
+    directory = Directory(slots, rule, world_size)
+    oracle = Oracle(slots, rule, row_seed(NAME, rule.seed))
     for keys in steps:
         for rank in range(world_size):
             assert directory.rows(POOL, rank) == [oracle.row_of(k) for k in POOL]
@@ -257,16 +284,14 @@ def test_bytes_per_slot(admit_after: int, most: float, world_size: int) -> None:
 
 @given(st.integers(SMALLEST, LARGEST), st.integers(SMALLEST, LARGEST), st.integers(1, 37))
 def test_new_rows(key: int, seed: int, dim: int) -> None:
-    rows = torch.tensor([[1, key], [2, key], [3, 17]])
-    got = OPS.keys_draw(rows, seed, dim, 0.25)
+    got = OPS.keys_draw(torch.tensor([key, key, 17]), seed, dim, 0.25)
     assert np.array_equal(got[0].numpy(), first_row(key, seed, dim, 0.25))
     assert torch.equal(got[0], got[1])  # wherever it is
     assert float(got.abs().max()) <= 0.25
 
 
 def test_new_rows_are_uniform() -> None:
-    rows = torch.stack([torch.arange(4000), torch.arange(4000) * 977 - 10**6], 1)
-    values = OPS.keys_draw(rows, 3, 16, 1.0).double()
+    values = OPS.keys_draw(torch.arange(4000) * 977 - 10**6, 3, 16, 1.0).double()
     assert abs(float(values.mean())) < 0.01
     assert abs(float(values.var()) - 1 / 3) < 0.01
     assert values.unique().numel() > 0.99 * values.numel()

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "host/context.h"
+#include "host/keys/directory.h"
 #include "host/memory.h"
 
 namespace oper::host {
@@ -67,6 +68,9 @@ struct Kernels {
                            Scratch& scratch);
   void (*count)(const Table& table, const DistinctRows& rows, int64_t num_ids, int32_t rank,
                 Scratch& scratch);
+  // Rows of keys, 0 = none. Returns how many have none; these are left in `missed` [n], unless null.
+  int64_t (*find_keys)(const KeyDirectory& directory, const void* keys, bool are_32_bit, int64_t n,
+                       uint32_t clock, int64_t* rows, int64_t* missed);
 };
 
 extern const Kernels kKernelsGeneric;

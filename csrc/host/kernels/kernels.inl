@@ -31,6 +31,7 @@ static_assert(kPrefetch <= kAddressesAhead);
 #include "host/kernels/push.inl"
 #include "host/exchange/exchange.inl"
 #include "host/exchange/peer_rows.inl"
+#include "host/keys/find.inl"
 
 }  // namespace OPER_KERNELS
 
@@ -42,6 +43,7 @@ const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::start_bound
                                     OPER_KERNELS::request, OPER_KERNELS::pool_for,
                                     OPER_KERNELS::pool_pushed, OPER_KERNELS::stage,
                                     OPER_KERNELS::reduce_pushed, OPER_KERNELS::far_rows,
-                                    OPER_KERNELS::distinct_rows, OPER_KERNELS::count_distinct};
+                                    OPER_KERNELS::distinct_rows, OPER_KERNELS::count_distinct,
+                                    OPER_KERNELS::find_keys};
 
 }  // namespace oper::host

@@ -11,19 +11,22 @@ from oper.bench.core import record
 from oper.bench.core.launch import run_workers
 from oper.bench.core.workload import Workload
 from oper.bench.device import suite
+from oper.bench.dynamic import case as dynamic_case, suite as dynamic_suite
 from oper.bench.tables import model_case, model_steps
 from oper.bench.tables.train_case import TrainCase, run_case
 
 WORLD_SIZE = 2
-CASE_OPTIONS = ("device", "model")
+CASE_OPTIONS = ("device", "model", "tables")
 
 
-def cases(quick: bool, device: str = "", model: str = "") -> list[Any]:
+def cases(quick: bool, device: str = "", model: str = "", tables: str = "") -> list[Any]:
     """The cases in the order of the record; the main ones only when `quick`."""
     if device == "cuda":
         return suite.cases(quick, "train")
     if model:
         return model_steps.cases(quick, model)
+    if tables:
+        return dynamic_suite.cases(quick)
     found = []
     exponents = {"": 1.05} if quick else {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
     for suffix, exponent in exponents.items():
@@ -48,6 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=model_steps.MODELS, default="",
                         help="a recommender over a synthetic catalogue instead, see "
                              "docs/how-to/recommenders.md")
+    parser.add_argument("--tables", choices=("dynamic",), default="",
+                        help="dynamic: of raw keys, beside OPER's static ones and TorchRec's "
+                             "managed-collision modules")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: OPER's ranks act as separate hosts")
 
@@ -58,6 +64,8 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
         return suite.run(chosen, args.device)
     if args.model:
         return run_workers(model_case.run_case, chosen, WORLD_SIZE)
+    if args.tables:
+        return run_workers(dynamic_case.run_case, chosen, WORLD_SIZE)
     chosen = [replace(c, exchange=args.exchange) for c in chosen]
     return run_workers(run_case, chosen, WORLD_SIZE)
 
@@ -68,6 +76,8 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
         return suite.report(entries)
     if "model" in entries[0]:
         return model_steps.report(entries)
+    if "ratio_static" in entries[0]:
+        return dynamic_suite.report(entries)
     table = record.table_of(entries, {
         "case": "{name}", "OPER step": "{oper_step_ms:.2f} ms",
         "TorchRec": "{torchrec_step_ms:.2f} ms", "ratio": "{ratio_step:.2f}x",

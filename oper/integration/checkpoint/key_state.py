@@ -15,7 +15,7 @@ import torch
 
 from oper.errors import InvalidInputError, fail
 from oper.integration.checkpoint.table_state import chunks_of, distributed, shard_range
-from oper.shmem.keys import MOST_UPDATES, RECORDS, Keys
+from oper.shmem.keys.directories import MOST_UPDATES, RECORDS, Keys
 from oper.shmem.tables import ShardedTables
 
 _CHUNK_RECORDS = 1 << 20
@@ -71,7 +71,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
                 for begin, records in chunks_of(state_dict[f"{prefix}{part}"]):
                     for at in range(0, records.shape[0], _CHUNK_RECORDS):
                         keys.write(name, part, begin + at, records[at:at + _CHUNK_RECORDS], checks)
-        keys.tables[name].clock = int(state_dict[f"{prefix}clock"])
+        keys.tables[name].set_clock(int(state_dict[f"{prefix}clock"]))
     except InvalidInputError as error:
         error_msgs.append(str(error))
     tables.barrier()

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from oper.errors import InvalidInputError, fail
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.integration.checkpoint.row_states import StateOfPieces
-from oper.shmem.keys import RECORDS
+from oper.shmem.keys.directories import RECORDS
 
 
 class SavePlanner(DefaultSavePlanner):

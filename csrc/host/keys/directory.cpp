@@ -1,0 +1,364 @@
+#include "host/keys/directory.h"
+
+#include <limits>
+#include <utility>
+
+#include "host/keys/draws.h"
+
+namespace oper::host {
+
+namespace {
+
+constexpr int64_t kAhead = 32;  // keys whose buckets are fetched together
+constexpr uint32_t kAdmissionDraw = 0x61646d74u;
+
+// The first slot with a tag for which `body(slot)`, or -1.
+template <class Body>
+int64_t first_slot_where(const uint8_t* tags, uint8_t tag, Body body) {
+  for (int64_t at = 0; at < kBucketSlots; at += 64)
+    for (uint64_t bits = equal_tags(tags + at, tag); bits != 0; bits &= bits - 1) {
+      const int64_t slot = at + __builtin_ctzll(bits);
+      if (body(slot)) return slot;
+    }
+  return -1;
+}
+
+uint32_t saturated(uint64_t count) {
+  return static_cast<uint32_t>(std::min<uint64_t>(count, std::numeric_limits<uint32_t>::max()));
+}
+
+bool by_hash(const KeyCount& a, const KeyCount& b) { return a.hash < b.hash; }
+
+}  // namespace
+
+void KeyChanges::add(const KeyChanges& other) {
+  rows.insert(rows.end(), other.rows.begin(), other.rows.end());
+  admitted += other.admitted;
+  evicted += other.evicted;
+  expired += other.expired;
+  refused += other.refused;
+}
+
+// ---- places --------------------------------------------------------------------------------------
+
+namespace {
+
+int64_t buckets_for(int64_t num_slots) { return (num_slots + kBucketSlots - 1) / kBucketSlots; }
+
+int64_t bytes_per_bucket(bool counts) {
+  return counts ? KeyDirectory::kBucketEnd : KeyDirectory::kCandidatesAt;
+}
+
+}  // namespace
+
+KeyDirectory::KeyDirectory(const std::vector<char*>& arenas, int64_t rank, int64_t num_slots,
+                           const KeyRules& rules)
+    : rank_(rank),
+      num_slots_(num_slots),
+      num_buckets_(buckets_for(num_slots)),
+      bucket_bytes_(bytes_per_bucket(rules.min_count > 1)),
+      slots_(num_slots_, num_buckets_),
+      rules_(rules) {
+  const Shares ranks(num_buckets_, static_cast<int64_t>(arenas.size()));
+  for (char* arena : arenas) {
+    first_bucket_.push_back(ranks.begin(static_cast<int64_t>(first_bucket_.size())));
+    bases_.push_back(arena - first_bucket_.back() * bucket_bytes_);
+  }
+}
+
+int64_t KeyDirectory::num_bytes(int64_t num_slots, int64_t world_size, int64_t rank, bool counts) {
+  const Shares ranks(buckets_for(num_slots), world_size);
+  return (ranks.begin(rank + 1) - ranks.begin(rank)) * bytes_per_bucket(counts);
+}
+
+std::vector<uint32_t> KeyDirectory::row_bounds() const {
+  std::vector<uint32_t> bounds;
+  for (int64_t bucket : first_bucket_)
+    bounds.push_back(static_cast<uint32_t>(first_slot(bucket) + 1));
+  bounds.push_back(static_cast<uint32_t>(num_rows()));
+  return bounds;
+}
+
+int64_t KeyDirectory::key_of(uint64_t hash) const {
+  uint64_t x = (hash ^ (hash >> 31) ^ (hash >> 62)) * 0x319642b2d24d8ec3u;
+  x = (x ^ (x >> 27) ^ (x >> 54)) * 0x96de1b173f119089u;
+  return static_cast<int64_t>(x ^ (x >> 30) ^ (x >> 60) ^ rules_.seed);
+}
+
+KeyDirectory::Bucket KeyDirectory::bucket_at(int64_t bucket) const {
+  char* at = address_of(bucket);
+  const int64_t first = first_slot(bucket);
+  return {reinterpret_cast<uint8_t*>(at),
+          reinterpret_cast<KeySlot*>(at + kSlotsAt),
+          reinterpret_cast<uint64_t*>(at + kCandidatesAt),
+          reinterpret_cast<uint32_t*>(at + kCandidateClocksAt),
+          reinterpret_cast<uint8_t*>(at + kCandidateCountsAt),
+          first_slot(bucket + 1) - first,
+          first};
+}
+
+// ---- updates -------------------------------------------------------------------------------------
+
+// Sorted by bins of the hash's high bits, then within bins: few are in one unless somebody wants them to
+// be, or a key is there often.
+std::vector<KeyCount> KeyDirectory::distinct(const int64_t* keys, int64_t n) const {
+  if (n == 0) return {};
+  int bits = 1;
+  while (bits < 16 && (int64_t{1} << bits) < n) ++bits;
+  std::vector<uint64_t> hashes(static_cast<size_t>(n)), sorted(hashes.size());
+  std::vector<int64_t> ends((size_t{1} << bits) + 1);
+  for (int64_t i = 0; i < n; ++i) {
+    hashes[i] = hash_of(keys[i]);
+    ++ends[(hashes[i] >> (64 - bits)) + 1];
+  }
+  for (size_t bin = 1; bin < ends.size(); ++bin) ends[bin] += ends[bin - 1];
+  for (int64_t i = 0; i < n; ++i) sorted[ends[hashes[i] >> (64 - bits)]++] = hashes[i];
+  int64_t begin = 0;
+  for (size_t bin = 0; bin + 1 < ends.size(); ++bin) {
+    if (ends[bin] - begin > 1) std::sort(sorted.begin() + begin, sorted.begin() + ends[bin]);
+    begin = ends[bin];
+  }
+  std::vector<KeyCount> found;
+  found.reserve(sorted.size());
+  for (uint64_t hash : sorted) {
+    if (!found.empty() && found.back().hash == hash)
+      ++found.back().count;
+    else
+      found.push_back({hash, 1});
+  }
+  return found;
+}
+
+std::vector<KeyCount> KeyDirectory::merge(const std::vector<const KeyCount*>& lists,
+                                          const std::vector<int64_t>& sizes) const {
+  std::vector<KeyCount> keys;
+  for (size_t r = 0; r < lists.size(); ++r) {
+    const KeyCount *begin = lists[r], *end = begin + sizes[r];
+    const auto is_below = [&](int64_t owner) {
+      return [this, owner](const KeyCount& k) { return owner_of(bucket_of(k.hash)) < owner; };
+    };
+    begin = std::partition_point(begin, end, is_below(rank_));
+    end = std::partition_point(begin, end, is_below(rank_ + 1));
+    const auto middle = static_cast<int64_t>(keys.size());
+    keys.insert(keys.end(), begin, end);
+    std::inplace_merge(keys.begin(), keys.begin() + middle, keys.end(), by_hash);
+  }
+  if (keys.empty()) return keys;
+  size_t last = 0;  // counts of one key are added up
+  for (size_t i = 1; i < keys.size(); ++i) {
+    if (keys[i].hash == keys[last].hash)
+      keys[last].count += keys[i].count;
+    else
+      keys[++last] = keys[i];
+  }
+  keys.resize(last + 1);
+  return keys;
+}
+
+// Halved at every multiple of the half-life that has passed since, whether the key was seen or not.
+uint32_t KeyDirectory::decayed(uint32_t count, uint32_t since, uint32_t clock) const {
+  if (rules_.half_life == 0 || clock <= since) return count;
+  const uint32_t halvings = clock / rules_.half_life - since / rules_.half_life;
+  return halvings > 31 ? 0 : count >> halvings;
+}
+
+void KeyDirectory::count(const RowCount* rows, int64_t n, uint32_t clock) const {
+  KeySlot* slots[kAhead];
+  for (int64_t begin = 0; begin < n; begin += kAhead) {
+    const int64_t size = std::min(kAhead, n - begin);
+    for (int64_t i = 0; i < size; ++i) {
+      const auto [bucket, at] = place_of(false, static_cast<int64_t>(rows[begin + i].row) - 1);
+      slots[i] = reinterpret_cast<KeySlot*>(address_of(bucket) + kSlotsAt) + at;
+      __builtin_prefetch(slots[i], 1);
+    }
+    for (int64_t i = 0; i < size; ++i) {
+      KeySlot& slot = *slots[i];
+      slot.count = saturated(uint64_t{decayed(slot.count, slot.clock, clock)} +
+                             rows[begin + i].count);
+      slot.clock = clock;
+    }
+  }
+}
+
+// How often a key without a row has been seen where that gives it one, else 0.
+uint64_t KeyDirectory::admitted_count(const Bucket& bucket, const KeyCount& key,
+                                      uint32_t clock) const {
+  if (rules_.admit_below != 0) {
+    const Philox4 bits = draw_bits(rules_.draws, key.hash, clock, kAdmissionDraw);
+    const uint64_t drawn = bits.word[0] | static_cast<uint64_t>(bits.word[1]) << 32;
+    return drawn < rules_.admit_below ? key.count : 0;
+  }
+  if (rules_.min_count <= 1) return key.count;
+  int64_t place = -1, oldest = 0;
+  for (int64_t i = 0; i < kBucketCandidates; ++i) {
+    if (bucket.candidate_counts[i] != 0 && bucket.candidates[i] == key.hash) {
+      place = i;
+      break;
+    }
+    const bool is_free = bucket.candidate_counts[i] == 0;
+    const bool was_free = bucket.candidate_counts[oldest] == 0;
+    if (!was_free && (is_free || bucket.candidate_clocks[i] < bucket.candidate_clocks[oldest]))
+      oldest = i;
+  }
+  const uint64_t total = key.count + (place < 0 ? 0 : bucket.candidate_counts[place]);
+  if (place < 0) {
+    if (total >= rules_.min_count) return total;
+    place = oldest;
+  }
+  bucket.candidates[place] = key.hash;
+  bucket.candidate_clocks[place] = clock;
+  bucket.candidate_counts[place] = static_cast<uint8_t>(std::min<uint64_t>(total, 255));
+  return total >= rules_.min_count ? total : 0;
+}
+
+// A slot for a new key: a free one, one that has expired, or that of the key to be evicted; -1 where all
+// keys of the bucket have been seen in this update.
+int64_t KeyDirectory::take_slot(const Bucket& bucket, uint32_t clock, KeyChanges& changes) const {
+  const int64_t free =
+      first_slot_where(bucket.tags, 0, [&](int64_t slot) { return slot < bucket.num_slots; });
+  if (free >= 0) return free;
+  if (rules_.time_to_live != 0)
+    for (int64_t i = 0; i < bucket.num_slots; ++i)
+      if (is_expired(bucket.slots[i].clock, clock)) {
+        ++changes.expired;
+        return i;
+      }
+  constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();  // no clock is as high
+  const bool by_clock = rules_.eviction == Eviction::kLeastRecent;
+  int64_t victim = -1;
+  uint64_t least = kNever;
+  for (int64_t i = 0; i < bucket.num_slots; ++i) {
+    const uint64_t since = bucket.slots[i].clock;
+    const uint64_t count = decayed(bucket.slots[i].count, bucket.slots[i].clock, clock);
+    const uint64_t score = by_clock ? since << 32 | count : count << 32 | since;
+    const bool is_less = (since == clock ? kNever : score) < least;
+    victim = is_less ? i : victim;
+    least = is_less ? score : least;
+  }
+  changes.evicted += victim >= 0;
+  return victim;
+}
+
+void KeyDirectory::admit_in_bucket(const KeyCount* begin, const KeyCount* end, uint32_t clock,
+                                   std::vector<KeyCount>& fresh, KeyChanges& changes) const {
+  const Bucket bucket = bucket_at(bucket_of(begin->hash));
+  fresh.clear();
+  for (const KeyCount* key = begin; key < end; ++key) {
+    const int64_t slot = first_slot_where(bucket.tags, tag_of(key->hash), [&](int64_t at) {
+      return bucket.slots[at].hash == key->hash;
+    });
+    // Of a lookup that has been overtaken by the update that gave the key its row.
+    if (slot >= 0 && !is_expired(bucket.slots[slot].clock, clock - 1)) {
+      const uint32_t before = decayed(bucket.slots[slot].count, bucket.slots[slot].clock, clock);
+      bucket.slots[slot].count = saturated(before + key->count);
+      bucket.slots[slot].clock = clock;
+      continue;
+    }
+    if (slot >= 0) {
+      bucket.tags[slot] = 0;
+      ++changes.expired;
+      changes.rows.push_back({-(bucket.first_slot + slot + 1), key_of(key->hash)});
+    }
+    const uint64_t count = admitted_count(bucket, *key, clock);
+    if (count != 0) fresh.push_back({key->hash, count});
+  }
+  std::sort(fresh.begin(), fresh.end(), [](const KeyCount& a, const KeyCount& b) {
+    return std::pair(b.count, a.hash) < std::pair(a.count, b.hash);
+  });
+  for (const KeyCount& key : fresh) {
+    const int64_t slot = take_slot(bucket, clock, changes);
+    if (slot < 0) {
+      ++changes.refused;
+      continue;
+    }
+    // Lookups without gradients may come across it: whole numbers, old or new ones.
+    __atomic_store_n(&bucket.slots[slot].hash, key.hash, __ATOMIC_RELAXED);
+    bucket.tags[slot] = tag_of(key.hash);
+    bucket.slots[slot].clock = clock;
+    bucket.slots[slot].count = saturated(key.count);
+    ++changes.admitted;
+    changes.rows.push_back({bucket.first_slot + slot + 1, key_of(key.hash)});
+    if (rules_.min_count > 1)
+      for (int64_t i = 0; i < kBucketCandidates; ++i)
+        if (bucket.candidates[i] == key.hash) bucket.candidate_counts[i] = 0;
+  }
+}
+
+void KeyDirectory::admit(const KeyCount* begin, const KeyCount* end, uint32_t clock,
+                         KeyChanges& changes) const {
+  std::vector<KeyCount> fresh;
+  for (const KeyCount* at = begin; at < end;) {
+    const KeyCount* next = at;
+    for (const int64_t bucket = bucket_of(at->hash);
+         next < end && bucket_of(next->hash) == bucket; ++next) {
+      if (end - next <= kAhead) continue;
+      const char* ahead = address_of(bucket_of(next[kAhead].hash));
+      __builtin_prefetch(ahead);
+      __builtin_prefetch(ahead + 64);
+    }
+    admit_in_bucket(at, next, clock, fresh, changes);
+    at = next;
+  }
+}
+
+// ---- checkpoints ---------------------------------------------------------------------------------
+
+int64_t KeyDirectory::num_records(bool candidates) const {
+  if (!candidates) return num_slots_;
+  return rules_.min_count > 1 ? num_buckets_ * kBucketCandidates : 0;
+}
+
+KeyDirectory::Place KeyDirectory::place_of(bool candidates, int64_t number) const {
+  if (candidates) return {number / kBucketCandidates, number % kBucketCandidates};
+  const int64_t bucket = slots_.part_of(number);
+  return {bucket, number - first_slot(bucket)};
+}
+
+void KeyDirectory::read(bool candidates, int64_t begin, int64_t n, KeyRecord* out) const {
+  for (int64_t i = 0; i < n; ++i) {
+    const auto [number, at] = place_of(candidates, begin + i);
+    const Bucket bucket = bucket_at(number);
+    const bool is_free = (candidates ? bucket.candidate_counts : bucket.tags)[at] == 0;
+    if (is_free)
+      out[i] = {0, 0, -1};
+    else if (candidates)
+      out[i] = {key_of(bucket.candidates[at]), bucket.candidate_counts[at],
+                bucket.candidate_clocks[at]};
+    else
+      out[i] = {key_of(bucket.slots[at].hash), bucket.slots[at].count, bucket.slots[at].clock};
+  }
+}
+
+int64_t KeyDirectory::write(bool candidates, int64_t begin, int64_t n, const KeyRecord* records,
+                            bool checks) {
+  constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
+  for (int64_t i = 0; i < n; ++i) {
+    const KeyRecord& r = records[i];
+    if (r.clock == -1) continue;
+    const bool is_legal = r.clock >= 0 && r.clock < kMost && r.count >= (candidates ? 1 : 0) &&
+                          r.count <= (candidates ? 255 : kMost);
+    if (!is_legal || bucket_of(hash_of(r.key)) != place_of(candidates, begin + i).bucket) return i;
+  }
+  if (checks) return -1;
+  for (int64_t i = 0; i < n; ++i) {
+    const auto [number, at] = place_of(candidates, begin + i);
+    if (owner_of(number) != rank_) continue;
+    const Bucket bucket = bucket_at(number);
+    const KeyRecord& r = records[i];
+    const bool is_free = r.clock == -1;
+    const uint64_t hash = is_free ? 0 : hash_of(r.key);
+    if (candidates) {
+      bucket.candidates[at] = hash;
+      bucket.candidate_clocks[at] = is_free ? 0 : static_cast<uint32_t>(r.clock);
+      bucket.candidate_counts[at] = static_cast<uint8_t>(is_free ? 0 : r.count);
+    } else {
+      bucket.tags[at] = is_free ? 0 : tag_of(hash);
+      bucket.slots[at].hash = hash;
+      bucket.slots[at].clock = is_free ? 0 : static_cast<uint32_t>(r.clock);
+      bucket.slots[at].count = is_free ? 0 : static_cast<uint32_t>(r.count);
+    }
+  }
+  return -1;
+}
+
+}  // namespace oper::host

@@ -1,0 +1,195 @@
+// The directory of a dynamic table: which row a raw 64-bit key has.
+//
+// Slots are grouped into buckets of at most kBucketSlots; the number of buckets depends only on the
+// number of slots. A key's hash selects its bucket, and the key is found, admitted and evicted within
+// it, so every search is bounded and no decision depends on the number of ranks. Each rank keeps a
+// contiguous range of buckets in its arena. All ranks read them; only the owner writes, during a
+// step's update. Row = slot + 1; keys without a row of their own use row 0.
+//
+// Hashes are stored instead of keys: the hash is a bijection of 64-bit numbers, so any key is legal
+// and equal hashes mean equal keys. A slot takes 17 bytes: a tag (one byte of the hash, compared
+// first; 0 = free), the hash, the clock of the last update that saw the key, and its count. With
+// admission by count, a bucket also counts up to kBucketCandidates keys that have no row (6.5 more
+// bytes per slot).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace oper::host {
+
+constexpr int64_t kBucketSlots = 128, kBucketCandidates = 64;
+
+enum class Eviction : int64_t { kLeastRecent, kLeastFrequent };
+
+// Clocks count updates of the table, so that ages are in updates.
+struct KeyRules {
+  uint64_t seed = 0;            // of the hash
+  uint64_t draws = 0;           // seed of admission by probability
+  uint64_t min_count = 1;       // occurrences at which a key gets a row, at most 255
+  uint64_t admit_below = 0;     // a draw of 64 bits below it admits; 0 = all are admitted
+  Eviction eviction = Eviction::kLeastRecent;
+  uint32_t half_life = 0;       // updates after which counts are halved; 0 = never
+  uint32_t time_to_live = 0;    // age beyond which a key has no row any more; 0 = none
+};
+
+// What a batch has of a key with a row, and of one without.
+struct RowCount {
+  uint32_t row, count;
+};
+struct KeyCount {
+  uint64_t hash, count;
+};
+// A row that has begun anew for a key; or, as -row, one that a key has lost to nobody.
+struct NewRow {
+  int64_t row, key;
+};
+
+struct KeySlot {
+  uint64_t hash;
+  uint32_t clock, count;
+};
+
+struct KeyChanges {
+  std::vector<NewRow> rows;  // by bucket
+  int64_t admitted = 0, evicted = 0, expired = 0, refused = 0;
+  void add(const KeyChanges& other);
+};
+
+// What a checkpoint has of a slot or candidate; free ones have the clock -1.
+struct KeyRecord {
+  int64_t key, count, clock;
+};
+
+// `total` things dealt to `parts` in order, the first ones getting one more.
+struct Shares {
+  int64_t size, larger;
+  Shares(int64_t total, int64_t parts) : size(total / parts), larger(total % parts) {}
+  int64_t begin(int64_t part) const { return part * size + std::min(part, larger); }
+  int64_t part_of(int64_t thing) const {
+    const int64_t end = larger * (size + 1);
+    return thing < end ? thing / (size + 1) : larger + (thing - end) / size;
+  }
+};
+
+inline uint8_t tag_of(uint64_t hash) {
+  const uint8_t low = static_cast<uint8_t>(hash);
+  return low == 0 ? 1 : low;
+}
+
+// Bit i: whether tags[i] is `tag`, of 64.
+inline uint64_t equal_tags(const uint8_t* tags, uint8_t tag) {
+  uint64_t found = 0;
+#if defined(__SSE2__)
+  const __m128i wanted = _mm_set1_epi8(static_cast<char>(tag));
+  for (int k = 0; k < 4; ++k) {
+    const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(tags + 16 * k));
+    const int bits = _mm_movemask_epi8(_mm_cmpeq_epi8(some, wanted));
+    found |= static_cast<uint64_t>(static_cast<uint32_t>(bits)) << 16 * k;
+  }
+#else
+  for (int i = 0; i < 64; ++i) found |= static_cast<uint64_t>(tags[i] == tag) << i;
+#endif
+  return found;
+}
+
+class KeyDirectory {
+ public:
+  // Where the arrays of a bucket begin, each at a cache line. Its tags come first; those behind its
+  // slots are 0.
+  static constexpr int64_t kSlotsAt = kBucketSlots, kCandidatesAt = kSlotsAt + 16 * kBucketSlots,
+                           kCandidateClocksAt = kCandidatesAt + 8 * kBucketCandidates,
+                           kCandidateCountsAt = kCandidateClocksAt + 4 * kBucketCandidates,
+                           kBucketEnd = kCandidateCountsAt + kBucketCandidates;
+
+  // `arenas`: by rank, where its part lies, `num_bytes` large and cleared.
+  KeyDirectory(const std::vector<char*>& arenas, int64_t rank, int64_t num_slots,
+               const KeyRules& rules);
+  static int64_t num_bytes(int64_t num_slots, int64_t world_size, int64_t rank, bool counts);
+
+  // ---- places ----
+
+  // The finalizer of SplitMix64, which is a bijection.
+  uint64_t hash_of(int64_t key) const {
+    uint64_t x = static_cast<uint64_t>(key) ^ rules_.seed;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  }
+  // Ascending in the hash: what is sorted by hash is sorted by bucket and by owner.
+  int64_t bucket_of(uint64_t hash) const {
+    return static_cast<int64_t>(
+        (static_cast<unsigned __int128>(hash) * static_cast<uint64_t>(num_buckets_)) >> 64);
+  }
+  int64_t first_slot(int64_t bucket) const { return slots_.begin(bucket); }
+  int64_t owner_of(int64_t bucket) const {
+    int64_t owner = 0;
+    for (size_t r = 1; r < first_bucket_.size(); ++r) owner += bucket >= first_bucket_[r];
+    return owner;
+  }
+  char* address_of(int64_t bucket) const {
+    return bases_[static_cast<size_t>(owner_of(bucket))] + bucket * bucket_bytes_;
+  }
+  bool is_expired(uint32_t since, uint32_t clock) const {
+    return rules_.time_to_live != 0 && clock > since && clock - since > rules_.time_to_live;
+  }
+  int64_t num_rows() const { return num_slots_ + 1; }
+  // By rank: the first row of its buckets; and behind the last one of all. [W + 1]
+  std::vector<uint32_t> row_bounds() const;
+
+  // ---- updates, of this rank's buckets ----
+
+  // The distinct keys among these, by hash, and how often each is there.
+  std::vector<KeyCount> distinct(const int64_t* keys, int64_t n) const;
+  // Those of this rank's buckets among what the ranks have of keys without a row (by rank, each by hash).
+  std::vector<KeyCount> merge(const std::vector<const KeyCount*>& lists,
+                              const std::vector<int64_t>& sizes) const;
+  // Adds to keys that have rows, each once.
+  void count(const RowCount* rows, int64_t n, uint32_t clock) const;
+  // Takes in keys that had no row, by hash: all those of some buckets.
+  void admit(const KeyCount* begin, const KeyCount* end, uint32_t clock, KeyChanges& changes) const;
+
+  // ---- checkpoints ----
+
+  // Reads slots or, with `candidates`, candidate places, of all ranks, starting at number `begin`.
+  int64_t num_records(bool candidates) const;
+  void read(bool candidates, int64_t begin, int64_t n, KeyRecord* out) const;
+  // Writes the records that this rank owns; with `checks` none. Returns -1, or the index of the first record that cannot
+  // be at its place; then nothing has been written.
+  int64_t write(bool candidates, int64_t begin, int64_t n, const KeyRecord* records, bool checks);
+
+ private:
+  struct Bucket {
+    uint8_t* tags;
+    KeySlot* slots;
+    uint64_t* candidates;
+    uint32_t* candidate_clocks;
+    uint8_t* candidate_counts;
+    int64_t num_slots, first_slot;
+  };
+  struct Place {
+    int64_t bucket, index;
+  };
+
+  int64_t key_of(uint64_t hash) const;
+  Bucket bucket_at(int64_t bucket) const;
+  Place place_of(bool candidates, int64_t number) const;
+  uint32_t decayed(uint32_t count, uint32_t since, uint32_t clock) const;
+  uint64_t admitted_count(const Bucket& bucket, const KeyCount& key, uint32_t clock) const;
+  int64_t take_slot(const Bucket& bucket, uint32_t clock, KeyChanges& changes) const;
+  void admit_in_bucket(const KeyCount* begin, const KeyCount* end, uint32_t clock,
+                       std::vector<KeyCount>& fresh, KeyChanges& changes) const;
+
+  int64_t rank_, num_slots_, num_buckets_, bucket_bytes_;
+  Shares slots_;                       // of the buckets
+  std::vector<int64_t> first_bucket_;  // [W] of each rank
+  std::vector<char*> bases_;           // [W] where bucket 0 would be if the rank had it
+  KeyRules rules_;
+};
+
+}  // namespace oper::host

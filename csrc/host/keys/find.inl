@@ -1,0 +1,133 @@
+// Which rows keys have. Part of kernels.inl.
+
+OPER_INLINE uint64_t slots_with_tag(const uint8_t* tags, uint8_t tag) {
+#if defined(OPER_KERNELS_AVX512)
+  return _mm512_cmpeq_epi8_mask(_mm512_loadu_si512(tags),
+                                _mm512_set1_epi8(static_cast<char>(tag)));
+#elif defined(OPER_KERNELS_AVX2)
+  const __m256i wanted = _mm256_set1_epi8(static_cast<char>(tag));
+  const __m256i* halves = reinterpret_cast<const __m256i*>(tags);
+  const uint32_t low = static_cast<uint32_t>(
+      _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_loadu_si256(halves), wanted)));
+  const uint32_t high = static_cast<uint32_t>(
+      _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_loadu_si256(halves + 1), wanted)));
+  return low | static_cast<uint64_t>(high) << 32;
+#else
+  return equal_tags(tags, tag);
+#endif
+}
+
+// Keys that are being found, and the slots that may have them.
+struct KeyBlock {
+  static constexpr int64_t kSize = 32;
+  uint64_t hashes[kSize], low[kSize], high[kSize];
+  int64_t first_rows[kSize];
+  const char* buckets[kSize];
+
+  // The lowest slot of those that may have a key; a slot behind the bucket's where there is none.
+  static int64_t lowest(uint64_t low, uint64_t high) {
+    return low != 0 ? __builtin_ctzll(low) : high != 0 ? 64 + __builtin_ctzll(high) : kBucketSlots;
+  }
+  const KeySlot* slots(int64_t i) const {
+    return reinterpret_cast<const KeySlot*>(buckets[i] + KeyDirectory::kSlotsAt);
+  }
+
+  OPER_INLINE void fetch_buckets(const KeyDirectory& directory, const uint64_t* of, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      hashes[i] = of[i];
+      const int64_t bucket = directory.bucket_of(hashes[i]);
+      buckets[i] = directory.address_of(bucket);
+      first_rows[i] = directory.first_slot(bucket) + 1;
+      __builtin_prefetch(buckets[i]);
+      __builtin_prefetch(buckets[i] + 64);
+    }
+  }
+  OPER_INLINE void fetch_slots(int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t* tags = reinterpret_cast<const uint8_t*>(buckets[i]);
+      const uint8_t tag = tag_of(hashes[i]);
+      low[i] = slots_with_tag(tags, tag);
+      high[i] = slots_with_tag(tags + 64, tag);
+      __builtin_prefetch(slots(i) + lowest(low[i], high[i]));
+    }
+  }
+  OPER_INLINE int64_t row(const KeyDirectory& directory, int64_t i, uint32_t clock) const {
+    for (uint64_t first = low[i], second = high[i]; (first | second) != 0;) {
+      const int64_t slot = lowest(first, second);
+      const KeySlot& found = slots(i)[slot];
+      // A lookup without gradients may meet the owner's update: whole numbers, old or new ones.
+      if (__builtin_expect(__atomic_load_n(&found.hash, __ATOMIC_RELAXED) == hashes[i], 1))
+        return directory.is_expired(found.clock, clock) ? 0 : first_rows[i] + slot;
+      if (first != 0) {
+        first &= first - 1;
+      } else {
+        second &= second - 1;
+      }
+    }
+    return 0;
+  }
+};
+
+// The rows of keys that were found a moment ago.
+struct RecentKeys {
+  static constexpr uint64_t kSize = 4096;
+  uint64_t hashes[kSize];
+  uint32_t rows[kSize] = {};  // 0 = none
+  // The bits between those that choose the tag and the bucket.
+  static uint64_t place_of(uint64_t hash) { return hash >> 8 & (kSize - 1); }
+};
+
+// Keys that come often are found among the recent ones. Blocks of the others pass three stages: buckets
+// are on their way while the slots of the block before are fetched, and those of the one before that are
+// read. Which keys are recent is known to nobody before, so nothing branches on it.
+template <class Id>
+int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uint32_t clock,
+                   int64_t* rows, int64_t* missed) {
+  constexpr int64_t kAtOnce = 512, kSize = KeyBlock::kSize;
+  RecentKeys recent;
+  KeyBlock ring[4];
+  uint64_t hashes[kAtOnce];  // of keys that are searched
+  uint16_t places[kAtOnce];
+  int64_t num_missed = 0;
+  for (int64_t first = 0; first < n; first += kAtOnce, keys += kAtOnce, rows += kAtOnce) {
+    int64_t num_searched = 0;
+    for (int64_t i = 0; i < std::min(kAtOnce, n - first); ++i) {
+      const uint64_t hash = directory.hash_of(static_cast<int64_t>(keys[i]));
+      const uint64_t at = RecentKeys::place_of(hash);
+      const uint32_t row = recent.rows[at];
+      rows[i] = row;
+      hashes[num_searched] = hash;
+      places[num_searched] = static_cast<uint16_t>(i);
+      num_searched += (recent.hashes[at] != hash) | (row == 0);
+    }
+    const int64_t blocks = (num_searched + kSize - 1) / kSize;
+    const auto size_of = [=](int64_t block) {
+      return std::min(kSize, num_searched - block * kSize);
+    };
+    for (int64_t step = 0; step < blocks + 2; ++step) {
+      if (step < blocks)
+        ring[step % 4].fetch_buckets(directory, hashes + step * kSize, size_of(step));
+      if (step >= 1 && step <= blocks) ring[(step - 1) % 4].fetch_slots(size_of(step - 1));
+      if (step < 2) continue;
+      const KeyBlock& block = ring[(step - 2) % 4];
+      const uint16_t* to = places + (step - 2) * kSize;
+      for (int64_t i = 0; i < size_of(step - 2); ++i) {
+        const int64_t row = block.row(directory, i, clock);
+        const uint64_t at = RecentKeys::place_of(block.hashes[i]);
+        recent.hashes[at] = block.hashes[i];
+        recent.rows[at] = static_cast<uint32_t>(row);
+        rows[to[i]] = row;
+        if (missed != nullptr) missed[num_missed] = static_cast<int64_t>(keys[to[i]]);
+        num_missed += row == 0;
+      }
+    }
+  }
+  return num_missed;
+}
+
+int64_t find_keys(const KeyDirectory& directory, const void* keys, bool are_32_bit, int64_t n,
+                  uint32_t clock, int64_t* rows, int64_t* missed) {
+  return are_32_bit
+             ? find_typed(directory, static_cast<const int32_t*>(keys), n, clock, rows, missed)
+             : find_typed(directory, static_cast<const int64_t*>(keys), n, clock, rows, missed);
+}

@@ -1,0 +1,156 @@
+// The directories of a collection's dynamic tables, and what its ranks tell each other of their keys.
+//
+// A rank's arena has, one behind the other: its buckets of every table; what it has seen in its batch, for
+// the owners of the buckets; and what its buckets have given to new keys, for everyone.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "host/context.h"
+#include "host/keys/directory.h"
+#include "host/keys/rows.h"
+#include "host/memory.h"
+
+namespace oper::host {
+
+constexpr uint32_t kLastClock = 0xfffffffeu;
+
+struct KeyTableRules {
+  int64_t num_slots;
+  KeyRules keys;
+  RowRules rows;
+};
+
+// Keys of one table in a batch, and how many of them had no row.
+struct KeyPart {
+  int64_t table, begin, end, missed;
+};
+
+// Ids of a batch, key-major.
+struct KeyBatch {
+  const void* ids;
+  bool ids_are_32_bit;
+  const int64_t* key_of;         // [F] of the collection's features
+  std::vector<int64_t> bounds;   // [num_keys + 1] of each key's ids
+};
+
+// What a lookup has found: rows of all ids; the keys without a row, part after part.
+struct SeenBatch {
+  const int64_t* rows;
+  const KeyPart* parts;
+  int64_t num_parts;
+  const int64_t* missed;
+};
+
+class KeyTables {
+ public:
+  // What has happened to a table's keys: of this rank's buckets, and of its lookups.
+  struct Counts {
+    int64_t admitted = 0, evicted = 0, expired = 0, refused = 0, lookups = 0, missed = 0;
+  };
+  enum class Left { kAll, kNoRoom, kClockAtEnd };
+
+  // `arenas`: by rank, cleared, `num_bytes` large. `seen_bytes`: room for what a rank has seen.
+  // `table_of`: by feature of the collection, -1 = none of these.
+  KeyTables(const std::vector<char*>& arenas, int64_t rank, int64_t seen_bytes,
+            const std::vector<KeyTableRules>& rules, std::vector<int64_t> table_of);
+  static int64_t num_bytes(const std::vector<KeyTableRules>& rules, int64_t world_size,
+                           int64_t rank, int64_t seen_bytes);
+  static int64_t num_directory_bytes(const std::vector<KeyTableRules>& rules, int64_t world_size,
+                                     int64_t rank);
+
+  // ---- lookups; one at a time ----
+
+  // `rows` [ids]: those of keys, and ids of other tables as they are. With `keeps`, the keys without a row
+  // are in `missed`, until the next call.
+  std::vector<KeyPart> find(const KeyBatch& batch, int64_t* rows, bool keeps,
+                            ParallelFor parallel);
+  const std::vector<int64_t>& missed() const { return missed_; }
+
+  // ---- updates; in this order, with a barrier after the first and after the second ----
+
+  // Leaves for the other ranks what lookups have seen. `table`: whose clock is at its end.
+  Left leave(const std::vector<SeenBatch>& seen, int64_t* table, ParallelFor parallel);
+  // Takes in, for this rank's buckets, what all ranks have left. Tables that are frozen stay as they are.
+  void update(const std::vector<bool>& frozen, ParallelFor parallel);
+  // What all ranks' updates have given to new keys, table by table; `bounds` [T + 1].
+  std::vector<NewRow> new_rows(std::vector<int64_t>* bounds) const;
+  // Gives those rows their first values where this rank has them.
+  void begin(const Context& context, ParallelFor parallel) const;
+
+  // ---- state ----
+
+  int64_t num_tables() const { return static_cast<int64_t>(tables_.size()); }
+  KeyDirectory& directory(int64_t table) { return tables_.at(static_cast<size_t>(table)).directory; }
+  uint32_t& clock(int64_t table) { return tables_.at(static_cast<size_t>(table)).clock; }
+  const Counts& counts(int64_t table) const { return tables_.at(static_cast<size_t>(table)).counts; }
+
+ private:
+  struct KeyTable {
+    KeyDirectory directory;
+    RowRules rows;
+    std::vector<uint32_t> row_bounds;  // [W + 1] rows of each rank's buckets
+    uint32_t clock = 0;
+    Counts counts;
+  };
+  // Where lists are in an arena, in bytes from its beginning.
+  struct Layout {
+    std::vector<int64_t> directories;  // by table
+    int64_t seen, fresh, end;
+  };
+  // What a rank has seen of one table, at so many bytes from `seen`: RowCount by owner of their buckets,
+  // whose begin[W + 1] follows, and KeyCount [num_keys] by hash.
+  struct SeenTable {
+    int64_t rows_at, keys_at, num_keys;
+  };
+  struct Counting {
+    std::vector<uint32_t> counts;  // by row; 0 in between
+    std::vector<uint32_t> rows;    // distinct ones
+  };
+  struct Task {  // entries [begin, end) of a table
+    int64_t table, begin, end;
+  };
+
+  static Layout layout(const std::vector<KeyTableRules>& rules, int64_t world_size, int64_t rank,
+                       int64_t seen_bytes);
+  int64_t num_ranks() const { return static_cast<int64_t>(arenas_.size()); }
+  int64_t seen_entry_bytes() const { return static_cast<int64_t>(sizeof(SeenTable)) + 8 * (num_ranks() + 1); }
+  char* seen_at(int64_t rank) const {
+    return arenas_[static_cast<size_t>(rank)] + layouts_[static_cast<size_t>(rank)].seen;
+  }
+  SeenTable* seen_table(int64_t rank, int64_t table) const {
+    return reinterpret_cast<SeenTable*>(seen_at(rank) + table * seen_entry_bytes());
+  }
+  static int64_t* seen_begin(SeenTable* entry) { return reinterpret_cast<int64_t*>(entry + 1); }
+  // int64 begin[T + 1], then the rows.
+  int64_t* fresh(int64_t rank) const {
+    return reinterpret_cast<int64_t*>(arenas_[static_cast<size_t>(rank)] +
+                                      layouts_[static_cast<size_t>(rank)].fresh);
+  }
+  const NewRow* fresh_rows(int64_t rank) const {
+    return reinterpret_cast<const NewRow*>(fresh(rank) + num_tables() + 1);
+  }
+  int64_t header_bytes() const { return (num_tables() * seen_entry_bytes() + 63) / 64 * 64; }
+  std::unique_ptr<Counting> take_counting();
+  void give_counting(std::unique_ptr<Counting> counting);
+  bool leave_table(int64_t table, const std::vector<SeenBatch>& seen,
+                   std::atomic<int64_t>& cursor);
+  void count_known(const std::vector<bool>& frozen, ParallelFor parallel);
+  std::vector<KeyChanges> admit_missed(const std::vector<bool>& frozen, ParallelFor parallel);
+
+  std::vector<char*> arenas_;
+  int64_t rank_, seen_bytes_;
+  std::vector<Layout> layouts_;  // by rank
+  std::vector<KeyTable> tables_;
+  std::vector<int64_t> table_of_;
+  std::vector<int64_t> missed_;
+  Buffer missed_room_;
+  std::mutex counting_mutex_;
+  std::vector<std::unique_ptr<Counting>> counting_;  // that no thread uses
+};
+
+}  // namespace oper::host

@@ -1,0 +1,160 @@
+"""One case of the benchmark of dynamic tables, as every rank runs it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.bench.core.launch import Progress
+from oper.bench.core.measure import Case, Run, aligner, nothing, on_threads, over, summaries
+from oper.bench.core.planning import chosen_plan, gather
+from oper.bench.core.workload import CHECKED, Workload, batch_ids, make_kjt
+from oper.bench.dynamic.checks import State, compare
+from oper.bench.dynamic.peer import ManagedCollisions
+from oper.bench.tables.sides import OPTIMIZER, make_collection
+from oper.bench.tables.verify import Verdict
+from oper.data.generate.ids import mix64
+from oper.shmem.keys.rules import DynamicTable
+
+_CHECKED_STEPS = 2
+_FILL_BAGS = 4096  # keys of a table and step while the tables are filled
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicCase(Case):
+    """One case. The workload's ids are row numbers of the static tables, and make the keys.
+
+    Attributes:
+        load: keys per slot.
+    """
+
+    load: float = 0.5
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of a dynamic table that keys may have."""
+        return round(max(self.work.num_rows) / self.load)
+
+
+def keys_of(ids: np.ndarray) -> np.ndarray:
+    """Raw keys of row numbers int64 [tables, n]: any 64 bits, other ones in every table."""
+    table = np.arange(ids.shape[0], dtype=np.uint64)[:, None] << np.uint64(40)
+    return mix64(ids.astype(np.uint64) ^ table).view(np.int64)
+
+
+def run_case(case: DynamicCase, progress: Progress) -> dict[str, Any]:
+    """Build, fill, verify and measure one case; the worker function. Collective.
+
+    Returns:
+        The case's entry of the record on rank 0, nothing elsewhere.
+    """
+    from oper.sharding import shard
+
+    run, work = Run(case, progress), case.work
+    run.say("drawing batches, planning")
+    plan, _ = chosen_plan(work, case.num_stats_batches, "training")
+    run.say("building")
+    static: Any = shard(make_collection(work, "cpu"), plan=plan, optimizer=OPTIMIZER)
+    wider = replace(work, num_rows=(case.num_slots + 1,) * len(work.num_rows))
+    dynamic: Any = shard(make_collection(wider, "cpu"), dynamic=DynamicTable(),
+                         optimizer=OPTIMIZER)
+    gradient = run.gradient(work.seed, work.batch_size)
+    mine = gradient.chunk(run.world_size)[run.rank].clone()
+    mch = None if run.rank else ManagedCollisions(work, case.num_slots, gradient)
+    run.say("filling the tables")
+    _fill(work, dynamic, mch, run)
+    run.say(f"comparing {_CHECKED_STEPS} steps")
+    verification = _verify(work, dynamic, gradient, run)
+    before, steps_before = _totals(dynamic.tables), dynamic.tables.num_steps
+    steps = _time(case, run, (static, dynamic, mch), mine)
+    counts = _totals(dynamic.tables)
+    timed = {name: counts[name] - before[name] for name in ("evicted", "lookups", "missed")}
+    static.tables.close()
+    medians, means = ({n: round(1e3 * float(of(s)), 4) for n, s in steps.items()}
+                      for of in (np.median, np.mean))
+    return run.finish(dynamic.tables, {
+        "dynamic_step_ms": medians["dynamic"], "static_step_ms": medians["static"],
+        "ratio_static": round(medians["dynamic"] / medians["static"], 3),
+        "mch_step_ms": means["mch"], "ratio_mch": round(means["mch"] / means["dynamic"], 3),
+        "bytes_per_slot": round(counts["num_bytes"] / counts["rows"], 3),
+        "missed": timed["missed"] / timed["lookups"],
+        "evicted_per_step": timed["evicted"] / (dynamic.tables.num_steps - steps_before),
+        "load": case.load, "num_slots": case.num_slots, "occupied": counts["occupied"],
+        "verified": verification["passed"], "verification": verification,
+        "timings": summaries(steps), "threads_of_peers": case.num_threads})
+
+
+def _step(model: Any, kjt: Any, gradient: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = model(kjt).values()
+    out.backward(gradient)
+    return out
+
+
+def _fill(work: Workload, dynamic: Any, mch: ManagedCollisions | None, run: Run) -> None:
+    """Show all keys to both, a rank its share of them; rows do not change."""
+    flat = replace(work, pooling=1)
+    num_keys, columns = max(work.num_rows), len(work.num_rows) * work.dim
+    per_rank = -(-num_keys // run.world_size)
+    for at in range(0, per_rank, _FILL_BAGS):
+        size = min(_FILL_BAGS, per_rank - at)
+        first = run.rank * per_rank + at
+        ids = np.minimum(np.arange(first, first + size), num_keys - 1)
+        keys = keys_of(np.tile(ids, (len(work.num_rows), 1)))
+        _step(dynamic, make_kjt(flat, keys), torch.zeros(size, columns))
+    if mch is not None:
+        everything = keys_of(np.tile(np.arange(num_keys), (len(work.num_rows), 1)))
+        mch.learn(make_kjt(flat, everything))
+
+
+def _verify(work: Workload, dynamic: Any, gradient: torch.Tensor, run: Run) -> dict[str, Any]:
+    """Outputs and updates of a few steps against records and formulas; a verdict on rank 0."""
+    verdict, tables, names = Verdict(), dynamic.tables, list(dynamic.tables.specs)
+    gradients = gradient.chunk(run.world_size)
+    for number in range(_CHECKED_STEPS):
+        everyone = [keys_of(batch_ids(work, r, run.world_size, number, CHECKED))
+                    for r in range(run.world_size)]
+        before = [State.read(tables, n) for n in names] if run.rank == 0 else []
+        gather(None)  # nobody reads while others update
+        out = _step(dynamic, make_kjt(work, everyone[run.rank]), gradients[run.rank]).detach()
+        gather(None)
+        for k, state in enumerate(before):
+            columns = slice(k * work.dim, (k + 1) * work.dim)
+            compare(verdict, work, state, State.read(tables, names[k]),
+                    [(keys[k], g[:, columns]) for keys, g in zip(everyone, gradients, strict=True)],
+                    out[:, columns])
+        gather(None)
+    return verdict.to_json()
+
+
+def _time(case: DynamicCase, run: Run, sides: tuple[Any, Any, ManagedCollisions | None],
+          mine: torch.Tensor) -> dict[str, np.ndarray]:
+    """Seconds by contender, the slowest rank's of every call. Collective."""
+    work, (static, dynamic, mch) = case.work, sides
+    ids = run.ids()
+    kjts = {"static": [make_kjt(work, x) for x in ids],
+            "dynamic": [make_kjt(work, keys_of(x)) for x in ids]}
+    own = max(1, case.num_threads // run.world_size)
+    runs = {name: on_threads(own, over(kjts[name], lambda kjt, m=model: _step(m, kjt, mine)))
+            for name, model in (("static", static), ("dynamic", dynamic))}
+    if mch is None:
+        runs["mch"] = on_threads(own, nothing)
+    else:
+        whole = [make_kjt(work, keys_of(np.concatenate(x, axis=1))) for x in run.everyones_ids()]
+        runs["mch"] = on_threads(case.num_threads, over(whole, mch.step))
+    gc.freeze()
+    steps = run.time(runs, aligner(dynamic.tables))
+    gc.unfreeze()
+    return steps
+
+
+def _totals(tables: Any) -> dict[str, int]:
+    """Counts of all dynamic tables together; lookups are this rank's. Collective."""
+    found = [tables.keys.counts(name) for name in tables.keys.tables]
+    fields: Sequence[str] = ("rows", "occupied", "evicted", "lookups", "missed")
+    return {f: sum(getattr(c, f) for c in found) for f in fields} | {
+        "num_bytes": tables.keys.num_bytes}

@@ -1,0 +1,1 @@
+"""Dynamic tables: raw keys in the place of row numbers."""

@@ -1,0 +1,363 @@
+"""Raw keys in front of sharded tables: which row each one has, on all ranks.
+
+A dynamic table is a static one whose row numbers come from a directory of keys
+(csrc/host/keys/): fixed buckets of slots, dealt to the ranks, in memory that all ranks read and
+that only a bucket's rank writes. Row = slot + 1; row 0 is that of keys without a row.
+
+* A lookup replaces keys by rows, of all tables in one call that reads the directories only. After
+  that it is a lookup of static tables, under any plan.
+* Each update of the rows is followed by an update of the directories. Before the gradient exchange
+  every rank has put into its arena how often its batch has each row, and the keys without one.
+  Now the owner of each bucket adds up those of all ranks and publishes which rows went to new
+  keys. After a barrier every rank initialises the new rows that it holds, from key and seed, and
+  clears their optimizer states. Where there were any, a second barrier ends the update.
+
+Buckets follow from the number of rows, and what happens in one from the keys and counts of all
+ranks' batches: keys, rows, counts and clocks do not depend on the number of ranks, on the plan or
+on threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from oper.errors import InvalidInputError, OperError, fail
+from oper.shmem.batch import BAD_BATCH, BatchChecks, Lookup, SeenKeys
+from oper.shmem.group.desync import GRADIENTS, KEYS, phase_of
+from oper.shmem.keys.late import RowHistory
+from oper.shmem.keys.rules import EVICTIONS, DynamicTable
+from oper.shmem.memory.host_heap import HostHeap
+from oper.shmem.optim.optimizers import STATE_PARTS, initial_state
+from oper.shmem.protocol import Tables
+from oper.shmem.settings import OUTBOX_ENV, outbox_bytes
+
+_RECORD_COLUMNS = 3
+MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
+_CHUNK = 1 << 20  # records that are counted at a time
+_NO_ROOM, _CLOCK_AT_END = 1, 2  # KeyTables::Left in csrc/host/keys/tables.h
+RECORDS = {"keys": False, "candidates": True}  # part of a checkpoint: of candidates or not
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCounts:
+    """What has happened to the keys of a dynamic table.
+
+    Attributes:
+        rows: rows available to keys.
+        occupied: rows that a key holds, expired keys included.
+        admitted, evicted, expired: keys that got a row; that lost it to a new key; that had
+            outlived their time to live when their row was reused. Over all ranks, since the tables
+            were made.
+        refused: times that a new key got no row because its bucket was full of keys seen in that
+            update.
+        lookups, missed: ids looked up by this rank, and those among them that read the default row.
+    """
+
+    rows: int
+    occupied: int
+    admitted: int
+    evicted: int
+    expired: int
+    refused: int
+    lookups: int
+    missed: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTable:
+    """One dynamic table.
+
+    Attributes:
+        handle: of the directories.
+        number: among them.
+    """
+
+    handle: int
+    number: int
+
+    @property
+    def clock(self) -> int:
+        """Updates so far."""
+        return int(torch.ops.oper.keys_clock(self.handle, self.number))
+
+    def set_clock(self, clock: int) -> None:
+        """Restore the number of updates."""
+        torch.ops.oper.keys_set_clock(self.handle, self.number, clock)
+
+
+class Keys:
+    """The directories of a collection's dynamic tables. Creation is collective.
+
+    Args:
+        tables: the tables, with optimizers, in host memory that all ranks share.
+        rules: by table, for those that are dynamic.
+
+    Attributes:
+        tables: the dynamic tables by name.
+        num_bytes: of all ranks' directories.
+
+    Raises:
+        InvalidInputError: tables that cannot be dynamic.
+        OperError: there is no memory for the directories.
+    """
+
+    def __init__(self, tables: Tables, rules: Mapping[str, DynamicTable]) -> None:
+        _check(tables, rules)
+        self._tables: Tables = weakref.proxy(tables)
+        group, operators = tables.group, torch.ops.oper
+        seen_bytes = outbox_bytes()
+        arguments = _arguments(tables, rules)
+        sizes = [operators.keys_num_bytes(rank, group.world_size, seen_bytes, *arguments)
+                 for rank in range(group.world_size)]
+        self.num_bytes = sum(of_slots for of_slots, _ in sizes)
+        self._heap = HostHeap(group, [n for _, n in sizes], num_outbox_bytes=seen_bytes)
+        numbers = {name: number for number, name in enumerate(rules)}
+        self._handle = int(operators.keys_open(
+            self._heap.addresses, group.rank, seen_bytes, *arguments,
+            [numbers.get(table, -1) for _, table in tables.features]))
+        # Buckets are read in random order.
+        self._heap.collapse([of_slots for of_slots, _ in sizes], tables.barrier)
+        self.tables = {name: KeyTable(self._handle, k) for name, k in numbers.items()}
+        self._checks = BatchChecks()
+        self._history = RowHistory()
+        self._new: tuple[torch.Tensor, list[int]] = (torch.empty(0, 2, dtype=torch.int64),
+                                                     [0] * (len(rules) + 1))
+        # The packet of all overloads would look for it in every call.
+        self._find: Any = operators.keys_find.default
+        self._leave: Any = operators.keys_leave.default
+        self._release = weakref.finalize(self, _release, self._handle, self._heap)
+        self._release.atexit = False
+
+    def refuse(self, what: str, todo: str) -> NoReturn:
+        """Raise InvalidInputError for what dynamic tables cannot do."""
+        raise InvalidInputError(fail(what, "dynamic tables", list(self.tables), "none", todo))
+
+    # ---- lookups ---------------------------------------------------------------------------------
+
+    def lookup(self, look_up: Callable[..., torch.Tensor], batch: Lookup) -> torch.Tensor:
+        """The collection's `look_up`, of the rows that the keys have.
+
+        Compiled programs call it outside of their graphs, which cannot look up keys.
+        """
+        if torch.compiler.is_exporting():
+            self.refuse("cannot export a lookup", "export models of static tables")
+        if torch.compiler.is_compiling():
+            found: torch.Tensor = torch.compiler.disable(look_up)(batch)
+            return found
+        # An update may give the row of a key to another one in the meantime.
+        with self._tables.turns.lock:
+            return look_up(self.translate(batch), has_rows=True)
+
+    def translate(self, batch: Lookup) -> Lookup:
+        """The batch with rows in the place of the dynamic tables' keys. Not collective.
+
+        With gradients enabled what it has seen is noted, for the update that follows. The caller
+        holds the tables' lock.
+
+        Raises:
+            InvalidInputError: as `ShardedTables.lookup`.
+        """
+        ids, lengths = batch.ids, batch.lengths
+        if not ids.numel() or not batch.batch_size or not (ids.is_cpu and lengths.is_cpu):
+            return batch
+        trains = torch.is_grad_enabled()
+        rows, missed, parts, code = self._find(self._handle, ids, lengths, batch.key_of,
+                                               batch.batch_size, trains)
+        if code:
+            if code == BAD_BATCH:
+                self._checks.check(batch)
+            return batch  # refused by the kernels
+        seen: tuple[SeenKeys, ...] = ()
+        if trains:
+            version = -1 if ids.is_inference() else ids._version
+            seen = (SeenKeys(ids, version, rows, missed, parts, self._history.num_updates),)
+            self._history.wait(seen[0])
+        return Lookup(rows, lengths, batch.key_of, batch.batch_size, batch.weights, batch.pooled,
+                      seen=seen)
+
+    # ---- updates ---------------------------------------------------------------------------------
+
+    def leave(self, batch: Lookup) -> None:
+        """Put what the lookups of a batch have seen where the other ranks read it.
+
+        Raises:
+            InvalidInputError: an update since a lookup has given one of its rows to another key.
+            OperError: there is no room for it. Either way all ranks leave this batch out.
+        """
+        try:
+            for seen in batch.seen:
+                if seen.updates != self._history.num_updates:
+                    self._history.check(seen, list(self.tables))
+            left, number = self._leave(
+                self._handle, [s.rows for s in batch.seen], [s.missed for s in batch.seen],
+                [s.parts for s in batch.seen])
+            if left:
+                self._refuse_batch(left, number)
+        except OperError:
+            torch.ops.oper.context_barrier(self._tables.handle, GRADIENTS, True)
+            raise
+
+    def _refuse_batch(self, left: int, number: int) -> NoReturn:
+        if left == _CLOCK_AT_END:
+            raise OperError(fail(f"cannot update dynamic table {list(self.tables)[number]!r}",
+                                 "updates", MOST_UPDATES,
+                                 f"< {MOST_UPDATES}, as its clock has 32 bits",
+                                 "export it and begin a new one"))
+        assert left == _NO_ROOM
+        raise OperError(
+            fail("the keys of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes(),
+                 "8 bytes for each of its distinct keys, 16 for those without a row",
+                 f"raise {OUTBOX_ENV} or use a smaller batch"))
+
+    def take(self, frozen: frozenset[str]) -> None:
+        """Update the directories from what all ranks have left, and begin new rows. Collective.
+
+        Args:
+            frozen: tables that stay as they are.
+        """
+        operators, tables = torch.ops.oper, self._tables
+        operators.keys_update(self._handle,
+                              [self.tables[n].number for n in frozen if n in self.tables])
+        with phase_of(tables, KEYS):
+            tables.barrier()
+            self._new = operators.keys_new(self._handle)
+            self._history.note(*self._new)
+            if self._new[0].shape[0]:  # the same on all ranks
+                operators.keys_begin(self._handle, tables.handle)
+                tables.barrier()
+
+    def new_rows(self) -> dict[str, np.ndarray]:
+        """Rows that the last update has given to new keys, int64 [n], by table; on all ranks."""
+        rows, bounds = self._new[0][:, 0].numpy(), self._new[1]
+        found = {name: rows[bounds[t.number]:bounds[t.number + 1]]
+                 for name, t in self.tables.items()}
+        return {name: of[of > 0] for name, of in found.items() if (of > 0).any()}
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def parts(self, name: str) -> list[str]:
+        """The parts of a table's directory in a checkpoint, beside its clock."""
+        return [part for part, c in RECORDS.items() if self.num_records(name, c)]
+
+    def num_records(self, name: str, candidates: bool) -> int:
+        """Slots of a table, or places of keys that are counted without a row."""
+        return int(torch.ops.oper.keys_num_records(self._handle, self.tables[name].number,
+                                                   candidates))
+
+    def read(self, name: str, part: str, begin: int, end: int) -> torch.Tensor:
+        """Records `[begin, end)`, int64 [n, 3]: key, count, clock; the clock is -1 where there is
+        none. One-sided: no rank may be in an update."""
+        records: torch.Tensor = torch.ops.oper.keys_read(
+            self._handle, self.tables[name].number, RECORDS[part], begin, end)
+        return records
+
+    def write(self, name: str, part: str, begin: int, records: torch.Tensor,
+              checks: bool = False) -> None:
+        """Restore records from `read`, the same on all ranks; a barrier must follow. With `checks`
+        nothing is written.
+
+        Raises:
+            InvalidInputError: a record that cannot be there.
+        """
+        if records.dtype != torch.int64 or records.dim() != 2 or (
+                records.shape[1] != _RECORD_COLUMNS):
+            raise InvalidInputError(
+                fail(f"cannot load the {part} of dynamic table {name!r}", "records",
+                     (records.dtype, tuple(records.shape)), "int64 [n, 3]",
+                     "load a checkpoint of this model"))
+        if not checks:
+            self._history.load()
+        bad = torch.ops.oper.keys_write(self._handle, self.tables[name].number, RECORDS[part],
+                                        begin, records.contiguous(), checks)
+        if bad >= 0:
+            raise InvalidInputError(
+                fail(f"cannot load the {part} of dynamic table {name!r}",
+                     f"record {begin + bad}", records[bad].tolist(),
+                     "a key that belongs there, a count and a clock",
+                     "load a checkpoint of a table with the same rows, seed and admit_after"))
+
+    def counts(self, name: str) -> KeyCounts:
+        """What has happened to the keys of a table. Collective, between two batches."""
+        slots = self.num_records(name, False)
+        self._tables.barrier()
+        occupied = sum(int((self.read(name, "keys", at, min(slots, at + _CHUNK))[:, 2] >= 0).sum())
+                       for at in range(0, slots, _CHUNK))
+        mine = torch.ops.oper.keys_counts(self._handle, self.tables[name].number)
+        changes = np.sum(self._tables.all_gather(mine[:4]), axis=0)
+        return KeyCounts(slots, occupied, *changes.tolist(), *mine[4:])
+
+    def close(self) -> None:
+        """Release the directories."""
+        self._release()
+
+
+def _release(handle: int, heap: HostHeap) -> None:
+    torch.ops.oper.keys_close(handle)
+    heap.close()
+
+
+def row_seed(name: str, seed: int) -> int:
+    """Seed of what is drawn for a table's keys: admission, and new rows. Tables of one rule draw
+    unlike each other. An int64."""
+    mixed = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(mixed, "little", signed=True)
+
+
+def rule_numbers(name: str, num_rows: int, rule: DynamicTable) -> list[int]:
+    """A table's rule as the first columns of ``TableColumn`` in csrc/bindings/keys.cpp, int64."""
+    below = 0 if rule.admit_probability == 1 else min(
+        max(1, int(rule.admit_probability * 2.0**64)), (1 << 64) - 1)
+    signed = below - (1 << 64) if below >> 63 else below
+    return [num_rows - 1, rule.seed, row_seed(name, rule.seed), rule.admit_after, signed,
+            EVICTIONS.index(rule.eviction), rule.half_life or 0, rule.time_to_live or 0]
+
+
+def _arguments(tables: Tables, rules: Mapping[str, DynamicTable]
+               ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables as csrc/bindings/keys.cpp takes them: int64 [T, 11] and float64 [T, 2]."""
+    assert tables.optimizers is not None
+    rows, numbers = [], []
+    for name, rule in rules.items():
+        spec = tables.specs[name]
+        # StateWidth in csrc/host/keys/rows.h: none, per column, per row.
+        widths = [2 if per_row else 1 for _, per_row in STATE_PARTS[spec.optimizer]]
+        feature = next((k for k, (_, table) in enumerate(tables.features) if table == name), -1)
+        rows.append([*rule_numbers(name, spec.num_rows, rule), feature, *(*widths, 0, 0)[:2]])
+        bound = math.sqrt(1 / spec.num_rows) if rule.init_bound is None else rule.init_bound
+        numbers.append([bound, initial_state(tables.optimizers[name])])
+    return torch.tensor(rows), torch.tensor(numbers, dtype=torch.float64)
+
+
+def _check(tables: Tables, rules: Mapping[str, DynamicTable]) -> None:
+    """Raise InvalidInputError for tables that cannot be dynamic."""
+    what = "cannot make tables dynamic"
+    if tables.optimizers is None:
+        raise InvalidInputError(fail(what, "objective", "inference", "training",
+                                     "shard for training, and look up without gradients"))
+    if tables.device.type != "cpu" or not tables.is_one_domain:
+        where = tables.device.type if tables.device.type != "cpu" else "several memory domains"
+        raise InvalidInputError(fail(what, "tables in", where,
+                                     "host memory that all ranks share",
+                                     "train on the ranks of one host"))
+    users: dict[str, list[str]] = {}
+    for feature, table in tables.features:
+        users.setdefault(feature, []).append(table)
+    for feature, found in users.items():
+        if len(found) > 1 and any(t in rules for t in found):
+            raise InvalidInputError(fail(what, f"tables of feature {feature!r}", found,
+                                         "one, where it is dynamic",
+                                         "give each of them a feature of its own"))
+    for name in rules:
+        if tables.specs[name].num_rows < 2:
+            raise InvalidInputError(fail(what, f"num_embeddings of {name!r}",
+                                         tables.specs[name].num_rows,
+                                         "at least 2, for the default row and a key",
+                                         "enlarge the table"))

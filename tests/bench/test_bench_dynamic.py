@@ -1,0 +1,43 @@
+"""The benchmark of dynamic tables end to end, in two processes on two small tables."""
+
+import pytest
+
+from oper.bench.core.launch import run_workers
+from oper.bench.core.workload import Workload
+from oper.bench.dynamic import suite
+from oper.bench.dynamic.case import DynamicCase, run_case
+from oper.bench.tables import train
+from tests.bench import broken
+
+
+def _case(name: str, load: float, pooling: int = 1) -> DynamicCase:
+    work = Workload(num_rows=(3000, 3000), dim=16, batch_size=64, pooling=pooling)
+    return DynamicCase(name, work, num_batches=4, num_stats_batches=4, rounds=2, per_round=2,
+                       load=load)
+
+
+def test_cases_are_measured_and_verified() -> None:
+    chosen = [_case("pool3", 0.5, 3), _case("full", 10.0)]
+    half, full = run_workers(run_case, chosen, 2)
+    for entry in (half, full):
+        assert entry["verified"] is True, entry["verification"]
+        assert set(entry["verification"]["max_relative_diff"]) == {"pooled", "rows", "tables"}
+        assert entry["ratio_static"] == pytest.approx(
+            entry["dynamic_step_ms"] / entry["static_step_ms"], rel=1e-2)
+        assert entry["timings"]["mch"]["n"] == 4 and entry["ratio_mch"] > 0
+        assert 17 <= entry["bytes_per_slot"] < 24
+    assert half["occupied"] == 6000 and half["missed"] == half["evicted_per_step"] == 0
+    assert full["occupied"] == 600 and full["missed"] > 0 and full["evicted_per_step"] > 0
+    assert "pool3" in train.report([half, full]) and " NO\n" not in train.report([half, full])
+
+
+def test_other_rows_are_found() -> None:
+    (entry,) = run_workers(broken.run_dynamic_case, [_case("spoiled", 10.0)], 2)
+    assert entry["verified"] is False
+    assert "differs from its formulas" in train.report([entry])
+
+
+def test_the_cases() -> None:
+    names = [c.name for c in train.cases(False, tables="dynamic")]
+    assert names == ["pool1", "pool20", "pool1-load95", "pool1-full"] == list(suite.LOADS)
+    assert [c.num_slots for c in suite.cases(True)] == [100_000, 100_000, 52_632, 45_455]
