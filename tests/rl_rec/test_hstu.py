@@ -248,9 +248,9 @@ def test_times_tell_what_comes_next() -> None:
 
 def test_what_a_model_lacks_is_said() -> None:
     batch = timed([3, 4])
-    with pytest.raises(ValueError, match="rank_weight"):
+    with pytest.raises(InvalidInputError, match="rank_weight"):
         make().cache(batch)
-    with pytest.raises(ValueError, match="time_buckets=64"):
+    with pytest.raises(InvalidInputError, match="time_buckets=64"):
         make()(replace(batch, times=None))
     make(time_buckets=0)(replace(batch, times=None))[0].backward()
     data = replace(invented(), rewards=5 * invented().rewards)

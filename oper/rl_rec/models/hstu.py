@@ -28,7 +28,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from oper.rl_rec.models.base import Histories, Sequences, look_up, padded, unpadded
+from oper.errors import InvalidInputError, fail
+from oper.rl_rec.models.base import (
+    Histories,
+    Sequences,
+    check_fields,
+    look_up,
+    padded,
+    unpadded,
+)
 from oper.rl_rec.models.next_item import AttentionConfig, NextItem
 from oper.rl_rec.models.transformer import by_head
 
@@ -49,10 +57,8 @@ class HSTUConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         AttentionConfig.__post_init__(self)
-        if self.time_buckets < 0:
-            raise ValueError(f"time_buckets={self.time_buckets!r}, expected >= 0")
-        if not 0 <= self.rank_weight < float("inf"):
-            raise ValueError(f"rank_weight={self.rank_weight!r}, expected >= 0 and finite")
+        check_fields(self, ("time_buckets", self.time_buckets >= 0, ">= 0"),
+                     ("rank_weight", 0 <= self.rank_weight < float("inf"), ">= 0"))
 
 
 class Memory(NamedTuple):
@@ -201,9 +207,10 @@ class HSTU(NextItem):
         if not self.config.time_buckets:
             return None
         if times is None:
-            raise ValueError("times=None, expected the seconds of each interaction with "
-                             f"time_buckets={self.config.time_buckets}: give the histories their "
-                             "times, or set time_buckets=0")
+            raise InvalidInputError(fail(
+                "cannot compute biases by time", "Histories.times", None,
+                f"seconds int64 [L] with time_buckets={self.config.time_buckets}",
+                "give the histories their times, or set time_buckets=0"))
         elapsed = (times[:, :, None] - times[:, None, :]).clamp(min=0)
         bucket = (2 * torch.log2(1 + elapsed)).long().clamp(max=self.config.time_buckets - 1)
         return F.pad(bucket, (1, 0, 1, 0))  # the start's
@@ -248,11 +255,12 @@ class HSTU(NextItem):
         """What `rewards` needs of users' histories; uses the last `context` items.
 
         Raises:
-            ValueError: the model has no ranking head.
+            InvalidInputError: the model has no ranking head.
         """
         if not self.config.rank_weight:
-            raise ValueError(f"rank_weight={self.config.rank_weight!r}, expected > 0 in a model "
-                             "that ranks candidates: set it and train")
+            raise InvalidInputError(fail(
+                "cannot rank candidates", "rank_weight", self.config.rank_weight,
+                "> 0 in a model that was trained to rank", "set model.rank_weight and train"))
         recent, items, times = self.recent(histories)
         past = self._past(items, times)
         users = torch.arange(recent.num_users, device=items.device)
