@@ -26,6 +26,7 @@ from oper.rl_rec.models.autoencoders.recvae import RecVAE, RecVAEConfig
 from oper.rl_rec.models.base import Histories, Recommender
 from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig, DecisionTransformerConfig
 from oper.rl_rec.models.gru4rec import GRU4Rec, GRU4RecConfig
+from oper.rl_rec.models.hstu import HSTU, HSTUConfig
 from oper.rl_rec.models.ials import IALS, IALSConfig
 from oper.rl_rec.models.item_to_item import EASEConfig, ItemKNNConfig, ItemToItem
 from oper.rl_rec.models.popularity import Popularity, PopularityConfig
@@ -50,13 +51,25 @@ class Workload:
     trains: bool = True
 
 
-def _cdt4rec(config: CDT4RecConfig, data: Interactions, device: str) -> CDT4Rec:
+def _need_binary(data: Interactions, key: str, remedy: str) -> None:
+    """Refuse rewards that a binary cross-entropy, the setting `key`, cannot learn."""
     low, high = data.rewards.min(initial=0), data.rewards.max(initial=0)
-    if config.reward_loss == "bce" and not 0 <= low <= high <= 1:
+    if not 0 <= low <= high <= 1:
         raise InvalidInputError(fail("cannot train on these rewards", "rewards", (low, high),
-                                     "0..1 with reward_loss='bce'", "set model.reward_loss='mse'"))
+                                     f"0..1 with {key}", remedy))
+
+
+def _cdt4rec(config: CDT4RecConfig, data: Interactions, device: str) -> CDT4Rec:
+    if config.reward_loss == "bce":
+        _need_binary(data, "reward_loss='bce'", "set model.reward_loss='mse'")
     return CDT4Rec(config, data.num_users, data.num_items,
                    target_return(data, config.gamma, config.target_quantile), device)
+
+
+def _hstu(config: HSTUConfig, data: Interactions, device: str) -> HSTU:
+    if config.rank_weight:
+        _need_binary(data, "rank_weight > 0", "set model.rank_weight=0")
+    return HSTU(config, data.num_items, device)
 
 
 def _cadvae(config: CaDVAEConfig, data: Interactions, device: str) -> CaDVAE:
@@ -86,6 +99,7 @@ WORKLOADS: dict[str, Workload] = {
     "gru4rec": Workload(GRU4RecConfig, lambda c, d, device: GRU4Rec(c, d.num_items, device),
                         _steps),
     "sasrec": Workload(SASRecConfig, lambda c, d, device: SASRec(c, d.num_items, device), _steps),
+    "hstu": Workload(HSTUConfig, _hstu, _steps),
     "dt": Workload(DecisionTransformerConfig, _cdt4rec, _steps_with_returns),
     "cdt4rec": Workload(CDT4RecConfig, _cdt4rec, _steps_with_returns),
     "multvae": Workload(MultVAEConfig, lambda c, d, device: MultVAE(d.num_items, c, device)),

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from oper.bench.tables.model_case import ModelCase, plan_kinds
 from oper.train.tasks import RecommenderTask
 from tests.support import run_here
 
 
-def test_training_steps_of_a_recommender(tmp_path: Path) -> None:
-    done = run_here("bench", "train", "--model", "cadvae", "--quick", "--json",
+@pytest.mark.parametrize(("model", "kinds"), [
+    # It has pooled tables, which TorchRec does not shard row-wise on CPU.
+    ("cadvae", {"table_wise", "column_wise"}), ("hstu", {"table_wise", "row_wise", "column_wise"})])
+def test_training_steps_of_a_recommender(model: str, kinds: set[str], tmp_path: Path) -> None:
+    done = run_here("bench", "train", "--model", model, "--quick", "--json",
                     str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "record.json").read_text())
-    assert "--model cadvae" in record["command"]
+    assert f"--model {model}" in record["command"]
     (case,) = record["cases"]
     assert case["verified"] and max(case["max_relative_diff"].values()) <= 1e-4
-    # It has pooled tables, which TorchRec does not shard row-wise on CPU.
-    assert set(case["plans"]) == {"oper", "planner", "table_wise", "column_wise"}
+    assert set(case["plans"]) == {"oper", "planner"} | kinds
     for phase in ("embedding", "step"):
         best = min(case["plans"][p][phase]["median_ms"] for p in case["plans"] if p != "oper")
         assert case[f"torchrec_{phase}_ms"] == best

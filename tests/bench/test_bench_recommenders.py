@@ -85,7 +85,9 @@ def test_runs_of_other_sources_are_not_taken() -> None:
     for model, own in {
             "popularity": {"popularity"}, "sasrec": {"sasrec", "next_item", "transformer"},
             "sasrec-gbce": {"sasrec", "next_item", "transformer"},
-            "gru4rec": {"gru4rec", "next_item"}, "ease": {"item_to_item", "item_tables"},
+            "gru4rec": {"gru4rec", "next_item"}, "hstu": {"hstu", "next_item", "transformer"},
+            "hstu-gbce": {"hstu", "next_item", "transformer"},
+            "ease": {"item_to_item", "item_tables"},
             "ials": {"ials", "item_to_item", "item_tables"}, "recvae": {"recvae", "item_tables"},
             "dt": {"cdt4rec", "transformer"}, "cdt4rec": {"cdt4rec", "transformer"},
             "multvae": {"multvae", "item_tables"},
@@ -124,14 +126,14 @@ def test_protocols_of_published_tables(tmp_path: Path) -> None:
         "".join(f"{u}::{i}::{r}::{t}\n" for u, i, r, t in rows))
     entries, printed = run(tmp_path, "ml-1m/ml-1m/[!cdmr]*")
     models = [e["model"] for e in entries]
-    assert {"popularity", "itemknn", "ease", "ials", "gru4rec", "sasrec", "sasrec-gbce"} <= set(
-        models)
+    assert {"popularity", "itemknn", "ease", "ials", "gru4rec", "sasrec", "sasrec-gbce", "hstu",
+            "hstu-full"} <= set(models)
     for e in entries:
         assert e["verified"] and e["data"]["training_interactions_per_user"] == 10.0
         assert {"ndcg@10", "recall@10", "recall@200", "ndcg@200"} <= set(e["metrics"])
         assert e["metrics"]["recall@200"]["mean"] == 1.0  # the whole catalogue
         assert e["fit"]["chosen_by"] == "ndcg@10"
-        if e["model"].startswith(("sasrec", "gru4rec")):
+        if e["model"].startswith(("sasrec", "gru4rec", "hstu")):
             assert e["config"]["steps"] + e["config"]["window"] - 1 == 200
     best = {e["model"]: e["metrics"]["ndcg@10"]["mean"] for e in entries}
     assert best["ease"] > best["popularity"] and "recall@200 [95 %]" in printed

@@ -19,6 +19,7 @@ FACTORIES = {torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch
 SEQUENCES = {key: SMALL[key] for key in ("dim", "layers", "steps", "window", "negatives")}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "gru4rec": [SEQUENCES], "sasrec": [SEQUENCES, SEQUENCES | {"loss": "gbce", "negatives": 9}],
+    "hstu": [SEQUENCES, SEQUENCES | {"rank_weight": 0.5}],
     "dt": [SMALL], "cdt4rec": [SMALL, SMALL | {"tied": False, "negatives": 9,
                                                "returns": "estimated"}],
     "multvae": [{"sampled": 0}, {"sampled": 9}], "macridvae": [{"sampled": 0}, {"sampled": 9}],
@@ -59,6 +60,9 @@ def test_no_tensor_without_a_device(name: str, changes: dict[str, Any]) -> None:
                 model.lookups(batch)
         model.eval()
         model.scores(model.encode(batch), torch.arange(1, 5))
+        if getattr(config, "rank_weight", 0):
+            candidates = torch.arange(1, 5).expand(batch.num_users, -1)
+            model.rewards(model.cache(batch), candidates)
     assert watch.found == []
 
 

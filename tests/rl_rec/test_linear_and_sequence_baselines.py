@@ -223,6 +223,8 @@ def test_baselines_beat_popularity(name: str) -> None:
     ("ials", {"alpha": 0.0}), ("ials", {"dim": 0}), ("recvae", {"dropout": 1.0}),
     ("recvae", {"rounds": 0}), ("multvae", {"hidden": 0}), ("macridvae", {"dropout": 1.0}),
     *(("sasrec", x) for x in ({"heads": 3}, {"loss": "mse"}, {"targets": "none"}, {"window": -1})),
+    *(("hstu", x) for x in ({"heads": 3}, {"time_buckets": -1}, {"rank_weight": -1.0},
+                            {"rank_weight": float("inf")})),
     ("gru4rec", {"calibration": 2.0}), ("gru4rec", {"steps": 1, "window": 0}),
     *(("cadvae", x) for x in ({"layer": "cubic"}, {"dim": 0}, {"temperature": 0.0}, {"sampled": -1},
                               {"graph": "some"}, {"layer": "nonlinear", "graph": "free"})),

@@ -15,6 +15,7 @@ from oper.rl_rec.models.autoencoders.cadvae import (
 from oper.rl_rec.models.autoencoders.multvae import MultVAE, MultVAEConfig
 from oper.rl_rec.models.base import Histories, Recommender, Sequences
 from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig
+from oper.rl_rec.models.hstu import HSTU, HSTUConfig
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
 from oper.train.config import OptimizerConfig, TrainConfig
 from oper.train.engines import is_table, unsharded, with_oper
@@ -39,6 +40,8 @@ def build(kind: str) -> Recommender:
                       Concepts(graph=torch.zeros(3, 3)))
     if kind == "sasrec":
         return SASRec(SASRecConfig(dim=16, steps=6, window=4, negatives=50), NUM_ITEMS)
+    if kind == "hstu":
+        return HSTU(HSTUConfig(dim=16, steps=6, window=4, negatives=50, rank_weight=0.5), NUM_ITEMS)
     if kind not in AUTOENCODERS:
         config = CDT4RecConfig(dim=16, user_dim=8, steps=6, window=4, negatives=50,
                                tied=kind != "untied",
@@ -66,7 +69,8 @@ def batch_of(kind: str, step: int, rank: int) -> Histories | Sequences:
     rewards = (torch.rand(total, generator=g) > 0.3).float()
     if kind in AUTOENCODERS:
         return Histories(users, items, rewards, lengths)
-    return Sequences(users, items, rewards, lengths, skip, 4 * torch.rand(total, generator=g))
+    return Sequences(users, items, rewards, lengths, skip, 4 * torch.rand(total, generator=g),
+                     times=torch.randint(0, 100_000, (total,), generator=g).cumsum(0))
 
 
 def unsharded_losses(kind: str, world_size: int, scale: float = 1.0) -> list[float]:
@@ -118,7 +122,7 @@ def sharded_losses(rank: int, world_size: int, kind: str) -> tuple[list[float], 
 
 @pytest.mark.parametrize(("kind", "world_size"), [
     ("cadvae", 4), ("cadvae-learned", 2), ("multvae", 2), ("macridvae", 2), ("causal", 4),
-    ("untied", 2), ("interleaved", 2), ("sasrec", 2)])
+    ("untied", 2), ("interleaved", 2), ("sasrec", 2), ("hstu", 2)])
 def test_losses_equal_the_unsharded_ones(kind: str, world_size: int) -> None:
     want = unsharded_losses(kind, world_size)
     for losses, left in run_world(world_size, sharded_losses, kind):

@@ -37,6 +37,7 @@ from oper.rl_rec.models.autoencoders.multvae import MultVAEConfig
 from oper.rl_rec.models.autoencoders.recvae import RecVAEConfig
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig, DecisionTransformerConfig
 from oper.rl_rec.models.gru4rec import GRU4RecConfig
+from oper.rl_rec.models.hstu import HSTUConfig
 from oper.rl_rec.models.ials import IALSConfig
 from oper.rl_rec.models.item_to_item import EASEConfig, ItemKNNConfig
 from oper.rl_rec.models.popularity import PopularityConfig
@@ -116,9 +117,13 @@ class Model:
 
 
 _SASREC = SASRecConfig(steps=20, layers=1, dropout=0.2)
+# A layer of HSTU has 5 D^2 weights, a transformer's 12 D^2.
+_HSTU = HSTUConfig(steps=20, layers=2, dropout=0.2)
+_LOSSES: dict[str, dict[str, Any]] = {
+    "": {}, "-full": {"negatives": 0}, "-gbce": {"negatives": 256, "loss": "gbce"}}
 # Sizes and learning rates that validation preferred on MovieTweetings, for every data set alike;
-# weights of iALS that it preferred on both logs, out of sixteen. Those of itemknn, ease, recvae and
-# gru4rec were not searched for.
+# weights of iALS that it preferred on both logs, out of sixteen. Those of itemknn, ease, recvae,
+# gru4rec and hstu were not searched for.
 MODELS: dict[str, Model] = {
     "popularity": Model("popularity", PopularityConfig()),
     "itemknn": Model("itemknn", ItemKNNConfig()),
@@ -129,10 +134,9 @@ MODELS: dict[str, Model] = {
     "macridvae": Model("macridvae", MacridVAEConfig(num_concepts=4, hidden=120, dim=40)),
     "cadvae": Model("cadvae", CaDVAEConfig(hidden=120, dim=40, sharpness=1.0)),
     "gru4rec": Model("gru4rec", GRU4RecConfig(steps=20, dropout=0.2), _FIT_SEQUENCES),
-    "sasrec": Model("sasrec", _SASREC, _FIT_SEQUENCES),
-    "sasrec-full": Model("sasrec", dataclasses.replace(_SASREC, negatives=0), _FIT_SEQUENCES),
-    "sasrec-gbce": Model("sasrec", dataclasses.replace(_SASREC, negatives=256, loss="gbce"),
-                         _FIT_SEQUENCES),
+    **{f"{name}{suffix}": Model(name, dataclasses.replace(config, **loss), _FIT_SEQUENCES)
+       for name, config in (("sasrec", _SASREC), ("hstu", _HSTU))
+       for suffix, loss in _LOSSES.items()},
     "dt": Model("dt", DecisionTransformerConfig(steps=20, layers=1, dropout=0.2), _FIT_SEQUENCES),
     "cdt4rec": Model("cdt4rec", CDT4RecConfig(steps=20, layers=1, dropout=0.2, reward_weight=0.3),
                      _FIT_SEQUENCES),
@@ -318,7 +322,7 @@ def _digest(*parts: Any) -> str:
 @functools.cache
 def _contents(data: Interactions) -> str:
     """A digest of all that models see of a log: equal counts do not make equal logs."""
-    arrays = [data.users, data.items, data.rewards, data.offsets, data.train_stop]
+    arrays = [data.users, data.items, data.rewards, data.times, data.offsets, data.train_stop]
     for held in (data.valid, data.test):
         arrays += [held.users, held.stop, held.targets, held.target_lengths]
     return _digest(*(np.ascontiguousarray(a).data for a in arrays))

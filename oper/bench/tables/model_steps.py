@@ -9,7 +9,7 @@ from oper.bench.core import record
 from oper.bench.tables.model_case import ModelCase
 
 WORLD_SIZE = 2
-MODELS = ("cdt4rec", "sasrec", "cadvae")
+MODELS = ("cdt4rec", "sasrec", "hstu", "cadvae")
 # CaD-VAE's tables are 400 columns wide together, and every contender holds its own.
 LARGE = {"cadvae": ("500k", 500_000)}
 

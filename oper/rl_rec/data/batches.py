@@ -83,7 +83,8 @@ class SequenceBatches:
             rows, lengths = self.data.rows_between(self._first[at], self._stop[at])
             yield Sequences(*_tensors(
                 self._users[at], self.data.items[rows], self.data.rewards[rows], lengths,
-                self._start[at] - self._first[at], self._returns[rows]))
+                self._start[at] - self._first[at], self._returns[rows]),
+                times=torch.from_numpy(self.data.times[rows]))
 
 
 class HistoryBatches:
@@ -112,7 +113,8 @@ def training_histories(data: Interactions, users: np.ndarray) -> Histories:
 def histories_until(data: Interactions, users: np.ndarray, stop: np.ndarray) -> Histories:
     """Rows ``offsets[u]:stop`` of int64 [B] users."""
     rows, lengths = data.rows_between(data.offsets[users], stop)
-    return Histories(*_tensors(users, data.items[rows], data.rewards[rows], lengths))
+    return Histories(*_tensors(users, data.items[rows], data.rewards[rows], lengths),
+                     times=torch.from_numpy(data.times[rows]))
 
 
 Batches = SequenceBatches | HistoryBatches

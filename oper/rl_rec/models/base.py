@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,12 +34,14 @@ class Histories:
         items: int64 [L], ids >= 1.
         rewards: float32 [L].
         lengths: int64 [B], interactions of each user; they sum to L and may be 0.
+        times: int64 [L], seconds of the interactions; None where nobody knows them.
     """
 
     users: torch.Tensor
     items: torch.Tensor
     rewards: torch.Tensor
     lengths: torch.Tensor
+    times: torch.Tensor | None = field(default=None, kw_only=True)
 
     @property
     def num_users(self) -> int:
@@ -60,6 +62,13 @@ class Sequences(Histories):
 
     skip: torch.Tensor
     returns: torch.Tensor
+
+    @property
+    def is_step(self) -> torch.Tensor:
+        """Which interactions are steps, bool [L]."""
+        first = torch.cumsum(self.lengths, 0) - self.lengths + self.skip
+        at = torch.arange(self.items.numel(), device=self.items.device)
+        return at >= torch.repeat_interleave(first, self.lengths)
 
 
 class Recommender(nn.Module):
@@ -144,15 +153,25 @@ def last(histories: Histories, count: int) -> Histories:
         histories.items.numel(), device=ends.device)
     kept = left <= count
     return Histories(histories.users, histories.items[kept], histories.rewards[kept],
-                     histories.lengths.clamp(max=count))
+                     histories.lengths.clamp(max=count),
+                     times=None if histories.times is None else histories.times[kept])
 
 
 def padded(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Rows [L, D] of B sequences as [B, max length, D], zeros on the right."""
+    """Rows [L, ...] of B sequences as [B, max length, ...], zeros on the right."""
     longest = int(lengths.max()) if lengths.numel() else 0
-    kept = torch.arange(longest, device=lengths.device) < lengths[:, None]
-    out = rows.new_zeros(lengths.numel(), longest, rows.shape[1])
-    return out.masked_scatter(kept.unsqueeze(-1), rows)
+    out = rows.new_zeros(lengths.numel(), longest, *rows.shape[1:])
+    kept = _inside(lengths, longest)
+    return out.masked_scatter(kept.view(*kept.shape, *(1,) * (rows.ndim - 1)), rows)
+
+
+def unpadded(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Rows [L, ...] of B sequences that are padded to [B, P, ...], P >= max length."""
+    return rows[_inside(lengths, rows.shape[1])]
+
+
+def _inside(lengths: torch.Tensor, longest: int) -> torch.Tensor:
+    return torch.arange(longest, device=lengths.device) < lengths[:, None]
 
 
 class NegativeSampler:

@@ -32,8 +32,8 @@ class GRU4Rec(NextItem):
                               dropout=config.dropout if config.layers > 1 else 0.0)
         self.project = nn.Linear(config.dim, config.dim)
 
-    def outputs(self, items: torch.Tensor) -> torch.Tensor:
-        """See `NextItem.outputs`."""
+    def outputs(self, items: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
+        """See `NextItem.outputs`; times are not looked at."""
         states, _ = self.network(self.dropout(self.with_start(items)))
         out: torch.Tensor = self.project(states)
         return out

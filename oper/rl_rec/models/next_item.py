@@ -2,7 +2,7 @@
 
 The sequence [start, i_1, ..., i_n] goes through a causal network; the output after item i_t is the
 query of item i_{t+1}: ``score(i) = <h_t, E[i]>`` with the item table of the input. SASRec's network
-is a transformer, GRU4Rec's a recurrent one.
+is a transformer, GRU4Rec's a recurrent one, HSTU's attention without a softmax.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from oper.rl_rec.models.base import (
     make_kjt,
     one_bag,
     padded,
+    unpadded,
 )
 
 TARGETS = ("positive", "all")
@@ -72,6 +73,22 @@ class NextItemConfig:
             ("targets", self.targets in TARGETS, f"one of {TARGETS}"))
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionConfig(NextItemConfig):
+    """Sizes, beside those of every model of the next item.
+
+    Attributes:
+        heads: of attention.
+    """
+
+    heads: int = 2
+
+    def __post_init__(self) -> None:
+        NextItemConfig.__post_init__(self)
+        check_fields(self, ("heads", self.heads >= 1 and self.dim % self.heads == 0,
+                            f">= 1 and a divisor of dim={self.dim}"))
+
+
 class NextItem(Recommender):
     """Base class; a model gives `outputs`.
 
@@ -93,10 +110,20 @@ class NextItem(Recommender):
         self.features = ["seen", "drawn"]
         self.items = item_table({"item": self.features}, num_items, config.dim, device)
 
-    def outputs(self, items: torch.Tensor) -> torch.Tensor:
+    def outputs(self, items: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
         """Queries float32 [B, P + 1, D] after the first 0, 1, ..., P <= `context` items of each
-        sequence [B, P, D]; none depends on a later item."""
+        sequence; none depends on a later item.
+
+        Args:
+            items: float32 [B, P, D], what `tokens` makes of their rows.
+            times: int64 [B, P], seconds of these interactions; None where nobody knows them.
+        """
         raise NotImplementedError
+
+    def tokens(self, rows: torch.Tensor, histories: Histories) -> torch.Tensor:
+        """What the network is given for interactions whose items have the rows [L, D]; the rows,
+        by default."""
+        return rows
 
     def with_start(self, items: torch.Tensor) -> torch.Tensor:
         """The sequences with the start vector before them, float32 [B, P + 1, D]."""
@@ -110,30 +137,60 @@ class NextItem(Recommender):
         return make_kjt(("seen", batch.items, batch.lengths),
                         one_bag("drawn", drawn, batch.num_users))
 
+    def inputs(self, rows: torch.Tensor, histories: Histories, stop: int | None = None
+               ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `outputs` takes, padded on the right; cut there at `stop`, where one is given.
+
+        A causal network needs no more: no output of a real item sees a padded one.
+        """
+        items, times = self.tokens(rows, histories), histories.times
+        return (padded(items, histories.lengths)[:, :stop],
+                None if times is None else padded(times, histories.lengths)[:, :stop])
+
     def forward(self, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss [] and its part ``action``."""
+        """Loss [] and its parts, ``action`` among them."""
         kjt = self.lookups(batch)[0]
         found = self.items(kjt)
-        rows = found["seen"].values()
+        return self.losses(batch, found["seen"].values(),
+                           (kjt["drawn"].values(), found["drawn"].values()))
+
+    def losses(self, batch: Sequences, rows: torch.Tensor,
+               drawn: tuple[torch.Tensor, torch.Tensor]
+               ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """As `forward`, once everything has been looked up.
+
+        Args:
+            batch: subsequences.
+            rows: float32 [L, D], of their items.
+            drawn: ids int64 [n] and rows float32 [n, D] of the negatives.
+        """
         # The query of the k-th item is the output after the k - 1 before it.
-        queries = self.outputs(padded(rows, batch.lengths)[:, :-1])
-        inside = torch.arange(queries.shape[1], device=queries.device)
-        kept = inside < batch.lengths[:, None]
-        wanted = (inside >= batch.skip[:, None])[kept]
+        loss = self.action_loss(self.outputs(*self.inputs(rows, batch, -1)), batch, rows, drawn)
+        return loss, {"action": loss.detach()}
+
+    def action_loss(self, queries: torch.Tensor, batch: Sequences, rows: torch.Tensor,
+                    drawn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Mean loss [] of the steps' items, of `queries` float32 [B, P, D] before each item."""
+        wanted = batch.is_step
         if self.config.targets == "positive":
-            wanted &= batch.rewards > 0
-        parts = (queries[kept][wanted], batch.items[wanted], rows[wanted], kjt["drawn"].values(),
-                 found["drawn"].values())
+            wanted = wanted & (batch.rewards > 0)
+        parts = (unpadded(queries, batch.lengths)[wanted], batch.items[wanted], rows[wanted],
+                 *drawn)
         losses = (self.negatives.softmax_loss(*parts) if self.config.loss == "softmax" else
                   self.negatives.gbce_loss(*parts, self.config.calibration))
-        loss = losses.sum() / wanted.sum().clamp(min=1)
-        return loss, {"action": loss.detach()}
+        return losses.sum() / wanted.sum().clamp(min=1)
+
+    def recent(self, histories: Histories
+               ) -> tuple[Histories, torch.Tensor, torch.Tensor | None]:
+        """The last `context` interactions of each user, and what `outputs` takes for them."""
+        recent = last(histories, self.context)
+        rows = self.items(self._kjt(recent, recent.items.new_zeros(0)))["seen"].values()
+        return recent, *self.inputs(rows, recent)
 
     def encode(self, histories: Histories) -> torch.Tensor:
         """Queries float32 [B, D] for the next item of each user; uses the last `context` items."""
-        recent = last(histories, self.context)
-        rows = self.items(self._kjt(recent, recent.items.new_zeros(0)))["seen"].values()
-        out = self.outputs(padded(rows, recent.lengths))
+        recent, items, times = self.recent(histories)
+        out = self.outputs(items, times)
         return out[torch.arange(recent.num_users, device=out.device), recent.lengths]
 
     def scores(self, encoded: torch.Tensor, items: torch.Tensor) -> torch.Tensor:

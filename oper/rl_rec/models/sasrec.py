@@ -13,25 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from oper.rl_rec.models.base import check_fields
-from oper.rl_rec.models.next_item import NextItem, NextItemConfig
+from oper.rl_rec.models.next_item import AttentionConfig, NextItem
 from oper.rl_rec.models.transformer import Block
 
 
 @dataclass(frozen=True, slots=True)
-class SASRecConfig(NextItemConfig):
-    """Sizes, beside those of every model of the next item.
-
-    Attributes:
-        heads: of attention.
-    """
-
-    heads: int = 2
-
-    def __post_init__(self) -> None:
-        NextItemConfig.__post_init__(self)
-        check_fields(self, ("heads", self.heads >= 1 and self.dim % self.heads == 0,
-                            f">= 1 and a divisor of dim={self.dim}"))
+class SASRecConfig(AttentionConfig):
+    """Sizes: those of every model of the next item with attention."""
 
 
 class SASRec(NextItem):
@@ -44,8 +32,8 @@ class SASRec(NextItem):
             Block(config.dim, config.heads, config.dropout) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
 
-    def outputs(self, items: torch.Tensor) -> torch.Tensor:
-        """See `NextItem.outputs`."""
+    def outputs(self, items: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
+        """See `NextItem.outputs`; times are not looked at."""
         x = self.with_start(items)
         positions = torch.cat([torch.zeros_like(self.start)[None], self.position])
         x = self.dropout(x + positions[:x.shape[1]])

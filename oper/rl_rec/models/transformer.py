@@ -7,6 +7,11 @@ import torch.nn.functional as F
 from torch import nn
 
 
+def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, T, D] as [B, heads, T, D / heads]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
 class Attention(nn.Module):
     """Causal multi-head attention; step t of the queries sees steps 0..t of the keys.
 
@@ -22,12 +27,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         """float32 [B, T, D] from queries `x` and keys `seen`, both [B, T, D]."""
-        def by_head(y: torch.Tensor) -> torch.Tensor:  # [B, T, D] -> [B, H, T, D/H]
-            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
         key, value = self.key_value(seen).chunk(2, dim=-1)
-        found = F.scaled_dot_product_attention(
-            by_head(self.query(x)), by_head(key), by_head(value), is_causal=True)
+        query, key, value = (by_head(y, self.heads) for y in (self.query(x), key, value))
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         attended: torch.Tensor = self.out(found.transpose(1, 2).flatten(2))
         return attended
 

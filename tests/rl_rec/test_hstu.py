@@ -1,0 +1,259 @@
+"""HSTU: its attention against loops, what a token sees, candidates, and what it learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rec_support import SMALL, invented, sequences
+from torch.nn.functional import binary_cross_entropy, cross_entropy
+
+from oper.errors import InvalidInputError
+from oper.rl_rec.data.batches import SequenceBatches, Share
+from oper.rl_rec.data.catalogue import Catalogue, invent
+from oper.rl_rec.data.interactions import DataOptions, Log, from_log
+from oper.rl_rec.harness import FitOptions, fit
+from oper.rl_rec.models.base import Histories, Sequences
+from oper.rl_rec.models.hstu import HSTU, HSTUConfig
+from oper.rl_rec.registry import WORKLOADS
+
+SIZES: dict[str, Any] = {key: value for key, value in SMALL.items() if key != "user_dim"}
+DIM, CONTEXT = SIZES["dim"], SIZES["steps"] + SIZES["window"] - 1
+
+
+def make(**changes: Any) -> HSTU:
+    """A small model whose biases and rows are large enough to matter."""
+    torch.manual_seed(0)
+    model = HSTU(HSTUConfig(**SIZES | changes), 41).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("position", "time")) or "embedding" in name:
+                p.normal_(0, 0.5)
+    return model
+
+
+def timed(lengths: list[int], skip: list[int] | None = None) -> Sequences:
+    """Random subsequences with gaps from seconds to weeks."""
+    batch = sequences(lengths, skip or [0] * len(lengths))
+    g = torch.Generator().manual_seed(1)
+    gaps = torch.exp(14 * torch.rand(batch.items.numel(), generator=g)).long()
+    return replace(batch, times=1_400_000_000 + gaps.cumsum(0))
+
+
+def inputs(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Item rows float64 [B, P, D] and times int64 [B, P]."""
+    g = torch.Generator().manual_seed(2)
+    gaps = torch.exp(14 * torch.rand(*shape, generator=g)).long()
+    return torch.randn(*shape, DIM, generator=g, dtype=torch.float64), gaps.cumsum(1)
+
+
+def part(batch: Histories, first: int, stop: int) -> Histories:
+    """Interactions ``first:stop`` of a batch, all of one user."""
+    assert batch.times is not None
+    return Histories(torch.tensor([1]), batch.items[first:stop], batch.rewards[first:stop],
+                     torch.tensor([stop - first]), times=batch.times[first:stop])
+
+
+def by_loops(model: HSTU, items: torch.Tensor, times: list[int]) -> torch.Tensor:
+    """What the layers make of a sequence [P, D], a pair of tokens and a head at a time."""
+    size, heads = DIM, model.config.heads
+
+    def norm(v: torch.Tensor) -> torch.Tensor:
+        apart = v - v.sum() / size
+        return apart / (apart.square().sum() / size + 1e-6).sqrt()
+
+    def silu(v: torch.Tensor) -> torch.Tensor:
+        return v / (1 + torch.exp(-v))
+
+    x = [model.start, *items]
+    for layer in model.layers:
+        parts = [silu(layer.project.weight @ norm(v) + layer.project.bias).split(size) for v in x]
+        after = []
+        for i, (gate, query, _, _) in enumerate(parts):
+            found = torch.zeros_like(gate)
+            for j, (_, _, key, value) in enumerate(parts[:i + 1]):
+                bias = layer.position[i - j]
+                if layer.time is not None:
+                    seconds = times[i - 1] - times[j - 1] if j else 0
+                    # floor(2 log2(n)) in whole numbers
+                    bucket = ((1 + seconds) ** 2).bit_length() - 1
+                    bias = bias + layer.time[min(bucket, layer.time.numel() - 1)]
+                for h in range(heads):
+                    at = slice(h * size // heads, (h + 1) * size // heads)
+                    found[at] += silu(query[at] @ key[at] + bias) / (CONTEXT + 1) * value[at]
+            out = layer.out[1]
+            after.append(x[i] + out.weight @ (norm(found) * gate) + out.bias)
+        x = after
+    return torch.stack([model.norm(v) for v in x])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("time_buckets", [0, 20, 64])
+def test_layers_are_those_of_their_definition(time_buckets: int) -> None:
+    model = make(time_buckets=time_buckets).double()
+    items, times = inputs(2, CONTEXT)
+    found = model.outputs(items, times)
+    assert found.shape == (2, CONTEXT + 1, DIM)
+    for b in range(2):
+        torch.testing.assert_close(found[b], by_loops(model, items[b], times[b].tolist()))
+    other = model.outputs(items, 7 * times)
+    assert torch.equal(found, other) == (time_buckets == 0)
+
+
+@torch.no_grad()
+def test_no_query_depends_on_anything_later() -> None:
+    model = make().double()
+    items, times = inputs(3, 8)
+    before = model.outputs(items, times)
+    for changed in ((items + (torch.arange(8) >= 5)[:, None], times),
+                    (items, times + 10 ** 6 * (torch.arange(8) >= 5))):
+        after = model.outputs(*changed)
+        assert torch.equal(before[:, :6], after[:, :6])
+        assert not any(torch.equal(before[:, k], after[:, k]) for k in range(6, 9))
+
+
+@torch.no_grad()
+def test_padding_reaches_no_query() -> None:
+    model = make().double()
+    items, times = inputs(3, 8)
+    lengths = [8, 3, 0]
+    padding = torch.arange(8) >= torch.tensor(lengths)[:, None]
+    junk = model.outputs(items.masked_fill(padding[..., None], 1e3), times.masked_fill(padding, 0))
+    together = model.outputs(items, times)
+    for b, length in enumerate(lengths):
+        assert torch.equal(junk[b, :length + 1], together[b, :length + 1])
+        alone = model.outputs(items[b:b + 1, :length], times[b:b + 1, :length])
+        torch.testing.assert_close(alone[0], together[b, :length + 1])
+
+
+@torch.no_grad()
+def test_users_are_asked_about_as_they_were_trained() -> None:
+    """Both losses are those of the steps, each asked about by itself."""
+    model = make(rank_weight=0.5)
+    lengths, skip = [9, CONTEXT + 1, 1], [2, 5, 0]
+    batch = timed(lengths, skip)
+    actions, rewards, first = [], [], 0
+    for begin, length in zip(skip, lengths, strict=True):
+        for k in range(first + begin, first + length):
+            before, item, reward = part(batch, first, k), batch.items[k:k + 1], batch.rewards[k]
+            if reward > 0:
+                scores = model.scores(model.encode(before), torch.arange(1, 41))
+                actions.append(float(cross_entropy(scores, item - 1)))
+            estimate = model.rewards(model.cache(before), item[None])
+            rewards.append(float(binary_cross_entropy(estimate, reward.view(1, 1))))
+        first += length
+    loss, parts = model(batch)
+    assert float(parts["action"]) == pytest.approx(np.mean(actions), rel=1e-4)
+    assert float(parts["reward"]) == pytest.approx(np.mean(rewards), rel=1e-4)
+    assert float(loss) == pytest.approx(np.mean(actions) + 0.5 * np.mean(rewards), rel=1e-4)
+
+
+@torch.no_grad()
+def test_only_the_recent_history_counts() -> None:
+    model = make(rank_weight=1.0)
+    batch = timed([30])
+    items = torch.arange(1, 41)
+    recent = part(batch, 30 - CONTEXT, 30)
+    torch.testing.assert_close(model.encode(batch), model.encode(recent))
+    torch.testing.assert_close(model.rewards(model.cache(batch), items[None]),
+                               model.rewards(model.cache(recent), items[None]))
+    assert not torch.allclose(model.encode(recent), model.encode(part(batch, 20, 30)))
+
+
+@torch.no_grad()
+def test_candidates_score_as_in_passes_of_their_own() -> None:
+    """Each appended to its user's history, in a sequence that no other candidate is in."""
+    model = make(rank_weight=1.0)
+    lengths = [0, 3, CONTEXT, 20]
+    batch = timed(lengths)
+    assert batch.times is not None
+    items = torch.randint(1, 41, (4, 6), generator=torch.Generator().manual_seed(3))
+    ran: list[tuple[int, ...]] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _, args, out: ran.append(tuple(args[0].shape[:2])))
+    cache = model.cache(batch)
+    found = model.rewards(cache, items)
+    assert ran == 2 * [(4, CONTEXT + 1)] + 2 * [(4, 6)]  # the history once, then candidates alone
+    table = model.items.embeddings["item"].weight
+    end = 0
+    for b, length in enumerate(lengths):
+        end += length
+        seen = slice(end - min(length, CONTEXT), end)
+        history = table[batch.items[seen]] + model.reward_token(batch.rewards[seen, None])
+        times = batch.times[seen]
+        now = times[-1:] if length else torch.zeros(1, dtype=torch.int64)
+        for n, item in enumerate(items[b]):
+            states = model.outputs(torch.cat([history, table[item][None]])[None],
+                                   torch.cat([times, now])[None])
+            torch.testing.assert_close(found[b, n],
+                                       torch.sigmoid(model.rank_head(states[0, -1]))[0])
+    assert float(found.std()) > 0.01
+    blocks = torch.cat([model.rewards(cache, items[:, :2]), model.rewards(cache, items[:, 2:])], 1)
+    torch.testing.assert_close(blocks, found)
+
+
+@pytest.mark.parametrize("rank_weight", [0.0, 0.5])
+def test_every_distance_is_trained(rank_weight: float) -> None:
+    data = invented(num_users=20, num_items=60, mean=25)
+    torch.manual_seed(0)
+    model = HSTU(HSTUConfig(**SIZES, rank_weight=rank_weight), data.num_items)
+    for batch in SequenceBatches(data, SIZES["steps"], SIZES["window"]).epoch(0, Share(4)):
+        model(batch)[0].backward()
+    for layer in model.layers:
+        assert layer.position.numel() == CONTEXT + 1 + (rank_weight > 0)
+        assert layer.position.grad is not None and bool((layer.position.grad != 0).all())
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_users_without_interactions() -> None:
+    loss, _ = make(rank_weight=1.0)(timed([0, 0]))
+    loss.backward()
+    assert float(loss.detach()) == 0
+
+
+@pytest.mark.parametrize("loss", [{"negatives": 0}, {"negatives": 64},
+                                  {"negatives": 64, "loss": "gbce"}])
+def test_every_loss_learns_an_order(loss: dict[str, Any]) -> None:
+    """Nine in ten items are one to three behind the one before."""
+    data = invent(Catalogue(num_items=150, num_users=300, length=14, again=0.9, exponent=0.0))
+    options = FitOptions(epochs=24, batch_size=32, lr=0.01)
+    config = HSTUConfig(dim=16, layers=1, steps=8, window=4, dropout=0.0, **loss)
+    found, floor = (fit(name, c, data, 1, options).test.summary()["ndcg@10"]
+                    for name, c in (("hstu", config), ("popularity", None)))
+    assert found > 2 * floor
+
+
+def test_times_tell_what_comes_next() -> None:
+    """After a short pause the next item is one on, after a long one seven on."""
+    rng = np.random.default_rng(0)
+    users, length = 400, 14
+    is_long = rng.random((users, length)) < 0.5
+    times = np.cumsum(np.where(is_long, 700_000, 60), axis=1)
+    steps = np.where(is_long, 7, 1)[:, :-1]
+    items = rng.integers(0, 100, (users, 1)) + np.concatenate(
+        [np.zeros((users, 1), np.int64), np.cumsum(steps, axis=1)], axis=1)
+    log = Log(np.repeat(np.arange(1, users + 1), length), (items % 100 + 1).reshape(-1),
+              np.ones(items.size, np.float32), times.reshape(-1))
+    data = from_log(log, DataOptions(k_core=1))
+    options = FitOptions(epochs=40, batch_size=32, lr=0.01, eval_every=8)
+    config = HSTUConfig(dim=32, layers=2, steps=12, window=1, dropout=0.0, negatives=0)
+    found, without = (fit("hstu", replace(config, time_buckets=buckets), data, 1,
+                          options).test.summary()["ndcg@10"] for buckets in (64, 0))
+    # Which of the two it is shows in the times only: one of them is second, 1 / log2(3).
+    assert without < 0.87 < 0.93 < found
+
+
+def test_what_a_model_lacks_is_said() -> None:
+    batch = timed([3, 4])
+    with pytest.raises(InvalidInputError, match="rank_weight"):
+        make().cache(batch)
+    with pytest.raises(InvalidInputError, match="time_buckets=64"):
+        make()(replace(batch, times=None))
+    make(time_buckets=0)(replace(batch, times=None))[0].backward()
+    data = replace(invented(), rewards=5 * invented().rewards)
+    with pytest.raises(InvalidInputError, match="rank_weight"):
+        WORKLOADS["hstu"].build(HSTUConfig(rank_weight=1.0), data, "cpu")
+    WORKLOADS["hstu"].build(HSTUConfig(), data, "cpu")
