@@ -31,8 +31,8 @@ COPIED = {
     "CHANGELOG.md": "project/changelog.md",
 }
 API: dict[str, tuple[str, ...]] = {
-    "Shard and train": ("oper.shard", "oper.DynamicTable", "oper.no_sync", "oper.migrate",
-                        "oper.replan"),
+    "Shard and train": ("oper.shard", "oper.DynamicTable", "oper.no_sync", "oper.trace",
+                        "oper.migrate", "oper.replan"),
     "Statistics and plans": (
         "oper.collect", "oper.AccessStats", "oper.TableStats", "oper.make_plan", "oper.verify_plan",
         "oper.Plan", "oper.Topology", "oper.TableSpec", "oper.search.Constraints"),

@@ -214,11 +214,17 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
                                      "say whether the model trains or only infers"))
 
 
-def _tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
-    """The sharded tables of a model; raises InvalidInputError when it has none."""
+def find_tables(model: nn.Module) -> list[ShardedTables]:
+    """The sharded tables of a model, one for each collection, in the order of its modules."""
     found: list[Any] = [
         child.tables for child in model.modules() if hasattr(child, "tables")
         and type(child).__module__.startswith("oper.integration")]
+    return found
+
+
+def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
+    """As `find_tables`; raises InvalidInputError, which begins with `what`, when there are none."""
+    found = find_tables(model)
     if not found:
         raise InvalidInputError(fail(what, "model", type(model).__name__,
                                      "a model that oper.shard returned", "shard it first"))
@@ -245,7 +251,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         >>> bag(torch.tensor([[3, 4]])).sum().backward()  # updates rows 1, 2, 3 and 4
     """
     with contextlib.ExitStack() as stack:
-        for tables in _tables_of(model, "nothing to accumulate"):
+        for tables in tables_of(model, "nothing to accumulate"):
             stack.enter_context(tables.no_sync())
         yield
 
@@ -282,7 +288,7 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
         plan = Plan.load(plan)
     from oper.shmem.renumbering import check_renumbering, renumber
 
-    found = _tables_of(model, "nothing to move to another plan")
+    found = tables_of(model, "nothing to move to another plan")
     rows = {} if remap is None else load_remap(remap)
     if rows and bytes_per_step is not None:
         raise InvalidInputError(fail("cannot move tables to another plan", "bytes_per_step",
