@@ -32,7 +32,7 @@ COPIED = {
 }
 API: dict[str, tuple[str, ...]] = {
     "Shard and train": ("oper.shard", "oper.DynamicTable", "oper.no_sync", "oper.trace",
-                        "oper.migrate", "oper.replan"),
+                        "oper.tracing.Trace", "oper.migrate", "oper.replan"),
     "Statistics and plans": (
         "oper.collect", "oper.AccessStats", "oper.TableStats", "oper.make_plan", "oper.verify_plan",
         "oper.Plan", "oper.Topology", "oper.TableSpec", "oper.search.Constraints"),
