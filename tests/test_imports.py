@@ -24,7 +24,7 @@ MODULES = {
 LEAVES = frozenset({"errors", "support", "tables", "stats", "topology", "plan", "rows",
                     "messages"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
-                  "data"}
+                  "data", "tracing"}
 WORKLOADS = ENGINE | {"rl_rec", "rl_rec.models"}
 # Who may import whom inside the package; a package may always import itself. Taking a name from the
 # package's lazy public face counts as importing the module where it lives.
@@ -37,6 +37,7 @@ PACKAGES: dict[str, frozenset[str]] = {
     "integration": LEAVES | {"analysis", "search", "shmem"},
     "sharding": LEAVES | {"analysis", "search", "shmem", "integration"},
     "inference": LEAVES | {"search", "shmem", "integration"},
+    "tracing": LEAVES | {"shmem", "sharding"},
     "replanning": LEAVES | {"analysis", "search", "sharding", "shmem"},
     "rl_rec": frozenset(ENGINE | {"rl_rec.models"}),
     "rl_rec.models": frozenset({"errors"}),

@@ -186,8 +186,7 @@ class ShardedTables(MeasuredTables):
                                 self.group.rank), features
 
     def _create_context(self) -> int:
-        heap = self._heap
-        assert heap is not None
+        heap = self._check_open()
         maps, features = self._maps()
         handle = int(torch.ops.oper.context_create(*maps.arguments(features)))
         if len(self.members) > 1:
@@ -395,9 +394,9 @@ class ShardedTables(MeasuredTables):
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                         ) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
-        assert batch.weights is not None
+        if self.guard.mode != "off":
+            grad = self.guard.apply(grad, batch, offsets, self.num_steps + 1)
         grad = self._clamp.apply(grad, batch, offsets)
-        gradient: torch.Tensor
         gradient, code, detail = self.operators.lookup_weight_gradient(
             self.handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
             batch.batch_size)
@@ -494,6 +493,7 @@ class ShardedTables(MeasuredTables):
                 setattr(self, name, getattr(other, name))
             if self.pull is not False:
                 choose_pull(self, self.pull)
+            self.trace_phases(self._most_spans)
             other._heap = None
             self._keep()
 
