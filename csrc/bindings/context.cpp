@@ -207,11 +207,18 @@ std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase, bool
   return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
 }
 
-// Nanoseconds of the last batch: forward, reduce, wait, update, wait, refresh.
-std::vector<int64_t> context_phases(int64_t handle) {
-  const Context& context = context_of(handle);
-  return {std::begin(context.phase_ns), std::end(context.phase_ns)};
+// Nanoseconds of the last batch by phase, see enum Phase.
+std::vector<int64_t> context_phases(int64_t handle) { return context_of(handle).times.last_ns(); }
+
+// Of all batches since the last reset, see `PhaseTimes::histograms`.
+std::vector<int64_t> context_phase_histograms(int64_t handle, bool reset) {
+  return context_of(handle).times.histograms(reset);
 }
+
+// From now on, or with `most` = 0 no longer, `context_spans` has what the rank does, see `PhaseTimes`.
+void context_trace(int64_t handle, int64_t most) { context_of(handle).times.trace(most); }
+
+std::vector<int64_t> context_spans(int64_t handle) { return context_of(handle).times.take_spans(); }
 
 // Forward passes, backward passes, then units moved [kinds][T][W], see host/traffic.h.
 std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
@@ -300,6 +307,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(context_meetings, "(int handle) -> int[]");
   OPER_OPERATOR(context_give_up, "(int handle, int verdict) -> ()");
   OPER_OPERATOR(context_phases, "(int handle) -> int[]");
+  OPER_OPERATOR(context_phase_histograms, "(int handle, bool reset) -> int[]");
+  OPER_OPERATOR(context_trace, "(int handle, int most) -> ()");
+  OPER_OPERATOR(context_spans, "(int handle) -> int[]");
   OPER_OPERATOR(context_traffic, "(int handle, bool reset) -> int[]");
   OPER_OPERATOR(context_progress, "(int handle) -> int[]");
   OPER_OPERATOR(context_mark_changes, "(int handle, bool on) -> ()");

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -172,6 +171,7 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool with_order) {
   Context& context = context_of(handle);
+  const int64_t begin_ns = PhaseTimes::now_ns();
   Tensor offsets;
   if (!make_offsets(lengths, ids.numel(), &offsets))
     return {offsets, offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
@@ -187,6 +187,7 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
   int64_t* data = static_cast<int64_t*>(addresses.data_ptr());
   const Status status = resolve(context, batch, data, resolved, parallel_over_tasks);
   std::fill(data + n, data + n + kAddressesAhead, n > 0 ? data[n - 1] : 0);
+  context.times.note(kResolve, begin_ns, PhaseTimes::now_ns());
   return {offsets, addresses, order, status.code, status.detail};
 }
 
@@ -195,7 +196,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> known_offsets,
     std::optional<Tensor> addresses) {
   Context& context = context_of(handle);
-  const auto begin = std::chrono::steady_clock::now();
+  PhaseClock clock(context);
   Tensor offsets;
   if (!is_fit(ids, lengths, weights, key_of, batch_size)) {
     offsets = pooled_tensor(ScalarType::Long, 8, {0});
@@ -237,9 +238,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   batch.stream = rows * batch.out_stride * 4 * context.world_size > last_level_cache_bytes() / 4;
   const Status status =
       forward(context, batch, static_cast<float*>(out.data_ptr()), collective, parallel_over_tasks);
-  context.phase_ns[kForward].store(  // with the offsets
-      std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count(),
-      std::memory_order_relaxed);
+  clock.end(kForward);  // with the offsets
   return {out, offsets, status.code, status.detail};
 }
 

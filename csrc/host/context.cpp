@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -84,6 +83,10 @@ void Context::start_counting() {
     tables[t].counters = TableCounters(moved_.data() + t * W, T * W);
     tables[t].arenas = &arenas;
   }
+}
+
+int64_t Context::traced_bytes() const {
+  return exchange && times.is_traced() ? exchange->total_sent() : 0;
 }
 
 std::vector<int64_t> Context::moved() {
@@ -264,26 +267,11 @@ void refresh_replicas(const Context& context) {
   }
 }
 
-// Adds the time since the last call to a phase.
-class PhaseClock {
- public:
-  explicit PhaseClock(Context& context) : context_(context), last_(Clock::now()) {}
-  void end(Phase phase) {
-    const auto now = Clock::now();
-    context_.phase_ns[phase].store(std::chrono::nanoseconds(now - last_).count(),
-                                   std::memory_order_relaxed);
-    last_ = now;
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  Context& context_;
-  Clock::time_point last_;
-};
-
 Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false) {
+  const int64_t begin_ns = PhaseTimes::now_ns();
   int32_t culprit = -1;
   const Barrier::Result result = context.barrier->arrive(phase, &culprit, refuses);
+  context.times.note(kBarrier, begin_ns, PhaseTimes::now_ns());
   return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
 }
 
@@ -413,7 +401,6 @@ Status forward_with_push(Context& context, Batch& batch, float* out, ParallelFor
 
 Status forward(Context& context, const Batch& batch, float* out, bool collective,
                ParallelFor parallel) {
-  PhaseClock clock(context);
   Batch found = batch;
   const bool pushes = collective && context.has_push;
   if (!pushes && context.exchange && context.exchange->gathers(false)) {
@@ -431,7 +418,6 @@ Status forward(Context& context, const Batch& batch, float* out, bool collective
       pushes ? forward_with_push(context, found, out, parallel)
              : pool_direct(context, found, out, [](const Table&) { return true; }, parallel);
   context.count_pass(0);
-  clock.end(kForward);
   return status;
 }
 

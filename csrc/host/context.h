@@ -13,6 +13,7 @@
 #include "common/optimizer.h"
 #include "common/philox.h"
 #include "host/barrier.h"
+#include "host/phases.h"
 #include "host/traffic.h"
 
 namespace oper::host {
@@ -171,8 +172,6 @@ struct OutboxTable {
   // followed by int64 begin[W + 1]: entries of owner r are [begin[r], begin[r + 1])
 };
 
-enum Phase { kForward, kReduce, kWaitForGradients, kUpdate, kWaitForUpdates, kRefresh, kNumPhases };
-
 // What a rank asks of the owners of pushed rows: the slots of its ids and the bags they belong to,
 // by owner, in input order.
 struct RequestTable {
@@ -203,8 +202,9 @@ struct Context {
   std::unique_ptr<Barrier> barrier;  // of this memory domain; null: single rank
   std::vector<int32_t> domain;       // ranks of the barrier
   std::shared_ptr<Exchange> exchange;  // with ranks of other memory domains; null: there are none
-  // Wall time of the last batch by phase, see enum Phase.
-  std::atomic<int64_t> phase_ns[kNumPhases] = {};  // lookups may run at once; one of them is told
+  PhaseTimes times;
+  // Bytes sent to other memory domains so far, while the rank is traced; else 0.
+  int64_t traced_bytes() const;
   // Units read since the start or the last reset, [kNumMoved][T][W] by kind, table and rank that is
   // read; and forward and backward passes. No batch may be running.
   std::vector<int64_t> moved();
@@ -299,6 +299,24 @@ struct Context {
   std::atomic<int64_t> outbox_cursor_{0};
   std::atomic<int64_t> partial_cursor_{0};
   std::vector<int64_t> outbox_collapsed_;  // [W] bytes that were asked to be huge pages
+};
+
+// Notes the phases of a pass, one after another, from its construction on.
+class PhaseClock {
+ public:
+  explicit PhaseClock(Context& context)
+      : context_(context), begin_ns_(PhaseTimes::now_ns()), sent_(context.traced_bytes()) {}
+  // The phase has taken all the time since the last one ended.
+  void end(Phase phase) {
+    const int64_t now_ns = PhaseTimes::now_ns(), sent = context_.traced_bytes();
+    context_.times.note(phase, begin_ns_, now_ns, sent - sent_);
+    begin_ns_ = now_ns;
+    sent_ = sent;
+  }
+
+ private:
+  Context& context_;
+  int64_t begin_ns_, sent_;
 };
 
 // The bags of one feature in a batch. Bag b holds the ids [bounds[b], bounds[b + 1]) and its

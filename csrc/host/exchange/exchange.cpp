@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 #include <new>
+#include <numeric>
 
 #include "host/kernels/kernels.h"
 #include "host/memory.h"
@@ -70,6 +71,22 @@ Exchange::~Exchange() {
   for (const auto& [data, bytes] : mapped_) munmap(data, bytes);
 }
 
+int64_t Exchange::total_sent() const {
+  return std::accumulate(sent_bytes.begin(), sent_bytes.end(), int64_t{0});
+}
+
+int64_t Exchange::transfer(Meeting what, const void* send, const std::vector<int64_t>& send_bytes,
+                           void* recv, const std::vector<int64_t>& recv_bytes) {
+  const int64_t begin_ns = PhaseTimes::now_ns();
+  ++num_exchanges;
+  const int64_t error = setup_.transport(static_cast<int64_t>(what), send, send_bytes.data(), recv,
+                                         recv_bytes.data());
+  int64_t sent = 0;
+  for (int32_t r : far_) sent += send_bytes[r];
+  context_.times.note(kExchange, begin_ns, PhaseTimes::now_ns(), sent);
+  return error;
+}
+
 Status Exchange::failed(Status status) {
   failed_ = status;
   if (context_.barrier) context_.barrier->give_up();
@@ -89,7 +106,6 @@ int64_t Exchange::wire_bytes(const Shape& shape, int64_t n) const {
 Status Exchange::exchange_heads(Meeting what, bool weighted, Status mine) {
   const int32_t W = context_.world_size;
   ++sequence_;
-  ++num_exchanges;
   for (int32_t r = 0; r < W; ++r) {
     uint32_t* head = heads_out_.data() + r * head_width_;
     head[kPhase] = static_cast<uint32_t>(what);
@@ -101,8 +117,7 @@ Status Exchange::exchange_heads(Meeting what, bool weighted, Status mine) {
     head[kCollection] = setup_.collection;
   }
   const std::vector<int64_t> bytes(static_cast<size_t>(W), head_width_ * 4);
-  if (setup_.transport(static_cast<int64_t>(what), heads_out_.data(), bytes.data(),
-                       heads_in_.data(), bytes.data()) != 0)
+  if (transfer(what, heads_out_.data(), bytes, heads_in_.data(), bytes) != 0)
     return failed({7, -1});
   for (int32_t r : far_) sent_bytes[static_cast<size_t>(kSentHeaders * W + r)] += head_width_ * 4;
   if (mine.code != 0) return failed(mine);
@@ -199,10 +214,7 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
     const auto most = std::max_element(recv_bytes.begin(), recv_bytes.end());
     return failed({11, most - recv_bytes.begin()});
   }
-  ++num_exchanges;
-  if (setup_.transport(static_cast<int64_t>(what), send, send_bytes.data(), raw,
-                       recv_bytes.data()) != 0)
-    return failed({7, -1});
+  if (transfer(what, send, send_bytes, raw, recv_bytes) != 0) return failed({7, -1});
   if (raw != to)
     run_tasks(context_, num_parts, expanded < kSmallBytes, parallel, [&](int64_t k, Scratch&) {
       const Part& x = parts_[static_cast<size_t>(k)];

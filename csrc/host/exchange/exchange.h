@@ -78,8 +78,9 @@ class Exchange {
   void address_rows(Batch& batch, ParallelFor parallel);
   // `mine` is an error of this rank, if any; all ranks learn of it.
   Status meet(Meeting what, const Batch& batch, ParallelFor parallel, Status mine);
-  // [kNumSent][W] bytes sent since the last reset, and the number of exchanges.
+  // [kNumSent][W] bytes sent since the last reset, their sum, and the number of exchanges.
   std::vector<int64_t> sent_bytes;
+  int64_t total_sent() const;
   int64_t num_exchanges = 0;
   // Per rank: number of its last meeting, what it was for, its collection, as it last told this rank.
   std::vector<int64_t> meetings() const;
@@ -182,6 +183,9 @@ class Exchange {
                  const char* const* arrays) const;
   bool requests_fit(const char* slots, const char* bags, int64_t n, int64_t num_bags,
                     int64_t table) const;
+  // Calls the transport; what it returns. `send_bytes`, `recv_bytes`: [W].
+  int64_t transfer(Meeting what, const void* send, const std::vector<int64_t>& send_bytes, void* recv,
+                   const std::vector<int64_t>& recv_bytes);
   Status exchange_heads(Meeting what, bool weighted, Status mine);
   Status exchange_payload(Meeting what, bool is_reply, bool weighted, ParallelFor parallel);
   Status failed(Status status);

@@ -1,0 +1,56 @@
+// What a rank's time goes into: its last batch by phase, histograms of all batches, and, while the
+// rank is traced, when each phase began and ended.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace oper::host {
+
+// The order is that of SPANS in oper/shmem/counters/phases.py.
+enum Phase {
+  kForward, kReduce, kWaitForGradients, kUpdate, kWaitForUpdates, kRefresh, kNumPhases,
+  // In traces only: ids that are resolved ahead, on another thread perhaps; and, within phases, waits
+  // at the barrier of a memory domain and exchanges of bytes between domains.
+  kResolve = kNumPhases, kBarrier, kExchange
+};
+
+class PhaseTimes {
+ public:
+  // Bucket 0 has times below 1 us, bucket k those from 2^(k-1) us to below 2^k us, the last one all
+  // above.
+  static constexpr int kNumBuckets = 24;
+  static constexpr int kSpanWidth = 5;
+
+  // Nanoseconds of a clock that all processes of a host share (Python's `time.monotonic_ns`).
+  static int64_t now_ns();
+
+  // `sent_bytes`: to other memory domains meanwhile. Threads may call it at once.
+  void note(Phase what, int64_t begin_ns, int64_t end_ns, int64_t sent_bytes = 0);
+
+  // Nanoseconds of the last batch, [kNumPhases]; of lookups at once one is told.
+  std::vector<int64_t> last_ns() const;
+  // Since the start or the last reset, by phase: nanoseconds, and batches by bucket;
+  // [kNumPhases][1 + kNumBuckets].
+  std::vector<int64_t> histograms(bool reset);
+
+  // Keeps what is noted from now on, up to `most` spans until they are taken; 0: keeps nothing.
+  void trace(int64_t most);
+  bool is_traced() const { return most_.load(std::memory_order_relaxed) > 0; }
+  // How many spans there was no room for since the last call, then those that were kept: what, begin,
+  // end, bytes sent, thread (as the system numbers it); [1 + n * kSpanWidth].
+  std::vector<int64_t> take_spans();
+
+ private:
+  std::atomic<int64_t> last_ns_[kNumPhases] = {};
+  std::atomic<int64_t> total_ns_[kNumPhases] = {};
+  std::atomic<int64_t> counts_[kNumPhases][kNumBuckets] = {};
+  std::atomic<int64_t> most_{0};
+  std::mutex mutex_;
+  std::vector<int64_t> spans_;
+  int64_t lost_ = 0;
+};
+
+}  // namespace oper::host
