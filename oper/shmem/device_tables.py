@@ -60,6 +60,7 @@ class DeviceTables(ShardedTables):
     lookups_at_once = False  # they share memory
     resolves_far = True
     is_watched = False
+    times_phases = False
     _deduplicate: bool | None = None
     most_staging_bytes = 1 << 30  # memory for rows of peers that are fetched once
 
@@ -295,12 +296,6 @@ class DeviceTables(ShardedTables):
         if reset:
             self.start_counting()
         return found
-
-    def phase_ns(self) -> dict[str, int]:
-        """Not measured on devices."""
-        raise OperError(
-            fail("cannot tell the time of phases", "device", str(self.device),
-                 "tables in host memory", "use torch.profiler, which names the kernels"))
 
     # ---- another plan ----------------------------------------------------------------------------
 

@@ -187,8 +187,7 @@ class ShardedTables(MeasuredTables):
                                 self.group.rank), features
 
     def _create_context(self) -> int:
-        heap = self._heap
-        assert heap is not None
+        heap = self._check_open()
         maps, features = self._maps()
         handle = int(torch.ops.oper.context_create(*maps.arguments(features)))
         if len(self.members) > 1:
@@ -494,6 +493,7 @@ class ShardedTables(MeasuredTables):
                 setattr(self, name, getattr(other, name))
             if self.pull is not False:
                 choose_pull(self, self.pull)
+            self.trace_phases(self._most_spans)
             other._heap = None
             self._keep()
 

@@ -11,12 +11,10 @@ import torch
 
 from oper.errors import OperError, fail
 from oper.rows.traffic import SENT, Traffic
+from oper.shmem.counters.phases import PHASES, Histogram, Span, histograms, take_spans
 from oper.shmem.group.desync import blame_peers
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.rows import LogicalRows
-
-# As csrc/host/context.h numbers them.
-PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
 
 
 def kernel_traffic(rows: LogicalRows, handle: int, reset: bool) -> Traffic:
@@ -35,8 +33,10 @@ class MeasuredTables(LogicalRows):
     _process: int  # that made them
     collection: int  # its number in the register of the group
     is_watched = True  # ranks of a domain meet at a barrier that tells where they are
+    times_phases = True  # whether its kernels have a clock
     num_steps: int  # backward passes that updated
     _skipped: dict[str, int]  # by table, how many of them it sat out
+    _most_spans = 0  # kept at a time while it is traced
 
     def _check_open(self) -> HostHeap:
         if self._heap is None:
@@ -76,9 +76,43 @@ class MeasuredTables(LogicalRows):
         size = self.group.world_size
         return {kind: flat[k * size:(k + 1) * size] for k, kind in enumerate(SENT)} if flat else {}
 
+    def _check_clock(self) -> None:
+        if not self.times_phases:
+            raise OperError(
+                fail("cannot tell the time of phases", "device", str(self.device),
+                     "tables in host memory", "use torch.profiler, which names the kernels"))
+
     def phase_ns(self) -> dict[str, int]:
         """Nanoseconds of the last forward and backward pass of this rank, by phase."""
+        self._check_clock()
         return dict(zip(PHASES, torch.ops.oper.context_phases(self.handle), strict=True))
+
+    def phase_histograms(self, reset: bool = False) -> dict[str, Histogram]:
+        """How long the phases of all batches of this rank took under its plan, or since the
+        last reset. Not collective.
+
+        Args:
+            reset: start again from zero.
+        """
+        self._check_clock()
+        return histograms(self.handle, reset)
+
+    def trace_phases(self, most: int) -> None:
+        """Keep when phases begin and end from now on, for `take_spans`. Not collective.
+
+        Args:
+            most: spans kept at a time; 0 = no longer.
+        """
+        if most or self._most_spans:
+            self._check_clock()
+            torch.ops.oper.context_trace(self.handle, most)
+            self._most_spans = most
+
+    def take_spans(self) -> tuple[list[Span], int]:
+        """What this rank has done since the last call, if it is traced; and how many spans there was
+        no room for."""
+        self._check_clock()
+        return take_spans(self.handle)
 
     def traffic(self, reset: bool = False) -> Traffic:
         """What this rank has read since it was built, or since the last reset: rows, ids, sums and
