@@ -16,6 +16,7 @@ _PUBLIC = {
     "shard": "oper.sharding",
     "migrate": "oper.sharding",
     "no_sync": "oper.sharding",
+    "trace": "oper.tracing",
     "publish": "oper.inference",
     "attach": "oper.inference",
     "Publication": "oper.inference",
@@ -109,5 +110,6 @@ if TYPE_CHECKING:
     from oper.stats import AccessStats as AccessStats, TableStats as TableStats
     from oper.tables import TableSpec as TableSpec
     from oper.topology import Topology as Topology
+    from oper.tracing import trace as trace
 
 __getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

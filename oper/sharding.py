@@ -214,11 +214,17 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
                                      "say whether the model trains or only infers"))
 
 
-def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
-    """The sharded tables of a model; raises InvalidInputError when it has none."""
+def find_tables(model: nn.Module) -> list[ShardedTables]:
+    """The sharded tables of a model, one for each collection, in the order of its modules."""
     found: list[Any] = [
         child.tables for child in model.modules() if hasattr(child, "tables")
         and type(child).__module__.startswith("oper.integration")]
+    return found
+
+
+def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
+    """As `find_tables`; raises InvalidInputError, which begins with `what`, when there are none."""
+    found = find_tables(model)
     if not found:
         raise InvalidInputError(fail(what, "model", type(model).__name__,
                                      "a model that oper.shard returned", "shard it first"))

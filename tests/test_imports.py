@@ -23,7 +23,7 @@ MODULES = {
 
 LEAVES = frozenset({"errors", "support", "tables", "stats", "topology", "plan", "rows", "dynamic"})
 ENGINE = LEAVES | {"analysis", "search", "shmem", "integration", "sharding", "inference",
-                  "data"}
+                  "data", "tracing"}
 WORKLOADS = ENGINE | {"rl_rec", "rl_rec.models"}
 # Who may import whom inside the package; a package may always import itself. Taking a name from the
 # package's lazy public face counts as importing the module where it lives.
@@ -37,6 +37,7 @@ PACKAGES: dict[str, frozenset[str]] = {
     "sharding": LEAVES | {"analysis", "search", "shmem", "integration"},
     "inference": LEAVES | {"search", "shmem", "integration"},
     "replanning": LEAVES | {"analysis", "search", "sharding", "shmem"},
+    "tracing": LEAVES | {"shmem", "sharding"},
     "rl_rec": frozenset(ENGINE | {"rl_rec.models"}),
     "rl_rec.models": frozenset({"errors"}),
     "train": frozenset(WORKLOADS),

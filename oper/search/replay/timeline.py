@@ -8,8 +8,7 @@ lane while dense compute keeps the rank busy; rows are never read before the pre
 inference rank answers one batch after the other, up to K of them between its two lanes. Messages
 between hosts are drawn after all of the phase's own work, some of which comes after them.
 
-The trace is JSON in the trace-event format (Chrome, Perfetto): complete events in microseconds, one
-process per rank, one thread per lane.
+The trace (`oper.support.trace_events`) has one process per rank, one thread per lane.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from json import dumps
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from oper.errors import require_fields
 from oper.search.cost.model import Phase
 from oper.search.problem.machine import CROSS_IN, CROSS_OUT, LINK_IN, LINK_OUT, TERMS
 from oper.search.replay.realized import StepLoad
-from oper.support.files import write_text
+from oper.support.trace_events import Bar, trace_of, write_trace
 
 LANES = ("lookups", "dense", *TERMS[2:])
 LOOKUPS, DENSE = 0, 1
@@ -98,25 +96,15 @@ class Timeline:
 
     def to_json(self) -> dict[str, Any]:
         """The trace: metadata, then events in order of time."""
-        found: list[dict[str, Any]] = []
+        bars = [Bar(e.rank, e.lane, e.name, LANES[e.lane], e.start_us, e.length_us,
+                    {"step": e.step, "bytes": round(e.num_bytes)}) for e in self.events]
         used = sorted({(e.rank, e.lane) for e in self.events})
-        for rank in range(self.world_size):
-            found.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0,
-                          "args": {"name": f"rank {rank}"}})
-        for rank, lane in used:
-            found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane,
-                          "args": {"name": LANES[lane]}})
-            found.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": lane,
-                          "args": {"sort_index": lane}})
-        for e in sorted(self.events, key=lambda e: (e.start_us, e.rank, e.lane)):
-            found.append({"ph": "X", "name": e.name, "cat": LANES[e.lane], "pid": e.rank,
-                          "tid": e.lane, "ts": round(e.start_us, 3), "dur": round(e.length_us, 3),
-                          "args": {"step": e.step, "bytes": round(e.num_bytes)}})
-        return {"displayTimeUnit": "ms", "traceEvents": found}
+        return trace_of(bars, {rank: f"rank {rank}" for rank in range(self.world_size)},
+                        {(rank, lane): LANES[lane] for rank, lane in used})
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file, atomically."""
-        write_text(path, dumps(self.to_json()) + "\n")
+        write_trace(path, self.to_json())
 
 
 def run(steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> Timeline:

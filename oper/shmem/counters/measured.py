@@ -76,7 +76,8 @@ class MeasuredTables(LogicalRows):
         size = self.group.world_size
         return {kind: flat[k * size:(k + 1) * size] for k, kind in enumerate(SENT)} if flat else {}
 
-    def _check_clock(self) -> None:
+    def check_clock(self) -> None:
+        """Raise OperError where nobody can tell the time of phases."""
         if not self.times_phases:
             raise OperError(
                 fail("cannot tell the time of phases", "device", str(self.device),
@@ -84,7 +85,7 @@ class MeasuredTables(LogicalRows):
 
     def phase_ns(self) -> dict[str, int]:
         """Nanoseconds of the last forward and backward pass of this rank, by phase."""
-        self._check_clock()
+        self.check_clock()
         return dict(zip(PHASES, torch.ops.oper.context_phases(self.handle), strict=True))
 
     def phase_histograms(self, reset: bool = False) -> dict[str, Histogram]:
@@ -94,7 +95,7 @@ class MeasuredTables(LogicalRows):
         Args:
             reset: start again from zero.
         """
-        self._check_clock()
+        self.check_clock()
         return histograms(self.handle, reset)
 
     def trace_phases(self, most: int) -> None:
@@ -104,14 +105,14 @@ class MeasuredTables(LogicalRows):
             most: spans kept at a time; 0 = no longer.
         """
         if most or self._most_spans:
-            self._check_clock()
+            self.check_clock()
             torch.ops.oper.context_trace(self.handle, most)
             self._most_spans = most
 
     def take_spans(self) -> tuple[list[Span], int]:
-        """What this rank has done since the last call, if it is traced; and how many spans there was
-        no room for."""
-        self._check_clock()
+        """What this rank has done since the last call while it was traced; and how many spans there
+        was no room for."""
+        self.check_clock()
         return take_spans(self.handle)
 
     def traffic(self, reset: bool = False) -> Traffic:

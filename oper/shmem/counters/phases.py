@@ -1,4 +1,4 @@
-"""Time of the kernels' phases: as histograms of all batches, and as spans on the clock of a host."""
+"""Time of the kernels by phase: histograms of all batches, and spans on the clock of a host."""
 
 from __future__ import annotations
 

@@ -1,0 +1,84 @@
+"""How far the clocks of ranks on different hosts are apart.
+
+Processes of one host read one clock (`time.monotonic_ns`); those of two cannot be read at once.
+But a collective ends on no rank before all ranks have begun it, so that each one bounds the
+difference of two clocks from both sides, whichever way its messages took. The bounds of several
+collectives are intersected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from oper.shmem.group.groups import Group
+
+_ROUNDS = 32
+
+# When a rank began and ended each collective, on its own clock, in nanoseconds.
+Marks = Sequence[tuple[int, int]]
+
+
+class Clock(NamedTuple):
+    """A rank's clock beside that of rank 0.
+
+    Attributes:
+        at_ns: when they were compared, on the rank's own clock.
+        ahead_ns: how far it is ahead of rank 0's.
+        uncertainty_ns: by how much `ahead_ns` may be wrong at most.
+    """
+
+    at_ns: int
+    ahead_ns: int
+    uncertainty_ns: int
+
+
+def compare_clocks(group: Group) -> list[Clock]:
+    """The ranks' clocks, by rank. Collective."""
+    names = group.all_gather(_name())
+    marks = []
+    if len(set(names)) > 1:
+        for _ in range(_ROUNDS):
+            begin = time.monotonic_ns()
+            group.all_gather(None)
+            marks.append((begin, time.monotonic_ns()))
+    found = group.all_gather((time.monotonic_ns(), marks))
+    return clocks_of(names, [at for at, _ in found], [m for _, m in found])
+
+
+def clocks_of(names: Sequence[str], at_ns: Sequence[int], marks: Sequence[Marks]) -> list[Clock]:
+    """What `compare_clocks` finds.
+
+    Args:
+        names: of the ranks' clocks; ranks with equal names read the same one.
+        at_ns: the time on each rank's clock.
+        marks: by rank, of the same collectives; of a single clock none are needed.
+    """
+    ahead = {names[0]: (0, 0)}
+    for name in names:
+        if name not in ahead:
+            mine, first = ([m for n, m in zip(names, marks, strict=True) if n == x]
+                           for x in (name, names[0]))
+            # Rank 0's host had begun before this one ended, and this one before that one ended.
+            most, least = _latest_begin_to_end(first, mine), -_latest_begin_to_end(mine, first)
+            ahead[name] = (most + least) // 2, max(0, most - least + 1) // 2
+    return [Clock(at, *ahead[name]) for name, at in zip(names, at_ns, strict=True)]
+
+
+def _latest_begin_to_end(begins: Sequence[Marks], ends: Sequence[Marks]) -> int:
+    """The shortest time, over all collectives, from when the last rank of `begins` began one until
+    the first of `ends` ended it, each by its own clock."""
+    return min(min(m[k][1] for m in ends) - max(m[k][0] for m in begins)
+               for k in range(len(begins[0])))
+
+
+def _name() -> str:
+    """Equal for processes that read the same clock."""
+    name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    with contextlib.suppress(OSError):  # a kernel without namespaces for clocks
+        name += os.readlink("/proc/self/ns/time")
+    return name

@@ -1,0 +1,64 @@
+"""Bars on timelines as JSON in the trace-event format, which Perfetto and Chrome open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from json import dumps
+from typing import Any
+
+from oper.support.files import write_text
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Something that took time.
+
+    Attributes:
+        process, thread: numbers of the timeline; bars of one thread nest or follow each other.
+        name, category: labels.
+        start_us, length_us: begin and duration in microseconds, written to the nanosecond.
+        args: shown with the bar; JSON-able.
+    """
+
+    process: int
+    thread: int
+    name: str
+    category: str
+    start_us: float
+    length_us: float
+    args: Mapping[str, Any]
+
+
+def trace_of(bars: Iterable[Bar], processes: Mapping[int, str],
+             threads: Mapping[tuple[int, int], str],
+             about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A trace: who there is, then bars in order of time.
+
+    Args:
+        bars: in any order.
+        processes: names of processes, by number.
+        threads: names of threads, by process and number; shown in the order of their numbers.
+        about: what else is to be known of the trace; JSON-able.
+    """
+    found: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+        for process, name in processes.items()]
+    for (process, thread), name in threads.items():
+        found.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread,
+                      "args": {"name": name}})
+        found.append({"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread,
+                      "args": {"sort_index": thread}})
+    # Of two bars that begin together the longer one holds the other.
+    for b in sorted(bars, key=lambda b: (b.start_us, b.process, b.thread, -b.length_us)):
+        found.append({"ph": "X", "name": b.name, "cat": b.category, "pid": b.process,
+                      "tid": b.thread, "ts": round(b.start_us, 3), "dur": round(b.length_us, 3),
+                      "args": dict(b.args)})
+    trace: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": found}
+    return trace if about is None else {**trace, "otherData": dict(about)}
+
+
+def write_trace(path: str | os.PathLike[str], trace: Mapping[str, Any]) -> None:
+    """Write what `trace_of` has made, atomically."""
+    write_text(path, dumps(trace) + "\n")

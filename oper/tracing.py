@@ -1,0 +1,294 @@
+"""`trace()`: when the phases of training steps began and ended, on all ranks, in one file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from oper.errors import InvalidInputError, fail
+from oper.support.files import check_local
+from oper.sharding import tables_of
+from oper.support.trace_events import Bar, trace_of, write_trace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from oper.shmem.counters.phases import Span
+    from oper.shmem.group.clocks import Clock
+    from oper.shmem.tables import ShardedTables
+
+_SPANS_OF_A_STEP = 1 << 16  # kept at most, of one collection
+_SPANS = 1 << 20  # likewise of all steps
+
+Steps = tuple[int, int]
+
+
+def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = None, *,
+          done: int = 0) -> Trace:
+    """Record training steps in a file for ui.perfetto.dev: what each rank's tables did when.
+
+    A context manager around a part of the training loop. The file has a process for each memory
+    domain (host), a thread for each thread of a rank, and a bar for each phase of each step:
+    ``forward``, ``reduce``, ``wait for gradients``, ``update``, ``wait for updates``, ``refresh``;
+    inside of these, ``barrier`` and ``exchange`` (between hosts), with the bytes sent; and
+    ``resolve``, where ids are resolved ahead. Between them a rank does something else, for example
+    dense compute. Times are those of rank 0's clock; the file says how far another host's may be
+    off (``clock_uncertainty_us``). Entering and leaving are collective; an error that leaves the
+    block leaves no file.
+
+    Args:
+        model: what `shard` returned for training, or a model that contains it.
+        path: the file, replaced when it is complete; written by rank 0.
+        steps: the first and the last one to record; by default all of the block. The steps of a
+            collection of tables end with its updates.
+        done: number of the last step before the block.
+
+    Raises:
+        InvalidInputError: nothing to trace, or steps that cannot come.
+        OperError: the tables are in device memory.
+        OSError: on all ranks, when the file cannot be written.
+
+    Example:
+        >>> import torch, oper
+        >>> bag = oper.shard(torch.nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
+        >>> with oper.trace(bag, "trace.json"):
+        ...     bag(torch.tensor([[1, 2]])).sum().backward()
+    """
+    what = "cannot trace training steps"
+    check_local(path)
+    if os.path.isdir(path):
+        raise InvalidInputError(fail(what, "path", os.fspath(path), "a file", "name a file in it"))
+    if steps is not None and not (len(steps) == 2 and done < steps[0] <= steps[1]):
+        raise InvalidInputError(fail(what, "steps", steps, f"(first, last), {done} < first <= last",
+                                     "number the steps of the block from `done` + 1 on"))
+    tables = tables_of(model, what)
+    for t in tables:
+        t.check_clock()
+        if t.optimizers is None:
+            raise InvalidInputError(fail(what, "objective", "inference", "training",
+                                         "trace a model that is trained"))
+    if len({(t.group.rank, t.group.world_size) for t in tables}) > 1:
+        raise InvalidInputError(fail(what, "ranks", [t.group.world_size for t in tables],
+                                     "one process group for all tables", "trace its parts"))
+    return Trace(tables, path, steps, done)
+
+
+class Trace:
+    """Steps that are being recorded; see `trace`.
+
+    Attributes:
+        is_written: whether the file is there.
+    """
+
+    def __init__(self, tables: Sequence[ShardedTables], path: str | os.PathLike[str],
+                 steps: Steps | None, done: int) -> None:
+        self.is_written = False
+        self._path, self._steps = path, steps
+        self._tables = tables[0]  # through which the ranks meet
+        self._recorders = [_Recorder(t, steps, done) for t in tables]
+        self._is_over = False
+        self._clocks: list[Clock] = []
+
+    def __enter__(self) -> Trace:
+        from oper.shmem.group.clocks import compare_clocks
+
+        self._clocks = compare_clocks(self._tables.group)
+        try:
+            for recorder in self._recorders:
+                recorder.start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        if kind is None:
+            self.write()
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._is_over = True
+        for recorder in self._recorders:
+            recorder.stop()
+
+    def write(self) -> None:
+        """Write the file now, before the block ends. Collective; between two steps.
+
+        Warns of steps that were not reached; without any there is no file.
+        """
+        from oper.shmem.group.clocks import compare_clocks
+
+        if self._is_over:
+            return
+        self._stop()
+        tables = self._tables
+        parts: list[_Part] = tables.all_gather(_Part(
+            socket.gethostname(), min(tables.members), [r.tables.name for r in self._recorders],
+            [r.spans for r in self._recorders], sum(r.lost for r in self._recorders)))
+        clocks = compare_clocks(tables.group)
+        found = sorted({step for part in parts for step, _, _ in part.all()})
+        error: OSError | None = None
+        if tables.group.rank == 0:
+            self._warn(found, sum(part.lost for part in parts))
+            if found:
+                try:
+                    write_trace(self._path, _joined(parts, self._clocks, clocks, found))
+                except OSError as caught:
+                    error = caught
+        error = tables.all_gather(error)[0]
+        if error is not None:
+            raise error
+        self.is_written = bool(found)
+
+    def _warn(self, found: Sequence[int], lost: int) -> None:
+        """Say what the file lacks."""
+        name = f"the trace {os.fspath(self._path)!r}"
+        if not found or (self._steps is not None and found[-1] != self._steps[1]):
+            has = f"has steps {found[0]} to {found[-1]} only" if found else "has no step: no file"
+            warnings.warn(fail(f"{name} {has}", "steps", self._steps,
+                               "steps of the block, which ended after step "
+                               f"{max(r.step for r in self._recorders)}",
+                               "trace earlier steps, or make more"), stacklevel=4)
+        if lost:
+            warnings.warn(fail(f"{name} has gaps", "bars left out", lost,
+                               f"at most {_SPANS:,} of a collection and rank, and "
+                               f"{_SPANS_OF_A_STEP:,} in one step", "trace fewer steps"),
+                          stacklevel=4)
+
+
+class _Recorder:
+    """The spans of one collection on this rank.
+
+    Attributes:
+        tables: the collection.
+        step: updates so far.
+        spans: with their steps.
+        lost: spans that there was no room for.
+    """
+
+    def __init__(self, tables: ShardedTables, steps: Steps | None, done: int) -> None:
+        self.tables, self.step = tables, done
+        self.spans: list[tuple[int, Span]] = []
+        self.lost = 0
+        self._steps = steps
+        self._is_on = False
+
+    def start(self) -> None:
+        if any(isinstance(getattr(f, "__self__", None), _Recorder) for f in self.tables.on_update):
+            raise InvalidInputError(fail("cannot trace training steps", "tables",
+                                         list(self.tables.specs)[:8], "tables that are not traced",
+                                         "end the other trace first"))
+        with self.tables.turns.lock:  # no step is under way
+            self.tables.on_update.append(self._after_update)
+            self._switch()
+
+    def stop(self) -> None:
+        with self.tables.turns.lock:
+            if self._after_update in self.tables.on_update:
+                self.tables.on_update.remove(self._after_update)
+            if self._is_on and self.tables.page_kind != "closed":
+                self.tables.trace_phases(0)
+            self._is_on = False
+
+    def _switch(self) -> None:
+        """Have the next step recorded, or not."""
+        wanted = self._steps is None or self._steps[0] <= self.step + 1 <= self._steps[1]
+        if wanted != self._is_on:
+            self.tables.trace_phases(_SPANS_OF_A_STEP if wanted else 0)
+            self._is_on = wanted
+
+    def _after_update(self) -> None:
+        self.step += 1
+        if self._is_on:
+            spans, lost = self.tables.take_spans()
+            kept = spans[:_SPANS - len(self.spans)]
+            self.spans += [(self.step, span) for span in kept]
+            self.lost += lost + len(spans) - len(kept)
+        self._switch()
+
+
+class _Part(NamedTuple):
+    """What one rank has recorded.
+
+    Attributes:
+        host: its name.
+        domain: lowest rank of its memory domain.
+        collections: their names.
+        spans: of each collection, with their steps.
+        lost: spans that there was no room for.
+    """
+
+    host: str
+    domain: int
+    collections: list[str]
+    spans: list[list[tuple[int, Span]]]
+    lost: int
+
+    def all(self) -> Iterator[tuple[int, Span, str]]:
+        """Step, span and collection of all spans."""
+        for name, spans in zip(self.collections, self.spans, strict=True):
+            for step, span in spans:
+                yield step, span, name
+
+    def threads(self) -> list[int]:
+        """Of the system, the one that trains first."""
+        spans = list(itertools.chain.from_iterable(self.spans))
+        return list(dict.fromkeys([*(s.thread for _, s in spans if s.name == "reduce"),
+                                   *(s.thread for _, s in spans)]))
+
+
+def _joined(parts: Sequence[_Part], before: Sequence[Clock], after: Sequence[Clock],
+            steps: Sequence[int]) -> dict[str, Any]:
+    """The trace of all ranks.
+
+    Args:
+        parts: by rank.
+        before, after: their clocks before and after the steps.
+        steps: that are there.
+    """
+    from oper.shmem.counters.phases import PHASES
+
+    domains = list(dict.fromkeys(part.domain for part in parts))
+    processes = {}
+    for number, domain in enumerate(domains):
+        ranks = ", ".join(str(r) for r, part in enumerate(parts) if part.domain == domain)
+        processes[number] = f"{parts[domain].host}: ranks {ranks}"
+    width = max(len(part.threads()) for part in parts)
+    threads, bars = {}, []
+    start_ns = min(_on_first(s.begin_ns, before[r], after[r])
+                   for r, part in enumerate(parts) for _, s, _ in part.all())
+    for rank, part in enumerate(parts):
+        process = domains.index(part.domain)
+        number_of = {thread: rank * width + k for k, thread in enumerate(part.threads())}
+        for k, (thread, number) in enumerate(number_of.items()):
+            threads[process, number] = f"rank {rank}" + (f", thread {thread}" if k else "")
+        for step, span, collection in part.all():
+            begin, end = (_on_first(at, before[rank], after[rank])
+                          for at in (span.begin_ns, span.end_ns))
+            args: dict[str, Any] = {"step": step}
+            if span.sent_bytes:
+                args["sent_bytes"] = span.sent_bytes
+            if len(part.collections) > 1:
+                args["collection"] = collection
+            bars.append(Bar(process, number_of[span.thread], span.name,
+                            "phase" if span.name in PHASES else "detail",
+                            (begin - start_ns) / 1e3, (end - begin) / 1e3, args))
+    return trace_of(bars, processes, threads, {
+        "steps": [steps[0], steps[-1]], "ranks": len(parts),
+        "lost_spans": sum(part.lost for part in parts),
+        "clock_ahead_us": [c.ahead_ns / 1e3 for c in after],
+        "clock_uncertainty_us": [max(a.uncertainty_ns, b.uncertainty_ns) / 1e3
+                                 for a, b in zip(before, after, strict=True)]})
+
+
+def _on_first(at_ns: int, before: Clock, after: Clock) -> int:
+    """A time of a rank's clock on that of rank 0. Clocks drift evenly between two comparisons."""
+    drift_ns, gone_ns = after.ahead_ns - before.ahead_ns, after.at_ns - before.at_ns
+    return at_ns - before.ahead_ns - drift_ns * (at_ns - before.at_ns) // max(1, gone_ns)
