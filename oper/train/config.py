@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,10 @@ TABLE_OPTIMIZERS = {
 _TABLE_OPTIONS = ("momentum", "weight_decay", "initial_accumulator_value")
 DENSE_OPTIMIZERS = ("adagrad", "sgd", "adam")
 TABLE_DEVICES = ("cpu", "meta")
+GUARDS = ("off", "stop", "skip")
+_TRACED = "11-20"  # behind the first steps, which take new memory
 _KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
-PATHS = ("data", "out", "stats", "plan", "topology", "start", "remap")
+PATHS = ("data", "out", "stats", "plan", "topology", "start", "remap", "trace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,9 @@ class TrainConfig:
             ``"off"`` (nothing), ``"stop"`` (ends the run), ``"skip"`` (tables leave its samples
             out, the dense part the step); both name table or parameter and step. Costs a pass over
             the gradient of the embeddings.
+        trace: file for what the tables of all ranks do in some steps, for ui.perfetto.dev; see
+            `oper.trace`. Needs ``sharding="oper"``.
+        trace_steps: the first and the last step of `trace`, ``"A-B"``; ``"11-20"`` by default.
         tables_on: ``"cpu"``: every rank draws the whole tables from the seed, so that all kinds of
             sharding start from the same numbers; ``"meta"``: a rank initialises its shard only, for
             tables that do not fit one process (other numbers than ``"cpu"``, the same for every
@@ -162,6 +168,8 @@ class TrainConfig:
     checkpoint_every: int = 0
     delta_every: int = 0
     guard: str = "off"
+    trace: str = ""
+    trace_steps: str = ""
     start: str = ""
     remap: str = ""
     tables_on: str = "cpu"
@@ -188,7 +196,7 @@ class TrainConfig:
             raise _bad("seed", self.seed, "< 2^63, which torch takes")
         if self.remap and not self.start:
             raise _bad("remap", self.remap, "nothing without start")
-        for name in ("stats", "plan", "topology", "start"):
+        for name in ("stats", "plan", "topology", "start", "trace"):
             if getattr(self, name) and self.sharding != "oper":
                 raise _bad(name, getattr(self, name), f"nothing with sharding={self.sharding!r}")
         if self.start and os.path.realpath(self.start) == os.path.realpath(self.out):
@@ -205,9 +213,28 @@ class TrainConfig:
             raise _bad("checkpoint_every", self.checkpoint_every, "0 but with sharding='oper'")
         if self.delta_every and not self.checkpoint_every:
             raise _bad("delta_every", self.delta_every, "0 without checkpoint_every")
+        _one_of("guard", self.guard, GUARDS)
+        if self.guard != "off" and self.sharding != "oper":
+            raise _bad("guard", self.guard, f"'off' with sharding={self.sharding!r}")
+        self._check_trace()
         _one_of("tables_on", self.tables_on, TABLE_DEVICES)
         if self.sharding == "none" and self.tables_on == "meta":
             raise _bad("tables_on", "meta", "'cpu' with sharding='none'")
+
+    def _check_trace(self) -> None:
+        if self.trace_steps and not self.trace:
+            raise _bad("trace_steps", self.trace_steps, "nothing without trace")
+        if not re.fullmatch(r"[1-9]\d*-[1-9]\d*", self.trace_steps or _TRACED):
+            raise _bad("trace_steps", self.trace_steps, 'A-B, two step numbers, such as "11-20"')
+        first, last = self.traced
+        if first > last:
+            raise _bad("trace_steps", self.trace_steps, "A <= B")
+
+    @property
+    def traced(self) -> tuple[int, int]:
+        """The first and the last step of `trace`."""
+        first, _, last = (self.trace_steps or _TRACED).partition("-")
+        return int(first), int(last)
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON-able values."""

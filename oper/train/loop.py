@@ -10,22 +10,28 @@ import platform
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
 from oper import __version__
-from oper.errors import OperError, PeerLostError, fail
+from oper.errors import InvalidInputError, OperError, PeerLostError, fail
+from oper.sharding import find_tables
 from oper.support.files import named, write_text
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import full_state, ranks, save_state
+from oper.train.phases import take_phases, told
 from oper.train.resume import Checkpoints, cut_metrics, forget_checkpoint, has_checkpoint
 from oper.train.tasks import Task, make_task, progress_bar
+
+if TYPE_CHECKING:
+    from oper.tracing import Trace
 
 CONFIG, METRICS, STATE = "config.json", "metrics.jsonl", "state.pt"
 _SECOND_CTRL_C_S = 1.0  # a launcher may pass on what the terminal has sent already
@@ -45,13 +51,14 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
     Returns:
         The metrics over the whole validation split, missing after an interrupt: ``{"auc",
         "log_loss", "samples"}`` of a DLRM, ``{"ndcg@10", ..., "users"}`` of a recommender; and
-        ``{"steps", "interrupted", "state"}``.
+        ``{"steps", "interrupted", "state"}``, and ``"trace"``, if one was written.
 
     Raises:
         OperError: the data cannot be read, the configuration does not fit, a peer has ended.
     """
     rank, world_size = ranks()
     task = make_task(config)
+    total = _total(config, task)
     engine = task.engine()
     out = Path(config.out)
     done = 0
@@ -72,10 +79,13 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
         "config": config.to_json(), "versions": versions(), "world_size": world_size,
         "model": task.about()}, done > 0)
     with _peer_errors(engine), metrics as log:
-        with checkpoints or contextlib.nullcontext():
+        tracing = _traced(engine, config, done)
+        with checkpoints or contextlib.nullcontext(), tracing or contextlib.nullcontext():
             steps, interrupted = _run(engine, config, task, log, show_progress,
-                                      _Start(done, checkpoints))
+                                      _Start(done, total, checkpoints, tracing))
         result: dict[str, Any] = {"steps": steps, "interrupted": interrupted}
+        if tracing and tracing.is_written:
+            result["trace"] = config.trace
         state = full_state(engine.module)
         if rank == 0:
             save_state(out / STATE, state)
@@ -89,11 +99,9 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
 def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, show_progress: bool,
          begin: _Start) -> tuple[int, bool]:
     """All epochs but the steps done; the steps made and whether an interrupt ended them."""
-    done, checkpoints = begin.done, begin.checkpoints
+    done, total, checkpoints = begin.done, begin.total, begin.checkpoints
     engine.num_steps = done
-    total = config.epochs * task.steps_per_epoch
-    total = min(total, config.max_steps or total)
-    meter = _Meter()
+    meter = _Meter(engine)
     first, start = divmod(done, max(task.steps_per_epoch, 1))
     batches = itertools.chain.from_iterable(
         task.epoch(k, start if k == first else 0) for k in range(first, config.epochs))
@@ -103,12 +111,14 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
             task.before_step(engine, step - 1, total)
             loss, _ = engine.step(batch)
             done = step
+            if begin.tracing and step == config.traced[1]:
+                begin.tracing.write()
             meter.add(loss, num_samples)
             bar.update()
             if step % config.log_every == 0 or step == total:
-                mean, per_s, stop = meter.read(interrupt.requested)
-                log.write("train", step=step, loss=mean, samples_per_s=per_s)
-                bar.set_postfix(loss=f"{mean:.4f}")
+                line, stop = meter.read(interrupt.requested)
+                log.write("train", step=step, **line)
+                bar.set_postfix(loss=f"{line['loss']:.4f}")
                 if stop:
                     return done, True
             if checkpoints:
@@ -119,37 +129,71 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
     return done, False
 
 
+def _total(config: TrainConfig, task: Task) -> int:
+    """Steps of a whole run; raises InvalidInputError when a trace is to begin behind them."""
+    total = config.epochs * task.steps_per_epoch
+    total = min(total, config.max_steps or total)
+    if config.trace and config.traced[0] > total:
+        raise InvalidInputError(fail("cannot trace training steps", "trace_steps",
+                                     "-".join(map(str, config.traced)),
+                                     f"steps of the run, 1-{total}",
+                                     "choose earlier ones, or train longer"))
+    return total
+
+
+def _traced(engine: Engine, config: TrainConfig, done: int) -> Trace | None:
+    """What is to record some of the steps after those done; None: nothing."""
+    if not config.trace:
+        return None
+    import oper
+
+    first, last = config.traced
+    if last <= done:
+        warnings.warn(fail("nothing is traced", "trace_steps", f"{first}-{last}",
+                           f"steps of this run, which goes on after step {done}",
+                           "choose later ones"), stacklevel=2)
+        return None
+    return oper.trace(engine.bare, config.trace, (max(first, done + 1), last), done=done)
+
+
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Steps that were done before, and what saves the run."""
+    """Steps that were done before, those of the whole run, what saves it and what traces it."""
 
     done: int
+    total: int
     checkpoints: Checkpoints | None
+    tracing: Trace | None
 
 
 class _Meter:
-    """Mean loss and speed since the last reading, over all ranks."""
+    """Mean loss, speed and time of the tables' phases since the last reading, over all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self._tables = [t for t in find_tables(engine.bare) if t.times_phases]
         self.restart()
 
     def restart(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64)  # loss * samples, samples, interrupts
+        take_phases(self._tables)  # of what is not training
         self._began = time.perf_counter()
 
     def add(self, loss: torch.Tensor, num_samples: int) -> None:
         self._sums[0] += float(loss) * num_samples
         self._sums[1] += num_samples
 
-    def read(self, interrupted: bool) -> tuple[float, float, bool]:
-        """Mean loss, samples per second, whether any rank was interrupted. Collective."""
+    def read(self, interrupted: bool) -> tuple[dict[str, Any], bool]:
+        """What a line of the metrics file has, and whether any rank was interrupted. Collective."""
         self._sums[2] = float(interrupted)
+        sums = torch.cat([self._sums, take_phases(self._tables)])
         if ranks()[1] > 1:
-            torch.distributed.all_reduce(self._sums)
-        loss, samples, interrupts = self._sums.tolist()
+            torch.distributed.all_reduce(sums)
+        loss, samples, interrupts = sums[:3].tolist()
         seconds = time.perf_counter() - self._began
         self.restart()
-        return loss / max(samples, 1), samples / seconds, interrupts > 0
+        line = {"loss": loss / max(samples, 1), "samples_per_s": samples / seconds}
+        phases = told(sums[3:])
+        return {**line, **({"phases": phases} if phases else {})}, interrupts > 0
 
 
 class Interrupt:

@@ -23,6 +23,8 @@ _FLAGS = {  # flag: help; each one overrides the key of the same name
     "batch_size": "samples per rank and step",
     "epochs": "passes over the training split",
     "max_steps": "stop after so many steps",
+    "trace": "file for a trace of some steps on all ranks, for ui.perfetto.dev",
+    "trace_steps": "the first and the last of these steps, A-B (11-20)",
 }
 
 
@@ -94,6 +96,8 @@ def _text(result: dict[str, Any]) -> str:
     elif not result["interrupted"]:
         lines.append(f"validation: AUC {result['auc']:.5f}, log loss {result['log_loss']:.5f} over "
                      f"{result['samples']:,} samples")
+    if "trace" in result:
+        lines.append(f"trace: {result['trace']}")
     return "\n".join([*lines, f"written: {result['state']}"])
 
 

@@ -1,0 +1,44 @@
+"""How long the phases of the tables took, for the lines of a metrics file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from oper.shmem.counters.phases import BUCKETS_US, PHASES
+from oper.shmem.tables import ShardedTables
+
+_BOUNDS = (*map(str, BUCKETS_US), "inf")
+
+
+def take_phases(tables: Sequence[ShardedTables]) -> torch.Tensor:
+    """What this rank's tables have counted since the last call, all together.
+
+    Returns:
+        float64 [6 * (1 + 24)], by phase the nanoseconds of all batches and the batches by bucket
+        (see `Histogram`); [0] without tables.
+    """
+    if not tables:
+        return torch.zeros(0, dtype=torch.float64)
+    found = [t.phase_histograms(reset=True) for t in tables]
+    return torch.tensor([[[x[name].sum_ns, *x[name].counts] for name in PHASES] for x in found],
+                        dtype=torch.float64).sum(dim=0).reshape(-1)
+
+
+def told(phases: torch.Tensor) -> dict[str, Any]:
+    """What `take_phases` gives, or a sum of it over ranks, as JSON-able values by phase.
+
+    ``count`` batches took ``sum_s`` seconds; ``below_us`` says how many took less than so many
+    microseconds and not less than half of them (``"inf"``: the longest). Phases without a batch are
+    left out.
+    """
+    found = {}
+    for name, row in zip(PHASES, phases.reshape(-1, 1 + len(_BOUNDS)).tolist(), strict=False):
+        sum_ns, *counts = row
+        if any(counts):
+            found[name] = {
+                "count": round(sum(counts)), "sum_s": round(sum_ns * 1e-9, 9),
+                "below_us": {b: round(n) for b, n in zip(_BOUNDS, counts, strict=True) if n}}
+    return found
