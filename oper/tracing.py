@@ -14,12 +14,12 @@ from oper.errors import InvalidInputError, fail
 from oper.support.files import check_local
 from oper.sharding import tables_of
 from oper.support.trace_events import Bar, trace_of, write_trace
+from oper.shmem.counters.phases import PHASES, Span
+from oper.shmem.group.clocks import Clock, compare_clocks
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from oper.shmem.counters.phases import Span
-    from oper.shmem.group.clocks import Clock
     from oper.shmem.tables import ShardedTables
 
 _SPANS_OF_A_STEP = 1 << 16  # kept at most, of one collection
@@ -38,8 +38,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
     inside of these, ``barrier`` and ``exchange`` (between hosts), with the bytes sent; and
     ``resolve``, where ids are resolved ahead. Between them a rank does something else, for example
     dense compute. Times are those of rank 0's clock; the file says how far another host's may be
-    off (``clock_uncertainty_us``). Entering and leaving are collective; an error that leaves the
-    block leaves no file.
+    off (``clock_uncertainty_us``). Leaving is collective; an error that leaves the block leaves no
+    file.
 
     Args:
         model: what `shard` returned for training, or a model that contains it.
@@ -92,12 +92,8 @@ class Trace:
         self._tables = tables[0]  # through which the ranks meet
         self._recorders = [_Recorder(t, steps, done) for t in tables]
         self._is_over = False
-        self._clocks: list[Clock] = []
 
     def __enter__(self) -> Trace:
-        from oper.shmem.group.clocks import compare_clocks
-
-        self._clocks = compare_clocks(self._tables.group)
         try:
             for recorder in self._recorders:
                 recorder.start()
@@ -123,8 +119,6 @@ class Trace:
 
         Warns of steps that were not reached; without any there is no file.
         """
-        from oper.shmem.group.clocks import compare_clocks
-
         if self._is_over:
             return
         self._stop()
@@ -139,7 +133,7 @@ class Trace:
             self._warn(found, sum(part.lost for part in parts))
             if found:
                 try:
-                    write_trace(self._path, _joined(parts, self._clocks, clocks, found))
+                    write_trace(self._path, _joined(parts, clocks, found))
                 except OSError as caught:
                     error = caught
         error = tables.all_gather(error)[0]
@@ -244,17 +238,15 @@ class _Part(NamedTuple):
                                    *(s.thread for _, s in spans)]))
 
 
-def _joined(parts: Sequence[_Part], before: Sequence[Clock], after: Sequence[Clock],
-            steps: Sequence[int]) -> dict[str, Any]:
+def _joined(parts: Sequence[_Part], clocks: Sequence[Clock], steps: Sequence[int]
+            ) -> dict[str, Any]:
     """The trace of all ranks.
 
     Args:
         parts: by rank.
-        before, after: their clocks before and after the steps.
+        clocks: by rank.
         steps: that are there.
     """
-    from oper.shmem.counters.phases import PHASES
-
     domains = list(dict.fromkeys(part.domain for part in parts))
     processes = {}
     for number, domain in enumerate(domains):
@@ -262,16 +254,14 @@ def _joined(parts: Sequence[_Part], before: Sequence[Clock], after: Sequence[Clo
         processes[number] = f"{parts[domain].host}: ranks {ranks}"
     width = max(len(part.threads()) for part in parts)
     threads, bars = {}, []
-    start_ns = min(_on_first(s.begin_ns, before[r], after[r])
-                   for r, part in enumerate(parts) for _, s, _ in part.all())
+    start_ns = min(s.begin_ns - clock.ahead_ns
+                   for part, clock in zip(parts, clocks, strict=True) for _, s, _ in part.all())
     for rank, part in enumerate(parts):
         process = domains.index(part.domain)
         number_of = {thread: rank * width + k for k, thread in enumerate(part.threads())}
         for k, (thread, number) in enumerate(number_of.items()):
             threads[process, number] = f"rank {rank}" + (f", thread {thread}" if k else "")
         for step, span, collection in part.all():
-            begin, end = (_on_first(at, before[rank], after[rank])
-                          for at in (span.begin_ns, span.end_ns))
             args: dict[str, Any] = {"step": step}
             if span.sent_bytes:
                 args["sent_bytes"] = span.sent_bytes
@@ -279,16 +269,10 @@ def _joined(parts: Sequence[_Part], before: Sequence[Clock], after: Sequence[Clo
                 args["collection"] = collection
             bars.append(Bar(process, number_of[span.thread], span.name,
                             "phase" if span.name in PHASES else "detail",
-                            (begin - start_ns) / 1e3, (end - begin) / 1e3, args))
+                            (span.begin_ns - clocks[rank].ahead_ns - start_ns) / 1e3,
+                            (span.end_ns - span.begin_ns) / 1e3, args))
     return trace_of(bars, processes, threads, {
         "steps": [steps[0], steps[-1]], "ranks": len(parts),
         "lost_spans": sum(part.lost for part in parts),
-        "clock_ahead_us": [c.ahead_ns / 1e3 for c in after],
-        "clock_uncertainty_us": [max(a.uncertainty_ns, b.uncertainty_ns) / 1e3
-                                 for a, b in zip(before, after, strict=True)]})
-
-
-def _on_first(at_ns: int, before: Clock, after: Clock) -> int:
-    """A time of a rank's clock on that of rank 0. Clocks drift evenly between two comparisons."""
-    drift_ns, gone_ns = after.ahead_ns - before.ahead_ns, after.at_ns - before.at_ns
-    return at_ns - before.ahead_ns - drift_ns * (at_ns - before.at_ns) // max(1, gone_ns)
+        "clock_ahead_us": [clock.ahead_ns / 1e3 for clock in clocks],
+        "clock_uncertainty_us": [clock.uncertainty_ns / 1e3 for clock in clocks]})

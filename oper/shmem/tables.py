@@ -394,9 +394,9 @@ class ShardedTables(MeasuredTables):
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                         ) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
-        assert batch.weights is not None
+        if self.guard.mode != "off":
+            grad = self.guard.apply(grad, batch, offsets, self.num_steps + 1)
         grad = self._clamp.apply(grad, batch, offsets)
-        gradient: torch.Tensor
         gradient, code, detail = self.operators.lookup_weight_gradient(
             self.handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
             batch.batch_size)

@@ -67,6 +67,20 @@ def test_skip_leaves_the_sample_out(bad: float) -> None:
         assert torch.equal(mine, want) and bool(torch.isfinite(mine).all())
 
 
+def test_weights_of_a_sample_that_is_left_out_get_no_gradient() -> None:
+    bag = sharded("skip", nn.EmbeddingBag(20, 4, mode="sum"))
+    weights, grad = torch.ones(3, 2, requires_grad=True), torch.ones(3, 4)
+    grad[1, 2] = float("nan")
+    with pytest.warns(UserWarning, match="in update 1 .*; 1 of 3 rows are left"):
+        bag(IDS, per_sample_weights=weights).backward(grad)
+    assert weights.grad is not None
+    assert weights.grad.any(dim=1).tolist() == [True, False, True]
+    assert bool(torch.isfinite(weights.grad).all())
+    bag.tables.guard.choose("stop")
+    with pytest.raises(InvalidInputError, match="in update 2"):
+        bag(IDS, per_sample_weights=weights).backward(grad)
+
+
 def test_large_numbers_are_finite() -> None:
     """Their sum is not."""
     model = sharded("stop")

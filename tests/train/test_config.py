@@ -63,6 +63,13 @@ def test_file_over_defaults_and_flags_over_file(tmp_path: Path) -> None:
     ({"sharding": "both"}, "'oper', 'none', 'torchrec'"),
     ({"sharding": "none", "stats": "s"}, "nothing with sharding"),
     ({"sharding": "none", "tables_on": "meta"}, "cpu"),
+    ({"guard": "on"}, "'off', 'stop', 'skip'"),
+    ({"guard": "stop", "sharding": "torchrec"}, "'off' with sharding"),
+    ({"trace": "t.json", "sharding": "none"}, "nothing with sharding"),
+    ({"trace_steps": "3-5"}, "nothing without trace"),
+    ({"trace": "t.json", "trace_steps": "5"}, "A-B"),
+    ({"trace": "t.json", "trace_steps": "0-5"}, "A-B"),
+    ({"trace": "t.json", "trace_steps": "5-3"}, "A <= B"),
     ({"data": ""}, "oper preprocess"),
     ({"out": ""}, "a folder"),
 ])

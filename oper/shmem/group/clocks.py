@@ -1,9 +1,9 @@
 """How far the clocks of ranks on different hosts are apart.
 
-Processes of one host read one clock (`time.monotonic_ns`); those of two cannot be read at once.
-But a collective ends on no rank before all ranks have begun it, so that each one bounds the
-difference of two clocks from both sides, whichever way its messages took. The bounds of several
-collectives are intersected.
+Processes of one host read one clock (`time.monotonic_ns`); those of two cannot be read at once. But
+a collective ends on no rank before all ranks have begun it, so that each one bounds the difference
+of two clocks from both sides, whichever way its messages took. The bounds of several collectives
+are intersected.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ class Clock(NamedTuple):
     """A rank's clock beside that of rank 0.
 
     Attributes:
-        at_ns: when they were compared, on the rank's own clock.
         ahead_ns: how far it is ahead of rank 0's.
         uncertainty_ns: by how much `ahead_ns` may be wrong at most.
     """
 
-    at_ns: int
     ahead_ns: int
     uncertainty_ns: int
 
 
 def compare_clocks(group: Group) -> list[Clock]:
-    """The ranks' clocks, by rank. Collective."""
+    """The ranks' clocks now, by rank. Collective."""
     names = group.all_gather(_name())
     marks = []
     if len(set(names)) > 1:
@@ -46,30 +44,28 @@ def compare_clocks(group: Group) -> list[Clock]:
             begin = time.monotonic_ns()
             group.all_gather(None)
             marks.append((begin, time.monotonic_ns()))
-    found = group.all_gather((time.monotonic_ns(), marks))
-    return clocks_of(names, [at for at, _ in found], [m for _, m in found])
+    return clocks_of(names, group.all_gather(marks))
 
 
-def clocks_of(names: Sequence[str], at_ns: Sequence[int], marks: Sequence[Marks]) -> list[Clock]:
+def clocks_of(names: Sequence[str], marks: Sequence[Marks]) -> list[Clock]:
     """What `compare_clocks` finds.
 
     Args:
         names: of the ranks' clocks; ranks with equal names read the same one.
-        at_ns: the time on each rank's clock.
-        marks: by rank, of the same collectives; of a single clock none are needed.
+        marks: by rank, of the same collectives; none are needed where all read one clock.
     """
-    ahead = {names[0]: (0, 0)}
+    found = {names[0]: Clock(0, 0)}
     for name in names:
-        if name not in ahead:
+        if name not in found:
             mine, first = ([m for n, m in zip(names, marks, strict=True) if n == x]
                            for x in (name, names[0]))
-            # Rank 0's host had begun before this one ended, and this one before that one ended.
-            most, least = _latest_begin_to_end(first, mine), -_latest_begin_to_end(mine, first)
-            ahead[name] = (most + least) // 2, max(0, most - least + 1) // 2
-    return [Clock(at, *ahead[name]) for name, at in zip(names, at_ns, strict=True)]
+            # The first host's ranks had begun before these ended, and the other way round.
+            most, least = _shortest(first, mine), -_shortest(mine, first)
+            found[name] = Clock((most + least) // 2, max(0, most - least + 1) // 2)
+    return [found[name] for name in names]
 
 
-def _latest_begin_to_end(begins: Sequence[Marks], ends: Sequence[Marks]) -> int:
+def _shortest(begins: Sequence[Marks], ends: Sequence[Marks]) -> int:
     """The shortest time, over all collectives, from when the last rank of `begins` began one until
     the first of `ends` ended it, each by its own clock."""
     return min(min(m[k][1] for m in ends) - max(m[k][0] for m in begins)

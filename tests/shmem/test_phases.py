@@ -1,0 +1,40 @@
+"""Histograms of phases count every batch in its bucket, and what it took to the nanosecond."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from oper.plan import uniform_plan
+from oper.shmem.counters.phases import BUCKETS_US, PHASES
+from oper.shmem.group.groups import SingleGroup
+from tests.runtime_support import OPTIMIZERS, dlrm_case, make_steps, open_tables, rank_loss
+
+
+def bucket(ns: int) -> int:
+    """Its number: the first bound that is above the time."""
+    return next((k for k, us in enumerate(BUCKETS_US) if ns < 1000 * us), len(BUCKETS_US))
+
+
+def test_every_batch_is_counted() -> None:
+    case = dlrm_case("sgd")
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), OPTIMIZERS["sgd"])
+    taken: dict[str, list[int]] = defaultdict(list)
+    for (batch,) in make_steps(case, 1, 8):
+        rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
+        for name, ns in tables.phase_ns().items():
+            taken[name].append(ns)
+    found = tables.phase_histograms()
+    assert list(found) == list(PHASES)
+    for name, (sum_ns, counts) in found.items():
+        want = [0] * (len(BUCKETS_US) + 1)
+        for ns in taken[name]:
+            want[bucket(ns)] += 1
+        assert sum_ns == sum(taken[name]) and list(counts) == want, name
+    assert tables.phase_histograms(reset=True) == found
+    with torch.no_grad():
+        tables.lookup(batch.lookup(case))
+    assert {name: sum(h.counts) for name, h in tables.phase_histograms().items()} == {
+        **dict.fromkeys(PHASES, 0), "forward": 1}
+    tables.close()
