@@ -248,12 +248,13 @@ def _joined(parts: Sequence[_Part], clocks: Sequence[Clock], steps: Sequence[int
         steps: that are there.
     """
     domains = list(dict.fromkeys(part.domain for part in parts))
-    processes = {}
+    processes: dict[int, str] = {}
     for number, domain in enumerate(domains):
         ranks = ", ".join(str(r) for r, part in enumerate(parts) if part.domain == domain)
         processes[number] = f"{parts[domain].host}: ranks {ranks}"
     width = max(len(part.threads()) for part in parts)
-    threads, bars = {}, []
+    threads: dict[tuple[int, int], str] = {}
+    bars: list[Bar] = []
     start_ns = min(s.begin_ns - clock.ahead_ns
                    for part, clock in zip(parts, clocks, strict=True) for _, s, _ in part.all())
     for rank, part in enumerate(parts):

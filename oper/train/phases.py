@@ -34,7 +34,7 @@ def told(phases: torch.Tensor) -> dict[str, Any]:
     microseconds and not less than half of them (``"inf"``: the longest). Phases without a batch are
     left out.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, row in zip(PHASES, phases.reshape(-1, 1 + len(_BOUNDS)).tolist(), strict=False):
         sum_ns, *counts = row
         if any(counts):
