@@ -11,10 +11,18 @@ namespace oper::host {
 
 // The order is that of SPANS in oper/shmem/counters/phases.py.
 enum Phase {
-  kForward, kReduce, kWaitForGradients, kUpdate, kWaitForUpdates, kRefresh, kNumPhases,
+  kForward,
+  kReduce,
+  kWaitForGradients,
+  kUpdate,
+  kWaitForUpdates,
+  kRefresh,
+  kNumPhases,
   // In traces only: ids that are resolved ahead, on another thread perhaps; and, within phases, waits
   // at the barrier of a memory domain and exchanges of bytes between domains.
-  kResolve = kNumPhases, kBarrier, kExchange
+  kResolve = kNumPhases,
+  kBarrier,
+  kExchange
 };
 
 class PhaseTimes {
