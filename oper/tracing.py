@@ -129,17 +129,17 @@ class Trace:
         clocks = compare_clocks(tables.group)
         found = sorted({step for part in parts for step, _, _ in part.all()})
         error: OSError | None = None
-        if tables.group.rank == 0:
-            self._warn(found, sum(part.lost for part in parts))
-            if found:
-                try:
-                    write_trace(self._path, _joined(parts, clocks, found))
-                except OSError as caught:
-                    error = caught
+        if found and tables.group.rank == 0:
+            try:
+                write_trace(self._path, _joined(parts, clocks, found))
+            except OSError as caught:
+                error = caught
         error = tables.all_gather(error)[0]
         if error is not None:
             raise error
         self.is_written = bool(found)
+        if tables.group.rank == 0:
+            self._warn(found, sum(part.lost for part in parts))
 
     def _warn(self, found: Sequence[int], lost: int) -> None:
         """Say what the file lacks."""
