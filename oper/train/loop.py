@@ -83,6 +83,8 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
         with checkpoints or contextlib.nullcontext(), tracing or contextlib.nullcontext():
             steps, interrupted = _run(engine, config, task, log, show_progress,
                                       _Start(done, total, checkpoints, tracing))
+            if tracing:
+                _write(tracing)
         result: dict[str, Any] = {"steps": steps, "interrupted": interrupted}
         if tracing and tracing.is_written:
             result["trace"] = config.trace
@@ -112,7 +114,7 @@ def _run(engine: Engine, config: TrainConfig, task: Task, log: _MetricsFile, sho
             loss, _ = engine.step(batch)
             done = step
             if begin.tracing and step == config.traced[1]:
-                begin.tracing.write()
+                _write(begin.tracing)
             meter.add(loss, num_samples)
             bar.update()
             if step % config.log_every == 0 or step == total:
@@ -154,6 +156,14 @@ def _traced(engine: Engine, config: TrainConfig, done: int) -> Trace | None:
                            "choose later ones"), stacklevel=2)
         return None
     return oper.trace(engine.bare, config.trace, (max(first, done + 1), last), done=done)
+
+
+def _write(tracing: Trace) -> None:
+    """Write a trace, unless it has been written. Collective; no run is lost by a full disk."""
+    try:
+        tracing.write()
+    except OSError as error:
+        warnings.warn(f"the trace is not written: {error}", stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,3 +72,12 @@ def test_steps_that_the_run_will_not_reach(prepared: Prepared, tmp_path: Path) -
 def test_an_unsharded_run_has_no_phases(prepared: Prepared, tmp_path: Path) -> None:
     train(config(prepared, tmp_path, sharding="none", max_steps=5), show_progress=False)
     assert all("phases" not in line for line in lines(tmp_path))
+
+
+def test_a_trace_that_cannot_be_written_loses_no_run(prepared: Prepared, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.warns(UserWarning, match="the trace is not written"):
+        result = train(config(prepared, tmp_path / "run", max_steps=5, trace_steps="1-2",
+                              trace=str(tmp_path / "file" / "t.json")), show_progress=False)
+    assert result["steps"] == 5 and "trace" not in result
+    assert (tmp_path / "run" / "state.pt").exists()
