@@ -162,6 +162,8 @@ def _write(tracing: Trace) -> None:
     """Write a trace, unless it has been written. Collective; no run is lost by a full disk."""
     try:
         tracing.write()
+    except OperError:  # a DeadlineError is an OSError, too
+        raise
     except OSError as error:
         warnings.warn(f"the trace is not written: {error}", stacklevel=2)
 
