@@ -89,7 +89,7 @@ class MeasuredTables(LogicalRows):
         return dict(zip(PHASES, torch.ops.oper.context_phases(self.handle), strict=True))
 
     def phase_histograms(self, reset: bool = False) -> dict[str, Histogram]:
-        """How long the phases of all batches of this rank took under its plan, or since the
+        """How long the phases of this rank's batches took under the present plan, or since the
         last reset. Not collective.
 
         Args:
