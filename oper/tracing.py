@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oper.errors import InvalidInputError, fail
-from oper.support.files import check_local
 from oper.sharding import tables_of
-from oper.support.trace_events import Bar, trace_of, write_trace
 from oper.shmem.counters.phases import PHASES, Span
 from oper.shmem.group.clocks import Clock, compare_clocks
+from oper.support.files import check_local
+from oper.support.trace_events import Bar, trace_of, write_trace
 
 if TYPE_CHECKING:
     from torch import nn

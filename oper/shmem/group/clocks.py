@@ -12,10 +12,10 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from oper.shmem.group.groups import Group
+from oper.support.kernel import read
 
 _ROUNDS = 32
 
@@ -74,7 +74,7 @@ def _shortest(begins: Sequence[Marks], ends: Sequence[Marks]) -> int:
 
 def _name() -> str:
     """Equal for processes that read the same clock."""
-    name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    name = read("/proc/sys/kernel/random/boot_id")
     with contextlib.suppress(OSError):  # a kernel without namespaces for clocks
         name += os.readlink("/proc/self/ns/time")
     return name
