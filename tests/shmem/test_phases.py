@@ -9,7 +9,7 @@ import torch
 from oper.plan import uniform_plan
 from oper.shmem.counters.phases import BUCKETS_US, PHASES
 from oper.shmem.group.groups import SingleGroup
-from tests.runtime_support import OPTIMIZERS, dlrm_case, make_steps, open_tables, rank_loss
+from tests.runtime_support import OPTIMIZERS, dlrm_case, make_batch, open_tables, rank_loss
 
 
 def bucket(ns: int) -> int:
@@ -21,7 +21,8 @@ def test_every_batch_is_counted() -> None:
     case = dlrm_case("sgd")
     tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), OPTIMIZERS["sgd"])
     taken: dict[str, list[int]] = defaultdict(list)
-    for (batch,) in make_steps(case, 1, 8):
+    for seed in range(8):
+        batch = make_batch(case, seed, 16)
         rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
         for name, ns in tables.phase_ns().items():
             taken[name].append(ns)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -74,7 +75,7 @@ def _shortest(begins: Sequence[Marks], ends: Sequence[Marks]) -> int:
 
 def _name() -> str:
     """Equal for processes that read the same clock."""
-    name = read("/proc/sys/kernel/random/boot_id")
+    name = read("/proc/sys/kernel/random/boot_id") or socket.gethostname()
     with contextlib.suppress(OSError):  # a kernel without namespaces for clocks
         name += os.readlink("/proc/self/ns/time")
     return name
