@@ -32,8 +32,8 @@ COPIED = {
 }
 API: dict[str, tuple[str, ...]] = {
     "Shard and train": ("oper.shard", "oper.DynamicTable", "oper.no_sync", "oper.trace",
-                        "oper.tracing.Trace", "oper.migrate", "oper.replan",
-                        "oper.replanning.Replanning", "oper.Replanner",
+                        "oper.tracing.Trace", "oper.migrate",
+                        "oper.replan", "oper.replanning.Replanning", "oper.Replanner",
                         "oper.replanning.WatchOptions", "oper.replanning.Event"),
     "Statistics and plans": (
         "oper.collect", "oper.AccessStats", "oper.TableStats", "oper.make_plan", "oper.verify_plan",
