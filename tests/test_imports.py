@@ -39,7 +39,6 @@ PACKAGES: dict[str, frozenset[str]] = {
     "inference": LEAVES | {"search", "shmem", "integration"},
     "tracing": LEAVES | {"shmem", "sharding"},
     "replanning": LEAVES | {"analysis", "search", "sharding", "shmem"},
-    "tracing": LEAVES | {"shmem", "sharding"},
     "rl_rec": frozenset(ENGINE | {"rl_rec.models"}),
     "rl_rec.models": frozenset({"errors"}),
     "train": frozenset(WORKLOADS),
