@@ -217,7 +217,7 @@ class Replanner:
         found = self._group.all_gather(made)[0]
         if isinstance(found, OperError):
             raise found
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _plan(self) -> Plan:
         """The plan that all collections of the model follow."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from search_cases import gpus, random_plan, tables_and_stats
+from search_cases import gpus, random_plan, space_bound, tables_and_stats
 from test_simulate import KINDS, draw, stated
 
 from oper import cli
@@ -16,7 +16,6 @@ from oper.messages import EXACT, MessageBits
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import SENT
 from oper.search import evaluate, make_plan, make_problem, verify_plan
-from oper.search.bound.subspaces import space_bound
 from oper.search.cost.messages import Messages
 from oper.search.cost.space import outside_space
 from oper.search.planner import plan_problem, tighten_bound

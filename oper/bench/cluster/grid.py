@@ -52,7 +52,7 @@ def cases(quick: bool) -> list[Any]:
         return [Case(f"quick/2x200/{ids}", Links(2, 200), workload(ids, _QUICK_ROWS, 512),
                      in_grid=False, num_batches=8, num_stats_batches=8, timed_s=2.0)
                 for ids in ("1", "mixed")]
-    found = []
+    found: list[Any] = []
     for hosts in _HOSTS:
         found += [Case(f"training/{hosts}x{mbits}/{ids}", Links(hosts, mbits), workload(ids))
                   for ids, mbits in itertools.product(_LENGTHS, _MBITS)]

@@ -76,7 +76,7 @@ class _Run:
             made = plan_problem(make_problem(
                 self.work.tables(), self.stats, topology, objective="training",
                 batch_size=self.work.batch_size // self.world_size))
-        return gather(made)[0]  # type: ignore[no-any-return]
+        return gather(made)[0]
 
     def side(self, plan: Plan) -> Side:
         side = build_plan(self.work, plan)

@@ -139,7 +139,8 @@ def _time(case: DynamicCase, run: Run, sides: tuple[Any, Any, ManagedCollisions 
     kjts = {"static": [make_kjt(work, x) for x in ids],
             "dynamic": [make_kjt(work, keys_of(x)) for x in ids]}
     own = max(1, case.num_threads // run.world_size)
-    runs = {name: on_threads(own, over(kjts[name], lambda kjt, m=model: _step(m, kjt, mine)))
+    runs = {name: on_threads(own, over(
+                kjts[name], lambda kjt, m=model: _step(m, kjt, mine)))  # type: ignore[misc]
             for name, model in (("static", static), ("dynamic", dynamic))}
     if mch is None:
         runs["mch"] = on_threads(own, nothing)

@@ -124,7 +124,8 @@ class CandidatePool:
         # Parts may differ in the class of the master copies alone, which is one candidate.
         several = [k for k, weight in shared.items()
                    if weight.size > 1 and len(self.candidates[k]) > 1]
-        self.add({k: crossings(r.tables[k], *self.candidates[k][:2], 12) for k in several})
+        self.add({k: crossings(r.tables[k], self.candidates[k][0], self.candidates[k][1], 12)
+                  for k in several})
         self._add_mixtures({k: (known[k][:shared[k].size], shared[k]) for k in several})
 
     def _add_mixtures(self, parts: Mapping[int, tuple[list[Candidate], np.ndarray]]) -> None:
