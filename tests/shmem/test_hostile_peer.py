@@ -22,5 +22,9 @@ def test_requests_for_rows_that_there_are_not(part: bytes, piece: int, slots: li
         return shards[number]
 
     with pytest.raises(OperError, match="that there are not"):
-        _served(serve, part, piece, torch.tensor(slots))
-    assert _served(serve, b"rows\0\0", 0, torch.tensor([9])).numel() == 16
+        _served(serve, (part, piece), torch.tensor(slots), slice(0, 4))
+    assert _served(serve, (b"rows\0\0", 0), torch.tensor([9]), slice(0, 4)).numel() == 16
+    assert _served(serve, (b"rows\0\0", 0), torch.tensor([9]), slice(1, 3)).numel() == 8
+    for columns in (slice(-1, 2), slice(2, 2), slice(3, 5)):
+        with pytest.raises(OperError, match="that there are not"):
+            _served(serve, (b"rows", 0), torch.tensor([9]), columns)

@@ -544,7 +544,3 @@ class _OnHost:
 
     def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
         return self._rows[index.to(self._rows.device)].cpu()
-
-    def element_size(self) -> int:
-        """Bytes of a number."""
-        return self._rows.element_size()

@@ -242,16 +242,16 @@ class Exchange:
             answers.append(_served(serve, (part, piece), index, slice(first, last)) if n
                            else torch.empty(0, dtype=torch.uint8))
         found, sizes = {}, [0] * size
-        shapes = {r: (index.numel(), serve(part, piece)[:, columns])
+        shapes = {r: (index.numel(), columns.stop - columns.start, serve(part, piece).dtype)
                   for r, (part, piece, index, columns) in wanted.items()}
-        for r, (n, like) in shapes.items():
-            sizes[r] = n * like.shape[1] * like.element_size()
+        for r, (n, width, dtype) in shapes.items():
+            sizes[r] = n * width * dtype.itemsize
         rows = torch.empty(sum(sizes), dtype=torch.uint8)
         self._guarded(torch.cat(answers), [a.numel() for a in answers], rows, sizes)
         at = 0
         for r in sorted(shapes):
-            n, like = shapes[r]
-            found[r] = rows[at:at + sizes[r]].clone().view(like.dtype).reshape(n, like.shape[1])
+            n, width, dtype = shapes[r]
+            found[r] = rows[at:at + sizes[r]].clone().view(dtype).reshape(n, width)
             at += sizes[r]
         return found
 
@@ -268,7 +268,7 @@ def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], in
             raise IndexError(f"slots {int(index.min())}..{int(index.max())} of {rows.shape[0]}")
     except (IndexError, UnicodeDecodeError, InvalidInputError) as error:
         raise _no_request(error) from error
-    return rows[:, columns][index].reshape(-1).view(torch.uint8)
+    return rows[index][:, columns].reshape(-1).view(torch.uint8)
 
 
 def _no_request(found: object) -> OperError:
