@@ -268,7 +268,8 @@ def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], in
             raise IndexError(f"slots {int(index.min())}..{int(index.max())} of {rows.shape[0]}")
     except (IndexError, UnicodeDecodeError, InvalidInputError) as error:
         raise _no_request(error) from error
-    return rows[index][:, columns].reshape(-1).view(torch.uint8)
+    wanted = rows[index][:, columns].reshape(-1)
+    return wanted.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _no_request(found: object) -> OperError:
