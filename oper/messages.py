@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require_fields
 from oper.tables import CODE_BITS, TableSpec
 
 BITS = (32, 16, 8)
@@ -51,11 +51,9 @@ class MessageBits:
     gradients: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("answers", "gradients"):
-            value = getattr(self, name)
-            if type(value) is not int or value not in BITS:
-                raise InvalidInputError(fail("invalid bits of messages", name, value,
-                                             f"one of {BITS}", "choose 32 (exact), 16 or 8"))
+        require_fields(self, "invalid bits of messages", "choose 32 (exact), 16 or 8", *(
+            (name, type(value) is int and value in BITS, f"one of {BITS}")
+            for name, value in (("answers", self.answers), ("gradients", self.gradients))))
 
     @staticmethod
     def parse(value: Any) -> MessageBits:

@@ -57,7 +57,7 @@ std::vector<KeyTableRules> rules_of(const Tensor& tables, const Tensor& numbers)
   return rules;
 }
 
-// Of a rank: bytes of its directories, and of its arena. `seen_bytes`: room for what its batch has seen.
+// Of a rank: bytes of its directories, and of its arena. `seen_bytes`: space for what its batch has seen.
 std::vector<int64_t> keys_num_bytes(int64_t rank, int64_t world_size, int64_t seen_bytes,
                                     Tensor tables, Tensor numbers) {
   const std::vector<KeyTableRules> rules = rules_of(tables, numbers);

@@ -9,13 +9,14 @@ measured by the same rule: when what steps differ by has added up to what a meas
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import OperError, require, require_fields
 from oper.plan import Plan
 from oper.replanning.decision import Replanning, check_batch, replan
 from oper.sharding import migrate, tables_of
@@ -73,13 +74,11 @@ class WatchOptions:
     copy_gbps: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (
-                ("window", isinstance(self.window, int) and self.window >= 1, "an integer >= 1"),
-                ("tolerance", 0 < self.tolerance < 1, "between 0 and 1"),
-                ("copy_gbps", self.copy_gbps > 0, "> 0")):
-            if not ok:
-                raise InvalidInputError(fail(_WHAT, name, getattr(self, name), expected,
-                                             "leave it out for the default"))
+        require_fields(
+            self, _WHAT, "leave it out for the default",
+            ("window", isinstance(self.window, int) and self.window >= 1, "an integer >= 1"),
+            ("tolerance", 0 < self.tolerance < 1, "between 0 and 1"),
+            ("copy_gbps", self.copy_gbps > 0, "> 0"))
 
 
 class Replanner:
@@ -245,33 +244,36 @@ class Replanner:
     def _probe(self) -> list[float]:
         from oper.shmem.group.links import link_gbps
 
-        hosts = sorted({d.host for d in self.topology.domains})
+        hosts = _hosts(self.topology)
         host_of = [hosts.index(d.host) for d in self.topology.domains for _ in d.ranks]
-        with self._tables[0].turns.lock:  # lookups ahead of their turn exchange bytes as well
+        with contextlib.ExitStack() as stack:  # other threads' lookups use the same connections
+            for tables in self._tables:
+                stack.enter_context(tables.turns.lock)
             return link_gbps(self._group, host_of)
 
 
 def _check(topology: Topology, world_size: int) -> None:
-    todo = "pass the topology that the model was sharded for"
-    if topology.world_size != world_size:
-        raise InvalidInputError(fail(_WHAT, "ranks of the topology", topology.world_size,
-                                     f"{world_size}, those of the model", todo))
-    if topology.num_hosts < 2:
-        raise InvalidInputError(fail(_WHAT, "hosts of the topology", topology.num_hosts,
-                                     ">= 2, since the links between hosts are watched", todo))
+    require(_WHAT, "pass the topology that the model was sharded for",
+            ("ranks of the topology", topology.world_size, topology.world_size == world_size,
+             f"{world_size}, those of the model"),
+            ("hosts of the topology", topology.num_hosts, topology.num_hosts > 1,
+             ">= 2, since the links between hosts are watched"))
+
+
+def _hosts(topology: Topology) -> list[int]:
+    """The numbers of the hosts, ascending."""
+    return sorted({d.host for d in topology.domains})
 
 
 def _link_gbps(topology: Topology) -> tuple[float, ...]:
-    """GB/s of each host's link, by ascending number of host."""
-    hosts = sorted({d.host for d in topology.domains})
+    """GB/s of each host's link, in the order of `_hosts`."""
     return tuple(sum(d.cross_gbps * len(d.ranks) for d in topology.domains if d.host == host)
-                 for host in hosts)
+                 for host in _hosts(topology))
 
 
 def _with_links(topology: Topology, gbps: Sequence[float]) -> Topology:
     """The same machine with other links, shared by each host's ranks as before."""
-    hosts = sorted({d.host for d in topology.domains})
-    factor = {host: new / old for host, new, old in zip(hosts, gbps, _link_gbps(topology),
-                                                        strict=True)}
+    factor = {host: new / old for host, new, old in zip(
+        _hosts(topology), gbps, _link_gbps(topology), strict=True)}
     return replace(topology, domains=tuple(
         replace(d, cross_gbps=d.cross_gbps * factor[d.host]) for d in topology.domains))

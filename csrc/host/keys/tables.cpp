@@ -99,7 +99,7 @@ std::vector<KeyPart> KeyTables::find(const KeyBatch& batch, int64_t* rows, bool 
       tasks.push_back({part, at, std::min(end, at + kTaskIds), 0});
   }
   const int64_t n = batch.bounds.back(), width = batch.ids_are_32_bit ? 4 : 8;
-  int64_t* room = keeps ? reinterpret_cast<int64_t*>(missed_room_.get(8 * n)) : nullptr;
+  int64_t* missed = keeps ? reinterpret_cast<int64_t*>(missed_buffer_.get(8 * n)) : nullptr;
   const char* ids = static_cast<const char*>(batch.ids);
   const auto body = [&](int64_t k) {
     Find& task = tasks[static_cast<size_t>(k)];
@@ -110,7 +110,7 @@ std::vector<KeyPart> KeyTables::find(const KeyBatch& batch, int64_t* rows, bool 
           parts[static_cast<size_t>(task.part)].table)];
       task.missed = kernels().find_keys(table.directory, from, batch.ids_are_32_bit, count,
                                         table.clock, rows + task.begin,
-                                        room != nullptr ? room + task.begin : nullptr);
+                                        missed != nullptr ? missed + task.begin : nullptr);
     } else if (batch.ids_are_32_bit) {
       std::copy_n(reinterpret_cast<const int32_t*>(from), count, rows + task.begin);
     } else {
@@ -127,7 +127,7 @@ std::vector<KeyPart> KeyTables::find(const KeyBatch& batch, int64_t* rows, bool 
     counts.missed += task.missed;
     if (!keeps) continue;
     part.missed += task.missed;
-    missed_.insert(missed_.end(), room + task.begin, room + task.begin + task.missed);
+    missed_.insert(missed_.end(), missed + task.begin, missed + task.begin + task.missed);
   }
   return parts;
 }

@@ -54,7 +54,7 @@ class KeyTables {
   };
   enum class Left { kAll, kNoRoom, kClockAtEnd };
 
-  // `arenas`: by rank, cleared, `num_bytes` large. `seen_bytes`: room for what a rank has seen.
+  // `arenas`: by rank, cleared, `num_bytes` large. `seen_bytes`: space for what a rank has seen.
   // `table_of`: by feature of the collection, -1 = none of these.
   KeyTables(const std::vector<char*>& arenas, int64_t rank, int64_t seen_bytes,
             const std::vector<KeyTableRules>& rules, std::vector<int64_t> table_of);
@@ -148,7 +148,7 @@ class KeyTables {
   std::vector<KeyTable> tables_;
   std::vector<int64_t> table_of_;
   std::vector<int64_t> missed_;
-  Buffer missed_room_;
+  Buffer missed_buffer_;
   std::mutex counting_mutex_;
   std::vector<std::unique_ptr<Counting>> counting_;  // that no thread uses
 };

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from oper.bench.cluster import link_change
-from oper.bench.cluster.constants import measured_topology
+from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import (
     Contender,
     Planned,
@@ -25,7 +25,7 @@ from oper.bench.cluster.contenders import (
     set_gradient,
 )
 from oper.bench.cluster.link_change import LinkChange
-from oper.bench.cluster.network import Links, num_dropped, read_counters, set_rates
+from oper.bench.cluster.network import Links, num_dropped, read_counters
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.planning import gather, slowest, total
@@ -115,6 +115,7 @@ def run_case(given: tuple[Case | LinkChange, str], progress: Progress) -> dict[s
         The case's entry of the record on rank 0, nothing elsewhere.
     """
     case, alone = given[0], Topology.from_dict(tomllib.loads(given[1]))
+
     def told(text: str) -> None:
         progress(f"{case.name}: {text}")
 
@@ -206,7 +207,7 @@ class _Runner:
         kept = _KEPT
         if contender.key not in kept.verdicts:
             assert kept.checks is not None
-            self._limit(False)
+            limit(self.links, False)
             if self.trains:
                 tables, side.tables = side.tables, None if contender.name != "oper" else side.tables
                 found = verify([side], kept.checks, kept.reference, lambda text: None)
@@ -215,7 +216,7 @@ class _Runner:
             else:
                 verdict = self._compare_lookups(side)
             kept.verdicts[contender.key] = gather(verdict)[0]
-            self._limit(True)
+            limit(self.links)
         return bool(kept.verdicts[contender.key]["passed"])
 
     def _compare_lookups(self, side: Side) -> dict[str, Any]:
@@ -227,13 +228,6 @@ class _Runner:
             if self.rank == 0:
                 verdict.compare("pooled", torch.cat(every), _KEPT.reference[step])
         return verdict.to_json() if self.rank == 0 else {}
-
-    def _limit(self, is_limited: bool) -> None:
-        """All ranks, before and after."""
-        dist.barrier()
-        if self.rank == 0:
-            set_rates(self.links, is_limited)
-        dist.barrier()
 
     # ---- time ------------------------------------------------------------------------------------
 

@@ -52,6 +52,14 @@ def measured_topology(links: Links, alone: Topology, memory_bytes: int | None = 
     return _topology(links, alone, found, memory_bytes), found
 
 
+def limit(links: Links, is_limited: bool = True) -> None:
+    """Limit the links, or no longer. Collective: all ranks are here before and after."""
+    gather(None)
+    if world()[0] == 0:
+        set_rates(links, is_limited)
+    gather(None)
+
+
 def _topology(links: Links, alone: Topology, found: dict[str, Any], memory_bytes: int | None
               ) -> Topology:
     here, slower, per_host = alone.domains[0], found["contention"], links.ranks_per_host

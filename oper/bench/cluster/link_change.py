@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from oper.bench.cluster.constants import measured_topology
+from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_plan, set_gradient
-from oper.bench.cluster.network import Links, set_rates
+from oper.bench.cluster.network import Links
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.planning import gather, slowest
@@ -45,7 +45,6 @@ class LinkChange:
         share_after: what host 0's link keeps of its rate.
         num_batches: distinct batches, which repeat.
         num_stats_batches: other batches that the statistics come from.
-        in_grid: never; it is reported beside the grid.
     """
 
     name: str
@@ -54,7 +53,6 @@ class LinkChange:
     share_after: float = 0.25
     num_batches: int = 32
     num_stats_batches: int = 32
-    in_grid: bool = False
 
 
 class _Run:
@@ -82,13 +80,6 @@ class _Run:
         side = build_plan(self.work, plan)
         set_gradient(side, self.work, self.batches[0])
         return side
-
-    def limit(self, links: Links, is_limited: bool = True) -> None:
-        """Set the links' rates. Collective."""
-        dist.barrier()
-        if self.rank == 0:
-            set_rates(links, is_limited)
-        dist.barrier()
 
     def step(self, side: Side, k: int) -> None:
         side.step(self.batches[k % len(self.batches)])
@@ -120,15 +111,15 @@ def run(case: LinkChange, alone: Topology, progress: Progress) -> dict[str, Any]
     watch = Replanner(side.model, begun.stats, topology, WatchOptions(window=_WINDOW))
     progress(f"{_BEFORE} steps, then host 0's link goes down to {case.share_after:g} of its rate")
     early = begun.train(side, watch, _BEFORE)
-    begun.limit(slower)
+    limit(slower)
     changed_at = len(begun.step_ms)
     events = begun.train(side, watch, _MOST_STEPS, lambda event: event.kind == "moved")
     moved_at = len(begun.step_ms)
     has_moved = bool(events) and events[-1].kind == "moved"
-    begun.limit(slower, False)
+    limit(slower, False)
     progress("comparing rows with a run that never moved")
     error = _difference(begun, side, first)
-    begun.limit(slower)
+    limit(slower)
     progress("timing beside a plan that is made for these links")
     now, _ = measured_topology(slower, alone)
     fresh = begun.side(begun.plan(now))

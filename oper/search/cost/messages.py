@@ -7,8 +7,6 @@ and those of the message that crosses hosts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from oper.messages import MessageBits, number_bytes
 from oper.search.cost.tally import SLOT_BYTES
 from oper.search.problem.statement import TableProblem
@@ -44,11 +42,3 @@ class Messages:
         """
         return max(number_bytes(b, width) * 32 / b for b in (self.bits.answers,
                                                               self.bits.gradients))
-
-    def most_per_gradient(self, tables: Iterable[TableProblem]) -> float:
-        """The largest ratio, at least 1, of the bytes of an answer to those of the gradient that
-        comes back for it: of rows of pieces of any width, and of sums."""
-        kinds = {(t.spec.dtype, t.spec.dim): t for t in tables}
-        return max([1.0, self.of_sums / self.of_bags, *(
-            self.answer_bytes(t, width) / number_bytes(self.bits.gradients, width)
-            for (_, dim), t in kinds.items() for width in range(1, dim + 1))])
