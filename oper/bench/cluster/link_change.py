@@ -45,6 +45,7 @@ class LinkChange:
         share_after: what host 0's link keeps of its rate.
         num_batches: distinct batches, which repeat.
         num_stats_batches: other batches that the statistics come from.
+        in_grid: never; it is reported beside the grid.
     """
 
     name: str
@@ -53,6 +54,7 @@ class LinkChange:
     share_after: float = 0.25
     num_batches: int = 32
     num_stats_batches: int = 32
+    in_grid: bool = False
 
 
 class _Run:
