@@ -156,8 +156,8 @@ def _alone(args: argparse.Namespace) -> str:
 
 
 def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How well executed steps were predicted, over all cases: of contenders that OPER's runtime
-    executes, which is what the cost model models.
+    """How well executed steps were predicted: of contenders that OPER's runtime executes, which is
+    what the cost model models, in the cases of the grid, or in all if there is none of it.
 
     Returns:
         ``median_error`` and ``worst_error`` (relative, of the executed step), and ``ordered``: of
@@ -165,7 +165,7 @@ def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         share that the model puts in the same order. None where there is nothing to count.
     """
     errors, pairs = [], []
-    for entry in entries:
+    for entry in [e for e in entries if e.get("in_grid")] or entries:
         steps = [(x["executed_ms"], x["predicted_ms"]) for x in entry.get("contenders", {}).values()
                  if x["runtime"] == "oper" and x["predicted_ms"] is not None]
         errors += [abs(predicted / executed - 1) for executed, predicted in steps]
