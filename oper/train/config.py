@@ -41,20 +41,27 @@ PATHS = ("data", "out", "stats", "plan", "topology", "start", "remap", "trace")
 
 @dataclass(frozen=True, slots=True)
 class DLRMConfig:
-    """A DLRM.
+    """A DLRM, or a DLRM-DCNv2 where it has cross layers.
 
     Attributes:
         dim: columns of every table; also the last layer of the bottom MLP.
         dense_layers: layer sizes of the bottom MLP before that last layer.
         over_layers: layer sizes of the top MLP before its single output.
+        cross_layers: layers of the low-rank cross network between the MLPs; 0 = the dot products
+            of all pairs of embeddings instead.
+        cross_rank: rank of the matrices of a cross layer.
     """
 
     dim: int = 32
     dense_layers: tuple[int, ...] = (128, 64)
     over_layers: tuple[int, ...] = (128, 64)
+    cross_layers: int = 0
+    cross_rank: int = 64
 
     def __post_init__(self) -> None:
         _at_least("model.dim", self.dim, 1)
+        _at_least("model.cross_layers", self.cross_layers, 0)
+        _at_least("model.cross_rank", self.cross_rank, 1)
         for name in ("dense_layers", "over_layers"):
             for size in getattr(self, name):
                 _at_least(f"model.{name}", size, 1)

@@ -1,4 +1,4 @@
-"""DLRM from a preprocessed folder's tables, and its trained state as plain tensors."""
+"""DLRMs from a preprocessed folder's tables, and their trained state as plain tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
     ``forward(batch) -> (loss, (loss, logits, labels))`` with `batch` as of `x.
     """
     try:
-        from torchrec.models.dlrm import DLRM, DLRMTrain
+        from torchrec.models.dlrm import DLRMTrain
         from torchrec.modules.embedding_configs import EmbeddingBagConfig
         from torchrec.modules.embedding_modules import EmbeddingBagCollection
     except ImportError as error:
@@ -45,11 +45,28 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
         name=table_name(t.name), embedding_dim=t.dim, num_embeddings=t.num_rows,
         feature_names=list(t.features)) for t in tables]
     meta = EmbeddingBagCollection(configs, device=torch.device("meta"))
-    dlrm = DLRM(meta, num_dense, [*config.dense_layers, config.dim], [*config.over_layers, 1])
+    dlrm = dlrm_over(meta, num_dense, config)
     if tables_on == "cpu":
         dlrm.sparse_arch.embedding_bag_collection = EmbeddingBagCollection(
             configs, device=torch.device("cpu"))
     return DLRMTrain(dlrm)
+
+
+def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig) -> Any:
+    """TorchRec's ``DLRM``, or its ``DLRM_DCN``, with dense layers drawn by torch's generator.
+
+    Args:
+        collection: its ``EmbeddingBagCollection`` on any device, `config.dim` columns wide.
+        num_dense: dense features.
+        config: layer sizes.
+    """
+    from torchrec.models.dlrm import DLRM, DLRM_DCN
+
+    layers = (collection, num_dense, [*config.dense_layers, config.dim], [*config.over_layers, 1])
+    cpu = torch.device("cpu")
+    if config.cross_layers:
+        return DLRM_DCN(*layers, config.cross_layers, config.cross_rank, dense_device=cpu)
+    return DLRM(*layers, dense_device=cpu)
 
 
 def describe(tables: Sequence[TableSpec], num_dense: int) -> dict[str, Any]:

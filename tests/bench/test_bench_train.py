@@ -8,22 +8,26 @@ import pytest
 from oper.bench.core.launch import run_workers
 from oper.bench.core.workload import Workload
 from oper.bench.tables import train
+from oper.bench.tables.sides import Dense
 from oper.bench.tables.train_case import TrainCase, run_case
+from oper.train.config import DLRMConfig
 from tests.bench import broken
 
 TINY = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
+UNEVEN = replace(TINY, lengths=(1, 3))
+CROSS = Dense(DLRMConfig(dense_layers=(16,), over_layers=(16,), cross_layers=2, cross_rank=4))
 KEYS = {"name", "ratio_step", "ratio_forward", "oper_step_ms", "oper_forward_ms",
         "gather_ceiling_gbps", "forward_fraction_of_ceiling", "verified", "bytes_moved",
         "page_kind", "load_before", "load_after", "plans"}
 
 
-def _case(name: str, whole_model: bool) -> TrainCase:
-    return TrainCase(name, TINY, whole_model=whole_model, num_batches=4, num_stats_batches=4,
-                     rounds=2, per_round=2)
+def _case(name: str, dense: Dense | None = None, work: Workload = TINY) -> TrainCase:
+    return TrainCase(name, work, dense=dense, num_batches=4, num_stats_batches=4, rounds=2,
+                     per_round=2)
 
 
 def test_ranks_that_share_no_memory() -> None:
-    case = replace(_case("ebc", False), exchange="collective")
+    case = replace(_case("ebc", work=UNEVEN), exchange="collective")
     (entry,) = run_workers(run_case, [case], 2)
     assert entry["verified"] is True, entry["plans"]
     assert "ceiling" not in entry["plans"] and entry["exchange"] == "collective"
@@ -37,8 +41,9 @@ def test_ranks_that_share_no_memory() -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, Any]]:
-    """Two cases, and one with a wrong weight; processes take longer to start than to measure."""
-    cases = [_case("ebc", False), _case("dlrm", True), _case("broken", False)]
+    """Several cases, one of them with a wrong weight; processes take long to start."""
+    cases = [_case("ebc"), _case("dlrm", Dense()), _case("broken"), _case("dcn", CROSS, UNEVEN),
+             _case("dcn-bfloat16", replace(CROSS, dtype="bfloat16"), UNEVEN)]
     return list(run_workers(broken.run_case, cases, 2))
 
 
@@ -73,3 +78,29 @@ def test_a_wrong_weight_is_found(measured: list[dict[str, Any]]) -> None:
     assert entry["plans"]["table_wise"]["verification"]["passed"]
     report = train.report([entry])
     assert " NO\n" in report and "oper differs from the unsharded model" in report
+
+
+def test_cross_networks_in_both_precisions(measured: list[dict[str, Any]]) -> None:
+    for entry, dtype, kinds in zip(measured[3:], ("float32", "bfloat16"), (
+            {"logits", "dense"}, {"logits of bfloat16", "dense of bfloat16"}), strict=True):
+        assert entry["verified"] is True, entry["plans"]
+        assert entry["dense"]["dtype"] == dtype and entry["dense"]["cross_layers"] == 2
+        for name in ("oper", "table_wise", "mixed"):
+            checked = entry["plans"][name]["verification"]["max_relative_diff"]
+            assert kinds < set(checked)
+        # 64 bags of one row and 64 of three, each with an output, 64 bytes each.
+        assert entry["bytes_moved"]["forward"] == 64 * (4 + 2) * 64
+        assert entry["samples_per_core_s"]["oper"] == pytest.approx(
+            64 / 2 / (entry["oper_step_ms"] / 1e3), rel=1e-2)
+    rounded, exact = (max(e["plans"]["table_wise"]["verification"]["max_relative_diff"].values())
+                      for e in (measured[4], measured[3]))
+    assert rounded != exact
+    assert "bfloat16, samples/s per core: OPER" in train.report(measured[3:])
+
+
+def test_mlperf_shapes() -> None:
+    (exact, rounded) = train.cases(False, model="dlrm-dcnv2")
+    assert (exact.dense.dtype, rounded.dense.dtype) == ("float32", "bfloat16")
+    assert sum(exact.work.bag_lengths) == 214 and max(exact.work.num_rows) == 400_000
+    assert exact.dense.over(exact.work).dim == 128 and exact.dense.layers.cross_layers == 3
+    assert not train.cases(True, model="dlrm")[0].dense.layers.cross_layers

@@ -16,6 +16,7 @@ from oper.bench.cluster.network import Links
 from oper.bench.core.planning import gather, world
 from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import (
+    Dense,
     Side,
     build_data_parallel,
     build_oper,
@@ -161,7 +162,8 @@ def _oper(work: Workload, plan: Plan, objective: str, whole_model: bool
 def build_plan(work: Workload, plan: Plan, objective: str = "training", whole_model: bool = False
                ) -> Side:
     """The tables of a workload under a plan, alone or in a DLRM, on OPER's runtime. Collective."""
-    return build_oper(work, whole_model, plan, False, objective, _collection(work))[0]
+    dense = Dense() if whole_model else None
+    return build_oper(work, dense, plan, False, objective, _collection(work))[0]
 
 
 @functools.lru_cache(maxsize=1)
@@ -196,7 +198,8 @@ def _collection(work: Workload) -> Any:
 
 def _torchrec(work: Workload, kind: str, links: Links, machine: Mapping[str, Any],
               whole_model: bool) -> Callable[[], tuple[Side, Any]]:
-    return lambda: build_torchrec(work, whole_model, kind, links.world_size, machine)
+    dense = Dense() if whole_model else None
+    return lambda: build_torchrec(work, dense, kind, links.world_size, machine)
 
 
 def planner_machine(links: Links, topology: Topology) -> dict[str, Any]:

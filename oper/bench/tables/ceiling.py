@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from oper.bench.core.record import elapsed
+from oper.bench.core.workload import NO_ID
 
 if TYPE_CHECKING:
     from oper.shmem.tables import ShardedTables
@@ -60,8 +61,8 @@ class GatherBatch:
         """From the addresses of a batch, int64 [F, B * pooling], key-major.
 
         Args:
-            addresses: by feature, sample and place in the bag.
-            pooling: ids per bag.
+            addresses: by feature, sample and place in the bag; 0 = no lookup.
+            pooling: places of a bag.
             dim: columns of all tables.
             order: ``"feature"`` (all samples of a feature in turn) or ``"sample"``.
         """
@@ -72,9 +73,10 @@ class GatherBatch:
                + np.arange(num_features, dtype=np.int64)[:, None]) * dim
         if order == "sample":
             bags, out = bags.transpose(1, 0, 2), out.T
-        flat = bags.reshape(-1)
+        flat = bags[bags != 0]
         flat = np.concatenate([flat, np.repeat(flat[-1:], max(PREFETCH_ROWS))])
-        offsets = np.arange(num_features * size + 1, dtype=np.int64) * pooling
+        offsets = np.zeros(num_features * size + 1, np.int64)
+        np.cumsum((bags != 0).sum(axis=2).reshape(-1), out=offsets[1:])
         return GatherBatch(torch.from_numpy(flat), torch.from_numpy(offsets),
                            torch.from_numpy(np.ascontiguousarray(out.reshape(-1))))
 
@@ -85,14 +87,15 @@ class Ceiling:
     Args:
         tables: the sharded tables.
         batches: ids of each batch, int64 [F, B * pooling], key-major, features in output order.
-        pooling: ids per bag.
+        pooling: places of a bag; those that hold `NO_ID` are not looked up.
     """
 
     def __init__(self, tables: ShardedTables, batches: Sequence[np.ndarray], pooling: int) -> None:
         names = [table for _, table in tables.features]
         where = [row_addresses(tables, name) for name in names]
         self._dim = tables.directories[0].table.dim
-        self._addresses = [np.stack([w[ids[f]] for f, w in enumerate(where)]) for ids in batches]
+        self._addresses = [np.stack([np.where(ids[f] == NO_ID, 0, w[ids[f]])
+                                     for f, w in enumerate(where)]) for ids in batches]
         self._pooling = pooling
         size = batches[0].shape[1] // pooling
         self.out = torch.empty(size, self._dim * len(names))

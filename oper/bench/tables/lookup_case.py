@@ -65,7 +65,7 @@ def run_case(case: LookupCase, progress: Progress) -> dict[str, Any]:
     if case.torchrec:
         for kind in PLAN_KINDS:
             with torch.enable_grad():  # TorchRec puts its optimizers into the backward pass
-                side = build_torchrec(work, False, kind, run.world_size)[0]
+                side = build_torchrec(work, None, kind, run.world_size)[0]
             timed[kind] = over(kjts, side.forward_values)
             checked[kind] = over(kjts, side.lookup)
     else:

@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,17 +14,37 @@ import torch
 from torch import nn
 
 from oper.bench.core.planning import rows_by_placement
-from oper.bench.core.workload import NUM_DENSE, Workload
+from oper.bench.core.workload import NO_ID, NUM_DENSE, Workload
 from oper.bench.tables.torchrec_peer import BagsOnly, PeerOptions, build_peer
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.train.config import DLRMConfig
+from oper.train.model import dlrm_over
 
 if TYPE_CHECKING:
     from oper.plan import Plan
     from oper.shmem.tables import ShardedTables
 
 OPTIMIZER = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS)  # OPER's
-DENSE_LAYERS, OVER_LAYERS = (512, 256), (512, 512, 256, 1)  # the dense arch ends with `dim`
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """What is around the tables of a whole model, the same on all sides.
+
+    Attributes:
+        layers: their sizes; the width is that of the workload's tables.
+        dtype: of the operands of matrix products, ``"float32"`` or ``"bfloat16"`` (torch's
+            autocast); weights, their updates and lookups are float32.
+    """
+
+    layers: DLRMConfig = field(default_factory=lambda: DLRMConfig(
+        dense_layers=(512, 256), over_layers=(512, 512, 256)))
+    dtype: str = "float32"
+
+    def over(self, work: Workload) -> DLRMConfig:
+        """The sizes over a workload's tables."""
+        return replace(self.layers, dim=work.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +72,7 @@ class Side:
         collection: the sharded embedding bag collection inside it.
         optimizers: step after every backward pass.
         gradient: output gradient float32 [B, sum of dims] in the order of the collection's keys;
-            None for a whole DLRM.
+            None for a whole model.
         features: keys in the order of the configuration.
         plan: what it executes, for the record.
         tables: OPER's tables; None on TorchRec's side.
@@ -66,6 +86,11 @@ class Side:
     features: list[str]
     plan: dict[str, Any] = field(default_factory=dict)
     tables: ShardedTables | None = None
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether its matrix products take operands of bfloat16."""
+        return any(isinstance(m, Bfloat16) for m in self.model.modules())
 
     def step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, update; returns the pooled embeddings or the logits."""
@@ -111,7 +136,8 @@ class Side:
             out = self.step(batch).detach()
         finally:
             handle.remove()
-        return Trace(seen["pooled"], seen["gradient"], out if self.gradient is None else None)
+        return Trace(seen["pooled"], seen["gradient"],
+                     out.float() if self.gradient is None else None)
 
     def lookup(self, features: Any) -> torch.Tensor:
         """Pooled embeddings in the order of the configuration, without gradient."""
@@ -169,27 +195,41 @@ def make_collection(work: Workload, device: str) -> Any:
     return EmbeddingBagCollection(tables=configs, device=torch.device(device))
 
 
-def make_dlrm(work: Workload, collection: Any) -> Any:
-    """DLRM for training: dense 512-256-dim, over 512-512-256-1, dot interaction."""
-    from torchrec.models.dlrm import DLRM, DLRMTrain
+class Bfloat16(nn.Module):
+    """A model whose matrix products take operands of bfloat16."""
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(batch)
+
+
+def make_dlrm(work: Workload, collection: Any, dense: Dense | None = None) -> Any:
+    """A whole model for training over a collection; `Dense` by default."""
+    from torchrec.models.dlrm import DLRMTrain
+
+    dense = dense or Dense()
     torch.manual_seed(work.seed)
-    return DLRMTrain(DLRM(collection, NUM_DENSE, [*DENSE_LAYERS, work.dim], list(OVER_LAYERS),
-                          dense_device=torch.device("cpu")))
+    model = DLRMTrain(dlrm_over(collection, NUM_DENSE, dense.over(work)))
+    return Bfloat16(model) if dense.dtype == "bfloat16" else model
 
 
-def build_oper(work: Workload, whole_model: bool, plan: Plan, keep_reference: bool,
+def build_oper(work: Workload, dense: Dense | None, plan: Plan, keep_reference: bool,
                objective: str = "training", collection: Any = None) -> tuple[Side, Any]:
     """OPER's side, and the unsharded model when `keep_reference`. Collective.
 
-    `collection` is `make_collection`'s, whose tables are copied; made here by default.
+    Without `dense` it is the collection alone. `collection` is `make_collection`'s, whose tables
+    are copied; made here by default.
     """
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
     from oper.sharding import shard
 
     if collection is None:
         collection = make_collection(work, "cpu")
-    model = make_dlrm(work, collection) if whole_model else BagsOnly(collection)
+    model = make_dlrm(work, collection, dense) if dense else BagsOnly(collection)
     reference = None
     if keep_reference:
         # The tables themselves are shared: sharding copies them into the arena.
@@ -198,7 +238,7 @@ def build_oper(work: Workload, whole_model: bool, plan: Plan, keep_reference: bo
                     optimizer=OPTIMIZER if objective == "training" else None)
     bags = next(m for m in sharded.modules() if isinstance(m, ShardedEmbeddingBags))
     optimizers: list[torch.optim.Optimizer] = []
-    if whole_model:
+    if dense:
         optimizers.append(torch.optim.SGD(sharded.parameters(), lr=LEARNING_RATE))
         sharded = _data_parallel(sharded)
     side = Side("oper", sharded, bags, optimizers, None, work.features,
@@ -233,18 +273,18 @@ def _plan_summary(plan: Plan) -> dict[str, Any]:
             "lower_bound_us": plan.lower_bound_us, "notes": plan.notes}
 
 
-def build_torchrec(work: Workload, whole_model: bool, kind: str, world_size: int,
+def build_torchrec(work: Workload, dense: Dense | None, kind: str, world_size: int,
                    machine: Mapping[str, Any] | None = None) -> tuple[Side, Any]:
     """TorchRec's side by one of its plans, and its `ShardingPlan`. Collective.
 
     Args:
         work: the workload.
-        whole_model: a DLRM instead of the collection alone.
+        dense: what is around the tables; None = the collection alone.
         kind, machine: see `PeerOptions`.
         world_size: ranks.
     """
     collection = make_collection(work, "meta")
-    module = make_dlrm(work, collection) if whole_model else collection
+    module = make_dlrm(work, collection, dense) if dense else collection
     peer = build_peer(module, PeerOptions(
         kind, work.batch_size // world_size, tuple(map(float, work.bag_lengths)), LEARNING_RATE,
         EPS, machine or {}))
@@ -262,11 +302,13 @@ def moved_bytes(work: Workload, ids: Sequence[np.ndarray]) -> dict[str, int]:
         and weight and row-wise state of each of them read and written.
     """
     row = work.dim * 4
-    forward = distinct = 0
+    forward = distinct = lookups = 0
     for batch in ids:
-        forward += batch.size * row + batch.size // work.pooling * row
-        distinct += sum(np.unique(x).size for x in batch)
-    lookups = sum(x.size for x in ids)
+        found = [x[x != NO_ID] for x in batch]
+        read = sum(x.size for x in found)
+        forward += read * row + batch.size // work.pooling * row
+        distinct += sum(np.unique(x).size for x in found)
+        lookups += read
     step = forward + lookups * row + distinct * (2 * row + 2 * (row + 4))
     return {"forward": forward // len(ids), "step": step // len(ids),
             "distinct_rows": distinct // len(ids)}

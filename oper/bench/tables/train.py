@@ -14,15 +14,26 @@ from oper.bench.device import suite
 from oper.bench.dynamic import case as dynamic_case, suite as dynamic_suite
 from oper.bench.tables import model_case, model_steps
 from oper.bench.tables.train_case import TrainCase, run_case
+from oper.data.generate.published import CRITEO_1TB_DISTINCT, MLPERF_CAP, MLPERF_MULTI_HOT
+from oper.train.config import DLRMConfig
 
 WORLD_SIZE = 2
 CASE_OPTIONS = ("device", "model", "tables")
+# MLPerf's models: layers of its reference implementations, ids per bag of its multi-hot data, rows
+# of its tables up to a hundredth of its own limit.
+MLPERF = {
+    "dlrm": DLRMConfig(dense_layers=(512, 256), over_layers=(1024, 1024, 512, 256)),
+    "dlrm-dcnv2": DLRMConfig(dense_layers=(512, 256), over_layers=(1024, 1024, 512, 256),
+                             cross_layers=3, cross_rank=512)}
+_MAX_ROWS = MLPERF_CAP // 100
 
 
 def cases(quick: bool, device: str = "", model: str = "", tables: str = "") -> list[Any]:
     """The cases in the order of the record; the main ones only when `quick`."""
     if device == "cuda":
         return suite.cases(quick, "train")
+    if model in MLPERF:
+        return mlperf_cases(quick, model)
     if model:
         return model_steps.cases(quick, model)
     if tables:
@@ -35,7 +46,8 @@ def cases(quick: bool, device: str = "", model: str = "", tables: str = "") -> l
                 if whole and suffix:
                     continue  # other skews are reported for the collection alone
                 case = TrainCase(f"{'dlrm' if whole else 'ebc'}-pool{pooling}{suffix}",
-                                 Workload(pooling=pooling, exponent=exponent), whole_model=whole)
+                                 Workload(pooling=pooling, exponent=exponent),
+                                 dense=Dense() if whole else None)
                 if whole:
                     case = replace(case, rounds=10, per_round=3)
                 if quick:
@@ -45,12 +57,23 @@ def cases(quick: bool, device: str = "", model: str = "", tables: str = "") -> l
     return found
 
 
+def mlperf_cases(quick: bool, model: str) -> list[TrainCase]:
+    """One of `MLPERF` with matrix products of float32 and of bfloat16; small when `quick`."""
+    most, batch_size = (2_000, 64) if quick else (_MAX_ROWS, 1024)
+    work = Workload(tuple(min(n, most) for n in CRITEO_1TB_DISTINCT), dim=128,
+                    batch_size=batch_size, pooling=max(MLPERF_MULTI_HOT), lengths=MLPERF_MULTI_HOT)
+    rounds, per_round, batches = (2, 1, 4) if quick else (6, 2, 8)
+    return [TrainCase(f"{model}-{dtype}", work, num_batches=batches, num_stats_batches=batches,
+                      rounds=rounds, per_round=per_round, dense=Dense(MLPERF[model], dtype))
+            for dtype in ("float32", "bfloat16")]
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments beside those of every benchmark."""
     suite.configure(parser)
-    parser.add_argument("--model", choices=model_steps.MODELS, default="",
-                        help="a recommender over a synthetic catalogue instead, see "
-                             "docs/how-to/recommenders.md")
+    parser.add_argument("--model", choices=(*MLPERF, *model_steps.MODELS), default="",
+                        help="instead: a DLRM or DLRM-DCNv2 of MLPerf's layers, or a recommender "
+                             "over a synthetic catalogue, see docs/how-to/recommenders.md")
     parser.add_argument("--tables", choices=("dynamic",), default="",
                         help="dynamic: of raw keys, beside OPER's static ones and TorchRec's "
                              "managed-collision modules")
@@ -62,7 +85,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
     """Measure the chosen cases."""
     if args.device == "cuda":
         return suite.run(chosen, args.device)
-    if args.model:
+    if args.model in model_steps.MODELS:
         return run_workers(model_case.run_case, chosen, WORLD_SIZE)
     if args.tables:
         return run_workers(dynamic_case.run_case, chosen, WORLD_SIZE)
@@ -89,12 +112,22 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
     notes = "".join(_complaints(e) for e in entries if not e["verified"])
     return (table + f"{WORLD_SIZE} processes, 1 thread each; medians of the"
             " slower rank; ratio = TorchRec's best plan / OPER\n"
-            + record.noise_note(entries) + "".join(map(_wire, entries)) + notes)
+            + record.noise_note(entries) + "".join(map(_throughput, entries))
+            + "".join(map(_wire, entries)) + notes)
 
 
 def _limit(text: str) -> record.Column:
     """A column of the gather ceiling, which reads shared memory."""
     return lambda e: text.format(**e) if e["exchange"] == "shared" else "-"
+
+
+def _throughput(entry: dict[str, Any]) -> str:
+    """Samples per core of a whole model."""
+    if "dense" not in entry:
+        return ""
+    each = entry["samples_per_core_s"]
+    return (f"{entry['name']}: {entry['dense']['dtype']}, samples/s per core: OPER "
+            f"{each['oper']:,.0f}, TorchRec {each[entry['torchrec_best']]:,.0f}\n")
 
 
 def _wire(entry: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Case, Run, over
 from oper.bench.core.planning import bytes_read, chosen_plan, slowest, total
-from oper.bench.core.workload import TIMED, make_batch
+from oper.bench.core.workload import TIMED, bags_of, make_batch
 from oper.bench.tables.ceiling import Ceiling
-from oper.bench.tables.sides import Side, build_oper, build_torchrec, moved_bytes
+from oper.bench.tables.sides import Dense, Side, build_oper, build_torchrec, moved_bytes
 from oper.bench.tables.torchrec_peer import PLAN_KINDS
 from oper.bench.tables.verify import Checks, Reference, Verdict, verify
 from oper.plan import Plan
@@ -33,12 +33,12 @@ class TrainCase(Case):
     """One case.
 
     Attributes:
-        whole_model: a DLRM instead of the collection alone.
+        dense: what is around the tables of a whole model; None = the collection alone.
         exchange: ``"shared"``: OPER's ranks share memory. ``"collective"``: each acts as a host of
             its own and exchanges messages, as TorchRec's ranks do over gloo.
     """
 
-    whole_model: bool = False
+    dense: Dense | None = None
     exchange: str = "shared"
     rounds: int = 20
 
@@ -92,6 +92,7 @@ class _TrainRun(Run):
         return self.finish(self._tables, {
             **self._figures(timings, verdicts, ids), "oper_phases_ms": phases,
             "bytes_read": bytes_read(self._tables), "exchange": self.case.exchange, **wire,
+            **self._throughput(timings["step"]),
             "ceiling": ceiling.settings if ceiling else None, "plan_seconds": round(plan_s, 3)})
 
     @property
@@ -101,14 +102,14 @@ class _TrainRun(Run):
 
     def _build(self, plan: Plan, checks: Checks) -> Reference | None:
         """All contenders, alive together; the unsharded model on rank 0."""
-        whole = self.case.whole_model
+        dense = self.case.dense
         self.say("building OPER's side")
-        oper, model = build_oper(self.work, whole, plan, keep_reference=self.rank == 0)
+        oper, model = build_oper(self.work, dense, plan, keep_reference=self.rank == 0)
         self.sides = [oper]
         for kind in PLAN_KINDS:
             self.say(f"building TorchRec's {kind} side")
-            self.sides.append(build_torchrec(self.work, whole, kind, self.world_size)[0])
-        if not whole:
+            self.sides.append(build_torchrec(self.work, dense, kind, self.world_size)[0])
+        if dense is None:
             # The same output gradient for every side and every step.
             gradient = self.gradient(self.work.seed + self.rank,
                                      self.work.batch_size // self.world_size)
@@ -164,13 +165,13 @@ class _TrainRun(Run):
         """What the simulator says of the bytes that all ranks have sent in the counted steps."""
         if self.rank:
             return {}
-        lengths = np.full(self.work.batch_size // self.world_size, self.work.pooling, np.int64)
         replay = WireReplay(self._tables.plan, range(self.world_size), training=True)
         simulated, everyones = 0, self.everyones_ids()
         for k in range(_PHASE_STEPS):
+            bags = [bags_of(self.work, ids) for ids in everyones[k % len(everyones)]]
             simulated += int(replay.step([
-                {f: Bags(ids[n], lengths) for n, f in enumerate(self.work.features)}
-                for ids in everyones[k % len(everyones)]]).sum())
+                {f: Bags(*x) for f, x in zip(self.work.features, mine, strict=True)}
+                for mine in bags]).sum())
         return {"simulated_bytes_per_step": round(simulated / _PHASE_STEPS),
                 "simulated_equals_sent": simulated == executed}
 
@@ -187,6 +188,17 @@ class _TrainRun(Run):
         mine = np.median(np.array(taken, np.float64), axis=0) / 1e6
         return {name: round(x / self.world_size, 4)
                 for name, x in zip(tables.phase_ns(), total(mine.tolist()), strict=True)}
+
+    def _throughput(self, seconds: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Of a whole model: samples that a core trains in a second, by contender."""
+        dense = self.case.dense
+        if dense is None:
+            return {}
+        cores = max(self.case.num_threads, self.world_size)
+        per_core = {name: round(self.work.batch_size / float(np.median(s)) / cores, 2)
+                    for name, s in seconds.items()}
+        return {"dense": {"dtype": dense.dtype, **asdict(dense.over(self.work))},
+                "samples_per_core_s": per_core}
 
     def _figures(self, timings: dict[str, dict[str, np.ndarray]],
                  verdicts: dict[str, dict[str, Any]], ids: Sequence[np.ndarray]) -> dict[str, Any]:
