@@ -13,6 +13,7 @@ from oper.bench.core.workload import Workload
 from oper.bench.device import suite
 from oper.bench.dynamic import case as dynamic_case, suite as dynamic_suite
 from oper.bench.tables import model_case, model_steps
+from oper.bench.tables.sides import Dense
 from oper.bench.tables.train_case import TrainCase, run_case
 from oper.data.generate.published import CRITEO_1TB_DISTINCT, MLPERF_CAP, MLPERF_MULTI_HOT
 from oper.train.config import DLRMConfig
