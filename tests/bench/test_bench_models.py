@@ -39,8 +39,18 @@ def test_the_simulator(tmp_path: Path) -> None:
     done = run_here("bench", "simulator", "--quick", "--seeds", "1", "--json",
                     str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
-    (case,) = json.loads((tmp_path / "record.json").read_text())["cases"]
+    case, retention = json.loads((tmp_path / "record.json").read_text())["cases"]
     rates = {name: found["step"]["mean"] for name, found in case["policies"].items()}
     assert rates["random"] < rates["behaviour"] < rates["oracle"] and case["verified"]
+    assert {"cdt4rec", "decision transformer", "behaviour cloning", "cql", "iql",
+            "td3+bc"} < set(retention["policies"]) and retention["verified"]
+    clicks = {name: found["return"]["mean"] for name, found in retention["policies"].items()}
+    assert clicks["random"] < clicks["behaviour"] < clicks["oracle of clicks and return"]
+    for name, found in retention["policies"].items():
+        less = clicks["cdt4rec"] - clicks[name]
+        assert found["cdt4rec_less"]["mean"] == pytest.approx(less, abs=1e-5)
+    asked = retention["asked"]
+    assert len(asked["spearman"]) == 1 and -1 <= asked["spearman"][0] <= 1
+    assert asked["served"][0][5] == pytest.approx(clicks["cdt4rec"], abs=1e-3)
     assert "no statement on a real shop" in done.stdout
     assert run_here("bench", "simulator", "--weights", str(tmp_path)).returncode == 1

@@ -84,7 +84,7 @@ def test_clicks_follow_the_network() -> None:
     clicks = many.step(action.expand(20_000, -1))
     share = torch.bincount(clicks, minlength=11) / 20_000
     assert (share - want).abs().max() < 0.02
-    mean = SHOP.expected_clicks(features, torch.tensor([0.0]), action)
+    mean = SHOP.expected(features, torch.tensor([0.0]), action)[0]
     assert float(clicks.float().mean()) == pytest.approx(float(mean), abs=0.1)
 
 
@@ -165,9 +165,9 @@ def test_the_oracle_is_best() -> None:
     log = collect_visits(SHOP, random_policy, 20, 4).steps
     now = log._replace(states=log.states[:, :1])
     page = torch.zeros(20)
-    found = SHOP.expected_clicks(visits.features, page, Oracle(SHOP)(now))
+    found = SHOP.expected(visits.features, page, Oracle(SHOP)(now))[0]
     for _ in range(300):
-        tried = SHOP.expected_clicks(visits.features, page, random_policy_actions(20))
+        tried = SHOP.expected(visits.features, page, random_policy_actions(20))[0]
         assert bool((tried <= found + 0.3).all())
 
 

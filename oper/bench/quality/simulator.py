@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core import record
+from oper.bench.quality import retention
+from oper.bench.quality.retention import RetentionCase
 from oper.rl_rec.simulation.clicks import click_through_rate
 from oper.rl_rec.simulation.offline import (
-    GRADES,
     SIMULATOR_CONFIG,
     Episodes,
     OfflineOptions,
@@ -27,7 +28,7 @@ from oper.rl_rec.simulation.offline import (
     random_policy,
     train_cdt4rec,
 )
-from oper.rl_rec.simulation.shop import Shop, load_virtual_taobao, synthetic_shop
+from oper.rl_rec.simulation.shop import Returning, Shop, load_virtual_taobao, synthetic_shop
 from oper.support.flags import whole
 
 _LOG_SEED, _CUSTOMERS_SEED = 5, 1_000_003
@@ -53,11 +54,12 @@ class Case:
     steps: int = 600
 
 
-def cases(quick: bool) -> list[Case]:
-    """A case per grade; the medium log only, and a small one, when `quick`."""
+def cases(quick: bool) -> list[Case | RetentionCase]:
+    """A case per grade, and customers who come back; small ones, of a grade, when `quick`."""
     if quick:
-        return [Case("medium", "medium", 120, 60, 40)]
-    return [Case(grade, grade) for grade in GRADES]
+        return [Case("medium", "medium", 120, 60, 40),
+                RetentionCase(num_logged=60, num_served=30, steps=20, short_steps=20)]
+    return [*(Case(grade, grade) for grade in ("random", "medium", "expert")), RetentionCase()]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,11 +71,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
                              "networks")
 
 
-def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
+def run(args: argparse.Namespace, chosen: Sequence[Case | RetentionCase]
+        ) -> Iterator[dict[str, Any]]:
     """Collect, train and serve; yields an entry per case."""
-    shop = load_virtual_taobao(args.weights) if args.weights else synthetic_shop()
     for case in chosen:
-        yield _run_case(case, shop, args.seeds)
+        law = Returning() if isinstance(case, RetentionCase) else None
+        shop = (load_virtual_taobao(args.weights, law) if args.weights
+                else synthetic_shop(returning=law))
+        if isinstance(case, RetentionCase):
+            yield retention.run_case(case, shop, args.seeds)
+        else:
+            yield _run_case(case, shop, args.seeds)
 
 
 def _run_case(case: Case, shop: Shop, num_seeds: int) -> dict[str, Any]:
@@ -116,10 +124,12 @@ def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
 
 def report(entries: Sequence[dict[str, Any]]) -> str:
     """The entries for a person."""
+    single = [e for e in entries if "returning" not in e]
     rows = [[f"{e['name']}: {name}", record.interval(found["step"]),
              record.interval(found["episode"]), ", ".join(f"{x:.3f}" for x in found["by_seed"])]
-            for e in entries for name, found in e["policies"].items()]
-    return (record.table(["log: policy", "CTR by page [95 %]", "CTR by visit [95 %]", "by seed"],
-                         rows)
-            + f"\n{entries[0]['shop']}; percentile bootstrap over visits; simulated customers: "
-            "no statement on a real shop\n")
+            for e in single for name, found in e["policies"].items()]
+    text = record.table(["log: policy", "CTR by page [95 %]", "CTR by visit [95 %]", "by seed"],
+                        rows) + "\n" if rows else ""
+    text += retention.report([e for e in entries if "returning" in e])
+    return text + (f"{entries[0]['shop']}; percentile bootstrap over visits; simulated customers: "
+                   "no statement on a real shop\n")

@@ -8,7 +8,14 @@ import numpy as np
 import torch
 
 from oper.errors import MissingDependencyError, fail
-from oper.rl_rec.simulation.shop import ACTION_DIM, MAX_PAGE, OBSERVATION_DIM, Shop, Visits
+from oper.rl_rec.simulation.shop import (
+    ACTION_DIM,
+    MAX_PAGE,
+    NUM_ATTRIBUTES,
+    NUM_FEATURES,
+    Shop,
+    Visits,
+)
 
 try:
     import gymnasium
@@ -18,11 +25,11 @@ except ImportError as error:
 
 
 class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):
-    """One customer at a time.
+    """One customer at a time: an episode is a visit, or all visits of one who comes back.
 
-    Observations are float32 [91] as of `Visits.observe`, also the last one of a visit; actions
-    float32 [27] in [-1, 1]; the reward is the number of clicks. Random numbers come from the seed
-    of ``reset`` alone.
+    Observations are float32 [91] or [94] as of `Visits.observe`, also the last one of an episode;
+    actions float32 [27] in [-1, 1]; the reward is the number of clicks. Random numbers come from
+    the seed of ``reset`` alone.
 
     Args:
         shop: its networks.
@@ -31,8 +38,10 @@ class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
 
     def __init__(self, shop: Shop) -> None:
-        high = np.ones(OBSERVATION_DIM, np.float32)
-        high[-3:] = (10, 10, MAX_PAGE + 1)
+        most = [10, 10, MAX_PAGE + 1]
+        if shop.returning:
+            most += [shop.returning.horizon] * 2 + [NUM_ATTRIBUTES - 1]
+        high = np.array([1] * NUM_FEATURES + most, np.float32)
         self.observation_space = gymnasium.spaces.Box(np.zeros_like(high), high, dtype=np.float32)
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (ACTION_DIM,), np.float32)
         self._shop = shop
@@ -50,13 +59,14 @@ class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):
         return self._observe(), {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Show a page."""
+        """Show a page; the information has the customer's page, day and visits after it."""
         if self._visits is None or bool(self._visits.done):
-            raise RuntimeError("the visit has ended, or not begun: call reset first")
+            raise RuntimeError("the episode has ended, or not begun: call reset first")
         shown = torch.as_tensor(np.asarray(action, np.float32)).reshape(1, -1)
         clicks = self._visits.step(shown)
         done = bool(self._visits.done)
-        return self._observe(), float(clicks), done, False, {"page": int(self._visits.page)}
+        told = {name: int(getattr(self._visits, name)) for name in ("page", "day", "visits")}
+        return self._observe(), float(clicks), done, False, told
 
     def _observe(self) -> np.ndarray:
         assert self._visits is not None

@@ -13,10 +13,12 @@ from torch import nn
 
 from oper.errors import InvalidInputError, fail
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig, ContinuousCDT4Rec, Trajectories
-from oper.rl_rec.simulation.shop import ACTION_DIM, NUM_FEATURES, OBSERVATION_DIM, Shop, Visits
+from oper.rl_rec.simulation.shop import ACTION_DIM, NUM_FEATURES, PAGE, Shop, Visits
 
-GRADES = ("random", "medium", "expert")
+GRADES = ("random", "medium", "expert", "mixed")
+_STDS = (0.3, 0.6, 1.0, 1.5)  # of the noise in mediocre logs
 _PAGE_SCALE = 10.0
+REWARD_SCALE = 10.0  # most clicks of a page
 
 
 class Policy(Protocol):
@@ -34,10 +36,10 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episodes:
-    """Logged visits, padded on the right.
+    """Logged visits, or all visits of customers who come back, padded on the right.
 
     Attributes:
-        steps: states float32 [E, T, 91], actions [E, T, 27], rewards [E, T], returns-to-go [E, T]
+        steps: states float32 [E, T, S], actions [E, T, 27], rewards [E, T], returns-to-go [E, T]
             (undiscounted), valid bool [E, T].
         policy: what has chosen the actions.
     """
@@ -90,77 +92,108 @@ def random_policy(past: Trajectories) -> torch.Tensor:
     return torch.rand(past.states.shape[0], ACTION_DIM) * 2 - 1
 
 
+class Drawn:
+    """One of several numbers for every customer, drawn at the first page and kept."""
+
+    def __init__(self, choices: tuple[float, ...]) -> None:
+        self.choices = torch.tensor(choices)
+        self._kept = torch.zeros(0)
+
+    def __call__(self, past: Trajectories) -> torch.Tensor:
+        """float32 [n, 1]."""
+        if past.states.shape[1] == 1:
+            shape = past.states.shape[0], 1
+            one_only = self.choices.numel() == 1
+            drawn = torch.zeros(shape, dtype=torch.int64) if one_only else torch.randint(
+                0, self.choices.numel(), shape)
+            self._kept = self.choices[drawn]
+        return self._kept
+
+
 class Oracle:
     """Knows the shop's networks and ascends the expected clicks of the present page.
 
-    Actions change neither the customer nor the length of a visit, so the best page is the best
-    policy. Adam from several starts; the best point found counts.
+    Where customers do not come back, actions change neither them nor the length of a visit: the
+    best page is the best policy. Otherwise it is short-sighted, unless the second attribute, which
+    brings customers back, has a weight. Adam from several starts; the best point found counts.
 
     Args:
         shop: its networks.
         starts, steps: of the ascent.
+        weights: of the mean second attribute beside the clicks; a customer keeps one of them.
     """
 
-    def __init__(self, shop: Shop, starts: int = 3, steps: int = 40) -> None:
+    def __init__(self, shop: Shop, starts: int = 3, steps: int = 40,
+                 weights: tuple[float, ...] = (0.0,)) -> None:
         self.shop, self.starts, self.steps = shop, starts, steps
+        self._weight = Drawn(weights)
 
     def __call__(self, past: Trajectories) -> torch.Tensor:
         now = past.states[:, -1]
         features = now[:, :NUM_FEATURES].repeat(self.starts, 1)
-        page = now[:, -1].repeat(self.starts)
+        page = now[:, PAGE].repeat(self.starts)
+        weight = self._weight(past)[:, 0].repeat(self.starts)
+
+        def merit(actions: torch.Tensor) -> torch.Tensor:
+            clicks, other = self.shop.expected(features, page, actions)
+            return clicks + weight * other
+
         with torch.enable_grad():
             raw = (torch.randn(features.shape[0], ACTION_DIM) * 0.3).requires_grad_()
             optimizer = torch.optim.Adam([raw], lr=0.2)
             for _ in range(self.steps):
-                loss = -self.shop.expected_clicks(features, page, torch.tanh(raw)).sum()
+                loss = -merit(torch.tanh(raw)).sum()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
         actions = torch.tanh(raw.detach())
-        clicks = self.shop.expected_clicks(features, page, actions).view(self.starts, -1)
-        best = clicks.argmax(dim=0)
+        best = merit(actions).view(self.starts, -1).argmax(dim=0)
         return actions.view(self.starts, -1, ACTION_DIM)[best, torch.arange(best.numel())]
 
 
 class Noisy:
-    """Another policy's actions with N(0, std) added; a customer keeps one std for the whole visit,
-    drawn from `stds`: some are served well and some badly."""
+    """Another policy's actions with N(0, std) added; a customer keeps one std, drawn from `stds`:
+    some are served well and some badly."""
 
     def __init__(self, policy: Policy, stds: tuple[float, ...]) -> None:
-        self.policy, self.stds = policy, torch.tensor(stds)
-        self._std = torch.zeros(0)
+        self.policy, self._std = policy, Drawn(stds)
 
     def __call__(self, past: Trajectories) -> torch.Tensor:
-        if past.states.shape[1] == 1:
-            drawn = torch.randint(0, self.stds.numel(), (past.states.shape[0], 1))
-            self._std = self.stds[drawn]
-        actions = self.policy(past)
-        return actions + self._std * torch.randn_like(actions)
+        std, actions = self._std(past), self.policy(past)
+        return actions + std * torch.randn_like(actions)
 
 
-def graded_visits(shop: Shop, grade: str, count: int, seed: int) -> Episodes:
-    """A log of the given quality, without any online training.
+def graded_policy(shop: Shop, grade: str) -> Policy:
+    """What serves the customers of a log of the given quality, without any online training.
 
     Args:
         shop: its networks.
         grade: ``"random"``; ``"medium"``: the oracle with noise of 0.3 to 1.5 that differs from
-            visit to visit; ``"expert"``: the oracle with noise of 0.05.
-        count: visits.
-        seed: of everything; sets torch's generator.
+            visit to visit; ``"expert"``: the oracle with noise of 0.05; ``"mixed"``: as medium,
+            but the oracle's weight of the second attribute differs from customer to customer, too.
     """
-    torch.manual_seed(seed)
     policies: dict[str, Callable[[], Policy]] = {
         "random": lambda: random_policy,
-        "medium": lambda: Noisy(Oracle(shop), (0.3, 0.6, 1.0, 1.5)),
-        "expert": lambda: Noisy(Oracle(shop), (0.05,))}
+        "medium": lambda: Noisy(Oracle(shop), _STDS),
+        "expert": lambda: Noisy(Oracle(shop), (0.05,)),
+        "mixed": lambda: Noisy(Oracle(shop, 1, 15, weights=(0.0, 1.0, 4.0)), _STDS)}
     if grade not in policies:
         raise InvalidInputError(fail("no such log", "grade", grade, f"one of {GRADES}",
                                      "choose the behaviour policy of the log"))
-    return collect_visits(shop, policies[grade](), count, seed, grade)
+    return policies[grade]()
+
+
+def graded_visits(shop: Shop, grade: str, count: int, seed: int) -> Episodes:
+    """A log of `count` visits, or customers who come back, that `graded_policy` serves.
+
+    All of it follows from the seed; sets torch's generator.
+    """
+    torch.manual_seed(seed)
+    return collect_visits(shop, graded_policy(shop, grade), count, seed, grade)
 
 
 def normalised(states: torch.Tensor) -> torch.Tensor:
-    """Observations as networks take them: counts and the page number of the order of 1."""
+    """Observations as networks take them: counts, page and day of the order of 1."""
     return torch.cat([states[..., :NUM_FEATURES], states[..., NUM_FEATURES:] / _PAGE_SCALE], dim=-1)
 
 
@@ -179,15 +212,24 @@ class OfflineOptions:
     lr: float = 1e-3
 
 
-def _fit(model: nn.Module, loss_of: Callable[[Trajectories], torch.Tensor], log: Episodes,
-         options: OfflineOptions) -> None:
+def train_offline(model: nn.Module, loss_of: Callable[[Trajectories], torch.Tensor], log: Episodes,
+                  options: OfflineOptions, window: int = 0) -> None:
+    """Train a model from logged visits, of which it sees observations as of `normalised`.
+
+    Args:
+        model: is in evaluation mode afterwards.
+        loss_of: the loss of a batch.
+        log: the visits.
+        options: steps, batch and learning rate.
+        window: most steps of a visit in a batch, from a place drawn in longer ones; 0 = all.
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    count = log.steps.valid.shape[0]
+    steps = log.steps._replace(states=normalised(log.steps.states))
+    count = steps.valid.shape[0]
     model.train()
     for _ in range(options.steps):
         at = torch.randint(0, count, (options.batch_size,))
-        longest = int(log.steps.valid[at].sum(dim=1).max())
-        loss = loss_of(Trajectories(*(part[at, :longest] for part in log.steps)))
+        loss = loss_of(_subsequences(steps, at, window))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -195,18 +237,43 @@ def _fit(model: nn.Module, loss_of: Callable[[Trajectories], torch.Tensor], log:
     model.eval()
 
 
+def _subsequences(steps: Trajectories, at: torch.Tensor, window: int) -> Trajectories:
+    sizes = steps.valid[at].sum(dim=1)
+    longest = int(sizes.max())
+    if not window or longest <= window:
+        return Trajectories(*(part[at, :longest] for part in steps))
+    first = (torch.rand(at.numel()) * (sizes - window + 1).clamp(min=1)).long()
+    place = first[:, None] + torch.arange(window)
+    return Trajectories(*(part[at[:, None], place] for part in steps))
+
+
+def perceptron(inputs: int, outputs: int) -> nn.Sequential:
+    """Two hidden layers of 128."""
+    return nn.Sequential(nn.Linear(inputs, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
+                         nn.Linear(128, outputs))
+
+
+def actor(state_dim: int) -> nn.Sequential:
+    """A network from an observation [..., S] to an action in [-1, 1]^27."""
+    return nn.Sequential(perceptron(state_dim, ACTION_DIM), nn.Tanh())
+
+
+def acting(network: nn.Module) -> Policy:
+    """The policy of a network from the present observation to an action."""
+    return lambda past: network(normalised(past.states[:, -1]))
+
+
 def clone_behaviour(log: Episodes, options: OfflineOptions, seed: int) -> Policy:
     """Behaviour cloning: a network from the present observation to the logged action."""
     torch.manual_seed(seed)
-    network = nn.Sequential(nn.Linear(OBSERVATION_DIM, 128), nn.GELU(), nn.Linear(128, 128),
-                            nn.GELU(), nn.Linear(128, ACTION_DIM), nn.Tanh())
+    network = actor(log.steps.states.shape[-1])
 
     def loss_of(batch: Trajectories) -> torch.Tensor:
-        error = (network(normalised(batch.states)) - batch.actions).square().mean(dim=-1)
+        error = (network(batch.states) - batch.actions).square().mean(dim=-1)
         return error[batch.valid].mean()
 
-    _fit(network, loss_of, log, options)
-    return lambda past: network(normalised(past.states[:, -1]))
+    train_offline(network, loss_of, log, options)
+    return acting(network)
 
 
 class ReturnPolicy:
@@ -229,14 +296,12 @@ class ReturnPolicy:
 
 def train_cdt4rec(log: Episodes, config: CDT4RecConfig, options: OfflineOptions, seed: int
                   ) -> ContinuousCDT4Rec:
-    """A `ContinuousCDT4Rec` from logged visits of at most ``config.steps`` pages; longer ones are
-    cut there."""
+    """A `ContinuousCDT4Rec` from subsequences of ``config.steps`` pages of logged visits."""
     torch.manual_seed(seed)
-    model = ContinuousCDT4Rec(config, OBSERVATION_DIM, ACTION_DIM,
-                              returns=max(1.0, float(log.steps.returns.max())), rewards=10.0)
-    cut = Trajectories(*(part[:, :config.steps] for part in log.steps))
-    cut = cut._replace(states=normalised(cut.states))
-    _fit(model, lambda batch: model(batch)[0], Episodes(cut, log.policy), options)
+    model = ContinuousCDT4Rec(config, log.steps.states.shape[-1], ACTION_DIM,
+                              returns=max(1.0, float(log.steps.returns.max())),
+                              rewards=REWARD_SCALE)
+    train_offline(model, lambda batch: model(batch)[0], log, options, config.steps)
     return model
 
 

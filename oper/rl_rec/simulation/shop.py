@@ -8,6 +8,8 @@ Shi et al., "Virtual-Taobao" (AAAI 2019, arXiv 1805.10000), as their public rele
     page       (88 features, page number, action in [-1, 1]^27) -> network -> 11 + 10 logits: clicks
                0..10, which are the reward, and a second attribute; both drawn
     end        after the page whose number reaches the customer's patience
+    return     with `Returning`, a law of this project: customers come back, or not, depending on
+               what they have been shown
 
 The networks are three multi-layer perceptrons with LeakyReLU. Their trained weights are not part of
 this project: `load_virtual_taobao` reads them from a folder of the user's. `synthetic_shop` makes
@@ -26,12 +28,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError, fail, require_fields
 
 GROUPS = (8, 8, 11, 11, 11, 11, 2, 2, 3, 18, 3)
 NUM_FEATURES, SEED_DIM, ACTION_DIM = sum(GROUPS), 128, 27
 MAX_PAGE, MAX_CLICKS, NUM_ATTRIBUTES = 100, 10, 10
 OBSERVATION_DIM = NUM_FEATURES + 3  # features, last clicks, last attribute, page
+NUM_RETURNING = 3  # and where customers come back: day, visits, satisfaction
+PAGE, VISITS = NUM_FEATURES + 2, OBSERVATION_DIM + 1  # columns
+_MOST_ATTRIBUTE = NUM_ATTRIBUTES - 1
 # The files of eyounx/VirtualTaobao 0.0.5.
 WEIGHTS = {
     "generator_model.pt": "15f4f5b05df3de81016cde4b29379d24cf8b4fcb076d78055b06984137a983ac",
@@ -47,6 +52,34 @@ def _network(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1]).requires_grad_(False)
 
 
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """Whether and when customers come back.
+
+    A page's second attribute is taken as how long it is looked at. Satisfaction u, 0..1, is the
+    moving average of that over the pages so far, over its largest value; it starts at 1/2. At the
+    end of a visit a customer leaves for good with probability ``lost (1 - u)``, or comes back after
+    ``1 + Binomial(longest - 1, 1 - u)`` days if that is within the horizon.
+
+    Attributes:
+        horizon: days that are looked at; the first visit is on day 1.
+        memory: weight of the past in the moving average, by page.
+        lost: probability that a customer without any satisfaction never comes back.
+        longest: most days between two visits.
+    """
+
+    horizon: int = 30
+    memory: float = 0.7
+    lost: float = 0.3
+    longest: int = 10
+
+    def __post_init__(self) -> None:
+        require_fields(
+            self, "invalid law of return", "change this field of Returning",
+            ("horizon", self.horizon >= 1, ">= 1"), ("memory", 0 <= self.memory < 1, "0 <= x < 1"),
+            ("lost", 0 <= self.lost <= 1, "0..1"), ("longest", self.longest >= 1, ">= 1"))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Shop:
     """The three networks.
@@ -56,12 +89,19 @@ class Shop:
         customer: [n, 128] -> logits [n, 88].
         patience: [n, 88] -> logits [n, 101].
         page: [n, 116] -> logits [n, 21].
+        returning: whether customers come back; None = one visit each.
     """
 
     name: str
     customer: nn.Module
     patience: nn.Module
     page: nn.Module
+    returning: Returning | None = None
+
+    @property
+    def observation_dim(self) -> int:
+        """Columns of `Visits.observe`."""
+        return OBSERVATION_DIM + (NUM_RETURNING if self.returning else 0)
 
     def click_probabilities(self, features: torch.Tensor, page: torch.Tensor,
                             actions: torch.Tensor) -> torch.Tensor:
@@ -75,28 +115,34 @@ class Shop:
         logits = self.page(torch.cat([features, page[:, None], actions], dim=1))
         return torch.softmax(logits[:, :MAX_CLICKS + 1], dim=1)
 
-    def expected_clicks(self, features: torch.Tensor, page: torch.Tensor, actions: torch.Tensor
-                        ) -> torch.Tensor:
-        """Mean clicks float32 [n]; arguments as of `click_probabilities`."""
-        clicks = torch.arange(MAX_CLICKS + 1, dtype=torch.float32)
-        return self.click_probabilities(features, page, actions) @ clicks
+    def expected(self, features: torch.Tensor, page: torch.Tensor, actions: torch.Tensor
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean clicks and mean second attribute, float32 [n] each; arguments as of
+        `click_probabilities`."""
+        logits = self.page(torch.cat([features, page[:, None], actions], dim=1))
+        clicks, other = (
+            torch.softmax(part, dim=1) @ torch.arange(part.shape[1], dtype=torch.float32)
+            for part in logits.split([MAX_CLICKS + 1, NUM_ATTRIBUTES], dim=1))
+        return clicks, other
 
 
-def _empty_shop(name: str) -> Shop:
+def _empty_shop(name: str, returning: Returning | None) -> Shop:
     return Shop(name, _network(SEED_DIM, 128, NUM_FEATURES),
                 _network(NUM_FEATURES, 128, 256, MAX_PAGE + 1),
-                _network(NUM_FEATURES + 1 + ACTION_DIM, 128, 256, MAX_CLICKS + 1 + NUM_ATTRIBUTES))
+                _network(NUM_FEATURES + 1 + ACTION_DIM, 128, 256, MAX_CLICKS + 1 + NUM_ATTRIBUTES),
+                returning)
 
 
-def load_virtual_taobao(folder: str | os.PathLike[str]) -> Shop:
+def load_virtual_taobao(folder: str | os.PathLike[str], returning: Returning | None = None) -> Shop:
     """VirtualTaobao's networks from the three weight files of its release.
 
-    Nothing but tensors is unpickled, and only of files whose SHA-256 is the release's.
+    Nothing but tensors is unpickled, and only of files whose SHA-256 is the release's. Its
+    customers do not come back; `returning` is an addition.
 
     Raises:
         FileFormatError: a file is missing or another one.
     """
-    shop = _empty_shop("VirtualTaobao 0.0.5")
+    shop = _empty_shop("VirtualTaobao 0.0.5", returning)
     what = f"cannot read VirtualTaobao's weights in {os.fspath(folder)!r}"
     for (name, digest), network in zip(WEIGHTS.items(), (shop.customer, shop.patience, shop.page),
                                        strict=True):
@@ -113,14 +159,18 @@ def load_virtual_taobao(folder: str | os.PathLike[str]) -> Shop:
     return shop
 
 
-def synthetic_shop(seed: int = 0) -> Shop:
+def synthetic_shop(seed: int = 0, returning: Returning | None = None) -> Shop:
     """Networks of the same shapes, drawn from a seed.
 
     Customers differ, stay about eight pages, and click the more the better an action suits them:
     the logit of k clicks rises with k times a random function of customer, page and action. Nothing
     is fitted to any shop.
+
+    Where customers are `returning`, a visit has about three pages, and the second attribute follows
+    another such function, partly against the first: what is clicked most is not what brings
+    customers back.
     """
-    shop = _empty_shop(f"synthetic shop {seed}")
+    shop = _empty_shop(f"synthetic shop {seed}", returning)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for network, gain in ((shop.customer, 3.0), (shop.patience, 1.5), (shop.page, 1.8)):
@@ -132,7 +182,7 @@ def synthetic_shop(seed: int = 0) -> Shop:
         last = _last(shop.patience)
         pages = torch.arange(MAX_PAGE + 1, dtype=torch.float32)
         last.weight.mul_(0.3)
-        last.bias.copy_(-0.5 * (pages - 8).square() / 4)
+        last.bias.copy_(-0.5 * (pages - (3 if returning else 8)).square() / 4)
         first, last = shop.page[0], _last(shop.page)  # type: ignore[index]
         first.weight[:, NUM_FEATURES] *= 0.02  # page numbers are large
         first.weight[:, NUM_FEATURES + 1:] *= 1.5
@@ -140,6 +190,11 @@ def synthetic_shop(seed: int = 0) -> Shop:
         clicks = torch.arange(MAX_CLICKS + 1, dtype=torch.float32)
         last.weight[:MAX_CLICKS + 1] = 0.4 * clicks[:, None] * suits
         last.bias[:MAX_CLICKS + 1] = -0.9 * clicks
+        if returning:
+            against = 0.9 * torch.randn(256, generator=g) / 16 - 0.4 * suits
+            looked = clicks[:NUM_ATTRIBUTES]
+            last.weight[MAX_CLICKS + 1:] = 0.4 * looked[:, None] * against
+            last.bias[MAX_CLICKS + 1:] = -0.9 * looked
     return shop
 
 
@@ -153,9 +208,11 @@ class Visits:
 
     Attributes:
         features: float32 [n, 88], one-hot by group.
-        page: int64 [n], pages shown so far.
-        clicks, attribute: int64 [n], of the last page.
-        done: bool [n], who has left.
+        page: int64 [n], pages shown so far in this visit.
+        clicks, attribute: int64 [n], of the visit's last page.
+        done: bool [n], who has left and will not come back.
+        day, visits: int64 [n], of the visit and how many there were with it.
+        satisfaction: float32 [n], moving average of the attribute, see `Returning`.
     """
 
     def __init__(self, shop: Shop, count: int, seed: int) -> None:
@@ -172,8 +229,9 @@ class Visits:
         if not hasattr(self, "done"):
             n = who.numel()
             self.features = torch.zeros(n, NUM_FEATURES)
-            self.page, self.clicks, self.attribute, self._patience = (
-                torch.zeros(n, dtype=torch.int64) for _ in range(4))
+            self.page, self.clicks, self.attribute, self._patience, self.day, self.visits = (
+                torch.zeros(n, dtype=torch.int64) for _ in range(6))
+            self.satisfaction = torch.zeros(n)
             self.done = torch.ones(n, dtype=torch.bool)
         count = int(who.sum())
         if not count:
@@ -187,15 +245,20 @@ class Visits:
         self.features[who], self._patience[who] = features, patience
         for state in (self.page, self.clicks, self.attribute):
             state[who] = 0
+        self.day[who] = self.visits[who] = 1
+        self.satisfaction[who] = _MOST_ATTRIBUTE / 2
         self.done[who] = False
 
     def _draw(self, logits: torch.Tensor) -> torch.Tensor:
         return torch.multinomial(torch.softmax(logits, dim=1), 1, generator=self._generator)[:, 0]
 
     def observe(self) -> torch.Tensor:
-        """float32 [n, 91]: features, clicks and attribute of the last page, pages shown."""
-        rest = torch.stack([self.clicks, self.attribute, self.page], dim=1)
-        return torch.cat([self.features, rest.float()], dim=1)
+        """float32 [n, 91]: features, clicks and attribute of the last page, pages shown; where
+        customers come back [n, 94]: also day, visits and satisfaction."""
+        rest = [self.clicks, self.attribute, self.page]
+        if self.shop.returning:
+            rest += [self.day, self.visits, self.satisfaction]
+        return torch.cat([self.features, torch.stack([x.float() for x in rest], dim=1)], dim=1)
 
     def step(self, actions: torch.Tensor) -> torch.Tensor:
         """Show a page to everybody who is still there; clicks int64 [n], 0 for those who are not.
@@ -219,5 +282,27 @@ class Visits:
         self.clicks = torch.where(here, clicks, self.clicks)
         self.attribute = torch.where(here, other, self.attribute)
         self.page = self.page + here
-        self.done = self.done | (self.page >= self._patience)
+        ended = here & (self.page >= self._patience)
+        if self.shop.returning:
+            self._return(self.shop.returning, here, ended)
+        else:
+            self.done = self.done | ended
         return torch.where(here, clicks, 0)
+
+    def _return(self, law: Returning, here: torch.Tensor, ended: torch.Tensor) -> None:
+        """Those whose visit has ended go for good, or begin another one."""
+        average = law.memory * self.satisfaction + (1 - law.memory) * self.attribute
+        self.satisfaction = torch.where(here, average, self.satisfaction)
+        discontent = 1 - self.satisfaction / _MOST_ATTRIBUTE
+        # Drawn for everybody: the same customer has the same luck under every policy.
+        luck = torch.rand(here.numel(), law.longest, generator=self._generator)
+        with torch.no_grad():
+            patience = self._draw(self.shop.patience(self.features))
+        day = self.day + 1 + (luck[:, 1:] < discontent[:, None]).sum(dim=1)
+        gone = (luck[:, 0] < law.lost * discontent) | (day > law.horizon)
+        self.done = self.done | (ended & gone)
+        back = ended & ~gone
+        self.day, self.visits = torch.where(back, day, self.day), self.visits + back
+        self._patience = torch.where(back, patience, self._patience)
+        self.page, self.clicks, self.attribute = (
+            torch.where(back, 0, state) for state in (self.page, self.clicks, self.attribute))

@@ -1,0 +1,155 @@
+"""The case of ``oper bench simulator`` whose customers come back by what they have been shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.bench.calibrate.calibrate import spearman
+from oper.bench.core import record
+from oper.rl_rec.intervals import bootstrap, difference
+from oper.rl_rec.simulation.actor_critic import METHODS, train_actor_critic
+from oper.rl_rec.simulation.offline import (
+    SIMULATOR_CONFIG,
+    Episodes,
+    OfflineOptions,
+    Oracle,
+    Policy,
+    ReturnPolicy,
+    clone_behaviour,
+    collect_visits,
+    graded_policy,
+    graded_visits,
+    high_return,
+    random_policy,
+    train_cdt4rec,
+)
+from oper.rl_rec.simulation.shop import VISITS, Shop
+
+GRADE = "mixed"
+QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99)  # of the log's returns, that CDT4Rec is asked for
+ASKED = 0.9  # the one that it is compared at, and the Decision Transformer
+_LOG_SEED, _CUSTOMERS_SEED = 5, 1_000_003
+_CDT4REC = "cdt4rec"
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionCase:
+    """A log of customers who come back.
+
+    Attributes:
+        name: of the case.
+        num_logged: customers in it.
+        num_served: customers of every policy, the same ones.
+        steps: gradient steps of CDT4Rec and of the Decision Transformer.
+        short_steps: of all others, whose steps take a fraction of the time.
+    """
+
+    name: str = "retention"
+    num_logged: int = 1000
+    num_served: int = 300
+    steps: int = 600
+    short_steps: int = 2000
+
+
+def run_case(case: RetentionCase, shop: Shop, num_seeds: int) -> dict[str, Any]:
+    """Log, train and serve; a seed has a log of its own. The case's entry of the record."""
+    def serve(policy: Policy) -> Episodes:
+        torch.manual_seed(_CUSTOMERS_SEED)
+        return collect_visits(shop, policy, case.num_served, _CUSTOMERS_SEED)
+
+    def say(text: str) -> None:
+        print(f"  {case.name}: {text}", file=sys.stderr, flush=True)
+
+    say("policies that learn nothing")
+    served = {"random": [serve(random_policy)], "behaviour": [serve(graded_policy(shop, GRADE))],
+              "oracle of clicks": [serve(Oracle(shop, 1))],
+              "oracle of clicks and return": [serve(Oracle(shop, 1, weights=(4.0,)))]}
+    config = SIMULATOR_CONFIG()
+    plain = replace(config, backbone="interleaved", reward_weight=0.0)
+    options, short = OfflineOptions(case.steps), OfflineOptions(case.short_steps)
+    asked, answered, repeated = [], [], True
+    for seed in range(1, num_seeds + 1):
+        say(f"log {seed}")
+        log = graded_visits(shop, GRADE, case.num_logged, _LOG_SEED + 1000 * seed)
+        targets = [high_return(log, q) for q in QUANTILES]
+        say(f"transformers, seed {seed}")
+        model = train_cdt4rec(log, config, options, seed)
+        answers = [serve(ReturnPolicy(model, target)) for target in targets]
+        chosen = QUANTILES.index(ASKED)
+        again = serve(ReturnPolicy(model, targets[chosen]))
+        repeated &= bool((again.clicks == answers[chosen].clicks).all())
+        asked.append(targets)
+        answered.append([float(e.clicks.mean()) for e in answers])
+        transformer = train_cdt4rec(log, plain, options, seed)
+        found = {_CDT4REC: answers[chosen],
+                 "decision transformer": serve(ReturnPolicy(transformer, targets[chosen]))}
+        say(f"behaviour cloning and critics, seed {seed}")
+        found["behaviour cloning"] = serve(clone_behaviour(log, short, seed))
+        for method in METHODS:
+            found[method] = serve(train_actor_critic(method, log, short, seed))
+        for name, episodes in found.items():
+            served.setdefault(name, []).append(episodes)
+    assert shop.returning is not None
+    return {"name": case.name, "shop": shop.name, "returning": asdict(shop.returning),
+            "case": asdict(case), "seeds": num_seeds, "config": asdict(config),
+            "policies": _figures(served, num_seeds), "asked": _control(asked, answered),
+            "verified": repeated}
+
+
+def _figures(served: dict[str, list[Episodes]], num_seeds: int) -> dict[str, Any]:
+    """Clicks and visits per customer, with intervals over customers and seeds, by policy.
+
+    A policy that learns nothing has served once, and is the same for every seed.
+    """
+    clicks = {name: np.stack([e.clicks for e in runs * (num_seeds // len(runs))])
+              for name, runs in served.items()}
+    return {name: {"return": bootstrap(clicks[name]).to_json(),
+                   "visits": bootstrap(np.stack([_visits(e) for e in runs])).to_json(),
+                   "cdt4rec_less": difference(clicks[_CDT4REC], clicks[name]).to_json(),
+                   "pages": round(float(np.mean([e.pages.mean() for e in runs])), 3),
+                   "by_seed": [round(float(e.clicks.mean()), 3) for e in runs]}
+            for name, runs in served.items()}
+
+
+def _visits(episodes: Episodes) -> np.ndarray:
+    """Visits of each customer."""
+    counted = torch.where(episodes.steps.valid, episodes.steps.states[..., VISITS], 0)
+    return counted.amax(dim=1).double().numpy()
+
+
+def _control(asked: Sequence[Sequence[float]], answered: Sequence[Sequence[float]]
+             ) -> dict[str, Any]:
+    """How the served return follows the one that was asked for: by seed and quantile."""
+    orders = []
+    for wanted, got in zip(asked, answered, strict=True):
+        _, at = np.unique(wanted, return_index=True)  # a small log has quantiles that are equal
+        orders.append(spearman(np.array(wanted)[at], np.array(got)[at]))
+    ask, answer = np.array(asked), np.array(answered)
+    return {"quantiles": QUANTILES, "asked": ask.round(3).tolist(),
+            "served": answer.round(3).tolist(), "spearman": [round(x, 4) for x in orders],
+            "relative_error": (np.abs(answer - ask) / ask.clip(min=1)).mean(0).round(4).tolist()}
+
+
+def report(entries: Sequence[dict[str, Any]]) -> str:
+    """The entries for a person."""
+    text = ""
+    for e in entries:
+        rows = [[f"{e['name']}: {name}", *(record.interval(x[key]) for key in (
+            "return", "visits", "cdt4rec_less")), ", ".join(f"{v:.1f}" for v in x["by_seed"])]
+            for name, x in e["policies"].items()]
+        text += record.table(["policy", "clicks per customer [95 %]", "visits [95 %]",
+                              "CDT4Rec's clicks less these [95 %]", "by seed"], rows)
+        control = e["asked"]
+        pairs = ", ".join(f"{a:.0f}: {s:.0f}" for a, s in zip(
+            *(np.mean(control[key], axis=0) for key in ("asked", "served")), strict=True))
+        orders = ", ".join(f"{x:.3f}" for x in control["spearman"])
+        text += (f"\nclicks that CDT4Rec was asked for and what it served, means over seeds: "
+                 f"{pairs}; Spearman by seed: {orders}\n{e['shop']}, customers within "
+                 f"{e['returning']['horizon']} days; bootstrap over customers and seeds\n")
+    return text

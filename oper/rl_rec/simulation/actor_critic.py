@@ -1,0 +1,217 @@
+"""Offline reinforcement learning with an actor and critics: TD3+BC, IQL, CQL.
+
+One network leads from the present observation to an action in [-1, 1]^A, two from observation and
+action to the value Q(s, a) of rewards to come. All are trained from the transitions of a log alone,
+with the constants of the papers where nothing else is said. Rewards are divided by `REWARD_SCALE`
+and discounted by `GAMMA`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from oper.errors import InvalidInputError, fail
+from oper.rl_rec.models.cdt4rec import Trajectories
+from oper.rl_rec.simulation.offline import (
+    REWARD_SCALE,
+    Episodes,
+    OfflineOptions,
+    Policy,
+    acting,
+    actor,
+    perceptron,
+    train_offline,
+)
+from oper.rl_rec.simulation.shop import ACTION_DIM
+
+GAMMA = 0.99
+FOLLOWED = 0.005  # what slow networks take of their originals in a step
+TRANSITIONS = 256  # of a step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transitions:
+    """Steps of a log by themselves.
+
+    Attributes:
+        states, next_states: float32 [N, S].
+        actions: float32 [N, A].
+        rewards: float32 [N], divided by `REWARD_SCALE`.
+        goes_on: float32 [N], 0 where nothing comes after the step.
+    """
+
+    states: torch.Tensor
+    actions: torch.Tensor
+    rewards: torch.Tensor
+    next_states: torch.Tensor
+    goes_on: torch.Tensor
+
+    @staticmethod
+    def of(batch: Trajectories, count: int) -> Transitions:
+        """At most `count`, drawn from whole trajectories."""
+        trajectory, step = batch.valid.nonzero(as_tuple=True)
+        if step.numel() > count:
+            at = torch.randperm(step.numel())[:count]
+            trajectory, step = trajectory[at], step[at]
+        after = (step + 1).clamp(max=batch.valid.shape[1] - 1)
+        goes_on = batch.valid[trajectory, after] & (after > step)
+        return Transitions(batch.states[trajectory, step], batch.actions[trajectory, step],
+                           batch.rewards[trajectory, step] / REWARD_SCALE,
+                           batch.states[trajectory, after], goes_on.float())
+
+
+class ActorCritic(nn.Module):
+    """What the methods share: ``Q(s, a)`` is fitted to ``r + gamma V(s')``.
+
+    Args:
+        state_dim: columns of an observation.
+    """
+
+    def __init__(self, state_dim: int) -> None:
+        super().__init__()
+        self.actor = actor(state_dim)
+        self.critics = nn.ModuleList(perceptron(state_dim + ACTION_DIM, 1) for _ in range(2))
+        self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)
+        self.slow_critics = copy.deepcopy(self.critics).requires_grad_(False)
+
+    def forward(self, batch: Trajectories) -> torch.Tensor:
+        """The sum of the losses of all networks, []; each of them reaches its own network only."""
+        self._follow()
+        step = Transitions.of(batch, TRANSITIONS)
+        with torch.no_grad():
+            target = step.rewards + GAMMA * step.goes_on * self.next_value(step.next_states)
+        critic = (values(self.critics, step.states, step.actions) - target).square().mean()
+        return critic + self.regulariser(step) + self.actor_loss(step)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for slow, fast in ((self.slow_actor, self.actor), (self.slow_critics, self.critics)):
+            for mine, theirs in zip(slow.parameters(), fast.parameters(), strict=True):
+                mine.lerp_(theirs, FOLLOWED)
+
+    def next_value(self, states: torch.Tensor) -> torch.Tensor:
+        """V(s') float32 [N]: the lower slow critic at the slow actor's action with a little noise.
+        """
+        actions = self.slow_actor(states)
+        noise = (0.2 * torch.randn_like(actions)).clamp(-0.5, 0.5)
+        return values(self.slow_critics, states, (actions + noise).clamp(-1, 1)).amin(dim=0)
+
+    def regulariser(self, step: Transitions) -> torch.Tensor:
+        """What is added to the critics' loss."""
+        return step.rewards.new_zeros(())
+
+    def actor_loss(self, step: Transitions) -> torch.Tensor:
+        """The actor's loss []."""
+        raise NotImplementedError
+
+    def value_of(self, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """The first critic's Q float32 [N], whose gradient reaches the actions alone."""
+        critic = self.critics[:1].requires_grad_(False)
+        found = values(critic, states, actions)[0]
+        critic.requires_grad_(True)
+        return found
+
+
+def values(critics: nn.ModuleList, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    """Q float32 [critics, ...] of states [..., S] and actions [..., A]."""
+    seen = torch.cat([states, actions], dim=-1)
+    return torch.stack([critic(seen).squeeze(-1) for critic in critics])
+
+
+class TD3BC(ActorCritic):
+    """TD3+BC (Fujimoto and Gu 2021): the actor climbs Q and stays near the log.
+
+    ``-alpha Q(s, pi(s)) / mean |Q(s, a)| + |pi(s) - a|^2``; the actor moves at every step, not
+    every other one.
+    """
+
+    alpha = 2.5
+
+    def actor_loss(self, step: Transitions) -> torch.Tensor:
+        """See the class."""
+        chosen = self.actor(step.states)
+        scale = self.alpha / self.value_of(step.states, step.actions).abs().mean().clamp(min=1e-6)
+        gain = scale.detach() * self.value_of(step.states, chosen).mean()
+        return (chosen - step.actions).square().mean() - gain
+
+
+class IQL(ActorCritic):
+    """Implicit Q-learning (Kostrikov, Nair and Levine 2021): no action outside the log is valued.
+
+    V(s) is an upper expectile of Q(s, a) over the log's actions; the actor is regressed on the
+    log's actions with weights ``exp(beta (Q(s, a) - V(s)))``, at most 100.
+    """
+
+    expectile, beta = 0.7, 3.0
+
+    def __init__(self, state_dim: int) -> None:
+        super().__init__(state_dim)
+        self.value = perceptron(state_dim, 1)
+
+    def next_value(self, states: torch.Tensor) -> torch.Tensor:
+        """V(s') float32 [N]."""
+        found: torch.Tensor = self.value(states).squeeze(-1)
+        return found
+
+    def regulariser(self, step: Transitions) -> torch.Tensor:
+        """The loss of V."""
+        gap = self._advantage(step)
+        weight = torch.where(gap > 0, self.expectile, 1 - self.expectile)
+        return (weight * gap.square()).mean()
+
+    def actor_loss(self, step: Transitions) -> torch.Tensor:
+        """See the class."""
+        weight = (self.beta * self._advantage(step)).exp().clamp(max=100).detach()
+        error = (self.actor(step.states) - step.actions).square().mean(dim=-1)
+        return (weight * error).mean()
+
+    def _advantage(self, step: Transitions) -> torch.Tensor:
+        with torch.no_grad():
+            value = values(self.slow_critics, step.states, step.actions).amin(dim=0)
+        return value - self.value(step.states).squeeze(-1)
+
+
+class CQL(ActorCritic):
+    """Conservative Q-learning (Kumar, Zhou, Tucker and Levine 2020), CQL(rho): actions that the log
+    does not have are valued low.
+
+    To the critics' loss comes ``alpha (log mean_i exp Q(s, a_i) - Q(s, a))``; half of the a_i are
+    uniform, half are the actor's with noise. The actor climbs Q and is no distribution.
+    """
+
+    alpha, actions, noise = 5.0, 8, 0.2
+
+    def regulariser(self, step: Transitions) -> torch.Tensor:
+        """See the class."""
+        half = self.actions // 2
+        states = step.states.expand(half, -1, -1)
+        with torch.no_grad():
+            near = self.actor(states)
+            near = (near + self.noise * torch.randn_like(near)).clamp(-1, 1)
+            tried = torch.cat([torch.rand_like(near) * 2 - 1, near])
+        found = values(self.critics, step.states.expand(2 * half, -1, -1), tried)
+        high = found.logsumexp(dim=1) - math.log(2 * half)
+        return self.alpha * (high - values(self.critics, step.states, step.actions)).mean()
+
+    def actor_loss(self, step: Transitions) -> torch.Tensor:
+        """See the class."""
+        return -self.value_of(step.states, self.actor(step.states)).mean()
+
+
+METHODS: dict[str, type[ActorCritic]] = {"cql": CQL, "iql": IQL, "td3+bc": TD3BC}
+
+
+def train_actor_critic(method: str, log: Episodes, options: OfflineOptions, seed: int) -> Policy:
+    """The policy that a key of `METHODS` learns from a log; sets torch's generator."""
+    if method not in METHODS:
+        raise InvalidInputError(fail("no such method", "method", method, f"one of {list(METHODS)}",
+                                     "choose one"))
+    torch.manual_seed(seed)
+    model = METHODS[method](log.steps.states.shape[-1])
+    train_offline(model, model, log, options)
+    return acting(model.actor)
