@@ -91,7 +91,7 @@ def test_what_is_shown_decides_how_often_they_come() -> None:
     def per_customer(shop: Shop) -> float:
         log = collect_visits(shop, random_policy, 200, 1)
         days = log.steps.states[..., OBSERVATION_DIM][log.steps.valid]
-        assert 1 <= days.min() and days.max() <= 30
+        assert days.min() >= 1 and days.max() <= 30
         assert torch.equal(log.steps.rewards, 3.0 * log.steps.valid)
         return float(log.steps.states[..., VISITS].amax(dim=1).mean())
 
@@ -107,9 +107,9 @@ def test_short_sight_costs_visits() -> None:
     """The same customers: most clicks by page, and fewer in the end."""
     torch.manual_seed(0)
     greedy, patient = (collect_visits(SHOP, Oracle(SHOP, 1, 20, weights=(w,)), 60, 5)
-                       for w in (0.0, 4.0))
+                       for w in (0.0, 1.5))
     rate = [e.clicks.sum() / e.pages.sum() for e in (greedy, patient)]
-    assert rate[0] > rate[1] and patient.clicks.mean() > 1.2 * greedy.clicks.mean()
+    assert rate[0] > rate[1] and patient.clicks.mean() > 1.4 * greedy.clicks.mean()
     assert torch.equal(greedy.steps.states[:, 0], patient.steps.states[:, 0])
 
 
@@ -196,9 +196,8 @@ def test_they_do_better_than_the_log(method: str) -> None:
     log = log_of(5 + 5 * actions[..., 0], actions, states)
     options = OfflineOptions(steps=300, batch_size=128)
     past = log.steps._replace(states=log.steps.states[:, :1])
-    with torch.no_grad():
-        better = train_actor_critic(method, log, options, 1)(past)[:, 0].mean()
-        cloned = clone_behaviour(log, options, 1)(past)[:, 0].mean()
+    better = train_actor_critic(method, log, options, 1)(past)[:, 0].mean()
+    cloned = clone_behaviour(log, options, 1)(past)[:, 0].mean()
     assert abs(float(cloned)) < 0.1 and float(better) > 0.2
 
 

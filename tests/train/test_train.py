@@ -103,11 +103,13 @@ def test_oper_and_unsharded_agree_and_learn(prepared: Prepared, tmp_path: Path) 
         assert torch.allclose(state[name], value, atol=1e-2 * float(value.abs().max())), name
 
 
-@pytest.mark.parametrize("sharding", ["oper", "torchrec"])
-def test_two_processes(prepared: Prepared, tmp_path: Path, sharding: str) -> None:
+@pytest.mark.parametrize(("sharding", "cross_layers"), [("oper", 0), ("oper", 2), ("torchrec", 0)])
+def test_two_processes(prepared: Prepared, tmp_path: Path, sharding: str, cross_layers: int
+                       ) -> None:
     """The same samples per step as one process, the state loads into the unsharded model."""
     extra = {"stats": prepared.stats} if sharding == "oper" else {}
-    two = {"batch_size": 128, "sharding": sharding} | extra
+    layers = {"model.cross_layers": cross_layers, "model.cross_rank": 4}
+    two = {"batch_size": 128, "sharding": sharding} | layers | extra
     (out, err), _ = run_ranks([*words(prepared, tmp_path / "two", **two), "--json"])
     result = json.loads(out)
     assert "training" in err and "100%" in err
@@ -115,8 +117,10 @@ def test_two_processes(prepared: Prepared, tmp_path: Path, sharding: str) -> Non
     again = validate_unsharded(run)
     assert again["auc"] == pytest.approx(result["auc"], rel=1e-6)
     assert again["samples"] == result["samples"]
-    one = train(config(prepared, tmp_path / "one", sharding="none"), show_progress=False)
+    one = train(config(prepared, tmp_path / "one", sharding="none", **layers), show_progress=False)
     assert result["auc"] == pytest.approx(one["auc"], abs=1e-3)
+    crossed = [name for name in load_state(tmp_path / "two" / "state.pt") if "V_kernels" in name]
+    assert len(crossed) == cross_layers
 
 
 def test_torchrun(prepared: Prepared, tmp_path: Path) -> None:

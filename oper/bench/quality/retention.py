@@ -47,14 +47,15 @@ class RetentionCase:
         num_logged: customers in it.
         num_served: customers of every policy, the same ones.
         steps: gradient steps of CDT4Rec and of the Decision Transformer.
-        short_steps: of all others, whose steps take a fraction of the time.
+        short_steps: of all others, whose steps take a fraction of the time; with half as many
+            customers in a batch.
     """
 
     name: str = "retention"
     num_logged: int = 1000
     num_served: int = 300
     steps: int = 600
-    short_steps: int = 2000
+    short_steps: int = 1500
 
 
 def run_case(case: RetentionCase, shop: Shop, num_seeds: int) -> dict[str, Any]:
@@ -69,10 +70,10 @@ def run_case(case: RetentionCase, shop: Shop, num_seeds: int) -> dict[str, Any]:
     say("policies that learn nothing")
     served = {"random": [serve(random_policy)], "behaviour": [serve(graded_policy(shop, GRADE))],
               "oracle of clicks": [serve(Oracle(shop, 1))],
-              "oracle of clicks and return": [serve(Oracle(shop, 1, weights=(4.0,)))]}
+              "oracle of clicks and return": [serve(Oracle(shop, 1, weights=(1.5,)))]}
     config = SIMULATOR_CONFIG()
     plain = replace(config, backbone="interleaved", reward_weight=0.0)
-    options, short = OfflineOptions(case.steps), OfflineOptions(case.short_steps)
+    options, short = OfflineOptions(case.steps), OfflineOptions(case.short_steps, batch_size=32)
     asked, answered, repeated = [], [], True
     for seed in range(1, num_seeds + 1):
         say(f"log {seed}")

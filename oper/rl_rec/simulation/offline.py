@@ -176,7 +176,7 @@ def graded_policy(shop: Shop, grade: str) -> Policy:
         "random": lambda: random_policy,
         "medium": lambda: Noisy(Oracle(shop), _STDS),
         "expert": lambda: Noisy(Oracle(shop), (0.05,)),
-        "mixed": lambda: Noisy(Oracle(shop, 1, 15, weights=(0.0, 1.0, 4.0)), _STDS)}
+        "mixed": lambda: Noisy(Oracle(shop, 1, 15, weights=(0.0, 0.5, 2.0)), _STDS)}
     if grade not in policies:
         raise InvalidInputError(fail("no such log", "grade", grade, f"one of {GRADES}",
                                      "choose the behaviour policy of the log"))

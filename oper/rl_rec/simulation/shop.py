@@ -167,8 +167,8 @@ def synthetic_shop(seed: int = 0, returning: Returning | None = None) -> Shop:
     is fitted to any shop.
 
     Where customers are `returning`, a visit has about three pages, and the second attribute follows
-    another such function, partly against the first: what is clicked most is not what brings
-    customers back.
+    another such function that has little to do with the first: what is clicked most is not what
+    brings customers back.
     """
     shop = _empty_shop(f"synthetic shop {seed}", returning)
     g = torch.Generator().manual_seed(seed)
@@ -191,10 +191,10 @@ def synthetic_shop(seed: int = 0, returning: Returning | None = None) -> Shop:
         last.weight[:MAX_CLICKS + 1] = 0.4 * clicks[:, None] * suits
         last.bias[:MAX_CLICKS + 1] = -0.9 * clicks
         if returning:
-            against = 0.9 * torch.randn(256, generator=g) / 16 - 0.4 * suits
+            keeps = 0.95 * torch.randn(256, generator=g) / 16 + 0.3 * suits
             looked = clicks[:NUM_ATTRIBUTES]
-            last.weight[MAX_CLICKS + 1:] = 0.4 * looked[:, None] * against
-            last.bias[MAX_CLICKS + 1:] = -0.9 * looked
+            last.weight[MAX_CLICKS + 1:] = 0.4 * looked[:, None] * keeps
+            last.bias[MAX_CLICKS + 1:] = -0.6 * looked
     return shop
 
 
