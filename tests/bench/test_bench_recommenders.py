@@ -148,3 +148,14 @@ def test_protocols_of_published_tables(tmp_path: Path) -> None:
     held = {name: recommenders.DATA_SETS[data].protocols[name].data for data, name in
             (("ml-1m", "ml-1m-all-items"), ("ml-20m", "ml-20m"))}
     assert held["ml-1m-all-items"].item_core == 1 and held["ml-20m"].test == 10_000
+
+
+def test_ablations_are_every_combination_once() -> None:
+    """Five of returns and reward head with the causal backbone, four with the other, and states."""
+    found = {name: model for name, model in MODELS.items() if model.ablation}
+    assert len(found) == 3 * (5 + 4) + 4
+    plain = MODELS["cdt4rec"].config
+    assert found["cdt4rec-state-mean"].config == found["cdt4rec-causal-logged-head"].config == plain
+    assert len({repr(model.config) for model in found.values()}) == len(found) - 1
+    gru = found["cdt4rec-state-gru"].config
+    assert gru.state == "gru" and dataclasses.replace(gru, state="mean") == plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from oper.errors import InvalidInputError
 from oper.rl_rec.data.batches import (
     HistoryBatches,
     SequenceBatches,
@@ -22,8 +24,10 @@ from oper.rl_rec.data.batches import (
 )
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.models.base import Histories, NegativeSampler, Sequences, look_up, make_kjt
-from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig, ContinuousCDT4Rec, Trajectories
+from oper.rl_rec.models.cdt4rec import CDT4Rec, CDT4RecConfig
+from oper.rl_rec.models.continuous import ContinuousCDT4Rec, Trajectories
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
+from oper.rl_rec.models.state import STATES, ItemState
 from oper.rl_rec.models.transformer import Attention, Block
 
 
@@ -32,7 +36,7 @@ def inside(model: CDT4Rec, batch: Sequences) -> tuple[torch.Tensor, torch.Tensor
     kjts = model.lookups(batch)
     steps = model._steps(batch, model.items(kjts[0])["seen"].values(), kjts, batch.skip,
                          batch.lengths - batch.skip)
-    returns = batch.returns[steps.at] / model.scale
+    returns = model._shown(batch.returns[steps.at] / model.scale)
     phi = model.backbone(steps.states, steps.actions, steps.rewards, returns)
     return phi, model.heads.queries(phi, returns), steps.valid
 
@@ -101,6 +105,57 @@ def test_padding_changes_nothing(backbone: str) -> None:
                                 skip=torch.cat([batch.skip, torch.tensor([0])]))
     # A user without history counts for nothing.
     assert float(model(wider)[0].detach()) == pytest.approx(whole, rel=1e-6)
+
+
+def test_states_are_of_the_items_before_a_step() -> None:
+    """By definition, and whatever comes later."""
+    torch.manual_seed(0)
+    rows, place = torch.randn(2, 6, 8), torch.tensor([[0, 1, 4], [2, 3, 6]])
+    for kind in STATES:
+        state = ItemState(kind, 8, 3, 6, heads=2).eval()
+        found = state(rows, place)
+        assert found.shape == (2, 3, 8)
+        later = rows.clone()
+        later[:, 4:] = 9
+        torch.testing.assert_close(state(later, place)[:, :2], found[:, :2])
+        for b, k in ((0, 2), (1, 1), (1, 2)):
+            before = rows[b, :int(place[b, k])]
+            start = torch.cat([torch.zeros(1, 8), before])
+            want = {"mean": lambda x=before: x[-3:].mean(0), "last": lambda x=before: x[-1],
+                    "gru": lambda s=start, net=state: net.network(s)[0][-1],
+                    "transformer": lambda s=start, net=state: net.network(
+                        (s + net.position[:len(s)])[None])[0, -1]}[kind]()
+            torch.testing.assert_close(found[b, k], want, atol=1e-6, rtol=1e-5)
+        if kind in ("mean", "last"):
+            assert not found[0, 0].any()
+    with pytest.raises(InvalidInputError, match=r"model\.state"):
+        cdt(state="first")
+
+
+def test_without_returns_nobody_asks_for_one() -> None:
+    model, batch = cdt(returns="none").eval(), sequences([9, 6], [2, 0])
+    plain = model(batch)[0]
+    other = dataclasses.replace(batch, returns=batch.returns + 3)
+    assert torch.equal(model(other)[0], plain)
+    history = Histories(batch.users, batch.items, batch.rewards, batch.lengths)
+    before = model.encode(history).queries
+    model.target = 50.0
+    assert torch.equal(model.encode(history).queries, before)
+    asks = cdt().eval()
+    assert not torch.equal(asks(other)[0], asks(batch)[0])
+    with pytest.raises(InvalidInputError, match=r"model\.returns"):
+        cdt(returns="estimated", reward_weight=0.0)
+
+
+def test_the_action_loss_may_be_binary() -> None:
+    model, batch = cdt(loss="gbce", reward_weight=0.0).eval(), sequences([9, 6], [2, 0])
+    _, queries, valid = inside(model, batch)
+    items = torch.cat([batch.items[2:9], batch.items[9:]])
+    every = torch.arange(1, 41)
+    rows = look_up(model.items, model.features, "drawn", every)
+    want = NegativeSampler(41, 0, True).gbce_loss(
+        queries[valid], items, rows[items - 1], every, rows, 0.75).mean()
+    torch.testing.assert_close(model(batch)[0], want, atol=1e-6, rtol=1e-5)
 
 
 def test_windows_equal_mean_pooled_bags() -> None:
@@ -237,10 +292,12 @@ def test_estimated_returns_replace_the_logged_rewards() -> None:
 
 
 @pytest.mark.parametrize("backbone", ["causal", "interleaved"])
-def test_recommending_is_the_step_after_the_last(backbone: str) -> None:
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("returns", ["logged", "none"])
+def test_recommending_is_the_step_after_the_last(backbone: str, state: str, returns: str) -> None:
     """`encode` of a history gives the query that training has at the step after it, when that
     step's return-to-go is the target."""
-    model = cdt(backbone=backbone, gamma=1.0).eval()
+    model = cdt(backbone=backbone, state=state, returns=returns, gamma=1.0).eval()
     batch = sequences([6], [0])
     batch.returns[5] = model.target
     for k in reversed(range(5)):
@@ -254,8 +311,9 @@ def test_recommending_is_the_step_after_the_last(backbone: str) -> None:
     assert rewards.shape == (1, 40) and 0 < rewards.min() < rewards.max() < 1
 
 
-@pytest.mark.parametrize("make", [cdt, lambda: SASRec(SASRecConfig(
-    dim=16, steps=7, window=5, dropout=0.0), 41).eval()])
+@pytest.mark.parametrize("make", [
+    *(functools.partial(cdt, state=state) for state in STATES),
+    lambda: SASRec(SASRecConfig(dim=16, steps=7, window=5, dropout=0.0), 41).eval()])
 def test_histories_of_every_length(make: Any) -> None:
     """None, short, longer than the context; alone and together; only the recent part counts."""
     model = make().eval()

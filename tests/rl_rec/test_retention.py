@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError
-from oper.rl_rec.models.cdt4rec import Trajectories
+from oper.rl_rec.models.continuous import Trajectories
 from oper.rl_rec.simulation.actor_critic import (
     FOLLOWED,
     METHODS,

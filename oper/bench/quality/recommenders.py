@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -35,17 +36,24 @@ from oper.rl_rec.intervals import difference
 from oper.rl_rec.models.autoencoders.cadvae import CaDVAE, CaDVAEConfig, MacridVAEConfig
 from oper.rl_rec.models.autoencoders.multvae import MultVAEConfig
 from oper.rl_rec.models.autoencoders.recvae import RecVAEConfig
-from oper.rl_rec.models.cdt4rec import CDT4RecConfig, DecisionTransformerConfig
+from oper.rl_rec.models.cdt4rec import (
+    BACKBONES,
+    RETURNS,
+    CDT4RecConfig,
+    DecisionTransformerConfig,
+)
 from oper.rl_rec.models.gru4rec import GRU4RecConfig
 from oper.rl_rec.models.hstu import HSTUConfig
 from oper.rl_rec.models.ials import IALSConfig
 from oper.rl_rec.models.item_to_item import EASEConfig, ItemKNNConfig
 from oper.rl_rec.models.popularity import PopularityConfig
 from oper.rl_rec.models.sasrec import SASRecConfig
+from oper.rl_rec.models.state import STATES
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
 from oper.support.files import atomic_write
 from oper.support.flags import whole
 
+CASE_OPTIONS = ("models",)
 ODD_BLOCK = 997  # items scored at once when a result is checked
 MOST_SEEDS = 16  # looked for among kept runs
 # Modules of `oper.rl_rec` that the result of every model depends on once the log has been read, and
@@ -109,16 +117,19 @@ class Model:
         workload: key of `RECOMMENDERS`.
         config: sizes.
         fit: how it is trained, if at all.
+        ablation: whether it is one of ``--models ablations``.
     """
 
     workload: str
     config: Any
     fit: FitOptions = _FIT
+    ablation: bool = False
 
 
 _SASREC = SASRecConfig(steps=20, layers=1, dropout=0.2)
 # A layer of HSTU has 5 D^2 weights, a transformer's 12 D^2.
 _HSTU = HSTUConfig(steps=20, layers=2, dropout=0.2)
+_CDT4REC = CDT4RecConfig(steps=20, layers=1, dropout=0.2, reward_weight=0.3)
 _LOSSES: dict[str, dict[str, Any]] = {
     "": {}, "-full": {"negatives": 0}, "-gbce": {"negatives": 256, "loss": "gbce"}}
 # Sizes and learning rates that validation preferred on MovieTweetings, for every data set alike;
@@ -138,9 +149,26 @@ MODELS: dict[str, Model] = {
        for name, config in (("sasrec", _SASREC), ("hstu", _HSTU))
        for suffix, loss in _LOSSES.items()},
     "dt": Model("dt", DecisionTransformerConfig(steps=20, layers=1, dropout=0.2), _FIT_SEQUENCES),
-    "cdt4rec": Model("cdt4rec", CDT4RecConfig(steps=20, layers=1, dropout=0.2, reward_weight=0.3),
-                     _FIT_SEQUENCES),
+    "cdt4rec": Model("cdt4rec", _CDT4REC, _FIT_SEQUENCES),
 }
+
+
+def _ablations() -> Iterator[tuple[str, Model]]:
+    """Returns x reward head x backbone x loss of CDT4Rec, and its states, by name."""
+    def model(**changes: Any) -> Model:
+        return Model("cdt4rec", dataclasses.replace(_CDT4REC, **changes), _FIT_SEQUENCES, True)
+
+    for backbone, returns, head, (suffix, loss) in itertools.product(
+            BACKBONES, RETURNS, (True, False), _LOSSES.items()):
+        if returns != "estimated" or (head and backbone == "causal"):
+            yield (f"cdt4rec-{backbone}-{returns}-{'head' if head else 'no-head'}{suffix}",
+                   model(backbone=backbone, returns=returns,
+                         reward_weight=_CDT4REC.reward_weight if head else 0.0, **loss))
+    for state in STATES:
+        yield f"cdt4rec-state-{state}", model(state=state)
+
+
+MODELS.update(_ablations())
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +210,12 @@ class Case:
                                    chosen_by=self.under.reported[0], **few)
 
 
-def cases(quick: bool) -> list[Case]:
-    """Every model on every data set that is there under each of its protocols in turn."""
-    found = [Case(f"{data}/{protocol}/{model}", data, protocol, model, quick)
+def cases(quick: bool, models: str = "") -> list[Case]:
+    """Every model, or ablation, on every data set that is there under each of its protocols."""
+    found = [Case(f"{data}/{protocol}/{name}", data, protocol, name, quick)
              for data, source in DATA_SETS.items() if data_files(source.files)
-             for protocol in source.protocols for model in MODELS]
+             for protocol in source.protocols for name, model in MODELS.items()
+             if model.ablation == bool(models)]
     if not found:
         raise InvalidInputError(fail(
             "no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
@@ -199,6 +228,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=whole(0), default=3, metavar="N",
                         help="train every model from seeds 1..N (default 3); 0: train nothing, "
                              "report what --runs holds")
+    parser.add_argument("--models", choices=("ablations",), default="",
+                        help="ablations: of CDT4Rec alone, its returns x reward head x backbone x "
+                             "loss, and its states")
     parser.add_argument("--runs", metavar="DIR",
                         help="keep every training run there, and take those of the same data and "
                              "sources that are there already")

@@ -16,6 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.errors import require
 
+LOSSES = ("softmax", "gbce")
+
 
 def check_fields(config: object, *checks: tuple[str, bool, str]) -> None:
     """Raise InvalidInputError for the first (field, is right, expected) that is not right."""
@@ -206,6 +208,13 @@ class NegativeSampler:
             return torch.full(ids.shape, math.log(self.count / (self.num_items - 1)),
                               device=ids.device)
         return torch.log(self.count * torch.log1p(1 / ids.double()) / self._log_range).float()
+
+    def loss(self, kind: str, calibration: float, *parts: torch.Tensor) -> torch.Tensor:
+        """The loss that one of `LOSSES` names, float32 [N]; `parts` as of `softmax_loss`,
+        `calibration` as of `gbce_loss`."""
+        if kind == "softmax":
+            return self.softmax_loss(*parts)
+        return self.gbce_loss(*parts, calibration)
 
     def softmax_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
                      drawn: torch.Tensor, drawn_rows: torch.Tensor) -> torch.Tensor:

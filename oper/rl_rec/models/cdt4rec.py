@@ -7,8 +7,8 @@ made on its numbers.
 
 A user's trajectory of T steps, batch size B, width D:
 
-    window   w_t = (i_{t-l}, ..., i_{t-1})              the last l items before step t
-    state    e^s_t = W_s [ mean_{i in w_t} E[i] ; E^U[u] ] + b_s        [B, T, D]
+    history  h_t, by default the mean row E[i] of the last l items before step t (`state`)
+    state    e^s_t = W_s [ h_t ; E^U[u] ] + b_s                         [B, T, D]
     action   e^a_t = W_a E[i_t] + b_a                                   [B, T, D]
     outcome  e^o_t = e^a_t + r_t (W_r e^a_t + b_r)                      [B, T, D]
     return   e^g_t = w_g g_t / scale + b_g     g_t = sum_{k>=t} gamma^(k-t) r_k
@@ -33,8 +33,9 @@ Interleaved backbone (``backbone="interleaved"``, an ablation): tokens g_1, s_1,
 one causal pre-LN transformer, phi_t = output at s_t. Here phi_t has seen g_t, which contains r_t,
 so its reward head is no outcome model. With ``reward_weight=0`` it is the Decision Transformer.
 
-Loss over the steps: mean CE(score_t, i_t) + reward_weight * mean BCE or (r^_t(i_t) - r_t)^2.
-Item rows come by lookup only; the cross-entropy's normaliser is estimated from drawn items.
+Loss over the steps: mean CE(score_t, i_t) + reward_weight * mean BCE or (r^_t(i_t) - r_t)^2; the
+first term may be gBCE instead. Item rows come by lookup only; the cross-entropy's normaliser is
+estimated from drawn items.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.rl_rec.models.base import (
+    LOSSES,
     Histories,
     NegativeSampler,
     Recommender,
@@ -62,9 +64,11 @@ from oper.rl_rec.models.base import (
     one_bag,
     padded,
 )
+from oper.rl_rec.models.state import STATES, ItemState
 from oper.rl_rec.models.transformer import Attention, Block, feed_forward
 
 BACKBONES = ("causal", "interleaved")
+RETURNS = ("logged", "none", "estimated")
 REWARD_LOSSES = ("bce", "mse")
 
 
@@ -77,15 +81,17 @@ class CDT4RecConfig:
         user_dim: columns of the user table; 0 = no user table.
         layers, heads: of the backbone.
         steps: T, steps of a subsequence.
-        window: l, items of the state window.
+        window: l, items that come before them, and most items of a mean.
+        state: what a state knows of the items before it, see `oper.rl_rec.models.state.ItemState`.
         dropout: on streams and on the outputs of attention and feed-forward layers.
         backbone: ``"causal"`` (multi-stream) or ``"interleaved"``.
         tied: item rows serve as output rows too.
-        negatives: items drawn per batch to estimate the softmax; 0 = all items, exactly.
+        negatives, loss, calibration: as of `oper.rl_rec.models.next_item.NextItemConfig`.
         reward_weight: weight of the reward loss; 0 = no reward head is trained.
         reward_loss: ``"bce"`` (rewards in [0, 1]) or ``"mse"``.
-        returns: ``"logged"``, or ``"estimated"``: after the first third of training the rewards in
-            the return-to-go are those that the reward head estimates, without gradient.
+        returns: ``"logged"``; ``"none"``: the model sees 0 in their place; ``"estimated"``: after
+            the first third of training the rewards in the return-to-go are those that the reward
+            head estimates, without gradient.
         gamma: discount of the return-to-go. Over a long horizon the return of a logged trajectory
             tells much of which trajectory it is, and the action head learns the log by heart.
         target_quantile: quantile of the training returns that is asked for when recommending.
@@ -97,10 +103,13 @@ class CDT4RecConfig:
     heads: int = 2
     steps: int = 30
     window: int = 20
+    state: str = "mean"
     dropout: float = 0.1
     backbone: str = "causal"
     tied: bool = True
     negatives: int = 1024
+    loss: str = "softmax"
+    calibration: float = 0.75
     reward_weight: float = 1.0
     reward_loss: str = "bce"
     returns: str = "logged"
@@ -115,15 +124,18 @@ class CDT4RecConfig:
             ("heads", self.heads >= 1 and self.dim % max(1, self.heads) == 0,
              f">= 1 and a divisor of dim={self.dim}"),
             ("steps", self.steps >= 1, ">= 1"), ("window", self.window >= 1, ">= 1"),
+            ("state", self.state in STATES, f"one of {STATES}"),
             ("dropout", 0 <= self.dropout < 1, "0 <= dropout < 1"),
             ("backbone", self.backbone in BACKBONES, f"one of {BACKBONES}"),
             ("negatives", self.negatives >= 0, ">= 0"),
+            ("loss", self.loss in LOSSES, f"one of {LOSSES}"),
+            ("calibration", 0 <= self.calibration <= 1, "0..1"),
             ("reward_weight", 0 <= self.reward_weight < float("inf"), ">= 0"),
             ("reward_loss", self.reward_loss in REWARD_LOSSES, f"one of {REWARD_LOSSES}"),
-            ("returns", self.returns == "logged" or (
-                self.returns == "estimated" and self.backbone == "causal"
-                and self.reward_weight > 0),
-             "logged, or estimated with the causal backbone and reward_weight > 0"),
+            ("returns", self.returns in RETURNS, f"one of {RETURNS}"),
+            ("returns", self.returns != "estimated" or (
+                self.backbone == "causal" and self.reward_weight > 0),
+             "estimated only with the causal backbone and reward_weight > 0"),
             ("gamma", 0 < self.gamma <= 1, "0 < gamma <= 1"),
             ("target_quantile", 0 <= self.target_quantile <= 1, "0..1"))
 
@@ -296,10 +308,12 @@ class CDT4Rec(Recommender):
                  returns: tuple[float, float], device: str = "cpu") -> None:
         super().__init__()
         self.config = config
-        self.negatives = NegativeSampler(num_items, config.negatives)
+        self.negatives = NegativeSampler(num_items, config.negatives, config.loss == "gbce")
         self.scale, self.target = returns
         self.estimate_returns = False
         dim = config.dim
+        self.history = ItemState(config.state, dim, config.window, config.steps + config.window,
+                                 config.heads, config.dropout)
         self.state = nn.Linear(dim + config.user_dim, dim)
         self.action = nn.Linear(dim, dim)
         self.backbone = make_backbone(config)
@@ -339,16 +353,16 @@ class CDT4Rec(Recommender):
         rows = self.items(kjts[0])
         steps = self._steps(batch, rows["seen"].values(), kjts, batch.skip,
                             batch.lengths - batch.skip)
-        returns = batch.returns[steps.at] / self.scale
+        returns = self._shown(batch.returns[steps.at] / self.scale)
         phi = self.backbone(steps.states, steps.actions, steps.rewards, returns)
         estimates = self.heads.rewards(phi, steps.actions)
         if self.estimate_returns:
             returns = self._estimated(returns, estimates, steps)
         valid, at = steps.valid, steps.at[steps.valid]
         out = steps.rows[valid] if self.config.tied else rows["chosen"].values()[at]
-        action = self.negatives.softmax_loss(
-            self.heads.queries(phi, returns)[valid], batch.items[at], out,
-            kjts[0]["drawn"].values(), rows["drawn"].values()).mean()
+        action = self.negatives.loss(
+            self.config.loss, self.config.calibration, self.heads.queries(phi, returns)[valid],
+            batch.items[at], out, kjts[0]["drawn"].values(), rows["drawn"].values()).mean()
         reward = reward_loss(self.config, estimates, steps.rewards)[valid].mean()
         loss = action + self.config.reward_weight * reward
         return loss, {"action": action.detach(), "reward": reward.detach()}
@@ -357,9 +371,8 @@ class CDT4Rec(Recommender):
                skip: torch.Tensor, num_steps: torch.Tensor) -> Steps:
         """Steps `skip` ... `skip + num_steps - 1` of each trajectory; `seen` are its rows [L, D].
 
-        A window's mean is a difference of two prefix sums: every row is looked up once, though it
-        is in many windows. One step may lie past the last interaction: the one to recommend for,
-        of which only the state is used.
+        One step may lie past the last interaction: the one to recommend for, of which only the
+        state is used.
         """
         size, dim = batch.num_users, self.config.dim
         most = int(num_steps.max()) if size else 0
@@ -368,18 +381,13 @@ class CDT4Rec(Recommender):
         place = skip[:, None] + ahead                                    # [B, T], inside it
         valid = ahead < num_steps[:, None]
         place = torch.minimum(place, batch.lengths[:, None])
-        sums = F.pad(padded(seen, batch.lengths).cumsum(dim=1), (0, 0, 1, 0))  # [B, P + 1, D]
-        begin = (place - self.config.window).clamp(min=0)
-        trajectory = torch.arange(size, device=skip.device)[:, None]
-        window = sums[trajectory, place] - sums[trajectory, begin]
-        window = window / (place - begin).clamp(min=1).unsqueeze(-1)
         at = first[:, None] + torch.minimum(place, (batch.lengths[:, None] - 1).clamp(min=0))
         if seen.shape[0]:
             at = at.clamp(max=seen.shape[0] - 1)
             rows, rewards = seen[at], batch.rewards[at]
         else:  # nobody has a history
             rows, rewards = seen.new_zeros(size, most, dim), seen.new_zeros(size, most)
-        parts = [window]
+        parts = [self.history(padded(seen, batch.lengths), place)]
         if self.config.user_dim:
             user = self.users(kjts[1]).values()
             parts.append(user[:, None].expand(-1, most, -1))
@@ -414,7 +422,11 @@ class CDT4Rec(Recommender):
         users = torch.arange(recent.num_users, device=phi.device)
         phi = phi[users, num_steps - 1]
         wanted = phi.new_full((recent.num_users,), self.target / self.scale)
-        return Encoded(phi, self.heads.queries(phi, wanted))
+        return Encoded(phi, self.heads.queries(phi, self._shown(wanted)))
+
+    def _shown(self, returns: torch.Tensor) -> torch.Tensor:
+        """Returns-to-go as the model sees them."""
+        return torch.zeros_like(returns) if self.config.returns == "none" else returns
 
     def _wanted_returns(self, rewards: torch.Tensor, num_steps: torch.Tensor) -> torch.Tensor:
         """Scaled returns-to-go [B, T] of which the target is left at the last step: backwards
@@ -425,7 +437,7 @@ class CDT4Rec(Recommender):
             before = t < num_steps - 1
             coming = torch.where(before, rewards[:, t] + self.config.gamma * coming, coming)
             found[:, t] = coming
-        return found / self.scale
+        return self._shown(found / self.scale)
 
     def scores(self, encoded: Encoded, items: torch.Tensor) -> torch.Tensor:
         """``<q, E^O[i]>``, float32 [B, n]."""
@@ -437,69 +449,3 @@ class CDT4Rec(Recommender):
         shape = (encoded.phi.shape[0], *actions.shape)
         estimates = self.heads.rewards(encoded.phi[:, None].expand(shape), actions.expand(shape))
         return torch.sigmoid(estimates) if self.config.reward_loss == "bce" else estimates
-
-
-# ---- continuous states and actions ---------------------------------------------------------------
-
-
-class Trajectories(NamedTuple):
-    """Trajectories of a simulator, padded on the right."""
-
-    states: torch.Tensor   # float32 [B, T, S]
-    actions: torch.Tensor  # float32 [B, T, A]
-    rewards: torch.Tensor  # float32 [B, T]
-    returns: torch.Tensor  # float32 [B, T]
-    valid: torch.Tensor    # bool [B, T]
-
-
-class ContinuousCDT4Rec(nn.Module):
-    """The model for actions in [-1, 1]^A: ``e^s_t = W_s x_t + b_s``, ``e^a_t = W_a a_t + b_a``,
-    and the action head ``a^_t = tanh(W_o q_t + b_o)`` with a squared error.
-
-    Args:
-        config: sizes and weights; what concerns items is not used.
-        state_dim, action_dim: S and A.
-        returns: what the return-to-go is divided by.
-        rewards: what rewards are divided by.
-    """
-
-    def __init__(self, config: CDT4RecConfig, state_dim: int, action_dim: int, *,
-                 returns: float = 1.0, rewards: float = 1.0) -> None:
-        super().__init__()
-        self.config, self.return_scale, self.reward_scale = config, returns, rewards
-        self.state = nn.Linear(state_dim, config.dim)
-        self.action = nn.Linear(action_dim, config.dim)
-        self.backbone = make_backbone(config)
-        self.heads = Heads(config)
-        self.out = nn.Linear(config.dim, action_dim)
-
-    def phi(self, batch: Trajectories) -> torch.Tensor:
-        """phi float32 [B, T, D]."""
-        found: torch.Tensor = self.backbone(
-            self.state(batch.states), self.action(batch.actions),
-            batch.rewards / self.reward_scale, batch.returns / self.return_scale)
-        return found
-
-    def forward(self, batch: Trajectories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss [] and its parts ``action`` and ``reward``."""
-        phi, valid = self.phi(batch), batch.valid
-        error = (self._actions(phi, batch.returns) - batch.actions).square().mean(dim=-1)
-        action = error[valid].mean()
-        estimates = self.heads.rewards(phi, self.action(batch.actions))
-        reward = reward_loss(self.config, estimates, batch.rewards / self.reward_scale)[valid]
-        loss = action + self.config.reward_weight * reward.mean()
-        return loss, {"action": action.detach(), "reward": reward.mean().detach()}
-
-    def act(self, batch: Trajectories) -> torch.Tensor:
-        """Actions float32 [B, T, A] of every step, given the returns-to-go of `batch`."""
-        return self._actions(self.phi(batch), batch.returns)
-
-    def rewards(self, phi: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """Estimated rewards [...] of any actions float32 [..., A] at phi [..., D]."""
-        estimates = self.heads.rewards(phi, self.action(actions))
-        if self.config.reward_loss == "bce":
-            estimates = torch.sigmoid(estimates)
-        return estimates * self.reward_scale
-
-    def _actions(self, phi: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.out(self.heads.queries(phi, returns / self.return_scale)))

@@ -14,6 +14,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.rl_rec.models.base import (
+    LOSSES,
     Histories,
     NegativeSampler,
     Recommender,
@@ -29,7 +30,6 @@ from oper.rl_rec.models.base import (
 )
 
 TARGETS = ("positive", "all")
-LOSSES = ("softmax", "gbce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +174,9 @@ class NextItem(Recommender):
         wanted = batch.is_step
         if self.config.targets == "positive":
             wanted = wanted & (batch.rewards > 0)
-        parts = (unpadded(queries, batch.lengths)[wanted], batch.items[wanted], rows[wanted],
-                 *drawn)
-        losses = (self.negatives.softmax_loss(*parts) if self.config.loss == "softmax" else
-                  self.negatives.gbce_loss(*parts, self.config.calibration))
+        losses = self.negatives.loss(
+            self.config.loss, self.config.calibration,
+            unpadded(queries, batch.lengths)[wanted], batch.items[wanted], rows[wanted], *drawn)
         return losses.sum() / wanted.sum().clamp(min=1)
 
     def recent(self, histories: Histories

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
-from oper.rl_rec.models.cdt4rec import Trajectories
+from oper.rl_rec.models.continuous import Trajectories
 from oper.rl_rec.simulation.offline import (
     REWARD_SCALE,
     Episodes,

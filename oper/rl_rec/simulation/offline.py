@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from oper.errors import InvalidInputError, fail
-from oper.rl_rec.models.cdt4rec import CDT4RecConfig, ContinuousCDT4Rec, Trajectories
+from oper.rl_rec.models.cdt4rec import CDT4RecConfig
+from oper.rl_rec.models.continuous import ContinuousCDT4Rec, Trajectories
 from oper.rl_rec.simulation.shop import ACTION_DIM, NUM_FEATURES, PAGE, Shop, Visits
 
 GRADES = ("random", "medium", "expert", "mixed")

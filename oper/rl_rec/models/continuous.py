@@ -1,0 +1,73 @@
+"""CDT4Rec and its ablations for simulators: states and actions are vectors, not items."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from oper.rl_rec.models.cdt4rec import CDT4RecConfig, Heads, make_backbone, reward_loss
+
+
+class Trajectories(NamedTuple):
+    """Trajectories of a simulator, padded on the right."""
+
+    states: torch.Tensor   # float32 [B, T, S]
+    actions: torch.Tensor  # float32 [B, T, A]
+    rewards: torch.Tensor  # float32 [B, T]
+    returns: torch.Tensor  # float32 [B, T]
+    valid: torch.Tensor    # bool [B, T]
+
+
+class ContinuousCDT4Rec(nn.Module):
+    """The model for actions in [-1, 1]^A: ``e^s_t = W_s x_t + b_s``, ``e^a_t = W_a a_t + b_a``,
+    and the action head ``a^_t = tanh(W_o q_t + b_o)`` with a squared error.
+
+    Args:
+        config: sizes and weights; what concerns items is not used.
+        state_dim, action_dim: S and A.
+        returns: what the return-to-go is divided by.
+        rewards: what rewards are divided by.
+    """
+
+    def __init__(self, config: CDT4RecConfig, state_dim: int, action_dim: int, *,
+                 returns: float = 1.0, rewards: float = 1.0) -> None:
+        super().__init__()
+        self.config, self.return_scale, self.reward_scale = config, returns, rewards
+        self.state = nn.Linear(state_dim, config.dim)
+        self.action = nn.Linear(action_dim, config.dim)
+        self.backbone = make_backbone(config)
+        self.heads = Heads(config)
+        self.out = nn.Linear(config.dim, action_dim)
+
+    def phi(self, batch: Trajectories) -> torch.Tensor:
+        """phi float32 [B, T, D]."""
+        found: torch.Tensor = self.backbone(
+            self.state(batch.states), self.action(batch.actions),
+            batch.rewards / self.reward_scale, batch.returns / self.return_scale)
+        return found
+
+    def forward(self, batch: Trajectories) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss [] and its parts ``action`` and ``reward``."""
+        phi, valid = self.phi(batch), batch.valid
+        error = (self._actions(phi, batch.returns) - batch.actions).square().mean(dim=-1)
+        action = error[valid].mean()
+        estimates = self.heads.rewards(phi, self.action(batch.actions))
+        reward = reward_loss(self.config, estimates, batch.rewards / self.reward_scale)[valid]
+        loss = action + self.config.reward_weight * reward.mean()
+        return loss, {"action": action.detach(), "reward": reward.mean().detach()}
+
+    def act(self, batch: Trajectories) -> torch.Tensor:
+        """Actions float32 [B, T, A] of every step, given the returns-to-go of `batch`."""
+        return self._actions(self.phi(batch), batch.returns)
+
+    def rewards(self, phi: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """Estimated rewards [...] of any actions float32 [..., A] at phi [..., D]."""
+        estimates = self.heads.rewards(phi, self.action(actions))
+        if self.config.reward_loss == "bce":
+            estimates = torch.sigmoid(estimates)
+        return estimates * self.reward_scale
+
+    def _actions(self, phi: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.out(self.heads.queries(phi, returns / self.return_scale)))
