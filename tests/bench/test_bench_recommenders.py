@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -152,9 +153,9 @@ def test_protocols_of_published_tables(tmp_path: Path) -> None:
 
 def test_ablations_are_every_combination_once() -> None:
     """Five of returns and reward head with the causal backbone, four with the other, and states."""
-    found = {name: model for name, model in MODELS.items() if model.ablation}
+    found = {name: model for name, model in recommenders.MODELS.items() if model.ablation}
     assert len(found) == 3 * (5 + 4) + 4
-    plain = MODELS["cdt4rec"].config
+    plain = recommenders.MODELS["cdt4rec"].config
     assert found["cdt4rec-state-mean"].config == found["cdt4rec-causal-logged-head"].config == plain
     assert len({repr(model.config) for model in found.values()}) == len(found) - 1
     gru = found["cdt4rec-state-gru"].config
