@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Piece, TablePlan, Tier
-from oper.search.bound.options import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel, Evaluation
+from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import Tally
 from oper.search.heuristic.annealing import Part, Shard, dealt_options
 from oper.search.heuristic.candidates import Candidate
