@@ -15,9 +15,9 @@ import numpy as np
 
 from oper.search import native
 from oper.search.bound.inequalities import Inequality
-from oper.search.bound.options import PUSH
 from oper.search.bound.pieces import Fit, LoadLimits
 from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.space import PUSH
 from oper.search.cost.tally import PARTIALS
 from oper.search.problem.space import COLUMN_STEP
 from oper.search.problem.statement import IDS

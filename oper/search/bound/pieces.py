@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.search import native
-from oper.search.bound.options import PUSH
 from oper.search.bound.units import ANY, LOCAL, WHOLE, UnitRows
+from oper.search.cost.space import PUSH
 from oper.search.cost.tally import PARTIALS
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS, TableProblem
