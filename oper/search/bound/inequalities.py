@@ -24,18 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from oper.search.bound.options import Option
 from oper.search.bound.pieces import NUM_PIECE_GROUPS, Pieces
-from oper.search.bound.rows import ResourceRows
+from oper.search.bound.rows import Option, ResourceRows
 from oper.search.bound.units import ANY, LOCAL, WHOLE
 from oper.search.cost.space import COPIES, PUSH
 from oper.search.problem.machine import GROUPS, TERMS, first_neighbourhood, neighbourhoods
 from oper.search.problem.statement import NUM_FEATURES
 
 Load = tuple[int, int]  # phase and group of terms
-#: Kinds of rows: the load of the piece alone; beside what a rank reads; the same over links, where
-#: its host is spared what it owns; with the distinguished host.
-PIECE, READER, SPREAD, APART = "piece", "reader", "spread", "apart"
+#: Kinds of rows: the load of the piece beside what a rank reads; the same over links, where its
+#: host is spared what it owns; with the distinguished host.
+READER, SPREAD, APART = "reader", "spread", "apart"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +153,7 @@ class OwnerRows:
                  for phase in range(model.phases.index("forward"), len(model.phases))
                  for group in np.flatnonzero(pieces.unit[:, :, phase].any(axis=(0, 1))).tolist()]
         for load in loads:
-            yield READER if pieces.has_local[load] else PIECE, load, load
+            yield READER, load, load
             if self._is_far(load):
                 yield SPREAD, load, load, self._spared(load)
         # The piece is on a rank of the distinguished host, whatever else it loads.

@@ -21,9 +21,8 @@ from __future__ import annotations
 import numpy as np
 
 from oper.search.bound.inequalities import Load, OwnerRows
-from oper.search.bound.options import Option
 from oper.search.bound.pieces import Pieces
-from oper.search.bound.rows import ResourceRows
+from oper.search.bound.rows import Option, ResourceRows
 from oper.search.bound.units import ANY_SQUARES, WHOLE, UnitRows
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import (

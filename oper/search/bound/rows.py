@@ -12,12 +12,23 @@ holds for every plan. There is
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import model_classes
 from oper.search.cost.tally import HELD, HOST_HELD, NUM_ROWS, Tally
 from oper.search.problem.machine import GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A way to place a block: its `kind` (`oper.search.cost.space.KINDS`), and the rank class that
+    owns it, or has the master copies (-1: all ranks)."""
+
+    kind: str
+    rank_class: int
 
 
 class ResourceRows:

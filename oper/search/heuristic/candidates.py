@@ -1,9 +1,9 @@
 """Whole-table configurations as tier boundaries, and the search over them by class means.
 
 A candidate says where the tiers of a table end and which option each takes
-(`oper.search.bound.options`), but not yet which ranks. Its load on the resource rows is exact for
-the class means, so that candidates can be chosen for all tables before any rank is named: from the
-relaxed solution, then by coordinate descent.
+(`oper.search.bound.rows.Option`), but not yet which ranks. Its load on the resource rows is exact
+for the class means, so that candidates can be chosen for all tables before any rank is named: from
+the relaxed solution, then by coordinate descent.
 """
 
 from __future__ import annotations

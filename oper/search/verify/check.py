@@ -39,11 +39,9 @@ from oper.search.verify.node import (
     APART,
     FREE,
     KINDS,
-    PARTLY,
     PUSHES,
     SPREAD,
     STILL as PUSHES_NOTHING,
-    WHOLLY,
     Node,
 )
 
@@ -203,11 +201,9 @@ class _Proof:
         first, second = value["parts"]  # a node has two halves, which hold all its plans
         if "table" in value:
             k = names.index(value["table"])
-            parted = {FREE: (PUSHES_NOTHING, PUSHES), PUSHES: (PARTLY, WHOLLY)}
-            if int(at.pushes[k]) not in parted:
-                raise _NotShown(f"table {value['table']!r} is parted once too often on a path of "
-                                "the tree")
-            halves = [replace(at, pushes=_with(at.pushes, k, x)) for x in parted[int(at.pushes[k])]]
+            if at.pushes[k] != FREE:
+                raise _NotShown(f"table {value['table']!r} is parted twice on a path of the tree")
+            halves = [replace(at, pushes=_with(at.pushes, k, x)) for x in (PUSHES_NOTHING, PUSHES)]
         else:
             load, cut = self._load(value["load"]), float(value["at_us"])
             if not cut >= 0:

@@ -19,7 +19,7 @@ from oper.search.cost.tally import FORWARD_NS, HELD, HOST_HELD, NUM_ROWS, PARTIA
 from oper.search.problem.machine import neighbourhoods
 from oper.search.problem.statement import IDS
 from oper.search.verify.loads import LOCAL, PIECE_GROUPS, Loads, Probe
-from oper.search.verify.node import APART, PIECE, READER, SPREAD, Node
+from oper.search.verify.node import APART, READER, SPREAD, Node
 from oper.search.verify.tables import Asked, TableCosts
 
 
@@ -127,9 +127,8 @@ class Checker:
         largest piece must read of it; float64 [..., C, F]."""
         out = np.asarray(np.einsum("...lc,lc->...", x.total, leaf.weights))
         for kind, p, g, price in leaf.owner:
-            if kind != PIECE:
-                times = 1.0 + self._spared(kind, g)
-                out = out + price * times * self.beside[p, g] * x.read[..., p]
-            if kind not in (PIECE, READER):
+            times = 1.0 + self._spared(kind, g)
+            out = out + price * times * self.beside[p, g] * x.read[..., p]
+            if kind != READER:
                 out = out + price * (x.apart if kind == APART else x.far)[..., p, g]
         return out

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: What a node knows of a table: nothing, that no row of it is pushed, that some row is, that some
-#: are and some not, that all are.
-FREE, STILL, PUSHES, PARTLY, WHOLLY = 0, 1, 2, 3, 4
-#: Kinds of rows about the rank that owns the piece with the largest load in a phase and group:
-#: the load alone; beside what a rank reads; the same over links, where its host is spared what it
-#: owns; and with the first host's ranks as classes of their own, taken to be where that piece is.
-KINDS = PIECE, READER, SPREAD, APART = "piece", "reader", "spread", "apart"
+#: What a node knows of a table: nothing, that no row of it is pushed, that some row is.
+FREE, STILL, PUSHES = 0, 1, 2
+#: Kinds of rows about the rank that owns the piece with the largest load in a phase and group: the
+#: load beside what a rank reads; the same over links, where its host is spared what it owns; and
+#: with the first host's ranks as classes of their own, taken to be where that piece is.
+KINDS = READER, SPREAD, APART = "reader", "spread", "apart"
 
 
 @dataclass(frozen=True, eq=False)

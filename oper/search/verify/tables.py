@@ -26,7 +26,7 @@ import numpy as np
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import free_blocks, most_masters
 from oper.search.problem.statement import IDS
-from oper.search.verify.node import FREE, PARTLY, PUSHES, STILL, WHOLLY, Node
+from oper.search.verify.node import FREE, PUSHES, STILL, Node
 
 STEP, NARROWEST = 4, 8  # columns: what widths are multiples of, and the least that is pushed
 _POINTS, _LEAST_SHARE = 1200, 1e-7  # at which partial sums are tabulated; chords lie below
@@ -169,15 +169,15 @@ class TableCosts:
         for kind, x in cost.items():
             np.copyto(x, np.inf, where=~self.may[kind][self.of][:, None, :])
         still, stay = self._still(asked, {k: x for k, x in cost.items() if k != "push"})
-        pushed = np.full((2, self.of.size), np.inf)
+        pushed = np.full(self.of.size, np.inf)
         if "push" in cost:
             wide = (self.share == 1) | (self.width >= NARROWEST)
             at = np.flatnonzero(wide & (leaf.pushes[self.of] != STILL))
             may = self.may["push"][self.of[at]]
             mass = np.where(may, self._masses(at, leaf, floor), 0.0)
             at, mass = at[mass.any(axis=1)], mass[mass.any(axis=1)]
-            pushed[:, at] = self._pushed(at, asked, cost["push"][at], stay[at], mass,
-                                         self._lines(at, leaf, floor, mass))
+            pushed[at] = self._pushed(at, asked, cost["push"][at], stay[at], mass,
+                                      self._lines(at, leaf, floor, mass))
         return np.array([self._table(k, still, pushed, int(leaf.pushes[k]), asked.piece)
                          for k in range(len(self.tables))])
 
@@ -279,7 +279,7 @@ class TableCosts:
 
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
                 mass: np.ndarray, lines: np.ndarray) -> np.ndarray:
-        """Least cost of pieces of which all rows are pushed, or some; float64 [2, n].
+        """Least cost of pieces of which all rows are pushed, or some; float64 [n].
 
         Args:
             at: int64 [n], the pieces.
@@ -309,7 +309,7 @@ class TableCosts:
                                          most))
         some += (self.total[of] * self.model.tiers_ns(True) * asked.tier
                  + self.bags[of] * asked.bag + stay.sum(axis=1))
-        return np.stack([every, np.where(free, some, np.inf)])
+        return np.minimum(every, np.where(free, some, np.inf))
 
     def _prefixes(self, of: np.ndarray, gain: np.ndarray, share: np.ndarray, price: np.ndarray,
                   most: np.ndarray) -> np.ndarray:
@@ -333,27 +333,26 @@ class TableCosts:
 
     def _table(self, k: int, still: np.ndarray, pushed: np.ndarray, pushes: int, piece: float
                ) -> float:
-        """Least cost of a table whose pieces of each width cost so much at least: `still` where
-        nothing is pushed (float64 [N]), and `pushed` where all rows are, or some ([2, N])."""
+        """Least cost of a table whose pieces of each width cost so much at least, `still` where
+        nothing is pushed, and `pushed` where something is; float64 [N] each."""
         n = np.flatnonzero(self.of == k)
         widths, dim = self.width[n], int(self.dims[k])
-        still, (every, some) = still[n] + piece, pushed[:, n] + piece
+        still, pushed = still[n] + piece, pushed[n] + piece
         if pushes == STILL:
-            every, some = np.full((2, n.size), np.inf)
+            pushed = np.full(n.size, np.inf)
         if self.cut[k] and dim % STEP:  # a fraction of a piece may be left
-            return float((np.minimum(np.minimum(still, every), some) * (dim / widths)).min()
-                         - piece)
-        # By columns made up so far, and by whether some rows stayed (1) and some are pushed (2).
+            return float((np.minimum(still, pushed) * (dim / widths)).min() - piece)
+        # By whether some rows are pushed so far, and by the columns made up.
         steps = dim // STEP if self.cut[k] else 1
         count = widths // STEP if self.cut[k] else np.ones(1, np.int64)
-        cost, pieces = np.full((4, steps + 1), np.inf), np.stack([still, every, some])
+        cost, pieces = np.full((2, steps + 1), np.inf), np.stack([still, pushed])
         cost[0, 0] = 0.0
         for to in range(1, steps + 1):
             m = count <= to
-            found = (cost[:, None, to - count[m]] + pieces[:, m]).min(axis=-1)  # [4, 3]
-            np.minimum.at(cost[:, to], np.arange(4)[:, None] | np.arange(1, 4), found)
-        known = {FREE: (1, 2, 3), STILL: (1,), PUSHES: (2, 3), PARTLY: (3,), WHOLLY: (2,)}
-        return float(min(cost[x, -1] for x in known[pushes]) - piece)
+            found = (cost[:, None, to - count[m]] + pieces[:, m]).min(axis=-1)  # [2, 2]
+            cost[:, to] = found[0, 0], min(found[0, 1], found[1, 0], found[1, 1])
+        known = {FREE: cost[:, -1].min(), STILL: cost[0, -1], PUSHES: cost[1, -1]}
+        return float(known[pushes] - piece)
 
 
 def _full(share: np.ndarray, most: np.ndarray) -> np.ndarray:
