@@ -25,12 +25,12 @@ COSTS = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "update_n
          "run_ns": 3.0, "wire_ns": 0.3, "warm_share": 0.4}
 
 
-def owned(problem: Problem, owners: list[int]) -> Plan:
-    """Tables whole on one rank each, pushed; those beyond the owners on all ranks, pulled."""
+def owned(problem: Problem, owners: list[int], others: tuple[int, ...]) -> Plan:
+    """Tables whole on one rank each, pushed; further ones on the ranks `others`, pulled."""
     world, entries = problem.machine.world_size, []
     for n, t in enumerate(problem.tables):
         tier = (Tier(0, t.spec.num_rows, "owned", (owners[n],), mode="push") if n < len(owners)
-                else Tier(0, t.spec.num_rows, "striped", tuple(range(world))))
+                else Tier(0, t.spec.num_rows, "striped", others))
         entries.append(TablePlan(t.spec, (Piece(0, t.spec.dim, (tier,)),)))
     return Plan(world, tuple(entries), problem.objective, problem.batch_size)
 
@@ -53,15 +53,22 @@ def loads(model: CostModel, plan: Plan) -> np.ndarray:
 def test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan(name, objective):
     close: dict[str, float] = {}
     rng = np.random.default_rng(1)
-    for num_tables, pushed in ((1, 1), (1, 1), (3, 3), (3, 1), (3, 2)):
+    for num_tables, pushed in ((1, 1), (3, 3), (3, 2), *[(2, 1)] * 6):
+        held = {f"t{k}": {"replicate": False, "modes": ["push" if k < pushed else "pull"]}
+                for k in range(num_tables)}
         problem = with_overlap(stated(int(rng.integers(99)), name, num_tables, COSTS,
-                                      objective=objective), {"forward": 2.0 * (pushed > 1)})
+                                      objective=objective, constraints={"tables": held}),
+                               {"forward": 2.0 * (num_tables == 3)})
         model, world = CostModel(problem), problem.machine.world_size
-        apart = (model.phases.index("forward"), GROUPS.index(neighbourhoods(problem.machine)[1]))
+        of_rank, link = neighbourhoods(problem.machine)
+        apart = model.phases.index("forward"), GROUPS.index(link)
         relaxation = Relaxation(model, apart if hosts_are_alike(model) else None)
         checker = Checker(model, relaxation.distinguished)
-        for _ in range(4):
-            plan = owned(problem, rng.integers(world, size=pushed).tolist())
+        for n in range(6):
+            owners = [0, *rng.integers(world, size=pushed - 1).tolist()]
+            far = np.flatnonzero(of_rank != of_rank[owners[0]]).tolist()
+            others = (owners[0],), tuple(far), tuple(range(world))
+            plan = owned(problem, owners, others[n % 3])
             each, phases = loads(model, plan), evaluate(plan, problem).phases
             largest = int(each[:, apart[0], apart[1]].argmax())
             is_first = plan.tables[largest].tiers[0].ranks[0] in first_neighbourhood(
@@ -85,7 +92,7 @@ def test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan(name, obj
                 close[x.kind] = max(close.get(x.kind, 0.0), min(mine, found) / busy)
     assert READER in close and SPREAD in close
     assert (APART in close) == (name != "unequal")
-    assert min(close.values()) > 0.2 and close[READER] > 0.99, close
+    assert min(close.values()) > 0.7 and close[READER] > 0.99, close
 
 
 def test_owners_that_pool_in_inference_bound_it_as_well(monkeypatch):
