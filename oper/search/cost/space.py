@@ -6,7 +6,7 @@ checker asks whether a plan is one of them, and neither asks the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import reduce
 
@@ -34,7 +34,7 @@ KINDS = REPLICATED, COPIES, SHARD, HOST, PUSH = "replicated", "copies", "shard",
 _MAX_HIDDEN_SETS = 4
 
 
-def restricted(problem: Problem, plans: Iterable[str]) -> Problem:
+def restricted(problem: Problem, plans: Collection[str]) -> Problem:
     """The problem whose plans are those of `plans` (some of `oper.search.problem.space.PLANS`);
     such as push rows keep no copies per host, and cutting what is not pushed only costs more."""
     if "push" not in problem.allow:
