@@ -326,10 +326,6 @@ class Pricing {
   double stay_of(double streams, int64_t block) const {
     return p_.stay[block] + (streams - 1.0) * p_.stay_more[block];
   }
-  double go_of(int64_t j, int64_t m, int64_t block) const {
-    const int64_t at = m * p_.num_blocks + block;
-    return p_.go[at] + (p_.streams[type_of(j, m)] - 1.0) * p_.more[at];
-  }
   double full_of(int64_t j, int64_t m) const { return mass_of(j, m) * p_.total_ids[k_]; }
   // Cost of the partial sums of so many ids pushed to class m, from below.
   double sums_cost(int64_t j, int64_t m, double ids) const {
