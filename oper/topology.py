@@ -240,11 +240,11 @@ class Topology:
         domains = tuple(
             replace(here.domains[0], ranks=tuple(range(start, end)), host=host, cross_gbps=1.25)
             for host, (start, end) in enumerate(zip(starts, ends, strict=True)))
-        # A collective over TCP costs some hundred microseconds before its first byte, and the ranks
+        # Meeting over TCP costs 50 to 450 us (benchmarks/cluster.json, `meeting_us`), and the ranks
         # copy every byte themselves. What tiers and pushed ids cost is of the order that
         # calibration finds: little beside a network of this speed, but it decides between plans
         # that send alike.
-        costs = replace(here.costs, phase_us=600.0, tier_ns=1.0, push_tier_ns=3.0, push_ns=3.0,
+        costs = replace(here.costs, phase_us=150.0, tier_ns=1.0, push_tier_ns=3.0, push_ns=3.0,
                         far_ns=12.0, wire_ns=0.4)
         return replace(here, name=f"hosts-{'-'.join(str(len(d.ranks)) for d in domains)}",
                        domains=domains, costs=costs)

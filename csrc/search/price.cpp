@@ -72,7 +72,7 @@ OPER_CLONES void picked(const int64_t* found, int64_t which, const double* cost,
 }
 
 enum Mode : int64_t { kOneTier, kTiers, kAllPushed, kTiersPushed };
-enum Pushes : uint8_t { kFree, kStill, kPushes, kPartly, kWholly };
+enum Pushes : uint8_t { kFree, kStill, kPushes };
 
 class Pricing {
  public:
@@ -99,7 +99,7 @@ class Pricing {
     const double known = p_.known[k];
     best_ = std::min(known, still), best_kind_ = -1, least_ = kInfinity;
     for (const Mode mode : {kAllPushed, kTiersPushed})
-      if (num_types > 0 && has(mode)) types(num_types, mode);
+      if (num_types > 0 && (mode == kAllPushed || !must_)) types(num_types, mode);
     double value = std::min(best_, least_);
     int64_t at = 0;
     if (is_cut() && num_types > 0 && std::isfinite(value)) {
@@ -126,11 +126,6 @@ class Pricing {
   };
   static int64_t kind_of(int64_t j, Mode mode) { return 2 * j + (mode == kTiersPushed); }
 
-  // Whether such pieces have to be looked at: others may lie beside them where a table is cut.
-  bool has(Mode mode) const {
-    if (mode == kTiersPushed) return !must_ && p_.pushes[k_] != kWholly;
-    return is_cut() || p_.pushes[k_] != kPartly;
-  }
 
   // Where a path through the columns comes from.
   struct Step {
@@ -331,10 +326,6 @@ class Pricing {
   double stay_of(double streams, int64_t block) const {
     return p_.stay[block] + (streams - 1.0) * p_.stay_more[block];
   }
-  double go_of(int64_t j, int64_t m, int64_t block) const {
-    const int64_t at = m * p_.num_blocks + block;
-    return p_.go[at] + (p_.streams[type_of(j, m)] - 1.0) * p_.more[at];
-  }
   double full_of(int64_t j, int64_t m) const { return mass_of(j, m) * p_.total_ids[k_]; }
   // Cost of the partial sums of so many ids pushed to class m, from below.
   double sums_cost(int64_t j, int64_t m, double ids) const {
@@ -395,10 +386,10 @@ class Pricing {
   // The cheapest way to make up a table's columns of pieces, each of a width and at the cost by column
   // that some type has, or that of pushing nothing: pieces are whole, and what is left of a table beside
   // the widest ones has to be narrower, and pay for an id stream as well. A path through the columns, in
-  // lanes by whether some rows stay and whether some are pushed so far.
+  // two lanes by whether some rows are pushed so far.
   double whole_widths() {
     const int64_t columns = p_.columns[k_], step = p_.step, count = columns / step;
-    for (auto& x : by_width_) x.assign(count + 1, {kInfinity, 0});  // a piece so wide, and its kind
+    by_width_.assign(count + 1, {kInfinity, 0});  // a piece so wide, and its kind
     for (int64_t m = 0; m < p_.num_options; ++m)
       for (int64_t j = 0; 2 * j < int64_t(kinds_.size()); ++j) {
         const int64_t at = type_of(j, m);
@@ -407,27 +398,24 @@ class Pricing {
         const int64_t low = std::llround(p_.narrowest[at]) / step,
                       high = std::llround(double(columns) / p_.streams[at]) / step;
         for (int64_t w = low; w <= high; ++w)
-          for (int64_t some = 0; some < 2; ++some)
-            by_width_[some][w] = std::min(by_width_[some][w], std::pair(kinds_[2 * j + some].least, 2 * j + some));
+          for (int64_t i = 2 * j; i < 2 * j + 2; ++i)
+            by_width_[w] = std::min(by_width_[w], std::pair(kinds_[i].least, i));
       }
     steps_.assign(kLanes * (count + 1), Step{});
     steps_[0].cost = 0;
     for (int64_t to = 1; to <= count; ++to)
       for (int64_t w = 1; w <= to; ++w) {
         const double share = double(w) / double(count);
-        const auto [all, i] = by_width_[0][w];
-        const auto [part, l] = by_width_[1][w];
+        const auto [pushed, i] = by_width_[w];
         const Step* from = &steps_[kLanes * (to - w)];
         Step* x = &steps_[kLanes * to];
         for (int64_t lane = 0; lane < kLanes; ++lane) {
-          x[lane | kStays].take(from[lane].cost + share * still_cost(1 / share), w, -1, lane);
-          x[lane | kIsPushed].take(from[lane].cost + share * all, w, i, lane);
-          x[kStays | kIsPushed].take(from[lane].cost + share * part, w, l, lane);
+          x[lane].take(from[lane].cost + share * still_cost(1 / share), w, -1, lane);
+          x[kIsPushed].take(from[lane].cost + share * pushed, w, i, lane);
         }
       }
     const uint8_t pushes = p_.pushes[k_];
-    const bool may[kLanes] = {false, pushes <= kStill, pushes != kStill && pushes != kPartly,
-                              pushes != kStill && pushes != kWholly};
+    const bool may[kLanes] = {pushes <= kStill, pushes != kStill};
     double least = kInfinity;
     for (int64_t lane = 0; lane < kLanes; ++lane)
       if (const double cost = steps_[kLanes * count + lane].cost; may[lane] && cost < least)
@@ -507,11 +495,11 @@ class Pricing {
   double best_ = 0, least_ = 0, rest_ = 0, offset_ = 0;
   double limit_ = kInfinity;  // what sets may cost to be worth a look
   Mode mode_ = kAllPushed;
-  static constexpr int64_t kStays = 1, kIsPushed = 2, kLanes = 4;
+  static constexpr int64_t kIsPushed = 1, kLanes = 2;
   int64_t lane_ = 0;
   std::vector<double> gain_, slope_, fixed_, pushed_, least_sums_;
   std::vector<Kind> kinds_;
-  std::vector<std::pair<double, int64_t>> by_width_[2];
+  std::vector<std::pair<double, int64_t>> by_width_;
   std::vector<Step> steps_;
   std::vector<std::pair<double, int64_t>> types_;
   std::vector<int> order_;

@@ -10,9 +10,9 @@ import numpy as np
 
 from oper.errors import MissingDependencyError, OperError, fail
 from oper.plan import Piece, Tier
-from oper.search.bound.options import PUSH
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import PUSH
 from oper.search.cost.tally import HELD, HOST_HELD, PARTIALS, Tally
 from oper.search.heuristic.placing import Placement, table_tally
 from oper.search.problem.machine import GROUPS

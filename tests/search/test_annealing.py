@@ -13,8 +13,8 @@ from oper.bench.plan import workloads as plan_workloads
 from oper.errors import MissingDependencyError
 from oper.search import native
 from oper.search.bound.master import lower_bound
-from oper.search.bound.options import PUSH
 from oper.search.cost.model import evaluate
+from oper.search.cost.space import PUSH
 from oper.search.cost.tally import owned_features
 from oper.search.heuristic.annealing import Annealing, Packed
 from oper.search.heuristic.candidates import CandidatePool

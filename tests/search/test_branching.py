@@ -15,11 +15,11 @@ from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.bound.branching import SearchTree, _largest, _load_branchings
 from oper.search.bound.master import solve_node
 from oper.search.bound.node import PUSHES, STILL, Node
-from oper.search.bound.options import PUSH
 from oper.search.bound.pieces import LoadLimits, column_widths
 from oper.search.bound.relaxation import Relaxation
 from oper.search.bound.units import LOCAL
 from oper.search.cost.model import CostModel, evaluate
+from oper.search.cost.space import PUSH
 from oper.search.cost.tally import UPDATE_BYTES, UPDATE_ROWS, owned_features
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.space import COLUMN_STEP, EVERYTHING, MIN_COLUMNS

@@ -18,9 +18,9 @@ from oper.search.bound.node import (
     Node,
     PieceChoice,
 )
-from oper.search.bound.options import PUSH, REPLICATED, SHARD
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel, evaluate
+from oper.search.cost.space import PUSH, REPLICATED, SHARD
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, TableProblem, make_problem
 from oper.topology import Costs

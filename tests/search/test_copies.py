@@ -11,9 +11,9 @@ from search_cases import gpus, problem, random_plan, space_bound, tables_and_sta
 
 from oper.plan import Piece, Tier
 from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_problem
-from oper.search.bound.options import COPIES
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import COPIES
 from oper.search.heuristic.copies import spread_copies
 from oper.search.planner import plan_problem
 from oper.search.problem.machine import copy_sets

@@ -12,7 +12,6 @@ from test_branching import pushing_plan, stated
 from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.bound.branching import SearchTree
-from oper.search.bound.inequalities import neighbourhoods
 from oper.search.bound.master import Bound, solve_node
 from oper.search.bound.node import (
     ALL_PUSHED,
@@ -22,12 +21,12 @@ from oper.search.bound.node import (
     Node,
     PieceChoice,
 )
-from oper.search.bound.options import PUSH
 from oper.search.bound.relaxation import Relaxation
 from oper.search.bound.subspaces import _distinguished_load
 from oper.search.cost.model import CostModel, evaluate
+from oper.search.cost.space import PUSH
 from oper.search.planner import plan_problem, tighten_bound
-from oper.search.problem.machine import GROUPS
+from oper.search.problem.machine import GROUPS, neighbourhoods
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, make_problem
 from tests.search.oracle import best_of_candidates, some_placements

@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 from test_branching import TOPOLOGIES, stated
 
-from oper.search.bound.options import PUSH, REPLICATED, SHARD, row_makers
 from oper.search.bound.relaxation import Relaxation
 from oper.search.bound.units import ANY, LOCAL, WHOLE
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import PUSH, REPLICATED, SHARD, row_makers
 from oper.search.problem.machine import GROUPS
-from oper.search.problem.space import WITH_COLUMNS
 from oper.search.problem.statement import IDS, NUM_FEATURES
 from oper.search.verify.leaf import Checker
-from oper.search.verify.prices import Part
 
 COSTS = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "update_ns": 10.0,
          "run_ns": 3.0, "refresh_ns": 4.0, "wire_ns": 0.3, "odd_ns": 2.0, "warm_share": 0.4}
@@ -72,8 +70,7 @@ def test_all_far_loads_of_the_distinguished_host_have_a_row():
 def test_the_checker_knows_what_pieces_of_every_width_say(name):
     problem = stated(2, name, costs=COSTS)
     relaxation = Relaxation(CostModel(problem))
-    classes = tuple(tuple(r.tolist()) for r in relaxation.classes.ranks)
-    costs = Checker(relaxation.model, Part((WITH_COLUMNS,), classes, (), (), None)).costs
+    costs = Checker(relaxation.model, None).costs
     least = np.zeros(costs.partial.shape[1:])
     implied = costs.implied(least).reshape(least.size, least.size)
     assert np.count_nonzero(implied) > least.size

@@ -73,6 +73,11 @@ def _no_half(proof: dict[str, Any]) -> None:
     next(p for p in proof["parts"] if "parts" in p["tree"])["tree"]["parts"].pop()
 
 
+def _name_classes(proof: dict[str, Any], number: int) -> None:
+    part = proof["parts"][0]
+    part["rows"] = [[*x[:-1], number] if x[0] == "load" else x for x in part["rows"]]
+
+
 def _negative(proof: dict[str, Any]) -> None:
     prices = _leaf(proof["parts"][0]["tree"])["prices"]
     prices[next(iter(prices))] = -1.0
@@ -84,7 +89,8 @@ def _negative(proof: dict[str, Any]) -> None:
     (_negative, "a price of the proof is -1"),
     (lambda p: p.update(parts=p["parts"][:1]), "no part of the proof bounds"),
     (lambda p: p.update(parts=[]), "no part of the proof bounds"),
-    (lambda p: p["parts"][0].update(classes=[[0, 1]]), "do not make up 0..7"),
+    (lambda p: _name_classes(p, 99), "cannot be read"),
+    (lambda p: _name_classes(p, -1), "names class -1"),
     (lambda p: p["parts"][0].update(plans=["all"]), "not some of"),
     (lambda p: p["parts"][0]["tree"].update(prices={"999": 1.0}, parts=None), "cannot be read"),
     (lambda p: p.update(problem="0" * 64), "another problem"),

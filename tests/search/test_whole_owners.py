@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from search_cases import gpus, tables_and_stats
 
 from oper.search import native
-from oper.search.bound.node import FREE, PARTLY, PUSHES, STILL, WHOLLY
+from oper.search.bound.node import FREE, PUSHES, STILL
 from oper.search.bound.pieces import Pieces
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
@@ -73,9 +73,9 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
     features = rng.uniform(0, 1, (3, blocks)) * ids.ravel()
     least_sums = rng.uniform(0, 2.0, (num_tables * num_options, 3)) * sums[:, -1].repeat(
         num_options)[:, None]
-    states = rng.integers(0, 5, num_tables).astype(np.uint8)
+    states = rng.integers(0, 3, num_tables).astype(np.uint8)
     if must:
-        states[(states == STILL) | (states == PARTLY)] = FREE
+        states[states == STILL] = FREE
     arrays = {"starts": np.arange(num_tables + 1) * n, "stay": stay, "go": go,
               "stay_more": np.zeros(blocks),
               "more": np.zeros_like(go), "ids": ids.ravel(),
@@ -116,8 +116,7 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
             by_mass = owners * sent(full) + sent(np.maximum(0, share - owners * full))
             out += price[m] * np.maximum(by_mass, pushed @ (
                 features[:, at].T @ least_sums[k * num_options + m]))
-        outside = {FREE: none & False, STILL: ~none, PUSHES: none, PARTLY: none | every,
-                   WHOLLY: ~every}
+        outside = {FREE: none & False, STILL: ~none, PUSHES: none}
         out[outside[states[k]]] = np.inf
         return out
 
@@ -132,4 +131,4 @@ def test_no_set_of_blocks_costs_less_than_the_least(num_options, must):
     assert ((chosen > 0).any(axis=1) & ((chosen == 0).any(axis=1) | must)).sum() > 30
     if not must:  # the smallest part of a block may be pushed for the charge alone
         part = stay.reshape(num_tables, n).sum(axis=1) + tiers_pushed
-        assert (out["value"] <= part * (1 + 1e-7))[(states != STILL) & (states != WHOLLY)].all()
+        assert (out["value"] <= part * (1 + 1e-7))[states != STILL].all()

@@ -3,7 +3,6 @@
 Limits of the loads say what else a plan may have: in short phases pieces are small and pay many id
 streams and partial sums; in long ones the phase itself is dear. A table that the relaxed solution
 pushes in part pays only a part of what pushing costs; in its two children it pays all, or nothing.
-Where it has to push something, its children push all of it, or not all.
 The node with the least bound is branched on until the plan that is already known is close enough.
 
 Which load (by phase and group of terms) or table a node is branched on decides how fast the bound
@@ -22,7 +21,7 @@ import numpy as np
 
 from oper.search.bound.inequalities import Load
 from oper.search.bound.master import Bound, solve_node
-from oper.search.bound.node import CHILDREN, FREE, PUSHES, Node, what_pushes
+from oper.search.bound.node import FREE, PUSHES, STILL, Node, pushes_rows
 from oper.search.bound.pieces import NUM_PIECE_GROUPS
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS
@@ -157,31 +156,27 @@ def _gain(node: Bound, parts: list[Bound]) -> float:
 
 
 def _table_branchings(node: Bound, limit: float) -> list[Branching]:
-    """Tables of which the relaxed solution has a part of either half, those first of which the
-    lesser part costs most."""
+    """Tables that the relaxed solution pushes in part, those first of which the lesser part costs
+    most."""
     pool, relaxation, pushes = node.pool, node.relaxation, node.node.pushes
     at = np.flatnonzero(pool.weight > 1e-9)
     tables = np.array(pool.table, np.int64)[at]
-    second = {state: children[1] for state, children in CHILDREN.items()}
-    is_second = np.array([second.get(int(pushes[pool.table[n]]), -1)
-                          in what_pushes(pool.configuration[n]) for n in at], bool)
-    part = np.bincount(tables[is_second], pool.weight[at[is_second]], len(relaxation.tables))
+    pushed = np.array([pushes_rows(pool.configuration[n]) for n in at], bool)
+    part = np.bincount(tables[pushed], pool.weight[at[pushed]], len(relaxation.tables))
     lesser = np.minimum(part, 1.0 - part)
     cost = np.zeros(part.size)
     prices = np.maximum(node.prices, _IDLE * (relaxation.phase_of >= 0))
     np.maximum.at(cost, tables, np.array([pool.resources[n] for n in at]) @ prices
                   if at.size else np.zeros(0))
-    pieces = relaxation.pieces
-    may = (pushes == FREE) | ((pushes == PUSHES) & ((pieces.columns > 0) | ~pieces.cut))
-    score = np.where((lesser > _IN_PART) & may, lesser * cost, 0.0)
+    score = np.where((lesser > _IN_PART) & (pushes == FREE), lesser * cost, 0.0)
     out = []
     for k in np.argsort(-score, kind="stable")[:_CANDIDATES].tolist():
         if score[k] > 0:
             parts = []
-            for state in CHILDREN[int(pushes[k])]:
-                pushed = pushes.copy()
-                pushed[k] = state
-                parts.append(Node(relaxation, replace(node.node.limits, step=limit), pushed))
+            for state in (STILL, PUSHES):
+                known = pushes.copy()
+                known[k] = state
+                parts.append(Node(relaxation, replace(node.node.limits, step=limit), known))
             out.append(Branching(k, float(score[k]) / node.lower_bound_us, (parts[0], parts[1]),
                                  np.inf))
     return out

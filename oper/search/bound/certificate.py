@@ -61,27 +61,22 @@ def part_to_json(tree: SearchTree, plans: tuple[str, ...], target_us: float) -> 
     """A part of a proof: the tree down to nodes whose bound is at least `target_us`, with the
     branching of every inner node and the prices of every leaf.
 
-    Classes of ranks are listed by what prices do not tell apart; `rows` names what a price is for:
-    a microsecond of a class in a phase and group of terms, the memory of some domains or hosts, a
+    `rows` names what a price is for: a microsecond of a class of ranks in a phase and group of
+    terms, the memory of a class of domains or hosts (see `oper.search.cost.space.model_classes`), a
     row about the owner of the largest piece.
     """
     relaxation = tree.bound.relaxation
-    model, classes = relaxation.model, relaxation.classes
+    model, classes, uses_host = (relaxation.model, relaxation.classes, relaxation.rows.uses_host)
     by_load = relaxation.distinguished
     load = None if by_load is None else _load_name(relaxation, by_load)
     return {
         "plans": list(plans), "apart": load,
-        "classes": [r.tolist() for r in classes.ranks],
         "rows": [
             *(["load", model.phases[p], g, c] for p, g, c in relaxation.rows.names),
-            *(["memory", x] for x in _groups(classes.of_domain)),
-            *(["host memory", x] for x in _groups(classes.of_host) if relaxation.rows.uses_host),
+            *(["memory", k] for k in range(classes.num_domain_classes)),
+            *(["host memory", k] for k in range(classes.num_host_classes) if uses_host),
             *([x.kind, *_load_name(relaxation, x.at)] for x in relaxation.inequalities)],
         "tree": _tree_to_json(tree.root, target_us)}
-
-
-def _groups(of: np.ndarray) -> list[list[int]]:
-    return [np.flatnonzero(of == k).tolist() for k in range(int(of.max()) + 1)]
 
 
 def _load_name(relaxation: Relaxation, load: tuple[int, int]) -> list[str]:

@@ -24,31 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from oper.search.bound.options import COPIES, PUSH, Option
 from oper.search.bound.pieces import NUM_PIECE_GROUPS, Pieces
-from oper.search.bound.rows import ResourceRows
+from oper.search.bound.rows import Option, ResourceRows
 from oper.search.bound.units import ANY, LOCAL, WHOLE
-from oper.search.problem.machine import GROUPS, TERMS, Machine
+from oper.search.cost.space import COPIES, PUSH
+from oper.search.problem.machine import GROUPS, TERMS, first_neighbourhood, neighbourhoods
 from oper.search.problem.statement import NUM_FEATURES
 
 Load = tuple[int, int]  # phase and group of terms
-#: Kinds of rows: the load of the piece alone; beside what a rank reads; the same over links, where
-#: its host is spared what it owns; with the distinguished host.
-PIECE, READER, SPREAD, APART = "piece", "reader", "spread", "apart"
-
-
-def neighbourhoods(machine: Machine) -> tuple[np.ndarray, str]:
-    """What ranks reach by the same slowest links: hosts, or on a single host memory domains; int64
-    [W], and the links' group of terms towards a rank."""
-    if (machine.host != machine.host[0]).any():
-        return machine.host, "cross_in"
-    return machine.domain, "link_in"
-
-
-def first_neighbourhood(machine: Machine) -> list[int]:
-    """The ranks of the first host; on a single host, of the first memory domain."""
-    of_rank, _ = neighbourhoods(machine)
-    return [int(r) for r in np.flatnonzero(of_rank == of_rank[0])]
+#: Kinds of rows: the load of the piece beside what a rank reads; the same over links, where its
+#: host is spared what it owns; with the distinguished host.
+READER, SPREAD, APART = "reader", "spread", "apart"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,13 +147,13 @@ class OwnerRows:
         """`Inequality` without its number."""
         model, pieces = self.model, self.pieces
         pushes = any(o.kind == PUSH for o in self.options)
-        if not (model.machine.world_size > 1 and pushes and model.training):
+        if model.machine.world_size == 1 or not pushes:
             return
         loads = [(phase, group)
                  for phase in range(model.phases.index("forward"), len(model.phases))
                  for group in np.flatnonzero(pieces.unit[:, :, phase].any(axis=(0, 1))).tolist()]
         for load in loads:
-            yield READER if pieces.has_local[load] else PIECE, load, load
+            yield READER, load, load
             if self._is_far(load):
                 yield SPREAD, load, load, self._spared(load)
         # The piece is on a rank of the distinguished host, whatever else it loads.

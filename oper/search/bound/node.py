@@ -15,18 +15,15 @@ import numpy as np
 
 from oper.search import native
 from oper.search.bound.inequalities import Inequality
-from oper.search.bound.options import PUSH
 from oper.search.bound.pieces import Fit, LoadLimits
 from oper.search.bound.relaxation import Relaxation
+from oper.search.cost.space import PUSH
 from oper.search.cost.tally import PARTIALS
 from oper.search.problem.space import COLUMN_STEP
 from oper.search.problem.statement import IDS
 
-#: What a node knows of a table: nothing; that no row of it is pushed; that some row is; that some
-#: are, and some not; that all are.
-FREE, STILL, PUSHES, PARTLY, WHOLLY = 0, 1, 2, 3, 4
-#: What the two children of a node know of the table that it is branched on, by what itself knows.
-CHILDREN = {FREE: (STILL, PUSHES), PUSHES: (PARTLY, WHOLLY)}
+#: What a node knows of a table: nothing; that no row of it is pushed; that some row is.
+FREE, STILL, PUSHES = 0, 1, 2
 #: Modes of a piece: one tier, or several, without pushed rows; all rows pushed, or some.
 ONE_TIER, TIERS, ALL_PUSHED, TIERS_PUSHED = 0, 1, 2, 3
 _WHOLE = 1 - 1e-9  # mass of an owner that holds a whole piece
@@ -63,11 +60,9 @@ class PieceChoice:
 Configuration = tuple[PieceChoice, ...]
 
 
-def what_pushes(found: Configuration) -> tuple[int, ...]:
-    """What may be known of a table with this configuration, beside nothing."""
-    pushes, all_rows = (any(p.mode >= ALL_PUSHED for p in found),
-                        all(p.mode == ALL_PUSHED for p in found))
-    return (PUSHES, WHOLLY if all_rows else PARTLY) if pushes else (STILL,)
+def pushes_rows(found: Configuration) -> bool:
+    """Whether a configuration pushes any."""
+    return any(p.mode >= ALL_PUSHED for p in found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +87,7 @@ class Node:
     Args:
         relaxation: the relaxation.
         limits: of the loads that large pieces may have; None: any.
-        pushes: uint8 [T], FREE, STILL, PUSHES, PARTLY or WHOLLY; None: all free.
+        pushes: uint8 [T], FREE, STILL or PUSHES; None: all free.
 
     Attributes:
         base: float64 [R], what every plan of it asks.
@@ -220,7 +215,7 @@ class Node:
             # Where widths are no multiples, pieces that stay beside others that are pushed are not
             # priced: such tables are as if nothing was known.
             "pushes": np.where(pieces.columns > 0, self.pushes, np.where(
-                (self.pushes >= PUSHES) & pieces.cut, FREE, self.pushes)).astype(np.uint8),
+                (self.pushes == PUSHES) & pieces.cut, FREE, self.pushes)).astype(np.uint8),
             "columns": pieces.columns, **self._types}
         out = {"value": np.zeros(shape[0]), "num_parts": np.zeros(shape[0], np.int64),
                "kind": np.zeros(shape, np.int64), "mode": np.zeros(shape, np.int64),
@@ -266,10 +261,8 @@ class Node:
         of, table, kind, mode, amount = _pieces_of(tables, found)
         pushed = mode >= ALL_PUSHED
         some = np.bincount(of, pushed, number) > 0
-        every = np.bincount(of, mode != ALL_PUSHED, number) == 0
         knows = self.pushes[tables]
-        out = ((knows == FREE) | ((knows == STILL) & ~some) | ((knows == PUSHES) & some)
-               | ((knows == PARTLY) & some & ~every) | ((knows == WHOLLY) & every))
+        out = (knows == FREE) | (some == (knows == PUSHES))
         for o in np.flatnonzero(r.pushes).tolist():
             fits = self.fit.chosen(table, r.options[o].rank_class, kind)[1] > 0
             out &= np.bincount(of, pushed & (amount[:, o, IDS] > 0) & ~fits, number) == 0

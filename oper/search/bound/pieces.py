@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.search import native
-from oper.search.bound.options import PUSH
 from oper.search.bound.units import ANY, LOCAL, WHOLE, UnitRows
+from oper.search.cost.space import PUSH
 from oper.search.cost.tally import PARTIALS
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS, TableProblem
@@ -66,9 +66,8 @@ def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int,
 class Pieces:
     """Which pushed pieces fit, for every table and class of ranks.
 
-    An owner also reads its own piece, as every rank does. In training, where a rank's own time (the
-    local group, and what others include of it) is counted beside what it does as a reader, the load
-    of a piece is what its owner does more than a reader.
+    An owner also reads its own piece, as every rank does. Of a rank's own time (the local group,
+    and what others include of it), the load of a piece is what its owner does more than a reader.
 
     Args:
         units: what units of the tables' rows ask of ranks, by class.
@@ -88,11 +87,10 @@ class Pieces:
         model, tables, classes = units.model, units.tables, units.classes
         self.model, self.tables, self.units = model, tables, units
         self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
-        self._beside_reader = self.has_local & model.training
         self.unit = units.own_us[..., :NUM_PIECE_GROUPS]
         #: float64 [C, P, 5], what a byte of partial sums puts on the owner of a piece.
         self.partial = (self.unit[:, PARTIALS]
-                        - units.read_us[:, PARTIALS, :, None] * self._beside_reader)
+                        - units.read_us[:, PARTIALS, :, None] * self.has_local)
         base = model.group_us(model.loads(base_rows))[..., :NUM_PIECE_GROUPS, :]
         # What every plan puts on the least loaded rank of each class.
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
@@ -157,7 +155,7 @@ class Pieces:
         reader where that counts; float64 [C, T, 4, P, 7, S] -> [C, T, 3, P, 5]."""
         us = self.units.group_us(loads[:, :, IDS:])
         least = us[..., LOCAL, :].min(axis=-1)[..., None]
-        return np.asarray(us[..., :NUM_PIECE_GROUPS, 0] - least * self._beside_reader)
+        return np.asarray(us[..., :NUM_PIECE_GROUPS, 0] - least * self.has_local)
 
     def fit(self, limits: LoadLimits) -> Fit:
         """The pieces that plans within `limits` may have."""

@@ -18,22 +18,29 @@ with s = D / w: every charge of the cost model is in it (`oper.search.cost.model
 
 from __future__ import annotations
 
-from functools import reduce
-
 import numpy as np
 
-from oper.plan import Piece, Tier
-from oper.search.bound.inequalities import Load, OwnerRows, first_neighbourhood
-from oper.search.bound.options import COPIES, HOST, PUSH, REPLICATED, SHARD, Option
+from oper.search.bound.inequalities import Load, OwnerRows
 from oper.search.bound.pieces import Pieces
-from oper.search.bound.rows import ResourceRows
+from oper.search.bound.rows import Option, ResourceRows
 from oper.search.bound.units import ANY_SQUARES, WHOLE, UnitRows
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import has_copies
-from oper.search.cost.tally import FORWARD_NS, HELD, HOST_HELD, NUM_ROWS, PARTIALS, Tally
-from oper.search.problem.machine import copy_sets
-from oper.search.problem.space import MAX_REPLICATED
-from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS, TableProblem
+from oper.search.cost.space import (
+    COPIES,
+    HOST,
+    PUSH,
+    REPLICATED,
+    SHARD,
+    copy_tallies,
+    fixed_tallies,
+    free_blocks,
+    has_copies,
+    may_hold,
+    most_masters,
+)
+from oper.search.cost.tally import FORWARD_NS, NUM_ROWS, PARTIALS, Tally
+from oper.search.problem.machine import first_neighbourhood
+from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
 
 
 class Relaxation:
@@ -93,19 +100,20 @@ class Relaxation:
         self.pieces = Pieces(self.units, self.base_tally.rows, self.asks, may)
         self._add_inequalities(OwnerRows(self.rows, self.pieces, self.options, distinguished))
         self._build_charges()
-        sizes = [t.blocks.shape[0] for t in self.tables]
+        blocks = [t.blocks.shape[0] for t in self.tables]
         self.total_ids = np.array([t.total[IDS] for t in self.tables])
-        self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self.table_of = np.repeat(np.arange(len(self.tables)), sizes)
-        self.features = (np.concatenate([self._free_blocks(t) for t in self.tables]) if self.tables
-                         else np.zeros((0, NUM_FEATURES)))
+        self.starts = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
+        self.table_of = np.repeat(np.arange(len(self.tables)), blocks)
+        self.features = np.concatenate([np.zeros((0, NUM_FEATURES)), *(
+            free_blocks(self.problem, t) for t in self.tables)])
         #: float64 [num_blocks, M], share of each block that is placed as the option says; the
         #: masters of the rest are dealt over all ranks.
         self.own_share = np.ones((len(self.features), len(self.options)))
+        sizes = self.units.sizes
+        most = np.array([most_masters(self.problem, t, sizes) for t in self.tables]).reshape(
+            -1, sizes.size)
         for o in np.flatnonzero(self.plain != np.arange(len(self.options))).tolist():
-            most = np.array([self._most_masters(t, self.options[o].rank_class)
-                             for t in self.tables])
-            self.own_share[:, o] = np.minimum(1.0, most[self.table_of]
+            self.own_share[:, o] = np.minimum(1.0, most[self.table_of, self.options[o].rank_class]
                                               / np.maximum(self.features[:, ROWS], 1e-9))
 
     # -- building ---------------------------------------------------------------------------------
@@ -127,76 +135,24 @@ class Relaxation:
         #: int64 [M], the option that stands for each in a candidate: masters dealt over all ranks.
         self.plain = np.where([o.kind == REPLICATED for o in self.options], 0,
                               np.arange(len(self.options)))
-        allowed = [self._may(t, o) for t in self.tables for o in self.options]
+        first = [int(self.classes.ranks[o.rank_class][0]) for o in self.options]
+        allowed = [may_hold(self.problem, t.spec.name, o.kind, r) for t in self.tables
+                   for o, r in zip(self.options, first, strict=True)]
         self.allowed = np.array(allowed, bool).reshape(len(self.tables), len(self.options))
         #: bool [M], which of them push.
         self.pushes = np.array([o.kind == PUSH for o in self.options], bool)
 
-    def _most_masters(self, t: TableProblem, rank_class: int) -> float:
-        """Rows of a block whose masters may lie where they cost least, if that is in `rank_class`.
-
-        Masters are dealt in turn: of W rows of a tier in a row each rank has one. Rows of a block
-        differ in nothing, so that only what is left of a turn, by tier, may lie in some classes and
-        not in others: in all but the smallest of the others.
-        """
-        tiers = MAX_REPLICATED + len(self.problem.pinned_of(t.spec.name))
-        sizes = [r.size for r in self.classes.ranks]
-        rest = sum(sizes) - min(sizes[:rank_class] + sizes[rank_class + 1:])
-        return float(rest * tiers) if t.ids_are_positions else np.inf
-
-    def _may(self, t: TableProblem, option: Option) -> bool:
-        name = t.spec.name
-        placements = self.problem.placements_of(name)
-        if option.kind in (REPLICATED, COPIES):
-            return "replicated" in placements
-        held = self.problem.constraints.tables.get(name)
-        first = int(self.classes.ranks[option.rank_class][0])
-        if held is not None and held.ranks is not None and first not in held.ranks:
-            return False
-        if option.kind == HOST and "host" not in self.problem.memories_of(name):
-            return False
-        if option.kind != HOST and "device" not in self.problem.memories_of(name):
-            return False
-        mode = "push" if option.kind == PUSH else "pull"
-        return bool(placements & {"striped", "owned"}) and mode in self.problem.modes_of(name)
-
     def _build_base(self) -> None:
         model = self.model
-        total = model.base()
-        for t in self.problem.tables:
-            held = self.problem.constraints.tables.get(t.spec.name)
-            if held is not None and held.tiers is not None:
-                piece = Piece(0, t.spec.dim, held.tiers)
-                ordered = t.ids_are_positions or len(held.tiers) > 1
-                total = total.plus(model.tally(t, (piece,), ordered))
-        self.base_tally = total
-        none = Tally(np.zeros((NUM_ROWS, model.machine.world_size)), {})
-        pinned = reduce(Tally.plus, map(self._pinned_tally, self.tables), none)
+        self.base_tally, pinned = fixed_tallies(model)
         #: The same with rows that are pinned in tables that are free to choose for others.
-        self.fixed_tally = total.plus(pinned)
+        self.fixed_tally = self.base_tally.plus(pinned)
         self.pinned = self.rows.of_tally(pinned)
-        self.base: np.ndarray = self.rows.of_tally(total)
+        self.base: np.ndarray = self.rows.of_tally(self.base_tally)
         for k, (phase, _, rank_class) in enumerate(self.rows.names):
             # A mean of excesses never exceeds the largest, nor falls below the excess of the mean.
             self.base[k] -= 1e6 * model.hidden[phase, self.classes.ranks[rank_class]].mean()
         self.fixed_us = sum(model.fixed_us(self.fixed_tally))
-
-    def _pinned_tally(self, t: TableProblem) -> Tally:
-        """What the pinned rows of a table cost in any plan, in one column piece at least."""
-        pinned = self.problem.pinned_of(t.spec.name)
-        whole = len(pinned) == 1 and pinned[0].stop - pinned[0].start == t.spec.num_rows
-        # Partial sums are concave in what an owner holds: with other pushed rows beside them,
-        # those of pinned rows may cost nothing more.
-        alone = whole or "push" not in self.problem.modes_of(t.spec.name)
-        return self.model.piece_tally(t, Piece(0, t.spec.dim, pinned),
-                                      t.ids_are_positions or not whole, alone)
-
-    def _free_blocks(self, t: TableProblem) -> np.ndarray:
-        """Features of each block without its pinned rows; float64 [K, 4]."""
-        out = t.blocks.copy()
-        for tier in self.problem.pinned_of(t.spec.name):
-            out -= np.diff(t.prefix(np.clip(t.edges, tier.start, tier.stop)), axis=1).T
-        return np.maximum(out, 0.0)
 
     def _block_costs(self) -> np.ndarray:
         """`coefficients` and `per_stream` without the rows about owners."""
@@ -208,25 +164,11 @@ class Relaxation:
                  for kind in {o.kind for o in self.options} - {COPIES}}
         for o, option in enumerate(self.options):
             if option.kind == COPIES:
-                out[0, :, o] = [self._copies(t) for t in tables]
+                for k, t in enumerate(tables):
+                    out[0, k, o] = [rows.of_tally(x) for x in copy_tallies(self.model, t)]
             for n, x in enumerate(asked.get(option.kind, ())):
                 out[n, :, o] = self.units.by_owner(x, option.rank_class)
         return out
-
-    def _copies(self, t: TableProblem) -> np.ndarray:
-        """What a unit of each feature asks that is copied to one rank of every host, whichever that
-        is, as ranks are all alike; float64 [4, R].
-
-        Between hosts a changed row travels once per host then, and once per rank where it is
-        replicated on all ranks; in exchange ranks without the copy read it from a neighbour.
-        """
-        model, ranks, out = self.model, copy_sets(self.model.machine)[0], []
-        tier = Tier(0, t.spec.num_rows, "replicated", ranks)
-        for masters in np.eye(NUM_FEATURES):
-            owner = np.outer(masters, np.isin(np.arange(model.machine.world_size), ranks))
-            rows, need, send = model.subset_rows(t, t.spec.dim, tier, owner / len(ranks))
-            out.append(self.rows.of_tally(Tally(rows, {ranks: (need, send)})))
-        return np.stack(out)
 
     def _add_inequalities(self, owners: OwnerRows) -> None:
         """Put the rows about owners behind the others."""
@@ -245,7 +187,7 @@ class Relaxation:
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None],
                                 (NUM_ROWS, NUM_ROWS, self.model.machine.world_size))
         #: float64 [22, R], what a unit of each tally row on every rank asks.
-        self.every = np.concatenate([rows.of_rows(every), owners.every], axis=-1)
+        self.every = np.concatenate([rows.of_tally(Tally(every, {})), owners.every], axis=-1)
 
     def _build_charges(self) -> None:
         model, costs = self.model, self.model.costs
@@ -270,16 +212,6 @@ class Relaxation:
         self.own = own
 
     # -- using ------------------------------------------------------------------------------------
-
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether ranks of one class may be swapped: dense compute beside them and what is pinned
-        to them are alike, too. A distinguished host needs that, class means do not."""
-        total = self.fixed_tally
-        load = np.concatenate([*self.model.units(total), self.model.hidden,
-                               total.rows[[HELD, HOST_HELD]]])
-        return all(np.allclose(load[:, r], load[:, r[:1]], rtol=1e-9, atol=0)
-                   for r in self.classes.ranks)
 
     @property
     def num_rows(self) -> int:

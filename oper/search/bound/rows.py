@@ -12,12 +12,23 @@ holds for every plan. There is
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import model_classes
 from oper.search.cost.tally import HELD, HOST_HELD, NUM_ROWS, Tally
 from oper.search.problem.machine import GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A way to place a block: its `kind` (`oper.search.cost.space.KINDS`), and the rank class that
+    owns it, or has the master copies (-1: all ranks)."""
+
+    kind: str
+    rank_class: int
 
 
 class ResourceRows:
@@ -40,7 +51,8 @@ class ResourceRows:
         self.classes = model_classes(model, distinguished)
         self.uses_host = _uses_host(model)
         num_classes = len(self.classes.ranks)
-        spread = np.stack([self.spread(c) for c in range(num_classes)])  # [C, W]
+        spread = np.stack([np.bincount(r, minlength=model.machine.world_size) / r.size
+                           for r in self.classes.ranks])  # [C, W], one unit dealt over each
         unit = np.zeros((num_classes, NUM_ROWS, NUM_ROWS, spread.shape[1]))
         for q in range(NUM_ROWS):
             unit[:, q, q] = spread
@@ -65,34 +77,15 @@ class ResourceRows:
         """The first of the rows of domain classes, which those of host classes follow."""
         return len(self.names)
 
-    def spread(self, rank_class: int) -> np.ndarray:
-        """One unit dealt evenly over a class (-1: over all ranks); float64 [W]."""
-        member = (self.classes.of_rank == rank_class) | (rank_class < 0)
-        return member / member.sum()
-
-    def of_rows(self, tally_rows: np.ndarray) -> np.ndarray:
-        """What tally rows (float64 [..., 22, W]) ask; float64 [..., R]."""
-        out = self.of_units(self.model.loads(tally_rows))
-        out[..., self.first_memory:] = self._memory_share(tally_rows)
-        return out
-
-    def of_units(self, units: np.ndarray) -> np.ndarray:
-        """What units (float64 [..., phases, 7, W]) ask of the timed rows; float64 [..., R]."""
-        time = self._class_means(units)
-        out = np.zeros((*units.shape[:-3], self.phase_of.size))
+    def of_tally(self, tally: Tally) -> np.ndarray:
+        """What a tally asks, or many (rows float64 [..., 22, W]) that have no partial replicas;
+        float64 [..., R]."""
+        time = self._class_means(self.model.units(tally))
+        out = np.zeros((*time.shape[:-3], self.phase_of.size))
         for k, (phase, group, rank_class) in enumerate(self.names):
             out[..., k] = time[..., phase, GROUPS.index(group), rank_class]
+        out[..., self.first_memory:] = self._memory_share(tally.rows)
         return out
-
-    def of_tally(self, tally: Tally) -> np.ndarray:
-        """What a tally asks, partial replicas included; float64 [R]."""
-        out = self.of_units(self.model.units(tally))
-        out[self.first_memory:] = self._memory_share(tally.rows)
-        return out
-
-    def by_class(self, values: np.ndarray) -> np.ndarray:
-        """[..., W] -> [..., C]: sums over each class."""
-        return np.stack([values[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)
 
     def _class_means(self, units: np.ndarray) -> np.ndarray:
         """[..., 7, W] -> [..., 6, C]: microseconds of groups of terms, mean over each class."""

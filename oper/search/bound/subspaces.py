@@ -9,20 +9,18 @@ apart, and each bound has its barriers added. Cutting what is not pushed only co
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from oper.search.bound.branching import SearchTree
 from oper.search.bound.certificate import part_to_json
-from oper.search.bound.inequalities import neighbourhoods
 from oper.search.bound.master import Bound, solve_node
 from oper.search.bound.node import Node
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import may_rest, splits_pay
-from oper.search.problem.machine import GROUPS
+from oper.search.cost.space import hosts_are_alike, may_rest, restricted, splits_pay
+from oper.search.problem.machine import GROUPS, neighbourhoods
 from oper.search.problem.space import STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
 
@@ -150,7 +148,8 @@ class Subspace:
 def subspaces(problem: Problem, deadline: float | None) -> list[Subspace]:
     """All parts of the space, those that may hold plans first, by bound."""
     out: list[Subspace] = []
-    for part, plans in reversed(_parts(problem)):  # those that may do most first
+    for plans in reversed(_parts(problem)):  # those that may do most first
+        part = restricted(problem, plans)
         if not any(x.takes_in(part, plans) for x in out):
             out.append(Subspace(part, plans, deadline))
     return sorted(out, key=lambda x: (x.bound.is_infeasible, x.lower_bound_us))
@@ -190,26 +189,20 @@ def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:
     differ, or ranks differ much."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
-    number = int(of_rank.max()) + 1
-    members = [np.bincount(of_rank[r], minlength=number) for r in relaxation.classes.ranks]
-    if not (relaxation.inequalities and number > 1 and relaxation.is_symmetric
-            and len(relaxation.classes.ranks) <= _MANY_CLASSES
-            and all((n == n[0]).all() for n in members)):
+    if not (relaxation.inequalities and of_rank.any() and hosts_are_alike(model)
+            and len(relaxation.classes.ranks) <= _MANY_CLASSES):
         return None
     return model.phases.index("forward"), GROUPS.index(group)
 
 
-def _parts(problem: Problem) -> list[tuple[Problem, tuple[str, ...]]]:
-    """The parts, with what their plans may use; those that push keep no copies per host."""
+def _parts(problem: Problem) -> list[tuple[str, ...]]:
+    """The plans of the parts, names of `oper.search.problem.space.PLANS`."""
     if "push" not in problem.allow:
-        return [(problem, (STILL,))]
-    out: list[tuple[Problem, tuple[str, ...]]] = []
-    if all(may_rest(problem, t.spec.name) for t in problem.free_tables):
-        out.append((replace(problem, allow=problem.allow - {"push", "columns"}), (STILL,)))
-    pushes = replace(problem, allow=problem.allow - {"per_host"})
+        return [(STILL,)]
+    rest = all(may_rest(problem, t.spec.name) for t in problem.free_tables)
+    out: list[tuple[str, ...]] = [(STILL,)] if rest else []
     if "columns" not in problem.allow:
-        return [*out, (pushes, (WITH_ROWS,))]
+        return [*out, (WITH_ROWS,)]
     if not splits_pay(problem):
-        return [*out, (pushes, (WITH_ROWS, WITH_COLUMNS))]
-    rows = replace(pushes, allow=pushes.allow - {"columns"})
-    return [*out, (rows, (WITH_ROWS,)), (pushes, (WITH_COLUMNS,))]
+        return [*out, (WITH_ROWS, WITH_COLUMNS)]
+    return [*out, (WITH_ROWS,), (WITH_COLUMNS,)]

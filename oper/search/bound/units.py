@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from oper.search.bound.options import row_makers
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import row_makers
 from oper.search.cost.tally import NUM_ROWS
 from oper.search.problem.machine import GROUPS, RankClasses, by_group
 from oper.search.problem.statement import NUM_FEATURES, TableProblem

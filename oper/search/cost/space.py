@@ -6,24 +6,145 @@ checker asks whether a plan is one of them, and neither asks the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 
 from oper.plan import Piece, Plan, Tier
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.model import CostModel, Evaluation, is_ordered
+from oper.search.cost.tally import NUM_ROWS, Tally
 from oper.search.problem.constraints import TableConstraint, violations
-from oper.search.problem.machine import RankClasses, copy_sets, rank_classes
+from oper.search.problem.machine import RankClasses, copy_sets, neighbourhoods, rank_classes
 from oper.search.problem.space import (
     COLUMN_STEP,
     MAX_REPLICATED,
     MIN_COLUMNS,
+    STILL,
+    WITH_COLUMNS,
     used_by,
 )
-from oper.search.problem.statement import Problem, TableProblem
+from oper.search.problem.statement import NUM_FEATURES, Problem, TableProblem
 
+#: Ways to hold rows that are not pinned: on all ranks, on one of every host, on owners that others
+#: read, in device or in host memory, and on owners that pool them.
+KINDS = REPLICATED, COPIES, SHARD, HOST, PUSH = "replicated", "copies", "shard", "host", "push"
 _MAX_HIDDEN_SETS = 4
+
+
+def restricted(problem: Problem, plans: Collection[str]) -> Problem:
+    """The problem whose plans are those of `plans` (some of `oper.search.problem.space.PLANS`);
+    such as push rows keep no copies per host, and cutting what is not pushed only costs more."""
+    if "push" not in problem.allow:
+        return problem
+    without = {"per_host"} if set(plans) - {STILL} else {"push"}
+    if WITH_COLUMNS not in plans:
+        without |= {"columns"}
+    return replace(problem, allow=problem.allow - without)
+
+
+def may_hold(problem: Problem, name: str, kind: str, rank: int) -> bool:
+    """Whether table `name` may be held in a way of `KINDS`, by `rank` where rows have an owner."""
+    places, held = problem.placements_of(name), problem.constraints.tables.get(name)
+    if kind in (REPLICATED, COPIES):
+        return "replicated" in places
+    return (("host" if kind == HOST else "device") in problem.memories_of(name)
+            and ("push" if kind == PUSH else "pull") in problem.modes_of(name)
+            and bool(places & {"striped", "owned"})
+            and (held is None or held.ranks is None or rank in held.ranks))
+
+
+def row_makers(model: CostModel) -> dict[str, Callable[[TableProblem, int, np.ndarray],
+                                                       np.ndarray]]:
+    """What makes tally rows of a table's rows, by the way of `KINDS`; copies go by their ranks."""
+    return {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
+            HOST: model.host_rows}
+
+
+def copy_tallies(model: CostModel, t: TableProblem) -> list[Tally]:
+    """Tallies of a unit of each feature of a table's rows that are copied to one rank of every
+    host, whichever that is, as ranks are all alike.
+
+    Between hosts a changed row travels once per host then, and once per rank where it is replicated
+    on all ranks; in exchange ranks without the copy read it from a neighbour.
+    """
+    ranks, out = copy_sets(model.machine)[0], []
+    tier = Tier(0, t.spec.num_rows, "replicated", ranks)
+    for masters in np.eye(NUM_FEATURES):
+        owner = np.outer(masters, np.isin(np.arange(model.machine.world_size), ranks))
+        rows, need, send = model.subset_rows(t, t.spec.dim, tier, owner / len(ranks))
+        out.append(Tally(rows, {ranks: (need, send)}))
+    return out
+
+
+def free_blocks(problem: Problem, t: TableProblem) -> np.ndarray:
+    """Features of each block of a table without its pinned rows; float64 [K, 4]."""
+    out = t.blocks.copy()
+    for tier in problem.pinned_of(t.spec.name):
+        out -= np.diff(t.prefix(np.clip(t.edges, tier.start, tier.stop)), axis=1).T
+    return np.maximum(out, 0.0)
+
+
+def most_masters(problem: Problem, t: TableProblem, sizes: np.ndarray) -> np.ndarray:
+    """Rows of a block whose masters may lie in a class of ranks because they cost least there.
+
+    Masters are dealt in turn: of W rows of a tier in a row each rank has one. Rows of a block
+    differ in nothing, so that only what is left of a turn, by tier, may lie in some classes and
+    not in others: in all but the smallest of the others.
+
+    Args:
+        problem, t: the table.
+        sizes: int64 [C], ranks of each class.
+
+    Returns:
+        float64 [C].
+    """
+    if not t.ids_are_positions:
+        return np.full(sizes.size, np.inf)
+    tiers = MAX_REPLICATED + len(problem.pinned_of(t.spec.name))
+    world = sizes.sum()
+    return np.array([tiers * (world - np.delete(sizes, c).min(initial=world - 1))
+                     for c in range(sizes.size)], float)
+
+
+def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
+    """What every plan pays: outputs and tables whose rows are all pinned; and in one column piece
+    at least, rows that are pinned in tables that are free to choose for the others."""
+    problem, base = model.problem, model.base()
+    pinned = [Tally(np.zeros((NUM_ROWS, model.machine.world_size)), {})]
+    for t in problem.tables:
+        held, tiers = problem.constraints.tables.get(t.spec.name), problem.pinned_of(t.spec.name)
+        if held is not None and held.tiers is not None:
+            ordered = t.ids_are_positions or len(held.tiers) > 1
+            base = base.plus(model.tally(t, (Piece(0, t.spec.dim, held.tiers),), ordered))
+        elif tiers:
+            whole = len(tiers) == 1 and tiers[0].stop - tiers[0].start == t.spec.num_rows
+            # Partial sums are concave in what an owner holds: with other pushed rows beside them,
+            # those of pinned rows may cost nothing more.
+            alone = whole or "push" not in problem.modes_of(t.spec.name)
+            pinned.append(model.piece_tally(t, Piece(0, t.spec.dim, tiers),
+                                            t.ids_are_positions or not whole, alone))
+    return base, reduce(Tally.plus, pinned)
+
+
+def hosts_are_alike(model: CostModel) -> bool:
+    """Whether hosts (on a single host, memory domains) may be swapped, as machine, dense compute
+    beside the phases and constraints are alike on all of them."""
+    of_rank, _ = neighbourhoods(model.machine)
+    named = [x for c in model.problem.constraints.tables.values()
+             for x in (c.ranks, *(t.ranks for t in (*(c.tiers or ()), *c.pinned)))
+             if x is not None]
+    classes = rank_classes(model.machine, [*named, *_equally_hidden(model)]).ranks
+    members = [np.bincount(of_rank[r], minlength=int(of_rank.max()) + 1) for r in classes]
+    return all((n == n[0]).all() for n in members)
+
+
+def _equally_hidden(model: CostModel) -> list[list[int]]:
+    """Sets of ranks beside which the same dense compute runs."""
+    return [np.flatnonzero((model.hidden == x[:, None]).all(axis=0)).tolist()
+            for x in np.unique(model.hidden, axis=1).T]
 
 
 def model_classes(model: CostModel, distinguished: Iterable[Iterable[int]] = ()) -> RankClasses:
@@ -34,8 +155,7 @@ def model_classes(model: CostModel, distinguished: Iterable[Iterable[int]] = ())
     relaxation small.
     """
     held = model.problem.constraints.tables.values()
-    hidden = [np.flatnonzero((model.hidden == x[:, None]).all(axis=0)).tolist()
-              for x in np.unique(model.hidden, axis=1).T]
+    hidden = _equally_hidden(model)
     return rank_classes(model.machine, [
         *(c.ranks for c in held if c.ranks is not None),
         *(tier.ranks for c in held for tier in c.tiers or ()),

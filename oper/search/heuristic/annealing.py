@@ -20,10 +20,10 @@ from oper.plan import MAX_PATTERN
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
 from oper.search.bound.master import Bound
-from oper.search.bound.options import PUSH, SHARD
 from oper.search.bound.pieces import NUM_PIECE_GROUPS
 from oper.search.bound.relaxation import Relaxation
 from oper.search.bound.units import ANY_SQUARES, WHOLE
+from oper.search.cost.space import PUSH, SHARD
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.heuristic.candidates import Candidate, CandidatePool
 from oper.search.problem.machine import GROUPS

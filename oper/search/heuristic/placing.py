@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Piece, TablePlan, Tier
-from oper.search.bound.options import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel, Evaluation
+from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import Tally
 from oper.search.heuristic.annealing import Part, Shard, dealt_options
 from oper.search.heuristic.candidates import Candidate
@@ -59,8 +59,9 @@ class Placer:
             if shard is not None and self.dealt[k, option]:
                 tier = self._dealt(k, start, stop, option, *shard[1:])
             else:
-                tier = self._uneven(k, start, stop, option, units) or self._turned(
-                    k, width, self._template(k, start, stop, option), len(candidate.stops) > 1)
+                tier = self._ordered(
+                    k, width, self._uneven(k, start, stop, option, units) or self._template(
+                        k, start, stop, option), len(candidate.stops) > 1)
             tiers.append(tier)
             start = stop
         return tuple(tiers)
@@ -78,23 +79,19 @@ class Placer:
         return Tier(start, stop, "owned" if owned else "striped", ranks, mode=_mode(chosen.kind),
                     memory="host" if chosen.kind == HOST else "device")
 
-    def _turned(self, k: int, width: int, tier: Tier, several: bool) -> Tier:
-        """The tier with its ranks in the order in which the most loaded of them serves least, or
-        of an owned one the least loaded rank."""
+    def _ordered(self, k: int, width: int, tier: Tier, several: bool) -> Tier:
+        """The tier with its ranks in the order of what they serve so far beyond their share, least
+        first, as the first have the hottest rows; an owned one on the first of them."""
         t, ranks = self.relaxation.tables[k], np.array(tier.ranks)
-        slots = 1 if tier.placement == "owned" else len(ranks)
-        served = (t.shares(tier.start, tier.stop, slots, t.ids_are_positions or several)[TOUCHED]
-                  * t.spec.row_bytes * width / t.spec.dim)
-        if slots < len(ranks):
-            ranks = ranks[[int(self.load[ranks].argmin())]]
-        elif slots > 1:
-            slot = (np.arange(slots)[None, :] - np.arange(slots)[:, None]) % slots
-            after = self.load[ranks] + served[slot]  # [turn, rank]
-            # Turning by k gives slot s to the rank k places further on.
-            ranks = np.roll(ranks, -int(np.lexsort((np.square(after).sum(axis=1),
-                                                    after.max(axis=1)))[0]))
-        self.load[ranks] += served
-        return replace(tier, ranks=tuple(ranks.tolist()))
+        weights = np.array(tier.weights or (1,) * ranks.size)
+        order = np.argsort(self.load[ranks] - weights / weights.sum() * self.load[ranks].sum(),
+                           kind="stable")[:1 if tier.placement == "owned" else None]
+        tier = replace(tier, ranks=tuple(ranks[order].tolist()),
+                       weights=tuple(weights[order].tolist()) if tier.weights else ())
+        pattern = tier.pattern()
+        served = t.shares(tier.start, tier.stop, len(pattern), t.ids_are_positions or several)
+        np.add.at(self.load, pattern, served[TOUCHED] * t.spec.row_bytes * width / t.spec.dim)
+        return tier
 
     def _uneven(self, k: int, start: int, stop: int, option: int, units: np.ndarray
                 ) -> Tier | None:

@@ -228,6 +228,20 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
                        np.array([host_numbers[k] for k in host_keys], np.int64))
 
 
+def neighbourhoods(machine: Machine) -> tuple[np.ndarray, str]:
+    """What ranks reach by the same slowest links: hosts, or on a single host memory domains; int64
+    [W], and the links' group of terms towards a rank."""
+    if (machine.host != machine.host[0]).any():
+        return machine.host, "cross_in"
+    return machine.domain, "link_in"
+
+
+def first_neighbourhood(machine: Machine) -> list[int]:
+    """The ranks of the first host; on a single host, of the first memory domain."""
+    of_rank, _ = neighbourhoods(machine)
+    return [int(r) for r in np.flatnonzero(of_rank == of_rank[0])]
+
+
 def copy_sets(machine: Machine) -> list[tuple[int, ...]]:
     """Sets of one rank of every host: the first rank of each, the second, and so on; empty where
     hosts have one rank or there is one host."""

@@ -169,7 +169,6 @@ class Problem:
         batch_size: samples per rank and step.
         allow: placements, exchange modes and splits that a plan may use.
         constraints: what the plan is held to.
-        notes: what the maker wants to say (JSON-able), copied into the plan.
         overlap: dense compute that phases may hide behind, microseconds by phase and rank.
         last_resort: what a plan may use as well where nothing else fits.
         message_bits: of the numbers that hosts send each other, in every plan of the problem.
@@ -181,7 +180,6 @@ class Problem:
     batch_size: int
     allow: frozenset[str] = EXECUTABLE
     constraints: Constraints = field(default_factory=Constraints)
-    notes: dict[str, Any] = field(default_factory=dict)
     overlap: Overlap = field(default_factory=dict)
     last_resort: frozenset[str] = frozenset()
     message_bits: MessageBits = EXACT

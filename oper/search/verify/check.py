@@ -22,24 +22,27 @@ import numpy as np
 
 from oper.plan import Plan
 from oper.search.cost.model import CostModel, evaluate
-from oper.search.cost.space import may_rest, no_solution, splits_pay
+from oper.search.cost.space import (
+    hosts_are_alike,
+    may_rest,
+    no_solution,
+    restricted,
+    splits_pay,
+)
 from oper.search.problem.digest import problem_digest
-from oper.search.problem.machine import GROUPS, rank_classes
+from oper.search.problem.machine import GROUPS, neighbourhoods
 from oper.search.problem.space import PLANS, STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
 from oper.search.verify.leaf import Checker
 from oper.search.verify.loads import PIECE_GROUPS
-from oper.search.verify.prices import (
+from oper.search.verify.node import (
     APART,
     FREE,
     KINDS,
-    PARTLY,
     PUSHES,
     SPREAD,
     STILL as PUSHES_NOTHING,
-    WHOLLY,
-    Leaf,
-    Part,
+    Node,
 )
 
 _ROUNDING = 1e-6  # of a bound: prices in files have seven digits
@@ -145,20 +148,25 @@ class _Proof:
 
     def part(self, value: dict[str, Any]) -> Iterator[float]:
         """The bounds of a part's leaves, microseconds."""
-        part = self._read_part(value)
-        checker = Checker(self.model, part)
-        self.covered.update(part.plans)
+        plans = {str(x) for x in value["plans"]}
+        if not plans or not plans <= set(PLANS):
+            raise _NotShown(f"a part of the proof is for plans {plans}, not some of {PLANS}")
+        if STILL in plans and len(plans) > 1 and "per_host" in self.problem.allow:
+            raise _NotShown("copies per host and pushed rows are in one part of the proof")
+        apart = None if value["apart"] is None else self._apart(value["apart"])
+        checker = Checker(CostModel(restricted(self.problem, plans)), apart)
+        self.covered |= plans
         base, names = checker.base, [t.spec.name for t in checker.tables]
         rows = int(not base.num_pushed)
         cut = int(splits_pay(self.problem) and not base.num_split)
         barriers = {STILL: 0, WITH_ROWS: rows, WITH_COLUMNS: rows + cut}
         fixed_us = sum(self.model.fixed_us(base)) + (
-            self.model.costs.phase_us * min(barriers[x] for x in part.plans) * bool(names))
+            self.model.costs.phase_us * min(barriers[x] for x in plans) * bool(names))
         shape = len(self.model.phases), PIECE_GROUPS
-        start = Leaf(np.zeros(shape), np.full(shape, np.inf), self.cutoff_us - fixed_us,
-                     np.zeros(len(names), np.uint8), np.zeros_like(checker.visible))
-        for leaf in self._leaves(value["tree"], start, part, value["rows"], names):
-            yield checker.bound(leaf, fixed_us)
+        root = Node(np.zeros(shape), np.full(shape, np.inf), self.cutoff_us - fixed_us,
+                    np.zeros(len(names), np.uint8), np.zeros_like(checker.visible))
+        for below, leaf in self._leaves(value["tree"], root, names):
+            yield checker.bound(self._priced(below, leaf, checker, value["rows"]), fixed_us)
 
     def check_all_plans(self) -> None:
         """Whether the parts hold all plans of the space."""
@@ -171,58 +179,31 @@ class _Proof:
             raise _NotShown("no part of the proof bounds plans with "
                             f"{sorted(needed - self.covered)}")
 
-    # -- parts ------------------------------------------------------------------------------------
-
-    def _read_part(self, value: dict[str, Any]) -> Part:
-        m = self.problem.machine
-        plans = tuple(str(x) for x in value["plans"])
-        if not plans or not set(plans) <= set(PLANS):
-            raise _NotShown(f"a part of the proof is for plans {plans}, not some of {PLANS}")
-        if STILL in plans and len(plans) > 1 and "per_host" in self.problem.allow:
-            raise _NotShown("copies per host and pushed rows are in one part of the proof")
-        load = None if value["apart"] is None else self._load(value["apart"])
-        memories = tuple(np.isin(of, x[1]) for kind, of in (
-            ("memory", m.domain), ("host memory", m.host)) for x in value["rows"] if x[0] == kind)
-        return Part(plans, _partition(value["classes"], m.world_size), memories,
-                    () if load is None else self._interchangeable(load), load)
-
     def _load(self, value: Sequence[str]) -> tuple[int, int]:
         phase, group = value
         return self.model.phases.index(phase), GROUPS.index(group)
 
-    def _interchangeable(self, load: tuple[int, int]) -> tuple[int, ...]:
-        """Ranks of the first host (on a single host, memory domain), where swapping hosts changes
-        nothing, so that it may be taken to own the piece with the largest such load."""
-        m, model = self.problem.machine, self.model
-        of, link = (m.host, "cross_in") if m.host.any() else (m.domain, "link_in")
-        held = self.problem.constraints.tables.values()
-        named = [x for c in held
-                 for x in (c.ranks, *(t.ranks for t in (*(c.tiers or ()), *c.pinned)))
-                 if x is not None]
-        hidden = [np.flatnonzero((model.hidden == x[:, None]).all(axis=0)).tolist()
-                  for x in np.unique(model.hidden, axis=1).T]
-        members = [np.bincount(of[r], minlength=int(of.max()) + 1)
-                   for r in rank_classes(m, [*named, *hidden]).ranks]
-        if GROUPS[load[1]] != link or not all((n == n[0]).all() for n in members):
+    def _apart(self, value: Sequence[str]) -> tuple[int, int]:
+        """The load by whose largest piece the first host (on a single host, memory domain) is set
+        apart, which changes nothing where hosts may be swapped."""
+        load = self._load(value)
+        if GROUPS[load[1]] != neighbourhoods(self.problem.machine)[1] or not hosts_are_alike(
+                self.model):
             raise _NotShown("the proof takes hosts to be interchangeable, and they are not")
-        return tuple(np.flatnonzero(of == 0).tolist())
+        return load
 
-    # -- trees ------------------------------------------------------------------------------------
-
-    def _leaves(self, value: dict[str, Any], at: Leaf, part: Part, rows: list[list[Any]],
-                names: list[str]) -> Iterator[Leaf]:
-        """The leaves below a node whose plans are those of `at`."""
+    def _leaves(self, value: dict[str, Any], at: Node, names: list[str]
+                ) -> Iterator[tuple[dict[str, float], Node]]:
+        """Prices and plans of the leaves below a node whose plans are those of `at`."""
         if "prices" in value:
-            yield self._priced(value["prices"], at, part, rows)
+            yield value["prices"], at
             return
         first, second = value["parts"]  # a node has two halves, which hold all its plans
         if "table" in value:
             k = names.index(value["table"])
-            parted = {FREE: (PUSHES_NOTHING, PUSHES), PUSHES: (PARTLY, WHOLLY)}
-            if int(at.pushes[k]) not in parted:
-                raise _NotShown(f"table {value['table']!r} is parted once too often on a path of "
-                                "the tree")
-            halves = [replace(at, pushes=_with(at.pushes, k, x)) for x in parted[int(at.pushes[k])]]
+            if at.pushes[k] != FREE:
+                raise _NotShown(f"table {value['table']!r} is parted twice on a path of the tree")
+            halves = [replace(at, pushes=_with(at.pushes, k, x)) for x in (PUSHES_NOTHING, PUSHES)]
         else:
             load, cut = self._load(value["load"]), float(value["at_us"])
             if not cut >= 0:
@@ -230,52 +211,53 @@ class _Proof:
             halves = [replace(at, most=_with(at.most, load, min(at.most[load], cut))),
                       replace(at, least=_with(at.least, load, max(at.least[load], cut)))]
         for half, below in zip(halves, (first, second), strict=True):
-            yield from self._leaves(below, half, part, rows, names)
+            yield from self._leaves(below, half, names)
 
-    def _priced(self, prices: dict[str, float], at: Leaf, part: Part, rows: list[list[Any]]
-                ) -> Leaf:
-        m, weights = self.problem.machine, at.weights.copy()
-        memories = {"memory": (-2, m.domain, m.capacity_bytes),
-                    "host memory": (-1, m.host, m.host_capacity_bytes)}
+    def _priced(self, prices: dict[str, float], at: Node, checker: Checker, rows: list[list[Any]]
+                ) -> Node:
+        """The leaf with its prices; `rows` says what each is for."""
+        m, classes, weights = self.problem.machine, checker.classes, at.weights.copy()
+        memories = {"memory": (-2, m.domain, classes.of_domain, m.capacity_bytes),
+                    "host memory": (-1, m.host, classes.of_host, m.host_capacity_bytes)}
         memory_us, owner = 0.0, []
         for number, given in prices.items():
             price, (kind, *what) = float(given), rows[int(number)]
             if not 0 <= price < math.inf:
                 raise _NotShown(f"a price of the proof is {price}")
             if kind == "load":
-                ranks, (p, g) = part.classes[what[2]], self._load(what[:2])
-                weights[p * len(GROUPS) + g, ranks] += price / len(ranks)
+                (p, g), ranks = self._load(what[:2]), classes.ranks[_number(what[2])]
+                weights[p * len(GROUPS) + g, _number(what[2])] += price / len(ranks)
             elif kind in memories:
-                (row, of, size), here = memories[kind], what[0]
-                weights[row, np.isin(of, here)] += price / max(float(size[here].sum()), 1e-3)
+                row, of_rank, of, size = memories[kind]
+                here = of == _number(what[0])
+                weights[row, here[of_rank[checker.probe.first]]] += price / max(
+                    float(size[here].sum()), 1e-3)
                 memory_us += price
             elif kind in KINDS:
-                self._check_owner(kind, what, part)
-                owner.append((kind, *self._load(what), price))
+                owner.append((kind, *self._about(kind, what, checker), price))
             else:
                 raise _NotShown(f"the proof has a row of unknown kind {kind!r}")
         return replace(at, weights=weights, memory_us=memory_us, owner=tuple(owner))
 
-    def _check_owner(self, kind: str, what: list[str], part: Part) -> None:
-        """Raise if the problem has no such row about the owner of a piece."""
-        m = self.problem.machine
-        links = ["cross_in", "cross_out"] if m.host.any() else ["link_in", "link_out"]
-        if not (self.problem.training and m.world_size > 1):
-            raise _NotShown("the proof has rows about owners of pushed pieces, but this problem "
-                            "has no such owners")
-        if kind in (SPREAD, APART) and not (
-                m.domain.any() and what[1] in links and (kind != APART or part.apart)):
-            raise _NotShown(f"the proof has a row {kind!r} about {what}")
+    def _about(self, kind: str, what: Sequence[str], checker: Checker) -> tuple[int, int]:
+        """The load that a row is about; raises if there is no such row about owners of pieces."""
+        m, load = self.problem.machine, self._load(what)
+        _, link = neighbourhoods(m)
+        slow = m.domain.any() and what[1].split("_")[0] == link.split("_")[0]
+        if m.world_size == 1 or (kind in (SPREAD, APART) and not slow) or (
+                kind == APART and checker.apart is None):
+            raise _NotShown(f"the proof has a row {kind!r} about {what}, where there is none")
+        return load
+
+
+def _number(value: Any) -> int:
+    """A class of ranks, memories or hosts."""
+    if int(value) < 0:
+        raise _NotShown(f"the proof names class {value}")
+    return int(value)
 
 
 def _with(values: np.ndarray, at: int | tuple[int, int], value: float) -> np.ndarray:
     out = values.copy()
     out[at] = value
-    return out
-
-
-def _partition(value: list[list[int]], number: int) -> tuple[tuple[int, ...], ...]:
-    out = tuple(tuple(int(r) for r in x) for x in value)
-    if sorted(r for x in out for r in x) != list(range(number)) or not all(out):
-        raise _NotShown(f"classes of the proof do not make up 0..{number - 1}")
     return out

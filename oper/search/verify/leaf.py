@@ -14,106 +14,72 @@ from __future__ import annotations
 import numpy as np
 
 from oper.search.cost.model import CostModel
-from oper.search.cost.space import has_copies
+from oper.search.cost.space import COPIES, KINDS, PUSH, fixed_tallies, has_copies, may_hold
 from oper.search.cost.tally import FORWARD_NS, HELD, HOST_HELD, NUM_ROWS, PARTIALS
-from oper.search.problem.machine import rank_classes
-from oper.search.problem.space import STILL, WITH_COLUMNS
+from oper.search.problem.machine import neighbourhoods
 from oper.search.problem.statement import IDS
-from oper.search.verify.loads import KINDS, LOCAL, PIECE_GROUPS, Loads, Probe, base_tally
-from oper.search.verify.prices import (
-    APART,
-    PIECE,
-    READER,
-    SPREAD,
-    Leaf,
-    Part,
-)
+from oper.search.verify.loads import LOCAL, PIECE_GROUPS, Loads, Probe
+from oper.search.verify.node import APART, READER, SPREAD, Node
 from oper.search.verify.tables import Asked, TableCosts
 
 
 class Checker:
-    """Bounds of the leaves of one part.
+    """Bounds of the leaves of one part of a proof.
 
     Args:
-        model: the cost model.
-        part: the part.
+        model: the cost model of a problem that has the part's plans alone.
+        apart: phase and group of terms of a load. The first host (on a single host, memory domain)
+            is taken to own the piece with the largest such load, and its ranks have other prices.
     """
 
-    def __init__(self, model: CostModel, part: Part) -> None:
-        self.model, self.part, problem, m = model, part, model.problem, model.machine
-        held = problem.constraints.tables.values()
-        self.classes = rank_classes(m, [
-            *part.classes, part.apart, *(np.flatnonzero(x) for x in part.memories),
-            *(c.ranks for c in held if c.ranks is not None),
-            *(x.ranks for c in held for x in c.tiers or ())])
-        self.probe = probe = Probe(model, self.classes, part.apart)
+    def __init__(self, model: CostModel, apart: tuple[int, int] | None) -> None:
+        self.model, self.apart, problem = model, apart, model.problem
+        self.probe = probe = Probe(model, apart is not None)
+        self.classes = probe.classes
         self.tables = problem.free_tables
-        pushes = part.plans != (STILL,)
-        kinds = [k for k in KINDS if (k != "push" or pushes) and (
-            k != "host" or m.host_capacity_bytes.any())]
-        self.may = {k: self._may(k) for k in kinds}
-        asked = {k: [probe.table(t, k) for t in self.tables] for k in kinds if self.may[k].any()}
-        if has_copies(model) and not pushes:
-            if len(self.classes.ranks) > 1:
-                raise ValueError("copies per host need the same prices on all ranks")
-            self.may["copies"] = self.may["replicated"]
-            asked["copies"] = [probe.copies(t) for t in self.tables]
+        if has_copies(model) and len(self.classes.ranks) > 1:
+            raise ValueError("copies per host need the same prices on all ranks")
+        #: Which table may be held how, by the owner's class; bool [T, C].
+        self.may = {kind: np.array([[may_hold(problem, t.spec.name, kind, r) for r in probe.first]
+                                    for t in self.tables], bool).reshape(-1, probe.first.size)
+                    for kind in KINDS if kind != COPIES or has_copies(model)}
         #: Loads of one unit of each feature of a table's rows, by how rows are held; [T, 2, C, 4,
         #: ...].
-        self.asked = {k: Loads.stack(x) for k, x in asked.items() if x}
+        self.asked = {kind: Loads.stack([probe.table(t, kind) for t in self.tables])
+                      for kind, may in self.may.items() if may.any()}
         #: Loads of a byte of partial sums, and of an id pushed to its owner; [C, 2, ...].
-        own = probe.units(NUM_ROWS, [PARTIALS, FORWARD_NS])
-        own[:, 1] = sum(probe.units(NUM_ROWS, [q])[:, 0] for q in model.passes)
-        self.owned = probe.loads(own * [[[1.0]], [[model.costs.push_ns]]])
+        one = probe.units(NUM_ROWS)
+        asks = model.costs.push_ns * one[:, list(model.passes)].sum(axis=1)
+        self.owned = probe.loads(np.stack([one[:, PARTIALS], asks], axis=1))
         #: Loads on every rank of one more piece, 1 ns in every pass, and a pushed bag; [1, 3, ...].
-        every = np.zeros((1, 3, NUM_ROWS, m.world_size))
+        every = np.zeros((1, 3, NUM_ROWS, model.machine.world_size))
         every[0, 0, list(model.every_pass)] = model.costs.table_us * 1e3
         every[0, 1, list(model.passes)] = 1.0
         every[0, 2, FORWARD_NS] = model.costs.push_bag_ns
         self.charges = probe.loads(every)
-        whole, base = base_tally(model, pushes)
-        self.base = base
+        whole, pinned = fixed_tallies(model)
+        self.base = base = whole.plus(pinned)
         hidden = 1e6 * model.hidden  # [P, W]
-        #: float64 [L, W], load of every plan on each rank, less the dense compute that hides it.
-        self.visible = probe.every(model.units(base), base.rows[[HELD, HOST_HELD]])
-        self.visible[:-2] -= np.repeat(hidden, len(self.visible[:-2]) // len(hidden), axis=0)
+        groups = model.group_us(model.units(base)) - hidden[:, None]
+        #: float64 [L, C], load of every plan on the ranks of each class, less the dense compute
+        #: that hides it.
+        self.visible = probe.by_class(groups, base.rows[[HELD, HOST_HELD]])
         #: float64 [C, P, 5], what every plan puts on each rank of a class; [C, P], what hides it.
         floor = model.group_us(model.units(whole))[:, :PIECE_GROUPS]
         self.floor = np.stack([floor[..., r].min(axis=-1) for r in self.classes.ranks])
         self.hidden = np.stack([hidden[:, r].max(axis=-1) for r in self.classes.ranks])
-        self.costs = TableCosts(model, self.tables, WITH_COLUMNS in part.plans, self.may,
-                                np.array([r.size for r in self.classes.ranks]))
         #: bool [P, 5], where only the owner's time in excess of a reader's counts.
-        self.beside = model.has_local[:, :PIECE_GROUPS] & model.training
-        if "push" in self.asked:
-            x = self.asked["push"]
-            self.costs.set_loads(self._more(x)[..., IDS:, :, :], *np.moveaxis(
+        self.beside = model.has_local[:, :PIECE_GROUPS]
+        self.costs = TableCosts(model, self.may, np.array([r.size for r in self.classes.ranks]))
+        if PUSH in self.asked:
+            self.costs.set_loads(self._more(self.asked[PUSH])[..., IDS:, :, :], *np.moveaxis(
                 self._more(self.owned), 1, 0))
-
-    def _may(self, kind: str) -> np.ndarray:
-        """Whether a table may be held in this way, by the owner's class; bool [T, C]."""
-        problem, out = self.model.problem, []
-        memory, mode = ("host" if kind == "host" else "device"), (
-            "push" if kind == "push" else "pull")
-        for t in self.tables:
-            name = t.spec.name
-            places, held = problem.placements_of(name), problem.constraints.tables.get(name)
-            if kind == "replicated":
-                out.append(["replicated" in places] * len(self.classes.ranks))
-                continue
-            may = (memory in problem.memories_of(name) and mode in problem.modes_of(name)
-                   and bool(places & {"striped", "owned"}))
-            out.append([may and (held is None or held.ranks is None or r in held.ranks)
-                        for r in self.probe.first.tolist()])
-        return np.array(out, bool).reshape(-1, len(self.classes.ranks))
 
     def _more(self, x: Loads) -> np.ndarray:
         """Load of a piece on its owner, in own time beyond that of the least loaded reader."""
         return np.asarray(x.own - x.read[..., None] * self.beside)
 
-    # -- a leaf -----------------------------------------------------------------------------------
-
-    def bound(self, leaf: Leaf, fixed_us: float) -> float:
+    def bound(self, leaf: Node, fixed_us: float) -> float:
         """The bound in microseconds.
 
         Args:
@@ -122,20 +88,21 @@ class Checker:
             fixed_us: fixed cost of a step of any of its plans.
         """
         visible = float((leaf.weights * self.visible).sum()) - leaf.memory_us
-        weight = leaf.weights[:-2].reshape(len(self.beside), -1).sum(axis=1)
+        ranks = np.array([r.size for r in self.classes.ranks])
+        weight = (leaf.weights[:-2] @ ranks).reshape(len(self.beside), -1).sum(axis=1)
         least, ratio = leaf.least, np.zeros(2 * leaf.least.shape)
-        for _ in range(2 * ("push" in self.asked)):
+        for _ in range(2 * (PUSH in self.asked)):
             ratio = self.costs.implied(least)
             least = np.maximum(least, (ratio * least[..., None, None]).max((0, 1)))
         floor = self.floor.min(axis=0)
         for kind, p, g, price in leaf.owner:
             times = 1.0 + self._spared(kind, g)
             weight[p] += price * times
-            load = self.part.apart_load if kind == APART else None
+            load = self.apart if kind == APART else None
             piece = least[p, g] if load in (None, (p, g)) else ratio[load][p, g] * least[load]
             visible += price * float(
                 piece + floor[p, g] - times * self.hidden[:, p].max()
-                + (times - 1.0) * self.model.has_local[p, g] * floor[p, LOCAL])
+                + (times - 1.0) * self.beside[p, g] * floor[p, LOCAL])
         asked = Asked({k: np.moveaxis(self._price(x, leaf), 1, 0) for k, x in self.asked.items()},
                       *self._price(self.owned, leaf).T, *self._price(self.charges, leaf)[0])
         found = self.costs.least(asked, leaf, self.floor - self.hidden[..., None])
@@ -151,19 +118,17 @@ class Checker:
         """
         if kind != SPREAD:
             return 0.0
-        m, hood = self.model.machine, self.probe.hood
-        seconds, others = m.seconds_per_unit[g + 1], m.world_size - np.bincount(hood)[hood]
-        return float((seconds * np.bincount(hood, 1 / seconds)[hood] / others).max())
+        m, (of_rank, _) = self.model.machine, neighbourhoods(self.model.machine)
+        seconds, others = m.seconds_per_unit[g + 1], m.world_size - np.bincount(of_rank)[of_rank]
+        return float((seconds * np.bincount(of_rank, 1 / seconds)[of_rank] / others).max())
 
-    def _price(self, x: Loads, leaf: Leaf) -> np.ndarray:
+    def _price(self, x: Loads, leaf: Node) -> np.ndarray:
         """Cost of each unit at the leaf's prices, including the least that the owner of the
         largest piece must read of it; float64 [..., C, F]."""
-        y = np.stack([leaf.weights[:, r] for r in self.probe.first], axis=-1)  # [L, C]
-        out = np.asarray(np.einsum("...lc,lc->...", x.total, y))
+        out = np.asarray(np.einsum("...lc,lc->...", x.total, leaf.weights))
         for kind, p, g, price in leaf.owner:
-            if kind != PIECE:
-                times = 1.0 + self._spared(kind, g)
-                out = out + price * times * self.beside[p, g] * x.read[..., p]
-            if kind not in (PIECE, READER):
+            times = 1.0 + self._spared(kind, g)
+            out = out + price * times * self.beside[p, g] * x.read[..., p]
+            if kind != READER:
                 out = out + price * (x.apart if kind == APART else x.far)[..., p, g]
         return out

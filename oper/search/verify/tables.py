@@ -19,15 +19,14 @@ block can choose separately. The larger of the two is used. Pieces then make up 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from oper.search.cost.model import CostModel
-from oper.search.problem.space import MAX_REPLICATED
-from oper.search.problem.statement import IDS, TableProblem
-from oper.search.verify.prices import FREE, PARTLY, PUSHES, STILL, WHOLLY, Leaf
+from oper.search.cost.space import free_blocks, most_masters
+from oper.search.problem.statement import IDS
+from oper.search.verify.node import FREE, PUSHES, STILL, Node
 
 STEP, NARROWEST = 4, 8  # columns: what widths are multiples of, and the least that is pushed
 _POINTS, _LEAST_SHARE = 1200, 1e-7  # at which partial sums are tabulated; chords lie below
@@ -62,35 +61,26 @@ class TableCosts:
 
     Args:
         model: the cost model.
-        tables: the tables.
-        cuts: whether tables may be cut by columns.
         may: which table may be held how, by the owner's class; bool [T, C] by kind.
         sizes: int64 [C], ranks of each class.
     """
 
-    def __init__(self, model: CostModel, tables: Sequence[TableProblem], cuts: bool,
-                 may: dict[str, np.ndarray], sizes: np.ndarray) -> None:
-        self.model, self.tables, self.may, self.sizes = model, tables, may, sizes
-        pinned = [model.problem.pinned_of(t.spec.name) for t in tables]
+    def __init__(self, model: CostModel, may: dict[str, np.ndarray], sizes: np.ndarray) -> None:
+        self.model, self.may, self.sizes, problem = model, may, sizes, model.problem
+        self.tables = tables = problem.free_tables
+        pinned = [problem.pinned_of(t.spec.name) for t in tables]
         #: float64 [T, B, 4], features of blocks without pinned rows, and blocks of nothing.
         self.blocks = np.zeros((len(tables), max((len(t.blocks) for t in tables), default=0), 4))
         for k, t in enumerate(tables):
-            inside = [np.clip(t.edges, x.start, x.stop) for x in pinned[k]]
-            free = t.blocks - sum(np.diff(t.prefix(x), axis=1).T for x in inside)
-            self.blocks[k, :len(free)] = np.maximum(free, 0.0)
-        # Masters of replicated rows are assigned round-robin: among equal rows of a tier only the
-        # last, incomplete round can favour some classes.
-        some = [sizes.sum() - np.delete(sizes, c).min(initial=sizes.sum())
-                for c in range(sizes.size)]
-        tiers = [MAX_REPLICATED + len(x) if t.ids_are_positions else np.inf
-                 for t, x in zip(tables, pinned, strict=True)]
+            self.blocks[k, :len(t.blocks)] = free_blocks(problem, t)
+        most = np.array([most_masters(problem, t, sizes) for t in tables])
+        most = most.reshape(-1, 1, sizes.size)
         #: float64 [T, B, C], share of each block whose masters may lie where they cost least.
-        self.masters = np.minimum(1.0, np.array(tiers).reshape(-1, 1, 1) * np.maximum(some, 1)
-                                  / np.maximum(self.blocks[..., :1], 1e-9))
+        self.masters = np.minimum(1.0, most / np.maximum(self.blocks[..., :1], 1e-9))
         self.total = np.array([t.total[IDS] for t in tables])
         self.bags = np.array([t.traffic.num_bags for t in tables])
         self.dims = np.array([t.spec.dim for t in tables], np.int64)
-        self.cut = [cuts and model.problem.may_split(t) for t in tables]
+        self.cut = [problem.may_split(t) for t in tables]
         #: bool [T]: owners of pinned pushed rows may have all rows, and ask nobody.
         self.asks = np.array([all(x.mode == "pull" for x in p) for p in pinned], bool)
         pull, push = model.tiers_ns(False), model.tiers_ns(True)
@@ -158,7 +148,7 @@ class TableCosts:
         found = np.where(has[..., None], self.ratio, np.inf).min(axis=(0, 1), initial=np.inf)
         return np.where(np.isfinite(found), found, 0.0).reshape(2 * least.shape)
 
-    def least(self, asked: Asked, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
+    def least(self, asked: Asked, leaf: Node, floor: np.ndarray) -> np.ndarray:
         """Least cost of every table; infinite where the leaf has no placement of it.
 
         Args:
@@ -179,15 +169,15 @@ class TableCosts:
         for kind, x in cost.items():
             np.copyto(x, np.inf, where=~self.may[kind][self.of][:, None, :])
         still, stay = self._still(asked, {k: x for k, x in cost.items() if k != "push"})
-        pushed = np.full((2, self.of.size), np.inf)
+        pushed = np.full(self.of.size, np.inf)
         if "push" in cost:
             wide = (self.share == 1) | (self.width >= NARROWEST)
             at = np.flatnonzero(wide & (leaf.pushes[self.of] != STILL))
             may = self.may["push"][self.of[at]]
             mass = np.where(may, self._masses(at, leaf, floor), 0.0)
             at, mass = at[mass.any(axis=1)], mass[mass.any(axis=1)]
-            pushed[:, at] = self._pushed(at, asked, cost["push"][at], stay[at], mass,
-                                         self._lines(at, leaf, floor, mass))
+            pushed[at] = self._pushed(at, asked, cost["push"][at], stay[at], mass,
+                                      self._lines(at, leaf, floor, mass))
         return np.array([self._table(k, still, pushed, int(leaf.pushes[k]), asked.piece)
                          for k in range(len(self.tables))])
 
@@ -229,7 +219,7 @@ class TableCosts:
         return np.asarray(full * self._sums(of, np.minimum(most, 1.0) + 0 * share)
                           + self._sums(of, np.maximum(share - full * most, 0.0)))
 
-    def _masses(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray) -> np.ndarray:
+    def _masses(self, at: np.ndarray, leaf: Node, floor: np.ndarray) -> np.ndarray:
         """The largest share of its table's lookups that one owner of a pushed piece may hold, of
         pieces `at`, by class; float64 [n, C], 0 where none fits."""
         part = self.share[at][:, None, None, None]
@@ -250,7 +240,7 @@ class TableCosts:
             low, high = np.where(good, middle, low), np.where(good, high, middle)
         return np.where(everything, 1.0, np.where(nothing, 0.0, high))
 
-    def _lines(self, at: np.ndarray, leaf: Leaf, floor: np.ndarray, mass: np.ndarray
+    def _lines(self, at: np.ndarray, leaf: Node, floor: np.ndarray, mass: np.ndarray
                ) -> np.ndarray:
         """Bytes of partial sums of each block of pieces `at` at least, by class; float64 [n, B, C].
 
@@ -289,7 +279,7 @@ class TableCosts:
 
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
                 mass: np.ndarray, lines: np.ndarray) -> np.ndarray:
-        """Least cost of pieces of which all rows are pushed, or some; float64 [2, n].
+        """Least cost of pieces of which all rows are pushed, or some; float64 [n].
 
         Args:
             at: int64 [n], the pieces.
@@ -319,7 +309,7 @@ class TableCosts:
                                          most))
         some += (self.total[of] * self.model.tiers_ns(True) * asked.tier
                  + self.bags[of] * asked.bag + stay.sum(axis=1))
-        return np.stack([every, np.where(free, some, np.inf)])
+        return np.minimum(every, np.where(free, some, np.inf))
 
     def _prefixes(self, of: np.ndarray, gain: np.ndarray, share: np.ndarray, price: np.ndarray,
                   most: np.ndarray) -> np.ndarray:
@@ -343,27 +333,26 @@ class TableCosts:
 
     def _table(self, k: int, still: np.ndarray, pushed: np.ndarray, pushes: int, piece: float
                ) -> float:
-        """Least cost of a table whose pieces of each width cost so much at least: `still` where
-        nothing is pushed (float64 [N]), and `pushed` where all rows are, or some ([2, N])."""
+        """Least cost of a table whose pieces of each width cost so much at least, `still` where
+        nothing is pushed, and `pushed` where something is; float64 [N] each."""
         n = np.flatnonzero(self.of == k)
         widths, dim = self.width[n], int(self.dims[k])
-        still, (every, some) = still[n] + piece, pushed[:, n] + piece
+        still, pushed = still[n] + piece, pushed[n] + piece
         if pushes == STILL:
-            every, some = np.full((2, n.size), np.inf)
+            pushed = np.full(n.size, np.inf)
         if self.cut[k] and dim % STEP:  # a fraction of a piece may be left
-            return float((np.minimum(np.minimum(still, every), some) * (dim / widths)).min()
-                         - piece)
-        # By columns made up so far, and by whether some rows stayed (1) and some are pushed (2).
+            return float((np.minimum(still, pushed) * (dim / widths)).min() - piece)
+        # By whether some rows are pushed so far, and by the columns made up.
         steps = dim // STEP if self.cut[k] else 1
         count = widths // STEP if self.cut[k] else np.ones(1, np.int64)
-        cost, pieces = np.full((4, steps + 1), np.inf), np.stack([still, every, some])
+        cost, pieces = np.full((2, steps + 1), np.inf), np.stack([still, pushed])
         cost[0, 0] = 0.0
         for to in range(1, steps + 1):
             m = count <= to
-            found = (cost[:, None, to - count[m]] + pieces[:, m]).min(axis=-1)  # [4, 3]
-            np.minimum.at(cost[:, to], np.arange(4)[:, None] | np.arange(1, 4), found)
-        known = {FREE: (1, 2, 3), STILL: (1,), PUSHES: (2, 3), PARTLY: (3,), WHOLLY: (2,)}
-        return float(min(cost[x, -1] for x in known[pushes]) - piece)
+            found = (cost[:, None, to - count[m]] + pieces[:, m]).min(axis=-1)  # [2, 2]
+            cost[:, to] = found[0, 0], min(found[0, 1], found[1, 0], found[1, 1])
+        known = {FREE: cost[:, -1].min(), STILL: cost[0, -1], PUSHES: cost[1, -1]}
+        return float(known[pushes] - piece)
 
 
 def _full(share: np.ndarray, most: np.ndarray) -> np.ndarray:
