@@ -190,7 +190,7 @@ class Writer:
 
     def _write(self, number: int, tables: Iterable[pa.Table]) -> dict[str, int]:
         rows = {n: self.vocabulary(n).facts.num_rows for n in self.recipe.sparse}
-        writers = [_PartWriter(self.output / s, number, self.options, rows) for s in SPLITS]
+        writers = [PartWriter(self.output / s, number, self.options, rows) for s in SPLITS]
         for table in tables:
             parts = table.column(_PART).to_numpy()
             table = table.drop_columns([_PART])
@@ -279,7 +279,7 @@ def _as_column(coded: Coded, ids: np.ndarray) -> Any:
     return found if coded.lengths is None else lists(coded.lengths, found)
 
 
-class _PartWriter:
+class PartWriter:
     """Writes tables as Parquet parts with row groups of equal size, whatever the tables' sizes."""
 
     def __init__(self, folder: Path, unit: int, options: WriteOptions,
