@@ -272,10 +272,12 @@ def take(pieces: list[np.ndarray], ends: np.ndarray | None, order: np.ndarray, s
     compiled = library()
     kind = _TAKES.get((pieces[0].dtype, to.arrays[0].dtype)) if to.arrays else None
     if compiled is not None and kind is not None:
+        # Named, so that they outlive the call: an address alone does not hold its array.
+        froms = Outputs(pieces).bases
         sizes = np.array([p.size for p in pieces], np.int64)
         outs = to.bases + (starts * to.arrays[0].itemsize).astype(np.uint64)
         compiled.oper_data_take(
-            kind, address(Outputs(pieces).bases), address(sizes), _size(sizes), address(ends),
+            kind, address(froms), address(sizes), _size(sizes), address(ends),
             address(order), _size(order), ctypes.c_int64(size), ctypes.c_int64(step),
             address(outs))
         return

@@ -72,11 +72,11 @@ def test_every_user_in_order_of_time(events: Path, tmp_path: Path, limits: dict[
                 assert user not in seen
                 seen.add(user)
                 kept += len(rows)
-                when = [r["t" if loader.folder.time else "n"] for r in rows]
+                when = [r[loader.folder.time or "n"] for r in rows]
                 assert when == sorted(when)
                 for name in ("item", "kind"):
                     assert bags[name][b] == [r[name] for r in rows]
-                assert batch.labels[b] == rows[-1]["y"]
+                assert batch.labels[b] == rows[-1][loader.folder.label]
                 assert batch.dense_features[b].tolist() == [rows[-1]["n"]]
         assert seen == set(users) and manifest["rows"][split] == len(users) > 5
         assert manifest["sequences"]["events"][split] == [kept, Folder.open(events).rows[split]]
@@ -90,9 +90,9 @@ def test_the_tables_are_those_of_the_events(events: Path, tmp_path: Path) -> Non
     assert not new.ids_in_hotness_order
     assert FinishedVocabulary.open(tmp_path / "out").columns == ("user", "item")
     if old.time:
-        last = {u: rows[-1]["t"] for u, rows in expected(events, "train").items()}
+        last = {u: rows[-1][old.time] for u, rows in expected(events, "train").items()}
         assert dict(zip(*(pq.read_table(tmp_path / "out" / "train")[n].to_pylist()
-                          for n in ("user", "t")), strict=True)) == last
+                          for n in ("user", old.time)), strict=True)) == last
 
 
 @pytest.mark.parametrize("options, match", [
