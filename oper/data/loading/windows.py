@@ -130,11 +130,11 @@ class WindowReader:
             none, bags = np.zeros(0, np.int32), self._groups.bags
             return Window({n: [Column(none, np.zeros(1, np.int64) if n in bags else None)]
                            for n in self._groups.columns}, none)
-        found = {group: (self._group(group, stop - start < self._groups.rows[group]), start, stop)
+        found = {group: self._group(group, stop - start < self._groups.rows[group])
                  for group, start, stop in pieces}
         # In the folder's order, that of time where there is one.
-        columns = {n: [columns[n].part(start, stop) for _, (columns, start, stop) in sorted(
-            found.items())] for n in self._groups.columns}
+        columns = {n: [found[group][n].part(start, stop) for group, start, stop in sorted(pieces)]
+                   for n in self._groups.columns}
         if self._group_by:
             keys = np.concatenate([p.values for p in columns[self._group_by]])
             return Window(columns, self._order.grouped(window, keys))
