@@ -88,8 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
         _, asked = self._request()
         body = self._body()
         if asked.get("uploadType") == "multipart":
-            mark = b"--" + re.search(r'boundary="?([^";]+)', self.headers["Content-Type"])[
-                1].encode()  # type: ignore[index]
+            boundary = self.headers["Content-Type"].partition("boundary=")[2].strip('"')
+            mark = f"--{boundary}".encode()
             about, data = (part.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
                            for part in body.split(mark)[1:3])
             name = asked.get("name") or json.loads(about)["name"]

@@ -44,7 +44,8 @@ def test_workers_read_windows_of_their_own(folder: Path, monkeypatch: pytest.Mon
     for interleave, workers in ((1, 2), (2, 2), (4, 2), (3, 3)):
         loader = Loader(folder, "train", LoaderOptions(16, 32, interleave=interleave, prefetch=0))
         whole = [everything(b) for b in loader]
-        shares, seen = [], []
+        shares: list[list[bytes]] = []
+        seen: list[int] = []
         for worker in range(workers):
             read.clear()
             shares.append([everything(b) for b in loader._batches(
