@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -80,6 +81,15 @@ def test_every_user_in_order_of_time(events: Path, tmp_path: Path, limits: dict[
                 assert batch.dense_features[b].tolist() == [rows[-1]["n"]]
         assert seen == set(users) and manifest["rows"][split] == len(users) > 5
         assert manifest["sequences"]["events"][split] == [kept, Folder.open(events).rows[split]]
+
+
+def test_a_part_without_known_users(events: Path) -> None:
+    folder = Folder.open(events)
+    made = sequences._Sequences(folder, "user", ("item",), None, 1)
+    table = folder.read_part(folder.parts("train")[0], made.read)
+    unknown = table.filter(pc.less_equal(table["user"], 0))
+    assert unknown.num_rows and made.make("train", unknown).num_rows == 0
+    assert made.make("train", unknown).schema == made.make("train", table).schema
 
 
 def test_the_tables_are_those_of_the_events(events: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from oper.data.arrays import lists
+from oper.data.arrays import lists, places_of
 from oper.data.folder import MANIFEST, SPLITS, Folder, reading
 from oper.data.preprocessing.manifest import parts_of
 from oper.data.preprocessing.writing import PartWriter, WriteOptions
@@ -55,16 +55,14 @@ class _Sequences:
             (table.column(own.time).to_numpy()[rows], users))
         rows, users = rows[order], users[order]
         starts = np.flatnonzero(np.diff(users, prepend=-1))
-        ends = np.append(starts[1:], users.size)
+        ends = np.append(starts, users.size)[1:]
         keep = ends - starts >= self.min_length
         starts, ends = starts[keep], ends[keep]
         if self.max_length is not None:
             starts = np.maximum(starts, ends - self.max_length)
         lengths = ends - starts
-        places = np.arange(lengths.sum()) + np.repeat(starts - np.cumsum(lengths) + lengths,
-                                                      lengths)
-        self.events[split] += places.size
-        last, events = rows[ends - 1] if ends.size else rows[:0], rows[places]
+        events, last = rows[places_of(starts, lengths)], rows[ends - 1]
+        self.events[split] += events.size
         found: dict[str, Any] = {own.label: table.column(own.label).to_numpy()[last],
                                  own.bucket: np.zeros(last.size, np.int8)}
         found.update((n, table.column(n).to_numpy()[last]) for n in own.dense)
