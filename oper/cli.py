@@ -25,6 +25,7 @@ from oper.errors import OperError, PlanInfeasibleError, UsageError, fail
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),
     "vocabulary": ("oper.data.verbs", "extend a finished vocabulary by the new values of a day"),
+    "sequences": ("oper.data.verbs", "make a log's events a row for each user, in order of time"),
     "analyze": ("oper.data.verbs", "count how often rows are looked up: access statistics"),
     "generate": ("oper.data.verbs", "draw synthetic lookups of a workload, with their statistics"),
     "plan": ("oper.search.verbs", "place every row, with a lower bound on any plan's step time"),

@@ -1,5 +1,6 @@
 // Rows of a column in another order, cut into batches: what shuffled batches are made of.
 #include <algorithm>
+#include <vector>
 
 #include "data/data.h"
 
@@ -7,35 +8,54 @@ namespace oper::data {
 namespace {
 
 template <class In, class Out>
-void take(const In* values, const int64_t* ends, const int32_t* order, int64_t n, Out* out) {
-    if (ends == nullptr) {
+void take_rows(const In* values, const int64_t* ends, const int32_t* order, int64_t n, int64_t step,
+               Out* out) {
+    if (ends != nullptr) {
+        for (int64_t k = 0; k < n; ++k)
+            out = std::copy(values + ends[order[k]], values + ends[order[k] + 1], out);
+    } else if (step == 1) {
         for (int64_t k = 0; k < n; ++k) out[k] = static_cast<Out>(values[order[k]]);
-        return;
+    } else {
+        for (int64_t k = 0; k < n; ++k) out[k * step] = static_cast<Out>(values[order[k]]);
     }
-    for (int64_t k = 0; k < n; ++k)
-        out = std::copy(values + ends[order[k]], values + ends[order[k] + 1], out);
+}
+
+// Pieces of a column one after the other, in memory that the thread keeps: fresh pages would cost
+// more than the copy, which also brings the column near for the random accesses that follow.
+template <class In>
+const In* joined(const void* const* pieces, const int64_t* sizes, int64_t num_pieces) {
+    if (num_pieces == 1) return static_cast<const In*>(pieces[0]);
+    static thread_local std::vector<In> memory;
+    int64_t total = 0;
+    for (int64_t p = 0; p < num_pieces; ++p) total += sizes[p];
+    if (static_cast<int64_t>(memory.size()) < total) memory.resize(total);
+    In* to = memory.data();
+    for (int64_t p = 0; p < num_pieces; ++p)
+        to = std::copy_n(static_cast<const In*>(pieces[p]), sizes[p], to);
+    return memory.data();
+}
+
+template <class In, class Out>
+void take(const void* const* pieces, const int64_t* sizes, int64_t num_pieces, const int64_t* ends,
+          const int32_t* order, int64_t n, int64_t size, int64_t step, void* const* outs) {
+    const In* values = joined<In>(pieces, sizes, num_pieces);
+    for (int64_t at = 0; at < n; at += size, ++outs)
+        take_rows(values, ends, order + at, std::min(size, n - at), step, static_cast<Out*>(*outs));
 }
 
 }  // namespace
 
-// The bags of rows `order`, `size` rows to a batch, one after the other where `outs` says for that
-// batch; without `ends` every row has one value. `kind`: int32 to int64, int64 to int64, float to
-// float.
-OPER_DATA_API void oper_data_take(int32_t kind, const void* values, const int64_t* ends,
-                                  const int32_t* order, int64_t n, int64_t size,
-                                  void* const* outs) {
-    for (int64_t at = 0; at < n; at += size, ++outs) {
-        const int64_t count = std::min(size, n - at);
-        if (kind == 0)
-            take(static_cast<const int32_t*>(values), ends, order + at, count,
-                 static_cast<int64_t*>(*outs));
-        else if (kind == 1)
-            take(static_cast<const int64_t*>(values), ends, order + at, count,
-                 static_cast<int64_t*>(*outs));
-        else
-            take(static_cast<const float*>(values), ends, order + at, count,
-                 static_cast<float*>(*outs));
-    }
+// The bags of rows `order`, `size` rows to a batch, one after the other from where `outs` says for
+// that batch. The column's values lie in pieces; `ends` are of all together, and without them every
+// row has one value, and the values of a batch are written `step` apart. `kind`: int32 to int64,
+// int64 to int64, float to float.
+OPER_DATA_API void oper_data_take(int32_t kind, const void* const* pieces, const int64_t* sizes,
+                                  int64_t num_pieces, const int64_t* ends, const int32_t* order,
+                                  int64_t n, int64_t size, int64_t step, void* const* outs) {
+    const auto run = kind == 0   ? take<int32_t, int64_t>
+                     : kind == 1 ? take<int64_t, int64_t>
+                                 : take<float, float>;
+    run(pieces, sizes, num_pieces, ends, order, n, size, step, outs);
 }
 
 }  // namespace oper::data

@@ -16,6 +16,7 @@ _PUBLIC = {
     "Loader": "oper.data.loading.loader",
     "LoaderOptions": "oper.data.loading.loader",
     "SyntheticLog": "oper.data.generate.synthetic",
+    "write_sequences": "oper.data.preprocessing.sequences",
     "write_synthetic_log": "oper.data.generate.synthetic",
     "power_law_ids": "oper.data.generate.ids",
 }
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from oper.data.loading.loader import Loader as Loader, LoaderOptions as LoaderOptions
     from oper.data.preprocessing.options import PreprocessOptions as PreprocessOptions
     from oper.data.preprocessing.run import preprocess as preprocess
+    from oper.data.preprocessing.sequences import write_sequences as write_sequences
     from oper.data.recipe import Recipe as Recipe, load_recipe as load_recipe
 
 __getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

@@ -35,6 +35,12 @@ def lists(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
+def places_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Places of ranges that begin at `starts` [n] and have `lengths` int [n], one after the other,
+    int64 [sum of lengths]."""
+    return np.arange(int(lengths.sum())) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+
+
 def as_numpy(array: pa.Array) -> np.ndarray:
     """Integers, or bytes of a fixed width (zero bytes never occur inside values)."""
     if not pa.types.is_binary(array.type):

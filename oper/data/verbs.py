@@ -1,4 +1,4 @@
-"""The verbs ``oper preprocess``, ``oper analyze`` and ``oper generate``."""
+"""The verbs ``oper preprocess``, ``vocabulary``, ``sequences``, ``analyze`` and ``generate``."""
 
 from __future__ import annotations
 
@@ -264,6 +264,43 @@ def run_vocabulary(args: argparse.Namespace) -> int:
         if more:
             print(f"{name}: {more:,} new rows, {manifest['tables'][name]['num_rows']:,} in all")
     print(f"tables: {len(manifest['tables'])}, {sum(manifest['new_rows'].values()):,} new rows")
+    print(f"written: {args.output}")
+    return 0
+
+
+def configure_sequences(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``oper sequences``."""
+    parser.add_argument("folder", metavar="DIR", help="folder that 'oper preprocess' wrote")
+    parser.add_argument("--by", required=True, metavar="NAME",
+                        help="column of users or sessions: each becomes a row, its other ids bags "
+                             "in order of time")
+    parser.add_argument("-o", "--output", "--out", required=True, metavar="NEW",
+                        help="folder to write")
+    parser.add_argument("--columns", metavar="A,B",
+                        help="id columns to keep beside it (default: all)")
+    parser.add_argument("--max-length", type=whole(1), metavar="N",
+                        help="keep the N latest events of each")
+    parser.add_argument("--min-length", type=whole(1), default=1, metavar="N",
+                        help="leave out those with fewer than N events in a part (default 1)")
+    parser.add_argument("--compression", choices=("none", "zstd"), default="none",
+                        help="of the Parquet files (default none)")
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+
+
+def run_sequences(args: argparse.Namespace) -> int:
+    """Run ``oper sequences``; raises OperError."""
+    from oper.data.preprocessing.sequences import write_sequences
+
+    manifest = write_sequences(
+        args.folder, args.output, args.by, columns=_names(args.columns) or None,
+        max_length=args.max_length, min_length=args.min_length, compression=args.compression)
+    if args.json:
+        print(json.dumps(manifest))
+        return 0
+    for split, (kept, events) in manifest["sequences"]["events"].items():
+        if events:
+            print(f"{split}: {manifest['rows'][split]:,} sequences with {kept:,} of {events:,} "
+                  "events")
     print(f"written: {args.output}")
     return 0
 

@@ -238,30 +238,54 @@ _TAKES = {(np.dtype(a), np.dtype(b)): k for k, (a, b) in enumerate(
     ((np.int32, np.int64), (np.int64, np.int64), (np.float32, np.float32)))}
 
 
-def take(values: np.ndarray, ends: np.ndarray | None, order: np.ndarray, size: int,
-         to: list[np.ndarray]) -> None:
-    """Values of rows in another order, cut into batches, bag after bag.
+class Outputs:
+    """Arrays that `take` writes to, one of each batch; made once for all columns.
+
+    Attributes:
+        arrays: contiguous, of one type and dimension.
+        bases: their addresses, uint64.
+    """
+
+    def __init__(self, arrays: list[np.ndarray]) -> None:
+        assert all(a.flags.c_contiguous and a.ndim == 1 for a in arrays)
+        self.arrays = arrays
+        self.bases = np.array([a.ctypes.data for a in arrays], np.uint64)
+
+
+def take(pieces: list[np.ndarray], ends: np.ndarray | None, order: np.ndarray, size: int,
+         to: Outputs, starts: np.ndarray, step: int = 1) -> None:
+    """Values of a column's rows in another order, cut into batches, bag after bag.
 
     Args:
-        values: int32, int64 or float32 [L], contiguous.
+        pieces: the column's values, one after the other, at least one: int32, int64 or float32,
+            contiguous.
         ends: where each of n bags ends, int64 [n + 1], the first 0; None = one value per row.
         order: rows, int32 [m], contiguous, each in 0..n-1.
         size: rows of a batch; the last one may have fewer.
-        to: of each batch, int64, or float32 for float values, contiguous, as long as its bags are
-            together; overwritten.
+        to: at least as many batches as that makes, int64, or float32 for float values.
+        starts: int64, where in each batch the column's values begin; they are overwritten.
+        step: places from one value to the next, 1 for bags.
     """
+    assert ends is None or step == 1
+    if len({p.dtype for p in pieces}) > 1:
+        pieces = [np.concatenate(pieces)]
     compiled = library()
-    kind = _TAKES.get((values.dtype, to[0].dtype)) if to else None
+    kind = _TAKES.get((pieces[0].dtype, to.arrays[0].dtype)) if to.arrays else None
     if compiled is not None and kind is not None:
-        outs = np.array([a.__array_interface__["data"][0] for a in to], np.uint64)
-        compiled.oper_data_take(kind, address(values), address(ends), address(order), _size(order),
-                                ctypes.c_int64(size), address(outs))
+        # Named, so that they outlive the call: an address alone does not hold its array.
+        froms = Outputs(pieces).bases
+        sizes = np.array([p.size for p in pieces], np.int64)
+        outs = to.bases + (starts * to.arrays[0].itemsize).astype(np.uint64)
+        compiled.oper_data_take(
+            kind, address(froms), address(sizes), _size(sizes), address(ends),
+            address(order), _size(order), ctypes.c_int64(size), ctypes.c_int64(step),
+            address(outs))
         return
-    for k, out in enumerate(to):
+    values = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    for k, (out, start) in enumerate(zip(to.arrays, starts, strict=True)):
         rows = order[k * size:(k + 1) * size]
-        if ends is None:
-            out[:] = values[rows]
-            continue
-        lengths = np.diff(ends)[rows]
-        starts = np.cumsum(lengths) - lengths
-        out[:] = values[np.arange(out.size) + np.repeat(ends[rows] - starts, lengths)]
+        if ends is not None:
+            lengths = np.diff(ends)[rows]
+            firsts = np.cumsum(lengths) - lengths
+            rows = np.arange(lengths.sum()) + np.repeat(ends[rows] - firsts, lengths)
+        out[start::step][:rows.size] = values[rows]

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from oper.data import Loader, LoaderOptions
+from oper.data.loading.windows import WindowReader
 from oper.errors import InvalidInputError
 from tests.data.loader_support import everything, write_folder
 
@@ -32,6 +33,29 @@ def test_any_number_of_worker_processes(folder: Path, workers: int, persistent: 
         for x in (plain, loader):
             x.set_epoch(epoch)
         assert [everything(b) for b in data] == [everything(b) for b in plain]
+
+
+def test_workers_read_windows_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where as many windows take turns as there are workers, or a multiple of that."""
+    read: list[int] = []
+    genuine = WindowReader.read
+    monkeypatch.setattr(WindowReader, "read",
+                        lambda self, window: (read.append(window), genuine(self, window))[1])
+    for interleave, workers in ((1, 2), (2, 2), (4, 2), (3, 3)):
+        loader = Loader(folder, "train", LoaderOptions(16, 32, interleave=interleave, prefetch=0))
+        whole = [everything(b) for b in loader]
+        shares: list[list[bytes]] = []
+        seen: list[int] = []
+        for worker in range(workers):
+            read.clear()
+            shares.append([everything(b) for b in loader._batches(
+                range(worker, len(loader), workers), 0, -1)])
+            seen += read
+        assert [shares[k % workers][k // workers] for k in range(len(whole))] == whole
+        # Of 15 whole windows and a short one, those that take no turns are read by all.
+        turns = 15 // interleave * interleave
+        again = sorted(w for w in seen if w < turns)
+        assert again == sorted(range(turns)) if interleave > 1 else len(again) == 2 * turns
 
 
 def test_workers_that_are_spawned(folder: Path) -> None:
@@ -150,6 +174,7 @@ def test_a_state_of_something_else_is_refused(folder: Path, tmp_path: Path) -> N
     for change, word in (({"batch_size": 16}, "batch_size"), ({"window": 96}, "window"),
                          ({"seed": 2}, "seed"), ({"world_size": 4}, "world_size"),
                          ({"drop_last": True}, "drop_last"), ({"group_by": "user"}, "group_by"),
+                         ({"interleave": 2}, "interleave"),
                          ({"weights": {"item": "price"}}, "weights"),
                          ({"deduplicate": ("user",)}, "deduplicate")):
         other = Loader(folder, "train", LoaderOptions(**{**options, **change}))

@@ -22,6 +22,7 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from tests.data.gcs_server import gcs_server
 from tests.data.test_resuming import parquet_bytes
 from tests.support import ROOT
 
@@ -105,6 +106,21 @@ def test_a_bucket_and_back(local: Path, bucket: str) -> None:
     for name in ("logs/none.txt", "none/*.txt"):
         with pytest.raises(InvalidInputError, match="check the path"):
             preprocess(CRITEO, [bucket.format(name)], local / "x")
+
+
+def test_google_cloud_storage(local: Path) -> None:
+    """Through pyarrow, which cuts reads into ranges and writes by resumable uploads."""
+    with gcs_server() as url:
+        store.upload(local, url.format("raw"), [])
+        preprocess(CRITEO, [url.format("raw/train.txt")], url.format("out"))
+        found = [u for u in store.files_below(url.format("out")) if ".parquet" in u]
+        back = {}
+        for name in found:
+            with store.open_input(name) as file:
+                back[name.partition("?")[0].partition("/out/")[2]] = file.read()
+        assert back == parquet_bytes(local / "out")
+        with pytest.raises(InvalidInputError, match="check the path"):
+            preprocess(CRITEO, [url.format("raw/none.txt")], local / "x")
 
 
 def test_any_store_that_fsspec_knows(local: Path) -> None:

@@ -44,7 +44,7 @@ print(json.dumps({{"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime,
 _PREPROCESS = """
 from oper.data import PreprocessOptions, load_recipe, preprocess
 value = preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2],
-                   PreprocessOptions(unit_bytes=int(sys.argv[3])))["rows"]
+                   PreprocessOptions(unit_bytes=int(sys.argv[3]), compression=sys.argv[4]))["rows"]
 """
 _PARSE = """
 from pyarrow import csv
@@ -119,15 +119,18 @@ def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
     fastest, rates = _fastest_library(folder)
     parse = run_worker(_PARSE if fastest == "pyarrow.csv" else _OTHERS[fastest], str(log))
     read = run_worker(_READ, str(log))
-    found = run_worker(_PREPROCESS, str(log), str(target), str(1 << 28))
+    found = run_worker(_PREPROCESS, str(log), str(target), str(1 << 28), "none")
     rows = sum(found["value"].values())
     shutil.rmtree(target)
-    mine = megabytes / max(found["seconds"], found["cpu"])
+    packed = run_worker(_PREPROCESS, str(log), str(target), str(1 << 28), "zstd")
+    shutil.rmtree(target)
+    mine, zstd = (megabytes / max(x["seconds"], x["cpu"]) for x in (found, packed))
     theirs = max(rates[fastest], megabytes / parse["seconds"])  # disturbed less, in doubt
     return {
-        "verified": rows == num_rows == parse["value"] == read["value"], "rows": num_rows,
+        "verified": rows == num_rows == parse["value"] == read["value"]
+        and packed["value"] == found["value"], "rows": num_rows,
         "text_mb": megabytes, "seconds": found["seconds"], "cpu_seconds": found["cpu"],
-        "mb_per_s_per_core": mine,
+        "mb_per_s_per_core": mine, "zstd_mb_per_s_per_core": zstd, "zstd_ratio": zstd / mine,
         "peak_rss_mb": found["rss_mb"],
         "library": fastest, "libraries_mb_per_s": rates,
         "library_parse_mb_per_s": theirs,
@@ -155,12 +158,12 @@ def resume(num_rows: int, folder: Path) -> dict[str, Any]:
     for path in (whole, broken, folder / ".broken.work"):
         shutil.rmtree(path, ignore_errors=True)
     begin = time.perf_counter()
-    run_worker(_PREPROCESS, str(log), str(whole), units)
+    run_worker(_PREPROCESS, str(log), str(whole), units, "none")
     undisturbed = time.perf_counter() - begin
     rng, kills = random.Random(3), 0
     begin = time.perf_counter()
     for attempt in range(_ATTEMPTS):
-        process = subprocess.Popen(command(_PREPROCESS, str(log), str(broken), units),
+        process = subprocess.Popen(command(_PREPROCESS, str(log), str(broken), units, "none"),
                                    stdout=subprocess.DEVNULL)
         wait = rng.uniform(0.1, 0.5) * undisturbed if kills < _KILLS else 600.0
         try:
@@ -202,7 +205,7 @@ def count(num_ids: int, folder: Path) -> dict[str, Any]:
             return {"verified": False}
     log = log_file(folder, 1_000_000 if num_ids > 10_000_000 else 60_000)
     shutil.rmtree(folder / "out", ignore_errors=True)
-    run_worker(_PREPROCESS, str(log), str(folder / "out"), str(1 << 28))
+    run_worker(_PREPROCESS, str(log), str(folder / "out"), str(1 << 28), "none")
     rows = Folder.open(folder / "out").rows["train"]
     seconds = min(elapsed(lambda: analyze_folder(folder / "out")) for _ in range(3))
     shutil.rmtree(folder / "out")

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from oper.data.arrays import places_of
 from oper.data.folder import Folder, reading
 from oper.errors import FileFormatError, fail
 
@@ -45,9 +46,8 @@ class Column:
         if self.ends is None:
             return Column(self.values[order])
         lengths = self.lengths[order]
-        ends = np.concatenate([[0], np.cumsum(lengths)])
-        at = np.arange(ends[-1]) + np.repeat(self.ends[order] - ends[:-1], lengths)
-        return Column(self.values[at], ends)
+        return Column(self.values[places_of(self.ends[order], lengths)],
+                      np.concatenate([[0], np.cumsum(lengths)]))
 
 
 class RowGroups:

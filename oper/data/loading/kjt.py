@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 
 from oper.data.folder import Folder
-from oper.data.loading.groups import Column
+from oper.data.loading.groups import Column, joined
 from oper.data.loading.windows import Window
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError, fail
 from oper.support import native
@@ -80,53 +80,50 @@ class Assembly:
             wanted: numbers of batches, ascending. Those behind the last row are empty.
             pin: in page-locked memory.
         """
-        order = window.order
+        order, folder = window.order, self.folder
         counts = [min(size, max(0, order.size - k * size)) for k in wanted]
         if sum(counts) < order.size:
             order = np.concatenate([order[k * size:(k + 1) * size] for k in wanted])
-        dense = self._dense(window, order, size, counts, pin)
+        width = len(folder.dense)
+        dense = [_empty((n, width), torch.float32, pin) for n in counts]
         labels = [_empty((n,), torch.float32, pin) for n in counts]
-        found = window.columns[self.folder.label].values.astype(np.float32, copy=False)
-        native.take(found, None, order, size, [x.numpy() for x in labels])
+        to = native.Outputs([x.view(-1).numpy() for x in dense])
+        for c, name in enumerate(folder.dense):
+            native.take(_floats(window.columns[name]), None, order, size, to,
+                        np.full(len(dense), c), width)
+        native.take(_floats(window.columns[folder.label]), None, order, size,
+                    native.Outputs([x.numpy() for x in labels]), np.zeros(len(labels), np.int64))
         return [torchrec_batch(d, f, x) for d, f, x in zip(
             dense, self._features(window, order, size, counts, pin), labels, strict=True)]
-
-    def _dense(self, window: Window, order: np.ndarray, size: int, counts: Sequence[int],
-               pin: bool) -> list[torch.Tensor]:
-        names = self.folder.dense
-        # Row by row first: a row is then one access of the shuffle, not one for each column.
-        held = window.columns[self.folder.label].values.size  # of which another rank may have some
-        rows = np.empty((held, len(names)), np.float32)
-        for k, name in enumerate(names):
-            rows[:, k] = window.columns[name].values
-        found = [_empty((n, len(names)), torch.float32, pin) for n in counts]
-        for k, batch in enumerate(found):
-            np.take(rows, order[k * size:(k + 1) * size], axis=0, out=batch.numpy(), mode="clip")
-        return found
 
     def _features(self, window: Window, order: np.ndarray, size: int, counts: Sequence[int],
                   pin: bool) -> list[dict[str, Any]]:
         """Arguments of each batch's KeyedJaggedTensor."""
-        keys, columns = self.folder.sparse, window.columns
+        keys = self.folder.sparse
+        columns = {n: [joined(pieces)] if n in self.bags else pieces
+                   for n, pieces in window.columns.items()}
         lengths = [_empty((len(keys), n), torch.int32, pin).fill_(1) for n in counts]
         for c, name in enumerate(keys):
             if name in self.bags:
                 found_lengths = torch.from_numpy(
-                    columns[name].lengths.astype(np.int32)[order])
+                    columns[name][0].lengths.astype(np.int32)[order])
                 for batch, own in zip(lengths, found_lengths.split(size), strict=False):
                     batch[c] = own
         per_key = [x.sum(1).tolist() if self.bags else [n] * len(keys)
                    for x, n in zip(lengths, counts, strict=True)]
-        ends = [np.cumsum([0, *x]) for x in per_key]
+        ends = np.array([np.cumsum([0, *x]) for x in per_key], np.int64)
         values = [_empty((int(e[-1]),), torch.int64, pin) for e in ends]
         weights = [_empty(v.shape, torch.float32, pin).fill_(1) for v in values
                    ] if self.weights else None
+        to = native.Outputs([v.numpy() for v in values])
         for c, name in enumerate(keys):
-            column = columns[name]
-            native.take(column.values, column.ends, order, size, _slices(values, ends, c))
-            if weights is not None and name in self.weights:
-                own = self._weights_of(name, columns)
-                native.take(own.values, own.ends, order, size, _slices(weights, ends, c))
+            native.take([p.values for p in columns[name]], columns[name][0].ends, order, size, to,
+                        ends[:, c])
+        if weights is not None:
+            to = native.Outputs([w.numpy() for w in weights])
+            for name in self.weights:
+                native.take(*self._weights_of(name, columns), order, size, to,
+                            ends[:, keys.index(name)])
         found: list[dict[str, Any]] = []
         upto = torch.arange(0 if self.bags else len(keys) * max(counts, default=0) + 1,
                             dtype=torch.int32)
@@ -143,24 +140,24 @@ class Assembly:
                 "weights": None if weights is None else weights[k]})
         return found
 
-    def _weights_of(self, name: str, columns: Mapping[str, Column]) -> Column:
+    def _weights_of(self, name: str, columns: Mapping[str, list[Column]]
+                    ) -> tuple[list[np.ndarray], np.ndarray | None]:
         own, ids = columns[self.weights[name]], columns[name]
-        if own.ends is not None and ids.ends is not None and not np.array_equal(
-                own.ends, ids.ends):
+        if own[0].ends is not None and ids[0].ends is not None and not np.array_equal(
+                own[0].ends, ids[0].ends):
             raise FileFormatError(
                 fail(f"cannot read {str(self.folder.path)!r}", f"lengths of {self.weights[name]}",
                      "other ones", f"one weight per id of {name}", "make the column anew"))
-        return Column(own.values.astype(np.float32, copy=False), own.ends)
+        return _floats(own), own[0].ends
+
+
+def _floats(pieces: Sequence[Column]) -> list[np.ndarray]:
+    """A column's values as float32."""
+    return [p.values.astype(np.float32, copy=False) for p in pieces]
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=pin)
-
-
-def _slices(batches: Sequence[torch.Tensor], ends: Sequence[np.ndarray], column: int
-            ) -> list[np.ndarray]:
-    """A column's part of each batch."""
-    return [b.numpy()[e[column]:e[column + 1]] for b, e in zip(batches, ends, strict=True)]
 
 
 def _deduplicated(keys: Sequence[str], chosen: Sequence[str], values: torch.Tensor,

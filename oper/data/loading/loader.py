@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,11 +38,14 @@ class LoaderOptions:
             is then the same whatever the number of ranks.
         rank, world_size: which share to read; None = those of `torch.distributed` where it is
             initialized when the loader is made, else 0 of 1.
-        prefetch: windows that a thread reads ahead; 0 = none.
+        prefetch: windows, or as many as `interleave` says at a time, that are read ahead, each by a
+            thread of its own; 0 = none.
         pin_memory: make batches in page-locked memory; None = where there is a CUDA device.
             Worker processes of a DataLoader never do: give it ``pin_memory=True`` instead.
         weights: by sparse column the name of the Parquet column that holds its per-sample weights:
             numbers, one per id. Other columns then have weights of 1.
+        interleave: windows whose batches take turns. As many worker processes of a DataLoader, or
+            a divisor of that, read windows of their own then, and not every window all of them.
         group_by: a sparse column of one id each, a session or a user: within a window its rows
             stay together, in the folder's order. "" = none.
         deduplicate: sparse columns whose equal bags of a batch are kept once, as a variable batch
@@ -58,6 +62,7 @@ class LoaderOptions:
     prefetch: int = 1
     pin_memory: bool | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
+    interleave: int = 1
     group_by: str = ""
     deduplicate: tuple[str, ...] = ()
 
@@ -71,7 +76,8 @@ class LoaderOptions:
         for name, value, least, most in (
                 ("batch_size", self.batch_size, 1, top), ("window", self.window, 0, top),
                 ("seed", self.seed, 0, (1 << 64) - 1), ("world_size", world_size, 1, top),
-                ("rank", self.rank or 0, 0, world_size - 1), ("prefetch", self.prefetch, 0, 64)):
+                ("rank", self.rank or 0, 0, world_size - 1), ("prefetch", self.prefetch, 0, 64),
+                ("interleave", self.interleave, 1, 1024)):
             require(what, "choose an integer in this range",
                     (name, value, type(value) is int and least <= value <= most,
                      f"an integer in {least}..{most}"))
@@ -103,11 +109,12 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
     ``num_dropped`` rows of each epoch, which with a window are others in each.
 
     **Order.** Which rows a batch has, and in what order, follows from the folder, seed, epoch,
-    rank, world size, batch size, window and `group_by` alone.
+    rank, world size, batch size, window, `interleave` and `group_by` alone.
 
     **Workers.** ``DataLoader(loader, batch_size=None, num_workers=N)`` gives the same batches in
-    the same order for every N: worker w makes those of its number. Each worker has to decompress
-    every window of the rank, so the thread of `prefetch` is the cheaper way to read ahead.
+    the same order for every N: worker w makes those of its number. Batches pass between processes
+    then, so the threads of `prefetch` are the cheaper way to read ahead; and unless `interleave` is
+    a multiple of N, each worker has to decompress every window of the rank.
 
     **Epochs.** `set_epoch` chooses the epoch of the next iteration, as that of
     ``DistributedSampler`` does; it reaches persistent workers as well.
@@ -208,21 +215,27 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         order = EpochOrder(
             self._groups.rows, options.batch_size * (1 if by_rows else self.world_size),
             options.window, (options.seed, epoch),
-            (self.rank, self.world_size) if by_rows else (0, 1))
-        reader = WindowReader(self._groups, order, options.group_by)
-        pin, each = self._pins(), order.batches_per_window
+            (self.rank, self.world_size) if by_rows else (0, 1), options.interleave)
+        reader = WindowReader(self._groups, order, options.group_by,
+                              (options.prefetch + 1) * options.interleave)
+        pin = self._pins()
 
-        def make(window: int) -> list[Any]:
-            here = range(window * each, (window + 1) * each)
-            found = reader.read(window)
-            if not by_rows:
-                found = found.of_rank(options.batch_size, self.rank, self.world_size)
-            return self._assembly.batches(found, options.batch_size,
-                                          [k - here.start for k in here if k in wanted], pin)
+        def make(numbers: list[int]) -> list[Any]:
+            places = [order.place(k) for k in numbers]
+            found: dict[tuple[int, int], Any] = {}
+            for window in sorted({w for w, _ in places}):
+                rows = reader.read(window)
+                if not by_rows:
+                    rows = rows.of_rank(options.batch_size, self.rank, self.world_size)
+                inside = [p for p in places if p[0] == window]
+                found.update(zip(inside, self._assembly.batches(
+                    rows, options.batch_size, [k for _, k in inside], pin), strict=True))
+            return [found.pop(p) for p in places]
 
         number = iter(wanted)
-        windows = sorted({k // each for k in wanted})
-        for batches in _ahead(make, windows, options.prefetch):
+        together = (list(numbers) for _, numbers in itertools.groupby(
+            wanted, lambda k: order.place(k)[0] // options.interleave))
+        for batches in _ahead(make, together, options.prefetch):
             while batches:  # what has been given is not kept
                 if turn == self._turn:
                     self._next = min(next(number) + wanted.step, len(self))
@@ -293,7 +306,8 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
                 "world_size": None if whole else world_size,
                 "batch_size": options.batch_size * (world_size if whole else 1),
                 "window": options.window, "seed": options.seed,
-                "drop_last": options.drop_last, "group_by": options.group_by,
+                "drop_last": options.drop_last, "interleave": options.interleave,
+                "group_by": options.group_by,
                 "weights": dict(options.weights), "deduplicate": list(options.deduplicate),
                 # The shuffle is NumPy's, whose future releases may draw other numbers.
                 "shuffle": np.random.default_rng(options.seed).permutation(8).tolist()}
@@ -317,17 +331,18 @@ def _share(options: LoaderOptions) -> tuple[int, int]:
     return 0, 1
 
 
-def _ahead(make: Callable[[int], list[Any]], windows: list[int], prefetch: int
+def _ahead(make: Callable[[list[int]], list[Any]], together: Iterable[list[int]], prefetch: int
            ) -> Iterator[list[Any]]:
-    """``make(window)`` of each window, with `prefetch` of them made ahead by a thread."""
+    """``make(numbers)`` of batches that are made together, with `prefetch` of them made ahead, each
+    by a thread."""
     if not prefetch:
-        yield from map(make, windows)
+        yield from map(make, together)
         return
-    pool = ThreadPoolExecutor(1, "oper-loader")
+    pool = ThreadPoolExecutor(prefetch, "oper-loader")
     try:
         pending: deque[Future[list[Any]]] = deque()
-        for window in windows:
-            pending.append(pool.submit(make, window))
+        for numbers in together:
+            pending.append(pool.submit(make, numbers))
             if len(pending) > prefetch:
                 yield pending.popleft().result()
         while pending:

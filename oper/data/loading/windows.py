@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
-from oper.data.loading.groups import Column, GroupReader, RowGroups, joined
+from oper.data.loading.groups import Column, GroupReader, RowGroups
 
 
 class EpochOrder:
@@ -17,7 +19,7 @@ class EpochOrder:
     """
 
     def __init__(self, rows: np.ndarray, batch_size: int, window: int, seed: tuple[int, int],
-                 share: tuple[int, int]) -> None:
+                 share: tuple[int, int], together: int = 1) -> None:
         """Deal the row groups.
 
         Args:
@@ -25,6 +27,7 @@ class EpochOrder:
             batch_size, window: samples of a batch; rows of a window, 0 = no shuffle.
             seed: seed and epoch.
             share: rank and world size.
+            together: windows whose batches take turns.
         """
         self._seed, self._share, self._shuffles = seed, share, window > 0
         self._order = (np.random.default_rng(seed).permutation(rows.size) if window
@@ -35,6 +38,20 @@ class EpochOrder:
         # Without a shuffle a window is what is read at once.
         self.batches_per_window = max(1, (window or 1 << 17) // batch_size)
         self._size = self.batches_per_window * batch_size
+        full = (self._last - self._first) // self._size
+        self._together, self._in_turns = together, full // together * together
+
+    def place(self, batch: int) -> tuple[int, int]:
+        """The window of a batch, and the batch's number there.
+
+        Of every so many whole windows the first batches come first, then the second ones, and so
+        on; the windows that are left at the end come one after the other.
+        """
+        each, together = self.batches_per_window, self._together
+        if batch >= self._in_turns * each:
+            return divmod(batch, each)
+        block, turn = divmod(batch, each * together)
+        return block * together + turn % together, turn // together
 
     def pieces(self, window: int) -> list[tuple[int, int, int]]:
         """Group, first row, row after the last, of what a window is made of; [] behind the end."""
@@ -70,9 +87,12 @@ class EpochOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Rows by column, in the folder's order, and the order in which they are to come, int32 [n]."""
+    """Rows by column, and the order in which they are to come, int32 [n].
 
-    columns: dict[str, Column]
+    A column is in pieces, one after the other in the folder's order, at least one.
+    """
+
+    columns: dict[str, list[Column]]
     order: np.ndarray
 
     def of_rank(self, batch_size: int, rank: int, world_size: int) -> Window:
@@ -89,34 +109,58 @@ class Window:
 
 
 class WindowReader:
-    """Reads the windows of one rank and epoch; for one thread.
+    """Reads the windows of one rank and epoch; by any number of threads at once.
 
-    A row group that goes on in the next window is kept until then, so that windows which are read
-    one after the other read each group once.
+    A row group that goes on in the next window is kept for it, so that windows which are read one
+    after the other, or at the same time, read each group once.
     """
 
-    def __init__(self, groups: RowGroups, order: EpochOrder, group_by: str) -> None:
-        self._reader, self._order, self._group_by = GroupReader(groups), order, group_by
-        self._rows = groups.rows
-        self._kept: tuple[int, dict[str, Column]] = (-1, {})
+    def __init__(self, groups: RowGroups, order: EpochOrder, group_by: str, num_near: int
+                 ) -> None:
+        """No two windows that are read at the same time are more than `num_near` apart."""
+        self._groups, self._order, self._group_by = groups, order, group_by
+        self._own, self._lock = threading.local(), threading.Lock()
+        self._kept: dict[int, Future[dict[str, Column]]] = {}
+        self._most_kept = num_near + 1
 
     def read(self, window: int) -> Window:
         """The rows of a window, none behind the rank's end; raises FileFormatError."""
         pieces = self._order.pieces(window)
-        names, bags = self._reader.groups.columns, self._reader.groups.bags
-        parts: list[tuple[int, dict[str, Column]]] = []
-        for group, start, stop in pieces:
-            found = self._kept[1] if self._kept[0] == group else self._reader.read(group)
-            if (group, start, stop) == pieces[-1]:
-                self._kept = (group, found) if stop < self._rows[group] else (-1, {})
-            parts.append((group, {n: found[n].part(start, stop) for n in names}))
-        parts.sort(key=lambda p: p[0])  # in the folder's order, that of time where there is one
-        if not parts:
-            none = np.zeros(0, np.int32)
-            return Window({n: Column(none, np.zeros(1, np.int64) if n in bags else None)
-                           for n in names}, none)
-        columns = {n: joined([p[n] for _, p in parts]) for n in names}
-        num_rows = sum(stop - start for _, start, stop in pieces)
+        if not pieces:
+            none, bags = np.zeros(0, np.int32), self._groups.bags
+            return Window({n: [Column(none, np.zeros(1, np.int64) if n in bags else None)]
+                           for n in self._groups.columns}, none)
+        found = {group: self._group(group, stop - start < self._groups.rows[group])
+                 for group, start, stop in pieces}
+        # In the folder's order, that of time where there is one.
+        columns = {n: [found[group][n].part(start, stop) for group, start, stop in sorted(pieces)]
+                   for n in self._groups.columns}
         if self._group_by:
-            return Window(columns, self._order.grouped(window, columns[self._group_by].values))
-        return Window(columns, self._order.shuffled(window, num_rows))
+            keys = np.concatenate([p.values for p in columns[self._group_by]])
+            return Window(columns, self._order.grouped(window, keys))
+        return Window(columns, self._order.shuffled(
+            window, sum(stop - start for _, start, stop in pieces)))
+
+    def _group(self, group: int, is_shared: bool) -> dict[str, Column]:
+        """The columns of a group; one that windows share is read by the first that needs it."""
+        if not is_shared:
+            return self._read(group)
+        with self._lock:
+            kept = self._kept.pop(group, None)
+            future: Future[dict[str, Column]] = kept or Future()
+            self._kept[group] = future  # behind those that were needed earlier
+            while len(self._kept) > self._most_kept:
+                del self._kept[next(iter(self._kept))]
+        if kept is None:
+            try:
+                future.set_result(self._read(group))
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+        return future.result()
+
+    def _read(self, group: int) -> dict[str, Column]:
+        if not hasattr(self._own, "reader"):  # files are not shared between threads
+            self._own.reader = GroupReader(self._groups)
+        found: dict[str, Column] = self._own.reader.read(group)
+        return found

@@ -97,7 +97,7 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
         "synthetic": any(i.get("synthetic") for i in inputs),
         "inputs": inputs, "plan": job.plan,
         "rows": rows, "row_group_rows": options.row_group_rows,
-        "parts": _parts(job.folder),
+        "parts": parts_of(job.folder),
         "bad_rows": {"count": sum(r["bad"] for r in records), "max_bad": options.max_bad,
                      "first": [b for r in records for b in r["first"]][:MAX_EXAMPLES]},
         "split": {"by": "rows in order of time" if split.by == "rows" else "time",
@@ -156,7 +156,7 @@ def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
     return found
 
 
-def _parts(folder: Path) -> dict[str, tuple[int, int]]:
+def parts_of(folder: Path) -> dict[str, tuple[int, int]]:
     """Bytes and rows of every Parquet file, so that who reads a few rows need not open them all."""
     found = sorted(p for split in SPLITS for p in (folder / split).glob("part-*.parquet"))
     return {str(p.relative_to(folder)): (p.stat().st_size, pq.read_metadata(p).num_rows)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
+from oper.data.arrays import places_of
 from oper.data.reading.columns import Ids, MalformedError
 
 MAX_EXAMPLES = 20
@@ -124,8 +125,7 @@ def in_order(rows: Rows, order: np.ndarray) -> Rows:
             continue
         ends = np.concatenate([[0], np.cumsum(ids.lengths)])
         lengths = ids.lengths[order]
-        starts = np.repeat(ends[order] - np.concatenate([[0], np.cumsum(lengths)])[:-1], lengths)
-        taken = starts + np.arange(int(lengths.sum()))
+        taken = places_of(ends[order], lengths)
         sparse.append(Ids(ids.values.take(pa.array(taken)), lengths))
     return Rows(rows.num_lines, rows.rows[order], rows.labels[order], rows.dense[:, order],
                 tuple(sparse), None if rows.time is None else rows.time[order], rows.num_bad,

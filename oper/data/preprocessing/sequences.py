@@ -1,0 +1,197 @@
+"""From a preprocessed folder of events to one of sequences: a row for each user or session."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from oper.data.arrays import lists, places_of
+from oper.data.folder import MANIFEST, SPLITS, Folder, reading
+from oper.data.preprocessing.manifest import parts_of
+from oper.data.preprocessing.writing import PartWriter, WriteOptions
+from oper.errors import InvalidInputError, fail, require
+from oper.support.files import check_local, write_text
+
+_ROWS_AT_ONCE = 1 << 20  # that are held in memory, unless they would make too many files
+_MAX_FILES = 256         # open at once
+_BATCH_ROWS = 1 << 16
+
+
+@dataclass(slots=True)
+class _Sequences:
+    """What is to be made of the events of a folder, and what was."""
+
+    folder: Folder
+    by: str
+    columns: tuple[str, ...]
+    max_length: int | None
+    min_length: int
+    events: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """Columns that are read."""
+        own = self.folder
+        return (own.label, *own.dense, self.by, *self.columns, *([own.time] if own.time else []))
+
+    def make(self, split: str, table: pa.Table) -> pa.Table:
+        """A row for each user of a table that has all of the users' events."""
+        own = self.folder
+        users = table.column(self.by).to_numpy()
+        # Rare and unseen users share row 0, and missing ones a row of theirs: they are not one.
+        rows = np.flatnonzero((users > 0) & (users != (own.missing_ids.get(self.by) or -1)))
+        users = users[rows]
+        # By user, then time; events of one second keep the order of the log.
+        order = np.argsort(users, kind="stable") if not own.time else np.lexsort(
+            (table.column(own.time).to_numpy()[rows], users))
+        rows, users = rows[order], users[order]
+        starts = np.flatnonzero(np.diff(users, prepend=-1))
+        ends = np.append(starts, users.size)[1:]
+        keep = ends - starts >= self.min_length
+        starts, ends = starts[keep], ends[keep]
+        if self.max_length is not None:
+            starts = np.maximum(starts, ends - self.max_length)
+        lengths = ends - starts
+        events, last = rows[places_of(starts, lengths)], rows[ends - 1]
+        self.events[split] += events.size
+        found: dict[str, Any] = {own.label: table.column(own.label).to_numpy()[last],
+                                 own.bucket: np.zeros(last.size, np.int8)}
+        found.update((n, table.column(n).to_numpy()[last]) for n in own.dense)
+        found[self.by] = table.column(self.by).to_numpy()[last]
+        found.update((n, lists(lengths, table.column(n).to_numpy()[events]))
+                     for n in self.columns)
+        if own.time:
+            found[own.time] = table.column(own.time).to_numpy()[last]
+        arrays = [pa.array(x) for x in found.values()]
+        return pa.Table.from_arrays(arrays, schema=pa.schema(
+            [pa.field(n, a.type, nullable=False) for n, a in zip(found, arrays, strict=True)]))
+
+
+def write_sequences(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    by: str,
+    *,
+    columns: Sequence[str] | None = None,
+    max_length: int | None = None,
+    min_length: int = 1,
+    compression: str = "none",
+) -> dict[str, Any]:
+    """Write the sequences of a folder's users (or sessions), for `oper.data.Loader`.
+
+    Every user with events in a part (train, valid, test) becomes one row of it: the user's id, and
+    for every other sparse column the bag of its ids in these events, in order of time where the log
+    has times, else in that of the log. Label, dense columns and time are those of the last event.
+    Users that share a row (rare, unseen or missing ones) are left out. Tables and their rows stay
+    as they are. Events are sorted on disk: about a million are in memory at once, or a 256th.
+
+    Args:
+        path: a folder that ``oper preprocess`` wrote.
+        output: the folder to write.
+        by: the sparse column of users or sessions, one id per row.
+        columns: sparse columns of one id per row to keep beside it; None = all.
+        max_length: only the latest events of a user; None = all.
+        min_length: users with fewer events in a part are left out there.
+        compression: of the Parquet files, ``"none"`` or ``"zstd"``.
+
+    Returns:
+        The manifest of the new folder; ``sequences`` in it says how many events of each part are
+        there and were.
+
+    Raises:
+        InvalidInputError: a column that does not fit, a length, or `output` exists.
+        FileFormatError: the folder is damaged.
+    """
+    what = "cannot write sequences"
+    check_local(output)
+    folder, target = Folder.open(path), Path(output)
+    if target.exists():
+        raise InvalidInputError(fail(what, "output", str(target), "a new folder",
+                                     "choose another one"))
+    single = [n for n in folder.sparse if n not in folder.multi_hot]
+    kept = tuple(n for n in folder.sparse if n != by and (columns is None or n in columns))
+    for name in (by, *kept, *(columns or ())):
+        if name not in single:
+            raise InvalidInputError(fail(
+                what, "column", name, f"a sparse column of one id per row, of {single}",
+                "name the columns to keep: events of several ids would run into each other"))
+    require(what, "choose another length",
+            ("min_length", min_length, min_length >= 1, ">= 1"),
+            ("max_length", max_length, max_length is None or max_length >= 1, "None or >= 1"))
+    made = _Sequences(folder, by, kept, max_length, min_length)
+    sizes = {n: folder.num_rows[folder.sparse.index(n)] for n in (by, *kept)}
+    options = WriteOptions(compression=compression)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as work:
+        out = Path(work) / "out"
+        (out / "vocabulary").mkdir(parents=True)
+        rows = {}
+        for split in SPLITS:
+            (out / split).mkdir()
+            writer = PartWriter(out / split, 0, options, sizes)
+            for table in _by_user(made, split, Path(work)):
+                writer.write(made.make(split, table))
+            writer.close()
+            rows[split] = writer.num_rows
+        for name in sizes:
+            shutil.copyfile(folder.path / "vocabulary" / f"{name}.parquet",
+                            out / "vocabulary" / f"{name}.parquet")
+        manifest = _manifest(made, rows, options)
+        manifest["parts"] = parts_of(out)
+        write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        os.rename(out, target)
+    return manifest
+
+
+def _by_user(made: _Sequences, split: str, work: Path) -> Iterator[pa.Table]:
+    """The events of a part in tables that have all of a user's each."""
+    folder = made.folder
+    count = min(_MAX_FILES, max(1, -(-folder.rows[split] // _ROWS_AT_ONCE)))
+    if count == 1:
+        parts = [folder.read_part(part, made.read) for part in folder.parts(split)]
+        yield from [pa.concat_tables(parts)] if parts else []
+        return
+    files = [work / f"{split}-{k}.arrow" for k in range(count)]
+    writers: list[Any] = []
+    for part in folder.parts(split):
+        batches = folder.open_part(part, made.read).iter_batches(_BATCH_ROWS,
+                                                                 columns=list(made.read))
+        while True:
+            with reading(part):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            writers = writers or [pa.ipc.new_stream(file, batch.schema) for file in files]
+            numbers = batch.column(made.by).to_numpy() % count
+            for k, writer in enumerate(writers):
+                writer.write_batch(batch.filter(pa.array(numbers == k)))
+    for writer in writers:
+        writer.close()
+    for file in files:
+        yield pa.ipc.open_stream(file.read_bytes()).read_all()
+        file.unlink()
+
+
+def _manifest(made: _Sequences, rows: dict[str, int], options: WriteOptions) -> dict[str, Any]:
+    """The manifest of the sequences, but for the sizes of its files."""
+    old = {k: v for k, v in made.folder.manifest.items() if k not in ("vocabulary", "unseen")}
+    kept = [n for n in made.folder.sparse if n == made.by or n in made.columns]
+    return {
+        **old, "job": "", "rows": rows, "row_group_rows": options.row_group_rows, "problems": [],
+        # A sequence spans time buckets.
+        "split": {**old["split"], "buckets": 1},
+        "columns": {**old["columns"], "sparse": kept, "multi_hot": list(made.columns)},
+        "tables": {n: old["tables"][n] for n in kept},
+        "ids_in_hotness_order": False,  # users count once, and not all events are there
+        "sequences": {"of": made.by, "folder": os.path.abspath(made.folder.path),
+                      "max_length": made.max_length, "min_length": made.min_length,
+                      "events": {s: [n, made.folder.rows[s]] for s, n in made.events.items()}}}

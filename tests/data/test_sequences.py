@@ -1,0 +1,128 @@
+"""Sequences of users: rows of bags in order of time, which the loader reads like any others."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from oper.data import Folder, Loader, LoaderOptions, PreprocessOptions, preprocess, write_sequences
+from oper.data.generic import Choice, generic_recipe
+from oper.data.preprocessing import sequences
+from oper.data.vocabulary.finished import FinishedVocabulary
+from oper.errors import InvalidInputError
+from tests.data.test_verbs import run
+
+ROWS = 900
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["times", "rows"])
+def events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Events of 30 users and of some that are missing or seen once; `n` is the event's number."""
+    draw = random.Random(1)
+    folder = tmp_path_factory.mktemp("events")
+    lines = ["y,n,user,item,kind,tags,t"]
+    for k in range(ROWS):
+        user = "" if k % 50 == 7 else f"once{k}" if k % 50 == 9 else f"u{draw.randrange(30)}"
+        lines.append(f"{k % 2},{k},{user},i{draw.randrange(40)},k{k % 3},a|b,{k // 4 * 60}")
+    if request.param:  # of a log that is split by time the order is made
+        lines[1:] = draw.sample(lines[1:], ROWS)
+    (folder / "log.csv").write_text("\n".join(lines) + "\n")
+    choice = Choice(["user", "item", "kind", "tags:|"], "y", ["n"],
+                    **({"time": "t"} if request.param else {}))
+    preprocess(generic_recipe("csv", choice), [str(folder / "log.csv")], folder / "out",
+               PreprocessOptions(valid="1/5", row_group_rows=64, part_rows=200))
+    return folder / "out"
+
+
+def expected(folder: Path, split: str) -> dict[int, list[dict[str, Any]]]:
+    """The events of each user, worked out from the files row by row."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    unknown = {0, Folder.open(folder).missing_ids["user"]}
+    assert len(unknown) == 2
+    for row in pq.read_table(folder / split).to_pylist():
+        if row["user"] not in unknown:
+            found.setdefault(row["user"], []).append(row)
+    return found
+
+
+@pytest.mark.parametrize("at_once", [1 << 20, 100])
+@pytest.mark.parametrize("limits", [{}, {"max_length": 7}, {"min_length": 5, "max_length": 6}])
+def test_every_user_in_order_of_time(events: Path, tmp_path: Path, limits: dict[str, int],
+                                     at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequences, "_ROWS_AT_ONCE", at_once)
+    manifest = write_sequences(events, tmp_path / "out", "user", columns=["item", "kind"], **limits)
+    assert manifest["columns"]["sparse"] == ["user", "item", "kind"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    for split in ("train", "valid"):
+        users = {u: rows for u, rows in expected(events, split).items()
+                 if len(rows) >= limits.get("min_length", 1)}
+        kept = 0
+        loader = Loader(tmp_path / "out", split, LoaderOptions(8, rank=0, world_size=1))
+        seen: set[int] = set()
+        for batch in loader:
+            kjt = batch.sparse_features
+            bags = {k: [x.tolist() for x in kjt[k].to_dense()]
+                    for k in ("user", "item", "kind")}
+            for b, (user,) in enumerate(bags["user"]):
+                rows = users[user][-limits.get("max_length", ROWS):]
+                assert user not in seen
+                seen.add(user)
+                kept += len(rows)
+                when = [r[loader.folder.time or "n"] for r in rows]
+                assert when == sorted(when)
+                for name in ("item", "kind"):
+                    assert bags[name][b] == [r[name] for r in rows]
+                assert batch.labels[b] == rows[-1][loader.folder.label]
+                assert batch.dense_features[b].tolist() == [rows[-1]["n"]]
+        assert seen == set(users) and manifest["rows"][split] == len(users) > 5
+        assert manifest["sequences"]["events"][split] == [kept, Folder.open(events).rows[split]]
+
+
+def test_a_part_without_known_users(events: Path) -> None:
+    folder = Folder.open(events)
+    made = sequences._Sequences(folder, "user", ("item",), None, 1)
+    table = folder.read_part(folder.parts("train")[0], made.read)
+    unknown = table.filter(pc.less_equal(table["user"], 0))
+    assert unknown.num_rows and made.make("train", unknown).num_rows == 0
+    assert made.make("train", unknown).schema == made.make("train", table).schema
+
+
+def test_the_tables_are_those_of_the_events(events: Path, tmp_path: Path) -> None:
+    write_sequences(events, tmp_path / "out", "user", columns=["item"], compression="zstd")
+    old, new = Folder.open(events), Folder.open(tmp_path / "out")
+    assert new.num_rows == old.num_rows[:2] and new.multi_hot == ("item",)
+    assert new.manifest["numbering"] == old.manifest["numbering"]
+    assert not new.ids_in_hotness_order
+    assert FinishedVocabulary.open(tmp_path / "out").columns == ("user", "item")
+    if old.time:
+        last = {u: rows[-1][old.time] for u, rows in expected(events, "train").items()}
+        assert dict(zip(*(pq.read_table(tmp_path / "out" / "train")[n].to_pylist()
+                          for n in ("user", old.time)), strict=True)) == last
+
+
+@pytest.mark.parametrize("options, match", [
+    ({"by": "tags"}, "tags"), ({"by": "nobody"}, "nobody"), ({"by": "user"}, "tags"),
+    ({"by": "user", "columns": ["n"]}, "'n'"),
+    ({"by": "user", "columns": ["item"], "max_length": 0}, "max_length"),
+    ({"by": "user", "columns": ["item"], "min_length": 0}, "min_length")])
+def test_what_makes_no_sense(events: Path, tmp_path: Path, options: dict[str, Any], match: str
+                             ) -> None:
+    with pytest.raises(InvalidInputError, match=match):
+        write_sequences(events, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_verb(events: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    assert run("sequences", str(events), "--by", "user", "--columns", "item,kind", "-o", out) == 0
+    text = capsys.readouterr().out
+    rows = Folder.open(out).rows
+    assert f"train: {rows['train']} sequences with" in text and f"written: {out}" in text
+    assert run("analyze", out, "-o", str(tmp_path / "s.npz")) == 0
+    with pytest.raises(InvalidInputError, match="a new folder"):
+        run("sequences", str(events), "--by", "user", "--columns", "item", "-o", out)
