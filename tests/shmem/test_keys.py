@@ -15,7 +15,7 @@ from oper.errors import InvalidInputError
 from oper.shmem.keys.directories import row_seed, rule_numbers
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
-from tests.key_oracle import MASK, Oracle, first_row, hash_of
+from tests.key_oracle import BUCKET, CANDIDATES, MASK, Oracle, first_row, hash_of
 
 load()
 OPS = torch.ops.oper
@@ -140,7 +140,7 @@ def test_oracle(rule: DynamicTable, slots: int, world_size: int, steps: list[lis
         assert len(before) + admitted - evicted - expired == len(oracle.held)
         if rule.admit_after > 1:
             places = [p for b in range(oracle.buckets)
-                      for p in oracle.waiting.get(b, [None] * 64)]
+                      for p in oracle.waiting.get(b, [None] * CANDIDATES)]
             assert directory.read(True).tolist() == [
                 [0, 0, -1] if p is None else [p[0], p[1].count, p[1].clock] for p in places]
 
@@ -197,14 +197,14 @@ def test_records_go_on_where_they_were(rule: DynamicTable, world_size: int) -> N
 
 def test_colliding_keys_keep_to_their_bucket() -> None:
     """Keys of one bucket take its slots and no others, and the rest are refused, not searched."""
-    directory = Directory(1280, DynamicTable())
-    keys = colliding(400, 1280, 3)
-    found, changes = directory.update([keys])
-    assert changes.tolist() == [128, 0, 0, 272]
-    assert sorted(found.values()) == list(range(1 + 3 * 128, 1 + 4 * 128))
-    again = colliding(528, 1280, 3)[400:]
-    found, changes = directory.update([again])
-    assert changes.tolist() == [128, 128, 0, 0] and set(found) == set(again)
+    slots, num = 10 * BUCKET, 3 * BUCKET
+    directory = Directory(slots, DynamicTable())
+    keys = colliding(num + BUCKET, slots, 3)
+    found, changes = directory.update([keys[:num]])
+    assert changes.tolist() == [BUCKET, 0, 0, num - BUCKET]
+    assert sorted(found.values()) == list(range(1 + 3 * BUCKET, 1 + 4 * BUCKET))
+    found, changes = directory.update([keys[num:]])
+    assert changes.tolist() == [BUCKET, BUCKET, 0, 0] and set(found) == set(keys[num:])
 
 
 def test_one_key_and_one_slot() -> None:
@@ -268,9 +268,10 @@ def test_records_of_another_bucket() -> None:
     directory = Directory(300, DynamicTable())
     (key,) = colliding(1, 300, 2)
     records = directory.read()
-    records[250] = torch.tensor([key, 1, 1])
+    own = Oracle(300, DynamicTable()).rows_of(2)[0] - 1
+    records[own] = torch.tensor([key, 1, 1])
     assert directory.write(False, records) == [-1]
-    records[250], records[0] = torch.tensor([0, 0, -1]), records[250].clone()
+    records[own], records[0] = torch.tensor([0, 0, -1]), records[own].clone()
     assert directory.write(False, records) == [0]
 
 
