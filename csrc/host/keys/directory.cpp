@@ -166,20 +166,19 @@ uint32_t KeyDirectory::decayed(uint32_t count, uint32_t since, uint32_t clock) c
 }
 
 void KeyDirectory::count(const RowCount* rows, int64_t n, uint32_t clock) const {
-  KeySlot* slots[kAhead];
+  KeySlot* ahead[kAhead];  // on their way
   char* mine = bases_[static_cast<size_t>(rank_)];
-  for (int64_t begin = 0; begin < n; begin += kAhead) {
-    const int64_t size = std::min(kAhead, n - begin);
-    for (int64_t i = 0; i < size; ++i) {
-      const auto [bucket, at] = place_of(false, static_cast<int64_t>(rows[begin + i].row) - 1);
-      slots[i] = reinterpret_cast<KeySlot*>(mine + bucket * kBucketBytes + kSlotsAt) + at;
-      __builtin_prefetch(slots[i], 1);
+  for (int64_t i = 0; i < n + kAhead; ++i) {
+    KeySlot*& next = ahead[i % kAhead];
+    if (i >= kAhead) {
+      next->count = saturated(uint64_t{decayed(next->count, next->clock, clock)} +
+                              rows[i - kAhead].count);
+      next->clock = clock;
     }
-    for (int64_t i = 0; i < size; ++i) {
-      KeySlot& slot = *slots[i];
-      slot.count = saturated(uint64_t{decayed(slot.count, slot.clock, clock)} +
-                             rows[begin + i].count);
-      slot.clock = clock;
+    if (i < n) {
+      const auto [bucket, at] = place_of(false, static_cast<int64_t>(rows[i].row) - 1);
+      next = reinterpret_cast<KeySlot*>(mine + bucket * kBucketBytes + kSlotsAt) + at;
+      __builtin_prefetch(next, 1);
     }
   }
 }
