@@ -57,11 +57,17 @@ struct KeyBlock {
 
 // The rows of keys that were found a moment ago.
 struct RecentKeys {
-  static constexpr uint64_t kSize = 4096;
-  uint64_t hashes[kSize];
-  uint32_t rows[kSize] = {};  // 0 = none
+  static constexpr uint64_t kLeast = 1024, kMost = 16384;
+  uint64_t mask;  // places in use, less one
+  uint64_t hashes[kMost];
+  uint32_t rows[kMost];  // 0 = none
+  // Of a call with so many keys.
+  explicit RecentKeys(int64_t n)
+      : mask(std::clamp(std::bit_ceil(static_cast<uint64_t>(n)) / 2, kLeast, kMost) - 1) {
+    std::fill_n(rows, mask + 1, 0u);
+  }
   // The bits between those that choose the tag and the bucket.
-  static uint64_t place_of(uint64_t hash) { return hash >> 8 & (kSize - 1); }
+  uint64_t place_of(uint64_t hash) const { return hash >> 8 & mask; }
 };
 
 // Keys that come often are found among the recent ones. Blocks of the others pass three stages: buckets
@@ -71,7 +77,7 @@ template <class Id>
 int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uint32_t clock,
                    int64_t* rows, int64_t* missed) {
   constexpr int64_t kAtOnce = 512, kSize = KeyBlock::kSize;
-  RecentKeys recent;
+  RecentKeys recent(n);
   KeyBlock ring[4];
   uint64_t hashes[kAtOnce], searched[kAtOnce];
   uint16_t places[kAtOnce];  // of keys that are searched
@@ -82,7 +88,7 @@ int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uin
     for (int64_t i = 0; i < count; ++i)  // in vectors
       hashes[i] = directory.hash_of(static_cast<int64_t>(keys[i]));
     for (int64_t i = 0; i < count; ++i) {
-      const uint64_t at = RecentKeys::place_of(hashes[i]);
+      const uint64_t at = recent.place_of(hashes[i]);
       const uint32_t row = recent.rows[at];
       rows[i] = row;
       searched[num_searched] = hashes[i];
@@ -102,7 +108,7 @@ int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uin
       const uint16_t* to = places + (step - 2) * kSize;
       for (int64_t i = 0; i < size_of(step - 2); ++i) {
         const int64_t row = block.row(directory, i, clock);
-        const uint64_t at = RecentKeys::place_of(block.hashes[i]);
+        const uint64_t at = recent.place_of(block.hashes[i]);
         recent.hashes[at] = block.hashes[i];
         recent.rows[at] = static_cast<uint32_t>(row);
         rows[to[i]] = row;

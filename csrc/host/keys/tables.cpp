@@ -1,6 +1,7 @@
 #include "host/keys/tables.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "host/kernels/kernels.h"
@@ -44,6 +45,9 @@ KeyTables::KeyTables(const std::vector<char*>& arenas, int64_t rank, int64_t see
     std::vector<uint32_t> bounds = directory.row_bounds();
     tables_.push_back({std::move(directory), rules[t].rows, std::move(bounds), 0, {}});
   }
+  // Only pages that are there can become huge ones.
+  std::memset(arenas_[static_cast<size_t>(rank)], 0,
+              static_cast<size_t>(layouts_[static_cast<size_t>(rank)].seen));
 }
 
 KeyTables::Layout KeyTables::layout(const std::vector<KeyTableRules>& rules, int64_t world_size,
