@@ -151,11 +151,11 @@ class KeyedRows:
                 "cannot put keys into a dynamic table", "keys without a place", int((~fits).sum()),
                 f"none of {order.size} in buckets of {num_slots} rows",
                 "use a larger table, or pass drop=True to leave out those with the lowest counts"))
-        held, slots = torch.from_numpy(order[fits]), torch.from_numpy(slots[fits])
+        held, at = torch.from_numpy(order[fits]), torch.from_numpy(slots[fits])
         records = _empty_records(num_slots)
-        records[slots] = torch.stack([x[held] for x in (self.keys, self.counts, self.clocks)], 1)
+        records[at] = torch.stack([x[held] for x in (self.keys, self.counts, self.clocks)], 1)
         weight = self.rows.new_zeros(num_embeddings, self.default_row.numel())
-        weight[0], weight[slots + 1] = self.default_row, self.rows[held]
+        weight[0], weight[at + 1] = self.default_row, self.rows[held]
         found = {"weight": weight, "keys": records, "clock": torch.tensor(self.clock)}
         if rule.admit_after > 1:
             found["candidates"] = _empty_records(num_candidates(num_slots))
