@@ -38,6 +38,8 @@ _PUBLIC = {
     "Plan": "oper.plan",
     "Topology": "oper.topology",
     "DynamicTable": "oper.shmem.keys.rules",
+    "KeyedRows": "oper.integration.keyed_rows",
+    "KeyMap": "oper.integration.keyed_rows",
     "TableSpec": "oper.tables",
     "SGD": "oper.shmem.optim.optimizers",
     "RowWiseAdagrad": "oper.shmem.optim.optimizers",
@@ -91,6 +93,7 @@ if TYPE_CHECKING:
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
+    from oper.integration.keyed_rows import KeyedRows as KeyedRows, KeyMap as KeyMap
     from oper.plan import Plan as Plan
     from oper.replanning import Replanner as Replanner, replan as replan
     from oper.search import make_plan as make_plan, verify_plan as verify_plan

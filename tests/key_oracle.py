@@ -12,7 +12,7 @@ from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.optim.rounding import philox4x32
 
 MASK = (1 << 64) - 1
-BUCKET, CANDIDATES = 128, 64
+BUCKET, CANDIDATES = 64, 32
 MOST = (1 << 32) - 1
 
 

@@ -73,6 +73,8 @@ NIGHTLY = (
     Nightly("tests/shmem/test_exchange.py::test_push_columns_weights_and_optimizers",
             "these optimizers on two and on four ranks of two domains",
             r"(rowwise_adagrad|partial_rowwise_adam)-\(0, 1, [12], .*"),
+    Nightly("tests/shmem/test_keys.py::test_all_keys_new",
+            "a million keys through ten thousand rows", "10000000-.*"),
     Nightly("tests/shmem/test_desync.py::test_a_rank_that_skips_a_step", "two ranks", "3-.*"),
     Nightly("tests/shmem/test_desync.py::test_a_rank_of_another_domain_that_skips_a_step",
             "domains ab and aba", "aab"),

@@ -24,6 +24,8 @@ def test_cases_are_measured_and_verified() -> None:
         assert set(entry["verification"]["max_relative_diff"]) == {"pooled", "rows", "tables"}
         assert entry["ratio_static"] == pytest.approx(
             entry["dynamic_step_ms"] / entry["static_step_ms"], rel=1e-2)
+        assert entry["ratio_planned"] == pytest.approx(
+            entry["dynamic_step_ms"] / entry["planned_step_ms"], rel=1e-2)
         assert entry["timings"]["mch"]["n"] == 4 and entry["ratio_mch"] > 0
         assert 17 <= entry["bytes_per_slot"] < 24
     assert half["occupied"] == 6000 and half["missed"] == half["evicted_per_step"] == 0

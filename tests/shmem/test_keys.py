@@ -15,7 +15,7 @@ from oper.errors import InvalidInputError
 from oper.shmem.keys.directories import row_seed, rule_numbers
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
-from tests.key_oracle import MASK, Oracle, first_row, hash_of
+from tests.key_oracle import BUCKET, CANDIDATES, MASK, Oracle, first_row, hash_of
 
 load()
 OPS = torch.ops.oper
@@ -55,7 +55,7 @@ class Directory:
         for handle in self.handles:
             OPS.keys_set_clock(handle, 0, clock)
 
-    def find(self, keys: Sequence[int], rank: int) -> tuple[torch.Tensor, ...]:
+    def find(self, keys: Sequence[int] | torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
         """Rows, keys without one, and parts, of a batch of one bag."""
         *found, code = OPS.keys_find(self.handles[rank], as_keys(keys), as_keys([len(keys)]),
                                      as_keys([0]), 1, True)
@@ -67,15 +67,19 @@ class Directory:
         found: np.ndarray = np.sum([OPS.keys_counts(h, 0)[:4] for h in self.handles], axis=0)
         return found
 
-    def update(self, batches: Sequence[Sequence[int]]) -> tuple[dict[int, int], np.ndarray]:
-        """One update by batches of all ranks: rows of new keys, and what changed."""
-        before = self.counts()
+    def take(self, batches: Sequence[Sequence[int] | torch.Tensor]) -> None:
+        """One update by batches of all ranks."""
         for rank, handle in enumerate(self.handles):
             seen = [self.find(keys, rank) for keys in batches[rank::self.size]]
             left, _ = OPS.keys_leave(handle, *([s[k] for s in seen] for k in range(3)))
             assert left == 0
         for handle in self.handles:
             OPS.keys_update(handle, [])
+
+    def update(self, batches: Sequence[Sequence[int]]) -> tuple[dict[int, int], np.ndarray]:
+        """As `take`: rows of new keys, and what changed."""
+        before = self.counts()
+        self.take(batches)
         (new, bounds), *others = (OPS.keys_new(h) for h in self.handles)
         assert bounds == [0, new.shape[0]]
         assert all(torch.equal(other, new) for other, _ in others)
@@ -102,8 +106,8 @@ class Directory:
             self.read().tolist()) if clock >= 0}
 
 
-def as_keys(keys: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(list(keys), dtype=torch.int64)
+def as_keys(keys: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(keys, dtype=torch.int64)
 
 
 def dealt(keys: Sequence[int], world_size: int) -> list[Sequence[int]]:
@@ -140,7 +144,7 @@ def test_oracle(rule: DynamicTable, slots: int, world_size: int, steps: list[lis
         assert len(before) + admitted - evicted - expired == len(oracle.held)
         if rule.admit_after > 1:
             places = [p for b in range(oracle.buckets)
-                      for p in oracle.waiting.get(b, [None] * 64)]
+                      for p in oracle.waiting.get(b, [None] * CANDIDATES)]
             assert directory.read(True).tolist() == [
                 [0, 0, -1] if p is None else [p[0], p[1].count, p[1].clock] for p in places]
 
@@ -197,14 +201,14 @@ def test_records_go_on_where_they_were(rule: DynamicTable, world_size: int) -> N
 
 def test_colliding_keys_keep_to_their_bucket() -> None:
     """Keys of one bucket take its slots and no others, and the rest are refused, not searched."""
-    directory = Directory(1280, DynamicTable())
-    keys = colliding(400, 1280, 3)
-    found, changes = directory.update([keys])
-    assert changes.tolist() == [128, 0, 0, 272]
-    assert sorted(found.values()) == list(range(1 + 3 * 128, 1 + 4 * 128))
-    again = colliding(528, 1280, 3)[400:]
-    found, changes = directory.update([again])
-    assert changes.tolist() == [128, 128, 0, 0] and set(found) == set(again)
+    slots, num = 10 * BUCKET, 3 * BUCKET
+    directory = Directory(slots, DynamicTable())
+    keys = colliding(num + BUCKET, slots, 3)
+    found, changes = directory.update([keys[:num]])
+    assert changes.tolist() == [BUCKET, 0, 0, num - BUCKET]
+    assert sorted(found.values()) == list(range(1 + 3 * BUCKET, 1 + 4 * BUCKET))
+    found, changes = directory.update([keys[num:]])
+    assert changes.tolist() == [BUCKET, BUCKET, 0, 0] and set(found) == set(keys[num:])
 
 
 def test_one_key_and_one_slot() -> None:
@@ -218,15 +222,15 @@ def test_one_key_and_one_slot() -> None:
     assert directory.rows([LARGEST, SMALLEST, 0]) == [0, 0, 1]
 
 
-def test_all_keys_new() -> None:
-    """A million different keys through ten thousand slots: no growth, everything accounted for."""
-    directory = Directory(10_000, DynamicTable(admit_after=1))
-    total = np.zeros(4, np.int64)
-    for step in range(50):
-        keys = (np.arange(20_000, dtype=np.int64) + 20_000 * step) * 0x5851F42D4C957F2D
-        total += directory.update([keys.tolist()])[1]
-    assert total[0] + total[3] == 1_000_000
-    assert total[0] - total[1] == 10_000 == len(directory.records())
+@pytest.mark.parametrize("slots, size, steps", [(10_000, 20_000, 50), (10_000_000, 200_000, 500)])
+def test_all_keys_new(slots: int, size: int, steps: int) -> None:
+    """Many more different keys than slots: no growth, everything accounted for."""
+    directory = Directory(slots, DynamicTable())
+    for step in range(steps):
+        directory.take([(torch.arange(size) + size * step) * 0x5851F42D4C957F2D])
+    admitted, evicted, expired, refused = directory.counts().tolist()
+    assert admitted + refused == size * steps and expired == 0
+    assert admitted - evicted == slots == int((directory.read()[:, 2] >= 0).sum())
 
 
 def test_a_clock_that_goes_back() -> None:
@@ -268,9 +272,10 @@ def test_records_of_another_bucket() -> None:
     directory = Directory(300, DynamicTable())
     (key,) = colliding(1, 300, 2)
     records = directory.read()
-    records[250] = torch.tensor([key, 1, 1])
+    own = Oracle(300, DynamicTable()).rows_of(2)[0] - 1
+    records[own] = torch.tensor([key, 1, 1])
     assert directory.write(False, records) == [-1]
-    records[250], records[0] = torch.tensor([0, 0, -1]), records[250].clone()
+    records[own], records[0] = torch.tensor([0, 0, -1]), records[own].clone()
     assert directory.write(False, records) == [0]
 
 

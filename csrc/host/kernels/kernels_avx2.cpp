@@ -1,5 +1,6 @@
 // Kernels for one instruction set; see kernels.h.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <mutex>

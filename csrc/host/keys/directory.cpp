@@ -1,5 +1,7 @@
 #include "host/keys/directory.h"
 
+#include <bit>
+#include <bit>
 #include <limits>
 #include <utility>
 
@@ -15,11 +17,8 @@ constexpr uint32_t kAdmissionDraw = 0x61646d74u;
 // The first slot with a tag for which `body(slot)`, or -1.
 template <class Body>
 int64_t first_slot_where(const uint8_t* tags, uint8_t tag, Body body) {
-  for (int64_t at = 0; at < kBucketSlots; at += 64)
-    for (uint64_t bits = equal_tags(tags + at, tag); bits != 0; bits &= bits - 1) {
-      const int64_t slot = at + __builtin_ctzll(bits);
-      if (body(slot)) return slot;
-    }
+  for (uint64_t bits = equal_tags(tags, tag); bits != 0; bits &= bits - 1)
+    if (const int64_t slot = std::countr_zero(bits); body(slot)) return slot;
   return -1;
 }
 
@@ -46,7 +45,7 @@ namespace {
 int64_t buckets_for(int64_t num_slots) { return (num_slots + kBucketSlots - 1) / kBucketSlots; }
 
 int64_t bytes_per_bucket(bool counts) {
-  return counts ? KeyDirectory::kBucketEnd : KeyDirectory::kCandidatesAt;
+  return KeyDirectory::kBucketBytes + (counts ? KeyDirectory::kCandidateBytes : 0);
 }
 
 }  // namespace
@@ -56,13 +55,15 @@ KeyDirectory::KeyDirectory(const std::vector<char*>& arenas, int64_t rank, int64
     : rank_(rank),
       num_slots_(num_slots),
       num_buckets_(buckets_for(num_slots)),
-      bucket_bytes_(bytes_per_bucket(rules.min_count > 1)),
       slots_(num_slots_, num_buckets_),
       rules_(rules) {
   const Shares ranks(num_buckets_, static_cast<int64_t>(arenas.size()));
-  for (char* arena : arenas) {
-    first_bucket_.push_back(ranks.begin(static_cast<int64_t>(first_bucket_.size())));
-    bases_.push_back(arena - first_bucket_.back() * bucket_bytes_);
+  for (size_t r = 0; r < arenas.size(); ++r) {
+    const int64_t first = ranks.begin(static_cast<int64_t>(r));
+    const int64_t end = ranks.begin(static_cast<int64_t>(r) + 1);
+    first_bucket_.push_back(first);
+    bases_.push_back(arenas[r] - first * kBucketBytes);
+    candidate_bases_.push_back(arenas[r] + (end - first) * kBucketBytes - first * kCandidateBytes);
   }
 }
 
@@ -86,13 +87,15 @@ int64_t KeyDirectory::key_of(uint64_t hash) const {
 }
 
 KeyDirectory::Bucket KeyDirectory::bucket_at(int64_t bucket) const {
-  char* at = address_of(bucket);
+  const size_t owner = static_cast<size_t>(owner_of(bucket));
+  char* at = bases_[owner] + bucket * kBucketBytes;
+  char* candidates = candidate_bases_[owner] + bucket * kCandidateBytes;
   const int64_t first = first_slot(bucket);
   return {reinterpret_cast<uint8_t*>(at),
           reinterpret_cast<KeySlot*>(at + kSlotsAt),
-          reinterpret_cast<uint64_t*>(at + kCandidatesAt),
-          reinterpret_cast<uint32_t*>(at + kCandidateClocksAt),
-          reinterpret_cast<uint8_t*>(at + kCandidateCountsAt),
+          reinterpret_cast<uint64_t*>(candidates),
+          reinterpret_cast<uint32_t*>(candidates + kCandidateClocksAt),
+          reinterpret_cast<uint8_t*>(candidates + kCandidateCountsAt),
           first_slot(bucket + 1) - first,
           first};
 }
@@ -163,19 +166,19 @@ uint32_t KeyDirectory::decayed(uint32_t count, uint32_t since, uint32_t clock) c
 }
 
 void KeyDirectory::count(const RowCount* rows, int64_t n, uint32_t clock) const {
-  KeySlot* slots[kAhead];
-  for (int64_t begin = 0; begin < n; begin += kAhead) {
-    const int64_t size = std::min(kAhead, n - begin);
-    for (int64_t i = 0; i < size; ++i) {
-      const auto [bucket, at] = place_of(false, static_cast<int64_t>(rows[begin + i].row) - 1);
-      slots[i] = reinterpret_cast<KeySlot*>(address_of(bucket) + kSlotsAt) + at;
-      __builtin_prefetch(slots[i], 1);
+  KeySlot* ahead[kAhead];  // on their way
+  char* mine = bases_[static_cast<size_t>(rank_)];
+  for (int64_t i = 0; i < n + kAhead; ++i) {
+    KeySlot*& next = ahead[i % kAhead];
+    if (i >= kAhead) {
+      next->count = saturated(uint64_t{decayed(next->count, next->clock, clock)} +
+                              rows[i - kAhead].count);
+      next->clock = clock;
     }
-    for (int64_t i = 0; i < size; ++i) {
-      KeySlot& slot = *slots[i];
-      slot.count = saturated(uint64_t{decayed(slot.count, slot.clock, clock)} +
-                             rows[begin + i].count);
-      slot.clock = clock;
+    if (i < n) {
+      const auto [bucket, at] = place_of(false, static_cast<int64_t>(rows[i].row) - 1);
+      next = reinterpret_cast<KeySlot*>(mine + bucket * kBucketBytes + kSlotsAt) + at;
+      __builtin_prefetch(next, 1);
     }
   }
 }
@@ -291,10 +294,7 @@ void KeyDirectory::admit(const KeyCount* begin, const KeyCount* end, uint32_t cl
     const KeyCount* next = at;
     for (const int64_t bucket = bucket_of(at->hash);
          next < end && bucket_of(next->hash) == bucket; ++next) {
-      if (end - next <= kAhead) continue;
-      const char* ahead = address_of(bucket_of(next[kAhead].hash));
-      __builtin_prefetch(ahead);
-      __builtin_prefetch(ahead + 64);
+      if (end - next > kAhead) __builtin_prefetch(address_of(bucket_of(next[kAhead].hash)));
     }
     admit_in_bucket(at, next, clock, fresh, changes);
     at = next;

@@ -8,9 +8,10 @@
 //
 // Hashes are stored instead of keys: the hash is a bijection of 64-bit numbers, so any key is legal
 // and equal hashes mean equal keys. A slot takes 17 bytes: a tag (one byte of the hash, compared
-// first; 0 = free), the hash, the clock of the last update that saw the key, and its count. With
-// admission by count, a bucket also counts up to kBucketCandidates keys that have no row (6.5 more
-// bytes per slot).
+// first; 0 = free), the hash, the clock of the last update that saw the key, and its count. The tags
+// of a bucket are one cache line, so that a search reads two: the tags and the slot. With admission
+// by count, a bucket also counts up to kBucketCandidates keys that have no row (6.5 more bytes per
+// slot), behind the slots of all buckets, where lookups do not come by.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +24,7 @@
 
 namespace oper::host {
 
-constexpr int64_t kBucketSlots = 128, kBucketCandidates = 64;
+constexpr int64_t kBucketSlots = 64, kBucketCandidates = 32;
 
 enum class Eviction : int64_t { kLeastRecent, kLeastFrequent };
 
@@ -66,14 +67,34 @@ struct KeyRecord {
   int64_t key, count, clock;
 };
 
-// `total` things dealt to `parts` in order, the first ones getting one more.
+// Division of numbers below 2^32 by one of them, as a multiplication (Lemire, Kaser, Kurz 2019).
+class Divisor {
+ public:
+  explicit Divisor(uint64_t by) : inverse_(by > 1 ? ~uint64_t{0} / by + 1 : 0) {}
+  int64_t quotient(int64_t of) const {
+    if (inverse_ == 0) return of;
+    return static_cast<int64_t>(
+        (static_cast<unsigned __int128>(inverse_) * static_cast<uint64_t>(of)) >> 64);
+  }
+
+ private:
+  uint64_t inverse_;  // of 1: none
+};
+
+// `total` things, fewer than 2^32, dealt to `parts` in order, the first ones getting one more.
 struct Shares {
   int64_t size, larger;
-  Shares(int64_t total, int64_t parts) : size(total / parts), larger(total % parts) {}
+  Divisor by_size, by_larger_size;
+  Shares(int64_t total, int64_t parts)
+      : size(total / parts),
+        larger(total % parts),
+        by_size(static_cast<uint64_t>(size)),
+        by_larger_size(static_cast<uint64_t>(size) + 1) {}
   int64_t begin(int64_t part) const { return part * size + std::min(part, larger); }
   int64_t part_of(int64_t thing) const {
     const int64_t end = larger * (size + 1);
-    return thing < end ? thing / (size + 1) : larger + (thing - end) / size;
+    return thing < end ? by_larger_size.quotient(thing)
+                       : larger + by_size.quotient(thing - end);
   }
 };
 
@@ -100,12 +121,12 @@ inline uint64_t equal_tags(const uint8_t* tags, uint8_t tag) {
 
 class KeyDirectory {
  public:
-  // Where the arrays of a bucket begin, each at a cache line. Its tags come first; those behind its
-  // slots are 0.
-  static constexpr int64_t kSlotsAt = kBucketSlots, kCandidatesAt = kSlotsAt + 16 * kBucketSlots,
-                           kCandidateClocksAt = kCandidatesAt + 8 * kBucketCandidates,
+  // Where the arrays of a bucket begin, each at a cache line: its tags, of which those behind its slots
+  // are 0, and its slots; and where those of its candidates begin, behind all of a rank's buckets.
+  static constexpr int64_t kSlotsAt = kBucketSlots, kBucketBytes = kSlotsAt + 16 * kBucketSlots,
+                           kCandidateClocksAt = 8 * kBucketCandidates,
                            kCandidateCountsAt = kCandidateClocksAt + 4 * kBucketCandidates,
-                           kBucketEnd = kCandidateCountsAt + kBucketCandidates;
+                           kCandidateBytes = kCandidateCountsAt + kBucketCandidates;
 
   // `arenas`: by rank, where its part lies, `num_bytes` large and cleared.
   KeyDirectory(const std::vector<char*>& arenas, int64_t rank, int64_t num_slots,
@@ -133,7 +154,7 @@ class KeyDirectory {
     return owner;
   }
   char* address_of(int64_t bucket) const {
-    return bases_[static_cast<size_t>(owner_of(bucket))] + bucket * bucket_bytes_;
+    return bases_[static_cast<size_t>(owner_of(bucket))] + bucket * kBucketBytes;
   }
   bool is_expired(uint32_t since, uint32_t clock) const {
     return rules_.time_to_live != 0 && clock > since && clock - since > rules_.time_to_live;
@@ -185,10 +206,11 @@ class KeyDirectory {
   void admit_in_bucket(const KeyCount* begin, const KeyCount* end, uint32_t clock,
                        std::vector<KeyCount>& fresh, KeyChanges& changes) const;
 
-  int64_t rank_, num_slots_, num_buckets_, bucket_bytes_;
+  int64_t rank_, num_slots_, num_buckets_;
   Shares slots_;                       // of the buckets
   std::vector<int64_t> first_bucket_;  // [W] of each rank
   std::vector<char*> bases_;           // [W] where bucket 0 would be if the rank had it
+  std::vector<char*> candidate_bases_;  // [W] and its candidates
   KeyRules rules_;
 };
 

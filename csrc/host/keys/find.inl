@@ -17,17 +17,13 @@ OPER_INLINE uint64_t slots_with_tag(const uint8_t* tags, uint8_t tag) {
 #endif
 }
 
-// Keys that are being found, and the slots that may have them.
+// Keys that are being found, and the slots that may have them: bit i of `found` is slot i's.
 struct KeyBlock {
   static constexpr int64_t kSize = 32;
-  uint64_t hashes[kSize], low[kSize], high[kSize];
+  uint64_t hashes[kSize], found[kSize];
   int64_t first_rows[kSize];
   const char* buckets[kSize];
 
-  // The lowest slot of those that may have a key; a slot behind the bucket's where there is none.
-  static int64_t lowest(uint64_t low, uint64_t high) {
-    return low != 0 ? __builtin_ctzll(low) : high != 0 ? 64 + __builtin_ctzll(high) : kBucketSlots;
-  }
   const KeySlot* slots(int64_t i) const {
     return reinterpret_cast<const KeySlot*>(buckets[i] + KeyDirectory::kSlotsAt);
   }
@@ -39,30 +35,21 @@ struct KeyBlock {
       buckets[i] = directory.address_of(bucket);
       first_rows[i] = directory.first_slot(bucket) + 1;
       __builtin_prefetch(buckets[i]);
-      __builtin_prefetch(buckets[i] + 64);
     }
   }
   OPER_INLINE void fetch_slots(int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
-      const uint8_t* tags = reinterpret_cast<const uint8_t*>(buckets[i]);
-      const uint8_t tag = tag_of(hashes[i]);
-      low[i] = slots_with_tag(tags, tag);
-      high[i] = slots_with_tag(tags + 64, tag);
-      __builtin_prefetch(slots(i) + lowest(low[i], high[i]));
+      found[i] = slots_with_tag(reinterpret_cast<const uint8_t*>(buckets[i]), tag_of(hashes[i]));
+      __builtin_prefetch(slots(i) + std::countr_zero(found[i]));  // where there is none: behind them
     }
   }
   OPER_INLINE int64_t row(const KeyDirectory& directory, int64_t i, uint32_t clock) const {
-    for (uint64_t first = low[i], second = high[i]; (first | second) != 0;) {
-      const int64_t slot = lowest(first, second);
-      const KeySlot& found = slots(i)[slot];
+    for (uint64_t left = found[i]; left != 0; left &= left - 1) {
+      const int64_t number = std::countr_zero(left);
+      const KeySlot& slot = slots(i)[number];
       // A lookup without gradients may meet the owner's update: whole numbers, old or new ones.
-      if (__builtin_expect(__atomic_load_n(&found.hash, __ATOMIC_RELAXED) == hashes[i], 1))
-        return directory.is_expired(found.clock, clock) ? 0 : first_rows[i] + slot;
-      if (first != 0) {
-        first &= first - 1;
-      } else {
-        second &= second - 1;
-      }
+      if (__builtin_expect(__atomic_load_n(&slot.hash, __ATOMIC_RELAXED) == hashes[i], 1))
+        return directory.is_expired(slot.clock, clock) ? 0 : first_rows[i] + number;
     }
     return 0;
   }
@@ -70,11 +57,17 @@ struct KeyBlock {
 
 // The rows of keys that were found a moment ago.
 struct RecentKeys {
-  static constexpr uint64_t kSize = 4096;
-  uint64_t hashes[kSize];
-  uint32_t rows[kSize] = {};  // 0 = none
+  static constexpr uint64_t kLeast = 1024, kMost = 16384;
+  uint64_t mask;  // places in use, less one
+  uint64_t hashes[kMost];
+  uint32_t rows[kMost];  // 0 = none
+  // Of a call with so many keys.
+  explicit RecentKeys(int64_t n)
+      : mask(std::clamp(std::bit_ceil(static_cast<uint64_t>(n)) / 2, kLeast, kMost) - 1) {
+    std::fill_n(rows, mask + 1, 0u);
+  }
   // The bits between those that choose the tag and the bucket.
-  static uint64_t place_of(uint64_t hash) { return hash >> 8 & (kSize - 1); }
+  uint64_t place_of(uint64_t hash) const { return hash >> 8 & mask; }
 };
 
 // Keys that come often are found among the recent ones. Blocks of the others pass three stages: buckets
@@ -84,21 +77,23 @@ template <class Id>
 int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uint32_t clock,
                    int64_t* rows, int64_t* missed) {
   constexpr int64_t kAtOnce = 512, kSize = KeyBlock::kSize;
-  RecentKeys recent;
+  RecentKeys recent(n);
   KeyBlock ring[4];
-  uint64_t hashes[kAtOnce];  // of keys that are searched
-  uint16_t places[kAtOnce];
+  uint64_t hashes[kAtOnce], searched[kAtOnce];
+  uint16_t places[kAtOnce];  // of keys that are searched
   int64_t num_missed = 0;
   for (int64_t first = 0; first < n; first += kAtOnce, keys += kAtOnce, rows += kAtOnce) {
+    const int64_t count = std::min(kAtOnce, n - first);
     int64_t num_searched = 0;
-    for (int64_t i = 0; i < std::min(kAtOnce, n - first); ++i) {
-      const uint64_t hash = directory.hash_of(static_cast<int64_t>(keys[i]));
-      const uint64_t at = RecentKeys::place_of(hash);
+    for (int64_t i = 0; i < count; ++i)  // in vectors
+      hashes[i] = directory.hash_of(static_cast<int64_t>(keys[i]));
+    for (int64_t i = 0; i < count; ++i) {
+      const uint64_t at = recent.place_of(hashes[i]);
       const uint32_t row = recent.rows[at];
       rows[i] = row;
-      hashes[num_searched] = hash;
+      searched[num_searched] = hashes[i];
       places[num_searched] = static_cast<uint16_t>(i);
-      num_searched += (recent.hashes[at] != hash) | (row == 0);
+      num_searched += (recent.hashes[at] != hashes[i]) | (row == 0);
     }
     const int64_t blocks = (num_searched + kSize - 1) / kSize;
     const auto size_of = [=](int64_t block) {
@@ -106,14 +101,14 @@ int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uin
     };
     for (int64_t step = 0; step < blocks + 2; ++step) {
       if (step < blocks)
-        ring[step % 4].fetch_buckets(directory, hashes + step * kSize, size_of(step));
+        ring[step % 4].fetch_buckets(directory, searched + step * kSize, size_of(step));
       if (step >= 1 && step <= blocks) ring[(step - 1) % 4].fetch_slots(size_of(step - 1));
       if (step < 2) continue;
       const KeyBlock& block = ring[(step - 2) % 4];
       const uint16_t* to = places + (step - 2) * kSize;
       for (int64_t i = 0; i < size_of(step - 2); ++i) {
         const int64_t row = block.row(directory, i, clock);
-        const uint64_t at = RecentKeys::place_of(block.hashes[i]);
+        const uint64_t at = recent.place_of(block.hashes[i]);
         recent.hashes[at] = block.hashes[i];
         recent.rows[at] = static_cast<uint32_t>(row);
         rows[to[i]] = row;

@@ -1,6 +1,7 @@
 #include "host/keys/tables.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "host/kernels/kernels.h"
@@ -44,6 +45,9 @@ KeyTables::KeyTables(const std::vector<char*>& arenas, int64_t rank, int64_t see
     std::vector<uint32_t> bounds = directory.row_bounds();
     tables_.push_back({std::move(directory), rules[t].rows, std::move(bounds), 0, {}});
   }
+  // Only pages that are there can become huge ones.
+  std::memset(arenas_[static_cast<size_t>(rank)], 0,
+              static_cast<size_t>(layouts_[static_cast<size_t>(rank)].seen));
 }
 
 KeyTables::Layout KeyTables::layout(const std::vector<KeyTableRules>& rules, int64_t world_size,
@@ -220,15 +224,21 @@ bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
       return owner;
     };
     int64_t* begin = seen_begin(entry);
-    std::fill_n(begin, W + 1, int64_t{0});
-    for (int64_t i = 0; i < n; ++i) begin[owner_of(rows[i]) + 1] += rows[i] != 0;
-    for (size_t r = 0; r < W; ++r) begin[r + 1] += begin[r];
+    // Without row 0: 0 - 1 is above all bounds.
+    for (size_t r = 0; r <= W; ++r)
+      begin[r] = std::count_if(rows, rows + n, [bound = bounds[r] - 1](uint32_t row) {
+        return row - 1 < bound;
+      });
     std::vector<int64_t> at(begin, begin + W);
     RowCount* to = reinterpret_cast<RowCount*>(seen_at(rank_) + entry->rows_at);
-    for (int64_t i = 0; i < n; ++i)
-      if (rows[i] != 0) to[at[owner_of(rows[i])]++] = {rows[i], counts[rows[i]]};
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t row = rows[i];
+      if (row != 0) to[at[owner_of(row)]++] = {row, counts[row]};
+      counts[row] = 0;
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) counts[rows[i]] = 0;
   }
-  for (int64_t i = 0; i < n; ++i) counts[rows[i]] = 0;
   give_counting(std::move(counting));
   return fits;
 }

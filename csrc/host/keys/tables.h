@@ -54,7 +54,8 @@ class KeyTables {
   };
   enum class Left { kAll, kNoRoom, kClockAtEnd };
 
-  // `arenas`: by rank, cleared, `num_bytes` large. `seen_bytes`: space for what a rank has seen.
+  // `arenas`: by rank, `num_bytes` large; this rank's directories are cleared. `seen_bytes`: space for
+  // what a rank has seen.
   // `table_of`: by feature of the collection, -1 = none of these.
   KeyTables(const std::vector<char*>& arenas, int64_t rank, int64_t seen_bytes,
             const std::vector<KeyTableRules>& rules, std::vector<int64_t> table_of);

@@ -33,6 +33,7 @@ from oper.errors import InvalidInputError, OperError, fail
 from oper.shmem.batch import BAD_BATCH, BatchChecks, Lookup, SeenKeys
 from oper.shmem.group.desync import GRADIENTS, KEYS, phase_of
 from oper.shmem.keys.late import RowHistory
+from oper.shmem.keys.places import num_buckets, slots_of_buckets
 from oper.shmem.keys.rules import EVICTIONS, DynamicTable
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.optim.optimizers import STATE_PARTS, initial_state
@@ -53,22 +54,37 @@ class KeyCounts:
     Attributes:
         rows: rows available to keys.
         occupied: rows that a key holds, expired keys included.
+        buckets, full_buckets: buckets of rows; those without a free row, where a new key takes the
+            row of another one although other buckets may have free ones.
         admitted, evicted, expired: keys that got a row; that lost it to a new key; that had
             outlived their time to live when their row was reused. Over all ranks, since the tables
             were made.
         refused: times that a new key got no row because its bucket was full of keys seen in that
             update.
-        lookups, missed: ids looked up by this rank, and those among them that read the default row.
+        lookups, missed: ids looked up, over all ranks, since the tables were made, and those among
+            them that read the default row.
     """
 
     rows: int
     occupied: int
+    buckets: int
+    full_buckets: int
     admitted: int
     evicted: int
     expired: int
     refused: int
     lookups: int
     missed: int
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the rows that a key holds."""
+        return self.occupied / self.rows
+
+    @property
+    def default_share(self) -> float:
+        """Share of the lookups that read the default row; 0 before the first."""
+        return self.missed / max(self.lookups, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +304,14 @@ class Keys:
         """What has happened to the keys of a table. Collective, between two batches."""
         slots = self.num_records(name, False)
         self._tables.barrier()
-        occupied = sum(int((self.read(name, "keys", at, min(slots, at + _CHUNK))[:, 2] >= 0).sum())
-                       for at in range(0, slots, _CHUNK))
+        clocks = [self.read(name, "keys", at, min(slots, at + _CHUNK))[:, 2].numpy()
+                  for at in range(0, slots, _CHUNK)]
+        held = np.concatenate(clocks) >= 0
+        begin, end = slots_of_buckets(np.arange(num_buckets(slots)), slots)
+        full = np.add.reduceat(held, begin, dtype=np.int64) == end - begin
         mine = torch.ops.oper.keys_counts(self._handle, self.tables[name].number)
-        changes = np.sum(self._tables.all_gather(mine[:4]), axis=0)
-        return KeyCounts(slots, occupied, *changes.tolist(), *mine[4:])
+        found = np.sum(self._tables.all_gather(mine), axis=0)
+        return KeyCounts(slots, int(held.sum()), full.size, int(full.sum()), *found.tolist())
 
     def close(self) -> None:
         """Release the directories."""

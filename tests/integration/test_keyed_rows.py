@@ -1,0 +1,257 @@
+"""Rows by raw key: out of dynamic tables, into others, from TorchRec's maps, to servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchrec
+from hypothesis import given, strategies as st
+from torch import nn
+
+import oper
+from oper.errors import InvalidInputError
+from oper.shmem.keys.places import buckets_of_keys, num_buckets, num_candidates, slots_of_buckets
+from tests.integration import test_managed_collision as torchrec_maps
+from tests.integration.module_support import shard
+from tests.key_oracle import BUCKET, CANDIDATES, Oracle, hash_of
+from tests.world_support import run_world
+
+ROWS, DIM = 200, 4
+SMALLEST, LARGEST = -(1 << 63), (1 << 63) - 1
+RULE = oper.DynamicTable(eviction="lfu", admit_after=2, init_bound=0.5, seed=9)
+UNKNOWN = torch.tensor([[123456789], [-5]])
+
+
+def bag(rows: int = ROWS) -> nn.EmbeddingBag:
+    torch.manual_seed(3)
+    return nn.EmbeddingBag(rows, DIM, mode="sum")
+
+
+def dynamic(rule: oper.DynamicTable = RULE, rows: int = ROWS) -> Any:
+    return shard(bag(rows), dynamic=rule, optimizer=oper.RowWiseAdagrad(lr=0.1))
+
+
+def train(model: Any, steps: int = 4) -> torch.Tensor:
+    """Keys that come more and less often; returns all of them, [n, 1]."""
+    keys = torch.cat([torch.tensor([SMALLEST, LARGEST, 0]), torch.arange(1, 60) * 10**15])
+    for step in range(steps):
+        g = torch.Generator().manual_seed(step)
+        at = (torch.rand(200, generator=g) ** 2 * keys.numel()).long()
+        (model(keys[at][:, None]) * torch.randn(200, DIM, generator=g)).sum().backward()
+    return keys[:, None]
+
+
+@given(st.lists(st.integers(SMALLEST, LARGEST), max_size=50), st.integers(1, 10**6),
+       st.integers(SMALLEST, LARGEST))
+def test_places_are_those_of_the_directory(keys: list[int], slots: int, seed: int) -> None:
+    oracle = Oracle(slots, oper.DynamicTable(seed=seed))
+    buckets, hashes = buckets_of_keys(np.array(keys, np.int64), slots, seed)
+    assert buckets.tolist() == [oracle.bucket_of(k) for k in keys]
+    assert hashes.tolist() == [hash_of(k, seed) for k in keys]
+    assert (num_buckets(slots), num_candidates(slots)) == (
+        oracle.buckets, oracle.buckets * CANDIDATES)
+    begin, end = slots_of_buckets(buckets, slots)
+    assert [range(b + 1, e + 1) for b, e in zip(begin, end, strict=True)] == [
+        oracle.rows_of(b) for b in buckets.tolist()]
+
+
+@pytest.mark.parametrize("rows", [ROWS, 90, 1000])
+@pytest.mark.parametrize("rule", [RULE, oper.DynamicTable(seed=1)])
+def test_keys_move_to_a_table_of_another_rule_and_size(rule: oper.DynamicTable, rows: int) -> None:
+    model = dynamic()
+    keys = train(model)
+    moved = oper.KeyedRows.of_entries(model.state_dict())
+    assert moved.keys.numel() == model.tables.keys.counts("weight").occupied > 40
+    other = dynamic(rule, rows)
+    other.load_state_dict(moved.entries(rows, rule))
+    with torch.no_grad():
+        for ids in (keys, UNKNOWN):
+            assert torch.equal(other(ids), model(ids))
+    again = oper.KeyedRows.of_entries(other.state_dict())
+    for name in ("keys", "rows", "default_row", "counts", "clocks", "clock"):
+        assert torch.equal(torch.as_tensor(getattr(again, name)),
+                           torch.as_tensor(getattr(moved, name))), name
+    train(other, 1)  # goes on
+    assert other.tables.keys.tables["weight"].clock == moved.clock + 1
+
+
+def _load(rank: int, world_size: int, entries: Any) -> Any:
+    model = dynamic()
+    model.load_state_dict(entries)
+    keys = entries["keys"][entries["keys"][:, 2] >= 0][:, :1]
+    model(keys[rank::world_size]).sum().mul(world_size).backward()
+    saved = oper.KeyedRows.of_entries(model.state_dict())  # split over the ranks
+    return saved.keys, saved.counts, saved.rows
+
+
+def test_all_ranks_take_them() -> None:
+    model = dynamic()
+    train(model)
+    entries = oper.KeyedRows.of_entries(model.state_dict()).entries(ROWS, RULE)
+    ranks = run_world(2, _load, entries)
+    (one,) = run_world(1, _load, entries)
+    for keys, counts, rows in ranks:
+        assert torch.equal(keys, one[0]) and torch.equal(counts, one[1])
+        assert torch.allclose(rows, one[2], rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_that_is_too_small() -> None:
+    """Keys that come least often are left out, bucket by bucket, and only where that is said."""
+    n, rule = 500, oper.DynamicTable(seed=4)
+    rng = np.random.default_rng(0)
+    keys = torch.from_numpy(np.unique(rng.integers(SMALLEST, LARGEST, n)))
+    counts = torch.from_numpy(rng.permutation(n))
+    every = oper.KeyedRows(keys, torch.randn(n, DIM), torch.zeros(DIM), counts,
+                           torch.zeros_like(keys), 0)
+    rows = 3 * BUCKET + 1
+    with pytest.raises(InvalidInputError, match=r"keys without a place=\d+"):
+        every.entries(rows, rule)
+    kept = oper.KeyedRows.of_entries(every.entries(rows, rule, "t.", drop=True), "t.")
+    oracle = Oracle(rows - 1, rule)
+    wanted: list[int] = []
+    for bucket in range(oracle.buckets):
+        mine = [(-c, k) for k, c in zip(keys.tolist(), counts.tolist(), strict=True)
+                if oracle.bucket_of(k) == bucket]
+        wanted += [k for _, k in sorted(mine)[:BUCKET]]
+    assert kept.keys.tolist() == sorted(wanted)
+    at = torch.searchsorted(keys, kept.keys)
+    assert torch.equal(kept.rows, every.rows[at]) and torch.equal(kept.counts, counts[at])
+
+
+def test_old_keys_are_left_out() -> None:
+    rule = oper.DynamicTable(time_to_live=1, init_bound=0.5)
+    model = dynamic(rule)
+    for key in (1, 2, 3):
+        model(torch.tensor([[key]])).sum().backward()
+    state = model.state_dict()
+    assert oper.KeyedRows.of_entries(state).keys.tolist() == [1, 2, 3]
+    live = oper.KeyedRows.of_entries(state, time_to_live=rule.time_to_live)
+    assert live.keys.tolist() == [2, 3]
+    with torch.no_grad():
+        assert torch.equal(model(live.keys[:, None]), live.rows)
+        assert torch.equal(model(torch.tensor([[1]]))[0], live.default_row)
+
+
+class Served(nn.Module):
+    """A static table behind the keys that it knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_rows = oper.KeyMap(ROWS - 1)
+        self.bag = bag()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        pooled: torch.Tensor = self.bag(self.to_rows(ids))
+        return pooled
+
+    @staticmethod
+    def state_of(model: Any) -> dict[str, torch.Tensor]:
+        keys, weight = oper.KeyedRows.of_entries(model.state_dict()).static(ROWS)
+        return {"to_rows.keys": keys, "bag.weight": weight}
+
+
+def test_published_tables_answer_as_the_dynamic_one() -> None:
+    """Before and after a further publication; keys that are not known get the default row."""
+    model = dynamic()
+    plain = Served()
+    publication = oper.publish(plain, "test-keyed-rows", weights=Served.state_of(model))
+    served = oper.attach(Served(), "test-keyed-rows")
+    try:
+        for steps in (0, 3, 5):
+            keys = train(model, steps)
+            publication.publish(Served.state_of(model))
+            plain.load_state_dict(Served.state_of(model))
+            with torch.no_grad():
+                for ids in (keys, UNKNOWN, keys.int(), torch.cat([keys[:6], UNKNOWN]).T):
+                    want = model(ids.contiguous())
+                    assert torch.allclose(served(ids), want, rtol=1e-6, atol=1e-6)
+                    assert torch.allclose(plain(ids), want, rtol=1e-6, atol=1e-6)
+                assert torch.equal(served(keys), model(keys))
+    finally:
+        served.close()
+        publication.close()
+
+
+def test_a_map_without_keys() -> None:
+    empty = oper.KeyedRows.of_entries(dynamic().state_dict())
+    keys, weight = empty.static(5)
+    to_rows = oper.KeyMap(4)
+    to_rows.load_state_dict({"keys": keys})
+    rows = weight[to_rows(torch.tensor([0, 1, SMALLEST]))]
+    assert torch.equal(rows, empty.default_row.expand(3, -1))
+
+
+def test_torchrec_maps_become_dynamic_tables() -> None:
+    """Ids that the map has learnt keep their rows; the others read the row of its misses."""
+    there = torchrec_maps.make()
+    optimizer = torch.optim.SGD(there.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        out, _ = there(torchrec_maps.batch_of(step, 0, 1))
+        out.values().pow(2).sum().backward()
+        optimizer.step()
+    there.eval()
+    state = there.state_dict()
+    moved = oper.KeyedRows.of_managed_collision(state, "t")
+    assert 5 < moved.keys.numel() < 20 and int(moved.counts.max()) > 0
+    torch.manual_seed(1)
+    here = torchrec.EmbeddingBagCollection(tables=[torchrec.EmbeddingBagConfig(
+        num_embeddings=50, embedding_dim=8, name="t", feature_names=["f", "g"])])
+    here = shard(here, dynamic=oper.DynamicTable())
+    here.load_state_dict(moved.entries(50, oper.DynamicTable(), "embedding_bags.t."))
+    with torch.no_grad():
+        batch = torchrec_maps.batch_of(7, 0, 1)
+        unknown = set(batch.values().tolist()) - set(moved.keys.tolist())
+        assert unknown and unknown != set(batch.values().tolist())
+        want, _ = there(batch)
+        assert torch.allclose(here(batch).values(), want.values(), rtol=1e-6, atol=1e-6)
+    with pytest.raises(InvalidInputError, match="one that ends with"):
+        oper.KeyedRows.of_managed_collision(state, "no")
+    spoiled = {k: v[:-1] if k.endswith("weight") else v for k, v in state.items()}
+    with pytest.raises(InvalidInputError, match="one map of all rows of it"):
+        oper.KeyedRows.of_managed_collision(spoiled, "t")
+
+
+GOOD = oper.KeyedRows(torch.tensor([-1, 5]), torch.zeros(2, DIM), torch.zeros(DIM),
+                      torch.tensor([1, 2]), torch.tensor([0, 3]), 3)
+
+
+@pytest.mark.parametrize("message, fields", [
+    ("keys='not ascending'", {"keys": torch.tensor([5, 5])}),
+    ("keys=", {"keys": torch.tensor([1.0, 2.0])}),
+    ("rows=", {"rows": torch.zeros(3, DIM)}),
+    ("counts=\\[-1, 2\\]", {"counts": torch.tensor([-1, 2])}),
+    ("clocks=\\[0, 4\\]", {"clocks": torch.tensor([0, 4])}),
+    ("clock=-1", {"clock": -1}),
+])
+def test_what_is_no_keyed_row(message: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        replace(GOOD, **fields)
+
+
+def test_a_static_table_that_is_too_small() -> None:
+    with pytest.raises(InvalidInputError, match="num_embeddings=2"):
+        GOOD.static(2)
+    state = dynamic().state_dict()
+    with pytest.raises(InvalidInputError, match="keys="):
+        oper.KeyedRows.of_entries(state | {"keys": state["keys"][1:]})
+    with pytest.raises(InvalidInputError, match=r"one named 'a\.weight'"):
+        oper.KeyedRows.of_entries(state, "a.")
+
+
+def test_counts_tell_of_full_buckets_and_default_rows() -> None:
+    model = dynamic(oper.DynamicTable(), 2 * BUCKET + 1)
+    oracle = Oracle(2 * BUCKET, oper.DynamicTable())
+    first = [k for k in range(1000) if oracle.bucket_of(k) == 0][:BUCKET + 5]
+    for keys in (first[:BUCKET - 1], first):
+        model(torch.tensor([keys])).sum().backward()
+    counts = model.tables.keys.counts("weight")
+    assert (counts.buckets, counts.full_buckets) == (2, 1)
+    assert counts.occupancy == 0.5
+    # All of the first batch and six of the second had no row yet.
+    assert counts.default_share == (BUCKET - 1 + 6) / (2 * BUCKET + 4)
+    assert counts.refused == 5 and counts.evicted == 0
