@@ -59,10 +59,10 @@ OPER_INLINE Lanes lanes_of(const BFloat16* p) {
 }
 
 OPER_INLINE Lanes lanes_of(const Float16* p) {
-#if defined(__AVX512F__)
+#if defined(OPER_KERNELS_AVX512)
   return reinterpret_cast<Lanes>(
       _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-#elif defined(__F16C__)
+#elif defined(OPER_KERNELS_AVX2)
   Lanes v;
   const __m128i* halves = reinterpret_cast<const __m128i*>(p);
   const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128(halves));
@@ -155,6 +155,13 @@ struct Row {
     const int n = full(dim);
     for (int i = 0; i < n; ++i) v[i] += lanes_of(p + 16 * i) * w;
     if (part(dim)) v[n] += load_part(p + 16 * n, part(dim)) * w;
+  }
+  // v += w * p, the product not rounded.
+  template <class E>
+  OPER_INLINE void add_fused(const E* p, float w, int dim) {
+    const int n = full(dim);
+    for (int i = 0; i < n; ++i) v[i] = fused(lanes_of(p + 16 * i), w, v[i]);
+    if (part(dim)) v[n] = fused(load_part(p + 16 * n, part(dim)), w, v[n]);
   }
   // v = scale * codes + (v + bias), the product not rounded: the order of FBGEMM's IntNBit lookups,
   // which multiply scale and bias by the sample's weight.

@@ -8,22 +8,26 @@ import hashlib
 import logging
 import typing
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, _scatter
+from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, _scatter, collect_stats
 from oper.data.generate.ids import power_law_ids
 from oper.serve.allocator import give_back
 from oper.serve.model import AttachedModel, kjt_of
+from oper.serve.options import TieredRows
 from oper.serve.requests import Request, Signature
+from oper.stats import AccessStats
 
 if TYPE_CHECKING:
     from torch import nn
 
 KINDS = ("oper", "torchrec", "torch")  # published int8 rows; TorchRec's int8 model; float32
 VARIANTS = ("eager", "scripted")  # ways to run a peer's model
+_STATS_BATCHES = 64  # of other lookups, that rows are called hot by
 FLOOR = "floor"  # no model: a fixed amount of work in its place
 _HASHED = bytes(7 << 10)  # per sample of the floor: about as long as OPER's model
 
@@ -40,6 +44,8 @@ class ServeWork:
             query have the same ids.
         dense_layers, over_layers: sizes of the MLPs; by default those of ``oper train``.
         row_dtype: of OPER's rows; TorchRec's are quantised to the same width.
+        error_budget: above 0, OPER's rows have types by hotness instead; see `oper.publish`.
+        in_order: ids are in hotness order, as `oper preprocess` writes them; else scattered.
     """
 
     work: Workload = field(default_factory=Workload)
@@ -49,6 +55,8 @@ class ServeWork:
     over_layers: tuple[int, ...] = (128, 64)
     row_dtype: str = "int8"
     user_features: int = 0
+    error_budget: float = 0.0
+    in_order: bool = False
 
     @property
     def signature(self) -> Signature:
@@ -59,14 +67,28 @@ class ServeWork:
         """A query of the library."""
         work = self.work
         rng = np.random.default_rng((work.seed, TIMED, number, work.pooling, 7))
-        lengths = np.full((len(work.num_rows), self.candidates), work.pooling, np.int32)
+        lengths = np.repeat(np.array(work.bag_lengths, np.int32)[:, None], self.candidates, 1)
         lengths[:self.user_features, 1:] = 0
-        ids = np.concatenate([
-            _scatter(n, work.seed, t)[power_law_ids(
-                n, int(lengths[t].sum()), work.exponent, rng, scatter=False)]
-            for t, n in enumerate(work.num_rows)]).astype(np.int64)
+        hottest = [power_law_ids(n, int(lengths[t].sum()), work.exponent, rng, scatter=False)
+                   for t, n in enumerate(work.num_rows)]
+        ids = np.concatenate(hottest if self.in_order else [
+            _scatter(n, work.seed, t)[found]
+            for t, (n, found) in enumerate(zip(work.num_rows, hottest, strict=True))]
+        ).astype(np.int64)
         return Request(rng.random((self.candidates, NUM_DENSE), np.float32), lengths, ids,
                        tuple(range(self.user_features)))
+
+    def rows(self) -> str | TieredRows:
+        """Types of OPER's rows."""
+        if not self.error_budget:
+            return self.row_dtype
+        stats = collect_stats(self.work, 0, 1, _STATS_BATCHES)
+        if self.in_order:
+            found = zip(stats.tables.items(), self.work.num_rows, strict=True)
+            stats = AccessStats(stats.num_samples, {
+                name: table.renumbered(np.argsort(_scatter(n, self.work.seed, t)))
+                for t, ((name, table), n) in enumerate(found)}, stats.source, True)
+        return TieredRows(stats, self.error_budget)
 
     def library(self) -> list[Request]:
         """All queries."""
@@ -181,6 +203,18 @@ def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
                                          quantization_dtype=dtype)
     give_back_memory()
     return TorchPredictor(model, served.signature, kind == "torchrec")
+
+
+def warm_up(predictor: Any, requests: Sequence[Request]) -> None:
+    """Let everything be made that is made in the first calls, of all variants."""
+    for request in requests:
+        predictor.predict(request)
+    if isinstance(predictor, TorchPredictor) and predictor.is_quantised:
+        predictor.add_variants()  # after a call: a trace would leave its mark in the module
+        predictor.variant = VARIANTS[1]
+        for request in requests:
+            predictor.predict(request)
+        predictor.variant = VARIANTS[0]
 
 
 def _scripted(model: nn.Module) -> Any:

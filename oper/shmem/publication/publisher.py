@@ -9,9 +9,7 @@ even after SIGKILL, frees the reader's place.
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
-import operator
 import os
 import selectors
 import socket
@@ -20,8 +18,10 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, fail
@@ -31,6 +31,17 @@ from oper.shmem.library import load
 from oper.shmem.memory import numa
 from oper.shmem.memory.segments import create_segment, map_segment, no_segment, page_kind
 from oper.shmem.migration import check_room
+from oper.shmem.publication.buffers import (
+    HEADER,
+    HEADER_BYTES,
+    BufferRows,
+    DenseEntry,
+    Layout,
+    Write,
+    checksums,
+    dense_entries,
+    dense_view,
+)
 from oper.shmem.publication.changes import (
     Changes,
     changed_entries,
@@ -39,17 +50,8 @@ from oper.shmem.publication.changes import (
     stored_rows,
 )
 from oper.shmem.publication.handshake import GREETING, MAGIC, check_name, socket_name
-from oper.shmem.publication.reader import (
-    HEADER,
-    HEADER_BYTES,
-    SEGMENT_NAME,
-    VERSION,
-    BufferRows,
-    Layout,
-    checksums,
-    dense_entries,
-    dense_view,
-)
+from oper.shmem.publication.reader import SEGMENT_NAME, VERSION
+from oper.shmem.rows import CHUNK_ROWS
 
 Rows = Iterable[tuple[int, torch.Tensor]]
 _WAIT_S = 0.0002
@@ -162,6 +164,14 @@ class _State:
         self.buffers = []
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """Changes of rows and of weights beside the tables, checked, as they are stored."""
+
+    writes: list[Write]
+    dense: list[tuple[DenseEntry, torch.Tensor]]
+
+
 class Publisher:
     """Tables and dense weights of a model, in memory that readers of this host share.
 
@@ -227,7 +237,8 @@ class Publisher:
 
         Args:
             rows: by table name, (first id, rows) in any order and number, which must cover the
-                table: floats [n, dim], or uint8 [n, bytes of a row] for quantised tables.
+                table: floats [n, dim], or uint8 [n, bytes of a row] for tables of codes that have
+                one type.
             dense: the weights beside the tables, of the shapes and dtypes of the first time.
             timeout_s: how long to wait for readers of the epoch before the last.
 
@@ -257,36 +268,51 @@ class Publisher:
         state.try_to_give_back()
         return epoch
 
-    def apply(self, rows: Changes, dense: Mapping[str, torch.Tensor], timeout_s: float = 1.0
-              ) -> int:
-        """Change some rows and weights of the last epoch in place, at once for every reader.
+    def prepare(self, rows: Changes, dense: Mapping[str, torch.Tensor]) -> Prepared:
+        """Check and round changes; `commit` makes them.
+
+        Args:
+            rows: by table name, ids int64 [n], each once, and their rows as for `publish`.
+            dense: weights beside the tables; those that are not there stay.
+
+        Raises:
+            InvalidInputError: changes that do not fit.
+        """
+        self._check_open()
+        layout = self.layout
+        writes = [write for name, found in rows.items()
+                  for ids, stored in packed_rows(layout, name, *found)
+                  for write in layout.writes(name, ids, stored)]
+        return Prepared(writes, [(e, dense[e.key].detach())
+                                 for e in changed_entries(layout, dense)])
+
+    def commit(self, prepared: Prepared, timeout_s: float = 1.0) -> int:
+        """Change rows and weights of the last epoch in place, at once for every reader.
 
         Readers that are under way end with the old epoch first; those that come meanwhile wait for
         the copy of the rows. There is no second copy of the tables. Checksums are those of whole
         publications only.
 
         Args:
-            rows: by table name, ids int64 [n], each once, and their rows as for `publish`.
-            dense: weights beside the tables; those that are not there stay.
+            prepared: what `prepare` has made.
             timeout_s: how long to wait for readers that are under way; others wait as long.
 
         Returns:
             The new epoch: the last one and two, as a buffer holds every other epoch.
 
         Raises:
-            InvalidInputError: nothing was published yet, or changes that do not fit; readers go on
-                with the old epoch.
-            DeadlineError: a reader does not end its lookups; likewise.
+            InvalidInputError: nothing was published yet.
+            DeadlineError: a reader does not end its lookups; readers go on with the old epoch.
         """
         self._check_open()
-        state = self._state
+        state, layout = self._state, self.layout
         with state.lock:
             epoch = state.epoch
             if not epoch:
                 raise InvalidInputError(fail("cannot change published rows", "epoch", 0, ">= 1",
                                              "publish all weights first"))
-            packed = {name: packed_rows(self.layout, name, *found) for name, found in rows.items()}
-            entries = changed_entries(self.layout, dense)
+            *segments, dense_at = state.buffers[epoch & 1].addresses
+            views = [BufferRows(layout, segments, d) for d in range(layout.plan.world_size)]
             torch.ops.oper.publication_set_epoch(state.control, -epoch)
             try:
                 self._wait(epoch & 1, timeout_s)
@@ -294,14 +320,13 @@ class Publisher:
                 torch.ops.oper.publication_set_epoch(state.control, epoch)
                 raise
             # Should this fail, readers stay out until a whole publication.
-            *segments, dense_at = state.buffers[epoch & 1].addresses
-            for domain in range(self.layout.plan.world_size):
-                view = BufferRows(self.layout, segments, domain)
-                for name, found in packed.items():
-                    view.put(name, *found)
-                view.publish()  # replicas
-            for entry in entries:
-                dense_view(dense_at, entry).copy_(dense[entry.key].detach())
+            for write in prepared.writes:
+                views[write.domain].put(write)
+            if layout.has_replicas:
+                for view in views:
+                    view.publish()
+            for entry, value in prepared.dense:
+                dense_view(dense_at, entry).copy_(value)
             self._write_header(dense_at, epoch + 2, {})
             torch.ops.oper.publication_set_epoch(state.control, epoch + 2)
         return epoch + 2
@@ -335,10 +360,13 @@ class Publisher:
                         fail(f"cannot publish table {name!r}", "rows",
                              (begin, begin + values.shape[0]), f"within 0..{spec.num_rows}",
                              "pass this table's rows"))
-                packed = stored_rows(f"cannot publish table {name!r}", spec, values,
-                                     functools.partial(operator.add, begin))
-                for view in views:
-                    view.write(name, packed, begin)
+                for at in range(0, values.shape[0], CHUNK_ROWS):
+                    chunk = values[at:at + CHUNK_ROWS]
+                    ids = np.arange(begin + at, begin + at + chunk.shape[0])
+                    for some, stored in stored_rows(f"cannot publish table {name!r}", layout, name,
+                                                    ids, chunk):
+                        for write in layout.writes(name, some, stored):
+                            views[write.domain].put(write)
                 covered += values.shape[0]
             if covered != spec.num_rows:
                 raise InvalidInputError(
