@@ -31,7 +31,8 @@ COPIED = {
     "CHANGELOG.md": "project/changelog.md",
 }
 API: dict[str, tuple[str, ...]] = {
-    "Shard and train": ("oper.shard", "oper.DynamicTable", "oper.no_sync", "oper.trace",
+    "Shard and train": ("oper.shard", "oper.DynamicTable", "oper.no_sync", "oper.micro_batches",
+                        "oper.MicroBatchPipeline", "oper.trace",
                         "oper.tracing.Trace", "oper.migrate",
                         "oper.replan", "oper.replanning.Replanning", "oper.Replanner",
                         "oper.replanning.WatchOptions", "oper.replanning.Event"),

@@ -20,6 +20,7 @@ from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 
 if TYPE_CHECKING:
+    from oper.pipeline import MicroBatchPipeline
     from oper.plan import Plan
     from oper.shmem.tables import ShardedTables
 
@@ -56,6 +57,7 @@ class Side:
         features: keys in the order of the configuration.
         plan: what it executes, for the record.
         tables: OPER's tables; None on TorchRec's side.
+        pipeline: trains OPER's whole DLRM in parts of batches, or None.
     """
 
     name: str
@@ -66,9 +68,13 @@ class Side:
     features: list[str]
     plan: dict[str, Any] = field(default_factory=dict)
     tables: ShardedTables | None = None
+    pipeline: MicroBatchPipeline | None = None
 
     def step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, update; returns the pooled embeddings or the logits."""
+        if self.pipeline is not None:
+            logits: torch.Tensor = self.pipeline.progress(iter([batch]))[1][1]
+            return logits
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self.gradient is not None:
@@ -95,7 +101,7 @@ class Side:
 
     def traced_step(self, batch: Any) -> Trace:
         """A step that also tells what went out of the collection and what came back."""
-        seen: dict[str, torch.Tensor] = {}
+        seen: dict[str, list[torch.Tensor]] = {"pooled": [], "gradient": []}  # part after part
 
         def in_order(keys: list[str], values: torch.Tensor) -> torch.Tensor:
             blocks = dict(zip(keys, values.detach().chunk(len(keys), dim=1), strict=True))
@@ -103,15 +109,16 @@ class Side:
 
         def watch(module: nn.Module, args: Any, output: Any) -> None:
             keys, values = list(output.keys()), output.values()
-            seen["pooled"] = in_order(keys, values)
-            values.register_hook(lambda g: seen.update(gradient=in_order(keys, g)))
+            seen["pooled"].append(in_order(keys, values))
+            values.register_hook(lambda g: seen["gradient"].append(in_order(keys, g)))
 
         handle = self.collection.register_forward_hook(watch)
         try:
             out = self.step(batch).detach()
         finally:
             handle.remove()
-        return Trace(seen["pooled"], seen["gradient"], out if self.gradient is None else None)
+        return Trace(torch.cat(seen["pooled"]), torch.cat(seen["gradient"]),
+                     out if self.gradient is None else None)
 
     def lookup(self, features: Any) -> torch.Tensor:
         """Pooled embeddings in the order of the configuration, without gradient."""
