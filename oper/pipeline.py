@@ -109,7 +109,7 @@ class MicroBatchPipeline:
         found = []
         with contextlib.ExitStack() as stack:
             if num_parts > 1:
-                stack.enter_context(micro_batches(self._model))
+                stack.enter_context(micro_batches(self._model, num_parts))
                 self._start(parts[0])
             for k, part in enumerate(parts):
                 if k + 1 < len(parts):

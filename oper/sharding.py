@@ -267,7 +267,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def micro_batches(model: nn.Module) -> MicroBatches:
+def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatches:
     """One batch in parts: several forward and backward passes, one update of the tables.
 
     As `no_sync` around all passes but the last, with the difference that nothing waits for the end:
@@ -279,9 +279,11 @@ def micro_batches(model: nn.Module) -> MicroBatches:
 
     Args:
         model: what `shard` returned, or a model that contains it; tables in host memory.
+        num_passes: ``backward()`` calls inside, where that is known: the last of them begins the
+            update, and nothing inside may look rows up after it.
 
     Raises:
-        InvalidInputError: on entering, tables that are read-only, in device memory, dynamic, within
+        InvalidInputError: more passes; on entering, tables that are read-only, in device memory, dynamic, within
             `no_sync` or on their way to another plan.
 
     Example:
@@ -293,7 +295,7 @@ def micro_batches(model: nn.Module) -> MicroBatches:
     """
     from oper.shmem.micro_batches import MicroBatches
 
-    return MicroBatches(tables_of(model, "nothing to train in parts"))
+    return MicroBatches(tables_of(model, "nothing to train in parts"), num_passes)
 
 
 def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],

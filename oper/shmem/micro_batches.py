@@ -27,19 +27,21 @@ from oper.shmem.protocol import Tables
 class MicroBatches:
     """The parts of one batch, for all tables of a model: a context in which they are trained.
 
-    Leaving it updates the tables once, with the sum of the gradients of all backward passes inside;
-    where an error leaves it, these are forgotten. Collective, as are the passes inside. It belongs
-    to the thread that enters it, and other threads' passes wait.
+    Leaving it, or the last of `num_passes` backward passes inside, updates the tables once, with
+    the sum of the gradients of all passes; where an error leaves it before, these are forgotten.
+    Collective, as are the passes inside. It belongs to the thread that enters it, and other
+    threads' passes wait.
 
     Args:
         tables: of the model.
+        num_passes: backward passes inside, where that is known.
 
     Raises:
         InvalidInputError: on entering, tables that cannot be trained in parts now.
     """
 
-    def __init__(self, tables: Sequence[Tables]) -> None:
-        self._tables = list(tables)
+    def __init__(self, tables: Sequence[Tables], num_passes: int | None = None) -> None:
+        self._tables, self._num_passes = list(tables), num_passes
 
     def __enter__(self) -> MicroBatches:
         self._taken: list[Tables] = []
@@ -53,7 +55,7 @@ class MicroBatches:
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-parts")
         for tables in self._tables:
-            tables.turns.parts = Parts(tables, self._thread)
+            tables.turns.parts = Parts(tables, self._thread, self._num_passes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -87,10 +89,12 @@ class Parts:
     Args:
         tables: the tables.
         thread: makes the collective calls.
+        num_passes: backward passes until the update; None = until `update`.
     """
 
-    def __init__(self, tables: Tables, thread: ThreadPoolExecutor) -> None:
-        self._tables, self._thread = tables, thread
+    def __init__(self, tables: Tables, thread: ThreadPoolExecutor, num_passes: int | None) -> None:
+        self._tables, self._thread, self._num_passes = tables, thread, num_passes
+        self._num_left = 0
         self._asked: list[Future[Any]] = []
         self._identity: int | None = None  # of the thread, once it has begun
         self._last: Backward | None = None
@@ -107,15 +111,21 @@ class Parts:
         return batch if found is not None and found.by is self else self.start(batch).result()
 
     def leave(self, passed: Backward) -> None:
-        """Begin to exchange the gradients of a part."""
+        """Begin to exchange the gradients of a part, and with those of the last one to update."""
         self.raise_failed()
+        if self._num_left == self._num_passes:
+            raise InvalidInputError(
+                fail("cannot train another part of this batch", "num_passes", self._num_passes,
+                     "as many backward passes", "pass their number, or leave it out"))
         if self._last is not None and self._last.frozen != passed.frozen:
             raise InvalidInputError(
                 fail("cannot add up gradients", "frozen tables",
                      [sorted(self._last.frozen), sorted(passed.frozen)],
                      "the same in all parts of a batch", "freeze and unfreeze between batches"))
         self._last = passed
-        self._ask(self._tables.leave, passed)
+        self._num_left += 1
+        is_last = self._num_left == self._num_passes
+        self._ask(self._tables.step if is_last else self._tables.leave, passed)
 
     def settle(self) -> None:
         """Wait until all that was asked for is done, on any thread but the one that does it."""
@@ -129,8 +139,8 @@ class Parts:
                 asked.result()
 
     def update(self) -> None:
-        """Update with the gradients of all parts."""
-        if self._last is None:
+        """Update with the gradients of all parts, unless that is done."""
+        if self._last is None or self._num_left == self._num_passes:
             return
         batch, grad, last = self._last.batch, self._last.grad, self._last
         nothing = Lookup(batch.ids[:0], batch.lengths[:0], batch.key_of, 0,
