@@ -283,8 +283,8 @@ def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatch
             update, and nothing inside may look rows up after it.
 
     Raises:
-        InvalidInputError: more passes; on entering, tables that are read-only, in device memory, dynamic, within
-            `no_sync` or on their way to another plan.
+        InvalidInputError: more passes; on entering, tables that are read-only, in device memory,
+            dynamic, within `no_sync` or on their way to another plan.
 
     Example:
         >>> import torch, oper

@@ -107,16 +107,14 @@ class Parts:
 
     def looked_up(self, batch: Lookup) -> Lookup:
         """A batch with what its lookup has found, begun now unless it was before."""
+        self._refuse_more()
         found = batch.looked_up
         return batch if found is not None and found.by is self else self.start(batch).result()
 
     def leave(self, passed: Backward) -> None:
         """Begin to exchange the gradients of a part, and with those of the last one to update."""
         self.raise_failed()
-        if self._num_left == self._num_passes:
-            raise InvalidInputError(
-                fail("cannot train another part of this batch", "num_passes", self._num_passes,
-                     "as many backward passes", "pass their number, or leave it out"))
+        self._refuse_more()
         if self._last is not None and self._last.frozen != passed.frozen:
             raise InvalidInputError(
                 fail("cannot add up gradients", "frozen tables",
@@ -126,6 +124,12 @@ class Parts:
         self._num_left += 1
         is_last = self._num_left == self._num_passes
         self._ask(self._tables.step if is_last else self._tables.leave, passed)
+
+    def _refuse_more(self) -> None:
+        if self._num_left == self._num_passes:
+            raise InvalidInputError(
+                fail("cannot train another part of this batch", "num_passes", self._num_passes,
+                     "as many backward passes", "pass their number, or leave it out"))
 
     def settle(self) -> None:
         """Wait until all that was asked for is done, on any thread but the one that does it."""
