@@ -31,8 +31,9 @@ class MicroBatchPipeline:
     once for each; without other hosts there is nothing to hide.
 
     Args:
-        model: a sharded model, also within DistributedDataParallel; ``model(batch)`` returns the
-            loss, or a tuple that begins with it.
+        model: a sharded model, also within DistributedDataParallel (with ``static_graph=True`` the
+            first batch is trained whole); ``model(batch)`` returns the loss, or a tuple that begins
+            with it.
         optimizer: of the dense parameters, or None.
         num_parts: parts of a batch, the same on all ranks; None = measured in the first steps, the
             fastest of 1, 2, 3, 4 and 6 on the slowest rank, as far as batches have samples.
@@ -71,6 +72,8 @@ class MicroBatchPipeline:
         self._model, self._optimizer = model, optimizer
         self._split = split or split_batch
         self._wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        # DistributedDataParallel cannot learn a static graph from passes that it does not average.
+        self._learns_graph = any(w.static_graph for w in self._wrappers)
         # Collections, whose features can be found in a batch before the model calls them.
         self._collections: list[Any] = [
             m for m in model.modules() if hasattr(m, "tables") and hasattr(m, "prefetch")]
@@ -85,8 +88,9 @@ class MicroBatchPipeline:
         """
         batch = next(batches)
         begin = time.perf_counter()
-        num_parts = self.num_parts or self._tried()
+        num_parts = 1 if self._learns_graph else self.num_parts or self._tried()
         out = self._step(batch, num_parts)
+        self._learns_graph = False
         if self.num_parts is None:
             self._note(num_parts, time.perf_counter() - begin)
         return out
