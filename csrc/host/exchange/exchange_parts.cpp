@@ -136,6 +136,9 @@ void Exchange::list_squares(int64_t t) {
     if (table.is_pushed)
       slots.insert(slots.end(), table.pushed[r].slots.begin(), table.pushed[r].slots.end());
   }
+  for (const std::vector<PushedRows>& parts : table.left)
+    for (size_t k = 0; k < context_.num_left; ++k)
+      slots.insert(slots.end(), parts[k].slots.begin(), parts[k].slots.end());
   std::sort(slots.begin(), slots.end());
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
   std::vector<int32_t> done(static_cast<size_t>(context_.world_size), -1);
