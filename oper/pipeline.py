@@ -35,8 +35,8 @@ class MicroBatchPipeline:
             first batch is trained whole); ``model(batch)`` returns the loss, or a tuple that begins
             with it.
         optimizer: of the dense parameters, or None.
-        num_parts: parts of a batch, the same on all ranks; None = measured in the first steps, the
-            fastest of 1, 2, 3, 4 and 6 on the slowest rank, as far as batches have samples.
+        num_parts: parts of a batch, the same on all ranks; None = measured in the first 15 steps,
+            the fastest of 1, 2, 3, 4 and 6 on the slowest rank. A batch needs a sample per part.
         split: ``split(batch, num_parts)`` gives the parts and their numbers of samples;
             `split_batch` by default.
 

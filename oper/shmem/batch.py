@@ -87,10 +87,12 @@ class LookedUp:
 
     Attributes:
         by: what it holds for: parts of one batch, see `oper.shmem.micro_batches.Parts`.
+        versions: of ids and weights (`Lookup.versions`) before they were read.
         out, offsets: what `ShardedTables.forward` returned.
     """
 
     by: Any
+    versions: tuple[int, int]
     out: torch.Tensor
     offsets: torch.Tensor
 

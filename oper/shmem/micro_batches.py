@@ -108,8 +108,10 @@ class Parts:
     def looked_up(self, batch: Lookup) -> Lookup:
         """A batch with what its lookup has found, begun now unless it was before."""
         self._refuse_more()
-        found = batch.looked_up
-        return batch if found is not None and found.by is self else self.start(batch).result()
+        if batch.looked_up is None or batch.looked_up.by is not self:
+            return self.start(batch).result()
+        _check_unchanged(batch, batch.looked_up.versions)
+        return batch
 
     def leave(self, passed: Backward) -> None:
         """Begin to exchange the gradients of a part, and with those of the last one to update."""
@@ -123,7 +125,7 @@ class Parts:
         self._last = passed
         self._num_left += 1
         is_last = self._num_left == self._num_passes
-        self._ask(self._tables.step if is_last else self._tables.leave, passed)
+        self._ask(self._pass_back, (passed, passed.batch.versions(), is_last))
 
     def _refuse_more(self) -> None:
         if self._num_left == self._num_passes:
@@ -171,8 +173,23 @@ class Parts:
     def _look_up(self, batch: Lookup) -> Lookup:
         if self._tables.bounds.mode != "fatal":
             batch = self._tables.in_bounds(batch)
+        versions = batch.versions()
         out, offsets = self._tables.forward(replace(batch, looked_up=None), True)
-        return replace(batch, looked_up=LookedUp(self, out, offsets))
+        return replace(batch, looked_up=LookedUp(self, versions, out, offsets))
+
+    def _pass_back(self, of: tuple[Backward, tuple[int, int], bool]) -> None:
+        passed, versions, is_last = of
+        self._tables.step(passed) if is_last else self._tables.leave(passed)
+        _check_unchanged(passed.batch, versions)
+
+
+def _check_unchanged(batch: Lookup, versions: tuple[int, int]) -> None:
+    """Raise InvalidInputError for a batch that was written to while the thread used it."""
+    if batch.versions() != versions:
+        raise InvalidInputError(
+            fail("cannot train a part of a batch", "changed in place",
+                 "ids or per-sample weights", "the same until the parts' update",
+                 "write the next part into other tensors"))
 
 
 def _check(tables: Tables) -> None:

@@ -255,6 +255,18 @@ def test_refusals() -> None:
     assert tables.turns.lock.acquire(blocking=False)
 
 
+def test_ids_must_not_change_while_the_thread_uses_them() -> None:
+    case = dlrm_case()
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
+    batch = parts_of(case, 0, 0)[0].lookup(case)
+    before = tables.read("large")
+    with (pytest.raises(InvalidInputError, match="changed in place"), MicroBatches([tables])):
+        begun = tables.turns.parts.start(batch).result()
+        batch.ids.zero_()
+        tables.lookup(begun)
+    assert_bitwise(tables.read("large"), before, "rows")
+
+
 def _lose_a_peer(rank: int, world_size: int) -> str:
     os.environ["OPER_DOMAIN"] = "ab"[rank]
     case = dlrm_case()
