@@ -16,6 +16,8 @@ _PUBLIC = {
     "shard": "oper.sharding",
     "migrate": "oper.sharding",
     "no_sync": "oper.sharding",
+    "micro_batches": "oper.sharding",
+    "MicroBatchPipeline": "oper.pipeline",
     "trace": "oper.tracing",
     "publish": "oper.inference",
     "attach": "oper.inference",
@@ -94,10 +96,16 @@ if TYPE_CHECKING:
         save_checkpoint as save_checkpoint,
     )
     from oper.integration.keyed_rows import KeyedRows as KeyedRows, KeyMap as KeyMap
+    from oper.pipeline import MicroBatchPipeline as MicroBatchPipeline
     from oper.plan import Plan as Plan
     from oper.replanning import Replanner as Replanner, replan as replan
     from oper.search import make_plan as make_plan, verify_plan as verify_plan
-    from oper.sharding import migrate as migrate, no_sync as no_sync, shard as shard
+    from oper.sharding import (
+        micro_batches as micro_batches,
+        migrate as migrate,
+        no_sync as no_sync,
+        shard as shard,
+    )
     from oper.shmem.keys.rules import DynamicTable as DynamicTable
     from oper.shmem.optim.optimizers import (
         LAMB as LAMB,

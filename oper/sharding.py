@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from oper.integration.targets import Target
     from oper.shmem.group.groups import Group
+    from oper.shmem.micro_batches import MicroBatches
     from oper.shmem.optim.optimizers import Optimizer
     from oper.shmem.tables import ShardedTables
 
@@ -265,6 +266,38 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         for tables in tables_of(model, "nothing to accumulate"):
             stack.enter_context(tables.no_sync())
         yield
+
+
+def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatches:
+    """One batch in parts: several forward and backward passes, one update of the tables.
+
+    As `no_sync` around all passes but the last, with the difference that nothing waits for the end:
+    every backward pass inside hands its table gradients to a thread that exchanges them while the
+    program goes on, and a collection's ``prefetch(features)`` inside begins the whole lookup of a
+    part to come, since rows stand still until the block ends, with the update. Ids and per-sample
+    weights must stay as they are until then. Collective, the same passes on all ranks; after an
+    error inside nothing is updated. The sum differs from that of one
+    batch by the order of additions. `MicroBatchPipeline` does all this.
+
+    Args:
+        model: what `shard` returned, or a model that contains it; tables in host memory.
+        num_passes: ``backward()`` calls inside, where that is known: the last of them begins the
+            update, and nothing inside may look rows up after it.
+
+    Raises:
+        InvalidInputError: more passes; on entering, tables that are read-only, in device memory,
+            dynamic, within `no_sync` or on their way to another plan.
+
+    Example:
+        >>> import torch, oper
+        >>> bag = oper.shard(torch.nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
+        >>> with oper.micro_batches(bag):
+        ...     for part in torch.tensor([[[1, 2]], [[2, 3]]]):
+        ...         (bag(part).sum() / 2).backward()  # rows 1, 2 and 3 change behind the block
+    """
+    from oper.shmem.micro_batches import MicroBatches
+
+    return MicroBatches(tables_of(model, "nothing to train in parts"), num_passes)
 
 
 def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],

@@ -330,16 +330,16 @@ void count_requests(Context& context, const std::vector<int32_t>& tables, bool i
   }
 }
 
-// Reduced rows that this owner finds in the outboxes; a table whose owners exchange squares is
-// merged twice.
-void count_gradients(Context& context) {
+// Reduced rows that this owner finds in the outboxes. Unless it `keeps` their sums, a table whose owners
+// exchange squares is merged twice.
+void count_gradients(Context& context, bool keeps) {
   for (size_t t = 0; t < context.tables.size(); ++t) {
     const Table& table = context.tables[t];
     for (int32_t r = 0; r < context.world_size; ++r) {
       const int64_t* begin =
           Context::outbox_begin(context.outbox_table(r, static_cast<int64_t>(t)));
       const int64_t n = begin[context.rank + 1] - begin[context.rank];
-      table.counters.add(kGradientRows, r, n * (1 + table.rounds_of_squares()));
+      table.counters.add(kGradientRows, r, n * (1 + (keeps ? 0 : table.rounds_of_squares())));
     }
   }
 }
@@ -477,9 +477,11 @@ Status weight_gradient(Context& context, const Batch& batch, const float* grad, 
   return {};
 }
 
-Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
-                ParallelFor parallel) {
-  PhaseClock clock(context);
+namespace {
+// Reduces a batch's gradients and exchanges them: afterwards owners find those of their rows in the
+// outboxes and in Table::pushed.
+Status collect(Context& context, const Batch& batch, const float* grad, bool keeps,
+               PhaseClock& clock, ParallelFor parallel) {
   context.reset_outbox();
   const int64_t T = static_cast<int64_t>(context.tables.size());
   const std::vector<int32_t> order = largest_first(context, batch);
@@ -507,7 +509,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
   for (int32_t r = 0; r < context.world_size; ++r)
     if (r != context.rank) context.collapse_outbox(r);
   clock.end(kWaitForGradients);
-  count_gradients(context);
+  count_gradients(context, keeps);
   if (context.has_push) {
     const std::vector<int32_t> pushed = push_tables(context, false);
     count_requests(context, pushed, false);
@@ -516,6 +518,33 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
       kernels().reduce_pushed(context, pushed[k % n], static_cast<int32_t>(k / n), scratch);
     });
   }
+  return {};
+}
+}  // namespace
+
+Status leave(Context& context, const Batch& batch, const float* grad, ParallelFor parallel) {
+  PhaseClock clock(context);
+  const Status status = collect(context, batch, grad, true, clock, parallel);
+  if (status.code != 0) return status;
+  for (Table& table : context.tables)
+    for (std::vector<PushedRows>& parts : table.left)
+      if (parts.size() == context.num_left) parts.emplace_back();
+  run_tasks(context, static_cast<int64_t>(context.tables.size()), is_small(batch), parallel,
+            [&](int64_t t, Scratch&) { kernels().keep(context, static_cast<int32_t>(t)); });
+  ++context.num_left;
+  clock.end(kUpdate);
+  // Neighbours may fill their outboxes anew.
+  return context.barrier ? wait_for_domain(context, kSharing) : Status{};
+}
+
+Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
+                ParallelFor parallel) {
+  PhaseClock clock(context);
+  Status status = collect(context, batch, grad, false, clock, parallel);
+  if (status.code != 0) return status;
+  const int64_t T = static_cast<int64_t>(context.tables.size());
+  const std::vector<int32_t> order = largest_first(context, batch);
+  const bool small = is_small(batch) && context.num_left == 0;
   int32_t rounds = 0;
   for (const Table& table : context.tables) rounds = std::max(rounds, table.rounds_of_squares());
   for (int32_t round = 0; round < rounds; ++round) {
@@ -532,6 +561,7 @@ Status backward(Context& context, const Batch& batch, const float* grad, float g
     kernels().update(context, order[task], gradient_scale);
   });
   if (context.barrier) context.barrier->note_update(false);
+  context.num_left = 0;
   clock.end(kUpdate);
   status = meet(context, Meeting::kRefreshes, batch, parallel);
   if (status.code != 0) return status;

@@ -42,7 +42,8 @@ struct FlatTiers {
 // null when the map has more than `kTiers` tiers.
 std::unique_ptr<FlatTiers> flatten(const TableMap& map);
 
-// What other ranks asked this rank to update by push: reduced rows per rank.
+// Gradients of rows, each row once and in ascending order: what another rank asked this rank to update by
+// push, or what all ranks have left of one part of a batch.
 struct PushedRows {
   std::vector<uint32_t> slots;
   std::vector<float> rows;
@@ -85,6 +86,9 @@ struct Table {
   HeadIds head_ids;      // the way back from a position to its id
   std::vector<HomeTier> home_tiers;
   std::vector<PushedRows> pushed;  // [W]
+  // What `leave` has collected for this rank's rows since the last update: by kind (reduced rows, those
+  // of pushed tiers) and part of the batch, in order. Parts beyond Context::num_left are memory to reuse.
+  std::vector<PushedRows> left[2];
   bool has_replicas;
   std::vector<uint32_t*> touched;    // per rank: [0] = count, then updated replicated slots
   std::vector<std::pair<uint32_t, uint32_t>> replicated_slots;  // ranges on this rank
@@ -283,6 +287,7 @@ struct Context {
   }
   int64_t outbox_half() const { return has_push ? outbox_bytes / 2 / 4096 * 4096 : outbox_bytes; }
   bool has_push = false;  // any table
+  size_t num_left = 0;    // parts of a batch that `leave` has collected since the last update
   int64_t unpooled_columns = 0;
   std::shared_ptr<PeerRows> peer_rows;  // null: rows of neighbours are read where they are
 
@@ -441,8 +446,11 @@ Status resolve(Context& context, const Batch& batch, int64_t* addresses, const R
 Status weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
                        ParallelFor parallel);
 
-// Segment-reduce gradients into the outbox, exchange, update. Collective over the ranks. `grad` is
-// laid out as the output of `forward`, scaled by `gradient_scale` after the exchange.
+// Segment-reduce gradients into the outbox and exchange them; their owners keep the sums of all ranks
+// until the next `backward`. Collective over the ranks. `grad` is laid out as the output of `forward`.
+Status leave(Context& context, const Batch& batch, const float* grad, ParallelFor parallel);
+
+// As `leave`, then update with the sum of all parts, scaled by `gradient_scale`.
 Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
                 ParallelFor parallel);
 

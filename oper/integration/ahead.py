@@ -37,7 +37,14 @@ class Ahead:
         return Ahead(copy.deepcopy(self._tables, memo))
 
     def start(self, batch: Lookup) -> Future[Lookup]:
-        """Resolve a batch on the thread; the result raises what `lookup` would have raised."""
+        """Resolve a batch on the thread; the result raises what `lookup` would have raised.
+
+        A part of a batch is looked up wholly, see `oper.micro_batches`.
+        """
+        parts = self._tables.turns.parts
+        if parts is not None:
+            started: Future[Lookup] = parts.start(batch)
+            return started
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-ahead")

@@ -305,9 +305,15 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         For training loops without `TrainPipelineSparseDist`, which does this by itself: call it
         with the next batch before this batch's forward pass. Numbers do not change. The lookup of
         the same `features` (the same tensors) goes on from there; an announced batch that is never
-        looked up is forgotten. Not collective.
+        looked up is forgotten. Not collective. Within `oper.micro_batches` the whole lookup begins,
+        which is collective.
         """
         self._ahead.announce(features.values(), self.lookup_of(features))
+
+    @property
+    def features(self) -> list[str]:
+        """What it looks up, table by table."""
+        return self._features
 
     @property
     def output_dtype(self) -> torch.dtype:

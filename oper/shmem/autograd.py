@@ -96,6 +96,8 @@ class _Lookup(torch.autograd.Function):
                 turns.check()
                 out, offsets = tables.forward(batch, True)
                 turns.begin(offsets)
+        if batch.looked_up is not None:  # whose output would keep the graph alive, and that this
+            batch = replace(batch, looked_up=None)
         ctx.call = (tables, batch, offsets, tables.frozen)
         ctx.watched = (batch.ids,) if batch.weights is None else (batch.ids, batch.weights)
         ctx.versions = (*map(_VERSION, ctx.watched),)

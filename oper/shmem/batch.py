@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -52,6 +52,7 @@ class Lookup:
             feature.
         resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
         seen: what the lookups of dynamic tables have seen; `ids` are rows then.
+        looked_up: what its lookup has found already, or None.
     """
 
     ids: torch.Tensor
@@ -62,6 +63,7 @@ class Lookup:
     pooled: bool = True
     resolved: ResolvedIds | None = None
     seen: tuple[SeenKeys, ...] = ()
+    looked_up: LookedUp | None = None
 
     def versions(self) -> tuple[int, int]:
         """How often ids and weights have been changed in place.
@@ -77,6 +79,22 @@ class Lookup:
         return Lookup(self.ids.clone(), self.lengths.clone(), self.key_of, self.batch_size,
                       None if self.weights is None else self.weights.detach().clone(), self.pooled,
                       seen=self.seen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookedUp:
+    """What the lookup of a batch has found before its turn.
+
+    Attributes:
+        by: what it holds for: parts of one batch, see `oper.shmem.micro_batches.Parts`.
+        versions: of ids and weights (`Lookup.versions`) before they were read.
+        out, offsets: what `ShardedTables.forward` returned.
+    """
+
+    by: Any
+    versions: tuple[int, int]
+    out: torch.Tensor
+    offsets: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,8 +12,10 @@ from oper.plan import Plan
 from oper.rows.directory import TableDirectory
 from oper.rows.traffic import Traffic
 from oper.shmem.autograd import Trained
+from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import Group
 from oper.shmem.optim.optimizers import Optimizer
+from oper.shmem.passes import Backward
 from oper.tables import TableSpec
 
 
@@ -47,9 +49,18 @@ class Tables(Collection, Trained, Protocol):
     keys: Any  # `Keys`, or None
     lookups_at_once: bool
     pull: Any
+    trains_in_parts: bool
+    bounds: Any  # `BoundsCheck`
 
     @property
     def page_kind(self) -> str: ...
+    @property
+    def holds_gradients(self) -> bool: ...
+    @property
+    def migration(self) -> Any: ...
+    def in_bounds(self, batch: Lookup) -> Lookup: ...
+    def leave(self, passed: Backward) -> None: ...
+    def step(self, passed: Backward) -> None: ...
     def barrier(self) -> None: ...
     def all_gather(self, value: Any) -> list[Any]: ...
     def traffic(self, reset: bool = False) -> Traffic: ...

@@ -13,6 +13,7 @@ from oper.rows.directory import TableDirectory, TierLayout
 from oper.shmem.exchange.host import Exchange, Wanted
 from oper.shmem.group.desync import STATE_ACCESS
 from oper.shmem.group.groups import Group
+from oper.shmem.group.turns import Turns
 from oper.shmem.keys.directories import Keys
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.memory.quantise import as_rows, dequantise
@@ -37,6 +38,7 @@ class LogicalRows:
         directories: one per column piece of each table.
         pieces: the directories of each table, in column order.
         group: the ranks.
+        turns: of their threads.
     """
 
     device = torch.device("cpu")
@@ -48,6 +50,7 @@ class LogicalRows:
     directories: list[TableDirectory]
     pieces: dict[str, list[int]]
     group: Group
+    turns: Turns
     keys: Keys | None = None  # of dynamic tables, where there are any
     _layout: ArenaLayout
     _heap: HostHeap | None
@@ -277,6 +280,7 @@ class LogicalRows:
         """Rows of ranks in other memory domains, by rank; collective where there are such."""
         if self._exchange is None:
             return {}
+        self.turns.settle()
         rank = self.group.rank
         return self._exchange.fetch(wanted, lambda part, piece: self.view(part, piece, rank),
                                     self.phase)

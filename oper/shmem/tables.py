@@ -7,13 +7,13 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, fail
 from oper.messages import owners_pool
 from oper.plan import Plan
 from oper.rows.directory import directories_of
@@ -26,7 +26,6 @@ from oper.shmem.batch import (
     ResolvedIds,
     raise_status,
     refuse_weight_gradient,
-    rows_in_order,
 )
 from oper.shmem.by_feature import BoundsCheck
 from oper.shmem.compiled import lookup_in_graph, register
@@ -39,20 +38,22 @@ from oper.shmem.group.groups import Group
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
+from oper.shmem.micro_batches import refuse_in_parts
 from oper.shmem.migration import Migration, check_room, copied, prepared
 from oper.shmem.optim.arguments import KernelArguments, feature_rows
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.optim.optimizers import Optimizer, check_supported
 from oper.shmem.optim.rounding import rounding_key
-from oper.shmem.passes import Backward, as_one
+from oper.shmem.passes import Backward
 from oper.shmem.placement.layout import ArenaLayout, KernelMaps
 from oper.shmem.placement.outbox import reserved_bytes
 from oper.shmem.protocol import Tables
 from oper.shmem.settings import deadline_s
+from oper.shmem.updates import TableUpdates
 
 
-class ShardedTables(MeasuredTables):
+class ShardedTables(TableUpdates, MeasuredTables):
     """The tables of one collection, placed by a plan and shared by a group of ranks.
 
     Args:
@@ -72,6 +73,7 @@ class ShardedTables(MeasuredTables):
 
     pull: bool | PullCosts = False  # see `choose_pull`
     lookups_at_once = True  # those without gradients, see `Turns`
+    trains_in_parts = True  # see `MicroBatches`
     resolves_far = False  # whether ids are resolved ahead between memory domains, too
     operators: Any = torch.ops.oper  # on batches
     # What a plan decides; the rest stays when the plan changes.
@@ -218,9 +220,10 @@ class ShardedTables(MeasuredTables):
             return self.keys.lookup(self.lookup, batch)
         if torch.compiler.is_compiling() and self.bounds.mode == "fatal":
             return lookup_in_graph(self, batch)
-        if self.bounds.mode != "fatal" and self._known(batch) is None:
-            self._checks.check(batch)
-            batch = self.bounds.repair(batch)
+        if batch.looked_up is not None and batch.looked_up.by is not self.turns.parts:
+            batch = replace(batch, looked_up=None)  # the rows have been updated since
+        if self.bounds.mode != "fatal" and batch.looked_up is None and self._known(batch) is None:
+            batch = self.in_bounds(batch)
         if self.optimizers is not None and torch.is_grad_enabled():
             trains = len(self.frozen) < len(self.specs)
             if trains or (batch.weights is not None and batch.weights.requires_grad):
@@ -228,6 +231,8 @@ class ShardedTables(MeasuredTables):
                     self._check_process()
                 if self.collected.parts:
                     self.collected.forget_failed()
+                if self.turns.parts is not None:
+                    batch = self.turns.parts.looked_up(batch)
                 return trained_lookup(self.anchor if trains else self.anchor.detach(),
                                       batch.weights, self, batch)
         at_once = self.lookups_at_once and self._exchange is None
@@ -245,6 +250,9 @@ class ShardedTables(MeasuredTables):
 
         Threads that may do this at once with others, or with updates, hold `turns.lock`.
         """
+        if batch.looked_up is not None:
+            return batch.looked_up.out, batch.looked_up.offsets
+        self.turns.settle()
         collective = collective or self._pools_far
         known = None if batch.resolved is None else self._known(batch)
         if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:
@@ -274,9 +282,10 @@ class ShardedTables(MeasuredTables):
         Raises:
             InvalidInputError: as `lookup`.
         """
-        self._checks.check(batch)
         if self.keys is None:
-            batch = self.bounds.repair(batch)
+            batch = self.in_bounds(batch)
+        else:
+            self._checks.check(batch)
         # Rows in other domains have no addresses; keys may get other rows before the batch's turn.
         if self.keys is not None or (self._exchange is not None and not self.resolves_far):
             return batch
@@ -291,6 +300,11 @@ class ShardedTables(MeasuredTables):
         return replace(batch, resolved=ResolvedIds(handle, batch, versions, offsets, addresses,
                                                    order))
 
+    def in_bounds(self, batch: Lookup) -> Lookup:
+        """A batch with ids as `BoundsCheck` says; raises InvalidInputError."""
+        self._checks.check(batch)
+        return self.bounds.repair(batch)
+
     def to_resolve(self, batch: Lookup) -> Callable[[], Lookup]:
         """`resolve` of a batch that is there now, for another thread to call."""
         return lambda: self.resolve(batch)
@@ -298,110 +312,6 @@ class ShardedTables(MeasuredTables):
     def _known(self, batch: Lookup) -> ResolvedIds | None:
         known = batch.resolved
         return known if known is not None and known.fits(self.handle, batch) else None
-
-    def apply_gradients(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
-                        frozen: frozenset[str] = frozenset()) -> None:
-        """Reduce the gradients of `forward`'s output, exchange them and update. Collective.
-
-        Args:
-            grad: float32, shape of that output.
-            batch: the batch of the forward pass.
-            offsets: what `forward` returned.
-            frozen: tables that were frozen in the forward pass; they and those that are frozen now
-                are left alone.
-
-        Raises:
-            InvalidInputError: other tables were frozen in the passes that `no_sync` has kept.
-            PeerLostError: a peer has ended.
-            DeadlineError: a peer did not arrive in time.
-        """
-        self.apply_all([Backward(grad, batch, offsets, frozen)])
-
-    def apply_all(self, parts: list[Backward]) -> None:
-        """As `apply_gradients`, of several lookups whose gradients are added up: one update."""
-        with self.turns.lock:
-            if not self.turns.is_alone:
-                self.turns.end(parts)
-            for part in parts:
-                part.frozen |= self.frozen
-                if self.guard.mode != "off":
-                    part.grad = self.guard.apply(part.grad, part.batch, part.offsets,
-                                                 self.num_steps + 1)
-                if self._clamp.is_active:
-                    part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
-            if os.getpid() != self._process or self._heap is None:
-                self._check_process()
-            if self._holds_gradients:  # longer than the caller's buffers stay as they are
-                self._pending += [
-                    Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
-                    for p in parts]
-                return
-            parts, self._pending = [*self._pending, *parts], []
-            passed = parts[0] if len(parts) == 1 else as_one(parts)
-            self._update(passed)
-            self.num_steps += 1
-            for name in passed.frozen:
-                self._skipped[name] += 1
-            for notify in self.on_update:
-                notify()
-            if self._migration is not None:
-                self._migration.note(passed.batch, passed.offsets)
-                if self._migration.advance():
-                    self._migration = None
-
-    def _update(self, passed: Backward) -> None:
-        """Reduce, exchange and update for one backward pass."""
-        batch, offsets, grad = passed.batch, passed.offsets, passed.grad
-        if self.keys is not None:
-            self.keys.leave(batch)
-        if not grad.is_contiguous():
-            grad = rows_in_order(grad, batch.pooled)
-        arguments = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
-                                       self.param_groups, self._table_of)
-        known = None if batch.resolved is None else self._known(batch)
-        code, detail = self._backward_op(
-            self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
-            batch.pooled, arguments, self.gradient_scale, known and known.addresses,
-            known and known.order)
-        if code:
-            self._raise(code, detail, batch, offsets)
-        if self.keys is not None:
-            self.keys.take(passed.frozen)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave their gradients here; the first one outside applies the sum.
-
-        As DistributedDataParallel's ``no_sync``: k backward passes, one update, bitwise that of one
-        batch that holds all their samples. Inside, no backward pass is collective. It holds for the
-        backward passes of all threads.
-        """
-        with self.turns.lock:
-            self._holds_gradients += 1
-        try:
-            yield
-        finally:
-            with self.turns.lock:
-                self._holds_gradients -= 1
-
-    @in_turn
-    def drop_gradients(self) -> None:
-        """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does."""
-        self._pending = []
-
-    @in_turn
-    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
-                        ) -> torch.Tensor:
-        """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
-        if self.guard.mode != "off":
-            grad = self.guard.apply(grad, batch, offsets, self.num_steps + 1)
-        grad = self._clamp.apply(grad, batch, offsets)
-        gradient, code, detail = self.operators.lookup_weight_gradient(
-            self.handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
-            batch.batch_size)
-        if code:
-            self._raise(code, detail, batch, offsets)
-        return gradient
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         code, detail = self._blame(code, detail)
@@ -444,6 +354,7 @@ class ShardedTables(MeasuredTables):
             OperError: no memory for the new arenas; likewise.
             InvalidInputError: a move is under way.
         """
+        refuse_in_parts(self, "cannot move tables to another plan")
         if self._migration is not None:
             raise InvalidInputError(
                 fail("cannot move tables to another plan", "plan", "a move is under way",
@@ -537,11 +448,6 @@ class ShardedTables(MeasuredTables):
         """Tables of their own under the same plan, with rows, states and steps. Collective."""
         other = memo[id(self)] = copied(self, memo)
         return other
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise OperError(
-            fail("sharded tables cannot be pickled", "tables", list(self.specs)[:8],
-                 "one handle on the shared rows", "save and load the model's state_dict instead"))
 
 
 def _release(handle: int, heap: HostHeap) -> None:

@@ -125,6 +125,12 @@ def test_a_whole_dlrm() -> None:
     assert entry["verified"] is True, entry["contenders"]
     assert "dense" in entry["contenders"]["oper"]["verification"]["max_relative_diff"]
     assert entry["ratio_step"] > 0 and entry["predicted_step_ms"] is None
+    parted = entry["contenders"]["oper-micro-batches"]
+    assert {"dense", "tables"} <= set(parted["verification"]["max_relative_diff"])
+    assert parted["runtime"] == "oper in parts" and entry["best_peer"] != "oper-micro-batches"
+    assert entry["overlap_ratio"] == pytest.approx(
+        entry["oper_step_ms"] / parted["executed_ms"], rel=1e-3)
+    assert "hide each other's exchange" in grid.report([entry])
     assert "tiny" in grid.report([entry]) and grid.totals([entry])["num_predicted"] == 0
 
 

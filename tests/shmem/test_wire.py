@@ -133,24 +133,26 @@ def test_owners_of_pushed_tables_read_their_own_rows() -> None:
 
 
 def test_ids_are_sent_again_only_when_they_are_others() -> None:
-    """The backward pass of an earlier batch, or with other weights, brings its own requests."""
+    """Those of the last two lookups are kept. The backward pass of an earlier batch, or with other
+    weights, brings its own requests."""
     case = replace(dlrm_case("sgd"), weighted=True)
     plan = pushed(uniform_plan(case.tables, 2, "striped"))
-    first, second = make_steps(case, 2, 2)
+    steps = make_steps(case, 2, 3)
 
     def body(group: Any) -> tuple[list[int], list[torch.Tensor]]:
         tables = open_tables(case, plan, group, OPTIMIZERS["sgd"])
         sent = []
-        a, b = (x[group.rank] for x in (first, second))
-        losses = [rank_loss(tables.lookup(x.lookup(case)), x.target) for x in (a, b)]
-        for loss in (losses[0], losses[1]):  # of another batch than the last lookup; the same
+        batches = [step[group.rank] for step in steps]
+        losses = [rank_loss(tables.lookup(x.lookup(case)), x.target) for x in batches]
+        for loss in losses:
             tables.sent_bytes(reset=True)
             loss.backward()
             sent.append(sum(tables.sent_bytes().get("gradient_ids", [])))
+        b = batches[1]
         other = replace(b, weights=b.weights * 2)
-        tables.lookup(b.lookup(case))
         loss = rank_loss(tables.lookup(other.lookup(case)), b.target)
-        tables.lookup(b.lookup(case))
+        for _ in range(2):
+            tables.lookup(b.lookup(case))
         tables.sent_bytes(reset=True)
         loss.backward()
         sent.append(sum(tables.sent_bytes().get("gradient_ids", [])))
@@ -161,5 +163,5 @@ def test_ids_are_sent_again_only_when_they_are_others() -> None:
 
     several, one = run_ranks(2, body, domains=(0, 1)), run_ranks(2, body)
     assert_bitwise([rows for _, rows in several], [rows for _, rows in one], "rows")
-    again, same, other = np.sum([sent for sent, _ in several], axis=0).tolist()
-    assert again > 0 and same == 0 and other > 0
+    oldest, last, newest, other = np.sum([sent for sent, _ in several], axis=0).tolist()
+    assert oldest > 0 and last == newest == 0 and other > 0

@@ -27,8 +27,10 @@ Exchange::Exchange(Context& context, ExchangeSetup setup)
   far_rows_.resize(static_cast<size_t>(T));
   splits_.resize(static_cast<size_t>(T));
   bags_.resize(static_cast<size_t>(W * T));
-  asked_.resize(static_cast<size_t>(W * T));
-  asked_by_.resize(static_cast<size_t>(W * T));
+  for (Kept& kept : kept_) {
+    kept.asked.resize(static_cast<size_t>(W * T));
+    kept.asked_by.resize(static_cast<size_t>(W * T));
+  }
   listed_.resize(static_cast<size_t>(W * T));
   asked_slots_.resize(static_cast<size_t>(W * T));
   num_asked_slots_.resize(static_cast<size_t>(W * T));
@@ -164,7 +166,7 @@ void Exchange::each_part(Meeting what, bool is_reply, bool weighted, Body body) 
         const Shape& shape = shapes.list[k];
         const auto number = [&](const uint32_t* counts, bool has_weights) -> int64_t {
           const uint32_t n = counts[shape.count];
-          return n == kAsBefore || (shape.is_weight && !has_weights) ? 0 : n;
+          return is_before(n) || (shape.is_weight && !has_weights) ? 0 : n;
         };
         const int64_t out = number(to, weighted), in = number(from, weighted_from(r));
         body(r, t, k, shape, out > 0 ? out + shape.extra : 0, in > 0 ? in + shape.extra : 0);
@@ -192,7 +194,7 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
     is_raw &= in == 0 || (shape.bits == 32 && !shape.is_runs);
   });
   const int64_t num_parts = static_cast<int64_t>(parts_.size());
-  char* send = (what == Meeting::kRequests ? requests_ : send_).get(sent);
+  char* send = (what == Meeting::kRequests ? kept(kAsBefore).sent : send_).get(sent);
   run_tasks(context_, num_parts, sent < kSmallBytes, parallel, [&](int64_t k, Scratch&) {
     const Part& x = parts_[static_cast<size_t>(k)];
     if (x.out == 0) return;
@@ -208,7 +210,9 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, bool weighted,
   if (what == Meeting::kRequests) keep_requests(send);
   char *to, *raw;
   try {
-    to = inbox_[is_reply ? kInRows : static_cast<int>(what)].get(expanded);
+    Buffer& inbox = what == Meeting::kRequests ? kept(kAsBefore).received
+                                               : inbox_[is_reply ? kInRows : static_cast<int>(what)];
+    to = inbox.get(expanded);
     raw = is_raw ? to : received_.get(received);
   } catch (const std::bad_alloc&) {
     const auto most = std::max_element(recv_bytes.begin(), recv_bytes.end());
@@ -252,10 +256,25 @@ Draws Exchange::draws_of(const Part& part, const uint32_t* names) const {
 // What was just sent stays where it is until the next requests.
 void Exchange::keep_requests(const char* send) {
   for (const Part& x : parts_) {
-    Requested& asked = asked_[cell(x.rank, x.table)];
+    Requested& asked = kept(kAsBefore).asked[cell(x.rank, x.table)];
     if (x.index == 0) asked = {send + x.out_at, nullptr, nullptr, x.out};
     if (x.index == 1) asked.bags = send + x.out_at;
     if (x.index == 2 && x.out > 0) asked.weights = send + x.out_at;
+  }
+}
+
+void Exchange::rotate() {
+  if (!kept(kAsBefore).has_passed_back) newest_ = (newest_ + 1) % kKept;
+  kept(kAsBefore).has_passed_back = false;
+}
+
+void Exchange::pass_back() {
+  for (uint32_t count = kAsBefore - kKept + 1;; ++count) {
+    if (!kept(count).has_passed_back) {
+      kept(count).has_passed_back = true;
+      return;
+    }
+    if (count == kAsBefore) return;
   }
 }
 
@@ -263,9 +282,11 @@ Status Exchange::meet(Meeting what, const Batch& batch, ParallelFor parallel, St
   if (failed_.code != 0) return failed_;
   if (what == Meeting::kRefreshes && !setup_.refreshes) return mine.code ? failed(mine) : mine;
   const bool weighted = batch.weights != nullptr;
+  if (what == Meeting::kRequests) rotate();
   if (mine.code == 0) count(what, weighted, parallel);
   Status status = exchange_heads(what, weighted, mine);
   if (status.code == 0) status = exchange_payload(what, false, weighted, parallel);
+  if (what == Meeting::kGradients) pass_back();
   round_ = what == Meeting::kSquares ? round_ + 1 : 0;
   return status;
 }

@@ -88,8 +88,11 @@ class Exchange {
  private:
   static constexpr int kCounts = 3;  // per table, see shapes_of
   static constexpr int64_t kSmallBytes = 64 << 10;  // not worth waking other threads
-  // In the place of a count: the requests of the last forward pass hold for this backward pass too.
+  // In the place of a count: the requests of the last forward pass, or of the one before, hold for this
+  // backward pass too.
   static constexpr uint32_t kAsBefore = UINT32_MAX;
+  static constexpr uint32_t kKept = 2;
+  static bool is_before(uint32_t count) { return count > kAsBefore - kKept; }
   // As oper/shmem/exchange/host.py packs them too. Heads are of whole kHeadUnit words, so that ranks which
   // meet with different tables, or for different things, can tell who is elsewhere: of a message of
   // another size than expected the transport can only say that it is one.
@@ -135,6 +138,13 @@ class Exchange {
     const char* weights = nullptr;
     int64_t n = 0;
   };
+  // The requests of a forward pass. A part of a batch may be looked up before the backward pass of the part
+  // before it: two forward passes are kept, but one where forward and backward passes take turns.
+  struct Kept {
+    Buffer sent, received;
+    std::vector<Requested> asked, asked_by;  // [W * T] sent, received
+    bool has_passed_back = true;
+  };
   struct Listed {  // [0] = count, then slots; and numbers beside them
     std::vector<uint32_t> slots;
     std::vector<float> values;
@@ -173,7 +183,18 @@ class Exchange {
   Draws draws_of(const Part& part, const uint32_t* names) const;
   void keep_requests(const char* send);
   void list_bags(int64_t table, int32_t peer);
-  bool is_as_before(int64_t table, int32_t peer, bool weighted) const;
+  // By the count that says so.
+  Kept& kept(uint32_t count) {
+    return kept_[(newest_ + kKept - (kAsBefore - count)) % kKept];
+  }
+  const Kept& kept(uint32_t count) const { return const_cast<Exchange*>(this)->kept(count); }
+  // Makes room for the requests of a forward pass; notes that the oldest one without a backward pass has
+  // had it. Alike on all ranks.
+  void rotate();
+  void pass_back();
+  bool is_as_before(const Requested& before, int64_t table, int32_t peer, bool weighted) const;
+  // A count, or that of the forward pass whose requests were the same.
+  uint32_t requests_count(int64_t table, int32_t peer, bool weighted) const;
   void deliver(Meeting what, bool is_reply, int32_t peer, int64_t table, const char* const* arrays);
   // Distinct rows of a table that this rank asks a rank for.
   uint32_t num_far_rows(int32_t peer, int64_t table) const {
@@ -205,12 +226,13 @@ class Exchange {
   uint32_t sequence_ = 0;
   int32_t round_ = 0;  // of squares in this backward pass
   Status failed_;
-  Buffer send_, requests_, received_, inbox_[kNumInboxes], places_, keys_;
+  Buffer send_, received_, inbox_[kNumInboxes], places_, keys_;
+  Kept kept_[kKept];
+  uint32_t newest_ = 0;
   std::vector<Part> parts_;
   std::vector<FarRows> far_rows_;             // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
   std::vector<std::vector<uint32_t>> bags_;   // [W * T] distinct bags of this rank's requests
-  std::vector<Requested> asked_, asked_by_;   // [W * T] in the last forward pass: sent, received
   std::vector<Listed> listed_;                // [W * T]
   std::vector<const uint32_t*> asked_slots_;  // [W * T] of this rank
   std::vector<uint32_t> num_asked_slots_;     // [W * T]

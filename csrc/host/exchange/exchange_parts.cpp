@@ -68,8 +68,7 @@ void Exchange::count_table(Meeting what, bool weighted, int64_t t) {
       counts[0] = static_cast<uint32_t>(reduced[r + 1] - reduced[r]);
       if (!table.is_pushed) continue;
       list_bags(t, r);
-      counts[1] = is_as_before(t, r, weighted) ? kAsBefore
-                                               : static_cast<uint32_t>(asked[r + 1] - asked[r]);
+      counts[1] = requests_count(t, r, weighted);
       // Only the gradients of bags that this owner holds rows of are sent.
       counts[2] = static_cast<uint32_t>(bags_[cell(r, t)].size());
     }
@@ -89,9 +88,16 @@ void Exchange::list_bags(int64_t t, int32_t r) {
     if (distinct.empty() || distinct.back() != bags[i]) distinct.push_back(bags[i]);
 }
 
-// Whether a rank still has the requests for its rows: those of the last forward pass were the same.
-bool Exchange::is_as_before(int64_t t, int32_t r, bool weighted) const {
-  const Requested& before = asked_[cell(r, t)];
+uint32_t Exchange::requests_count(int64_t t, int32_t r, bool weighted) const {
+  for (uint32_t age = 0; age < kKept; ++age)
+    if (is_as_before(kept(kAsBefore - age).asked[cell(r, t)], t, r, weighted))
+      return kAsBefore - age;
+  const int64_t* begin = Context::request_begin(context_.request_table(context_.rank, t));
+  return static_cast<uint32_t>(begin[r + 1] - begin[r]);
+}
+
+// Whether a rank still has the requests for its rows: those of a forward pass were the same.
+bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool weighted) const {
   RequestTable* entry = context_.request_table(context_.rank, t);
   const int64_t* begin = Context::request_begin(entry);
   const int64_t n = begin[r + 1] - begin[r];
@@ -130,6 +136,9 @@ void Exchange::list_squares(int64_t t) {
     if (table.is_pushed)
       slots.insert(slots.end(), table.pushed[r].slots.begin(), table.pushed[r].slots.end());
   }
+  for (const std::vector<PushedRows>& parts : table.left)
+    for (size_t k = 0; k < context_.num_left; ++k)
+      slots.insert(slots.end(), parts[k].slots.begin(), parts[k].slots.end());
   std::sort(slots.begin(), slots.end());
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
   std::vector<int32_t> done(static_cast<size_t>(context_.world_size), -1);
@@ -225,7 +234,7 @@ bool Exchange::counts_fit(Meeting what, int32_t r, int64_t t) const {
     case Meeting::kGather:
       return counts[0] <= mine;
     case Meeting::kRequests:
-      return (counts[0] == 0 || (table.is_pushed && counts[0] != kAsBefore)) && counts[1] <= mine;
+      return (counts[0] == 0 || (table.is_pushed && !is_before(counts[0]))) && counts[1] <= mine;
     case Meeting::kPartials:  // one for each bag, and for each row, that was asked for
       return counts[0] == (table.is_pushed ? bags_[cell(r, t)].size() : 0) &&
              counts[1] == (setup_.pulls ? num_far_rows(r, t) : 0);
@@ -233,7 +242,7 @@ bool Exchange::counts_fit(Meeting what, int32_t r, int64_t t) const {
       if (counts[0] > mine) return false;
       if (!table.is_pushed) return counts[1] == 0 && counts[2] == 0;
       // As before: what was kept has gone through these checks.
-      return counts[2] <= (counts[1] == kAsBefore ? asked_by_[cell(r, t)].n : counts[1]);
+      return counts[2] <= (is_before(counts[1]) ? kept(counts[1]).asked_by[cell(r, t)].n : counts[1]);
     case Meeting::kSquares:
       return counts[0] <= (round_ < table.rounds_of_squares() ? theirs : 0);
     case Meeting::kRefreshes:
@@ -276,9 +285,10 @@ bool Exchange::slots_fit(Meeting what, bool is_reply, int32_t r, int64_t t,
     case Meeting::kGradients: {
       if (!below(counts[0], mine)) return false;
       if (!table.is_pushed) return true;
-      const Requested& before = asked_by_[cell(r, t)];
-      if (counts[1] == kAsBefore)
+      if (is_before(counts[1])) {
+        const Requested& before = kept(counts[1]).asked_by[cell(r, t)];
         return requests_fit(before.slots, before.bags, before.n, counts[2], t);
+      }
       return requests_fit(arrays[2], arrays[3], counts[1], counts[2], t);
     }
     case Meeting::kSquares:
@@ -318,8 +328,8 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
       }
       break;
     case Meeting::kRequests:
-      asked_by_[cell(r, t)] = {arrays[0], arrays[1], arrays[2], counts[0]};
-      lay_out_requests(asked_by_[cell(r, t)], nullptr);
+      kept(kAsBefore).asked_by[cell(r, t)] = {arrays[0], arrays[1], arrays[2], counts[0]};
+      lay_out_requests(kept(kAsBefore).asked_by[cell(r, t)], nullptr);
       asked_slots_[cell(r, t)] = reinterpret_cast<const uint32_t*>(arrays[3]);
       num_asked_slots_[cell(r, t)] = counts[1];
       break;
@@ -336,8 +346,8 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
       begin[context_.rank] = 0;
       begin[context_.rank + 1] = counts[0];
       if (table.is_pushed)
-        lay_out_requests(counts[1] == kAsBefore
-                             ? asked_by_[cell(r, t)]
+        lay_out_requests(is_before(counts[1])
+                             ? kept(counts[1]).asked_by[cell(r, t)]
                              : Requested{arrays[2], arrays[3], arrays[4], counts[1]},
                          arrays[5]);
       break;

@@ -39,7 +39,7 @@ const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::start_bound
                                     OPER_KERNELS::pool, OPER_KERNELS::interact, OPER_KERNELS::weight_gradient,
                                     OPER_KERNELS::locate_rows,
                                     OPER_KERNELS::arrange, OPER_KERNELS::reduce,
-                                    OPER_KERNELS::squares, OPER_KERNELS::update,
+                                    OPER_KERNELS::squares, OPER_KERNELS::keep, OPER_KERNELS::update,
                                     OPER_KERNELS::request, OPER_KERNELS::pool_for,
                                     OPER_KERNELS::pool_pushed, OPER_KERNELS::stage,
                                     OPER_KERNELS::reduce_pushed, OPER_KERNELS::far_rows,

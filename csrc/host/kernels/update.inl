@@ -257,27 +257,67 @@ void merge_rows(const Table& table, std::vector<Incoming>& in, float gradient_sc
   }
 }
 
-// The same over reduced rows and, in tiers of their own, pushed rows.
+// What all ranks have just left for this rank's rows, in rank order: reduced rows or, `pushed`, those of
+// pushed tiers.
+std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushed) {
+  const Table& table = context.tables[index];
+  // Where this rank owns the whole of a pushed table, its own rows are among the reduced ones.
+  const bool at_once = table.is_pushed && !table.has_push;
+  std::vector<Incoming> in;
+  if (pushed ? !table.is_pushed : at_once) return in;
+  for (int32_t r = 0; r < context.world_size; ++r) {
+    if (pushed && !(at_once && r == context.rank)) {
+      in.push_back({table.pushed[r].slots.data(), table.pushed[r].rows.data(), 0,
+                    static_cast<int64_t>(table.pushed[r].slots.size())});
+      continue;
+    }
+    OutboxTable* entry = context.outbox_table(r, index);
+    const int64_t* begin = Context::outbox_begin(entry);
+    in.push_back({reinterpret_cast<const uint32_t*>(context.outbox[r] + entry->slots_offset),
+                  reinterpret_cast<const float*>(context.outbox[r] + entry->rows_offset),
+                  begin[context.rank], begin[context.rank + 1]});
+  }
+  return in;
+}
+
+// As merge_rows, over reduced rows and then, in tiers of their own, pushed rows; what was kept comes
+// before what has just been left.
 template <int N, class Body>
 void merge_all(const Context& context, int32_t index, float gradient_scale, Body body) {
   const Table& table = context.tables[index];
-  std::vector<Incoming> in(static_cast<size_t>(context.world_size));
-  for (int32_t r = 0; r < context.world_size; ++r) {
-    OutboxTable* entry = context.outbox_table(r, index);
-    const int64_t* begin = Context::outbox_begin(entry);
-    in[r] = {reinterpret_cast<const uint32_t*>(context.outbox[r] + entry->slots_offset),
-             reinterpret_cast<const float*>(context.outbox[r] + entry->rows_offset),
-             begin[context.rank], begin[context.rank + 1]};
+  for (const bool pushed : {false, true}) {
+    std::vector<Incoming> in = incoming(context, index, pushed);
+    if (in.empty()) continue;
+    for (size_t k = context.num_left; k-- > 0;) {
+      const PushedRows& part = table.left[pushed][k];
+      in.insert(in.begin(), {part.slots.data(), part.rows.data(), 0,
+                             static_cast<int64_t>(part.slots.size())});
+    }
+    merge_rows<N>(table, in, gradient_scale, body);
   }
-  // Where this rank owns the whole of a pushed table, its own rows are among the reduced ones.
-  const bool at_once = table.is_pushed && !table.has_push;
-  if (!at_once) merge_rows<N>(table, in, gradient_scale, body);
-  if (!table.is_pushed) return;
-  for (int32_t r = 0; r < context.world_size; ++r)
-    if (!at_once || r != context.rank)
-      in[r] = {table.pushed[r].slots.data(), table.pushed[r].rows.data(), 0,
-             static_cast<int64_t>(table.pushed[r].slots.size())};
-  merge_rows<N>(table, in, gradient_scale, body);
+}
+
+void keep(Context& context, int32_t index) {
+  Table& table = context.tables[index];
+  with_row_width(table.dim, [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    for (const bool pushed : {false, true}) {
+      std::vector<Incoming> in = incoming(context, index, pushed);
+      PushedRows& part = table.left[pushed][context.num_left];
+      part.slots.clear();
+      if (in.empty()) continue;
+      size_t most = 0;
+      for (const Incoming& box : in) most += static_cast<size_t>(box.end - box.at);
+      if (part.rows.size() < most * static_cast<size_t>(table.dim))
+        part.rows.resize(most * static_cast<size_t>(table.dim));
+      float* to = part.rows.data();
+      merge_rows<N>(table, in, 1.0f, [&](int64_t slot, Row<N>& g) {
+        part.slots.push_back(static_cast<uint32_t>(slot));
+        g.store(to, table.dim);
+        to += table.dim;
+      });
+    }
+  });
 }
 
 // Ids of positions, which come in ascending order within a tier: cold ids are found from the last.

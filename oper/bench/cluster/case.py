@@ -18,6 +18,7 @@ import torch.distributed as dist
 from oper.bench.cluster import link_change
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import (
+    IN_PARTS,
     Contender,
     Planned,
     contenders,
@@ -209,7 +210,8 @@ class _Runner:
             assert kept.checks is not None
             limit(self.links, False)
             if self.trains:
-                tables, side.tables = side.tables, None if contender.name != "oper" else side.tables
+                tables = side.tables
+                side.tables = tables if contender.name in ("oper", IN_PARTS) else None
                 found = verify([side], kept.checks, kept.reference, lambda text: None)
                 side.tables = tables
                 verdict = found.get(side.name, {})
@@ -297,6 +299,11 @@ class _Runner:
             set_gradient(side, self.work, self.batches[0])
         self.sides[contender.name] = side
         self._verify(contender, side)
+        if side.pipeline is not None:
+            side.pipeline.num_parts, run, step = None, self._call(side), 0
+            while side.pipeline.num_parts is None:  # it measures how many
+                run(step)
+                step += 1
         return ""
 
     def _time(self, screened: dict[str, float]
@@ -403,7 +410,17 @@ class _Runner:
             "lower_bound_ms": bound,
             "ratio_at_bound": best and bound and round(found[best]["executed_ms"] / bound, 4),
             "verified": all(x["verification"]["passed"] for x in found.values()),
+            **self._overlap(found),
             "contenders": found}
+
+    def _overlap(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """A step of whole batches over one in parts, whose exchanges hide behind dense layers."""
+        if IN_PARTS not in found:
+            return {"overlap_ratio": None}
+        pipeline = self.sides[IN_PARTS].pipeline if IN_PARTS in self.sides else None
+        return {"overlap_ratio": round(found["oper"]["executed_ms"]
+                                       / found[IN_PARTS]["executed_ms"], 4),
+                "overlap_parts": pipeline and pipeline.num_parts}
 
     # ---- ends ------------------------------------------------------------------------------------
 

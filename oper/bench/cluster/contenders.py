@@ -33,6 +33,8 @@ from oper.search.planner import plan_problem
 from oper.search.problem.statement import Problem
 from oper.topology import Topology
 
+IN_PARTS = "oper-micro-batches"
+_COMPARED_PARTS = 3  # of a batch, with the unsharded model; how many are timed is measured
 _DENSE_S = 10.0  # DDP is left out where its gradients alone keep a link busy for longer
 
 
@@ -42,7 +44,8 @@ class Contender:
 
     Attributes:
         name: for the record.
-        runtime: what executes it: ``"oper"``, ``"torchrec"`` or ``"torch"``.
+        runtime: what executes it: ``"oper"``, ``"oper in parts"`` (`MicroBatchPipeline`),
+            ``"torchrec"`` or ``"torch"``.
         build: makes what is measured and, for TorchRec, the plan that `from_torchrec` reads.
             Collective.
         predicted_ms: modelled step of its plan by OPER's cost model; None where there is none.
@@ -142,6 +145,7 @@ def contenders(work: Workload, planned: Planned, links: Links, topology: Topolog
               for kind in CPU_PLAN_KINDS]
     found[1:1] = theirs
     if whole_model:
+        found.append(Contender(IN_PARTS, "oper in parts", _oper_in_parts(work, planned)))
         return found
     seconds = _dense_s(work, links, topology)
     if objective == "inference":
@@ -157,6 +161,17 @@ def contenders(work: Workload, planned: Planned, links: Links, topology: Topolog
 def _oper(work: Workload, plan: Plan, objective: str, whole_model: bool
           ) -> Callable[[], tuple[Side, Any]]:
     return lambda: (build_plan(work, plan, objective, whole_model), None)
+
+
+def _oper_in_parts(work: Workload, planned: Planned) -> Callable[[], tuple[Side, Any]]:
+    def build() -> tuple[Side, Any]:
+        from oper.pipeline import MicroBatchPipeline
+
+        side = build_plan(work, planned.plans["oper"], whole_model=True)
+        side.name = IN_PARTS
+        side.pipeline = MicroBatchPipeline(side.model, side.optimizers[0], _COMPARED_PARTS)
+        return side, None
+    return build
 
 
 def build_plan(work: Workload, plan: Plan, objective: str = "training", whole_model: bool = False

@@ -198,6 +198,10 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
         if ratios:
             text += (f"{objective}, {len(ratios)} cases of the grid: TorchRec's best / OPER median "
                      f"{statistics.median(ratios):.2f}, least {min(ratios):.2f}\n")
+    for e in done:
+        if e.get("overlap_ratio"):
+            text += (f"{e['name']}: a step of whole batches / one in {e['overlap_parts']} parts "
+                     f"that hide each other's exchange: {e['overlap_ratio']:.2f}\n")
     sums = totals(entries)
     if sums["median_error"] is not None:
         text += (f"predicted against executed, {sums['num_predicted']} plans: median error "

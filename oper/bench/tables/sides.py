@@ -22,6 +22,7 @@ from oper.train.config import DLRMConfig
 from oper.train.model import dlrm_over
 
 if TYPE_CHECKING:
+    from oper.pipeline import MicroBatchPipeline
     from oper.plan import Plan
     from oper.shmem.tables import ShardedTables
 
@@ -76,6 +77,7 @@ class Side:
         features: keys in the order of the configuration.
         plan: what it executes, for the record.
         tables: OPER's tables; None on TorchRec's side.
+        pipeline: trains OPER's whole DLRM in parts of batches, or None.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Side:
     features: list[str]
     plan: dict[str, Any] = field(default_factory=dict)
     tables: ShardedTables | None = None
+    pipeline: MicroBatchPipeline | None = None
 
     @property
     def is_bfloat16(self) -> bool:
@@ -94,6 +97,9 @@ class Side:
 
     def step(self, batch: Any) -> torch.Tensor:
         """Forward, backward, update; returns the pooled embeddings or the logits."""
+        if self.pipeline is not None:
+            logits: torch.Tensor = self.pipeline.progress(iter([batch]))[1][1]
+            return logits
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self.gradient is not None:
@@ -120,7 +126,7 @@ class Side:
 
     def traced_step(self, batch: Any) -> Trace:
         """A step that also tells what went out of the collection and what came back."""
-        seen: dict[str, torch.Tensor] = {}
+        seen: dict[str, list[torch.Tensor]] = {"pooled": [], "gradient": []}  # part after part
 
         def in_order(keys: list[str], values: torch.Tensor) -> torch.Tensor:
             blocks = dict(zip(keys, values.detach().chunk(len(keys), dim=1), strict=True))
@@ -128,15 +134,15 @@ class Side:
 
         def watch(module: nn.Module, args: Any, output: Any) -> None:
             keys, values = list(output.keys()), output.values()
-            seen["pooled"] = in_order(keys, values)
-            values.register_hook(lambda g: seen.update(gradient=in_order(keys, g)))
+            seen["pooled"].append(in_order(keys, values))
+            values.register_hook(lambda g: seen["gradient"].append(in_order(keys, g)))
 
         handle = self.collection.register_forward_hook(watch)
         try:
             out = self.step(batch).detach()
         finally:
             handle.remove()
-        return Trace(seen["pooled"], seen["gradient"],
+        return Trace(torch.cat(seen["pooled"]), torch.cat(seen["gradient"]),
                      out.float() if self.gradient is None else None)
 
     def lookup(self, features: Any) -> torch.Tensor:

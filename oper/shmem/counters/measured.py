@@ -57,6 +57,11 @@ class MeasuredTables(LogicalRows):
         raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
                              "open tables", "use them before close()"))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OperError(
+            fail("sharded tables cannot be pickled", "tables", list(self.specs)[:8],
+                 "one handle on the shared rows", "save and load the model's state_dict instead"))
+
     def _blame(self, code: int, detail: int) -> tuple[int, int]:
         """Raise what a status code of the kernels about peers means; others are returned."""
         if self._exchange is not None:

@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -37,11 +37,13 @@ class Turns:
     Attributes:
         lock: held by whoever changes them or meets other ranks; may be taken again by its holder.
         is_alone: whether there is one rank, whose threads may train at once.
+        parts: those of the batch under way, or None; its thread holds the lock.
     """
 
     def __init__(self, world_size: int) -> None:
         self.lock = threading.RLock()
         self.is_alone = world_size == 1
+        self.parts: Any = None  # `oper.shmem.micro_batches.Parts`, which take turns themselves
         # Lookups that await their backward passes: thread and what tells whether anybody still
         # holds them, by the identity of their offsets.
         self._awaited: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
@@ -75,6 +77,11 @@ class Turns:
             self._awaited = {k: x for k, x in self._awaited.items() if x[1]() is not None}
         self._awaited[id(offsets)] = threading.get_ident(), weakref.ref(offsets)
 
+    def settle(self) -> None:
+        """Wait for what other parts of the batch under way have asked for."""
+        if self.parts is not None:
+            self.parts.settle()
+
     def end(self, parts: list[Backward]) -> None:
         """Their backward passes run."""
         for part in parts:
@@ -92,5 +99,6 @@ def in_turn(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenat
     @functools.wraps(method)
     def call(self: _Self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         with self.turns.lock:
+            self.turns.settle()
             return method(self, *args, **kwargs)
     return call  # type: ignore[return-value]

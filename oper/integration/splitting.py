@@ -1,0 +1,128 @@
+"""Batches split by samples, and what a model returns for the parts put together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from oper.errors import InvalidInputError, fail
+
+
+def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
+    """Split a batch by samples, in order.
+
+    Args:
+        batch: tensors with one row per sample and `KeyedJaggedTensor`s, also within dataclasses
+            (TorchRec's `Batch`), tuples, lists and dicts; whatever else is in it goes to all parts.
+        num_parts: of nearly equal sizes.
+
+    Returns:
+        The parts, and samples of each.
+
+    Raises:
+        InvalidInputError: fewer samples than parts, tensors of other numbers of samples, or
+            features whose numbers of samples differ.
+    """
+    sizes = {x.stride() if isinstance(x, KeyedJaggedTensor) else x.shape[0]
+             for x in _leaves(batch) if not isinstance(x, torch.Tensor) or x.dim()}
+    if len(sizes) != 1 or min(sizes) < num_parts:
+        raise InvalidInputError(
+            fail("cannot split a batch", "samples of its tensors", sorted(sizes),
+                 f"one number, at least {num_parts} as there are parts",
+                 "pass split=, use fewer parts, or drop the last, smaller batch"))
+    (size,) = sizes
+    bounds = [k * size // num_parts for k in range(num_parts + 1)]
+    return _split(batch, bounds), [b - a for a, b in pairwise(bounds)]
+
+
+def _children(value: Any) -> list[Any] | None:
+    """What a container holds; None: it is none."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, tuple | list):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, f.name) for f in dataclasses.fields(value)]
+    return None
+
+
+def _like(value: Any, children: list[Any]) -> Any:
+    """A container like `value` of other things."""
+    if isinstance(value, Mapping):
+        return dict(zip(value, children, strict=True))
+    if isinstance(value, tuple | list):
+        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
+    return type(value)(*children)
+
+
+def features_in(batch: Any) -> list[KeyedJaggedTensor]:
+    """The `KeyedJaggedTensor`s of a batch."""
+    return [x for x in _leaves(batch) if isinstance(x, KeyedJaggedTensor)]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor | KeyedJaggedTensor):
+        yield value
+    else:
+        for child in _children(value) or ():
+            yield from _leaves(child)
+
+
+def _split(value: Any, bounds: Sequence[int]) -> list[Any]:
+    if isinstance(value, KeyedJaggedTensor):
+        return _split_features(value, bounds)
+    if isinstance(value, torch.Tensor) and value.dim():
+        return [value[a:b] for a, b in pairwise(bounds)]
+    children = _children(value)
+    if children is None or isinstance(value, torch.Tensor):
+        return [value] * (len(bounds) - 1)
+    return [_like(value, list(of)) for of in zip(*(_split(c, bounds) for c in children),
+                                                 strict=True)] or [value] * (len(bounds) - 1)
+
+
+def _split_features(features: KeyedJaggedTensor, bounds: Sequence[int]
+                    ) -> list[KeyedJaggedTensor]:
+    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+        raise InvalidInputError(
+            fail("cannot split a batch", "features", "with batch sizes or samples of their own",
+                 "one bag per sample and feature", "pass split="))
+    keys, size, weights = features.keys(), features.stride(), features.weights_or_none()
+    lengths = features.lengths().view(len(keys), size)
+    at = torch.tensor([[k * size + b for k in range(len(keys))] for b in bounds])
+    begins = features.offsets()[at].tolist()  # of the first ids of each part, key by key
+    parts = []
+    for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(begins), strict=True):
+        pieces = [slice(a, b) for a, b in zip(first, last, strict=True)]
+        parts.append(KeyedJaggedTensor(
+            keys, torch.cat([features.values()[x] for x in pieces]),
+            None if weights is None else torch.cat([weights[x] for x in pieces]),
+            lengths[:, begin:end].reshape(-1), stride=end - begin))
+    return parts
+
+
+def detached(value: Any) -> Any:
+    """What a model has returned, without its graph."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    children = _children(value)
+    return value if children is None else _like(value, [detached(c) for c in children])
+
+
+def joined(found: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """What parts have returned as if they were one: tensors one after the other, numbers as means
+    over `sizes`, the samples of the parts."""
+    first = found[0]
+    if isinstance(first, torch.Tensor):
+        if first.dim():
+            return torch.cat(list(found))
+        return torch.stack([x * n for x, n in zip(found, sizes, strict=True)]).sum() / sum(sizes)
+    children = _children(first)
+    if children is None:
+        return first
+    of_parts = zip(*(_children(x) or [] for x in found), strict=True)
+    return _like(first, [joined(x, sizes) for x in of_parts])

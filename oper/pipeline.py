@@ -1,0 +1,138 @@
+"""Training steps in parts, whose lookups begin ahead of their turn."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from oper.errors import InvalidInputError, fail
+from oper.integration.splitting import detached, features_in, joined, split_batch
+from oper.sharding import micro_batches, tables_of
+from oper.shmem.tables import ShardedTables
+
+_TRIED = (1, 2, 3, 4, 6)  # numbers of parts that are measured
+_TRIED_STEPS = 3  # with each of them; the first is not counted
+
+
+class MicroBatchPipeline:
+    """Training steps whose exchanges between hosts hide behind the dense layers.
+
+    A step splits its batch by samples. While the dense layers of one part compute, the next part is
+    looked up and the table gradients of the one before are exchanged; tables and dense parameters
+    are updated once, after the last part. The numbers are those of whole batches up to the order of
+    additions, for losses that are means over samples and models that treat samples one by one (no
+    batch normalisation). Used as TorchRec's pipelines are. Rows that several parts look up are sent
+    once for each; without other hosts there is nothing to hide.
+
+    Args:
+        model: a sharded model, also within DistributedDataParallel (with ``static_graph=True`` the
+            first batch is trained whole); ``model(batch)`` returns the loss, or a tuple that begins
+            with it.
+        optimizer: of the dense parameters, or None.
+        num_parts: parts of a batch, the same on all ranks; None = measured in the first 15 steps,
+            the fastest of 1, 2, 3, 4 and 6 on the slowest rank. A batch needs a sample per part.
+        split: ``split(batch, num_parts)`` gives the parts and their numbers of samples;
+            `split_batch` by default.
+
+    Raises:
+        InvalidInputError: the model has no tables, or `num_parts` is no number of parts.
+
+    Attributes:
+        num_parts: parts of a batch; None while they are measured.
+
+    Example:
+        >>> import torch, oper
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.bag = torch.nn.EmbeddingBag(100, 8, mode="sum")
+        ...         self.top = torch.nn.Linear(8, 1)
+        ...     def forward(self, ids):
+        ...         return self.top(self.bag(ids)).square().mean()
+        >>> model = oper.shard(Model(), optimizer=oper.SGD(lr=0.1))
+        >>> optimizer = torch.optim.SGD(model.top.parameters(), lr=0.1)
+        >>> pipeline = oper.MicroBatchPipeline(model, optimizer, num_parts=2)
+        >>> loss = pipeline.progress(iter([torch.arange(12).reshape(6, 2)]))
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+                 num_parts: int | None = None,
+                 split: Callable[[Any, int], tuple[list[Any], list[int]]] | None = None) -> None:
+        self._tables: list[ShardedTables] = tables_of(model, "cannot train in parts")
+        if num_parts is not None and (not isinstance(num_parts, int) or num_parts < 1):
+            raise InvalidInputError(fail("cannot train in parts", "num_parts", num_parts,
+                                         "an integer above 0, or None", "pass for example 4"))
+        self.num_parts = num_parts
+        self._model, self._optimizer = model, optimizer
+        self._split = split or split_batch
+        self._wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        # DistributedDataParallel cannot learn a static graph from passes that it does not average.
+        self._learns_graph = any(w.static_graph for w in self._wrappers)
+        # Collections, whose features can be found in a batch before the model calls them.
+        self._collections: list[Any] = [
+            m for m in model.modules() if hasattr(m, "tables") and hasattr(m, "prefetch")]
+        self._seconds: dict[int, list[float]] = {k: [] for k in _TRIED}
+
+    def progress(self, batches: Iterator[Any]) -> Any:
+        """Train the next batch; raises StopIteration behind the last. Collective.
+
+        Returns:
+            What the model has returned, detached: tensors with samples one part after the other,
+            numbers (the loss among them) as means over samples.
+        """
+        batch = next(batches)
+        begin = time.perf_counter()
+        num_parts = 1 if self._learns_graph else self.num_parts or self._tried()
+        out = self._step(batch, num_parts)
+        self._learns_graph = False
+        if self.num_parts is None:
+            self._note(num_parts, time.perf_counter() - begin)
+        return out
+
+    def _tried(self) -> int:
+        return next(k for k in _TRIED if len(self._seconds[k]) < _TRIED_STEPS)
+
+    def _note(self, num_parts: int, seconds: float) -> None:
+        self._seconds[num_parts].append(seconds)
+        if any(len(s) < _TRIED_STEPS for s in self._seconds.values()):
+            return
+        mine = [min(s[1:]) for s in self._seconds.values()]
+        slowest = [max(of) for of in zip(*self._tables[0].all_gather(mine), strict=True)]
+        self.num_parts = _TRIED[slowest.index(min(slowest))]
+
+    def _step(self, batch: Any, num_parts: int) -> Any:
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+        parts, sizes = self._split(batch, num_parts) if num_parts > 1 else ([batch], [1])
+        found = []
+        with contextlib.ExitStack() as stack:
+            if num_parts > 1:
+                stack.enter_context(micro_batches(self._model, num_parts))
+                self._start(parts[0])
+            for k, part in enumerate(parts):
+                if k + 1 < len(parts):
+                    self._start(parts[k + 1])
+                with contextlib.ExitStack() as last_only:
+                    for wrapper in self._wrappers if k + 1 < len(parts) else ():
+                        last_only.enter_context(wrapper.no_sync())
+                    out = self._model(part)
+                    loss = out if isinstance(out, torch.Tensor) else out[0]
+                    (loss if len(parts) == 1 else loss * (sizes[k] / sum(sizes))).backward()
+                found.append(detached(out))
+        if self._optimizer is not None:
+            self._optimizer.step()
+        return found[0] if len(found) == 1 else joined(found, sizes)
+
+    def _start(self, part: Any) -> None:
+        """Begin the lookups of a part whose features can be told from it."""
+        inputs = features_in(part)
+        for module in self._collections:
+            fit = [x for x in inputs if set(module.features) <= set(x.keys())]
+            if len(fit) == 1:
+                module.prefetch(fit[0])

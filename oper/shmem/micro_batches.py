@@ -1,0 +1,217 @@
+"""A batch trained in parts: the exchange of one part hides behind the dense layers of the others.
+
+Rows stand still until the update, which all parts share. The lookup of the next part can therefore
+run while the dense layers of this one compute, and so can the exchange of an earlier part's
+gradients, whose owners keep the sums until the update. A thread makes these calls in the order in
+which the program asks for them, which is the same on all ranks; the program's thread meets nobody
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from oper.errors import InvalidInputError, fail
+from oper.shmem.batch import LookedUp, Lookup
+from oper.shmem.passes import Backward
+from oper.shmem.protocol import Tables
+
+
+class MicroBatches:
+    """The parts of one batch, for all tables of a model: a context in which they are trained.
+
+    Leaving it, or the last of `num_passes` backward passes inside, updates the tables once, with
+    the sum of the gradients of all passes; where an error leaves it before, these are forgotten.
+    Collective, as are the passes inside. It belongs to the thread that enters it, and other
+    threads' passes wait.
+
+    Args:
+        tables: of the model.
+        num_passes: backward passes inside, where that is known.
+
+    Raises:
+        InvalidInputError: on entering, tables that cannot be trained in parts now.
+    """
+
+    def __init__(self, tables: Sequence[Tables], num_passes: int | None = None) -> None:
+        self._tables, self._num_passes = list(tables), num_passes
+
+    def __enter__(self) -> MicroBatches:
+        self._taken: list[Tables] = []
+        try:
+            for tables in self._tables:
+                tables.turns.lock.acquire()
+                self._taken.append(tables)
+                _check(tables)
+        except BaseException:
+            self._give_back()
+            raise
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-parts")
+        for tables in self._tables:
+            tables.turns.parts = Parts(tables, self._thread, self._num_passes)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        parts: list[Parts] = [tables.turns.parts for tables in self._tables]
+        is_updated = False
+        try:
+            self._thread.shutdown()  # when all that was asked for is done
+            for tables in self._tables:
+                tables.turns.parts = None
+            if error is None:
+                for x in parts:
+                    x.raise_failed()
+                for x in parts:
+                    x.update()
+                is_updated = True
+        finally:
+            if not is_updated:
+                for x in parts:
+                    x.forget()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for tables in reversed(self._taken):
+            tables.turns.lock.release()
+
+
+class Parts:
+    """The parts of a batch as one collection's tables see them.
+
+    Args:
+        tables: the tables.
+        thread: makes the collective calls.
+        num_passes: backward passes until the update; None = until `update`.
+    """
+
+    def __init__(self, tables: Tables, thread: ThreadPoolExecutor, num_passes: int | None) -> None:
+        self._tables, self._thread, self._num_passes = tables, thread, num_passes
+        self._num_left = 0
+        self._asked: list[Future[Any]] = []
+        self._identity: int | None = None  # of the thread, once it has begun
+        self._last: Backward | None = None
+
+    # ---- what the program's thread asks for ------------------------------------------------------
+
+    def start(self, batch: Lookup) -> Future[Lookup]:
+        """Begin a lookup; the same batch, which `ShardedTables.lookup` goes on with."""
+        return self._ask(self._look_up, batch)
+
+    def looked_up(self, batch: Lookup) -> Lookup:
+        """A batch with what its lookup has found, begun now unless it was before."""
+        self._refuse_more()
+        if batch.looked_up is None or batch.looked_up.by is not self:
+            return self.start(batch).result()
+        _check_unchanged(batch, batch.looked_up.versions)
+        return batch
+
+    def leave(self, passed: Backward) -> None:
+        """Begin to exchange the gradients of a part, and with those of the last one to update."""
+        self.raise_failed()
+        self._refuse_more()
+        if self._last is not None and self._last.frozen != passed.frozen:
+            raise InvalidInputError(
+                fail("cannot add up gradients", "frozen tables",
+                     [sorted(self._last.frozen), sorted(passed.frozen)],
+                     "the same in all parts of a batch", "freeze and unfreeze between batches"))
+        self._last = passed
+        self._num_left += 1
+        is_last = self._num_left == self._num_passes
+        self._ask(self._pass_back, (passed, passed.batch.versions(), is_last))
+
+    def _refuse_more(self) -> None:
+        if self._num_left == self._num_passes:
+            raise InvalidInputError(
+                fail("cannot train another part of this batch", "num_passes", self._num_passes,
+                     "as many backward passes", "pass their number, or leave it out"))
+
+    def settle(self) -> None:
+        """Wait until all that was asked for is done, on any thread but the one that does it."""
+        if threading.get_ident() != self._identity:
+            wait(self._asked)
+
+    def raise_failed(self) -> None:
+        """Raise the first error that the thread has met so far."""
+        for asked in self._asked:
+            if asked.done():
+                asked.result()
+
+    def update(self) -> None:
+        """Update with the gradients of all parts, unless that is done."""
+        if self._last is None or self._num_left == self._num_passes:
+            return
+        batch, grad, last = self._last.batch, self._last.grad, self._last
+        nothing = Lookup(batch.ids[:0], batch.lengths[:0], batch.key_of, 0,
+                         None if batch.weights is None else batch.weights[:0], batch.pooled)
+        self._tables.step(Backward(grad.new_empty(0, grad.shape[-1]), nothing,
+                                   last.offsets.new_zeros(1), last.frozen))
+
+    def forget(self) -> None:
+        """Forget the gradients that owners keep."""
+        torch.ops.oper.lookup_forget(self._tables.handle)
+
+    # ---- what the thread does --------------------------------------------------------------------
+
+    def _ask(self, call: Any, argument: Any) -> Future[Any]:
+        asked = self._thread.submit(self._run, call, argument)
+        self._asked.append(asked)
+        return asked
+
+    def _run(self, call: Any, argument: Any) -> Any:
+        self._identity = threading.get_ident()
+        self.raise_failed()  # the ranks no longer agree on what comes next
+        return call(argument)
+
+    def _look_up(self, batch: Lookup) -> Lookup:
+        if self._tables.bounds.mode != "fatal":
+            batch = self._tables.in_bounds(batch)
+        versions = batch.versions()
+        out, offsets = self._tables.forward(replace(batch, looked_up=None), True)
+        return replace(batch, looked_up=LookedUp(self, versions, out, offsets))
+
+    def _pass_back(self, of: tuple[Backward, tuple[int, int], bool]) -> None:
+        passed, versions, is_last = of
+        self._tables.step(passed) if is_last else self._tables.leave(passed)
+        _check_unchanged(passed.batch, versions)
+
+
+def _check_unchanged(batch: Lookup, versions: tuple[int, int]) -> None:
+    """Raise InvalidInputError for a batch that was written to while the thread used it."""
+    if batch.versions() != versions:
+        raise InvalidInputError(
+            fail("cannot train a part of a batch", "changed in place",
+                 "ids or per-sample weights", "the same until the parts' update",
+                 "write the next part into other tensors"))
+
+
+def _check(tables: Tables) -> None:
+    """Raise InvalidInputError for tables that cannot be trained in parts now."""
+    reasons = {
+        "are read-only": tables.optimizers is None,
+        "are in device memory": not tables.trains_in_parts,
+        "are dynamic": tables.keys is not None,
+        "are trained in parts already": tables.turns.parts is not None,
+        "accumulate gradients (no_sync)": tables.holds_gradients,
+        "move to another plan": tables.migration is not None}
+    reason = next((text for text, holds in reasons.items() if holds), None)
+    if reason is not None:
+        raise InvalidInputError(
+            fail("cannot train a batch in parts", "tables", f"{list(tables.specs)[:8]} {reason}",
+                 "tables in host memory with an optimizer, between two batches",
+                 "train whole batches, or wait until that has ended"))
+
+
+def refuse_in_parts(tables: Any, what: str) -> None:
+    """Raise InvalidInputError, which begins with `what`, while a batch is trained in parts."""
+    if tables.turns.parts is not None:
+        raise InvalidInputError(
+            fail(what, "tables", f"{list(tables.specs)[:8]} are trained in parts",
+                 "no batch under way", "do it before or after oper.micro_batches"))

@@ -1,0 +1,169 @@
+"""Updates of sharded tables: what backward passes bring, at once, accumulated or in parts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from oper.shmem.batch import Lookup, ResolvedIds, rows_in_order
+from oper.shmem.group.turns import Turns, in_turn
+from oper.shmem.micro_batches import refuse_in_parts
+from oper.shmem.optim.arguments import KernelArguments
+from oper.shmem.optim.clipping import GradientClamp
+from oper.shmem.optim.guard import GradientGuard
+from oper.shmem.passes import Backward, as_one
+
+
+class TableUpdates:
+    """The part of `ShardedTables` that trains them."""
+
+    turns: Turns
+    frozen: frozenset[str]
+    guard: GradientGuard
+    num_steps: int
+    on_update: list[Callable[[], None]]
+    param_groups: list[dict[str, Any]]
+    gradient_scale: float
+    keys: Any
+    handle: int
+    operators: Any
+    _clamp: GradientClamp
+    _process: int
+    _heap: Any
+    _migration: Any
+    _arguments: KernelArguments
+    _skipped: dict[str, int]
+    _table_of: list[str]
+    _backward_op: Any
+    _pending: list[Backward]
+    _holds_gradients: int  # threads and blocks within `no_sync`
+    _check_process: Callable[[], None]
+    _known: Callable[[Lookup], ResolvedIds | None]
+    _raise: Callable[..., Any]
+
+    def apply_gradients(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
+                        frozen: frozenset[str] = frozenset()) -> None:
+        """Reduce the gradients of `forward`'s output, exchange them and update. Collective.
+
+        The arguments are those of `Backward`; tables that are frozen now are left alone, too.
+
+        Raises:
+            InvalidInputError: other tables were frozen in the passes that `no_sync` has kept.
+            PeerLostError: a peer has ended.
+            DeadlineError: a peer did not arrive in time.
+        """
+        self.apply_all([Backward(grad, batch, offsets, frozen)])
+
+    def apply_all(self, parts: list[Backward]) -> None:
+        """As `apply_gradients`, of several lookups whose gradients are added up: one update.
+
+        Of a part of a batch they are exchanged only.
+        """
+        with self.turns.lock:
+            if not self.turns.is_alone:
+                self.turns.end(parts)
+            for part in parts:
+                part.frozen |= self.frozen
+                if self.guard.mode != "off":
+                    part.grad = self.guard.apply(part.grad, part.batch, part.offsets,
+                                                 self.num_steps + 1)
+                if self._clamp.is_active:
+                    part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
+            if os.getpid() != self._process or self._heap is None:
+                self._check_process()
+            if self._holds_gradients:  # longer than the caller's buffers stay as they are
+                self._pending += [
+                    Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
+                    for p in parts]
+                return
+            parts, self._pending = [*self._pending, *parts], []
+            passed = parts[0] if len(parts) == 1 else as_one(parts)
+            if self.turns.parts is not None:
+                self.turns.parts.leave(passed)
+            else:
+                self.step(passed)
+
+    def step(self, passed: Backward) -> None:
+        """Update for one backward pass and what `leave` has exchanged; it counts as a step."""
+        self._update(passed)
+        self.num_steps += 1
+        for name in passed.frozen:
+            self._skipped[name] += 1
+        for notify in self.on_update:
+            notify()
+        if self._migration is not None:
+            self._migration.note(passed.batch, passed.offsets)
+            if self._migration.advance():
+                self._migration = None
+
+    def leave(self, passed: Backward) -> None:
+        """Reduce and exchange the gradients of a part of a batch, for the next `step`."""
+        self._pass_back(passed, torch.ops.oper.lookup_leave)
+
+    def _update(self, passed: Backward) -> None:
+        """Reduce, exchange and update for one backward pass."""
+        batch = passed.batch
+        if self.keys is not None:
+            self.keys.leave(batch)
+        known = None if batch.resolved is None else self._known(batch)
+        self._pass_back(passed, self._backward_op, self.gradient_scale,
+                        known and known.addresses, known and known.order)
+        if self.keys is not None:
+            self.keys.take(passed.frozen)
+
+    def _pass_back(self, passed: Backward, operator: Any, *arguments: Any) -> None:
+        batch, offsets, grad = passed.batch, passed.offsets, passed.grad
+        if not grad.is_contiguous():
+            grad = rows_in_order(grad, batch.pooled)
+        optimizers = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
+                                        self.param_groups, self._table_of)
+        code, detail = operator(
+            self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
+            batch.pooled, optimizers, *arguments)
+        if code:
+            self._raise(code, detail, batch, offsets)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave their gradients here; the first one outside applies the sum.
+
+        As DistributedDataParallel's ``no_sync``: k backward passes, one update, bitwise that of one
+        batch that holds all their samples. Inside, no backward pass is collective. It holds for the
+        backward passes of all threads.
+        """
+        with self.turns.lock:
+            refuse_in_parts(self, "cannot accumulate gradients")
+            self._holds_gradients += 1
+        try:
+            yield
+        finally:
+            with self.turns.lock:
+                self._holds_gradients -= 1
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a thread is within `no_sync`."""
+        return self._holds_gradients > 0
+
+    @in_turn
+    def drop_gradients(self) -> None:
+        """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does."""
+        self._pending = []
+
+    @in_turn
+    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
+                        ) -> torch.Tensor:
+        """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
+        if self.guard.mode != "off":
+            grad = self.guard.apply(grad, batch, offsets, self.num_steps + 1)
+        grad = self._clamp.apply(grad, batch, offsets)
+        gradient, code, detail = self.operators.lookup_weight_gradient(
+            self.handle, grad.contiguous(), batch.ids, offsets, batch.weights, batch.key_of,
+            batch.batch_size)
+        if code:
+            self._raise(code, detail, batch, offsets)
+        return gradient

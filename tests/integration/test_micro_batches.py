@@ -1,0 +1,106 @@
+"""MicroBatchPipeline under DistributedDataParallel, and batches split by samples."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import oper
+from oper.errors import InvalidInputError
+from oper.integration.splitting import joined, split_batch
+from tests.dlrm_support import EBC, KEYS, assert_close, make_batch, make_dlrm, make_kjt, plan_for
+from tests.runtime_support import assert_bitwise
+from tests.world_support import run_world
+
+LR, STEPS = 0.2, 4
+
+
+def _train(rank: int, world_size: int, num_parts: int | None) -> tuple[Any, list[Any], Any]:
+    """State, what the steps returned, and the number of parts that was found."""
+    os.environ["OPER_DOMAIN"] = "ab"[rank]
+    model = make_dlrm(seed=3)
+    plan = plan_for(model.get_submodule(EBC), world_size, "mixed0")
+    model = oper.shard(model, plan=plan, optimizer=oper.RowWiseAdagrad(lr=LR))
+    whole = DDP(model, static_graph=True, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD([p for p in whole.parameters() if p.is_leaf], lr=LR)
+    pipeline = oper.MicroBatchPipeline(whole, optimizer, num_parts)
+    steps = STEPS if num_parts else 16
+    batches = iter([make_batch(100 * rank + s, 9 + 3 * rank) for s in range(steps)])
+    found = []
+    with pytest.raises(StopIteration):
+        while True:
+            found.append(pipeline.progress(batches))
+    assert len(found) == steps and model.get_submodule(EBC).tables.num_steps == steps
+    assert not model.get_submodule(EBC)._ahead.coming  # each was looked up
+    state = {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
+             for k, v in model.state_dict().items()}
+    return state, found, pipeline.num_parts
+
+
+def _both(rank: int, world_size: int) -> None:
+    (want, outputs, _), (got, parted, _) = (_train(rank, world_size, k) for k in (1, 3))
+    for name in want:
+        assert_close(got[name], want[name], name)
+    for (loss, (_, logits, labels)), (loss_3, (_, logits_3, labels_3)) in zip(
+            outputs, parted, strict=True):
+        assert_close(loss_3, loss, "loss")
+        assert_close(logits_3, logits, "logits")
+        assert torch.equal(labels, labels_3)
+
+
+def test_equals_whole_batches_under_ddp() -> None:
+    run_world(2, _both)
+
+
+def _choose(rank: int, world_size: int) -> Any:
+    return _train(rank, world_size, None)[2]
+
+
+def test_the_number_of_parts_is_measured_alike_on_all_ranks() -> None:
+    found = run_world(2, _choose)
+    assert found[0] == found[1] and found[0] in (1, 2, 3, 4, 6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_parts_have_the_samples_of_the_batch_in_order(weighted: bool) -> None:
+    features, dense = make_kjt(1, 11, weighted), torch.randn(11, 3)
+    parts, sizes = split_batch({"x": (features, dense), "name": "kept"}, 3)
+    assert sizes == [3, 4, 4]
+    assert all(p["name"] == "kept" for p in parts)
+    assert torch.equal(torch.cat([p["x"][1] for p in parts]), dense)
+    for key in KEYS:
+        got = [p["x"][0][key] for p in parts]
+        want = features[key]
+        assert torch.equal(torch.cat([x.lengths() for x in got]), want.lengths())
+        assert torch.equal(torch.cat([x.values() for x in got]), want.values())
+        if weighted:
+            assert torch.equal(torch.cat([x.weights() for x in got]), want.weights())
+
+
+def test_outputs_are_put_together() -> None:
+    parts = [(torch.tensor(1.0), [torch.ones(2, 3)], "a"), (torch.tensor(4.0), [torch.zeros(1, 3)],
+                                                           "a")]
+    mean, (rows,), name = joined(parts, [2, 1])
+    assert float(mean) == 2.0 and name == "a"
+    assert_bitwise(rows, torch.cat([torch.ones(2, 3), torch.zeros(1, 3)]), "rows")
+
+
+def test_refusals() -> None:
+    with pytest.raises(InvalidInputError, match="samples"):
+        split_batch(make_batch(1, 2), 3)
+    with pytest.raises(InvalidInputError, match="samples"):
+        split_batch((torch.zeros(4, 1), torch.zeros(5, 1)), 2)
+    uneven = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1, 2]),
+                               stride_per_key_per_rank=[[2]])
+    with pytest.raises(InvalidInputError, match="split="):
+        split_batch((uneven,), 2)
+    with pytest.raises(InvalidInputError, match="in parts"):
+        oper.MicroBatchPipeline(torch.nn.Linear(1, 1))
+    bag = oper.shard(torch.nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
+    with pytest.raises(InvalidInputError, match="num_parts"):
+        oper.MicroBatchPipeline(bag, num_parts=0)

@@ -1,0 +1,293 @@
+"""Batches trained in parts: the numbers of whole batches, and one update or none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from oper.errors import InvalidInputError, OperError
+from oper.plan import Plan, uniform_plan
+from oper.shmem.batch import Lookup
+from oper.shmem.group.groups import ProcessGroup, SingleGroup
+from oper.shmem.micro_batches import MicroBatches
+from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
+from oper.shmem.tables import ShardedTables
+from tests.optimizer_support import EVERY
+from tests.runtime_support import (
+    OPTIMIZERS,
+    Batch,
+    Case,
+    assert_bitwise,
+    dlrm_case,
+    make_batch,
+    mixed_plan,
+    open_tables,
+    rich_plan,
+    run_ranks,
+)
+from tests.world_support import report, world
+
+STEPS = 3
+CLIPPED = RowWiseAdagrad(lr=0.05, eps=1e-8, max_row_norm=0.5)
+
+
+def parts_of(case: Case, rank: int, step: int) -> list[Batch]:
+    return [make_batch(case, 100 * step + 10 * rank + m, size)
+            for m, size in enumerate((7, 0 if rank else 12, 5))]
+
+
+def gradient(out: torch.Tensor, batch: Batch, pooled: bool) -> torch.Tensor:
+    """What does not depend on how samples are grouped."""
+    return (out - batch.target).detach() if pooled else out.detach() * 2 + 1
+
+
+def in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
+             body: Callable[[int, torch.Tensor], None]) -> None:
+    """The passes of one batch; `ahead`: each lookup begins before the passes of the part before,
+    and the last pass brings about the update."""
+    with MicroBatches([tables], len(batches) if ahead else None):
+        if ahead:
+            begun = [tables.turns.parts.start(batches[0])]
+        for k, batch in enumerate(batches):
+            if ahead:
+                begun += [tables.turns.parts.start(x) for x in batches[k + 1:k + 2]]
+                batch = begun[k].result()
+            body(k, tables.lookup(batch))
+
+
+def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str, pooled: bool = True
+          ) -> dict[str, torch.Tensor]:
+    """Rows and counts of steps; `how`: ``"whole"``, ``"parts"`` or ``"ahead"``."""
+    tables = open_tables(case, plan, group, optimizer)
+    for step in range(STEPS):
+        parts = parts_of(case, group.rank, step)
+        batches = [replace(p.lookup(case), pooled=pooled) for p in parts]
+        before = tables.read("large")
+
+        def passes(k: int, out: torch.Tensor, parts: list[Batch] = parts) -> None:
+            out.backward(gradient(out, parts[k], pooled))
+
+        if how == "whole":
+            for k, batch in enumerate(batches[:-1]):
+                with tables.no_sync():
+                    passes(k, tables.lookup(batch))
+            passes(len(batches) - 1, tables.lookup(batches[-1]))
+        else:
+            in_parts(tables, batches, how == "ahead", passes)
+        assert tables.num_steps == step + 1
+        assert not torch.equal(before, tables.read("large"))
+    tables.barrier()
+    return {t.name: tables.read(t.name) for t in case.tables}
+
+
+def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    for name, rows in want.items():
+        assert (got[name] - rows).abs().max() <= 2e-5 * rows.abs().max(), name
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad_l2", "adam", "clipped"])
+@pytest.mark.parametrize("domains", [None, (0, 1), (0, 0, 1)])
+def test_equals_whole_batches(domains: tuple[int, ...] | None, optimizer: str) -> None:
+    """Under plans of all kinds, with lookups that begin ahead and ones that do not."""
+    case = dlrm_case(weighted=optimizer == "adam")
+    size = len(domains or (0, 1))
+    rule = CLIPPED if optimizer == "clipped" else EVERY[optimizer]
+    for plan in (mixed_plan(case.tables, size, 1), rich_plan(case.tables, size, 3, True)):
+        whole, parts, ahead = (run_ranks(size, lambda g, how=how, plan=plan: train(
+            case, plan, rule, g, how), domains=domains) for how in ("whole", "parts", "ahead"))
+        close(ahead[0], parts[0])
+        assert_bitwise(parts[0], parts[-1], "two ranks")
+        close(parts[0], whole[0])
+
+
+def test_one_rank_and_unpooled() -> None:
+    tables = tuple(replace(t, dim=16, pooling="none") for t in dlrm_case().tables)
+    case = replace(dlrm_case(), tables=tables)
+    plan = mixed_plan(tables, 1, 1)
+    whole, ahead = (train(case, plan, EVERY["sgd"], SingleGroup(), how, False)
+                    for how in ("whole", "ahead"))
+    close(ahead, whole)
+
+
+def test_messages_of_eight_bits_are_reproducible() -> None:
+    case = dlrm_case()
+    plan = replace(mixed_plan(case.tables, 2, 1), message_bits=8)
+    runs = [run_ranks(2, lambda g: train(case, plan, EVERY["sgd"], g, "ahead"), domains=(0, 1))
+            for _ in range(2)]
+    assert_bitwise(runs[0], runs[1], "two runs")
+
+
+def test_rows_stand_still_inside() -> None:
+    """Reading, looking up and meeting inside go on from where the program is; then one update."""
+    case = dlrm_case()
+    plan = rich_plan(case.tables, 2, 3, True)
+
+    def body(group: Any, looks: bool) -> Any:
+        tables = open_tables(case, plan, group, EVERY["rowwise_adagrad"])
+        parts = parts_of(case, group.rank, 0)
+        seen = []
+        with MicroBatches([tables]):
+            for k, part in enumerate(parts):
+                if k + 1 < len(parts):
+                    tables.turns.parts.start(parts[k + 1].lookup(case))
+                out = tables.lookup(part.lookup(case))
+                out.backward(gradient(out, part, True))
+                if looks:
+                    tables.barrier()
+                    seen.append(tables.read("large"))
+                    with torch.no_grad():
+                        seen.append(tables.lookup(part.lookup(case)))
+                    assert_bitwise(seen[-1], out.detach(), "rows inside")
+        assert_bitwise(seen[::2], seen[:1] * (len(seen) // 2), "rows inside")
+        tables.barrier()
+        rows = tables.read("large")
+        assert not looks or not torch.equal(rows, seen[0])
+        return rows
+
+    assert_bitwise(*(run_ranks(2, lambda g, looks=looks: body(g, looks), domains=(0, 1))
+                     for looks in (False, True)), "looked at and not")
+
+
+def test_what_was_looked_up_does_not_outlive_the_update() -> None:
+    case = dlrm_case()
+
+    def body(group: Any) -> None:
+        tables = open_tables(case, uniform_plan(case.tables, 2), group, SGD(lr=0.3))
+        part = parts_of(case, group.rank, 0)[0]
+        with MicroBatches([tables]):
+            kept = tables.turns.parts.start(part.lookup(case))
+            out = tables.lookup(part.lookup(case))
+            out.backward(gradient(out, part, True))
+        with torch.no_grad():
+            old, new = kept.result().looked_up.out, tables.lookup(part.lookup(case))
+            assert not torch.equal(old, new)
+            assert_bitwise(tables.lookup(kept.result()), new, "looked up again")
+
+    run_ranks(2, body, domains=(0, 1))
+
+
+@pytest.mark.parametrize("domains", [None, (0, 1)])
+def test_an_error_inside_updates_nothing(domains: tuple[int, ...] | None) -> None:
+    case = dlrm_case()
+    plan = rich_plan(case.tables, 2, 3, True)
+
+    def body(group: Any, fails: bool) -> Any:
+        tables = open_tables(case, plan, group, EVERY["rowwise_adagrad"])
+        parts = parts_of(case, group.rank, 0)
+        batches = [p.lookup(case) for p in parts]
+
+        def passes(k: int, out: torch.Tensor) -> None:
+            out.backward(gradient(out, parts[k], True))
+
+        def failing(k: int, out: torch.Tensor) -> None:
+            if k:
+                raise ZeroDivisionError
+            passes(k, out)
+
+        if fails:
+            before = tables.read("large")
+            with pytest.raises(ZeroDivisionError):
+                in_parts(tables, batches, True, failing)
+            tables.barrier()
+            assert tables.num_steps == 0
+            assert_bitwise(tables.read("large"), before, "rows after an error")
+        in_parts(tables, batches, True, passes)
+        tables.barrier()
+        return {t.name: tables.read(t.name) for t in case.tables}
+
+    assert_bitwise(*(run_ranks(2, lambda g, fails=fails: body(g, fails), domains=domains)
+                     for fails in (False, True)), "after an error and without")
+
+
+def test_a_part_that_is_refused_updates_nothing() -> None:
+    """An id out of range, found on the thread: the error that names it, where it is looked up."""
+    case = dlrm_case()
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
+    part = parts_of(case, 0, 0)[0]
+    before, bad = tables.read("large"), part.lookup(case)
+    bad = replace(bad, ids=torch.full_like(bad.ids, 10**8))
+    with (pytest.raises(InvalidInputError, match="100000000"),
+          MicroBatches([tables])):
+        out = tables.lookup(part.lookup(case))
+        out.backward(gradient(out, part, True))
+        tables.lookup(bad)
+    assert_bitwise(tables.read("large"), before, "rows")
+    with MicroBatches([tables]):
+        out = tables.lookup(part.lookup(case))
+        out.backward(gradient(out, part, True))
+    assert tables.num_steps == 1 and not torch.equal(tables.read("large"), before)
+
+
+def test_refusals() -> None:
+    case = dlrm_case()
+    plan = uniform_plan(case.tables, 1)
+    read_only = open_tables(case, plan, SingleGroup(), None)
+    with pytest.raises(InvalidInputError, match="read-only"), MicroBatches([read_only]):
+        pass
+    tables = open_tables(case, plan, SingleGroup(), SGD(lr=0.3))
+    with pytest.raises(InvalidInputError, match="no_sync"), tables.no_sync(), MicroBatches(
+            [tables]):
+        pass
+    with MicroBatches([tables]):
+        with pytest.raises(InvalidInputError, match="in parts already"), MicroBatches([tables]):
+            pass
+        with pytest.raises(InvalidInputError, match="accumulate"), tables.no_sync():
+            pass
+        with pytest.raises(InvalidInputError, match="another plan"):
+            tables.start_migration(plan)
+    part = parts_of(case, 0, 0)[0]
+    with pytest.raises(InvalidInputError, match="frozen"), MicroBatches([tables]):
+        for frozen in (frozenset({"large"}), frozenset[str]()):
+            tables.frozen = frozen
+            out = tables.lookup(part.lookup(case))
+            out.backward(gradient(out, part, True))
+    tables.frozen = frozenset()
+    assert tables.num_steps == 0 and tables.turns.parts is None
+    with pytest.raises(InvalidInputError, match="num_passes=1"), MicroBatches([tables], 1):
+        for _ in range(2):
+            out = tables.lookup(part.lookup(case))
+            out.backward(gradient(out, part, True))
+    assert tables.turns.lock.acquire(blocking=False)
+
+
+def test_ids_must_not_change_while_the_thread_uses_them() -> None:
+    case = dlrm_case()
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
+    batch = parts_of(case, 0, 0)[0].lookup(case)
+    before = tables.read("large")
+    with (pytest.raises(InvalidInputError, match="changed in place"), MicroBatches([tables])):
+        begun = tables.turns.parts.start(batch).result()
+        batch.ids.zero_()
+        tables.lookup(begun)
+    assert_bitwise(tables.read("large"), before, "rows")
+
+
+def _lose_a_peer(rank: int, world_size: int) -> str:
+    os.environ["OPER_DOMAIN"] = "ab"[rank]
+    case = dlrm_case()
+    tables = open_tables(case, uniform_plan(case.tables, 2), ProcessGroup(),
+                         OPTIMIZERS["rowwise_adagrad"])
+    parts = parts_of(case, rank, 0)
+
+    def passes(k: int, out: torch.Tensor) -> None:
+        if k == 1 and rank == 1:
+            os._exit(9)
+        out.backward(gradient(out, parts[k], True))
+
+    try:
+        in_parts(tables, [p.lookup(case) for p in parts], True, passes)
+    except OperError as error:
+        report(f"{type(error).__name__} {error}")
+        os._exit(0)  # nobody is left to meet
+    return "no error"
+
+
+def test_a_peer_that_ends_inside_is_named() -> None:
+    with world(2, _lose_a_peer, env={"OPER_DEADLINE_S": "20"}) as running:
+        told = running.receive(0)
+    assert told.startswith("PeerLostError") and "rank=1" in told, told
