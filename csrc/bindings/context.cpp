@@ -222,7 +222,7 @@ void context_trace(int64_t handle, int64_t most) { context_of(handle).times.trac
 
 std::vector<int64_t> context_spans(int64_t handle) { return context_of(handle).times.take_spans(); }
 
-// Forward passes, backward passes, then units moved [kinds][T][W], see host/traffic.h.
+// Forward passes, backward passes, then units moved [kinds][T][W], see host/counters/traffic.h.
 std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
   Context& context = context_of(handle);
   std::vector<int64_t> result = context.moved();

@@ -22,7 +22,7 @@ namespace oper::device {
 struct Stopped {
   int64_t code, detail;
 };
-// Codes beside those of ErrorWord, see `raise_found` in oper/shmem/device_steps.py.
+// Codes beside those of ErrorWord, see `raise_found` in oper/shmem/device/steps.py.
 enum Code : int64_t {
   kPointFailed = 11,   // a point has kept its error
   kNotInGraphs = 12,   // the step waits for the device, which a graph cannot
@@ -31,7 +31,7 @@ enum Code : int64_t {
   kIdsWithoutBags = 15
 };
 
-// Where a step calls Python: as oper/shmem/device_steps.py numbers them. `value` is the number of
+// Where a step calls Python: as oper/shmem/device/steps.py numbers them. `value` is the number of
 // bytes that are staged before other domains' rows, or the round of squares.
 enum class Point : int64_t {
   kMeet,  // order this rank's later kernels after all ranks' earlier ones

@@ -1,5 +1,5 @@
 // torch operators that make, ask and close tables in device memory, on libtorch's stable ABI. Python
-// holds their memory; see oper/shmem/device_tables.py.
+// holds their memory; see oper/shmem/device/tables.py.
 #include <algorithm>
 #include <set>
 #include <tuple>

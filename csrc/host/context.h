@@ -13,8 +13,8 @@
 #include "common/optimizer.h"
 #include "common/philox.h"
 #include "host/barrier.h"
-#include "host/phases.h"
-#include "host/traffic.h"
+#include "host/counters/phases.h"
+#include "host/counters/traffic.h"
 
 namespace oper::host {
 

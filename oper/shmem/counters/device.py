@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from oper.rows.traffic import KIND, Traffic
-from oper.shmem.device_batch import StepArrays, key_ranges
 from oper.shmem.exchange.device import DeviceRows
 from oper.shmem.exchange.device_push import Request
+from oper.shmem.memory.device_batch import StepArrays, key_ranges
 from oper.shmem.placement.layout import nearest_replica
 
 

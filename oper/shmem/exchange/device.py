@@ -28,11 +28,11 @@ from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
 from oper.rows.traffic import SENT
 from oper.shmem.batch import raise_status
-from oper.shmem.device_batch import StepArrays, key_ranges, unsigned
 from oper.shmem.exchange.host import Exchange
 from oper.shmem.group.desync import STATE_ACCESS, Spot
 from oper.shmem.group.groups import Group
 from oper.shmem.memory.device_arenas import DeviceArenas
+from oper.shmem.memory.device_batch import StepArrays, key_ranges, unsigned
 from oper.shmem.optim.optimizers import Optimizer
 from oper.shmem.placement.layout import nearest_replica
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oper.shmem.device_batch import unsigned
 from oper.shmem.exchange.device import DeviceExchange, DeviceRows, Meeting
+from oper.shmem.memory.device_batch import unsigned
 
 _HEADER = struct.Struct("<5q")  # RequestHeader in csrc/device/device.h
 

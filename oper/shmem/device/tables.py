@@ -19,7 +19,7 @@ from oper.rows.traffic import SENT, Traffic
 from oper.shmem import library
 from oper.shmem.batch import Lookup, ResolvedIds
 from oper.shmem.counters.device import DeviceCounters
-from oper.shmem.device_steps import DeviceSteps, raise_found, raise_stopped
+from oper.shmem.device.steps import DeviceSteps, raise_found, raise_stopped
 from oper.shmem.exchange.device import DeviceExchange
 from oper.shmem.group.groups import Group
 from oper.shmem.group.turns import in_turn
