@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common/description.h"
+#include "common/exchange.h"
 #include "common/handles.h"
 #include "device/context.h"
 
@@ -85,6 +86,7 @@ struct Tables {
   std::vector<Tensor> keep_alive;  // head maps
   std::unique_ptr<Context> context;
   std::optional<Tensor> like;      // on the tables' device
+  std::unique_ptr<Messages> messages;  // with other memory domains; null: there are none
   Hook hook = nullptr;
   bool meets = false;         // ranks are threads of one process, whom the hook orders
   bool exchanges = false;     // other domains take part in steps

@@ -7,7 +7,7 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,7 @@ from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.optim.optimizers import Optimizer, check_supported
 from oper.shmem.optim.rounding import rounding_key
-from oper.shmem.passes import Backward, as_one
+from oper.shmem.passes import Backward, HeldPasses
 from oper.shmem.placement.layout import ArenaLayout, KernelMaps
 from oper.shmem.placement.outbox import reserved_bytes
 from oper.shmem.protocol import Tables
@@ -140,8 +140,7 @@ class ShardedTables(MeasuredTables):
         self._checks = BatchChecks()
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
         self.guard = GradientGuard(self.features, self.specs)
-        self._holds_gradients = 0  # threads and blocks within `no_sync`
-        self._pending: list[Backward] = []
+        self._held = HeldPasses(self.turns.lock)
         # Makes autograd call our backward although the tables are no parameters.
         self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
         self.collected = CollectedPasses(self)
@@ -332,13 +331,9 @@ class ShardedTables(MeasuredTables):
                     part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
             if os.getpid() != self._process or self._heap is None:
                 self._check_process()
-            if self._holds_gradients:  # longer than the caller's buffers stay as they are
-                self._pending += [
-                    Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
-                    for p in parts]
+            passed = self._held.join(parts)
+            if passed is None:
                 return
-            parts, self._pending = [*self._pending, *parts], []
-            passed = parts[0] if len(parts) == 1 else as_one(parts)
             self._update(passed)
             self.num_steps += 1
             for name in passed.frozen:
@@ -369,26 +364,19 @@ class ShardedTables(MeasuredTables):
         if self.keys is not None:
             self.keys.take(passed.frozen)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside leave their gradients here; the first one outside applies the sum.
 
         As DistributedDataParallel's ``no_sync``: k backward passes, one update, bitwise that of one
         batch that holds all their samples. Inside, no backward pass is collective. It holds for the
         backward passes of all threads.
         """
-        with self.turns.lock:
-            self._holds_gradients += 1
-        try:
-            yield
-        finally:
-            with self.turns.lock:
-                self._holds_gradients -= 1
+        return self._held.hold()
 
     @in_turn
     def drop_gradients(self) -> None:
         """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does."""
-        self._pending = []
+        self._held.drop()
 
     @in_turn
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
@@ -526,7 +514,8 @@ class ShardedTables(MeasuredTables):
         """Take steps, rates, bounds and what `no_sync` has kept from tables of the same kind."""
         for name in ("num_steps", "frozen", "seed", "_rounding_keys", "_arguments", "name"):
             setattr(self, name, getattr(other, name))
-        self._skipped, self._pending = dict(other._skipped), list(other._pending)
+        self._skipped = dict(other._skipped)
+        self._held.copy_from(other._held)
         self.bounds = copy.deepcopy(other.bounds, memo)
         self.guard.mode = other.guard.mode
         self.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}

@@ -79,7 +79,7 @@ class DeviceCounters:
                 if n and (reader != self._rank or self._asks[k]):
                     self._add("ids", k, reader, n)
                     self._add("pooled_rows", k, self._rank, n)
-                    if request.weights is not None:
+                    if request.weights:
                         self._add("id_weights", k, reader, n)
                 if reader != self._rank or not self._asks[k]:
                     continue

@@ -15,7 +15,7 @@ import torch
 
 from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
-from oper.rows.traffic import SENT, Traffic
+from oper.rows.traffic import Traffic
 from oper.shmem import library
 from oper.shmem.batch import Lookup, ResolvedIds
 from oper.shmem.counters.device import DeviceCounters
@@ -273,12 +273,7 @@ class DeviceTables(ShardedTables):
 
     def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
         """As `ShardedTables.sent_bytes`."""
-        if self._exchange is None:
-            return {}
-        sent = {kind: row.tolist() for kind, row in zip(SENT, self._exchange.sent, strict=True)}
-        if reset:
-            self._exchange.sent[:] = 0
-        return sent
+        return {} if self._exchange is None else self._exchange.sent_bytes(reset)
 
     def start_counting(self) -> None:
         """Count what is read from now on, for `traffic`. Every pass then waits for the device."""

@@ -42,7 +42,7 @@ from oper.shmem.group.transport import transport_of
 _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
                               ctypes.c_void_p, ctypes.c_void_p)
 _REQUEST = struct.Struct("<32s4q")  # part, piece, number of slots, first and last column
-# As in csrc/host/exchange/exchange.h: every meeting begins with a head of one size, so that ranks
+# As in csrc/common/exchange.h: every meeting begins with a head of one size, so that ranks
 # which meet for different things can tell. Phase, sequence, code, culprit, two of the kernels',
 # collection.
 _HEAD = struct.Struct("<8I")
@@ -164,9 +164,13 @@ class Exchange:
                  "a lookup without gradients is collective across memory domains as well"))
 
     def _meetings(self) -> tuple[list[Spot], list[int]]:
-        """Where each rank's last head came from, and the head's number; empty where unknown."""
-        flat = torch.ops.oper.context_meetings(self._handle)
+        """Where each rank's last head came from, and the head's number."""
+        flat = self._last_heads()
         return ([Spot(flat[k + 2], flat[k + 1]) for k in range(0, len(flat), 3)], flat[::3])
+
+    def _last_heads(self) -> list[int]:
+        flat: list[int] = torch.ops.oper.context_meetings(self._handle)
+        return flat
 
     def barrier(self, phase: int = STATE_ACCESS) -> None:
         """Wait for all ranks of all domains."""
