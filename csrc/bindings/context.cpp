@@ -164,19 +164,12 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
   context.exchange = std::make_shared<Exchange>(context, std::move(setup));
 }
 
-// Number of exchanges, then bytes sent [kinds][W], see enum Sent.
+// Bytes sent since the last reset, [kinds][W], see enum Sent; empty in a single domain.
 std::vector<int64_t> context_sent_bytes(int64_t handle, bool reset) {
   Context& context = context_of(handle);
   if (!context.exchange) return {};
-  Exchange& exchange = *context.exchange;
-  std::vector<int64_t>& sent = exchange.messages.sent_bytes;
-  std::vector<int64_t> result = sent;
-  result.insert(result.begin(), exchange.num_exchanges);
-  if (reset) {
-    std::fill(sent.begin(), sent.end(), 0);
-    exchange.num_exchanges = 0;
-  }
-  return result;
+  Messages& messages = context.exchange->messages;
+  return reset ? messages.take_sent() : messages.sent_bytes;
 }
 
 // De-duplicated pull, see host/peer_rows.h. `costs`: float64 [3], PullCosts.

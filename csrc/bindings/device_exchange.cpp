@@ -16,26 +16,17 @@ Messages& messages_of(const Tables& tables) {
   return *tables.messages;
 }
 
-// `tables`: int64 [T, 4 + W] in the order of keys: columns, RowType, whether any tier is pushed and
-// rounds of squares; then slots by rank. `bits`: of answers and of gradients.
-void device_context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor tables,
+// `bits`: of answers and of gradients.
+void device_context_set_exchange(int64_t handle, std::vector<int64_t> domain,
                                  std::vector<int64_t> bits, int64_t collection) {
-  const auto found = tables_of(handle);
-  const View& view = found->context->view();
-  const int64_t W = view.world_size;
-  Messages::Setup setup;
-  setup.rank = view.rank;
-  setup.near.assign(static_cast<size_t>(W), false);
-  for (int64_t r : domain) setup.near[static_cast<size_t>(r)] = true;
-  const int64_t* x = int64_data(tables);
-  for (int64_t t = 0; t < tables.size(0); ++t, x += 4 + W)
-    setup.tables.push_back({x[0], static_cast<RowType>(x[1]), x[2] != 0,
-                            std::vector<int64_t>(x + 4, x + 4 + W), static_cast<int32_t>(x[3])});
-  setup.answer_bits = static_cast<int32_t>(bits.at(0));
-  setup.gradient_bits = static_cast<int32_t>(bits.at(1));
-  setup.collection = static_cast<uint32_t>(collection);
-  setup.alignment = kAlignment;
-  found->messages = std::make_unique<Messages>(std::move(setup));
+  const auto tables = tables_of(handle);
+  const View& view = tables->context->view();
+  std::vector<bool> near(static_cast<size_t>(view.world_size));
+  for (int64_t r : domain) near[static_cast<size_t>(r)] = true;
+  tables->messages = std::make_unique<Messages>(Messages::Setup{
+      view.rank, std::move(near), tables->context->message_tables(),
+      static_cast<int32_t>(bits.at(0)), static_cast<int32_t>(bits.at(1)),
+      static_cast<uint32_t>(collection), kAlignment});
 }
 
 // Begins a phase: tells all ranks `counts`, int64 [W, T, kCounts], and this rank's error, if any.
@@ -102,38 +93,26 @@ class PartTable {
   int64_t num_numbers_ = 0;
 };
 
-// Addresses by array, rank and table, int64 [arrays, W, T].
-class Places {
- public:
-  Places(const Tensor& tensor, const Messages::List& list)
-      : data_(int64_data(tensor)), num_tables_(tensor.size(2)), num_ranks_(tensor.size(1)) {
-    for (const Messages::Part& x : list.parts)
-      STD_TORCH_CHECK(x.index < tensor.size(0) || x.out + x.in == 0,
-                      "internal: no place for array ", int64_t{x.index}, " of a message");
-  }
-  int64_t at(const Messages::Part& x) const {
-    return data_[(x.index * num_ranks_ + x.rank) * num_tables_ + x.table];
-  }
-
- private:
-  const int64_t* data_;
-  int64_t num_tables_, num_ranks_;
-};
+// An address for a part, of those by array, rank and table, int64 [arrays, W, T].
+int64_t& at(const Tensor& addresses, const Messages::Part& x) {
+  STD_TORCH_CHECK(x.index < addresses.size(0), "internal: no address for part of a message");
+  return static_cast<int64_t*>(addresses.data_ptr())[
+      (x.index * addresses.size(1) + x.rank) * addresses.size(2) + x.table];
+}
 
 // Packs the arrays of the phase under way, or those that answer it. `sources`, `rows`: addresses of the
-// arrays and of the numbers of their entries, uint32, or 0; see Places. Returns the message, memory for
+// arrays and of the numbers of their entries, uint32, or 0; see `at`. Returns the message, memory for
 // those of the others (both uint8), and the bytes to and from each rank, int64 [W] each.
 std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor sources,
                                          Tensor rows) {
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   const Messages::List& list = messages_of(*tables).list(is_reply);
-  const Places from(sources, list), names(rows, list);
   const Tensor message = tables->empty(list.sent, ScalarType::Byte);
   const int64_t begin = reinterpret_cast<int64_t>(message.data_ptr());
   PartTable table;
   for (const Messages::Part& x : list.parts)
-    if (x.out > 0) table.add(x, x.out, from.at(x), names.at(x), begin + x.out_at, 0);
+    if (x.out > 0) table.add(x, x.out, at(sources, x), at(rows, x), begin + x.out_at, 0);
   table.move(*tables, true);
   const auto as_tensor = [&](const std::vector<int64_t>& bytes) {
     Tensor made = torch::stable::new_empty(sources, {static_cast<int64_t>(bytes.size())},
@@ -146,48 +125,40 @@ std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor s
 }
 
 // Places what has come in return for the last `device_exchange_pack`. `targets`: where arrays go, see
-// Places, or 0: side by side in new memory; sums of squares go by the slots in front of them. Returns
-// that memory (uint8) and where each array is, likewise; 0: weights that are not there.
-std::vector<Tensor> device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
+// `at`, or 0: side by side in new memory; sums of squares go by the slots in front of them. Returns that
+// memory (uint8); in the place of the targets is where each array is, 0: weights that are not there.
+Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   const Messages& messages = messages_of(*tables);
   const Messages::List& list = messages.last();
-  const Places to(targets, list);
   const Tensor memory = tables->empty(list.expanded, ScalarType::Byte);
-  Tensor found = torch::stable::new_empty(
-      targets, {targets.size(0), targets.size(1), targets.size(2)}, ScalarType::Long);
-  int64_t* places = static_cast<int64_t*>(found.data_ptr());
-  std::fill(places, places + found.numel(), 0);
   const int64_t begin = reinterpret_cast<int64_t>(memory.data_ptr());
   const int64_t raw = reinterpret_cast<int64_t>(received.data_ptr());
   PartTable table;
   int64_t before = 0;  // where the array in front is in the message
   for (const Messages::Part& x : list.parts) {
-    if (x.index >= targets.size(0)) continue;  // nothing of it has come
-    const bool is_put = x.shape.kind == kSentSquares && x.index == 1;
-    const int64_t place = to.at(x) ? to.at(x) : begin + x.expanded_at, wire = raw + x.in_at;
-    if (x.in > 0 || x.shape.content != Messages::kWeights)
-      places[(x.index * targets.size(1) + x.rank) * targets.size(2) + x.table] = place;
-    if (x.in > 0)
-      table.add(x, x.in, place, is_put ? before : 0, wire,
-                messages.limit(x, is_put ? Messages::kSenderSlots : x.shape.content));
+    const int64_t wire = raw + x.in_at;
+    if (x.in > 0 || x.index < targets.size(0)) {
+      int64_t& place = at(targets, x);
+      const bool is_put = x.shape.kind == kSentSquares && x.index == 1;
+      if (place == 0) place = begin + x.expanded_at;
+      if (x.in == 0 && x.shape.content == Messages::kWeights) place = 0;
+      if (x.in > 0)
+        table.add(x, x.in, place, is_put ? before : 0, wire,
+                  messages.limit(x, is_put ? Messages::kSenderSlots : x.shape.content));
+    }
     before = wire;
   }
   table.move(*tables, false);
-  return {memory, found};
+  return memory;
 }
 
-// Bytes sent since the last reset, [kinds][W], see enum Sent.
-std::vector<int64_t> device_exchange_sent(int64_t handle, bool reset) {
+// As the operators of tables in host memory.
+std::vector<int64_t> device_exchange_sent_bytes(int64_t handle, bool reset) {
   const auto tables = tables_of(handle);
-  std::vector<int64_t>& sent = messages_of(*tables).sent_bytes;
-  const std::vector<int64_t> result = sent;
-  if (reset) std::fill(sent.begin(), sent.end(), 0);
-  return result;
+  return reset ? messages_of(*tables).take_sent() : messages_of(*tables).sent_bytes;
 }
-
-// As `context_meetings`.
 std::vector<int64_t> device_exchange_meetings(int64_t handle) {
   return messages_of(*tables_of(handle)).meetings();
 }
@@ -196,14 +167,15 @@ std::vector<int64_t> device_exchange_meetings(int64_t handle) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_context_set_exchange,
-                "(int handle, int[] domain, Tensor tables, int[] bits, int collection) -> ()");
+                "(int handle, int[] domain, int[] bits, int collection) -> ()");
   OPER_OPERATOR(device_exchange_heads,
                 "(int handle, int what, bool weighted, int code, int culprit, Tensor counts, "
                 "int transport) -> (Tensor, int, int)");
   OPER_OPERATOR(device_exchange_pack,
                 "(int handle, bool is_reply, Tensor sources, Tensor rows) -> Tensor[]");
-  OPER_OPERATOR(device_exchange_place, "(int handle, Tensor received, Tensor targets) -> Tensor[]");
-  OPER_OPERATOR(device_exchange_sent, "(int handle, bool reset) -> int[]");
+  OPER_OPERATOR(device_exchange_place,
+                "(int handle, Tensor received, Tensor(a!) targets) -> Tensor");
+  OPER_OPERATOR(device_exchange_sent_bytes, "(int handle, bool reset) -> int[]");
   OPER_OPERATOR(device_exchange_meetings, "(int handle) -> int[]");
 }
 

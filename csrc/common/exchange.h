@@ -80,9 +80,8 @@ class Messages {
   struct Table {
     int64_t dim;
     RowType row_type;
-    bool is_pushed;                  // any tier is
+    bool is_pushed, is_piece;        // any tier is; of columns
     std::vector<int64_t> num_slots;  // [W]
-    int32_t num_rounds = 0;          // of squares in a step
   };
   struct Setup {
     int32_t rank = 0;
@@ -148,13 +147,17 @@ class Messages {
   }
 
   std::vector<int32_t> far;         // ranks of other domains, ascending
-  std::vector<int64_t> sent_bytes;  // [kNumSent][W] since the last reset
+  std::vector<int64_t> sent_bytes;  // [kNumSent][W] since they were last taken
+  std::vector<int64_t> take_sent() {
+    std::vector<int64_t> taken(sent_bytes.size());
+    taken.swap(sent_bytes);
+    return taken;
+  }
   int64_t total_sent() const {
     return std::accumulate(sent_bytes.begin(), sent_bytes.end(), int64_t{0});
   }
   int32_t world_size() const { return static_cast<int32_t>(setup_.near.size()); }
   bool is_near(int32_t rank) const { return setup_.near[rank]; }
-  Table& table(int64_t t) { return setup_.tables[static_cast<size_t>(t)]; }
   const Table& table(int64_t t) const { return setup_.tables[static_cast<size_t>(t)]; }
   int32_t round() const { return round_; }  // of squares in this backward pass
 
@@ -204,7 +207,7 @@ class Messages {
     for (int32_t r : far) sent_bytes[static_cast<size_t>(kSentHeaders * W + r)] += head_width_ * 4;
     return mine.code != 0 ? mine : look_at_heads();
   }
-  // Slots that there are of a received array's table, or 0: it has none.
+  // What received slots must be below, or 0: `content` is something else.
   int64_t limit(const Part& part, Content content) const {
     if (content != kReceiverSlots && content != kSenderSlots) return 0;
     return table(part.table).num_slots[content == kSenderSlots ? part.rank : setup_.rank];
@@ -352,7 +355,7 @@ class Messages {
         // As before: what was kept has gone through these checks.
         return counts[2] <= (counts[1] == kAsBefore ? num_asked_by(r, t) : counts[1]);
       case Meeting::kSquares:
-        return counts[0] <= (round_ < x.num_rounds ? theirs : 0);
+        return counts[0] <= (x.is_piece ? theirs : 0);
       case Meeting::kRefreshes:
         return counts[0] <= theirs;
     }

@@ -35,13 +35,16 @@ class HeldPasses:
     """Backward passes whose gradients wait for a later one, which applies the sum of all.
 
     Args:
-        lock: guards them; who calls `join` or `drop` has it.
+        lock: guards them; who calls `join`, or changes them, has it.
+
+    Attributes:
+        passes: those that are held back.
     """
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
         self._holders = 0  # threads and blocks within `hold`
-        self._passes: list[Backward] = []
+        self.passes: list[Backward] = []
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -57,19 +60,11 @@ class HeldPasses:
     def join(self, parts: list[Backward]) -> Backward | None:
         """One pass for these and all that were held back; None: they are held back themselves."""
         if self._holders:  # longer than the caller's buffers stay as they are
-            self._passes += [Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
-                             for p in parts]
+            self.passes += [Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
+                            for p in parts]
             return None
-        parts, self._passes = [*self._passes, *parts], []
+        parts, self.passes = [*self.passes, *parts], []
         return parts[0] if len(parts) == 1 else as_one(parts)
-
-    def drop(self) -> None:
-        """Forget what is held back."""
-        self._passes = []
-
-    def copy_from(self, other: HeldPasses) -> None:
-        """Hold back what `other` does."""
-        self._passes = list(other._passes)
 
 
 def as_one(parts: Sequence[Backward]) -> Backward:

@@ -376,7 +376,7 @@ class ShardedTables(MeasuredTables):
     @in_turn
     def drop_gradients(self) -> None:
         """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does."""
-        self._held.drop()
+        self._held.passes = []
 
     @in_turn
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
@@ -515,7 +515,7 @@ class ShardedTables(MeasuredTables):
         for name in ("num_steps", "frozen", "seed", "_rounding_keys", "_arguments", "name"):
             setattr(self, name, getattr(other, name))
         self._skipped = dict(other._skipped)
-        self._held.copy_from(other._held)
+        self._held.passes = list(other._held.passes)
         self.bounds = copy.deepcopy(other.bounds, memo)
         self.guard.mode = other.guard.mode
         self.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}

@@ -22,9 +22,17 @@ Messages::Setup with_tables(Messages::Setup setup, const Context& context) {
     std::vector<int64_t> num_slots;
     for (int32_t r = 0; r < context.world_size; ++r)
       num_slots.push_back(table.owner_begin[r + 1] - table.owner_begin[r]);
-    setup.tables.push_back({table.dim, table.row_type, table.is_pushed, std::move(num_slots)});
+    setup.tables.push_back({table.dim, table.row_type, table.is_pushed, !table.pieces.empty(),
+                            std::move(num_slots)});
   }
   return setup;
+}
+
+bool are_below(const char* slots, int64_t n, int64_t end) {
+  const auto* slot = reinterpret_cast<const uint32_t*>(slots);
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, slot[i]);
+  return n == 0 || largest < end;
 }
 
 }  // namespace
@@ -82,7 +90,6 @@ Exchange::~Exchange() {
 int64_t Exchange::transfer(Meeting what, const void* send, const int64_t* send_bytes, void* recv,
                            const int64_t* recv_bytes) {
   const int64_t begin_ns = PhaseTimes::now_ns();
-  ++num_exchanges;
   const int64_t error =
       setup_.transport(static_cast<int64_t>(what), send, send_bytes, recv, recv_bytes);
   int64_t sent = 0;
@@ -138,8 +145,10 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, ParallelFor paral
   for (const Part& x : parts) {
     const bool is_absent = x.in == 0 && x.shape.content == Messages::kWeights;
     arrays[x.index] = is_absent ? nullptr : to + x.expanded_at;
+    const int64_t limit = messages.limit(x, x.shape.content);
+    if (limit > 0 && !are_below(arrays[x.index], x.in, limit)) return failed({9, x.rank});
     if (!x.is_last) continue;
-    if (!slots_fit(what, is_reply, x.rank, x.table, arrays)) return failed({9, x.rank});
+    if (!lists_fit(what, x.rank, x.table, arrays)) return failed({9, x.rank});
     deliver(what, is_reply, x.rank, x.table, arrays);
   }
   return {};

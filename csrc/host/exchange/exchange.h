@@ -52,7 +52,6 @@ class Exchange {
   void address_rows(Batch& batch, ParallelFor parallel);
   // `mine` is an error of this rank, if any; all ranks learn of it.
   Status meet(Meeting what, const Batch& batch, ParallelFor parallel, Status mine);
-  int64_t num_exchanges = 0;  // since the last reset
   Messages messages;
 
  private:
@@ -103,11 +102,8 @@ class Exchange {
     const std::vector<int64_t>& split = splits_[table];
     return split.empty() ? 0 : static_cast<uint32_t>(split[peer + 1] - split[peer]);
   }
-  // Whether the slots that a rank has sent are such as a rank of this job sends.
-  bool slots_fit(Meeting what, bool is_reply, int32_t peer, int64_t table,
-                 const char* const* arrays) const;
-  bool requests_fit(const char* slots, const char* bags, int64_t n, int64_t num_bags,
-                    int64_t table) const;
+  // Whether bags, and lists that say their own length, are such as a rank of this job sends.
+  bool lists_fit(Meeting what, int32_t peer, int64_t table, const char* const* arrays) const;
   // Calls the transport; what it returns. `send_bytes`, `recv_bytes`: [W].
   int64_t transfer(Meeting what, const void* send, const int64_t* send_bytes, void* recv,
                    const int64_t* recv_bytes);

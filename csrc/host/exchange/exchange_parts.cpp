@@ -19,10 +19,7 @@ void Exchange::count(Meeting what, bool weighted, ParallelFor parallel) {
 
 void Exchange::count_table(Meeting what, bool weighted, int64_t t) {
   const Table& table = context_.tables[t];
-  if (what == Meeting::kSquares) {
-    messages.table(t).num_rounds = table.rounds_of_squares();
-    list_squares(t);
-  }
+  if (what == Meeting::kSquares) list_squares(t);
   if (what == Meeting::kRefreshes) list_refreshes(t);
   const int64_t* reduced = Context::outbox_begin(context_.outbox_table(context_.rank, t));
   const int64_t* asked = Context::request_begin(context_.request_table(context_.rank, t));
@@ -192,55 +189,26 @@ Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, 
 
 // ---- whether what others have sent can be ------------------------------------------------------
 
-// Slots of this rank, and bags that are numbered through from 0, each no less than the one before.
-bool Exchange::requests_fit(const char* slots, const char* bags, int64_t n, int64_t num_bags,
-                            int64_t t) const {
-  const auto* slot = reinterpret_cast<const uint32_t*>(slots);
-  const auto* bag = reinterpret_cast<const uint32_t*>(bags);
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, slot[i]);
-  if (n > 0 && largest >= num_slots(context_.tables[t], context_.rank)) return false;
-  // Bags only ever rise by one, see unpack_runs; the first may be missing.
-  return n == 0 || (bag[0] == 0 && bag[n - 1] < num_bags);
-}
-
-bool Exchange::slots_fit(Meeting what, bool is_reply, int32_t r, int64_t t,
-                         const char* const* arrays) const {
-  const Table& table = context_.tables[t];
+bool Exchange::lists_fit(Meeting what, int32_t r, int64_t t, const char* const* arrays) const {
   const uint32_t* counts = messages.counts_from(r, t);
-  const int64_t mine = num_slots(table, context_.rank), theirs = num_slots(table, r);
-  const auto* slots =
-      reinterpret_cast<const uint32_t*>(arrays[what == Meeting::kRequests ? 3 : 0]);
-  const auto below = [&](int64_t n, int64_t end) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < n; ++i) largest = std::max(largest, slots[i]);
-    return n == 0 || largest < end;
+  // Bags only ever rise by one, see unpack_runs; the first may be missing.
+  const auto bags_fit = [&](const char* bags, int64_t n) {
+    const auto* bag = reinterpret_cast<const uint32_t*>(bags);
+    return n == 0 || (bag[0] == 0 && bag[n - 1] < counts[2]);
   };
-  switch (what) {
-    case Meeting::kGather:
-      return is_reply || below(counts[0], mine);
-    case Meeting::kRequests:
-      return below(counts[1], mine) && requests_fit(arrays[0], arrays[1], counts[0], counts[2], t);
-    case Meeting::kPartials:
-      return true;
-    case Meeting::kGradients: {
-      if (!below(counts[0], mine)) return false;
-      if (!table.is_pushed) return true;
-      const Requested& before = asked_by_[cell(r, t)];
-      if (counts[1] == kAsBefore)
-        return requests_fit(before.slots, before.bags, before.n, counts[2], t);
-      return requests_fit(arrays[2], arrays[3], counts[1], counts[2], t);
-    }
-    case Meeting::kSquares:
-      return below(counts[0], theirs);
-    case Meeting::kRefreshes:  // the list says its own length, and is searched
-      if (counts[0] == 0) return true;
-      if (slots[0] != counts[0]) return false;
-      for (uint32_t i = 1; i <= counts[0]; ++i)
-        if (slots[i] >= theirs || (i > 1 && slots[i] <= slots[i - 1])) return false;
-      return true;
+  if (what == Meeting::kRequests) return bags_fit(arrays[1], counts[0]);
+  if (what == Meeting::kGradients && context_.tables[t].is_pushed) {
+    const Requested& before = asked_by_[cell(r, t)];
+    return counts[1] == kAsBefore ? bags_fit(before.bags, before.n) : bags_fit(arrays[3], counts[1]);
   }
-  return false;
+  if (what != Meeting::kRefreshes || counts[0] == 0) return true;
+  // The list says its own length, and is searched.
+  const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
+  if (slots[0] != counts[0]) return false;
+  for (uint32_t i = 1; i <= counts[0]; ++i)
+    if (slots[i] >= num_slots(context_.tables[t], r) || (i > 1 && slots[i] <= slots[i - 1]))
+      return false;
+  return true;
 }
 
 // ---- where the kernels find what others have sent ----------------------------------------------

@@ -271,10 +271,6 @@ class DeviceTables(ShardedTables):
         self.barrier()
         return self.page_kind
 
-    def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
-        """As `ShardedTables.sent_bytes`."""
-        return {} if self._exchange is None else self._exchange.sent_bytes(reset)
-
     def start_counting(self) -> None:
         """Count what is read from now on, for `traffic`. Every pass then waits for the device."""
         self._steps.counters = DeviceCounters(self)

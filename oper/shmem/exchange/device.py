@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,15 +26,13 @@ import torch
 from oper.errors import InvalidInputError, fail
 from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
-from oper.rows.traffic import SENT
 from oper.shmem.batch import raise_status
 from oper.shmem.exchange.host import Exchange
-from oper.shmem.group.desync import STATE_ACCESS
 from oper.shmem.group.groups import Group
 from oper.shmem.memory.device_arenas import DeviceArenas
 from oper.shmem.memory.device_batch import StepArrays, key_ranges, unsigned
 from oper.shmem.optim.optimizers import Optimizer
-from oper.shmem.placement.layout import ROW_TYPES, nearest_replica
+from oper.shmem.placement.layout import nearest_replica
 
 _UNIT = 16  # kStagingUnit in csrc/device/device.h
 _COUNTS = 3  # per table, Messages::kCounts
@@ -70,23 +68,6 @@ class DeviceRows(Protocol):
     def replica_view(self, piece: int, rank: int) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class FarRows:
-    """Rows of other domains that were fetched for a batch; see csrc/device/device.h.
-
-    Attributes:
-        stretches: int64 [S, 5], on the device.
-        received: uint8, the rows as they came.
-        num_rows: distinct rows.
-        num_bytes: what they take once they are staged.
-    """
-
-    stretches: torch.Tensor
-    received: torch.Tensor
-    num_rows: int
-    num_bytes: int
-
-
 @dataclass(slots=True)
 class _Stretches:
     """Keys of far rows that this rank reads: home slots of one tier at one owner each.
@@ -118,6 +99,8 @@ class DeviceExchange(Exchange):
         num_refreshed: int64 [W, T], masters of far ranks that the last step has changed, by owner
             and by table in the order of keys.
     """
+
+    _operators = "device_exchange"
 
     def __init__(self, group: Any, domain_of: Sequence[int], collection: int, bits: MessageBits,
                  device: torch.device) -> None:
@@ -175,14 +158,8 @@ class DeviceExchange(Exchange):
         self.needs = needs_across(directories, self._domain_of)
         self._pulled = self._list_stretches(with_pushed=False)
         self._read = self._list_stretches(with_pushed=True)
-        self._rounds = [self._tables.rounds_of_squares(d.table.name) if d.dim != d.table.dim else 0
-                        for d in self._of_key]
-        shapes = [[d.dim, ROW_TYPES.index(d.table.dtype),
-                   any(x.tier.mode == "push" for x in d.tiers), rounds, *d.num_slots]
-                  for d, rounds in zip(self._of_key, self._rounds, strict=True)]
-        torch.ops.oper.device_context_set_exchange(
-            handle, self.members, torch.from_numpy(np.array(shapes, np.int64)),
-            self.bits.to_json(), self.collection)
+        torch.ops.oper.device_context_set_exchange(handle, self.members, self.bits.to_json(),
+                                                   self.collection)
         self._callback_at = ctypes.cast(self.callback, ctypes.c_void_p).value
 
     def _list_stretches(self, with_pushed: bool) -> _Stretches:
@@ -196,11 +173,6 @@ class DeviceExchange(Exchange):
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """The array on this rank's device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-    def sent_bytes(self, reset: bool) -> dict[str, list[int]]:
-        """As `ShardedTables.sent_bytes`."""
-        sent = np.array(torch.ops.oper.device_exchange_sent(self._handle, reset))
-        return dict(zip(SENT, sent.reshape(len(SENT), -1).tolist(), strict=True))
 
     # ---- phases ----------------------------------------------------------------------------------
 
@@ -231,10 +203,6 @@ class DeviceExchange(Exchange):
         numbers: np.ndarray = theirs.numpy()
         return numbers
 
-    def _last_heads(self) -> list[int]:
-        flat: list[int] = torch.ops.oper.device_exchange_meetings(self._handle)
-        return flat
-
     def exchange(self, *sources: tuple[Any, Any], is_reply: bool = False,
                  targets: Sequence[Any] = ()) -> tuple[np.ndarray, torch.Tensor]:
         """Exchange the arrays that the phase's counts speak of. Collective.
@@ -259,8 +227,7 @@ class DeviceExchange(Exchange):
         sent, received, send_bytes, recv_bytes = ops.device_exchange_pack(
             self._handle, is_reply, torch.from_numpy(data), torch.from_numpy(rows))
         self._guarded(sent, send_bytes.tolist(), received, recv_bytes.tolist())
-        memory, places = ops.device_exchange_place(self._handle, received, torch.from_numpy(there))
-        return places.numpy(), memory
+        return there, ops.device_exchange_place(self._handle, received, torch.from_numpy(there))
 
     @staticmethod
     def starts(memory: torch.Tensor, sizes: np.ndarray) -> np.ndarray:
@@ -275,8 +242,9 @@ class DeviceExchange(Exchange):
 
     # ---- forward: distinct rows ------------------------------------------------------------------
 
-    def gather(self, step: StepArrays, skip_pushed: bool, first_byte: int) -> FarRows | None:
-        """Fetch the rows of other domains that a planned batch reads, each once. Collective.
+    def gather(self, step: StepArrays, skip_pushed: bool, first_byte: int) -> None:
+        """Fetch the rows of other domains that a planned batch reads, each once, and give them to
+        the step under way. Collective.
 
         Args:
             step: the step, whose batch is planned.
@@ -299,13 +267,14 @@ class DeviceExchange(Exchange):
         places, _ = self.exchange((wanted, 0), targets=[self.starts(theirs, asked)])
         (received,), memory = self.exchange((self._rows, places[0]), is_reply=True)
         if not n.size:
-            return None
+            return
         inside = before - (wanted[rank, table] - slots.data_ptr()) // 4  # of an owner's table
         from_byte = received[rank, table] - memory.data_ptr() + inside * self._row_bytes[table]
         taken = n * -(-self._row_bytes[table] // _UNIT)
         to_unit = first_byte // _UNIT + np.cumsum(taken) - taken
-        return FarRows(self.to_device(np.stack([before, first, from_byte, to_unit, table], 1)),
-                       memory, int(n.sum()), int(taken.sum()) * _UNIT)
+        torch.ops.oper.device_receive_rows(  # columns as in FarRows, csrc/device/device.h
+            self._handle, self.to_device(np.stack([before, first, from_byte, to_unit, table], 1)),
+            memory, int(n.sum()), int(taken.sum()) * _UNIT)
 
     def take(self, values: torch.Tensor, shift: np.ndarray, n: np.ndarray) -> torch.Tensor:
         """`values` at ``shift[s] + i``, where i counts on over all ranges and range s has n[s]."""
@@ -364,7 +333,7 @@ class DeviceExchange(Exchange):
         counts, found = self.counts(), [np.zeros(0, np.int64)]
         lists: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slots, and owners of their pieces
         for k, d in enumerate(self._of_key):
-            if round_number < self._rounds[k]:
+            if d.dim != d.table.dim and round_number < tables.rounds_of_squares(d.table.name):
                 slots = step.merged_slots(self._of_key, k, self._rank)
                 positions = d.positions_at(self._rank, slots)
                 lists[k] = slots, np.stack([directories[p].locate(positions)[0]
@@ -391,7 +360,8 @@ class DeviceExchange(Exchange):
             return
         counts, lists = self.counts(), [torch.empty(0, dtype=torch.int64, device=self._device)]
         changed = {k: self._tables.arenas.touched(t, self._rank)
-                   for k, t in enumerate(self._order) if self._has_far_replicas(k)}
+                   for k, t in enumerate(self._order)
+                   if any(x.tier.placement == "replicated" for x in self._of_key[k].tiers)}
         for r in self.far:
             for k, slots in changed.items():
                 mine = torch.cat([lists[0], *(
@@ -411,10 +381,6 @@ class DeviceExchange(Exchange):
             rows = self._tables.arenas.segment(int(places[1, r, k]), n, d.dim, d.table.dtype)
             self._refresh(k, r, unsigned(self.words(int(places[0, r, k]) + 4, n)), rows)
 
-    def _has_far_replicas(self, k: int) -> bool:
-        return any(x.tier.placement == "replicated" and x.num_rows[self._rank]
-                   and (x.replica_base[self.far] >= 0).any() for x in self._of_key[k].tiers)
-
     def _refresh(self, k: int, owner: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy masters of a far owner into this rank's replicas."""
         replica = self._tables.replica_view(self._order[k], self._rank)
@@ -429,21 +395,3 @@ class DeviceExchange(Exchange):
                         int(x.replica_base[self._rank]) + turn)
                     replica[place] = rows[inside]
 
-    # ---- rows by slot ----------------------------------------------------------------------------
-
-    def fetch(self, wanted: Any, serve: Callable[[str, int], torch.Tensor],
-              phase: int = STATE_ACCESS) -> dict[int, torch.Tensor]:
-        """As `Exchange.fetch`; the rows come to host memory."""
-        rows: Any = lambda part, piece: _OnHost(serve(part, piece))  # noqa: E731
-        return super().fetch(wanted, rows, phase)
-
-
-class _OnHost:
-    """Rows on a device that are copied to host memory when they are asked for."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self._rows = rows
-        self.shape, self.dtype = rows.shape, rows.dtype
-
-    def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
-        return self._rows[index.to(self._rows.device)].cpu()
