@@ -59,14 +59,15 @@ std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64
 // The table of a kernel that packs arrays, or places them.
 class PartTable {
  public:
-  // `rows`: address of the numbers of entries, or 0; `limit`: below which numbers of entries, or of
-  // slots, are, or 0.
+  // `rows`: address of the numbers of entries, or 0; `limit`: below which these are, or slots that are
+  // placed.
   void add(const Messages::Part& part, int64_t n, int64_t memory, int64_t rows, int64_t wire,
-           int64_t limit) {
+           int64_t limit, bool packs) {
     using Parts = WireParts;
     const Messages::Shape& shape = part.shape;
     const bool is_runs = shape.content == Messages::kRuns;
-    const bool is_slots = rows == 0 && limit > 0;
+    const bool is_slots = !packs && (shape.content == Messages::kReceiverSlots ||
+                                     shape.content == Messages::kSenderSlots);
     const int64_t number = shape.unit % 4 == 0 ? 4 : 2, per_entry = shape.unit / number;
     const Parts::Kind kind = shape.bits == 16 ? Parts::kRounded
                              : is_slots       ? Parts::kSlots
@@ -112,7 +113,7 @@ std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor s
   const int64_t begin = reinterpret_cast<int64_t>(message.data_ptr());
   PartTable table;
   for (const Messages::Part& x : list.parts)
-    if (x.out > 0) table.add(x, x.out, at(sources, x), at(rows, x), begin + x.out_at, 0);
+    if (x.out > 0) table.add(x, x.out, at(sources, x), at(rows, x), begin + x.out_at, 0, true);
   table.move(*tables, true);
   const auto as_tensor = [&](const std::vector<int64_t>& bytes) {
     Tensor made = torch::stable::new_empty(sources, {static_cast<int64_t>(bytes.size())},
@@ -146,7 +147,7 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
       if (x.in == 0 && x.shape.content == Messages::kWeights) place = 0;
       if (x.in > 0)
         table.add(x, x.in, place, is_put ? before : 0, wire,
-                  messages.limit(x, is_put ? Messages::kSenderSlots : x.shape.content));
+                  messages.limit(x, is_put ? Messages::kSenderSlots : x.shape.content), false);
     }
     before = wire;
   }

@@ -145,8 +145,10 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, ParallelFor paral
   for (const Part& x : parts) {
     const bool is_absent = x.in == 0 && x.shape.content == Messages::kWeights;
     arrays[x.index] = is_absent ? nullptr : to + x.expanded_at;
-    const int64_t limit = messages.limit(x, x.shape.content);
-    if (limit > 0 && !are_below(arrays[x.index], x.in, limit)) return failed({9, x.rank});
+    const Messages::Content content = x.shape.content;
+    if ((content == Messages::kReceiverSlots || content == Messages::kSenderSlots) &&
+        !are_below(arrays[x.index], x.in, messages.limit(x, content)))
+      return failed({9, x.rank});
     if (!x.is_last) continue;
     if (!lists_fit(what, x.rank, x.table, arrays)) return failed({9, x.rank});
     deliver(what, is_reply, x.rank, x.table, arrays);
