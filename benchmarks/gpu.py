@@ -58,7 +58,7 @@ _KERNELS = """
 import json, sys, torch
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.device_tables import DeviceTables
+from oper.shmem.device.tables import DeviceTables
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.tables import TableSpec

@@ -14,7 +14,8 @@ rows, of bags). On the way, a number of either direction has
 Everything else is exact: ids, weights, squared norms, changed rows on their way to replicas, rows
 that are stored in 16 bits or fewer, and all that stays within a memory domain.
 
-The kernels round in csrc/host/exchange/packing.cpp; sizes are the same there.
+Hosts round in csrc/host/exchange/packing.cpp, devices in csrc/device/kernels/exchange.cu; sizes are
+those of csrc/common/exchange.h.
 """
 
 from __future__ import annotations

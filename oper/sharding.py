@@ -439,7 +439,7 @@ def _build(target: Target, plan: Plan, objective: str, group: Group, bounds_chec
     device = next((p.device for p in target.module.parameters()), None)  # codes are buffers
     tables: ShardedTables
     if device is not None and device.type == "cuda":
-        from oper.shmem.device_tables import DeviceTables
+        from oper.shmem.device.tables import DeviceTables
 
         tables = DeviceTables(plan, features, group, optimizers, scale, device=device)
     else:

@@ -169,8 +169,8 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
                           int64_t collection, int64_t transport) {
   Context& context = context_of(handle);
   ExchangeSetup setup;
-  setup.near.assign(static_cast<size_t>(context.world_size), false);
-  for (int64_t r : domain) setup.near[static_cast<size_t>(r)] = true;
+  setup.messages.near.assign(static_cast<size_t>(context.world_size), false);
+  for (int64_t r : domain) setup.messages.near[static_cast<size_t>(r)] = true;
   const int64_t* data = int64_data(targets);
   for (int64_t k = 0; k < targets.size(0); ++k)
     setup.targets.push_back({static_cast<int32_t>(data[4 * k]),
@@ -180,25 +180,19 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
   setup.pulls = pulls;
   setup.refreshes = refreshes;
   setup.shares_replicas = shares_replicas;
-  setup.answer_bits = static_cast<int32_t>(bits.at(0));
-  setup.gradient_bits = static_cast<int32_t>(bits.at(1));
-  setup.collection = static_cast<uint32_t>(collection);
+  setup.messages.answer_bits = static_cast<int32_t>(bits.at(0));
+  setup.messages.gradient_bits = static_cast<int32_t>(bits.at(1));
+  setup.messages.collection = static_cast<uint32_t>(collection);
   setup.transport = reinterpret_cast<Transport>(transport);
   context.exchange = std::make_shared<Exchange>(context, std::move(setup));
 }
 
-// Number of exchanges, then bytes sent [kinds][W], see enum Sent.
+// Bytes sent since the last reset, [kinds][W], see enum Sent; empty in a single domain.
 std::vector<int64_t> context_sent_bytes(int64_t handle, bool reset) {
   Context& context = context_of(handle);
   if (!context.exchange) return {};
-  Exchange& exchange = *context.exchange;
-  std::vector<int64_t> result = exchange.sent_bytes;
-  result.insert(result.begin(), exchange.num_exchanges);
-  if (reset) {
-    std::fill(exchange.sent_bytes.begin(), exchange.sent_bytes.end(), 0);
-    exchange.num_exchanges = 0;
-  }
-  return result;
+  Messages& messages = context.exchange->messages;
+  return reset ? messages.take_sent() : messages.sent_bytes;
 }
 
 // De-duplicated pull, see host/peer_rows.h. `costs`: float64 [3], PullCosts.
@@ -245,7 +239,7 @@ void context_trace(int64_t handle, int64_t most) { context_of(handle).times.trac
 
 std::vector<int64_t> context_spans(int64_t handle) { return context_of(handle).times.take_spans(); }
 
-// Forward passes, backward passes, then units moved [kinds][T][W], see host/traffic.h.
+// Forward passes, backward passes, then units moved [kinds][T][W], see host/counters/traffic.h.
 std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
   Context& context = context_of(handle);
   std::vector<int64_t> result = context.moved();
@@ -271,7 +265,7 @@ std::vector<int64_t> context_positions(int64_t handle) {
 // as this rank was last told. Empty in a single domain.
 std::vector<int64_t> context_meetings(int64_t handle) {
   const Context& context = context_of(handle);
-  return context.exchange ? context.exchange->meetings() : std::vector<int64_t>{};
+  return context.exchange ? context.exchange->messages.meetings() : std::vector<int64_t>{};
 }
 
 // This rank meets nobody of its memory domain any more; `verdict` says whom it found to be behind.

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common/description.h"
+#include "common/exchange.h"
 #include "common/handles.h"
 #include "device/context.h"
 
@@ -22,7 +23,7 @@ namespace oper::device {
 struct Stopped {
   int64_t code, detail;
 };
-// Codes beside those of ErrorWord, see `raise_found` in oper/shmem/device_steps.py.
+// Codes beside those of ErrorWord, see `raise_found` in oper/shmem/device/steps.py.
 enum Code : int64_t {
   kPointFailed = 11,   // a point has kept its error
   kNotInGraphs = 12,   // the step waits for the device, which a graph cannot
@@ -31,7 +32,7 @@ enum Code : int64_t {
   kIdsWithoutBags = 15
 };
 
-// Where a step calls Python: as oper/shmem/device_steps.py numbers them. `value` is the number of
+// Where a step calls Python: as oper/shmem/device/steps.py numbers them. `value` is the number of
 // bytes that are staged before other domains' rows, or the round of squares.
 enum class Point : int64_t {
   kMeet,  // order this rank's later kernels after all ranks' earlier ones
@@ -85,6 +86,7 @@ struct Tables {
   std::vector<Tensor> keep_alive;  // head maps
   std::unique_ptr<Context> context;
   std::optional<Tensor> like;      // on the tables' device
+  std::unique_ptr<Messages> messages;  // with other memory domains; null: there are none
   Hook hook = nullptr;
   bool meets = false;         // ranks are threads of one process, whom the hook orders
   bool exchanges = false;     // other domains take part in steps

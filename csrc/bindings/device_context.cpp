@@ -1,5 +1,5 @@
 // torch operators that make, ask and close tables in device memory, on libtorch's stable ABI. Python
-// holds their memory; see oper/shmem/device_tables.py.
+// holds their memory; see oper/shmem/device/tables.py.
 #include <algorithm>
 #include <set>
 #include <tuple>
@@ -222,16 +222,6 @@ std::vector<Tensor> device_arrays(int64_t handle) {
   return found;
 }
 
-// Rows of this rank for ranks of other domains, see AskedRows.
-void device_pack_rows(int64_t handle, Tensor stretches, Tensor slots, Tensor out) {
-  const auto tables = tables_of(handle);
-  const OnDevice on(*tables);
-  pack_rows(tables->context->view(),
-            {int64_data(stretches), stretches.size(0), slots.numel(),
-             static_cast<const uint32_t*>(slots.data_ptr()), static_cast<char*>(out.data_ptr())},
-            stream_of(out));
-}
-
 // DLPack's DLManagedTensor, whose header torch keeps from users of its stable interface.
 struct ManagedTensor {
   void* data;
@@ -317,8 +307,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_arrays, "(int handle) -> Tensor[]");
   OPER_OPERATOR(device_receive_rows,
                 "(int handle, Tensor stretches, Tensor rows, int num_rows, int num_bytes) -> ()");
-  OPER_OPERATOR(device_pack_rows,
-                "(int handle, Tensor stretches, Tensor slots, Tensor(a!) out) -> ()");
 #if !defined(OPER_EMULATED)
   OPER_OPERATOR(device_memory_create, "(int bytes, int[] host_ranges, int device) -> int[]");
   OPER_OPERATOR(device_memory_attach,

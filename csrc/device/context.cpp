@@ -206,6 +206,9 @@ class Context::Builder {
       host(touched_)[k * W + r] = reinterpret_cast<uint32_t*>(d_.touched[t * W + r]);
       host(squares_)[k * W + r] = reinterpret_cast<float*>(d_.squares[t * W + r]);
     }
+    c_.message_tables_.push_back({out.dim, out.type, out.has_push, out.dim != out.row_columns, {}});
+    for (int64_t r = 0; r < W; ++r)
+      c_.message_tables_.back().num_slots.push_back(owned[r + 1 - d_.rank] - owned[r - d_.rank]);
     c_.max_dim_ = std::max(c_.max_dim_, out.dim);
     c_.max_row_bytes_ = std::max<int64_t>(c_.max_row_bytes_, bytes_of_row(out.type, out.dim));
     c_.min_dim_ = c_.min_dim_ == 0 ? out.dim : std::min(c_.min_dim_, out.dim);

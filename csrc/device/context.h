@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "common/description.h"
+#include "common/exchange.h"
 #include "device/device.h"
 
 namespace oper::device {
@@ -33,6 +34,8 @@ class Context {
   // Optimizer arguments of the tables, in the order of keys; device memory.
   UpdateArgs* optimizers() const { return optimizers_; }
   const std::vector<int32_t>& order() const { return order_; }  // plan's table of each in key order
+  // Likewise in the order of keys.
+  const std::vector<Messages::Table>& message_tables() const { return message_tables_; }
   int64_t num_keys() const { return num_keys_; }
   int32_t max_dim() const { return max_dim_; }
   int32_t min_dim() const { return min_dim_; }
@@ -59,6 +62,7 @@ class Context {
   View view_{};
   std::vector<RowClass> classes_;
   std::vector<int32_t> order_;
+  std::vector<Messages::Table> message_tables_;
   UpdateArgs* optimizers_ = nullptr;
   uint32_t* epoch_ = nullptr;
   int* claimed_ = nullptr;

@@ -243,15 +243,22 @@ struct FarRows {
 void place_far_rows(const View& view, const BatchPlan& plan, const FarRows& far,
                            const Staging& staging, cudaStream_t stream);
 
-// Rows that ranks of other memory domains ask for, side by side.
-struct AskedRows {
-  enum Column { kBegin, kBytes, kTableIndex, kWidth };
-  const int64_t* stretches;  // [num_stretches, kWidth]: slots before it, bytes in `out`, table
-  int64_t num_stretches, num_rows;
-  const uint32_t* slots;
-  char* out;
+// Arrays of numbers that go into a message, side by side, or come out of one. In this rank's memory
+// their entries lie side by side, too, or where `kRows` says.
+struct WireParts {
+  enum Column { kFirst, kMemory, kRows, kWire, kPerEntry, kKind, kLimit, kWidth };
+  enum Kind : int64_t {
+    kWords,    // of 4 bytes
+    kHalves,   // of 2 bytes
+    kRounded,  // float32 that travel as bfloat16
+    kSlots     // uint32 below `kLimit`, when they are placed
+  };
+  const int64_t* parts;  // [num_parts, kWidth]: numbers before the part; addresses of its memory, of
+                         // the uint32 numbers of its entries (or 0: 0, 1, ...) and in the message;
+                         // numbers of an entry; kind; end of entries or of slots
+  int64_t num_parts, num_numbers;
 };
-void pack_rows(const View& view, const AskedRows& asked, cudaStream_t stream);
+void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream_t stream);
 
 // Pools every bag. `skip_pushed`: leave out rows of pushed tiers, and do not divide the means of
 // tables that have such tiers.

@@ -86,7 +86,7 @@ void Context::start_counting() {
 }
 
 int64_t Context::traced_bytes() const {
-  return exchange && times.is_traced() ? exchange->total_sent() : 0;
+  return exchange && times.is_traced() ? exchange->messages.total_sent() : 0;
 }
 
 std::vector<int64_t> Context::moved() {

@@ -9,12 +9,13 @@
 
 #include "common/directory.h"
 #include "common/elements.h"
+#include "common/exchange.h"
 #include "common/home_tiers.h"
 #include "common/optimizer.h"
 #include "common/philox.h"
 #include "host/barrier.h"
-#include "host/phases.h"
-#include "host/traffic.h"
+#include "host/counters/phases.h"
+#include "host/counters/traffic.h"
 
 namespace oper::host {
 
@@ -413,22 +414,8 @@ struct DistinctRows {
   int64_t num_rows;
 };
 
-struct Status {
-  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up (5: bindings),
-  // 7 the transport failed, 8 ranks are in different phases, 9 a rank of another memory domain has
-  // sent what none can (10: bindings), 11 there is no memory for what it sends, 12 peer has closed,
-  // 13 a peer has refused its batch
-  int64_t code = 0;
-  int64_t detail = -1;
-};
-
 // Runs body(begin, end) over [0, count); provided by the binding (torch's thread pool).
 using ParallelFor = void (*)(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument);
-
-// The points of a batch where ranks wait for each other. In barriers kSharing follows, after the
-// refreshes, and then Python's own; oper/shmem/group/desync.py has words for all of them.
-enum class Meeting { kGather, kRequests, kPartials, kGradients, kSquares, kRefreshes };
-constexpr uint32_t kSharing = 6;
 
 // `collective`: pushed tiers are pooled by their owners (all ranks must take part); otherwise every
 // row is read directly.

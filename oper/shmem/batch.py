@@ -210,7 +210,7 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
     """Raise what a status code of the kernels means.
 
     Args:
-        code, detail: what the operator returned; see csrc/host/context.h.
+        code, detail: what the operator returned; see csrc/common/exchange.h.
         outbox_bytes: size of a rank's outbox.
         failed: the batch that was looked up, unless the call had none.
     """

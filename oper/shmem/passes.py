@@ -1,9 +1,11 @@
-"""Backward passes of lookups, and their sum."""
+"""Backward passes of lookups, their sum, and those that are held back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +29,47 @@ class Backward:
     batch: Lookup
     offsets: torch.Tensor
     frozen: frozenset[str] = frozenset()
+
+
+class HeldPasses:
+    """Backward passes whose gradients wait for a later one, which applies the sum of all.
+
+    Args:
+        lock: guards them; who calls `join`, or changes them, has it.
+
+    Attributes:
+        passes: those that are held back.
+    """
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._holders = 0  # threads and blocks within `hold`
+        self.passes: list[Backward] = []
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a thread is within `hold`."""
+        return self._holders > 0
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Passes that are joined meanwhile, by whatever thread, are held back."""
+        with self._lock:
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+
+    def join(self, parts: list[Backward]) -> Backward | None:
+        """One pass for these and all that were held back; None: they are held back themselves."""
+        if self._holders:  # longer than the caller's buffers stay as they are
+            self.passes += [Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
+                            for p in parts]
+            return None
+        parts, self.passes = [*self.passes, *parts], []
+        return parts[0] if len(parts) == 1 else as_one(parts)
 
 
 def as_one(parts: Sequence[Backward]) -> Backward:

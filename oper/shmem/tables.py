@@ -45,7 +45,7 @@ from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.optim.optimizers import Optimizer, check_supported
 from oper.shmem.optim.rounding import rounding_key
-from oper.shmem.passes import Backward
+from oper.shmem.passes import HeldPasses
 from oper.shmem.placement.layout import ArenaLayout, KernelMaps
 from oper.shmem.placement.outbox import reserved_bytes
 from oper.shmem.protocol import Tables
@@ -141,8 +141,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self._checks = BatchChecks()
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
         self.guard = GradientGuard(self.features, self.specs)
-        self._holds_gradients = 0  # threads and blocks within `no_sync`
-        self._pending: list[Backward] = []
+        self._held = HeldPasses(self.turns.lock)
         # Makes autograd call our backward although the tables are no parameters.
         self.anchor = torch.zeros(0, requires_grad=True, device=self.device)
         self.collected = CollectedPasses(self)
@@ -436,7 +435,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         """Take steps, rates, bounds and what `no_sync` has kept from tables of the same kind."""
         for name in ("num_steps", "frozen", "seed", "_rounding_keys", "_arguments", "name"):
             setattr(self, name, getattr(other, name))
-        self._skipped, self._pending = dict(other._skipped), list(other._pending)
+        self._skipped = dict(other._skipped)
+        self._held.passes = list(other._held.passes)
         self.bounds = copy.deepcopy(other.bounds, memo)
         self.guard.mode = other.guard.mode
         self.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from oper.shmem.micro_batches import refuse_in_parts
 from oper.shmem.optim.arguments import KernelArguments
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
-from oper.shmem.passes import Backward, as_one
+from oper.shmem.passes import Backward, HeldPasses
 
 
 class TableUpdates:
@@ -39,8 +39,7 @@ class TableUpdates:
     _skipped: dict[str, int]
     _table_of: list[str]
     _backward_op: Any
-    _pending: list[Backward]
-    _holds_gradients: int  # threads and blocks within `no_sync`
+    _held: HeldPasses
     _check_process: Callable[[], None]
     _known: Callable[[Lookup], ResolvedIds | None]
     _raise: Callable[..., Any]
@@ -75,13 +74,9 @@ class TableUpdates:
                     part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
             if os.getpid() != self._process or self._heap is None:
                 self._check_process()
-            if self._holds_gradients:  # longer than the caller's buffers stay as they are
-                self._pending += [
-                    Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
-                    for p in parts]
+            passed = self._held.join(parts)
+            if passed is None:
                 return
-            parts, self._pending = [*self._pending, *parts], []
-            passed = parts[0] if len(parts) == 1 else as_one(parts)
             if self.turns.parts is not None:
                 self.turns.parts.leave(passed)
             else:
@@ -127,32 +122,25 @@ class TableUpdates:
         if code:
             self._raise(code, detail, batch, offsets)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside leave their gradients here; the first one outside applies the sum.
 
         As DistributedDataParallel's ``no_sync``: k backward passes, one update, bitwise that of one
         batch that holds all their samples. Inside, no backward pass is collective. It holds for the
         backward passes of all threads.
         """
-        with self.turns.lock:
-            refuse_in_parts(self, "cannot accumulate gradients")
-            self._holds_gradients += 1
-        try:
-            yield
-        finally:
-            with self.turns.lock:
-                self._holds_gradients -= 1
+        refuse_in_parts(self, "cannot accumulate gradients")
+        return self._held.hold()
 
     @property
     def holds_gradients(self) -> bool:
         """Whether a thread is within `no_sync`."""
-        return self._holds_gradients > 0
+        return self._held.is_holding
 
     @in_turn
     def drop_gradients(self) -> None:
         """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does."""
-        self._pending = []
+        self._held.passes = []
 
     @in_turn
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor

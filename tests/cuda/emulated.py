@@ -96,7 +96,7 @@ class FromHost:
 
 def device_tables(*args: Any, **kwargs: Any) -> Any:
     """Stands in for `ShardedTables`."""
-    from oper.shmem.device_tables import DeviceTables
+    from oper.shmem.device.tables import DeviceTables
 
     if not has_gpu():
         return DeviceTables(*args, device="cpu", **kwargs)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from oper.shmem.batch import Lookup
-from oper.shmem.device_tables import DeviceTables
+from oper.shmem.device.tables import DeviceTables
 from tests.cuda import emulated
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from oper.errors import InvalidInputError, PeerLostError
+from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import Plan
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
@@ -159,6 +159,49 @@ def test_an_error_on_one_rank_is_told_to_all(emulation: pytest.MonkeyPatch, on_d
     mine, theirs = run_ranks(2, body, domains=(0, 1))
     assert theirs.startswith("InvalidInputError") and "1000000" in theirs
     assert mine.startswith("PeerLostError") and "rank=1" in mine
+
+
+class _Liar:
+    """A transport that puts other numbers into a message of this rank, its first or its second."""
+
+    def __init__(self, inner: Any, wrong: int) -> None:
+        self._inner, self._wrong, self._count = inner, wrong, 0
+        self.spot = inner.spot
+
+    def exchange(self, send: torch.Tensor, there: list[int], recv: torch.Tensor, back: list[int]
+                 ) -> None:
+        self._count += 1
+        if self._count == self._wrong:  # behind what heads begin with, or all slots
+            send = send.clone()
+            send[32 if self._count == 1 else 0:there[0]] = 0x7F
+        self._inner.exchange(send, there, recv, back)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("wrong, problem", [
+    (1, "what no rank of this job can send"), (2, "are not where they should be")])
+def test_what_no_rank_can_send_is_refused(emulation: pytest.MonkeyPatch, on_device: None,
+                                          wrong: int, problem: str) -> None:
+    """Counts before anything is taken by them, slots before a row is read."""
+    case = small_case("sgd")
+    plan = plans_for(case.tables, 2)["striped"]
+    (batches,) = make_steps(case, 2, 1)
+
+    def body(group: ThreadGroup) -> str:
+        tables = runtime_support.open_tables(case, plan, group, SGD(lr=0.1))
+        if group.rank == 1:
+            tables._exchange._transport = _Liar(tables._exchange._transport, wrong)
+        try:
+            tables.lookup(batches[group.rank].lookup(case)).sum().backward()
+        except OperError as error:
+            group.abort()
+            return str(error)
+        return "nothing"
+
+    victim, _ = run_ranks(2, body, domains=(0, 1))
+    assert problem in victim
 
 
 def test_codes_are_for_host_memory(emulation: pytest.MonkeyPatch) -> None:

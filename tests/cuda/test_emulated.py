@@ -102,7 +102,7 @@ class _Staging:
 
     def __init__(self, patch: pytest.MonkeyPatch, choice: bool | None = True,
                  room: int | None = None) -> None:
-        from oper.shmem.device_tables import DeviceTables
+        from oper.shmem.device.tables import DeviceTables
 
         self.found: list[int] = []  # by rank
         close = DeviceTables.close

@@ -1,43 +1,19 @@
 // Exchange with ranks whose memory this rank cannot address, over a transport of bytes.
 //
 // What such a rank has left for this one is received into private buffers and laid out as a mirror
-// of its outbox, so that the kernels read it like that of a neighbour. Per meeting there is one
-// exchange of fixed-size headers (phase, error, counts) among all ranks and one of what they count,
-// for all tables at once; a gather is followed by one of the rows that were asked for. Where owners
-// pool rows, too, rows are asked for together with sums, and come together with them.
+// of its outbox, so that the kernels read it like that of a neighbour. What is sent in which phase:
+// common/exchange.h.
 #pragma once
 
 #include <memory>
 #include <vector>
 
+#include "common/exchange.h"
 #include "host/context.h"
 #include "host/exchange/packing.h"
 #include "host/memory.h"
 
 namespace oper::host {
-
-// Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments lie in rank
-// order, sizes in bytes. `what` is the Meeting. Returns 0, or anything else after an error, which the
-// caller keeps.
-using Transport = int64_t (*)(int64_t what, const void* send, const int64_t* send_bytes, void* recv,
-                              const int64_t* recv_bytes);
-
-// What is sent, in bytes by kind and receiver; the order is that of SENT in oper/rows/traffic.py.
-enum Sent {
-  kSentHeaders,
-  kSentRowIds,         // forward: distinct rows asked for
-  kSentRows,           // forward: those rows
-  kSentIds,            // forward: ids in pushed tiers, and where their bags begin
-  kSentIdWeights,      // forward: their weights
-  kSentPartialSums,    // forward: partial sums, in the order of the bags that were asked for
-  kSentGradientRows,   // backward: reduced gradients, and their rows' slots
-  kSentGradientIds,    // backward: ids in pushed tiers, unless they are those of the last forward pass
-  kSentGradientWeights,
-  kSentBagGradients,   // backward: gradients of the bags of those ids
-  kSentSquares,        // backward: sums of squares of the pieces of a row, and their slots
-  kSentRefreshedRows,  // backward: masters that have changed, and their slots
-  kNumSent
-};
 
 // Masters of one tier on this rank, and a rank of another domain that holds replicas of them.
 struct ReplicaTarget {
@@ -46,13 +22,11 @@ struct ReplicaTarget {
 };
 
 struct ExchangeSetup {
-  std::vector<bool> near;              // [W], whose memory can be addressed
+  Messages::Setup messages;            // but for the rank and the tables
   std::vector<ReplicaTarget> targets;
   bool gathers, refreshes;             // whether any rank does
   bool pulls;                          // whether any rank gathers rows of pulled tiers
   bool shares_replicas;                // whether ranks read replicas of their neighbours
-  int32_t answer_bits, gradient_bits;  // of fp32 numbers in messages, see packing.h
-  uint32_t collection;                 // its number, the same on all ranks
   Transport transport;
 };
 
@@ -78,58 +52,20 @@ class Exchange {
   void address_rows(Batch& batch, ParallelFor parallel);
   // `mine` is an error of this rank, if any; all ranks learn of it.
   Status meet(Meeting what, const Batch& batch, ParallelFor parallel, Status mine);
-  // [kNumSent][W] bytes sent since the last reset, their sum, and the number of exchanges.
-  std::vector<int64_t> sent_bytes;
-  int64_t total_sent() const;
-  int64_t num_exchanges = 0;
-  // Per rank: number of its last meeting, what it was for, its collection, as it last told this rank.
-  std::vector<int64_t> meetings() const;
+  Messages messages;
 
  private:
-  static constexpr int kCounts = 3;  // per table, see shapes_of
+  using Part = Messages::Part;
+  static constexpr uint32_t kAsBefore = Messages::kAsBefore;
   static constexpr int64_t kSmallBytes = 64 << 10;  // not worth waking other threads
-  // In the place of a count: the requests of the last forward pass, or of the one before, hold for this
-  // backward pass too.
-  static constexpr uint32_t kAsBefore = UINT32_MAX;
-  static constexpr uint32_t kKept = 2;
-  static bool is_before(uint32_t count) { return count > kAsBefore - kKept; }
-  // As oper/shmem/exchange/host.py packs them too. Heads are of whole kHeadUnit words, so that ranks which
-  // meet with different tables, or for different things, can tell who is elsewhere: of a message of
-  // another size than expected the transport can only say that it is one.
-  enum Head { kPhase, kSequence, kCode, kCulprit, kWeighted, kWire, kCollection, kSpare, kHeadWidth };
-  static constexpr int64_t kHeadUnit = 256;
   static constexpr int kInRows = static_cast<int>(Meeting::kRefreshes) + 1, kNumInboxes = kInRows + 1;  // one per meeting
 
-  // One array of a message: `unit` bytes for each of counts[count].
-  struct Shape {
-    Sent kind;
-    int count;
-    int64_t unit;
-    int32_t bits = 32;        // of each of its numbers on the way
-    bool is_weight = false;   // only there when the sender's batch has weights
-    bool is_runs = false;     // bags of ids, sent as bits
-    int64_t extra = 0;        // units beyond the count, unless that is 0
-  };
-  struct Shapes {
-    static constexpr int kMost = 6;
-    Shape list[kMost];
-    int n = 0;
-  };
   // Where an array comes from: contiguous, or the named rows of a matrix. `names`: what gradients are
   // of, see Draws.
   struct Source {
     const char* data = nullptr;
     const uint32_t* rows = nullptr;
     const uint32_t* names = nullptr;
-  };
-  // The arrays that this rank and another send each other for one table: units and byte offsets.
-  struct Part {
-    Shape shape;
-    int32_t rank;
-    int64_t table;
-    int index;
-    int64_t out, in;
-    int64_t out_at, in_at, expanded_at;
   };
   // The arrays of requests of one table between two ranks; `weights` may be null.
   struct Requested {
@@ -138,12 +74,10 @@ class Exchange {
     const char* weights = nullptr;
     int64_t n = 0;
   };
-  // The requests of a forward pass. A part of a batch may be looked up before the backward pass of the part
-  // before it: two forward passes are kept, but one where forward and backward passes take turns.
+  // The requests of a forward pass, see Messages::kept.
   struct Kept {
     Buffer sent, received;
     std::vector<Requested> asked, asked_by;  // [W * T] sent, received
-    bool has_passed_back = true;
   };
   struct Listed {  // [0] = count, then slots; and numbers beside them
     std::vector<uint32_t> slots;
@@ -152,23 +86,6 @@ class Exchange {
 
   static int64_t num_slots(const Table& table, int32_t owner) {
     return table.owner_begin[owner + 1] - table.owner_begin[owner];
-  }
-  Shapes shapes_of(Meeting what, bool is_reply, const Table& table) const;
-  static int64_t wire_bytes(const Shape& shape, int64_t n);
-  // Both directions' bits, for the head.
-  uint32_t wire() const {
-    return static_cast<uint32_t>(setup_.answer_bits << 8 | setup_.gradient_bits);
-  }
-  template <class Body>
-  void each_part(Meeting what, bool is_reply, bool weighted, Body body);
-  uint32_t* counts_to(int32_t peer, int64_t table) {
-    return heads_out_.data() + peer * head_width_ + kHeadWidth + table * kCounts;
-  }
-  const uint32_t* counts_from(int32_t peer, int64_t table) const {
-    return heads_in_.data() + peer * head_width_ + kHeadWidth + table * kCounts;
-  }
-  bool weighted_from(int32_t peer) const {
-    return heads_in_[static_cast<size_t>(peer * head_width_ + kWeighted)] != 0;
   }
   size_t cell(int32_t peer, int64_t table) const {
     return static_cast<size_t>(peer) * context_.tables.size() + static_cast<size_t>(table);
@@ -181,17 +98,11 @@ class Exchange {
   Source source(Meeting what, bool is_reply, int32_t peer, int64_t table, int part) const;
   Source source_in_outbox(Meeting what, int32_t peer, int64_t table, int part) const;
   Draws draws_of(const Part& part, const uint32_t* names) const;
-  void keep_requests(const char* send);
+  void keep_requests(const std::vector<Part>& parts, const char* send);
   void list_bags(int64_t table, int32_t peer);
   // By the count that says so.
-  Kept& kept(uint32_t count) {
-    return kept_[(newest_ + kKept - (kAsBefore - count)) % kKept];
-  }
-  const Kept& kept(uint32_t count) const { return const_cast<Exchange*>(this)->kept(count); }
-  // Makes room for the requests of a forward pass; notes that the oldest one without a backward pass has
-  // had it. Alike on all ranks.
-  void rotate();
-  void pass_back();
+  Kept& kept(uint32_t count) { return kept_[messages.kept(count)]; }
+  const Kept& kept(uint32_t count) const { return kept_[messages.kept(count)]; }
   bool is_as_before(const Requested& before, int64_t table, int32_t peer, bool weighted) const;
   // A count, or that of the forward pass whose requests were the same.
   uint32_t requests_count(int64_t table, int32_t peer, bool weighted) const;
@@ -201,35 +112,22 @@ class Exchange {
     const std::vector<int64_t>& split = splits_[table];
     return split.empty() ? 0 : static_cast<uint32_t>(split[peer + 1] - split[peer]);
   }
-  // Whether the counts and slots that a rank has sent are such as a rank of this job sends. Nothing
-  // is allocated, read or written by them before.
-  bool counts_fit(Meeting what, int32_t peer, int64_t table) const;
-  bool slots_fit(Meeting what, bool is_reply, int32_t peer, int64_t table,
-                 const char* const* arrays) const;
-  bool requests_fit(const char* slots, const char* bags, int64_t n, int64_t num_bags,
-                    int64_t table) const;
+  // Whether bags, and lists that say their own length, are such as a rank of this job sends.
+  bool lists_fit(Meeting what, int32_t peer, int64_t table, const char* const* arrays) const;
   // Calls the transport; what it returns. `send_bytes`, `recv_bytes`: [W].
-  int64_t transfer(Meeting what, const void* send, const std::vector<int64_t>& send_bytes, void* recv,
-                   const std::vector<int64_t>& recv_bytes);
-  Status exchange_heads(Meeting what, bool weighted, Status mine);
-  Status exchange_payload(Meeting what, bool is_reply, bool weighted, ParallelFor parallel);
+  int64_t transfer(Meeting what, const void* send, const int64_t* send_bytes, void* recv,
+                   const int64_t* recv_bytes);
+  Status exchange_payload(Meeting what, bool is_reply, ParallelFor parallel);
   Status failed(Status status);
 
   Context& context_;
   ExchangeSetup setup_;
-  std::vector<int32_t> far_;         // ranks of other domains, ascending
   std::vector<int32_t> far_tables_;  // tables with rows that this rank cannot address
   std::vector<bool> is_far_;         // [T] whether it is one of these
   std::vector<bool> pulls_far_;      // [T] whether some of these rows are in pulled tiers
-  int64_t head_width_;
-  std::vector<uint32_t> heads_out_, heads_in_;
-  uint32_t sequence_ = 0;
-  int32_t round_ = 0;  // of squares in this backward pass
   Status failed_;
   Buffer send_, received_, inbox_[kNumInboxes], places_, keys_;
-  Kept kept_[kKept];
-  uint32_t newest_ = 0;
-  std::vector<Part> parts_;
+  Kept kept_[Messages::kKept];
   std::vector<FarRows> far_rows_;             // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
   std::vector<std::vector<uint32_t>> bags_;   // [W * T] distinct bags of this rank's requests

@@ -9,35 +9,6 @@
 
 namespace oper::host {
 
-Exchange::Shapes Exchange::shapes_of(Meeting what, bool is_reply, const Table& table) const {
-  const int64_t row = table.row_bytes();
-  const int64_t gradient = table.gradient_bytes();
-  const int32_t sums = bits_of_row(setup_.answer_bits, table.dim);
-  const int32_t rows = table.row_type == RowType::kFloat32 ? sums : 32;
-  const int32_t back = bits_of_row(setup_.gradient_bits, table.dim);
-  switch (what) {
-    case Meeting::kGather:
-      if (is_reply) return {{{kSentRows, 0, row, rows}}, 1};
-      return {{{kSentRowIds, 0, 4}}, 1};
-    case Meeting::kRequests:
-      return {{{kSentIds, 0, 4}, {kSentIds, 0, 4, 32, false, true},
-               {kSentIdWeights, 0, 4, 32, true}, {kSentRowIds, 1, 4}},
-              4};
-    case Meeting::kPartials:
-      return {{{kSentPartialSums, 0, gradient, sums}, {kSentRows, 1, row, rows}}, 2};
-    case Meeting::kGradients:
-      return {{{kSentGradientRows, 0, 4}, {kSentGradientRows, 0, gradient, back},
-               {kSentGradientIds, 1, 4}, {kSentGradientIds, 1, 4, 32, false, true},
-               {kSentGradientWeights, 1, 4, 32, true}, {kSentBagGradients, 2, gradient, back}},
-              table.is_pushed ? 6 : 2};
-    case Meeting::kSquares:
-      return {{{kSentSquares, 0, 4}, {kSentSquares, 0, 4}}, 2};
-    case Meeting::kRefreshes:
-      return {{{kSentRefreshedRows, 0, 4, 32, false, false, 1}, {kSentRefreshedRows, 0, row}}, 2};
-  }
-  return {};
-}
-
 // ---- what this rank has for others -------------------------------------------------------------
 
 void Exchange::count(Meeting what, bool weighted, ParallelFor parallel) {
@@ -52,14 +23,15 @@ void Exchange::count_table(Meeting what, bool weighted, int64_t t) {
   if (what == Meeting::kRefreshes) list_refreshes(t);
   const int64_t* reduced = Context::outbox_begin(context_.outbox_table(context_.rank, t));
   const int64_t* asked = Context::request_begin(context_.request_table(context_.rank, t));
-  for (int32_t r : far_) {
-    uint32_t* counts = counts_to(r, t);
-    std::fill(counts, counts + kCounts, 0u);
+  for (int32_t r : messages.far) {
+    uint32_t* counts = messages.counts_to(r, t);
+    std::fill(counts, counts + Messages::kCounts, 0u);
     if (what == Meeting::kGather) counts[0] = num_far_rows(r, t);
     if (what == Meeting::kRequests && setup_.pulls) counts[1] = num_far_rows(r, t);
     if (what == Meeting::kRequests && table.is_pushed) {
       counts[0] = static_cast<uint32_t>(asked[r + 1] - asked[r]);
       list_bags(t, r);
+      counts[2] = static_cast<uint32_t>(bags_[cell(r, t)].size());
     }
     if (what == Meeting::kPartials) counts[1] = num_asked_slots_[cell(r, t)];
     if (what == Meeting::kPartials && table.is_pushed)
@@ -89,7 +61,7 @@ void Exchange::list_bags(int64_t t, int32_t r) {
 }
 
 uint32_t Exchange::requests_count(int64_t t, int32_t r, bool weighted) const {
-  for (uint32_t age = 0; age < kKept; ++age)
+  for (uint32_t age = 0; age < Messages::kKept; ++age)
     if (is_as_before(kept(kAsBefore - age).asked[cell(r, t)], t, r, weighted))
       return kAsBefore - age;
   const int64_t* begin = Context::request_begin(context_.request_table(context_.rank, t));
@@ -118,13 +90,13 @@ bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool 
 // Owners of the other pieces of a row need this piece's sum of squares.
 void Exchange::list_squares(int64_t t) {
   const Table& table = context_.tables[t];
-  for (int32_t r : far_) {
+  for (int32_t r : messages.far) {
     listed_[cell(r, t)].slots.assign(1, 0);
     listed_[cell(r, t)].values.clear();
   }
-  if (round_ >= table.rounds_of_squares()) return;
+  if (messages.round() >= table.rounds_of_squares()) return;
   const float* squares =
-      table.squares[context_.rank] + round_ * num_slots(table, context_.rank);
+      table.squares[context_.rank] + messages.round() * num_slots(table, context_.rank);
   // Slots that any rank has a gradient of.
   std::vector<uint32_t> slots;
   for (int32_t r = 0; r < context_.world_size; ++r) {
@@ -148,7 +120,7 @@ void Exchange::list_squares(int64_t t) {
       const Table& piece = context_.tables[p];
       const int32_t owner = piece.owner_of(
           locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position));
-      if (setup_.near[owner] || done[owner] == static_cast<int32_t>(i)) continue;
+      if (messages.is_near(owner) || done[owner] == static_cast<int32_t>(i)) continue;
       done[owner] = static_cast<int32_t>(i);
       Listed& list = listed_[cell(owner, t)];
       list.slots.push_back(slots[i]);
@@ -159,7 +131,7 @@ void Exchange::list_squares(int64_t t) {
 }
 
 void Exchange::list_refreshes(int64_t t) {
-  for (int32_t r : far_) listed_[cell(r, t)].slots.assign(1, 0);
+  for (int32_t r : messages.far) listed_[cell(r, t)].slots.assign(1, 0);
   const uint32_t* touched = context_.tables[t].touched[context_.rank];
   for (const ReplicaTarget& target : setup_.targets) {
     if (target.table != t) continue;
@@ -224,83 +196,29 @@ Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, 
   }
 }
 
-// ---- whether what others have sent can be ----
+// ---- whether what others have sent can be ------------------------------------------------------
 
-bool Exchange::counts_fit(Meeting what, int32_t r, int64_t t) const {
-  const Table& table = context_.tables[t];
-  const uint32_t* counts = counts_from(r, t);
-  const int64_t mine = num_slots(table, context_.rank), theirs = num_slots(table, r);
-  switch (what) {
-    case Meeting::kGather:
-      return counts[0] <= mine;
-    case Meeting::kRequests:
-      return (counts[0] == 0 || (table.is_pushed && !is_before(counts[0]))) && counts[1] <= mine;
-    case Meeting::kPartials:  // one for each bag, and for each row, that was asked for
-      return counts[0] == (table.is_pushed ? bags_[cell(r, t)].size() : 0) &&
-             counts[1] == (setup_.pulls ? num_far_rows(r, t) : 0);
-    case Meeting::kGradients:
-      if (counts[0] > mine) return false;
-      if (!table.is_pushed) return counts[1] == 0 && counts[2] == 0;
-      // As before: what was kept has gone through these checks.
-      return counts[2] <= (is_before(counts[1]) ? kept(counts[1]).asked_by[cell(r, t)].n : counts[1]);
-    case Meeting::kSquares:
-      return counts[0] <= (round_ < table.rounds_of_squares() ? theirs : 0);
-    case Meeting::kRefreshes:
-      return counts[0] <= theirs;
-  }
-  return false;
-}
-
-// Slots of this rank, and bags that are numbered through from 0, each no less than the one before.
-bool Exchange::requests_fit(const char* slots, const char* bags, int64_t n, int64_t num_bags,
-                            int64_t t) const {
-  const auto* slot = reinterpret_cast<const uint32_t*>(slots);
-  const auto* bag = reinterpret_cast<const uint32_t*>(bags);
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, slot[i]);
-  if (n > 0 && largest >= num_slots(context_.tables[t], context_.rank)) return false;
+bool Exchange::lists_fit(Meeting what, int32_t r, int64_t t, const char* const* arrays) const {
+  const uint32_t* counts = messages.counts_from(r, t);
   // Bags only ever rise by one, see unpack_runs; the first may be missing.
-  return n == 0 || (bag[0] == 0 && (num_bags < 0 || bag[n - 1] < num_bags));
-}
-
-bool Exchange::slots_fit(Meeting what, bool is_reply, int32_t r, int64_t t,
-                         const char* const* arrays) const {
-  const Table& table = context_.tables[t];
-  const uint32_t* counts = counts_from(r, t);
-  const int64_t mine = num_slots(table, context_.rank), theirs = num_slots(table, r);
-  const auto* slots =
-      reinterpret_cast<const uint32_t*>(arrays[what == Meeting::kRequests ? 3 : 0]);
-  const auto below = [&](int64_t n, int64_t end) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < n; ++i) largest = std::max(largest, slots[i]);
-    return n == 0 || largest < end;
+  const auto bags_fit = [&](const char* bags, int64_t n) {
+    const auto* bag = reinterpret_cast<const uint32_t*>(bags);
+    return n == 0 || (bag[0] == 0 && bag[n - 1] < counts[2]);
   };
-  switch (what) {
-    case Meeting::kGather:
-      return is_reply || below(counts[0], mine);
-    case Meeting::kRequests:
-      return below(counts[1], mine) && requests_fit(arrays[0], arrays[1], counts[0], -1, t);
-    case Meeting::kPartials:
-      return true;
-    case Meeting::kGradients: {
-      if (!below(counts[0], mine)) return false;
-      if (!table.is_pushed) return true;
-      if (is_before(counts[1])) {
-        const Requested& before = kept(counts[1]).asked_by[cell(r, t)];
-        return requests_fit(before.slots, before.bags, before.n, counts[2], t);
-      }
-      return requests_fit(arrays[2], arrays[3], counts[1], counts[2], t);
-    }
-    case Meeting::kSquares:
-      return below(counts[0], theirs);
-    case Meeting::kRefreshes:  // the list says its own length, and is searched
-      if (counts[0] == 0) return true;
-      if (slots[0] != counts[0]) return false;
-      for (uint32_t i = 1; i <= counts[0]; ++i)
-        if (slots[i] >= theirs || (i > 1 && slots[i] <= slots[i - 1])) return false;
-      return true;
+  if (what == Meeting::kRequests) return bags_fit(arrays[1], counts[0]);
+  if (what == Meeting::kGradients && context_.tables[t].is_pushed) {
+    if (!Messages::is_before(counts[1])) return bags_fit(arrays[3], counts[1]);
+    const Requested& before = kept(counts[1]).asked_by[cell(r, t)];
+    return bags_fit(before.bags, before.n);
   }
-  return false;
+  if (what != Meeting::kRefreshes || counts[0] == 0) return true;
+  // The list says its own length, and is searched.
+  const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
+  if (slots[0] != counts[0]) return false;
+  for (uint32_t i = 1; i <= counts[0]; ++i)
+    if (slots[i] >= num_slots(context_.tables[t], r) || (i > 1 && slots[i] <= slots[i - 1]))
+      return false;
+  return true;
 }
 
 // ---- where the kernels find what others have sent ----------------------------------------------
@@ -308,7 +226,7 @@ bool Exchange::slots_fit(Meeting what, bool is_reply, int32_t r, int64_t t,
 void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
                        const char* const* arrays) {
   Table& table = context_.tables[t];
-  const uint32_t* counts = counts_from(r, t);
+  const uint32_t* counts = messages.counts_from(r, t);
   const char* base = context_.outbox[r];
   const uint32_t* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
   const auto lay_out_requests = [&](const Requested& in, const char* gradients) {
@@ -346,7 +264,7 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
       begin[context_.rank] = 0;
       begin[context_.rank + 1] = counts[0];
       if (table.is_pushed)
-        lay_out_requests(is_before(counts[1])
+        lay_out_requests(Messages::is_before(counts[1])
                              ? kept(counts[1]).asked_by[cell(r, t)]
                              : Requested{arrays[2], arrays[3], arrays[4], counts[1]},
                          arrays[5]);
@@ -355,7 +273,7 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
     case Meeting::kSquares: {
       const float* values = reinterpret_cast<const float*>(arrays[1]);
       if (counts[0] == 0) break;
-      float* squares = table.squares[r] + round_ * num_slots(table, r);
+      float* squares = table.squares[r] + messages.round() * num_slots(table, r);
       for (uint32_t i = 0; i < counts[0]; ++i) squares[slots[i]] = values[i];
       break;
     }
@@ -373,7 +291,7 @@ Status Exchange::gather(Batch& batch, Moved kind, bool collective, ParallelFor p
   const int64_t bad = list_far_rows(batch, kind, collective, parallel);
   Status status = meet(Meeting::kGather, batch, parallel, bad >= 0 ? Status{4, bad} : Status{});
   if (status.code != 0) return status;
-  status = exchange_payload(Meeting::kGather, true, false, parallel);
+  status = exchange_payload(Meeting::kGather, true, parallel);
   if (status.code == 0) address_rows(batch, parallel);
   return status;
 }
@@ -437,7 +355,7 @@ void Exchange::address_rows(Batch& batch, ParallelFor parallel) {
     const FarRows& rows = far_rows_[t];
     if (rows.places == nullptr) return;
     int64_t* address = scratch.get<int64_t>(0, rows.num_keys);
-    for (int32_t r : far_)
+    for (int32_t r : messages.far)
       for (int64_t i = splits_[t][r]; i < splits_[t][r + 1]; ++i)
         address[i] = reinterpret_cast<int64_t>(gathered_[cell(r, t)]) +
                      (i - splits_[t][r]) * table.row_bytes();

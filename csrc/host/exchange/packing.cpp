@@ -11,7 +11,6 @@ namespace oper::host {
 
 namespace {
 
-constexpr uint32_t kToNearest = 0x8000;  // in the place of random bits: ties away from zero
 constexpr float kLargestCode = 255.0f;
 
 void round_row(char* to, const float* numbers, int64_t n) {

@@ -37,7 +37,7 @@ def initial_rows(case: DeviceCase, table: int, device: torch.device) -> torch.Te
 def open_tables(case: DeviceCase, device: torch.device, plan: Plan, group: Group | None = None,
                 trained: bool = True) -> Any:
     """`DeviceTables` with the initial rows."""
-    from oper.shmem.device_tables import DeviceTables
+    from oper.shmem.device.tables import DeviceTables
 
     features = [(f"f{k}", t.name) for k, t in enumerate(case.tables())]
     tables = DeviceTables(plan, features, group or SingleGroup(), OPTIMIZER if trained else None,

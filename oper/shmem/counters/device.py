@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from oper.rows.traffic import KIND, Traffic
-from oper.shmem.device_batch import StepArrays, key_ranges
 from oper.shmem.exchange.device import DeviceRows
 from oper.shmem.exchange.device_push import Request
+from oper.shmem.memory.device_batch import StepArrays, key_ranges
 from oper.shmem.placement.layout import nearest_replica
 
 
@@ -79,7 +79,7 @@ class DeviceCounters:
                 if n and (reader != self._rank or self._asks[k]):
                     self._add("ids", k, reader, n)
                     self._add("pooled_rows", k, self._rank, n)
-                    if request.weights is not None:
+                    if request.weights:
                         self._add("id_weights", k, reader, n)
                 if reader != self._rank or not self._asks[k]:
                     continue

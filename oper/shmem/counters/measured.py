@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from oper.errors import OperError, fail
-from oper.rows.traffic import SENT, Traffic
+from oper.rows.traffic import Traffic
 from oper.shmem.counters.phases import PHASES, Histogram, Span, histograms, take_spans
 from oper.shmem.group.desync import blame_peers
 from oper.shmem.memory.host_heap import HostHeap
@@ -77,9 +77,7 @@ class MeasuredTables(LogicalRows):
         Returns:
             int [W] for each kind of `oper.rows.traffic.SENT`; empty in a single domain.
         """
-        _, *flat = torch.ops.oper.context_sent_bytes(self.handle, reset) or [0]
-        size = self.group.world_size
-        return {kind: flat[k * size:(k + 1) * size] for k, kind in enumerate(SENT)} if flat else {}
+        return {} if self._exchange is None else self._exchange.sent_bytes(reset)
 
     def check_clock(self) -> None:
         """Raise OperError where nobody can tell the time of phases."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-# As csrc/host/phases.h numbers them.
+# As csrc/host/counters/phases.h numbers them.
 PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
 # What a trace has beside them: ids resolved ahead; and, within phases, waits at the barrier of a
 # memory domain and exchanges of bytes with other domains.

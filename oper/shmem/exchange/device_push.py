@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oper.shmem.device_batch import unsigned
+from oper.shmem.batch import raise_status
 from oper.shmem.exchange.device import DeviceExchange, DeviceRows, Meeting
+from oper.shmem.memory.device_batch import unsigned
 
 _HEADER = struct.Struct("<5q")  # RequestHeader in csrc/device/device.h
+_NO_REQUEST = 9  # Status in csrc/common/exchange.h: what no rank can send
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,45 +27,36 @@ class Request:
 
     Attributes:
         run_begin: int64 [R + 1], where each bag's ids begin among all.
-        slots: int32 [N]; weights: int32 [N], bits of float32, or None.
+        slots, weights: addresses of uint32 [N] and of float32 [N], or 0.
         first_run, last_run, first_pair, last_pair: int64 [T, W], runs and ids by table, in the
             order of keys, and owner.
-        offsets: int64 [T, W], where the owners' sums begin, in floats.
     """
 
     run_begin: torch.Tensor
-    slots: torch.Tensor
-    weights: torch.Tensor | None
+    slots: int
+    weights: int
     first_run: np.ndarray
     last_run: np.ndarray
     first_pair: np.ndarray
     last_pair: np.ndarray
-    offsets: np.ndarray
 
     @staticmethod
     def read(tables: DeviceRows, address: int) -> Request:
         """The request at an address that this device sees. Waits for the device."""
         T, W = len(tables.directories), tables.group.world_size
-        segment_bytes = (4 * (T * W + 1) + 7) // 8 * 8
-        size = _HEADER.size + segment_bytes + 8 * T * W
+        size = _HEADER.size + 4 * (T * W + 1)
         own = tables.arenas.memory(address, size // 4).view(torch.uint8).cpu().numpy()
         runs, slots_at, begin_at, _, weights_at = _HEADER.unpack(own[:_HEADER.size].tobytes())
-        segments = own[_HEADER.size:][:4 * (T * W + 1)].view(np.uint32).astype(np.int64)
+        segments = own[_HEADER.size:].view(np.uint32).astype(np.int64)
         if runs:
             begin = unsigned(tables.arenas.memory(address + begin_at, runs + 1))
         else:
             begin = torch.zeros(1, dtype=torch.int64, device=tables.device)
             segments[:] = 0
         pairs = begin[torch.from_numpy(segments).to(begin.device)].cpu().numpy()
-        count = int(pairs[-1])
-
-        def words(at: int) -> torch.Tensor:
-            return tables.arenas.memory(address + at, count).view(torch.int32)
-
-        return Request(
-            begin, words(slots_at), words(weights_at) if weights_at else None,
-            segments[:-1].reshape(T, W), segments[1:].reshape(T, W), pairs[:-1].reshape(T, W),
-            pairs[1:].reshape(T, W), own[size - 8 * T * W:].view(np.int64).reshape(T, W))
+        return Request(begin, address + slots_at, weights_at and address + weights_at,
+                       segments[:-1].reshape(T, W), segments[1:].reshape(T, W),
+                       pairs[:-1].reshape(T, W), pairs[1:].reshape(T, W))
 
     def num_pairs(self) -> np.ndarray:
         """Ids by table and owner, int64 [T, W]."""
@@ -91,99 +84,92 @@ class PushMessages:
         self._keep: list[torch.Tensor] = []
         self.requests = tables.arenas.requests.copy()
         self.partials = tables.arenas.partials.copy()
-        self._own = Request.read(tables, int(self.requests[tables.group.rank]))
 
     def exchange_requests(self) -> None:
         """Send this rank's requests to far owners and mirror those of far readers. Collective."""
-        x, own = self._exchange, self._own
-        counts = own.num_pairs().T.copy()
-        counts[[r for r in range(counts.shape[0]) if r not in x.far]] = 0
-        asked, weighted = x.meet(Meeting.REQUESTS, counts, own.weights is not None)
-        sent, wanted = {}, {}
-        for r in x.far:
-            parts = [slice(a, b) for a, b in zip(own.first_pair[:, r].tolist(),
-                                                 own.last_pair[:, r].tolist(), strict=True)]
-            bits = self._bits_to(r)
-            sent[r] = [*(own.slots[p] for p in parts), bits]
-            x.count("ids", r, 4 * int(counts[r].sum()) + 4 * bits.numel())
-            if own.weights is not None:
-                sent[r] += [own.weights[p] for p in parts]
-                x.count("id_weights", r, 4 * int(counts[r].sum()))
-            n = int(asked[r].sum())
-            wanted[r] = n + int((-(-asked[r] // 32)).sum()) + (n if weighted[r] else 0)
-        got = x.send(sent, wanted, torch.int32)
-        self._asked = {r: self._mirror(r, asked[r], got[r], weighted[r]) for r in x.far}
+        x = self._exchange
+        own = Request.read(self._tables, int(self.requests[self._tables.group.rank]))
+        counts = x.counts()
+        counts[x.far, :, 0] = own.num_pairs().T[x.far]
+        counts[x.far, :, 2] = own.num_runs().T[x.far]
+        asked = x.meet(Meeting.REQUESTS, counts, own.weights != 0)
+        ids, self._runs = asked[..., 0], asked[..., 2]
+        bits = self._bits(own)
+        first = 4 * own.first_pair.T
+        slots, words, weights = (
+            torch.empty(int(n.sum()), dtype=torch.int32, device=self._tables.device)
+            for n in (ids, _words(ids), ids))
+        places, _ = x.exchange(
+            (own.slots + first, 0), (x.starts(bits, _words(counts[..., 0])), 0),
+            (own.weights + first, 0),
+            targets=[x.starts(slots, ids), x.starts(words, _words(ids)), x.starts(weights, ids)])
+        self._keep += [slots, weights]
+        split = [int(_words(ids[r]).sum()) for r in x.far]
+        for r, part in zip(x.far, words.split(split), strict=True):
+            self._mirror(r, ids[r], self._begins(r, ids[r], part),
+                         int(places[0, r, 0]), int(places[2, r].max()) and int(
+                             weights.data_ptr() + 4 * ids[:r].sum()))
 
-    def _bits_to(self, r: int) -> torch.Tensor:
-        """Where bags begin among the ids for an owner, int32 words by table."""
-        x, own = self._exchange, self._own
-        words = -(-own.num_pairs()[:, r] // 32)
-        runs = own.num_runs()[:, r]
-        at = 32 * (np.cumsum(words) - words) - own.first_pair[:, r]
-        before = np.cumsum(runs) - runs
-        begin = x.take(own.run_begin, own.first_run[:, r] - before, runs) + x.spread(at, runs)
+    def _bits(self, own: Request) -> torch.Tensor:
+        """Where bags begin among the ids for far owners, int32 words by owner and table."""
+        x = self._exchange
+        pairs, runs, first_pair, first_run = (n.T[x.far].reshape(-1) for n in (
+            own.num_pairs(), own.num_runs(), own.first_pair, own.first_run))
+        words = _words(pairs)
+        at = 32 * (np.cumsum(words) - words) - first_pair
+        begin = x.take(own.run_begin, first_run - (np.cumsum(runs) - runs), runs) + x.spread(
+            at, runs)
         flags = torch.zeros(32 * int(words.sum()), dtype=torch.int64, device=begin.device)
         flags[begin] = 1
         place = torch.arange(32, device=flags.device)
         return (flags.view(-1, 32) << place).sum(1).to(torch.int32)
 
-    def _mirror(self, r: int, n: np.ndarray, message: torch.Tensor, weighted: bool) -> np.ndarray:
-        """Lay out a far reader's request; int64 [T], its runs by table."""
-        x, tables = self._exchange, self._tables
-        total, words = int(n.sum()), -(-n // 32)
-        bits = message[total:total + int(words.sum())].to(torch.int64)
-        place = torch.arange(32, device=bits.device)
-        flagged = torch.nonzero((bits[:, None] >> place & 1).view(-1))[:, 0]
-        edges = x.to_device(32 * np.cumsum(words))
-        table = torch.searchsorted(edges, flagged, right=True)
-        shift = (np.cumsum(n) - n) - 32 * (np.cumsum(words) - words)
-        begin = torch.cat([flagged + x.to_device(shift)[table],
-                           flagged.new_full((1,), total)]).to(torch.int32)
-        runs: np.ndarray = torch.bincount(table, minlength=n.size).cpu().numpy()
-        before = np.concatenate([[0], np.cumsum(runs)])
-        # As open_request_kernel lays out the sums of this owner.
-        floats = -(-runs * self._dims() // 4) * 4
-        offsets = np.zeros((n.size, self.requests.size), np.int64)
-        offsets[:, tables.group.rank] = np.cumsum(floats) - floats
-        slots, weights = message[:total].clone(), message[message.numel() - total:].clone()
-        size = _HEADER.size + x.segment_bytes(n.size) + offsets.nbytes
-        mirror = torch.empty(size // 8, dtype=torch.int64, device=message.device)
-        base = mirror.data_ptr()
-        head = _HEADER.pack(int(before[-1]), slots.data_ptr() - base, begin.data_ptr() - base, 0,
-                            weights.data_ptr() - base if weighted and total else 0)
-        data = bytearray(head + x.own_segments(before) + offsets.tobytes())
-        mirror.copy_(torch.frombuffer(data, dtype=torch.int64))
-        self._keep += [mirror, slots, begin, weights]
-        self.requests[r] = base
-        return runs
+    def _begins(self, r: int, n: np.ndarray, words: torch.Tensor) -> torch.Tensor:
+        """Where the bags of a far reader begin among its ids, and their number; int32 [R + 1]."""
+        x, runs = self._exchange, self._runs[r]
+        place = torch.arange(32, device=words.device)
+        flagged = torch.nonzero((words.to(torch.int64)[:, None] >> place & 1).view(-1))[:, 0]
+        if flagged.numel() != runs.sum():
+            raise_status(*x.check(_NO_REQUEST, r), 0, None)
+        padded = 32 * _words(n)
+        shift = (np.cumsum(n) - n) - (np.cumsum(padded) - padded)
+        return torch.cat([flagged + x.spread(shift, runs), flagged.new_full((1,), int(n.sum()))]
+                         ).to(torch.int32)
 
-    def _dims(self) -> np.ndarray:
-        return self._exchange.dims
+    def _mirror(self, r: int, n: np.ndarray, begin: torch.Tensor, slots: int, weights: int) -> None:
+        """Lay out a far reader's request; `n`: int64 [T], its ids by table."""
+        x, runs = self._exchange, self._runs[r]
+        # As open_request_kernel lays out the sums of this owner.
+        floats = -(-runs * x.dims // 4) * 4
+        offsets = np.zeros((n.size, self.requests.size), np.int64)
+        offsets[:, self._tables.group.rank] = np.cumsum(floats) - floats
+        size = _HEADER.size + x.segment_bytes(n.size) + offsets.nbytes
+        mirror = torch.empty(size // 8, dtype=torch.int64, device=begin.device)
+        base = mirror.data_ptr()
+        head = _HEADER.pack(int(runs.sum()), slots - base, begin.data_ptr() - base, 0,
+                            weights and weights - base)
+        segments = x.own_segments(np.concatenate([[0], np.cumsum(runs)]))
+        mirror.copy_(torch.frombuffer(bytearray(head + segments + offsets.tobytes()),
+                                      dtype=torch.int64))
+        self._keep += [mirror, begin]
+        self.requests[r] = base
 
     def exchange_partials(self) -> None:
         """Send far readers the sums of their bags and mirror those of far owners. Collective."""
-        x, tables = self._exchange, self._tables
-        counts = np.zeros((self.requests.size, self._dims().size), np.int64)
-        for r in x.far:
-            counts[r] = self._asked[r]
-        mine, _ = x.meet(Meeting.PARTIALS, counts)
-        part = tables.arenas.partial_bytes // self.requests.size // 16 * 16
-        own = int(self.partials[tables.group.rank])
-        sent, wanted = {}, {}
-        for r in x.far:
-            floats = -(-counts[r] * self._dims() // 4) * 4
-            at = np.cumsum(floats) - floats
-            memory = x.words(own + part * r, int(floats.sum()), torch.float32)
-            sent[r] = [memory[a:a + m] for a, m in zip(
-                at.tolist(), (counts[r] * self._dims()).tolist(), strict=True)]
-            x.count("partial_sums", r, x.answers.itemsize * int((counts[r] * self._dims()).sum()))
-            wanted[r] = int((mine[r] * self._dims()).sum())
-        got = x.send_numbers(sent, wanted, x.answers)
-        for r in x.far:
-            sizes = (mine[r] * self._dims()).tolist()
-            mirror = got[r].new_empty(int(sum(-(-n // 4) * 4 for n in sizes)) + 4)
-            offsets = self._own.offsets[:, r].tolist()
-            for values, at in zip(got[r].split(sizes), offsets, strict=True):
-                mirror[at:at + values.numel()] = values
-            self._keep.append(mirror)
-            self.partials[r] = mirror.data_ptr() - part * tables.group.rank
+        x, rank = self._exchange, self._tables.group.rank
+        counts = x.counts()
+        counts[x.far, :, 0] = self._runs[x.far]
+        x.meet(Meeting.PARTIALS, counts)
+        part = self._tables.arenas.partial_bytes // self.requests.size // 16 * 16
+        floats = -(-counts[..., 0] * x.dims // 4) * 4
+        own = int(self.partials[rank]) + part * np.arange(self.requests.size)[:, None]
+        (places,), memory = x.exchange((own + 4 * (np.cumsum(floats, 1) - floats), 0))
+        self._keep.append(memory)
+        # An owner's sums have come to lie as this rank's request says: table by table, each at a
+        # multiple of 16 bytes.
+        self.partials[x.far] = places[x.far, 0] - part * rank
+
+
+def _words(num_bits: np.ndarray) -> np.ndarray:
+    words: np.ndarray = -(-num_bits // 32)
+    return words

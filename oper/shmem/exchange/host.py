@@ -26,6 +26,7 @@ from oper.errors import (
 )
 from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
+from oper.rows.traffic import SENT
 from oper.shmem.group.desync import (
     ELSEWHERE,
     GAVE_UP,
@@ -42,7 +43,7 @@ from oper.shmem.group.transport import transport_of
 _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
                               ctypes.c_void_p, ctypes.c_void_p)
 _REQUEST = struct.Struct("<32s4q")  # part, piece, number of slots, first and last column
-# As in csrc/host/exchange/exchange.h: every meeting begins with a head of one size, so that ranks
+# As in csrc/common/exchange.h: every meeting begins with a head of one size, so that ranks
 # which meet for different things can tell. Phase, sequence, code, culprit, two of the kernels',
 # collection.
 _HEAD = struct.Struct("<8I")
@@ -68,6 +69,8 @@ class Exchange:
     Raises:
         InvalidInputError: ranks state different bits.
     """
+
+    _operators = "context"  # what the names of the kernels' operators begin with
 
     def __init__(self, group: Group, domain_of: Sequence[int], collection: int,
                  bits: MessageBits) -> None:
@@ -164,9 +167,19 @@ class Exchange:
                  "a lookup without gradients is collective across memory domains as well"))
 
     def _meetings(self) -> tuple[list[Spot], list[int]]:
-        """Where each rank's last head came from, and the head's number; empty where unknown."""
-        flat = torch.ops.oper.context_meetings(self._handle)
+        """Where each rank's last head came from, and the head's number."""
+        flat = self._ask("meetings")
         return ([Spot(flat[k + 2], flat[k + 1]) for k in range(0, len(flat), 3)], flat[::3])
+
+    def sent_bytes(self, reset: bool) -> dict[str, list[int]]:
+        """As `ShardedTables.sent_bytes`."""
+        sent, size = self._ask("sent_bytes", reset), self._group.world_size
+        return {kind: sent[k * size:(k + 1) * size] for k, kind in enumerate(SENT)}
+
+    def _ask(self, what: str, *arguments: bool) -> list[int]:
+        flat: list[int] = getattr(torch.ops.oper, f"{self._operators}_{what}")(
+            self._handle, *arguments)
+        return flat
 
     def barrier(self, phase: int = STATE_ACCESS) -> None:
         """Wait for all ranks of all domains."""
@@ -268,7 +281,7 @@ def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], in
             raise IndexError(f"slots {int(index.min())}..{int(index.max())} of {rows.shape[0]}")
     except (IndexError, UnicodeDecodeError, InvalidInputError) as error:
         raise _no_request(error) from error
-    wanted = rows[index][:, columns].reshape(-1)
+    wanted = rows[index.to(rows.device)][:, columns].reshape(-1).cpu()
     return wanted.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 

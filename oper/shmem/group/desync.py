@@ -24,7 +24,7 @@ from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-# By number: those of csrc/host/context.h (Meeting and kSharing), then those of `barrier`.
+# By number: those of csrc/common/exchange.h (Meeting and kSharing), then those of `barrier`.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + (
     "state access", "migration", "update of keys")
 FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION, KEYS = (0, 1, 2), 3, 7, 8, 9

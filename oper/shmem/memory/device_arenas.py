@@ -10,9 +10,9 @@ import torch
 import torch.utils.dlpack
 
 from oper.rows.directory import TableDirectory
-from oper.shmem.device_batch import unsigned
 from oper.shmem.group.domains import DomainGroup
 from oper.shmem.group.groups import Group
+from oper.shmem.memory.device_batch import unsigned
 from oper.shmem.memory.device_heap import PART_BYTES, DeviceHeap
 from oper.shmem.placement.layout import ROW_TYPES, ArenaLayout
 

@@ -15,11 +15,11 @@ import torch
 
 from oper.errors import InvalidInputError, OperError, PlanError, fail
 from oper.plan import Plan
-from oper.rows.traffic import SENT, Traffic
+from oper.rows.traffic import Traffic
 from oper.shmem import library
 from oper.shmem.batch import Lookup, ResolvedIds
 from oper.shmem.counters.device import DeviceCounters
-from oper.shmem.device_steps import DeviceSteps, raise_found, raise_stopped
+from oper.shmem.device.steps import DeviceSteps, raise_found, raise_stopped
 from oper.shmem.exchange.device import DeviceExchange
 from oper.shmem.group.groups import Group
 from oper.shmem.group.turns import in_turn
@@ -271,15 +271,6 @@ class DeviceTables(ShardedTables):
         """Device memory has no page kinds to choose; a barrier, as on the host. Collective."""
         self.barrier()
         return self.page_kind
-
-    def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
-        """As `ShardedTables.sent_bytes`."""
-        if self._exchange is None:
-            return {}
-        sent = {kind: row.tolist() for kind, row in zip(SENT, self._exchange.sent, strict=True)}
-        if reset:
-            self._exchange.sent[:] = 0
-        return sent
 
     def start_counting(self) -> None:
         """Count what is read from now on, for `traffic`. Every pass then waits for the device."""

@@ -1,4 +1,4 @@
-#include "host/phases.h"
+#include "host/counters/phases.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>

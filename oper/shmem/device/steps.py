@@ -17,9 +17,9 @@ import torch
 from oper.errors import InvalidInputError, OperError, fail
 from oper.shmem.batch import raise_status
 from oper.shmem.counters.device import DeviceCounters
-from oper.shmem.device_batch import StepArrays
 from oper.shmem.exchange.device import DeviceExchange, DeviceRows
 from oper.shmem.exchange.device_push import PushMessages
+from oper.shmem.memory.device_batch import StepArrays
 from oper.tables import TableSpec
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -99,10 +99,7 @@ class DeviceSteps:
             kind = "weight_rows" if point == Point.WEIGHT_ROWS else "rows"
             self.counters.rows(kind, StepArrays(self._handle), without_pushed)
         if self._exchange is not None and self._exchange.needs.gathers:
-            far = self._exchange.gather(StepArrays(self._handle), without_pushed, first_byte)
-            if far is not None:
-                torch.ops.oper.device_receive_rows(
-                    self._handle, far.stretches, far.received, far.num_rows, far.num_bytes)
+            self._exchange.gather(StepArrays(self._handle), without_pushed, first_byte)
 
     def _push(self, point: Point) -> None:
         if point == Point.REQUESTS:

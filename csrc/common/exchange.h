@@ -1,0 +1,396 @@
+// What ranks of different memory domains send each other: phases, heads, arrays, their sizes and their
+// checks. Both back ends follow it; rows and ids, and how they are packed and placed, are theirs.
+//
+// Per phase there is one exchange of heads of one size (phase, error, counts) among all ranks and one
+// of what they count, for all tables at once; a gather is followed by one of the rows that were asked
+// for. Where owners pool rows, too, hosts ask for rows together with sums; devices gather them before.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "common/elements.h"
+
+namespace oper {
+
+// The points of a batch where ranks wait for each other. In barriers kSharing follows, after the
+// refreshes, and then Python's own; oper/shmem/group/desync.py has words for all of them.
+enum class Meeting { kGather, kRequests, kPartials, kGradients, kSquares, kRefreshes };
+constexpr uint32_t kSharing = 6;
+
+struct Status {
+  // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up (5: bindings),
+  // 7 the transport failed, 8 ranks are in different phases, 9 a rank of another memory domain has
+  // sent what none can (10: bindings), 11 there is no memory for what it sends, 12 peer has closed,
+  // 13 a peer has refused its batch
+  int64_t code = 0;
+  int64_t detail = -1;
+};
+
+// Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments lie in rank
+// order, sizes in bytes. `what` is the Meeting. Returns 0, or anything else after an error, which the
+// caller keeps.
+using Transport = int64_t (*)(int64_t what, const void* send, const int64_t* send_bytes, void* recv,
+                              const int64_t* recv_bytes);
+
+// What is sent, in bytes by kind and receiver; the order is that of SENT in oper/rows/traffic.py.
+enum Sent {
+  kSentHeaders,
+  kSentRowIds,         // forward: distinct rows asked for
+  kSentRows,           // forward: those rows
+  kSentIds,            // forward: ids in pushed tiers, and where their bags begin
+  kSentIdWeights,      // forward: their weights
+  kSentPartialSums,    // forward: partial sums, in the order of the bags that were asked for
+  kSentGradientRows,   // backward: reduced gradients, and their rows' slots
+  kSentGradientIds,    // backward: ids in pushed tiers, unless they are those of the last forward pass
+  kSentGradientWeights,
+  kSentBagGradients,   // backward: gradients of the bags of those ids
+  kSentSquares,        // backward: sums of squares of the pieces of a row, and their slots
+  kSentRefreshedRows,  // backward: masters that have changed, and their slots
+  kNumSent
+};
+
+// Bits of the float32 numbers of a row in a message, see oper/messages.py: 32, as they are; 16,
+// bfloat16; 8, codes behind their step and the least number, float32 each. Rows of so few columns that
+// codes would take more bytes stay as they are.
+constexpr int64_t kCodedRowBytes = 8, kLeastCoded = 3;
+constexpr int32_t bits_of_row(int32_t wanted, int64_t columns) {
+  return wanted == 8 && columns < kLeastCoded ? 32 : wanted;
+}
+// Bytes of an entry of `unit` bytes.
+constexpr int64_t entry_bytes(int32_t bits, int64_t unit) {
+  return bits == 8 ? kCodedRowBytes + unit / 4 : unit * bits / 32;
+}
+// Bags of n ids that follow each other, as one bit per id: set where another bag begins.
+constexpr int64_t runs_bytes(int64_t n) { return (n + 31) / 32 * 4; }
+
+// In the place of random bits, see `round_to`: to the nearest number, ties away from zero.
+constexpr uint32_t kToNearest = 0x8000;
+
+class Messages {
+ public:
+  static constexpr int kCounts = 3;  // per table, see `shapes_of`
+  // In the place of a count: the requests of the last forward pass (kAsBefore), or of the one before
+  // (kAsBefore - 1), hold for this backward pass too.
+  static constexpr uint32_t kAsBefore = UINT32_MAX, kKept = 2;
+  static bool is_before(uint32_t count) { return count > kAsBefore - kKept; }
+
+  // A table, or a column piece of one.
+  struct Table {
+    int64_t dim;
+    RowType row_type;
+    bool is_pushed, is_piece;        // any tier is; of columns
+    std::vector<int64_t> num_slots;  // [W]
+  };
+  struct Setup {
+    int32_t rank = 0;
+    std::vector<bool> near;  // [W], whose memory can be addressed
+    std::vector<Table> tables;
+    int32_t answer_bits = 32, gradient_bits = 32;  // of fp32 numbers
+    uint32_t collection = 0;                       // its number, the same on all ranks
+    int64_t alignment = 4;                         // of received arrays once they are unpacked
+  };
+  enum Content {
+    kNumbers,
+    kReceiverSlots,
+    kSenderSlots,
+    kRuns,    // bags of ids, sent as bits
+    kWeights  // only there when the sender's batch has weights
+  };
+  // One array of a message: `unit` bytes for each of counts[count].
+  struct Shape {
+    Sent kind;
+    int count;
+    int64_t unit;
+    int32_t bits = 32;  // of each of its numbers on the way
+    Content content = kNumbers;
+    int64_t extra = 0;  // units beyond the count, unless that is 0
+    int64_t wire_bytes(int64_t n) const {
+      return content == kRuns ? runs_bytes(n) : aligned(n * entry_bytes(bits, unit), 4);
+    }
+  };
+  struct Shapes {
+    static constexpr int kMost = 6;
+    Shape list[kMost];
+    int n = 0;
+  };
+  // The arrays that this rank and another send each other for one table: units, and the bytes before
+  // them in what is sent, in what is received and once that is unpacked.
+  struct Part {
+    Shape shape;
+    int32_t rank;
+    int64_t table;
+    int index;
+    bool is_last;  // of this rank and table
+    int64_t out, in;
+    int64_t out_at, in_at, expanded_at;
+  };
+  struct List {
+    std::vector<Part> parts;
+    std::vector<int64_t> send_bytes, recv_bytes;  // [W]
+    int64_t sent, received, expanded;             // bytes
+    bool is_raw;                                  // all that comes is used as it is
+  };
+
+  explicit Messages(Setup setup)
+      : setup_(std::move(setup)), num_tables_(static_cast<int64_t>(setup_.tables.size())) {
+    const int32_t W = world_size();
+    head_width_ = aligned(kHeadWidth + num_tables_ * kCounts, kHeadUnit);
+    heads_out_.resize(static_cast<size_t>(W * head_width_));
+    heads_in_.resize(heads_out_.size());
+    asked_.resize(static_cast<size_t>(W * num_tables_));
+    for (std::vector<uint32_t>& kept : asked_by_) kept.resize(asked_.size());
+    sent_bytes.resize(static_cast<size_t>(kNumSent * W));
+    for (int32_t r = 0; r < W; ++r)
+      if (!setup_.near[r]) far.push_back(r);
+  }
+
+  std::vector<int32_t> far;         // ranks of other domains, ascending
+  std::vector<int64_t> sent_bytes;  // [kNumSent][W] since they were last taken
+  std::vector<int64_t> take_sent() {
+    std::vector<int64_t> taken(sent_bytes.size());
+    taken.swap(sent_bytes);
+    return taken;
+  }
+  int64_t total_sent() const {
+    return std::accumulate(sent_bytes.begin(), sent_bytes.end(), int64_t{0});
+  }
+  int32_t world_size() const { return static_cast<int32_t>(setup_.near.size()); }
+  bool is_near(int32_t rank) const { return setup_.near[rank]; }
+  const Table& table(int64_t t) const { return setup_.tables[static_cast<size_t>(t)]; }
+  int32_t round() const { return round_; }  // of squares in this backward pass
+
+  uint32_t* counts_to(int32_t peer, int64_t table) {
+    return heads_out_.data() + peer * head_width_ + kHeadWidth + table * kCounts;
+  }
+  const uint32_t* counts_from(int32_t peer, int64_t table) const {
+    return heads_in_.data() + peer * head_width_ + kHeadWidth + table * kCounts;
+  }
+  // Where the requests of a forward pass are kept, below kKept, by the count that stands for it. A part
+  // of a batch may be looked up before the backward pass of the part before it: two forward passes are
+  // kept, but one where forward and backward passes take turns.
+  uint32_t kept(uint32_t count) const { return (newest_ + kKept - (kAsBefore - count)) % kKept; }
+  // Per rank: number of its last meeting, what it was for, its collection, as it last told this rank.
+  std::vector<int64_t> meetings() const {
+    std::vector<int64_t> found;
+    for (int32_t r = 0; r < world_size(); ++r) {
+      const uint32_t* head = heads_in_.data() + r * head_width_;
+      found.insert(found.end(), {head[kSequence], head[kPhase], head[kCollection]});
+    }
+    return found;
+  }
+
+  // A phase begins; before its counts are filled in.
+  void begin(Meeting what) {
+    round_ = what == Meeting::kSquares && what_ == what ? round_ + 1 : 0;
+    what_ = what;
+    if (what != Meeting::kRequests) return;
+    if (!has_passed_back_[newest_]) newest_ = (newest_ + 1) % kKept;
+    has_passed_back_[newest_] = false;
+  }
+  // The oldest forward pass without a backward pass has had it. Alike on all ranks.
+  void pass_back() {
+    for (uint32_t age = kKept; age-- > 0;) {
+      bool& has = has_passed_back_[kept(kAsBefore - age)];
+      if (has) continue;
+      has = true;
+      return;
+    }
+  }
+  // Exchanges heads, whose counts are filled in. `mine` is an error of this rank, if any; all ranks
+  // learn of it. `transfer`: a Transport but for its first argument.
+  template <class Transfer>
+  Status exchange_heads(bool weighted, Status mine, Transfer transfer) {
+    const int32_t W = world_size();
+    weighted_ = weighted;
+    ++sequence_;
+    for (int32_t r = 0; r < W; ++r) {
+      uint32_t* head = heads_out_.data() + r * head_width_;
+      head[kPhase] = static_cast<uint32_t>(what_);
+      head[kSequence] = sequence_;
+      head[kCode] = static_cast<uint32_t>(mine.code);
+      head[kCulprit] = static_cast<uint32_t>(mine.detail);
+      head[kWeighted] = weighted;
+      head[kWire] = wire();
+      head[kCollection] = setup_.collection;
+    }
+    const std::vector<int64_t> bytes(static_cast<size_t>(W), head_width_ * 4);
+    if (transfer(heads_out_.data(), bytes.data(), heads_in_.data(), bytes.data()) != 0)
+      return {7, -1};
+    for (int32_t r : far) sent_bytes[static_cast<size_t>(kSentHeaders * W + r)] += head_width_ * 4;
+    return mine.code != 0 ? mine : look_at_heads();
+  }
+  // What received slots must be below, or 0: `content` is something else.
+  int64_t limit(const Part& part, Content content) const {
+    if (content != kReceiverSlots && content != kSenderSlots) return 0;
+    return table(part.table).num_slots[content == kSenderSlots ? part.rank : setup_.rank];
+  }
+  const List& last() const { return list_; }
+  // The arrays of the phase under way; `is_reply`: those that answer it. Holds until the next call.
+  const List& list(bool is_reply) {
+    List& x = list_;
+    const int32_t W = world_size();
+    x.parts.clear();
+    x.send_bytes.assign(static_cast<size_t>(W), 0);
+    x.recv_bytes.assign(static_cast<size_t>(W), 0);
+    x.sent = x.received = x.expanded = 0;
+    x.is_raw = true;
+    for (int32_t r : far)
+      for (int64_t t = 0; t < num_tables_; ++t) {
+        // A reply has the counts of the request, in the other direction.
+        const uint32_t* to = is_reply ? counts_from(r, t) : counts_to(r, t);
+        const uint32_t* from = is_reply ? counts_to(r, t) : counts_from(r, t);
+        const Shapes shapes = shapes_of(is_reply, table(t));
+        for (int k = 0; k < shapes.n; ++k) {
+          const Shape& shape = shapes.list[k];
+          const int64_t out = number(shape, to, weighted_), in = number(shape, from, is_weighted(r));
+          x.parts.push_back(
+              {shape, r, t, k, k + 1 == shapes.n, out, in, x.sent, x.received, x.expanded});
+          const int64_t there = shape.wire_bytes(out), back = shape.wire_bytes(in);
+          x.sent += there;
+          x.send_bytes[r] += there;
+          sent_bytes[static_cast<size_t>(shape.kind * W + r)] += there;
+          x.received += back;
+          x.recv_bytes[r] += back;
+          x.expanded += aligned(in * shape.unit, setup_.alignment);
+          x.is_raw &= in == 0 || (shape.bits == 32 && shape.content != kRuns);
+        }
+      }
+    return x;
+  }
+
+ private:
+  // As oper/shmem/exchange/host.py packs them too. Heads are of whole kHeadUnit words, so that ranks
+  // which meet with different tables, or for different things, can tell who is elsewhere: of a message
+  // of another size than expected the transport can only say that it is one.
+  enum Head { kPhase, kSequence, kCode, kCulprit, kWeighted, kWire, kCollection, kSpare, kHeadWidth };
+  static constexpr int64_t kHeadUnit = 256;
+  // What a rank was asked for in the last forward pass, and has to answer.
+  struct Asked {
+    uint32_t num_bags = 0, num_rows = 0;
+  };
+
+  static int64_t aligned(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+  // Both directions' bits, for the head.
+  uint32_t wire() const {
+    return static_cast<uint32_t>(setup_.answer_bits << 8 | setup_.gradient_bits);
+  }
+  size_t cell(int32_t peer, int64_t table) const {
+    return static_cast<size_t>(peer * num_tables_ + table);
+  }
+  bool is_weighted(int32_t peer) const {
+    return heads_in_[static_cast<size_t>(peer * head_width_ + kWeighted)] != 0;
+  }
+  static int64_t number(const Shape& shape, const uint32_t* counts, bool has_weights) {
+    const uint32_t n = counts[shape.count];
+    if (n == 0 || is_before(n) || (shape.content == kWeights && !has_weights)) return 0;
+    return n + shape.extra;
+  }
+
+  Shapes shapes_of(bool is_reply, const Table& table) const {
+    const int64_t row = bytes_of_row(table.row_type, table.dim);
+    const int64_t gradient = table.dim * 4;  // sums and gradients are fp32 whatever the rows are
+    const int32_t sums = bits_of_row(setup_.answer_bits, table.dim);
+    const int32_t rows = table.row_type == RowType::kFloat32 ? sums : 32;
+    const int32_t back = bits_of_row(setup_.gradient_bits, table.dim);
+    switch (what_) {
+      case Meeting::kGather:
+        if (is_reply) return {{{kSentRows, 0, row, rows}}, 1};
+        return {{{kSentRowIds, 0, 4, 32, kReceiverSlots}}, 1};
+      case Meeting::kRequests:  // counts[2]: bags
+        return {{{kSentIds, 0, 4, 32, kReceiverSlots}, {kSentIds, 0, 4, 32, kRuns},
+                 {kSentIdWeights, 0, 4, 32, kWeights}, {kSentRowIds, 1, 4, 32, kReceiverSlots}},
+                4};
+      case Meeting::kPartials:
+        return {{{kSentPartialSums, 0, gradient, sums}, {kSentRows, 1, row, rows}}, 2};
+      case Meeting::kGradients:  // devices reduce those of pushed rows, too, and send no bags'
+        return {{{kSentGradientRows, 0, 4, 32, kReceiverSlots},
+                 {kSentGradientRows, 0, gradient, back},
+                 {kSentGradientIds, 1, 4, 32, kReceiverSlots},
+                 {kSentGradientIds, 1, 4, 32, kRuns},
+                 {kSentGradientWeights, 1, 4, 32, kWeights},
+                 {kSentBagGradients, 2, gradient, back}},
+                table.is_pushed ? 6 : 2};
+      case Meeting::kSquares:
+        return {{{kSentSquares, 0, 4, 32, kSenderSlots}, {kSentSquares, 0, 4}}, 2};
+      case Meeting::kRefreshes:  // slots behind their number
+        return {{{kSentRefreshedRows, 0, 4, 32, kNumbers, 1}, {kSentRefreshedRows, 0, row}}, 2};
+    }
+    return {};
+  }
+
+  Status look_at_heads() {
+    const int32_t W = world_size();
+    Status found;
+    for (int32_t r = W - 1; r >= 0; --r) {
+      const uint32_t* head = heads_in_.data() + r * head_width_;
+      if (head[kCode] == 0) continue;
+      const bool by_another = (head[kCode] == 1 || head[kCode] == 2 || head[kCode] == 6) &&
+                              head[kCulprit] < static_cast<uint32_t>(W);
+      found = {by_another ? static_cast<int64_t>(head[kCode]) : 6,
+               by_another ? static_cast<int32_t>(head[kCulprit]) : r};
+      if (!by_another) break;  // the one that all the others speak of
+    }
+    if (found.code != 0) return found;
+    for (int32_t r = 0; r < W; ++r) {
+      const uint32_t* head = heads_in_.data() + r * head_width_;
+      if (head[kPhase] != static_cast<uint32_t>(what_) || head[kSequence] != sequence_ ||
+          head[kCollection] != setup_.collection || head[kWire] != wire())
+        return {8, r};
+    }
+    for (int32_t r : far)
+      for (int64_t t = 0; t < num_tables_; ++t) {
+        if (!counts_fit(r, t)) return {9, r};
+        if (what_ != Meeting::kRequests) continue;
+        asked_[cell(r, t)] = {counts_to(r, t)[2], counts_to(r, t)[1]};
+        asked_by_[newest_][cell(r, t)] = counts_from(r, t)[0];
+      }
+    return {};
+  }
+
+  // Whether the counts that a rank has sent are such as a rank of this job sends. Nothing is allocated,
+  // read or written by them before.
+  bool counts_fit(int32_t r, int64_t t) const {
+    const Table& x = table(t);
+    const uint32_t* counts = counts_from(r, t);
+    const int64_t mine = x.num_slots[setup_.rank], theirs = x.num_slots[r];
+    switch (what_) {
+      case Meeting::kGather:
+        return counts[0] <= mine;
+      case Meeting::kRequests:
+        return (counts[0] == 0 || (x.is_pushed && !is_before(counts[0]))) && counts[1] <= mine &&
+               counts[2] <= counts[0];
+      case Meeting::kPartials:  // one for each bag, and for each row, that was asked for
+        return counts[0] == asked_[cell(r, t)].num_bags && counts[1] == asked_[cell(r, t)].num_rows;
+      case Meeting::kGradients:
+        if (counts[0] > mine) return false;
+        if (!x.is_pushed) return counts[1] == 0 && counts[2] == 0;
+        // As before: what was kept has gone through these checks.
+        return counts[2] <=
+               (is_before(counts[1]) ? asked_by_[kept(counts[1])][cell(r, t)] : counts[1]);
+      case Meeting::kSquares:
+        return counts[0] <= (x.is_piece ? theirs : 0);
+      case Meeting::kRefreshes:
+        return counts[0] <= theirs;
+    }
+    return false;
+  }
+
+  Setup setup_;
+  int64_t num_tables_, head_width_;
+  std::vector<uint32_t> heads_out_, heads_in_;
+  std::vector<Asked> asked_;        // [W * T] of the others, by this rank
+  std::vector<uint32_t> asked_by_[kKept];  // [W * T]
+  uint32_t newest_ = 0;                    // of the forward passes that are kept
+  bool has_passed_back_[kKept] = {true, true};
+  uint32_t sequence_ = 0;
+  Meeting what_ = Meeting::kGather;
+  bool weighted_ = false;
+  int32_t round_ = 0;
+  List list_;
+};
+
+}  // namespace oper

@@ -1,0 +1,99 @@
+// What crosses between memory domains: packed into messages and placed from them, see
+// common/exchange.h; rows that were fetched for a batch are put where its forward pass reads them.
+#include "common/exchange.h"
+#include "device/batch.cuh"
+#include "device/group.cuh"
+
+namespace oper::device {
+namespace {
+
+// The row of a table that item number k belongs to; the first column says how many come before each.
+template <int kWidth>
+OPER_DEVICE const int64_t* row_of(const int64_t* rows, int64_t count, int64_t k) {
+  return rows + kWidth * last_that(0, count, [&](int64_t r) { return rows[r * kWidth] <= k; });
+}
+
+__global__ void __launch_bounds__(256) place_rows_kernel(View view, BatchPlan plan, FarRows far,
+                                                         Staging staging) {
+  const Group<32> group;
+  for (int64_t k = group.index(); k < far.num_rows; k += group.count()) {
+    const int64_t* x = row_of<FarRows::kWidth>(far.stretches, far.num_stretches, k);
+    const int64_t i = k - x[FarRows::kBegin];
+    const Table& table = view.tables[x[FarRows::kTableIndex]];
+    const int64_t row_bytes = bytes_of_row(table.type, table.dim);
+    const int64_t unit = x[FarRows::kUnit] + i * ((row_bytes + kStagingUnit - 1) / kStagingUnit);
+    copy_row(group, staging.data + unit * kStagingUnit, far.rows + x[FarRows::kBytes] + i * row_bytes,
+             row_bytes);
+    const int64_t run = x[FarRows::kRun] + i, last = plan.run_begin[run + 1];
+    for (int64_t p = plan.run_begin[run] + group.lane; p < last; p += 32)
+      plan.places[plan.payloads[p]] = static_cast<uint32_t>(unit);
+  }
+}
+
+template <class T>
+OPER_DEVICE void move_one(int64_t memory, int64_t at, int64_t wire, int64_t i, bool packs) {
+  T* there = reinterpret_cast<T*>(memory) + at;
+  T* message = reinterpret_cast<T*>(wire) + i;
+  if (packs) {
+    *message = *there;
+  } else {
+    *there = *message;
+  }
+}
+
+// A thread per number. What a peer says of slots is checked before anything is read or written by it.
+__global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts parts, bool packs) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+       k < parts.num_numbers; k += step) {
+    const int64_t* x = row_of<WireParts::kWidth>(parts.parts, parts.num_parts, k);
+    const int64_t i = k - x[WireParts::kFirst], per_entry = x[WireParts::kPerEntry];
+    const int64_t memory = x[WireParts::kMemory], wire = x[WireParts::kWire];
+    const uint32_t* rows = reinterpret_cast<const uint32_t*>(x[WireParts::kRows]);
+    const int64_t entry = i / per_entry, row = rows ? static_cast<int64_t>(rows[entry]) : entry;
+    const int64_t limit = x[WireParts::kLimit], at = row * per_entry + (i - entry * per_entry);
+    if (rows && limit > 0 && row >= limit) {
+      report(view.error, 8, view.rank, row);
+      continue;
+    }
+    switch (static_cast<WireParts::Kind>(x[WireParts::kKind])) {
+      case WireParts::kWords:
+        move_one<uint32_t>(memory, at, wire, i, packs);
+        break;
+      case WireParts::kHalves:
+        move_one<uint16_t>(memory, at, wire, i, packs);
+        break;
+      case WireParts::kRounded: {
+        float* number = reinterpret_cast<float*>(memory) + at;
+        BFloat16* message = reinterpret_cast<BFloat16*>(wire) + i;
+        if (packs) {
+          *message = round_to(BFloat16{}, *number, kToNearest);
+        } else {
+          *number = to_float(*message);
+        }
+        break;
+      }
+      case WireParts::kSlots: {
+        const uint32_t slot = reinterpret_cast<const uint32_t*>(wire)[i];
+        if (slot >= limit) report(view.error, 8, view.rank, slot);
+        reinterpret_cast<uint32_t*>(memory)[at] = slot < limit ? slot : 0;
+        break;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void place_far_rows(const View& view, const BatchPlan& plan, const FarRows& far,
+                    const Staging& staging, cudaStream_t stream) {
+  if (far.num_rows == 0) return;
+  OPER_LAUNCH(place_rows_kernel, blocks_for(far.num_rows, 8), 256, stream, view, plan, far, staging);
+}
+
+void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream_t stream) {
+  if (parts.num_numbers == 0) return;
+  OPER_LAUNCH(move_parts_kernel, blocks_for(parts.num_numbers, 256), 256, stream, view, parts, packs);
+}
+
+}  // namespace oper::device
