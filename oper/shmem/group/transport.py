@@ -333,7 +333,9 @@ def transport_of(group: Group) -> Transport:
             name in dist.get_backend(key) for name in ("gloo", "mpi"))
         known = (CollectiveTransport if moves_on_device else SocketTransport)(group)
         _TRANSPORTS[key] = known
-        weakref.finalize(key, _close, weakref.ref(known)).atexit = False
+        with_group = weakref.finalize(key, _close, weakref.ref(known))
+        with_group.atexit = False
+        weakref.finalize(known, with_group.detach).atexit = False
     assert known is not None
     return known
 
