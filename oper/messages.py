@@ -96,7 +96,7 @@ def owners_pool(tables: Iterable[TableSpec], trains: bool, num_domains: int) -> 
     """Whether owners pool the rows of tiers in push mode; otherwise readers read them directly.
 
     They do in training. In inference they do where ranks share no memory, and so meet in every
-    lookup anyway, but not for quantised rows.
+    lookup anyway, unless a table is quantised.
 
     Args:
         tables: all tables of a collection.

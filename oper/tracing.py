@@ -63,8 +63,10 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
     check_local(path)
     if os.path.isdir(path):
         raise InvalidInputError(fail(what, "path", os.fspath(path), "a file", "name a file in it"))
-    if steps is not None and not (len(steps) == 2 and done < steps[0] <= steps[1]):
-        raise InvalidInputError(fail(what, "steps", steps, f"(first, last), {done} < first <= last",
+    if steps is not None and not (len(steps) == 2 and all(isinstance(x, int) for x in steps)
+                                  and done < steps[0] <= steps[1]):
+        raise InvalidInputError(fail(what, "steps", steps,
+                                     f"two integers (first, last), {done} < first <= last",
                                      "number the steps of the block from `done` + 1 on"))
     tables = tables_of(model, what)
     for t in tables:
@@ -94,6 +96,9 @@ class Trace:
         self._is_over = False
 
     def __enter__(self) -> Trace:
+        if self._is_over:
+            raise InvalidInputError(fail("cannot trace training steps", "trace", "it is over",
+                                         "one block for each trace", "call oper.trace again"))
         try:
             for recorder in self._recorders:
                 recorder.start()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import oper
-from oper.errors import InvalidInputError, PlanInfeasibleError
+from oper.errors import InvalidInputError, OperError, PlanInfeasibleError
 from oper.plan import uniform_plan
 from oper.replanning import Event, WatchOptions, decision, watch
 from oper.replanning.moves import moves
@@ -181,6 +181,51 @@ def test_all_ranks_learn_that_there_is_no_plan() -> None:
     assert run_world(2, _no_plan) == [("no plan fits", True, True)] * 2
 
 
+def _refuses_once(rank: int, world_size: int) -> list[int]:
+    run = _Run(rank, lambda n: [FAST, SLOW])
+
+    def refuses(*args: Any, **options: Any) -> Any:
+        raise PlanInfeasibleError("no plan fits")
+
+    watch.replan = refuses
+    run.train("usual", 3 * WINDOW)
+    raised = 0
+    for _ in range(8 * WINDOW):
+        try:
+            run.train("slow", 1)
+        except PlanInfeasibleError:
+            raised += 1
+    return [raised, run.asked]
+
+
+def test_a_change_without_a_plan_is_looked_at_once() -> None:
+    assert run_world(2, _refuses_once) == [[1, 1]] * 2
+
+
+def _fails(rank: int, world_size: int, case: str) -> tuple[str, float]:
+    run = _Run(rank, lambda n: [FAST, SLOW])
+    replanner: Any = run.watch
+    if case == "options":  # which only rank 0 passes on
+        replanner._plan_options = {"no_such_option": 1}
+    elif case == "links":
+        run._links = lambda n: [FAST] * 3
+    else:  # the ranks measure differently; what rank 0 has found counts
+        run._links = lambda n: [FAST, FAST * (0.1 if rank else 0.97)]
+    run.train("usual", 3 * WINDOW)
+    if case == "differ":
+        return run.train("slow", 2 * WINDOW)[0].kind, 0.0
+    with pytest.raises(OperError) as raised:
+        run.train("slow", 2 * WINDOW)
+    return str(raised.value), replanner._last - run.clock.now
+
+
+@pytest.mark.parametrize("case, word", [
+    ("options", "no_such_option"), ("links", "measured links"), ("differ", "same links")])
+def test_all_ranks_learn_what_one_has_met(case: str, word: str) -> None:
+    for text, left in run_world(2, _fails, case, env={"OPER_DEADLINE_S": "20"}):
+        assert word in text and left == 0
+
+
 def _counted(rank: int, world_size: int) -> dict[str, Any]:
     """What a real move sends, beside what is predicted."""
     run = _Run(rank, lambda n: [FAST, SLOW])
@@ -232,6 +277,7 @@ def test_what_cannot_be_watched_is_refused() -> None:
     for found in run_world(2, _refused):
         for message, word in zip(found, ("hosts", "ranks", "batch_size"), strict=True):
             assert word in message
-    for options in ({"window": 0}, {"tolerance": 1.5}, {"copy_gbps": 0.0}):
+    for options in ({"window": 0}, {"tolerance": 1.5}, {"copy_gbps": 0.0},
+                    {"bytes_per_step": 0}):
         with pytest.raises(InvalidInputError, match=next(iter(options))):
             WatchOptions(**options)  # type: ignore[arg-type]

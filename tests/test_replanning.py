@@ -87,6 +87,13 @@ def test_without_drift_nothing_pays(old_plan: Plan) -> None:
     assert found.old_step_us == pytest.approx(old_plan.step_us, rel=0.05)
 
 
+def test_tables_that_one_of_the_statistics_lacks_have_no_distance(old_plan: Plan) -> None:
+    known = stats(0)
+    found = oper.replan(old_plan, known, TOPOLOGY,
+                        old_stats=AccessStats(known.num_samples, {}, known.source))
+    assert found.distance == {}
+
+
 def test_drift_costs_and_a_new_plan_pays(old_plan: Plan) -> None:
     assert len(old_plan.table("a").tiers) > 1, "the case has a hot tier"
     found = oper.replan(old_plan, stats(11), TOPOLOGY, old_stats=stats(0), copy_gbps=2.0)

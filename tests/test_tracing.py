@@ -390,3 +390,15 @@ def test_hosts_are_processes_and_their_uncertainty_is_told(
     none, some = trace["otherData"]["clock_uncertainty_us"]
     assert none == 0 < some
     assert abs(trace["otherData"]["clock_ahead_us"][1]) <= some
+
+
+def test_a_trace_that_is_over_does_not_begin_again(tmp_path: Path) -> None:
+    bag = oper.shard(nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
+    traced = oper.trace(bag, tmp_path / "trace.json")
+    with traced:
+        bag(torch.tensor([[1, 2]])).sum().backward()
+    with pytest.raises(InvalidInputError, match="it is over"), traced:
+        pass
+    assert bag.tables.on_update == []
+    with pytest.raises(InvalidInputError, match="two integers"):
+        oper.trace(bag, tmp_path / "other.json", (1.5, 3))  # type: ignore[arg-type]

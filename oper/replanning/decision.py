@@ -28,7 +28,7 @@ class Replanning:
     Attributes:
         plan: the plan for the new statistics.
         distance: by table, total variation distance between the accesses that the old plan was made
-            for and the new ones, 0 to 1; {} when the old ones are not known.
+            for and the new ones, 0 to 1; only of tables that both statistics have.
         old_step_us, new_step_us: a step of the old and of the new plan on the new statistics.
         moved_bytes: bytes of rows and optimizer state that change their rank.
         network_bytes: bytes that the memory domains send each other for the move, replicas and
@@ -82,7 +82,8 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
     new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
                     **{"message_bits": plan.message_bits, **dict(options or {})})
     found = {} if old_stats is None else {
-        t.name: distance(old_stats.tables[t.name], stats.tables[t.name]) for t in tables}
+        t.name: distance(old_stats.tables[t.name], stats.tables[t.name]) for t in tables
+        if t.name in old_stats.tables and t.name in stats.tables}
     copied, moved = _copied_bytes(new), moves(plan, new, topology.domain_of())
     return Replanning(
         new, found, step_us(plan, stats, topology), step_us(new, stats, topology),

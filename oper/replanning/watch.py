@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from oper.errors import OperError, require, require_fields
+from oper.errors import OperError, fail, require, require_fields
 from oper.plan import Plan
 from oper.replanning.decision import Replanning, check_batch, replan
 from oper.sharding import migrate, tables_of
@@ -39,10 +39,11 @@ class Event:
     Attributes:
         step: training steps that it had seen.
         kind: ``"same links"`` (steps changed, links did not), ``"no better plan"`` (links changed),
-            ``"better plan"`` (links changed; moving begins to be weighed) or ``"moved"``.
+            ``"better plan"`` (links changed; moving begins to be weighed) or ``"moved"`` (with
+            `WatchOptions.bytes_per_step`: it has begun, and goes on in the steps that follow).
         step_s: seconds of a step in the last window.
-        link_gbps: by host, as measured last; empty before the first measurement.
-        seconds: that this took on the slowest rank.
+        link_gbps: by host, ascending, as measured last.
+        seconds: that this call took for it on the slowest rank.
         replanning: the better plan and what it would bring, where there is one.
     """
 
@@ -78,6 +79,8 @@ class WatchOptions:
             self, _WHAT, "leave it out for the default",
             ("window", isinstance(self.window, int) and self.window >= 1, "an integer >= 1"),
             ("tolerance", 0 < self.tolerance < 1, "between 0 and 1"),
+            ("bytes_per_step", self.bytes_per_step is None or self.bytes_per_step >= 1,
+             "a number of bytes >= 1, or None"),
             ("copy_gbps", self.copy_gbps > 0, "> 0"))
 
 
@@ -90,16 +93,16 @@ class Replanner:
         topology: the machine as it was when the present plan was made.
         options: how steps are compared and rows are moved.
         plan_options: keyword arguments of `oper.make_plan`.
-        measure_links: gives GB/s by host, the same on all ranks; collective. By default all ranks
-            exchange bytes for a few seconds.
+        measure_links: gives GB/s by host, hosts in ascending order; collective, rank 0's counts.
+            By default all ranks exchange bytes for a few seconds.
 
     Attributes:
         topology: the machine that the present plan is for.
         events: what has happened so far, in order.
 
     Raises:
-        InvalidInputError: not several hosts, a topology for other ranks, or a plan that does not
-            tell its batch size.
+        InvalidInputError: not several hosts, a topology for other ranks, tables of several process
+            groups, or a plan that does not tell its batch size.
 
     Creation and `step` are collective. Steps that other programs slow down count like those that
     links slow down, but move nothing: links are measured first.
@@ -116,9 +119,14 @@ class Replanner:
                  options: WatchOptions = WatchOptions(), *,
                  plan_options: Mapping[str, Any] | None = None,
                  measure_links: Callable[[], Sequence[float]] | None = None) -> None:
+        from oper.shmem.group.desync import register_of
+
         self._tables = tables_of(model, "nothing to plan again")
         self._group: Group = self._tables[0].group
         _check(topology, self._group.world_size)
+        require(_WHAT, "watch its parts", (
+            "process groups of the tables", [t.group.world_size for t in self._tables],
+            len({register_of(t.group) for t in self._tables}) == 1, "one for all tables"))
         self._model, self._stats = model, stats
         self._options, self._plan_options = options, plan_options
         check_batch(self._plan())
@@ -142,21 +150,25 @@ class Replanner:
             What this call has found out or done, if anything; the same on all ranks.
 
         Raises:
-            PlanError: there is no plan for the links as they are now; the old one goes on.
-            OperError: there is no memory for both plans' arenas; likewise.
+            PlanError: there is no plan for the links as they are now; the old one goes on, and
+                the next change of steps is looked at.
+            OperError: there is no memory for both plans' arenas, or planning has failed; likewise.
+            InvalidInputError: `measure_links` has not given a positive number for every host.
         """
         now = time.perf_counter()
         if self._last is not None:
             self._num_steps += 1
             self._times.append(now - self._last)
         event = None
-        if len(self._times) >= self._options.window:
-            step_s = max(self._group.all_gather(statistics.median(self._times)))
-            self._times = []
-            event = self._weigh(step_s)
-            if event is not None:
-                self.events.append(event)
-        self._last = time.perf_counter()  # what this call takes is no part of a step
+        try:
+            if len(self._times) >= self._options.window:
+                step_s = max(self._group.all_gather(statistics.median(self._times)))
+                self._times = []
+                event = self._weigh(step_s)
+                if event is not None:
+                    self.events.append(event)
+        finally:
+            self._last = time.perf_counter()  # what this call takes is no part of a step
         return event
 
     def _weigh(self, step_s: float) -> Event | None:
@@ -189,20 +201,38 @@ class Replanner:
 
     def _look(self, step_s: float) -> Event:
         """Measure the links, and look for a better plan where they have changed."""
-        links, self._measuring_s = self._timed(lambda: tuple(self._measure_links()))
+        links, self._measuring_s = self._timed(self._measured)
         known = _link_gbps(self.topology)
         if all(self._is_like(a, b) for a, b in zip(links, known, strict=True)):
             self._usual_s = step_s
             self._forget()
             return self._event("same links", step_s, links, self._measuring_s)
         topology = _with_links(self.topology, links)
-        found, seconds = self._timed(lambda: self._planned(topology))
+        try:
+            found, seconds = self._timed(lambda: self._planned(topology))
+        except OperError:
+            self._keep_plan(topology, step_s)
+            raise
         if found.break_even_steps == float("inf"):
-            self.topology, self._usual_s = topology, step_s
-            self._forget()
+            self._keep_plan(topology, step_s)
             return self._event("no better plan", step_s, links, seconds)
         self._better = found, topology
         return self._event("better plan", step_s, links, seconds, found)
+
+    def _keep_plan(self, topology: Topology, step_s: float) -> None:
+        """Go on with the present plan on these links, as long as steps stay as they are now."""
+        self.topology, self._usual_s = topology, step_s
+        self._forget()
+
+    def _measured(self) -> tuple[float, ...]:
+        """GB/s by host, the same on all ranks."""
+        links = self._group.all_gather(tuple(self._measure_links()))[0]
+        num_hosts = self.topology.num_hosts
+        require(_WHAT, "correct measure_links", (
+            "measured links", links,
+            len(links) == num_hosts and all(0 < x < float("inf") for x in links),
+            f"{num_hosts} numbers > 0, GB/s of each host"))
+        return links
 
     def _planned(self, topology: Topology) -> Replanning:
         """The plan for a topology and what it would bring. Rank 0 makes it for all."""
@@ -213,6 +243,9 @@ class Replanner:
                               copy_gbps=self._options.copy_gbps)
             except OperError as error:
                 made = error
+            except Exception as error:  # others wait for this rank: they must learn of it
+                made = OperError(fail(_WHAT, "error", f"{type(error).__name__}: {error}",
+                                      "a plan", "correct plan_options or the statistics"))
         found = self._group.all_gather(made)[0]
         if isinstance(found, OperError):
             raise found
@@ -225,8 +258,12 @@ class Replanner:
                        tables=tuple({t.table.name: t for t in entries}.values()))
 
     def _move(self, found: Replanning, topology: Topology, step_s: float) -> Event:
-        _, seconds = self._timed(lambda: migrate(self._model, found.plan,
-                                                self._options.bytes_per_step))
+        try:
+            _, seconds = self._timed(lambda: migrate(self._model, found.plan,
+                                                    self._options.bytes_per_step))
+        except OperError:
+            self._keep_plan(topology, step_s)
+            raise
         self.topology, self._usual_s, self._is_settling = topology, 0.0, True
         self._forget()
         return self._event("moved", step_s, _link_gbps(topology), seconds, found)

@@ -152,8 +152,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     def _keep(self) -> None:
         """Tables that nobody refers to any more are released without close() as well."""
-        assert self._heap is not None
-        self._release = weakref.finalize(self, _release, self.handle, self._heap)
+        self._release = weakref.finalize(self, _release, self.handle, self._check_open())
         self._release.atexit = False
 
     def _open_exchange(self, domain_of: Sequence[int]) -> Exchange:
@@ -427,8 +426,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
         with self._resolving:
             self._release()
         self._heap = None
-        if self.keys is not None:
-            self.keys.close()
+        for held in (self._exchange, self.keys):
+            if held is not None:
+                held.close()
         self._forward_op = self._backward_op = self._refuse
 
     def continue_from(self, other: ShardedTables, memo: dict[int, Any]) -> None:

@@ -86,6 +86,7 @@ class Exchange:
         self.members = [r for r in range(group.world_size)
                         if domain_of[r] == domain_of[group.rank]]
         self._transport = transport_of(group)
+        self._let_go = self._transport.hold(self)
         self._error: BaseException | None = None
         self._handle = 0
         self.callback = _TRANSPORT(self._move)
@@ -108,6 +109,10 @@ class Exchange:
             torch.tensor(sorted(targets), dtype=torch.int64).reshape(-1, 4),  # slots ascend
             needs.gathers, needs.pulls, needs.refreshes, needs.shares, self.bits.to_json(),
             self.collection, address)
+
+    def close(self) -> None:
+        """End this collection's use of the connections to other ranks; the last one closes them."""
+        self._let_go()
 
     # ---- bytes -----------------------------------------------------------------------------------
 

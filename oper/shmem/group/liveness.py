@@ -18,7 +18,7 @@ from oper.shmem.group.desync import GAVE_UP, LATE, LOST, Spot, Verdict, outnumbe
 from oper.shmem.group.groups import Group
 
 _MESSAGE = struct.Struct("<4sqq")  # what, and two numbers
-_ASK, _TELL, _GAVE_UP = b"ask?", b"tell", b"gave"
+_ASK, _TELL, _GAVE_UP, _LEAVE = b"ask?", b"tell", b"gave", b"bye."
 _ANSWER_S = 1.0
 _WAITS = 1 << 40  # beside a packed spot
 
@@ -31,6 +31,8 @@ class Watch:
         spot: where the last one was.
         is_inside: whether it is under way.
         loss: the first verdict on a rank that takes no part any more, or None.
+        left: ranks that have closed their connections in good order. That is no loss: others may
+            still complete what these have done their part of.
     """
 
     def __init__(self, group: Group) -> None:
@@ -38,6 +40,8 @@ class Watch:
         self.spot = Spot(0, 0)
         self.is_inside = False
         self.loss: Verdict | None = None
+        self.left: set[int] = set()
+        self._is_closed = False
         self._group = group
         self._peers = connect(group)
         self._told: dict[int, tuple[int, Spot, bool]] = {}
@@ -51,18 +55,36 @@ class Watch:
         with selectors.DefaultSelector() as selector:
             for rank, peer in self._peers.items():
                 selector.register(peer, selectors.EVENT_READ, rank)
-            while selector.get_map():
+            while selector.get_map() and not self._is_closed:
                 for key, _ in selector.select():
                     assert isinstance(key.fileobj, socket.socket)
                     if not self._heard(key.data, key.fileobj):
                         selector.unregister(key.fileobj)
+
+    def close(self) -> None:
+        """Leave: tell the others, end the thread, close the connections. Not collective."""
+        self._is_closed = True
+        for rank, peer in self._peers.items():
+            self._say(rank, _LEAVE, 0, 0)
+            with contextlib.suppress(OSError):  # the peer has ended
+                peer.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if threading.current_thread() is not self._thread:  # a finalizer may run on any thread
+            self._thread.join()
+        for peer in self._peers.values():
+            peer.close()
 
     def _heard(self, rank: int, peer: socket.socket) -> bool:
         """Act on what a peer says; False when its connection is at its end."""
         try:
             what, a, b = _MESSAGE.unpack(receive(peer, _MESSAGE.size))
         except (OSError, struct.error):
-            self._lose(Verdict(LOST, rank, self.spot))
+            if not self._is_closed:
+                self._lose(Verdict(LOST, rank, self.spot))
+            return False
+        if what == _LEAVE:
+            with self._changed:
+                self.left.add(rank)
+                self._changed.notify_all()
             return False
         if what == _ASK:
             spot, waits = self._place()
@@ -94,10 +116,10 @@ class Watch:
 
     # ---- asking ----------------------------------------------------------------------------------
 
-    def wait_for_loss(self, seconds: float) -> Verdict | None:
-        """The first lost peer, as soon as there is one."""
+    def wait_for_loss(self, seconds: float, of: int = -1) -> Verdict | None:
+        """The first lost peer, as soon as there is one; waits no longer once `of` has left."""
         with self._changed:
-            self._changed.wait_for(lambda: self.loss is not None, seconds)
+            self._changed.wait_for(lambda: self.loss is not None or of in self.left, seconds)
             return self.loss
 
     def behind(self, missed: int) -> Verdict:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -13,7 +16,15 @@ import torch
 
 from oper.errors import OperError, PeerLostError, fail
 from oper.shmem.group.connections import connect
-from oper.shmem.group.desync import ELSEWHERE, LATE, LOST, Spot, Verdict, raise_verdict
+from oper.shmem.group.desync import (
+    CLOSED,
+    ELSEWHERE,
+    LATE,
+    LOST,
+    Spot,
+    Verdict,
+    raise_verdict,
+)
 from oper.shmem.group.groups import Group, ProcessGroup, ThreadGroup
 from oper.shmem.group.liveness import Watch
 from oper.shmem.library import register
@@ -47,6 +58,9 @@ class Transport(Protocol):
             DeadlineError: a peer did not come in time; likewise.
         """
 
+    def hold(self, owner: object) -> Callable[[], object]:
+        """Keep the transport open until the result is called, or `owner` is collected."""
+
     def blame(self, verdict: Verdict) -> Verdict:
         """What is behind a failure that looked like `verdict`."""
 
@@ -77,6 +91,9 @@ class ThreadTransport:
             torch.cuda.synchronize(recv.device)
         group.all_gather(None)  # senders may reuse their buffers
 
+    def hold(self, owner: object) -> Callable[[], object]:
+        return lambda: None
+
     def blame(self, verdict: Verdict) -> Verdict:
         return verdict
 
@@ -87,6 +104,8 @@ class ThreadTransport:
 class _WatchedTransport(ABC):
     """Exchanges between processes that also watch for dead or late peers."""
 
+    closes_with_tables = False
+
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._whole = group
         self.spot = Spot(0, 0)
@@ -94,6 +113,8 @@ class _WatchedTransport(ABC):
         self._device = device
         self._watch = Watch(group)
         self._staging: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._holders: set[object] = set()
+        self._closes(_leave, self._watch)
 
     @abstractmethod
     def _move(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
@@ -103,6 +124,11 @@ class _WatchedTransport(ABC):
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
         watch = self._watch
+        if not self.is_open:
+            raise OperError(fail("cannot exchange bytes with other hosts", "state",
+                                 "the connections are closed",
+                                 "a process group that exists, and tables that are open on all "
+                                 "ranks", "shard the model again, on all ranks"))
         if watch.loss is not None:  # bytes of an unfinished exchange would be read as this one's
             self._fail(watch.loss, "earlier")
         watch.count += 1
@@ -151,10 +177,41 @@ class _WatchedTransport(ABC):
     def give_up(self, verdict: Verdict) -> None:
         self._watch.give_up(verdict)
 
+    def hold(self, owner: object) -> Callable[[], object]:
+        token = object()
+        self._holders.add(token)
+        release = weakref.finalize(owner, self._let_go, token)
+        release.atexit = False
+        return release
+
+    def _let_go(self, token: object) -> None:
+        self._holders.discard(token)
+        if self.closes_with_tables and not self._holders:
+            self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return self._close.alive
+
+    def close(self) -> None:
+        """Leave the others, and free the connections and the thread. Not collective: others go on
+        until they need this rank."""
+        self._close()
+
+    def _closes(self, close: Callable[..., None], *arguments: object) -> None:
+        """What closing does; it happens as well when nobody refers to the transport any more."""
+        self._close = weakref.finalize(self, close, os.getpid(), *arguments)
+        self._close.atexit = False  # peers of a process that ends see it as lost
+
 
 class SocketTransport(_WatchedTransport):
-    """Bytes in host memory, over TCP connections of its own (csrc/host/exchange/sockets.h)."""
+    """Bytes in host memory, over TCP connections of its own (csrc/host/exchange/sockets.h).
 
+    They are closed with the last tables that use them, or with their process group.
+    """
+
+    closes_with_tables = True
     _DONE, _WAITS, _LOST, _UNEXPECTED = range(4)  # Sockets::Result
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -168,7 +225,8 @@ class SocketTransport(_WatchedTransport):
         self._handle: int = ops.sockets_open(
             [self._connections[r].fileno() if r != group.rank else -1
              for r in range(group.world_size)])
-        weakref.finalize(self, ops.sockets_close, self._handle)
+        self._close.detach()
+        self._closes(_disconnect, self._watch, self._handle, list(self._connections.values()))
 
     def _move(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
               recv_bytes: list[int]) -> None:
@@ -186,8 +244,9 @@ class SocketTransport(_WatchedTransport):
             if result == self._WAITS:
                 self._check_peers(begun)
             elif result == self._LOST:
-                loss = self._watch.wait_for_loss(_NAMING_S)
-                self._fail(loss or Verdict(LOST, rank, self.spot), "its connection has ended")
+                loss = self._watch.wait_for_loss(_NAMING_S, rank)
+                code = CLOSED if rank in self._watch.left else LOST
+                self._fail(loss or Verdict(code, rank, self.spot), "its connection has ended")
             else:
                 self._fail(Verdict(ELSEWHERE, rank, self.spot),
                            "its message is of another exchange or size")
@@ -235,19 +294,64 @@ class CollectiveTransport(_WatchedTransport):
             self._fail(loss, text, error)
 
 
-_TRANSPORTS: weakref.WeakKeyDictionary[Any, Transport] = weakref.WeakKeyDictionary()
+def _leave(process: int, watch: Watch) -> None:
+    """Close what watches the peers, unless this is a child of the process that has opened it."""
+    if os.getpid() == process:
+        watch.close()
+
+
+def _disconnect(process: int, watch: Watch, handle: int, connections: Sequence[socket.socket]
+                ) -> None:
+    """Close everything of a `SocketTransport`; peers learn first that this rank leaves."""
+    _leave(process, watch)
+    torch.ops.oper.sockets_close(handle)
+    for connection in connections:
+        connection.close()
+
+
+_TRANSPORTS: weakref.WeakKeyDictionary[Any, _WatchedTransport] = weakref.WeakKeyDictionary()
 
 
 def transport_of(group: Group) -> Transport:
-    """The transport of a group, made once for each process group. Collective."""
+    """The transport of a group, one for each process group while all ranks have it open.
+    Collective."""
     if isinstance(group, ThreadGroup):
         return ThreadTransport(group)
     assert isinstance(group, ProcessGroup)
     import torch.distributed as dist
 
+    for other, transport in list(_TRANSPORTS.items()):
+        if _is_destroyed(other):
+            transport.close()
+            del _TRANSPORTS[other]
     key = group.process_group or dist.group.WORLD
-    if key not in _TRANSPORTS:
+    known = _TRANSPORTS.get(key)
+    if not all(group.all_gather(known is not None and known.is_open)):
+        if known is not None:  # another rank has closed its end
+            known.close()
         moves_on_device = torch.cuda.is_available() and not any(
             name in dist.get_backend(key) for name in ("gloo", "mpi"))
-        _TRANSPORTS[key] = (CollectiveTransport if moves_on_device else SocketTransport)(group)
-    return _TRANSPORTS[key]
+        known = (CollectiveTransport if moves_on_device else SocketTransport)(group)
+        _TRANSPORTS[key] = known
+        with_group = weakref.finalize(key, _close, weakref.ref(known))
+        with_group.atexit = False
+        weakref.finalize(known, with_group.detach).atexit = False
+    assert known is not None
+    return known
+
+
+def _close(transport: weakref.ref[_WatchedTransport]) -> None:
+    """Close a transport whose process group is gone."""
+    found = transport()
+    if found is not None:
+        found.close()
+
+
+def _is_destroyed(process_group: Any) -> bool:
+    """Whether ``destroy_process_group`` has ended a process group that somebody still refers to."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(KeyError, ValueError):
+        dist.get_process_group_ranks(process_group)
+        return False
+    return True

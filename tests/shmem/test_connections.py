@@ -1,0 +1,157 @@
+"""Connections between hosts: freed with their tables or their process group, and not before."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import oper
+from oper.errors import OperError, PeerLostError
+from oper.shmem.group.groups import ProcessGroup
+from oper.shmem.group.transport import transport_of
+from tests.world_support import run_world
+
+pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
+
+
+def _held() -> tuple[int, int]:
+    """Sockets and watching threads of this process."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        except OSError:  # that of listdir itself
+            continue
+    return found, sum(t.name == "oper-watch" for t in threading.enumerate())
+
+
+def _sharded(process_group: Any = None) -> Any:
+    torch.manual_seed(0)
+    return oper.shard(nn.EmbeddingBag(30, 4, mode="sum"), optimizer=oper.SGD(lr=0.1),
+                      process_group=process_group)
+
+
+def _train(model: Any) -> None:
+    model(torch.tensor([[1, 2], [20, 29]])).sum().backward()
+
+
+def _ends(rank: int, world_size: int, how: str) -> list[tuple[int, int]]:
+    os.environ["OPER_DOMAIN"] = str(rank)
+    group = None
+    if how == "subgroup":
+        group = dist.new_group(list(range(world_size)))
+    dist.barrier(group)
+    found = [_held()]
+    kept = []  # tables that outlive their group
+    for _ in range(3):
+        if how == "subgroup":
+            group = dist.new_group(list(range(world_size)))
+        model = _sharded(group)
+        _train(model)
+        dist.barrier()
+        if how == "close":
+            model.tables.close()
+        elif how == "subgroup":
+            dist.destroy_process_group(group)
+            kept.append(model)
+        del model
+        gc.collect()
+        dist.barrier()
+        if how != "subgroup":
+            found.append(_held())
+    if how == "subgroup":  # the next transport closes those of groups that are gone
+        transport_of(ProcessGroup())
+        with pytest.raises(OperError, match="connections are closed"):
+            _train(kept[0])
+    found.append(_held())
+    return found
+
+
+@pytest.mark.parametrize("how", ["close", "collect"])
+def test_closed_tables_leave_no_connection(how: str) -> None:
+    for found in run_world(2, _ends, how):
+        assert all(x == found[0] for x in found) and found[0][1] == 0, found
+
+
+def test_a_destroyed_subgroup_leaves_no_connection() -> None:
+    """Even where its tables are still open."""
+    for before, after in run_world(2, _ends, "subgroup"):
+        # Left: the transport of the whole group, which has two connections to its peer.
+        assert after[1] == 1, (before, after)
+
+
+def _destroyed(rank: int, world_size: int, store: str) -> list[tuple[int, int]]:
+    os.environ["OPER_DOMAIN"] = str(rank)
+    dist.destroy_process_group()
+    found, kept = [], []
+    for k in range(3):
+        dist.init_process_group("gloo", init_method=f"file://{store}{k}", rank=rank,
+                                world_size=world_size)
+        kept.append(_sharded())
+        _train(kept[-1])
+        dist.barrier()
+        dist.destroy_process_group()
+        gc.collect()
+        time.sleep(0.2)  # gloo's own sockets
+        found.append(_held())
+    dist.init_process_group("gloo", init_method=f"file://{store}last", rank=rank,
+                            world_size=world_size)
+    return found
+
+
+def test_a_destroyed_group_leaves_no_connection(tmp_path: Any) -> None:
+    """Tables that were never closed do not keep them."""
+    for found in run_world(2, _destroyed, str(tmp_path / "store")):
+        assert found[1:] == found[:-1] and found[0][1] == 0, found
+
+
+def _one_closes(rank: int, world_size: int) -> list[float]:
+    """Rank 0 closes its tables; the others still have theirs, and then shard again with it."""
+    os.environ["OPER_DOMAIN"] = str(rank)
+    first = _sharded()
+    _train(first)
+    if rank == 0:
+        first.tables.close()
+    dist.barrier()
+    time.sleep(0.3)  # what was said has arrived
+    if rank == 1:
+        with pytest.raises(PeerLostError, match="rank=0"):
+            _train(first)
+    dist.barrier()
+    second = _sharded()
+    _train(second)
+    return second.state_dict()["weight"].full_tensor().flatten().tolist()
+
+
+def test_ranks_that_close_apart_shard_again() -> None:
+    first, second = run_world(2, _one_closes)
+    assert first == second
+
+
+def _leaves_early(rank: int, world_size: int) -> bool:
+    """Rank 0 has done its part of an exchange and leaves; rank 2 comes a second later."""
+    transport = transport_of(ProcessGroup())
+    to = [[0, 4, 4], [0, 0, 4], [0, 4, 0]]  # bytes from each rank to each; none to rank 0
+    there, back = to[rank], [row[rank] for row in to]
+    send = torch.full((sum(there),), rank, dtype=torch.uint8)
+    recv = torch.full((sum(back),), 9, dtype=torch.uint8)
+    if rank == 2:
+        time.sleep(1.0)
+    transport.exchange(send, there, recv, back)
+    if rank == 0:
+        transport.close()  # type: ignore[attr-defined]
+    dist.barrier()
+    return recv.tolist() == [[], [0] * 4 + [2] * 4, [0] * 4 + [1] * 4][rank]
+
+
+def test_who_has_done_its_part_may_leave() -> None:
+    """Closing in good order is no loss to a rank that waits for another one."""
+    assert run_world(3, _leaves_early) == [True] * 3
