@@ -23,6 +23,7 @@ from tests.world_support import run_world
 DEADLINE_S = 2.0
 ENV = {"OPER_DEADLINE_S": str(DEADLINE_S)}
 Found = dict[str, Any]
+_HELD: list[nn.Module] = []
 
 
 class Model(nn.Module):
@@ -91,6 +92,7 @@ def _skip(rank: int, world_size: int, labels: str, mode: str, alone: bool) -> Fo
     """Rank 1 leaves a step out, is elsewhere until the others have given up, and goes on. `alone`:
     the others' process ends meanwhile."""
     model = _open(rank, world_size, labels, mode)
+    _HELD.append(model)  # a process that ends, not one that closes its tables before
 
     def go_on() -> None:
         for _ in range(3):
