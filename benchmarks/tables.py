@@ -123,9 +123,19 @@ def cluster() -> str:
                   "best peer's plan", "bytes counted / simulated"], rows)
 
 
+def dynamic() -> str:
+    """Steps on raw keys beside steps on row numbers and those of TorchRec's maps."""
+    rows = [[f"`{c['name']}`", f"{c['load']:.3g}", f"{c['dynamic_step_ms']:.3g} ms",
+             f"{c['ratio_static']:.2f}", f"{c['ratio_planned']:.2f}", f"{c['ratio_mch']:.1f}",
+             f"{c['bytes_per_slot']:.2f}", f"{100 * c['missed']:.2g} %",
+             f"{c['evicted_per_step']:.0f}"] for c in load("dynamic")["cases"]]
+    return table(["case", "keys per row", "step", "over static", "over planned static",
+                  "MCH over it", "bytes per slot", "without a row", "evicted per step"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all": records, "training": training, "growth": growth, "calibration": calibration,
-    "faults": faults, "cluster": cluster}
+    "faults": faults, "cluster": cluster, "dynamic": dynamic}
 
 
 def rendered(text: str) -> str:
