@@ -20,7 +20,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ import numpy as np
 from oper.errors import FileFormatError, InvalidInputError, PlanError, fail
 from oper.messages import EXACT, MessageBits
 from oper.support.files import parse_json, write_text
-from oper.tables import TableSpec, check_unique
+from oper.tables import CODE_BITS, DTYPES, TableSpec, check_unique
 
 PLAN_KIND = "oper-plan"
 PLAN_VERSION = 1
@@ -41,7 +41,7 @@ OBJECTIVES = ("training", "inference")
 EXPECTED_OBJECTIVE = " or ".join(map(repr, OBJECTIVES))  # in messages
 _PLAN_KEYS = {"kind", "version", "world_size", "objective", "batch_size", "topology", "step_us",
               "lower_bound_us", "message_bits", "notes", "tables", "orders"}
-_TIER_KEYS = {"rows", "place", "ranks", "mode", "weights", "memory", "sbp"}
+_TIER_KEYS = {"rows", "place", "ranks", "mode", "weights", "memory", "dtype", "sbp"}
 MAX_PATTERN = 4096  # longest period of a weighted stripe
 _EMPTY = np.zeros(0, np.int64)
 
@@ -58,6 +58,8 @@ class Tier:
             rank of weight w is due at n / w, ties in the order of `ranks`.
         mode: ``"pull"`` or ``"push"``.
         memory: ``"device"`` or ``"host"`` (the slower region of the owner's arena).
+        dtype: of the rows where it is not the table's: a table of codes that is only read may store
+            hot rows in a wider type than cold ones. Costs are planned with the table's type.
     """
 
     start: int
@@ -67,6 +69,7 @@ class Tier:
     weights: tuple[int, ...] = ()
     mode: str = "pull"
     memory: str = "device"
+    dtype: str = ""
 
     def pattern(self) -> list[int]:
         """The ranks that one period of the deal goes to: position `start + k` lives on
@@ -344,6 +347,8 @@ def tier_to_json(tier: Tier) -> dict[str, Any]:
         value["weights"] = list(tier.weights)
     if tier.memory != "device":
         value["memory"] = tier.memory
+    if tier.dtype:
+        value["dtype"] = tier.dtype
     return value
 
 
@@ -353,7 +358,8 @@ def tier_from_json(value: Mapping[str, Any]) -> Tier:
     tier = Tier(*_range(value["rows"]), _text(value["place"]),
                 tuple(_whole(r) for r in value["ranks"]),
                 tuple(_whole(w) for w in value.get("weights", ())),
-                _text(value.get("mode", "pull")), _text(value.get("memory", "device")))
+                _text(value.get("mode", "pull")), _text(value.get("memory", "device")),
+                _text(value.get("dtype", "")))
     known = tier.placement in PLACEMENTS and tier.mode in MODES  # else refused by that name
     if "sbp" in value and known and value["sbp"] != tier.notation():
         raise PlanError(fail("invalid tier", "sbp", value["sbp"],
@@ -435,6 +441,7 @@ def _check_table(entry: TablePlan, world_size: int) -> None:
                                  "list every column once, in order"))
         at = piece.stop
         _check_tiers(what, piece.tiers, spec.num_rows, world_size)
+        _check_dtypes(what, spec, piece.tiers)
     if at != spec.dim:
         raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
                              f"ranges that cover 0..{spec.dim}",
@@ -443,6 +450,21 @@ def _check_table(entry: TablePlan, world_size: int) -> None:
         raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
                              f"whole rows, whose norms {spec.optimizer} needs",
                              "plan again for this optimizer, or split the table by rows"))
+
+
+def _check_dtypes(what: str, spec: TableSpec, tiers: tuple[Tier, ...]) -> None:
+    """Raise PlanError for tiers with a type of their own that their table cannot have."""
+    for tier in tiers:
+        if not tier.dtype:
+            continue
+        if tier.dtype not in DTYPES or (tier.dtype == "int4" and spec.dim % 2):
+            raise PlanError(fail(what, "dtype", tier.dtype,
+                                 f"one of {DTYPES}, int4 with an even number of columns",
+                                 "choose another, or leave it out"))
+        if spec.dtype not in CODE_BITS:
+            raise PlanError(fail(what, "dtype", tier.dtype,
+                                 f"none in a table of {spec.dtype}, but of {tuple(CODE_BITS)}",
+                                 "let the table have the type of its coldest rows"))
 
 
 def _check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:
@@ -505,40 +527,3 @@ def uniform_plan(tables: Sequence[TableSpec], world_size: int, placement: str = 
         tier = Tier(0, t.num_rows, placement, ranks)
         entries.append(TablePlan(t, (Piece(0, t.dim, (tier,)),)))
     return Plan(world_size, tuple(entries), **plan_fields)
-
-
-def one_copy_per_domain(plan: Plan, domains: Sequence[int]) -> Plan:
-    """The same plan for tables that are only read: replicas per memory domain, not per rank.
-
-    A replicated tier keeps one of its ranks in every domain, so that a domain holds one replica;
-    where all its ranks share a single domain it becomes striped over them. Tiers that then make up
-    one stripe over all ranks of a single domain become one tier: nothing has to be looked up.
-
-    Args:
-        plan: the plan.
-        domains: memory domain of each rank, by rank.
-    """
-    def shared(tier: Tier) -> Tier:
-        if tier.placement != "replicated":
-            return tier
-        first: dict[int, int] = {}
-        for rank in tier.ranks:
-            first.setdefault(domains[rank], rank)
-        if len(first) == 1:
-            return replace(tier, placement="striped")
-        return replace(tier, ranks=tuple(first.values()))
-
-    def joined(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
-        found: list[Tier] = []
-        for tier in map(shared, tiers):
-            last = found[-1] if found else None
-            if last is not None and replace(last, start=0, stop=1) == replace(
-                    tier, start=0, stop=1):
-                found[-1] = replace(last, stop=tier.stop)
-            else:
-                found.append(tier)
-        return tuple(found)
-
-    tables = tuple(replace(t, pieces=tuple(replace(p, tiers=joined(p.tiers)) for p in t.pieces))
-                   for t in plan.tables)
-    return replace(plan, tables=tables)

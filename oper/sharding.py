@@ -13,7 +13,8 @@ import numpy as np
 
 from oper.errors import InvalidInputError, OperError, fail
 from oper.messages import EXACT, MessageBits
-from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan, one_copy_per_domain
+from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan
+from oper.rows.read_only import one_copy_per_domain
 from oper.rows.remap import load_remap
 from oper.shmem.keys.rules import DynamicTable
 from oper.stats import AccessStats, TableStats

@@ -45,6 +45,28 @@ void fill_home(Table& table, int32_t rank) {
   table.has_push = table.is_pushed && !(table.all_pushed && owns_all);
 }
 
+// Where rows of which type lie, when the tiers of a table differ in it: the first rows of a tier, one per
+// owner, begin its ranges.
+void fill_ranges(Table& table, const Description& d, const int64_t* x) {
+  std::vector<RowRange> found;
+  for (int64_t k = x[kTierBegin]; k < x[kTierEnd]; ++k) {
+    const int64_t* y = d.tiers + k * kTierWidth;
+    const int64_t stop = k + 1 < x[kTierEnd] ? y[kTierWidth + kStart] : x[kNumRows];
+    const RowType type = static_cast<RowType>(y[kTierRowType]);
+    for (int64_t i = 0; i < std::min(y[kReadPeriod], stop - y[kStart]); ++i)
+      found.push_back({d.maps[y[kReadAt] + i], type, bytes_of_row(type, table.dim)});
+  }
+  std::sort(found.begin(), found.end(),
+            [](const RowRange& a, const RowRange& b) { return a.begin < b.begin; });
+  for (const RowRange& range : found)
+    if (table.ranges.empty() || table.ranges.back().type != range.type)
+      table.ranges.push_back(range);
+  table.row_type = table.ranges.front().type;
+  for (const RowRange& range : table.ranges)
+    if (range.row_bytes > table.row_bytes()) table.row_type = range.type;
+  if (table.ranges.size() == 1) table.ranges.clear();
+}
+
 void fill_tables(Context& context, const Description& d) {
   const int64_t* maps = context.map_storage.data();
   const int64_t T = d.num_tables, W = d.world_size;
@@ -56,6 +78,7 @@ void fill_tables(Context& context, const Description& d) {
     table.dim = static_cast<int32_t>(x[kDim]);
     table.mean = static_cast<int32_t>(x[kMean]);
     table.row_type = static_cast<RowType>(x[kRowType]);
+    fill_ranges(table, d, x);
     table.first_column = static_cast<int32_t>(x[kFirstColumn]);
     table.rows = reinterpret_cast<char*>(x[kRowAddress]);
     table.momentum1 = reinterpret_cast<float*>(x[kMomentum1]);

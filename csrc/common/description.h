@@ -19,7 +19,9 @@ enum OptimizerColumn {
   kKind, kDecay, kLearningRate, kEps, kWeightDecay, kBeta1, kBeta2, kCorrection1, kCorrection2,
   kMaxNorm, kKey0, kKey1, kStep, kOptimizerWidth
 };
-enum TierColumn { kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kPush, kTierWidth };
+enum TierColumn {
+  kStart, kReadAt, kReadPeriod, kHomeAt, kHomePeriod, kPush, kTierRowType, kTierWidth
+};
 enum FeatureColumn { kFeatureTable, kColumn, kFeatureLogical, kPieceStart, kFeatureWidth };
 enum RefreshColumn {
   kTable, kOwner, kSlotBegin, kSlotEnd, kFirst, kStride, kMasters, kReplicas, kRefreshWidth

@@ -48,9 +48,17 @@ struct PushedRows {
   std::vector<float> rows;
 };
 
+// In a table with rows of several types: those from the address `begin` up to the next range are of one.
+struct RowRange {
+  int64_t begin;
+  RowType type;
+  int64_t row_bytes;
+};
+
 struct Table {
   int32_t dim;
   RowType row_type;
+  std::vector<RowRange> ranges;  // ascending; empty: all rows are of `row_type`, which is the widest
   int32_t mean;  // 1: mean pooling
   TableMap read;  // id -> byte address of the row to read
   TableMap home;  // id -> home key: owners in rank order, slots ascending
@@ -90,6 +98,12 @@ struct Table {
   // the masters can be read in place. Empty in a single domain.
   std::vector<const char*> packed_masters;
   int64_t row_bytes() const { return bytes_of_row(row_type, dim); }
+  // Of the row at an address; where there are ranges.
+  const RowRange& range_of(int64_t address) const {
+    size_t k = 0;
+    for (size_t j = 1; j < ranges.size(); ++j) k += address >= ranges[j].begin;
+    return ranges[k];
+  }
   // Gradients, pooled rows and partial sums are fp32 whatever the rows are.
   bool is_pushed_key(uint32_t key) const {
     bool found = false;

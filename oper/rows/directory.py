@@ -7,7 +7,7 @@ Replicated rows have a home as well: it holds the master copy and the optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from oper.plan import MEMORIES, TablePlan, Tier
 from oper.tables import CODE_BITS, bytes_of_row
 
 MAX_ROWS = 2**32 - 1  # home keys and slots are 32-bit numbers
+_LINE = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +32,9 @@ class TierLayout:
         slot_base: int64 [W], slot of the tier's first row on each rank.
         num_rows: int64 [W], rows of the tier on each rank.
         replica_base: int64 [W], first replica row on each rank, -1 = no copy.
+        dtype, row_bytes: of its rows.
+        begin, replica_begin: int64 [W], bytes before the tier's first row in the rows, and before
+            its first replica row in the replicas, of each rank.
     """
 
     tier: Tier
@@ -40,6 +44,10 @@ class TierLayout:
     slot_base: np.ndarray
     num_rows: np.ndarray
     replica_base: np.ndarray
+    dtype: str
+    row_bytes: int
+    begin: np.ndarray
+    replica_begin: np.ndarray
 
 
 class TableDirectory:
@@ -56,6 +64,10 @@ class TableDirectory:
         num_slots: int64 [W], rows on each rank; those of host memory have the last slots.
         num_replica_rows: int64 [W], replicated rows on each rank; in the same order.
         num_host_slots, num_host_replica_rows: int64 [W], how many of them are in host memory.
+        bytes, host_bytes: int64 [2, W], of the rows and the replicated rows on each rank, and how
+            many of them are in host memory.
+        is_mixed: whether tiers have types of their own; such rows are numbered by tier, see
+            `by_tier`.
         owner_begin: int64 [W + 1], first home key of each rank.
 
     Raises:
@@ -82,19 +94,26 @@ class TableDirectory:
         self._sorted_head = self.head_ids[order]
         self._sorted_positions = order.astype(np.int64)
         self._head_gaps = self._sorted_head - np.arange(self._sorted_head.size)
+        self.is_mixed = any(t.dtype not in ("", plan.table.dtype) for t in tiers)
         slots = np.zeros(world_size, np.int64)
         replicas = np.zeros(world_size, np.int64)
+        self.bytes = np.zeros((2, world_size), np.int64)
         layouts: dict[int, TierLayout] = {}
-        in_device = np.zeros((2, world_size), np.int64)
+        in_device, in_device_bytes = np.zeros((2, 2, world_size), np.int64)
         for memory in MEMORIES:
             for tier in (t for t in tiers if t.memory == memory):
-                layout = _lay_out(tier, world_size, slots, replicas)
+                layout = self._lay_out(tier, slots, replicas)
                 slots = slots + layout.num_rows
+                self.bytes[0] = layout.begin + layout.num_rows * layout.row_bytes
                 if tier.placement == "replicated":
-                    replicas[list(tier.ranks)] += tier.stop - tier.start
+                    ranks = list(tier.ranks)
+                    replicas[ranks] += tier.stop - tier.start
+                    self.bytes[1, ranks] = (layout.replica_begin[ranks]
+                                            + (tier.stop - tier.start) * layout.row_bytes)
                 layouts[tier.start] = layout
             if memory == "device":
-                in_device[:] = slots, replicas
+                in_device[:], in_device_bytes[:] = (slots, replicas), self.bytes
+        self.host_bytes = self.bytes - in_device_bytes
         self.tiers = [layouts[t.start] for t in tiers]
         self.num_slots = slots  # int64 [W]
         self.num_replica_rows = replicas  # int64 [W]
@@ -106,9 +125,31 @@ class TableDirectory:
                 fail(f"table {self.table.name!r} is too large", "rows", plan.table.num_rows,
                      f"<= {MAX_ROWS}", "hash its ids into fewer rows or split it in two"))
 
+    def _lay_out(self, tier: Tier, slots: np.ndarray, replicas: np.ndarray) -> TierLayout:
+        """A tier behind the rows and replicated rows that there are."""
+        pattern = np.asarray(tier.pattern(), np.int64)
+        within = np.zeros(pattern.size, np.int64)
+        for rank in set(pattern.tolist()):
+            mine = pattern == rank
+            within[mine] = np.arange(int(mine.sum()))
+        weight = np.bincount(pattern, minlength=self.world_size)
+        turns, rest = divmod(tier.stop - tier.start, pattern.size)
+        num_rows = turns * weight + np.bincount(pattern[:rest], minlength=self.world_size)
+        replica_base = np.full(self.world_size, -1, np.int64)
+        if tier.placement == "replicated":
+            ranks = list(tier.ranks)
+            replica_base[ranks] = replicas[ranks]
+        dtype = tier.dtype or self.table.dtype
+        # Rows of several types begin at a cache line each; one type is numbered through.
+        align = _LINE if self.is_mixed else 1
+        begin, replica_begin = -(-self.bytes // align) * align
+        return TierLayout(tier, pattern, within, weight.astype(np.int64), slots.copy(),
+                          num_rows.astype(np.int64), replica_base, dtype,
+                          bytes_of_row(dtype, self.dim), begin, replica_begin)
+
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of the piece."""
+        """Bytes of one row of the piece, in the table's type."""
         return bytes_of_row(self.table.dtype, self.dim)
 
     def position_of(self, ids: np.ndarray) -> np.ndarray:
@@ -134,13 +175,22 @@ class TableDirectory:
         """Home owner and slot (int64 [n] each) of positions (int64 [n])."""
         owner = np.empty(positions.shape, np.int64)
         slot = np.empty(positions.shape, np.int64)
-        for layout in self.tiers:
-            inside = (positions >= layout.tier.start) & (positions < layout.tier.stop)
-            turn, k = np.divmod(positions[inside] - layout.tier.start, layout.pattern.size)
-            who = layout.pattern[k]
-            owner[inside] = who
-            slot[inside] = layout.slot_base[who] + turn * layout.weight[who] + layout.within[k]
+        for layout, at, who, number in self.by_tier(positions):
+            owner[at] = who
+            slot[at] = layout.slot_base[who] + number
         return owner, slot
+
+    def by_tier(self, positions: np.ndarray
+                ) -> Iterator[tuple[TierLayout, np.ndarray, np.ndarray, np.ndarray]]:
+        """For every tier with any of the positions (int64 [n]): the tier; which they are, their
+        owners, and the places of their rows among the owner's rows of the tier (int64 [m] each).
+        """
+        for layout in self.tiers:
+            at = np.flatnonzero((positions >= layout.tier.start) & (positions < layout.tier.stop))
+            if at.size:
+                turn, k = np.divmod(positions[at] - layout.tier.start, layout.pattern.size)
+                who = layout.pattern[k]
+                yield layout, at, who, turn * layout.weight[who] + layout.within[k]
 
     def positions_at(self, rank: int, slots: np.ndarray) -> np.ndarray:
         """Positions (int64 [n]) of the rows in valid slots (int64 [n]) of `rank`."""
@@ -180,23 +230,6 @@ class TableDirectory:
         by_position, increasing = (ids.astype(np.uint32).view(np.int32)
                                    for ids in (self.head_ids, self._sorted_head))
         return by_position, increasing
-
-
-def _lay_out(tier: Tier, world_size: int, slots: np.ndarray, replicas: np.ndarray) -> TierLayout:
-    pattern = np.asarray(tier.pattern(), np.int64)
-    within = np.zeros(pattern.size, np.int64)
-    for rank in set(pattern.tolist()):
-        mine = pattern == rank
-        within[mine] = np.arange(int(mine.sum()))
-    weight = np.bincount(pattern, minlength=world_size)
-    turns, rest = divmod(tier.stop - tier.start, pattern.size)
-    num_rows = turns * weight + np.bincount(pattern[:rest], minlength=world_size)
-    replica_base = np.full(world_size, -1, np.int64)
-    if tier.placement == "replicated":
-        ranks = list(tier.ranks)
-        replica_base[ranks] = replicas[ranks]
-    return TierLayout(tier, pattern, within, weight.astype(np.int64), slots.copy(),
-                      num_rows.astype(np.int64), replica_base)
 
 
 @dataclass(frozen=True, slots=True)

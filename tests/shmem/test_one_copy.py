@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oper.plan import Piece, Plan, TablePlan, Tier, one_copy_per_domain
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.rows.read_only import one_copy_per_domain
 from oper.shmem.batch import Lookup
 from oper.shmem.memory.quantise import dequantise, quantise
 from oper.shmem.tables import ShardedTables

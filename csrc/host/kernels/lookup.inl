@@ -2,6 +2,21 @@
 
 // ---- forward -----------------------------------------------------------------------------------
 
+// Adds a stored row as FBGEMM's lookups for inference do.
+template <int N, bool kWeighted, class E>
+OPER_INLINE void add_stored(int64_t at, const float* weight, int dim, Row<N>& row) {
+  const E* p = reinterpret_cast<const E*>(at);
+  if constexpr (kIsCodes<E>) {
+    ScaleBias of(p);
+    if (kWeighted) of.multiply(*weight);
+    row.add_codes(p, of, dim);
+  } else if constexpr (kWeighted) {
+    row.add_fused(p, *weight, dim);
+  } else {
+    row.add(p, dim);
+  }
+}
+
 // Rows of codes, in FBGEMM's order: from zero on, and means by a factor.
 template <int N, bool kWeighted, class E>
 OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, const float* w,
@@ -11,10 +26,7 @@ OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, co
   row.zero(dim);
   for (int64_t i = 0; i < n; ++i) {
     prefetch_codes(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
-    const E* p = reinterpret_cast<const E*>(at[i]);
-    ScaleBias of(p);
-    if (kWeighted) of.multiply(w[i]);
-    row.add_codes(p, of, dim);
+    add_stored<N, kWeighted, E>(at[i], w + i, dim, row);
   }
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
 }
@@ -57,6 +69,40 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
     } else {
       pool_numbers<N, kWeighted, kNear, E>(table, at, n, w, ahead, row);
     }
+    at += n;
+    if (kStream) {
+      row.stream(out + b * stride, dim);
+    } else {
+      row.store(out + b * stride, dim);
+    }
+  }
+}
+
+// Rows of several types in one table, each as in a table of its type; in the order of `pool_codes`.
+template <int N, bool kWeighted, bool kStream>
+void pool_mixed(const Table& table, const int64_t* addresses, const int64_t* offsets,
+                const float* weights, int64_t num_bags, float* out, int64_t stride) {
+  const int dim = table.dim;
+  const int64_t ahead = rows_ahead(table.row_bytes());
+  const int64_t* at = addresses;
+  for (int64_t b = 0; b < num_bags; ++b) {
+    const int64_t n = offsets[b + 1] - offsets[b];
+    const float* w = kWeighted ? weights + offsets[b] : nullptr;
+    Row<N> row;
+    row.zero(dim);
+    for (int64_t i = 0; i < n; ++i) {
+      prefetch_codes(reinterpret_cast<const void*>(at[i + ahead]),
+                     table.range_of(at[i + ahead]).row_bytes);
+      // Foreseen as well as hot rows are hot.
+      switch (table.range_of(at[i]).type) {
+        case RowType::kFloat32: add_stored<N, kWeighted, float>(at[i], w + i, dim, row); break;
+        case RowType::kFloat16: add_stored<N, kWeighted, Float16>(at[i], w + i, dim, row); break;
+        case RowType::kBFloat16: add_stored<N, kWeighted, BFloat16>(at[i], w + i, dim, row); break;
+        case RowType::kInt8: add_stored<N, kWeighted, Int8>(at[i], w + i, dim, row); break;
+        case RowType::kInt4: add_stored<N, kWeighted, Int4>(at[i], w + i, dim, row); break;
+      }
+    }
+    if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
     at += n;
     if (kStream) {
       row.stream(out + b * stride, dim);
@@ -144,7 +190,8 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
       }
       if (resolved == 0)
         for (int64_t i = 0; i < std::min(n, rows_ahead(table.row_bytes())); ++i)
-          prefetch_row(reinterpret_cast<const void*>(to[i]), table.row_bytes());
+          prefetch_row(reinterpret_cast<const void*>(to[i]),
+                       table.ranges.empty() ? table.row_bytes() : table.range_of(to[i]).row_bytes);
       resolved += n;
       if (resolved == total) std::fill(to + n, to + n + kPrefetch, to[n - 1]);
     }
@@ -170,6 +217,15 @@ OPER_INLINE bool is_near(const Table& table, int64_t num_ids) {
 // Chosen once for a range of bags, not for every stretch of it.
 PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, bool stream) {
   PoolBlock found = nullptr;
+  if (!table.ranges.empty()) {
+    with_row_width(table.dim, [&](auto width) {
+      constexpr int N = decltype(width)::value;
+      found = is_weighted ? pool_mixed<N, true, false>
+              : stream    ? pool_mixed<N, false, true>
+                          : pool_mixed<N, false, false>;
+    });
+    return found;
+  }
   const bool near = is_near(table, num_ids);
   with_readable_rows(table, [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;

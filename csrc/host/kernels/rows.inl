@@ -156,6 +156,13 @@ struct Row {
     for (int i = 0; i < n; ++i) v[i] += lanes_of(p + 16 * i) * w;
     if (part(dim)) v[n] += load_part(p + 16 * n, part(dim)) * w;
   }
+  // v += w * p, the product not rounded.
+  template <class E>
+  OPER_INLINE void add_fused(const E* p, float w, int dim) {
+    const int n = full(dim);
+    for (int i = 0; i < n; ++i) v[i] = fused(lanes_of(p + 16 * i), w, v[i]);
+    if (part(dim)) v[n] = fused(load_part(p + 16 * n, part(dim)), w, v[n]);
+  }
   // v = scale * codes + (v + bias), the product not rounded: the order of FBGEMM's IntNBit lookups,
   // which multiply scale and bias by the sample's weight.
   template <class E>

@@ -83,11 +83,10 @@ class ArenaLayout:
             # All rows first: they are what lookups read, and what huge pages are wanted for.
             for t, d in enumerate(directories):
                 parts["rows"][t, rank] = take(
-                    d.num_slots[rank] * d.row_bytes, d.num_host_slots[rank] * d.row_bytes)
+                    d.bytes[0, rank], d.host_bytes[0, rank])
             for t, d in enumerate(directories):
                 parts["replicas"][t, rank] = take(
-                    d.num_replica_rows[rank] * d.row_bytes,
-                    d.num_host_replica_rows[rank] * d.row_bytes)
+                    d.bytes[1, rank], d.host_bytes[1, rank])
             for t, d in enumerate(directories):
                 for name, per_row in STATE_PARTS[d.table.optimizer]:
                     width = 4 * (1 if per_row else d.dim)
@@ -115,9 +114,8 @@ class ArenaLayout:
         in_host = everything.copy()
         for d in directories:
             state = OPTIMIZERS[d.table.optimizer].state_bytes(d.dim)
-            everything += d.num_slots * (d.row_bytes + state) + d.num_replica_rows * d.row_bytes
-            in_host += (d.num_host_slots * (d.row_bytes + state)
-                        + d.num_host_replica_rows * d.row_bytes)
+            everything += d.bytes.sum(axis=0) + d.num_slots * state
+            in_host += d.host_bytes.sum(axis=0) + d.num_host_slots * state
         return {"device": (everything - in_host).tolist(), "host": in_host.tolist()}
 
 
@@ -132,7 +130,7 @@ class KernelMaps:
 
     Attributes:
         rank, world_size: of whom they are.
-        tables: int64 [T, 14]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 6];
+        tables: int64 [T, 14]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 7];
         maps: int64 [2, M] (bases, steps); refreshes: int64 [K, 8]; touched, squares: int64 [T, W];
         outboxes: int64 [W], addresses; those of other memory domains mean nothing.
         outbox_bytes: size of each.
@@ -179,7 +177,6 @@ class KernelMaps:
         logical = {name: k for k, name in enumerate(dict.fromkeys(
             d.table.name for d in directories))}
         for t, d in enumerate(directories):
-            row_bytes = d.row_bytes
             row_address = where + layout.rows[t]
             replica_address = where + layout.replicas[t]
             first_tier = len(tiers)
@@ -188,18 +185,19 @@ class KernelMaps:
                 home = add_map(d.owner_begin[x.pattern] + slot, x.weight[x.pattern])
                 copy_at = nearest_replica(x, rank, where != 0)
                 if copy_at >= 0:
-                    copy = replica_address[copy_at] + x.replica_base[copy_at] * row_bytes
-                    read = add_map(np.array([copy]), np.array([row_bytes]))
+                    copy = replica_address[copy_at] + x.replica_begin[copy_at]
+                    read = add_map(np.array([copy]), np.array([x.row_bytes]))
                 else:
                     near = where[x.pattern] != 0
                     key = d.owner_begin[x.pattern] + slot
                     read = add_map(
-                        np.where(near, row_address[x.pattern] + slot * row_bytes, -1 - key),
-                        np.where(near, row_bytes, -1) * x.weight[x.pattern])
-                tiers.append([x.tier.start, *read, *home, int(x.tier.mode == "push")])
+                        np.where(near, row_address[x.pattern] + x.begin[x.pattern]
+                                 + x.within * x.row_bytes, -1 - key),
+                        np.where(near, x.row_bytes, -1) * x.weight[x.pattern])
+                tiers.append([x.tier.start, *read, *home, int(x.tier.mode == "push"),
+                              ROW_TYPES.index(x.dtype)])
                 if x.tier.placement == "replicated":
-                    refreshes += _refreshes(t, x, row_address, replica_address[rank], rank,
-                                            row_bytes)
+                    refreshes += _refreshes(t, x, row_address, replica_address[rank], rank)
             head = d.head_map()
             head_at = -1 if head is None else len(heads)
             heads += [] if head is None else list(head)
@@ -252,11 +250,10 @@ def nearest_replica(x: TierLayout, rank: int, near: np.ndarray) -> int:
 
 def _refreshes(
     table: int, x: TierLayout, row_address: np.ndarray, replica_address: np.int64, rank: int,
-    row_bytes: int,
 ) -> list[list[int]]:
     copy = 0
     if x.replica_base[rank] >= 0:
-        copy = int(replica_address + x.replica_base[rank] * row_bytes)
+        copy = int(replica_address + x.replica_begin[rank])
     period = x.pattern.size
     return [[table, owner, int(x.slot_base[owner]), int(x.slot_base[owner] + x.num_rows[owner]),
              k, period, int(row_address[owner]), copy]
