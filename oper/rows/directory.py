@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.errors import PlanError, fail
-from oper.plan import MEMORIES, TablePlan, Tier
+from oper.plan import MEMORIES, Plan, TablePlan, Tier
 from oper.tables import CODE_BITS, bytes_of_row
 
 MAX_ROWS = 2**32 - 1  # home keys and slots are 32-bit numbers
@@ -230,6 +230,22 @@ class TableDirectory:
         by_position, increasing = (ids.astype(np.uint32).view(np.int32)
                                    for ids in (self.head_ids, self._sorted_head))
         return by_position, increasing
+
+
+def directories_of(plan: Plan, may_mix: bool = False) -> list[TableDirectory]:
+    """The directories of a plan: one per column piece of each table.
+
+    Raises:
+        PlanError: a table with rows of several types, unless it may have such.
+    """
+    found = [TableDirectory(t, plan.world_size, piece)
+             for t in plan.tables for piece in range(len(t.pieces))]
+    for d in found:
+        if d.is_mixed and not may_mix:
+            raise PlanError(fail(f"cannot shard table {d.table.name!r}", "types of its rows",
+                                 [(x.tier.start, x.dtype) for x in d.tiers], "one",
+                                 "publish it with oper.publish, whose tables may have several"))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from oper.errors import InvalidInputError, OperError, fail
 from oper.messages import owners_pool
 from oper.plan import Plan
-from oper.rows.directory import TableDirectory
+from oper.rows.directory import directories_of
 from oper.shmem.autograd import CollectedPasses, trained_lookup
 from oper.shmem.batch import (
     BAD_BATCH,
@@ -108,8 +108,7 @@ class ShardedTables(MeasuredTables):
         self.specs = {t.name: t for t in tables}
         self.turns = Turns(group.world_size)
         self.collection = register_of(group).add(self)
-        self.directories = [TableDirectory(t, group.world_size, piece)
-                            for t in plan.tables for piece in range(len(t.pieces))]
+        self.directories = directories_of(plan)
         self._table_of = [d.table.name for d in self.directories]
         self.has_push = any(x.tier.mode == "push" for d in self.directories for x in d.tiers)
         # The directories of each table, in column order.

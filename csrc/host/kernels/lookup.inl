@@ -4,14 +4,14 @@
 
 // Adds a stored row as FBGEMM's lookups for inference do.
 template <int N, bool kWeighted, class E>
-OPER_INLINE void add_stored(int64_t at, const float* weight, int dim, Row<N>& row) {
+OPER_INLINE void add_stored(int64_t at, float weight, int dim, Row<N>& row) {
   const E* p = reinterpret_cast<const E*>(at);
   if constexpr (kIsCodes<E>) {
     ScaleBias of(p);
-    if (kWeighted) of.multiply(*weight);
+    if (kWeighted) of.multiply(weight);
     row.add_codes(p, of, dim);
   } else if constexpr (kWeighted) {
-    row.add_fused(p, *weight, dim);
+    row.add_fused(p, weight, dim);
   } else {
     row.add(p, dim);
   }
@@ -26,7 +26,7 @@ OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, co
   row.zero(dim);
   for (int64_t i = 0; i < n; ++i) {
     prefetch_codes(reinterpret_cast<const void*>(at[i + ahead]), row_bytes);
-    add_stored<N, kWeighted, E>(at[i], w + i, dim, row);
+    add_stored<N, kWeighted, E>(at[i], kWeighted ? w[i] : 1.0f, dim, row);
   }
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
 }
@@ -93,13 +93,14 @@ void pool_mixed(const Table& table, const int64_t* addresses, const int64_t* off
     for (int64_t i = 0; i < n; ++i) {
       prefetch_codes(reinterpret_cast<const void*>(at[i + ahead]),
                      table.range_of(at[i + ahead]).row_bytes);
+      const float weight = kWeighted ? w[i] : 1.0f;
       // Foreseen as well as hot rows are hot.
       switch (table.range_of(at[i]).type) {
-        case RowType::kFloat32: add_stored<N, kWeighted, float>(at[i], w + i, dim, row); break;
-        case RowType::kFloat16: add_stored<N, kWeighted, Float16>(at[i], w + i, dim, row); break;
-        case RowType::kBFloat16: add_stored<N, kWeighted, BFloat16>(at[i], w + i, dim, row); break;
-        case RowType::kInt8: add_stored<N, kWeighted, Int8>(at[i], w + i, dim, row); break;
-        case RowType::kInt4: add_stored<N, kWeighted, Int4>(at[i], w + i, dim, row); break;
+        case RowType::kFloat32: add_stored<N, kWeighted, float>(at[i], weight, dim, row); break;
+        case RowType::kFloat16: add_stored<N, kWeighted, Float16>(at[i], weight, dim, row); break;
+        case RowType::kBFloat16: add_stored<N, kWeighted, BFloat16>(at[i], weight, dim, row); break;
+        case RowType::kInt8: add_stored<N, kWeighted, Int8>(at[i], weight, dim, row); break;
+        case RowType::kInt4: add_stored<N, kWeighted, Int4>(at[i], weight, dim, row); break;
       }
     }
     if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, fail
 from oper.shmem.memory.quantise import as_rows
-from oper.shmem.publication.reader import DenseEntry, Layout
-from oper.tables import TableSpec
+from oper.shmem.publication.buffers import DenseEntry, Layout
 
 Changes = Mapping[str, tuple[np.ndarray, torch.Tensor]]  # ids and rows by table
+Stored = list[tuple[np.ndarray, torch.Tensor]]  # ids and rows as they are stored, by type
 
 
 def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
-                ) -> tuple[np.ndarray, torch.Tensor]:
+                ) -> Stored:
     """Changed rows as they are stored, checked."""
     what = f"cannot change rows of table {name!r}"
     spec = layout.specs.get(name)
@@ -28,27 +29,39 @@ def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
         raise InvalidInputError(fail(what, "ids", (ids.shape, ids[:4].tolist()),
                                      f"int64 [{values.shape[0]}] in [0, {spec.num_rows})",
                                      "pass ids of the rows"))
-    return ids, stored_rows(what, spec, values, lambda k: int(ids[k]))
+    return stored_rows(what, layout, name, ids, values)
 
 
-def stored_rows(what: str, spec: TableSpec, values: torch.Tensor, id_of: Callable[[int], int]
-                ) -> torch.Tensor:
-    """Rows as they are stored; raises InvalidInputError, beginning with `what`, for one that is not
-    finite, or not in the type of the table's rows."""
-    _check_finite(what, values, id_of)
-    rows = as_rows(values.detach(), spec)
-    if rows.dtype != values.dtype:
-        _check_finite(what, rows, id_of)
-    return rows
+def stored_rows(what: str, layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
+                ) -> Stored:
+    """Rows of a table (floats [n, dim], or codes of its type) as they are stored.
+
+    Raises:
+        InvalidInputError: beginning with `what`; a row that is not finite, or not in the type that
+            it is stored as, or codes for rows of several types.
+    """
+    spec = layout.specs[name]
+    if values.dtype == torch.uint8 and layout.is_mixed(name):
+        raise InvalidInputError(fail(what, "rows", "codes", "numbers, which ranges of rows store "
+                                     "in types of their own", "pass the rows before quantisation"))
+    _check_finite(what, values, ids)
+    found = []
+    for dtype, at in layout.types_of(name, ids).items():
+        some = values if at.size == ids.size else values[torch.from_numpy(at)]
+        rows = as_rows(some.detach(), replace(spec, dtype=dtype))
+        if rows.dtype != values.dtype:
+            _check_finite(what, rows, ids[at])
+        found.append((ids[at], rows))
+    return found
 
 
-def _check_finite(what: str, rows: torch.Tensor, id_of: Callable[[int], int]) -> None:
+def _check_finite(what: str, rows: torch.Tensor, ids: np.ndarray) -> None:
     # One pass, which reads only. A sum of finite numbers may be infinite: looked at again.
     if not rows.dtype.is_floating_point or bool(torch.isfinite(rows.sum(dtype=torch.float32))):
         return
     bad = ~torch.isfinite(rows).all(dim=1)
     if bool(bad.any()):
-        raise InvalidInputError(fail(what, f"row {id_of(int(bad.nonzero()[0]))}", "inf or nan",
+        raise InvalidInputError(fail(what, f"row {int(ids[int(bad.nonzero()[0])])}", "inf or nan",
                                      f"finite numbers that {rows.dtype} holds",
                                      "look at the training run"))
 

@@ -9,9 +9,7 @@ even after SIGKILL, frees the reader's place.
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
-import operator
 import os
 import selectors
 import socket
@@ -22,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, fail
@@ -31,6 +30,15 @@ from oper.shmem.library import load
 from oper.shmem.memory import numa
 from oper.shmem.memory.segments import create_segment, map_segment, no_segment, page_kind
 from oper.shmem.migration import check_room
+from oper.shmem.publication.buffers import (
+    HEADER,
+    HEADER_BYTES,
+    BufferRows,
+    Layout,
+    checksums,
+    dense_entries,
+    dense_view,
+)
 from oper.shmem.publication.changes import (
     Changes,
     changed_entries,
@@ -39,17 +47,8 @@ from oper.shmem.publication.changes import (
     stored_rows,
 )
 from oper.shmem.publication.handshake import GREETING, MAGIC, check_name, socket_name
-from oper.shmem.publication.reader import (
-    HEADER,
-    HEADER_BYTES,
-    SEGMENT_NAME,
-    VERSION,
-    BufferRows,
-    Layout,
-    checksums,
-    dense_entries,
-    dense_view,
-)
+from oper.shmem.publication.reader import SEGMENT_NAME, VERSION
+from oper.shmem.rows import CHUNK_ROWS
 
 Rows = Iterable[tuple[int, torch.Tensor]]
 _WAIT_S = 0.0002
@@ -227,7 +226,8 @@ class Publisher:
 
         Args:
             rows: by table name, (first id, rows) in any order and number, which must cover the
-                table: floats [n, dim], or uint8 [n, bytes of a row] for quantised tables.
+                table: floats [n, dim], or uint8 [n, bytes of a row] for tables of codes that have
+                one type.
             dense: the weights beside the tables, of the shapes and dtypes of the first time.
             timeout_s: how long to wait for readers of the epoch before the last.
 
@@ -297,8 +297,9 @@ class Publisher:
             *segments, dense_at = state.buffers[epoch & 1].addresses
             for domain in range(self.layout.plan.world_size):
                 view = BufferRows(self.layout, segments, domain)
-                for name, found in packed.items():
-                    view.put(name, *found)
+                for name, parts in packed.items():
+                    for ids, stored in parts:
+                        view.put(name, ids, stored)
                 view.publish()  # replicas
             for entry in entries:
                 dense_view(dense_at, entry).copy_(dense[entry.key].detach())
@@ -335,10 +336,13 @@ class Publisher:
                         fail(f"cannot publish table {name!r}", "rows",
                              (begin, begin + values.shape[0]), f"within 0..{spec.num_rows}",
                              "pass this table's rows"))
-                packed = stored_rows(f"cannot publish table {name!r}", spec, values,
-                                     functools.partial(operator.add, begin))
-                for view in views:
-                    view.write(name, packed, begin)
+                for at in range(0, values.shape[0], CHUNK_ROWS):
+                    chunk = values[at:at + CHUNK_ROWS]
+                    ids = np.arange(begin + at, begin + at + chunk.shape[0])
+                    for some, stored in stored_rows(f"cannot publish table {name!r}", layout, name,
+                                                    ids, chunk):
+                        for view in views:
+                            view.put(name, some, stored)
                 covered += values.shape[0]
             if covered != spec.num_rows:
                 raise InvalidInputError(

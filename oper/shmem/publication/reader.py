@@ -1,4 +1,4 @@
-"""Read-only tables that any number of processes of a host map: the layout, and readers.
+"""Read-only tables that any number of processes of a host map: how they are read.
 
 A publisher (`oper.shmem.publication.publisher`) writes all tables and dense weights of a model into
 one of two buffers and then moves an epoch on; epoch e lies in buffer e % 2. A reader counts itself
@@ -12,21 +12,16 @@ import contextlib
 import json
 import os
 import socket
-import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from oper.errors import FileFormatError, InvalidInputError, OperError, fail
-from oper.plan import Plan
-from oper.rows.directory import TableDirectory
 from oper.rows.traffic import Traffic
 from oper.shmem.batch import (
     BatchChecks,
@@ -42,128 +37,13 @@ from oper.shmem.library import load
 from oper.shmem.memory.numa import near_domain
 from oper.shmem.memory.segments import map_segment, no_segment
 from oper.shmem.optim.arguments import feature_rows
-from oper.shmem.placement.layout import ArenaLayout, KernelMaps
+from oper.shmem.placement.layout import KernelMaps
+from oper.shmem.publication.buffers import HEADER, BufferRows, Layout, checksums, dense_view
 from oper.shmem.publication.handshake import MAGIC, check_name, connect, greeting
-from oper.shmem.rows import LogicalRows, put_rows
 
 VERSION = 1
-HEADER_BYTES = 1 << 20  # before the dense weights
-HEADER = struct.Struct("<8sIQI")  # magic, version, epoch, bytes of the text that follows
-ALIGN = 64
 SEGMENT_NAME = "oper-tables"
 _CHANGE_S, _PAUSE_S = 30.0, 5e-5  # to wait for rows that are changed in place, and between looks
-
-
-@dataclass(frozen=True, slots=True)
-class DenseEntry:
-    """A weight beside the tables: where it lies behind the header of the last segment."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size."""
-        return getattr(torch, self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64))
-
-
-class Layout:
-    """Where everything lies in a buffer: one segment per memory domain, one for dense weights.
-
-    Args:
-        plan: the tables, placed on memory domains (its ranks).
-        dense: weights beside the tables.
-    """
-
-    def __init__(self, plan: Plan, dense: Sequence[DenseEntry]) -> None:
-        self.plan = plan
-        self.dense = list(dense)
-        self.specs = {t.table.name: t.table for t in plan.tables}
-        self.directories = [TableDirectory(t, plan.world_size, piece)
-                            for t in plan.tables for piece in range(len(t.pieces))]
-        self.pieces: dict[str, list[int]] = {name: [] for name in self.specs}
-        for k, d in enumerate(self.directories):
-            self.pieces[d.table.name].append(k)
-        self.arena = ArenaLayout.build(self.directories, plan.world_size, 0)
-        # Rows may be read in whole vectors.
-        self.segment_bytes = [n + 4096 for n in self.arena.used_bytes]
-        self.dense_bytes = HEADER_BYTES + max(
-            [e.offset + e.num_bytes for e in self.dense], default=0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one buffer that hold something."""
-        held = self.arena.memory_bytes(self.directories)["device"]
-        return sum(held) + sum(e.num_bytes for e in self.dense)
-
-    def to_text(self) -> str:
-        """For the greeting of a publisher."""
-        return json.dumps({"plan": self.plan.to_text(), "dense": [
-            [e.key, e.dtype, list(e.shape), e.offset] for e in self.dense]})
-
-    @staticmethod
-    def from_text(text: str) -> Layout:
-        """What `to_text` gave."""
-        value = json.loads(text)
-        return Layout(Plan.from_text(value["plan"]), [
-            DenseEntry(key, dtype, tuple(shape), offset)
-            for key, dtype, shape, offset in value["dense"]])
-
-
-class _Domain:
-    """One memory domain of a host, as the rows' base class wants its ranks."""
-
-    is_local = True
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value] * self.world_size
-
-
-class BufferRows(LogicalRows):
-    """The rows of one buffer in logical order, seen from one memory domain.
-
-    Args:
-        layout: what lies where.
-        addresses: int [D], where each domain's segment is mapped.
-        domain: which domain reads or writes.
-    """
-
-    def __init__(self, layout: Layout, addresses: Sequence[int], domain: int) -> None:
-        self.layout = layout
-        self.specs = layout.specs
-        self.directories = layout.directories
-        self.pieces = layout.pieces
-        self.group = _Domain(domain, layout.plan.world_size)
-        self._layout = layout.arena
-        self._addresses = list(addresses)
-        self._heap = self  # type: ignore[assignment]  # open
-        self._exchange = None
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-    def put(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> None:
-        """Write rows in any order, as they are stored, where this domain holds them.
-
-        Args:
-            table: its name.
-            ids: int64 [n], valid, each once.
-            rows: [n, dim], or uint8 [n, bytes of a row] of quantised tables.
-        """
-        if rows.dtype != torch.uint8:
-            self.scatter(table, ids, rows)
-            return
-        piece, = self.pieces[table]
-        mine = self.view("rows", piece, self.group.rank)
-        for rank, index, slot in self._parts(piece, ids):
-            if rank == self.group.rank:
-                put_rows(mine, slot, rows, index)
 
 
 class PublishedTables(BufferRows):
@@ -487,27 +367,6 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def dense_view(address: int, entry: DenseEntry) -> torch.Tensor:
-    """A weight of the dense segment at `address`, mapped."""
-    raw = torch.ops.oper.segment_bytes(address + HEADER_BYTES + entry.offset, entry.num_bytes)
-    view: torch.Tensor = raw.view(getattr(torch, entry.dtype)).view(entry.shape)
-    return view
-
-
-def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str, int]:
-    """CRC-32 of every segment of a buffer, by name."""
-    import zlib
-
-    found = {}
-    for d, (address, size) in enumerate(zip(addresses, layout.arena.used_bytes, strict=True)):
-        found[f"domain {d}"] = zlib.crc32(
-            torch.ops.oper.segment_bytes(address, max(1, size)).numpy().data)
-    size = layout.dense_bytes - HEADER_BYTES
-    found["dense"] = zlib.crc32(
-        torch.ops.oper.segment_bytes(dense + HEADER_BYTES, size).numpy().data) if size else 0
-    return found
-
-
 def shared_pss_bytes(pid: int | str = "self") -> int:
     """Proportional share of a process in the memory of published tables (PSS), bytes.
 
@@ -521,13 +380,3 @@ def shared_pss_bytes(pid: int | str = "self") -> int:
         elif ours and words[0] == "Pss:":
             total += int(words[1]) * 1024
     return total
-
-
-def dense_entries(weights: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
-    """Places for weights beside the tables."""
-    entries, at = [], 0
-    for key, value in weights.items():
-        entry = DenseEntry(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), at)
-        entries.append(entry)
-        at = -(-(at + entry.num_bytes) // ALIGN) * ALIGN
-    return entries

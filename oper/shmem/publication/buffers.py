@@ -1,0 +1,220 @@
+"""What lies where in the memory of published tables, and its rows in logical order.
+
+A buffer is one segment per memory domain, with the rows, and one with a header and the weights
+beside the tables.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.plan import Plan
+from oper.rows.directory import TierLayout, directories_of
+from oper.shmem.memory.quantise import dequantise
+from oper.shmem.placement.layout import ArenaLayout
+from oper.shmem.rows import CHUNK_ROWS, LogicalRows, put_rows
+from oper.tables import CODE_BITS
+
+HEADER_BYTES = 1 << 20  # before the dense weights
+HEADER = struct.Struct("<8sIQI")  # magic, version, epoch, bytes of the text that follows
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DenseEntry:
+    """A weight beside the tables: where it lies behind the header of the last segment."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return getattr(torch, self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+class Layout:
+    """Where everything lies in a buffer: one segment per memory domain, one for dense weights.
+
+    Args:
+        plan: the tables, placed on memory domains (its ranks).
+        dense: weights beside the tables.
+    """
+
+    def __init__(self, plan: Plan, dense: Sequence[DenseEntry]) -> None:
+        self.plan = plan
+        self.dense = list(dense)
+        self.specs = {t.table.name: t.table for t in plan.tables}
+        self.directories = directories_of(plan, may_mix=True)
+        self.pieces: dict[str, list[int]] = {name: [] for name in self.specs}
+        for k, d in enumerate(self.directories):
+            self.pieces[d.table.name].append(k)
+        self.arena = ArenaLayout.build(self.directories, plan.world_size, 0)
+        # Rows may be read in whole vectors.
+        self.segment_bytes = [n + 4096 for n in self.arena.used_bytes]
+        self.dense_bytes = HEADER_BYTES + max(
+            [e.offset + e.num_bytes for e in self.dense], default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one buffer that hold something."""
+        held = self.arena.memory_bytes(self.directories)["device"]
+        return sum(held) + sum(e.num_bytes for e in self.dense)
+
+    def is_mixed(self, table: str) -> bool:
+        """Whether ranges of a table's rows have types of their own."""
+        return self.directories[self.pieces[table][0]].is_mixed
+
+    def types_of(self, table: str, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """By type of their rows, which of the ids (int64 [n]) these are: int64 [m],
+        ascending."""
+        d = self.directories[self.pieces[table][0]]
+        if not d.is_mixed:
+            return {d.tiers[0].dtype: np.arange(ids.size)}
+        found: dict[str, list[np.ndarray]] = {}
+        for x, at, _, _ in d.by_tier(d.position_of(ids)):
+            found.setdefault(x.dtype, []).append(at)
+        return {dtype: np.sort(np.concatenate(parts)) for dtype, parts in found.items()}
+
+    def to_text(self) -> str:
+        """For the greeting of a publisher."""
+        return json.dumps({"plan": self.plan.to_text(), "dense": [
+            [e.key, e.dtype, list(e.shape), e.offset] for e in self.dense]})
+
+    @staticmethod
+    def from_text(text: str) -> Layout:
+        """What `to_text` gave."""
+        value = json.loads(text)
+        return Layout(Plan.from_text(value["plan"]), [
+            DenseEntry(key, dtype, tuple(shape), offset)
+            for key, dtype, shape, offset in value["dense"]])
+
+
+class _Domain:
+    """One memory domain of a host, as the rows' base class wants its ranks."""
+
+    is_local = True
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+
+class BufferRows(LogicalRows):
+    """The rows of one buffer in logical order, seen from one memory domain.
+
+    Args:
+        layout: what lies where.
+        addresses: int [D], where each domain's segment is mapped.
+        domain: which domain reads or writes.
+    """
+
+    def __init__(self, layout: Layout, addresses: Sequence[int], domain: int) -> None:
+        self.layout = layout
+        self.specs = layout.specs
+        self.directories = layout.directories
+        self.pieces = layout.pieces
+        self.group = _Domain(domain, layout.plan.world_size)
+        self._layout = layout.arena
+        self._addresses = list(addresses)
+        self._heap = self  # type: ignore[assignment]  # open
+        self._exchange = None
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def put(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> None:
+        """Write rows in any order, as they are stored, where this domain holds them.
+
+        Args:
+            table: its name.
+            ids: int64 [n], valid, each once, of rows of one type (`Layout.types_of`).
+            rows: [n, dim] of that type, or uint8 [n, bytes of a row] of codes.
+        """
+        if rows.dtype != torch.uint8 and not self.layout.is_mixed(table):
+            self.scatter(table, ids, rows)
+            return
+        piece, = self.pieces[table]
+        d, me = self.directories[piece], self.group.rank
+        for x, at, owner, number in d.by_tier(d.position_of(ids)):
+            mine = np.flatnonzero(owner == me)
+            if mine.size:
+                put_rows(self._tier(piece, x, me), torch.from_numpy(number[mine]), rows,
+                         torch.from_numpy(at[mine]))
+
+    def gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
+                     out: torch.Tensor) -> None:
+        """See `LogicalRows.gather_piece`."""
+        d = self.directories[piece]
+        if not d.is_mixed:
+            super().gather_piece(piece, ids, part, columns, out)
+            return
+        for x, at, owner, number in d.by_tier(d.position_of(ids)):
+            for rank in np.unique(owner).tolist():
+                here = np.flatnonzero(owner == rank)
+                rows = self._tier(piece, x, rank)[torch.from_numpy(number[here])]
+                numbers = dequantise(rows, x.dtype, d.dim) if x.dtype in CODE_BITS else rows
+                out[torch.from_numpy(at[here])] = numbers[:, columns].to(out)
+
+    def _tier(self, piece: int, x: TierLayout, rank: int) -> torch.Tensor:
+        """A domain's rows of a tier."""
+        begin = int(self._layout.rows[piece, rank] + x.begin[rank])
+        return self._segment(self._addresses[rank] + begin, int(x.num_rows[rank]),
+                             self.directories[piece].dim, x.dtype)
+
+    def _copy_replicas(self, piece: int, x: TierLayout) -> None:
+        d, me = self.directories[piece], self.group.rank
+        if x.replica_base[me] < 0:
+            return
+        begin = int(self._layout.replicas[piece, me] + x.replica_begin[me])
+        copy = self._segment(self._addresses[me] + begin, x.tier.stop - x.tier.start, d.dim,
+                             x.dtype)
+        for first in range(x.tier.start, x.tier.stop, CHUNK_ROWS):
+            positions = np.arange(first, min(first + CHUNK_ROWS, x.tier.stop))
+            for _, at, owner, number in d.by_tier(positions):
+                for rank in np.unique(owner).tolist():
+                    here = np.flatnonzero(owner == rank)
+                    copy[torch.from_numpy(first - x.tier.start + at[here])] = self._tier(
+                        piece, x, rank)[torch.from_numpy(number[here])]
+
+
+def dense_view(address: int, entry: DenseEntry) -> torch.Tensor:
+    """A weight of the dense segment at `address`, mapped."""
+    raw = torch.ops.oper.segment_bytes(address + HEADER_BYTES + entry.offset, entry.num_bytes)
+    view: torch.Tensor = raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+    return view
+
+
+def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str, int]:
+    """CRC-32 of every segment of a buffer, by name."""
+    found = {}
+    for d, (address, size) in enumerate(zip(addresses, layout.arena.used_bytes, strict=True)):
+        found[f"domain {d}"] = zlib.crc32(
+            torch.ops.oper.segment_bytes(address, max(1, size)).numpy().data)
+    size = layout.dense_bytes - HEADER_BYTES
+    found["dense"] = zlib.crc32(
+        torch.ops.oper.segment_bytes(dense + HEADER_BYTES, size).numpy().data) if size else 0
+    return found
+
+
+def dense_entries(weights: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
+    """Places for weights beside the tables."""
+    entries, at = [], 0
+    for key, value in weights.items():
+        entry = DenseEntry(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), at)
+        entries.append(entry)
+        at = -(-(at + entry.num_bytes) // _ALIGN) * _ALIGN
+    return entries
