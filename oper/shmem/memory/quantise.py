@@ -88,3 +88,19 @@ def as_rows(values: torch.Tensor, spec: TableSpec) -> torch.Tensor:
         return values[:, :wanted]
     return quantise(values, spec.dtype) if spec.dtype in CODE_BITS else values.to(
         getattr(torch, spec.dtype))
+
+
+def squared_errors(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """What storing rows as a type does to each: the sum of its squared differences, float64 [n].
+
+    Args:
+        values: floats [n, dim].
+        dtype: of `oper.tables.DTYPES`.
+
+    Raises:
+        InvalidInputError: as `quantise`.
+    """
+    numbers = values.float()
+    stored = (dequantise(quantise(numbers, dtype), dtype, values.shape[1]) if dtype in CODE_BITS
+              else numbers.to(getattr(torch, dtype)).float())
+    return (stored - numbers).square_().sum(dim=1, dtype=torch.float64)

@@ -1,0 +1,80 @@
+"""What storing a model's rows as narrower types would do to them, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from oper.integration.checkpoint.weights import Weights
+from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.rows.directory import TableDirectory
+from oper.rows.read_only import with_row_dtypes
+from oper.search.precision import ROW_TYPES, Precision, RowErrors, blocks_of, choose_dtypes
+from oper.shmem.memory.quantise import squared_errors
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+
+_SAMPLED = 1 << 14  # rows of a block, evenly
+
+
+def types_by_hotness(source: Weights, keys: dict[str, str], held: dict[str, TableSpec],
+                     stats: AccessStats, error_budget: float) -> Precision:
+    """The types of rows that take the fewest bytes within an error budget, by the rows themselves.
+
+    Args:
+        source: the rows.
+        keys: of the tables in `source`, by name.
+        held: the tables as they are there.
+        stats: how often rows are looked up.
+        error_budget: see `oper.search.precision.choose_dtypes`.
+    """
+    errors = {name: _measured(source, keys[name], spec, stats) for name, spec in held.items()}
+    return choose_dtypes(list(held.values()), stats, errors, error_budget)
+
+
+def by_precision(plan: Plan, chosen: Precision, stats: AccessStats) -> Plan:
+    """The same placement of read-only tables, with types of rows."""
+    tables = []
+    for entry in plan.tables:
+        hottest = blocks_of(entry.table, stats).head_ids
+        tables.append(with_row_dtypes(entry, chosen.dtypes[entry.table.name], hottest))
+    notes = {**plan.notes, "row_error": chosen.error}
+    return replace(plan, tables=tuple(tables), notes=notes)
+
+
+def _measured(source: Weights, key: str, held: TableSpec, stats: AccessStats) -> RowErrors:
+    problem = blocks_of(held, stats)
+    edges, dtypes = problem.edges, [d for d in ROW_TYPES if d != "int4" or held.dim % 2 == 0]
+    ids, block = _sample(held, edges, problem.head_ids)
+    sums = np.zeros((1 + len(dtypes), edges.size - 1))
+    # Also of codes, numbers: they may be stored with fewer bits.
+    for begin, rows in source.rows(key, held, replace(held, dtype="float32", optimizer="none")):
+        first, last = np.searchsorted(ids, [begin, begin + rows.shape[0]])
+        if first == last:
+            continue
+        values = rows[torch.from_numpy(ids[first:last] - begin)].float()
+        each = [values.square().sum(dim=1), *(squared_errors(values, d) for d in dtypes)]
+        for k, x in enumerate(each):
+            sums[k] += np.bincount(block[first:last], x.double().numpy(), edges.size - 1)
+    energy, *squared = sums / np.bincount(block, minlength=edges.size - 1)
+    return RowErrors(edges, energy, dict(zip(dtypes, squared, strict=True)))
+
+
+def _sample(spec: TableSpec, edges: np.ndarray, hottest: Sequence[int] | np.ndarray
+            ) -> tuple[np.ndarray, np.ndarray]:
+    """Some rows of every block: ids, ascending, and their blocks; int64 [n] each."""
+    sizes = np.diff(edges)
+    counts = np.minimum(sizes, _SAMPLED)
+    positions = np.concatenate([begin + np.arange(count) * size // count for begin, count, size in
+                                zip(edges[:-1], counts, sizes, strict=True)])
+    entry = TablePlan(spec, (Piece(0, spec.dim, (Tier(0, spec.num_rows, "owned", (0,)),)),))
+    if edges.size > 2 and len(hottest):  # else positions are ids
+        base = replace(spec, optimizer="none")
+        entry = with_row_dtypes(replace(entry, table=base), [
+            (int(edges[-2]), "float32"), (spec.num_rows, "int8")], np.asarray(hottest))
+    ids = TableDirectory(entry, 1).ids_at(positions)
+    order = np.argsort(ids)
+    return ids[order], np.repeat(np.arange(sizes.size), counts)[order]

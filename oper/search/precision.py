@@ -1,0 +1,183 @@
+"""Precision by hotness: which rows of read-only tables are stored as which type.
+
+What storing a row as a narrower type costs is its squared error, as often as the row is looked up;
+what it saves are bytes, once. Under a budget for the first the bytes are least where, for one price
+of error, every range of every table takes the cheapest type (Everett, "Generalized Lagrange
+multiplier method", 1963): the price is found by bisection. In each table hotter rows get no
+narrower type than colder ones, so that a table has as many ranges as there are types at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.search.problem.statement import IDS, TableProblem, make_table
+from oper.stats import AccessStats
+from oper.tables import CODE_BITS, TableSpec, bytes_of_row
+
+ROW_TYPES = ("float16", "int8", "int4")  # widest first
+_HALF_STEP = 2.0 ** -11  # of float16, relative: what rounding to nearest may lose
+_BISECTIONS = 60
+_LARGEST_PRICE = 1e30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowErrors:
+    """What storing rows as other types does to them, by block of a table's hotness order.
+
+    Attributes:
+        edges: int64 [K + 1], positions; block k is [edges[k], edges[k + 1]).
+        energy: float64 [K], sum of the squares of a row, mean over the block.
+        squared: by type, float64 [K], sum of the squared differences of a row, mean over the block.
+    """
+
+    edges: np.ndarray
+    energy: np.ndarray
+    squared: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Types of rows.
+
+    Attributes:
+        dtypes: by table, (last position + 1, type) of each range, hottest first.
+        error: expected squared error of what lookups read, as a share of its squares.
+        num_bytes: of all rows.
+    """
+
+    dtypes: dict[str, list[tuple[int, str]]]
+    error: float
+    num_bytes: int
+
+
+def blocks_of(spec: TableSpec, stats: AccessStats | None) -> TableProblem:
+    """A table's blocks of about equal hotness, as `RowErrors` are to be measured by (`edges`), and
+    the order of its ids (`head_ids`, empty where ids are positions)."""
+    return make_table(spec, stats, 1, 1)
+
+
+def nominal_errors(spec: TableSpec, edges: np.ndarray) -> RowErrors:
+    """Errors of rows of independent normal numbers, where the rows are not known yet.
+
+    A row of codes has as many steps as codes between its least and its largest number, whose
+    distance is taken at the expected extremes of `dim` normal numbers (Blom 1958).
+    """
+    blocks, dim = np.ones(edges.size - 1), spec.dim
+    extreme = NormalDist().inv_cdf((dim - 0.375) / (dim + 0.25)) if dim > 1 else 0.0
+    squared = {"float16": dim * _HALF_STEP ** 2 / 3 * blocks}
+    for dtype, bits in CODE_BITS.items():
+        step = 2 * extreme / ((1 << bits) - 1)
+        squared[dtype] = dim * step ** 2 / 12 * blocks
+    return RowErrors(edges, dim * blocks, _possible(spec, squared))
+
+
+def _possible(spec: TableSpec, squared: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Without int4 where columns do not come in pairs."""
+    return {dtype: x for dtype, x in squared.items() if dtype != "int4" or spec.dim % 2 == 0}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """Sums over the blocks before each edge, by type [D, K + 1]."""
+
+    edges: np.ndarray
+    dtypes: list[str]
+    num_bytes: np.ndarray
+    error: np.ndarray
+    energy: float
+
+    def ranges(self, price: float) -> list[int]:
+        """The edges at which the types end, in order, when error has a price."""
+        cost = self.num_bytes + price * self.error
+        every = np.arange(self.edges.size)
+        least, begins = cost[0], []
+        for mine in cost[1:]:
+            before = least - mine  # of ending the wider types at an edge
+            best = np.minimum.accumulate(before)
+            begins.append(np.maximum.accumulate(np.where(before == best, every, 0)))
+            least = best + mine
+        stops = [self.edges.size - 1]
+        for begin in reversed(begins):
+            stops.append(int(begin[stops[-1]]))
+        return stops[::-1]
+
+    def total(self, sums: np.ndarray, stops: Sequence[int]) -> float:
+        """Of bytes or errors, of all ranges."""
+        begins = [0, *stops[:-1]]
+        return float(sum(mine[stop] - mine[begin]
+                         for mine, begin, stop in zip(sums, begins, stops, strict=True)))
+
+
+def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
+                  errors: Mapping[str, RowErrors], error_budget: float) -> Precision:
+    """The types of rows that take the fewest bytes within an error budget.
+
+    Args:
+        tables: the tables.
+        stats: how often rows are looked up; None: all equally often.
+        errors: by table, for the types that it may have; its `edges` are those of `blocks_of`.
+        error_budget: of the squares of all numbers that lookups read, how much their squared errors
+            may be: 1e-4 is a root mean square error of 1 %.
+
+    Raises:
+        InvalidInputError: a budget that is no positive number.
+        PlanInfeasibleError: the widest types lose more than that.
+    """
+    what = "cannot choose types of rows"
+    if not (isinstance(error_budget, int | float) and 0 < error_budget < math.inf):
+        raise InvalidInputError(fail(what, "error_budget", error_budget, "a number > 0",
+                                     "pass for example 1e-4"))
+    found = {t.name: _sums(t, stats, errors[t.name]) for t in tables}
+    energy = sum(t.energy for t in found.values())
+    allowed = error_budget * energy
+
+    def at(price: float) -> tuple[float, dict[str, list[int]]]:
+        stops = {name: t.ranges(price) for name, t in found.items()}
+        return sum(t.total(t.error, stops[name]) for name, t in found.items()), stops
+
+    lost, stops = at(0.0)
+    if lost > allowed:
+        lost, stops = at(_LARGEST_PRICE)
+        if lost > allowed:
+            raise PlanInfeasibleError(fail(what, "error_budget", error_budget,
+                                           f">= {lost / energy:.3g}, what the widest type loses",
+                                           "allow more, or keep these tables in float32"))
+        low, high = -_BISECTIONS, math.log(_LARGEST_PRICE)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            more, there = at(math.exp(middle))
+            if more <= allowed:
+                high, lost, stops = middle, more, there
+            else:
+                low = middle
+    dtypes = {}
+    for name, t in found.items():
+        ends = zip(stops[name], [0, *stops[name][:-1]], t.dtypes, strict=True)
+        dtypes[name] = [(int(t.edges[stop]), dtype) for stop, begin, dtype in ends if stop > begin]
+    return Precision(dtypes, lost / energy if energy else 0.0, round(sum(
+        t.total(t.num_bytes, stops[name]) for name, t in found.items())))
+
+
+def _sums(spec: TableSpec, stats: AccessStats | None, errors: RowErrors) -> _Table:
+    problem = blocks_of(spec, stats)
+    rows, lookups = np.diff(errors.edges), problem.blocks[:, IDS]
+    if not np.array_equal(problem.edges, errors.edges):
+        raise InvalidInputError(fail(f"cannot choose types of table {spec.name!r}", "edges",
+                                     errors.edges[:4].tolist(), f"{problem.edges[:4].tolist()}...",
+                                     "measure the errors by the same statistics"))
+    dtypes = [dtype for dtype in ROW_TYPES if dtype in errors.squared]
+
+    def sums(each: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.zeros(1), np.cumsum(each)])
+
+    return _Table(errors.edges, dtypes,
+                  np.stack([sums(rows * float(bytes_of_row(d, spec.dim))) for d in dtypes]),
+                  np.stack([sums(lookups * errors.squared[d]) for d in dtypes]),
+                  float(lookups @ errors.energy))
