@@ -16,6 +16,7 @@ _PUBLIC = {
     "Server": "oper.serve.server",
     "ServeOptions": "oper.serve.options",
     "Signature": "oper.serve.requests",
+    "TieredRows": "oper.serve.options",
     "load_model": "oper.serve.model",
 }
 
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
     from oper.serve.batching import Batcher as Batcher
     from oper.serve.client import Client as Client
     from oper.serve.model import PublishedModel as PublishedModel, load_model as load_model
-    from oper.serve.options import BatchOptions as BatchOptions, ServeOptions as ServeOptions
+    from oper.serve.options import (
+        BatchOptions as BatchOptions,
+        ServeOptions as ServeOptions,
+        TieredRows as TieredRows,
+    )
     from oper.serve.requests import (
         Predictor as Predictor,
         Request as Request,

@@ -16,6 +16,7 @@ import numpy as np
 
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.integration.checkpoint.follow import Change
+from oper.serve.options import TieredRows, publish_options
 from oper.serve.requests import Predictor, Request, Signature
 from oper.support.files import read_json
 from oper.tables import TableSpec
@@ -47,14 +48,14 @@ class PublishedModel:
         weights: what the first publication holds: a module of that architecture, a ``state_dict``
             or a file or checkpoint folder that `oper.Publication.publish` reads.
         signature: of the model.
-        row_dtype: ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` rows; by default as they
-            are in the model.
+        row_dtype: ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` rows, or types by hotness;
+            by default as they are in the model.
         keep_spare: keep the memory of two sets of tables, so that a publication need not take the
             second one from the system.
     """
 
     def __init__(self, build: Callable[[str], nn.Module], weights: Any, signature: Signature,
-                 row_dtype: str | None = None, keep_spare: bool = False) -> None:
+                 row_dtype: str | TieredRows | None = None, keep_spare: bool = False) -> None:
         import oper
 
         self.signature, self._build = signature, build
@@ -67,8 +68,8 @@ class PublishedModel:
                 rest = weights
         # Several servers of one user may run on a host.
         name = f"{signature.name[:40]}-{os.getpid()}-{id(self) & 0xffffff:x}"
-        self._publication: Any = oper.publish(model, name, weights=rest, row_dtype=row_dtype,
-                                              keep_spare=keep_spare)
+        self._publication: Any = oper.publish(model, name, weights=rest, keep_spare=keep_spare,
+                                              **publish_options(row_dtype))
         self._reads_again: Callable[[], Any] | None = None
 
     @property
@@ -195,8 +196,9 @@ def build_trained(tables: tuple[TableSpec, ...], num_dense: int, config: dict[st
     return typing.cast("nn.Module", model.model.eval())
 
 
-def load_model(folder: str | os.PathLike[str], name: str = "dlrm", row_dtype: str | None = None,
-               keep_spare: bool = False) -> PublishedModel:
+def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
+               row_dtype: str | TieredRows | None = None, keep_spare: bool = False
+               ) -> PublishedModel:
     """The model that ``oper train`` has written into `folder`, published on this host.
 
     Args:

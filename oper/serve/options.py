@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from oper.errors import require_fields
+from oper.stats import AccessStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +73,23 @@ class ServeOptions:
 def _check(options: BatchOptions | ServeOptions, what: str, **least: float) -> None:
     require_fields(options, what, "choose a value in this range", *(
         (n, x <= getattr(options, n) < float("inf"), f">= {x}") for n, x in least.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class TieredRows:
+    """Types of rows by how hot they are; see `oper.publish`.
+
+    Attributes:
+        stats: how often rows are looked up.
+        error_budget: expected squared error of what lookups read, as a share of its squares.
+    """
+
+    stats: AccessStats
+    error_budget: float
+
+
+def publish_options(row_dtype: str | TieredRows | None) -> dict[str, Any]:
+    """What `oper.publish` is told about the types of rows."""
+    if isinstance(row_dtype, TieredRows):
+        return {"stats": row_dtype.stats, "error_budget": row_dtype.error_budget}
+    return {"row_dtype": row_dtype}

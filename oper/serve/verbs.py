@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+from oper.errors import UsageError, fail
 from oper.serve.requests import check_model, check_name
 from oper.support.flags import number, text_for, whole
 
@@ -29,6 +30,13 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=whole(1), default=1, help="of each worker's model (1)")
     parser.add_argument("--row-dtype", choices=_ROW_DTYPES,
                         help="of the tables' rows; as trained by default")
+    parser.add_argument("--error-budget", type=number(above=True), metavar="X",
+                        help="instead of --row-dtype, float16, int8 or int4 rows, the hotter the "
+                             "wider: the fewest bytes that keep the expected squared error of "
+                             "what lookups read below this share of its squares (1e-4: 1 %% root "
+                             "mean square)")
+    parser.add_argument("--stats", metavar="FILE",
+                        help="how often rows are looked up, of oper analyze; for --error-budget")
     parser.add_argument("--keep-spare", action="store_true",
                         help="keep the memory for new weights between publications")
     parser.add_argument("--max-batch", type=whole(1), default=1024, metavar="SAMPLES",
@@ -91,7 +99,7 @@ def _run(args: argparse.Namespace) -> Any:
 
 def _read_from(model: Any, folder: str) -> None:
     """Have a model take its next weights from another folder."""
-    from oper.errors import InvalidInputError, fail
+    from oper.errors import InvalidInputError
     from oper.serve.model import PublishedModel, read_weights
 
     if not isinstance(model, PublishedModel) or not os.path.isdir(folder):
@@ -102,8 +110,23 @@ def _read_from(model: Any, folder: str) -> None:
     model.reads_again(lambda: read_weights(folder))
 
 
+def _row_dtype(args: argparse.Namespace) -> Any:
+    """One type of rows, types by hotness, or None."""
+    from oper.serve.options import TieredRows
+    from oper.stats import AccessStats
+
+    if (args.error_budget is None) != (args.stats is None) or (args.stats and args.row_dtype):
+        raise UsageError(fail("cannot choose types of rows",
+                              "--error-budget, --stats, --row-dtype",
+                              (args.error_budget, args.stats, args.row_dtype),
+                              "the first two together, without the third",
+                              "name statistics and a budget, or one type"))
+    return args.row_dtype if args.stats is None else TieredRows(
+        AccessStats.load(args.stats), args.error_budget)
+
+
 def _model(args: argparse.Namespace) -> Any:
-    from oper.errors import FileFormatError, InvalidInputError, fail
+    from oper.errors import FileFormatError, InvalidInputError
 
     module, colon, function = args.model.partition(":")
     if not colon or os.path.exists(args.model):
@@ -115,7 +138,7 @@ def _model(args: argparse.Namespace) -> Any:
 
         with contextlib.suppress(FileFormatError):  # told by load_model, after other mistakes
             print(f"loading {find_weights(args.model)}", file=sys.stderr, flush=True)
-        return load_model(args.model, args.name, args.row_dtype, args.keep_spare)
+        return load_model(args.model, args.name, _row_dtype(args), args.keep_spare)
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module), function)
