@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -277,3 +278,37 @@ def test_damaged_rows_are_not_published(kind: str, served, batch, tmp_path: Path
     with pytest.raises(FileFormatError, match="CRC-32 of record"):
         publication.publish(path if kind == "file" else tmp_path)
     assert publication.epoch == epoch and torch.equal(attached(*batch), before)
+
+
+def test_rows_have_types_by_hotness(batch, name) -> None:
+    """Of a float model and of a quantised one; deltas keep the types."""
+    counts = {f"t{i}": np.maximum(1, 3000 // np.arange(1, 101 + i) ** 2) for i in range(3)}
+    stats = oper.AccessStats(3000, {t: oper.TableStats.from_counts(
+        c.size, np.arange(c.size)[::-1].copy(), c, (np.array([1]), np.array([int(c.sum())])))
+        for t, c in counts.items()})
+    with oper.publish(model(), name, stats=stats, error_budget=4e-4) as publication:
+        types = {t.table.name: [(x.stop, x.dtype or t.table.dtype) for x in t.tiers]
+                 for t in publication.plan.tables}
+        assert {d for ranges in types.values() for _, d in ranges} >= {"int8", "int4"}
+        assert 0 < publication.plan.notes["row_error"] <= 4e-4
+        served = oper.attach(model("meta"), name)
+        exact = model()(*batch)
+        assert not torch.equal(served(*batch), exact)
+        assert (served(*batch) - exact).abs().max() < 0.05 * exact.std()
+        # The numbers of a quantised model have types of their own as well.
+        with oper.publish(quantize_inference_model(model()), f"{name}-q", stats=stats,
+                          error_budget=1e-2) as other:
+            assert any(x.dtype for t in other.plan.tables for x in t.tiers)
+            assert other.memory_bytes()["tables"] < publication.memory_bytes()["tables"]
+        changed = model(seed=4)
+        rows = {f"t{i}": (np.arange(100 + i), bag.weight.detach()) for i, bag in enumerate(
+            changed.sparse_arch.embedding_bag_collection.embedding_bags.values())}
+        dense = {k: v for k, v in changed.state_dict().items() if "embedding_bags" not in k}
+        publication.apply(rows, dense)
+        by_rows = served(*batch)
+        publication.publish(changed)
+        assert torch.equal(served(*batch), by_rows)
+        served.close()
+    for more in ({"stats": None}, {"row_dtype": "int8"}):
+        with pytest.raises(InvalidInputError, match="cannot choose types of rows"):
+            oper.publish(model(), name, **{"stats": stats, "error_budget": 1e-3, **more})

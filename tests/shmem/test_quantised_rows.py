@@ -35,8 +35,8 @@ def fbgemm_tables(codes: torch.Tensor, dtype: str, dim: int, pooling: str
                   ) -> IntNBitTableBatchedEmbeddingBagsCodegen:
     mode = PoolingMode.SUM if pooling == "sum" else PoolingMode.MEAN
     tables = IntNBitTableBatchedEmbeddingBagsCodegen(
-        [("t", codes.shape[0], dim, TYPES[dtype], EmbeddingLocation.HOST)], device="cpu",
-        pooling_mode=mode, output_dtype=SparseType.FP32, row_alignment=16)
+        [("t", codes.shape[0], dim, TYPES.get(dtype, SparseType.FP16), EmbeddingLocation.HOST)],
+        device="cpu", pooling_mode=mode, output_dtype=SparseType.FP32, row_alignment=16)
     tables.initialize_weights()
     tables.split_embedding_weights(split_scale_shifts=False)[0][0][:, :codes.shape[1]] = codes
     return tables

@@ -1,0 +1,133 @@
+"""Types of rows by hotness: the fewest bytes within a budget, hot rows the wider ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from oper.errors import InvalidInputError, PlanInfeasibleError
+from oper.search.precision import ROW_TYPES, RowErrors, blocks_of, choose_dtypes, nominal_errors
+from oper.search.problem.statement import IDS
+from oper.stats import AccessStats, TableStats
+from oper.tables import TableSpec, bytes_of_row
+
+TABLES = [TableSpec("hot", 4000, 64, ("a",)), TableSpec("flat", 300, 16, ("b",)),
+          TableSpec("odd", 50, 7, ("c",))]
+
+
+def stats() -> AccessStats:
+    """Counts like 1/k in the first table, equal ones elsewhere."""
+    found = {}
+    for t in TABLES:
+        ids = np.random.default_rng(t.dim).permutation(t.num_rows)
+        counts = np.maximum(1, 40_000 // np.arange(1, t.num_rows + 1)) if t.name == "hot" else \
+            np.full(t.num_rows, 100)
+        lengths = np.array([1]), np.array([int(counts.sum())])
+        found[t.name] = TableStats.from_counts(t.num_rows, ids, counts, lengths)
+    return AccessStats(30_000, found)
+
+
+def errors(given: AccessStats) -> dict[str, RowErrors]:
+    return {t.name: nominal_errors(t, blocks_of(t, given).edges) for t in TABLES}
+
+
+def expected(given: AccessStats, known: dict[str, RowErrors],
+             dtypes: dict[str, list[tuple[int, str]]]) -> tuple[float, int]:
+    """Error and bytes of types of rows, block by block."""
+    lost = energy = num_bytes = 0.0
+    for t in TABLES:
+        lookups, e = blocks_of(t, given).blocks[:, IDS], known[t.name]
+        energy += float(lookups @ e.energy)
+        for k, (begin, end) in enumerate(itertools.pairwise(e.edges.tolist())):
+            dtype = next(d for stop, d in dtypes[t.name] if end <= stop)
+            lost += lookups[k] * e.squared[dtype][k]
+            num_bytes += (end - begin) * bytes_of_row(dtype, t.dim)
+    return lost / energy, round(num_bytes)
+
+
+def test_a_budget_is_kept_and_used() -> None:
+    given = stats()
+    known = errors(given)
+    last = 0
+    for budget in (1.0, 3e-3, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6):
+        found = choose_dtypes(TABLES, given, known, budget)
+        assert found.error <= budget
+        error, num_bytes = expected(given, known, found.dtypes)
+        assert error == pytest.approx(found.error)
+        assert num_bytes == found.num_bytes >= last
+        last = num_bytes
+        for t in TABLES:
+            ranges = found.dtypes[t.name]
+            assert ranges[-1][0] == t.num_rows
+            assert [s for s, _ in ranges] == sorted({s for s, _ in ranges})
+            order = [ROW_TYPES.index(d) for _, d in ranges]
+            assert order == sorted(set(order))
+    cheap = choose_dtypes(TABLES, given, known, 1.0).dtypes
+    assert cheap == {"hot": [(4000, "int4")], "flat": [(300, "int4")], "odd": [(50, "int8")]}
+    middle = choose_dtypes(TABLES, given, known, 1e-3)
+    assert len(middle.dtypes["hot"]) > 1
+
+
+def test_nothing_with_less_error_takes_fewer_bytes() -> None:
+    """Against every cut of a table into three ranges, which all obey the rule."""
+    table = TABLES[0]
+    given = stats()
+    known = errors(given)[table.name]
+    lookups = blocks_of(table, given).blocks[:, IDS]
+    rows = np.diff(known.edges)
+    blocks = range(rows.size + 1)
+    cuts = [(a, b) for a in blocks for b in blocks if a <= b]
+    tried = []
+    for a, b in cuts:
+        parts = [slice(0, a), slice(a, b), slice(b, rows.size)]
+        tried.append((
+            sum(float(lookups[p] @ known.squared[d][p])
+                for p, d in zip(parts, ROW_TYPES, strict=True)),
+            sum(int(rows[p].sum()) * bytes_of_row(d, table.dim)
+                for p, d in zip(parts, ROW_TYPES, strict=True))))
+    energy = float(lookups @ known.energy)
+    for budget in (3e-3, 1e-3, 3e-4, 1e-4):
+        found = choose_dtypes([table], given, {table.name: known}, budget)
+        better = [x for x in tried if x[0] <= found.error * energy * (1 - 1e-9)
+                  and x[1] < found.num_bytes]
+        assert not better
+
+
+def test_measured_errors_decide() -> None:
+    """Rows that a type stores exactly take it, however hot they are."""
+    given = stats()
+    known = errors(given)
+    exact = {d: 0.0 * x for d, x in known["hot"].squared.items()}
+    known["hot"] = RowErrors(known["hot"].edges, known["hot"].energy, exact)
+    found = choose_dtypes(TABLES, given, known, 1e-4)
+    assert found.dtypes["hot"] == [(4000, "int4")]
+
+
+def test_the_normal_model_is_near_normal_rows() -> None:
+    spec = TableSpec("t", 10, 64)
+    nominal = nominal_errors(spec, np.array([0, 10]))
+    rows = np.random.default_rng(0).standard_normal((4000, 64))
+    spread = (rows.max(1) - rows.min(1))[:, None]
+    for dtype, codes in (("int8", 255), ("int4", 15)):
+        step = spread / codes
+        measured = np.square(np.round((rows - rows.min(1)[:, None]) / step) * step
+                             + rows.min(1)[:, None] - rows).sum(1).mean()
+        assert nominal.squared[dtype][0] == pytest.approx(measured, rel=0.1)
+    half = np.square(rows.astype(np.float16).astype(np.float64) - rows).sum(1).mean()
+    assert half < nominal.squared["float16"][0] < 4 * half
+
+
+def test_what_is_refused() -> None:
+    given = stats()
+    known = errors(given)
+    for bad in (0.0, -1.0, float("nan"), float("inf"), "1e-4"):
+        with pytest.raises(InvalidInputError, match="error_budget"):
+            choose_dtypes(TABLES, given, known, bad)  # type: ignore[arg-type]
+    with pytest.raises(PlanInfeasibleError, match="what the widest type loses"):
+        choose_dtypes(TABLES, given, known, 1e-12)
+    edges = np.array([0, 17, 4000])
+    known["hot"] = nominal_errors(TABLES[0], edges)
+    with pytest.raises(InvalidInputError, match="the same statistics"):
+        choose_dtypes(TABLES, given, known, 1e-3)
