@@ -30,7 +30,7 @@ from oper.integration.targets import (
 from oper.plan import Plan, uniform_plan
 from oper.shmem.memory.numa import find_nodes
 from oper.shmem.publication.changes import Changes
-from oper.shmem.publication.publisher import Publisher
+from oper.shmem.publication.publisher import Prepared, Publisher
 from oper.shmem.publication.reader import PublishedTables, Reader
 from oper.stats import AccessStats
 from oper.tables import TableSpec
@@ -104,9 +104,19 @@ class Publication:
             InvalidInputError: changes that do not fit, or a row that is not finite (named).
             DeadlineError: a worker does not finish. The old weights stay in both cases.
         """
-        source = Weights(dense, [e.key for e in self._publisher.layout.dense]) if dense else None
-        return self._publisher.apply(rows, {} if source is None else {
-            e.key: source.tensor(e.key) for e in self._publisher.layout.dense}, timeout_s)
+        return self.commit(self.prepare(rows, dense), timeout_s)
+
+    def prepare(self, rows: Changes, dense: Mapping[str, torch.Tensor] | None = None) -> Prepared:
+        """The first part of `apply`, which keeps nobody waiting: checks and rounds the changes."""
+        entries = self._publisher.layout.dense
+        source = Weights(dense, [e.key for e in entries]) if dense else None
+        return self._publisher.prepare(rows, {} if source is None else {
+            e.key: source.tensor(e.key) for e in entries})
+
+    def commit(self, prepared: Prepared, timeout_s: float = 1.0) -> int:
+        """The second part of `apply`: makes the changes that `prepare` gave. Calls that begin
+        meanwhile wait, so that a thread of low priority should not do it."""
+        return self._publisher.commit(prepared, timeout_s)
 
     @property
     def plan(self) -> Plan:

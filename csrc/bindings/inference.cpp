@@ -2,6 +2,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -48,6 +50,31 @@ std::vector<int64_t> publication_busy(int64_t control, int64_t buffer) {
 
 void publication_clear(int64_t control, int64_t slot) { clear_slot(control_at(control), slot); }
 
+// Row i of `rows` [n, width] to row slots[i] of `to`, int64 [n], each once.
+void place_rows(Tensor to, Tensor slots, Tensor rows) {
+  constexpr int64_t kAhead = 16;
+  const int64_t n = slots.numel();
+  STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Long && to.dim() == 2 && rows.dim() == 2 &&
+                      to.scalar_type() == rows.scalar_type() && rows.size(0) == n &&
+                      to.size(1) == rows.size(1) && slots.is_contiguous() &&
+                      rows.is_contiguous() && to.is_contiguous(),
+                  "internal: rows and their places do not match");
+  const int64_t* at = static_cast<const int64_t*>(slots.data_ptr());
+  const int64_t num_rows = to.size(0);
+  STD_TORCH_CHECK(std::all_of(at, at + n, [=](int64_t k) { return k >= 0 && k < num_rows; }),
+                  "internal: a place outside of the table");
+  const int64_t width = rows.size(1) * static_cast<int64_t>(rows.element_size());
+  const char* from = static_cast<const char*>(rows.data_ptr());
+  char* target = static_cast<char*>(to.mutable_data_ptr());
+  for (int64_t i = 0, end = 0; i < n; i = end) {
+    end = i + 1;
+    while (end < n && at[end] == at[end - 1] + 1) ++end;  // a run is copied as one
+    const char* next = target + at[std::min(n - 1, end + kAhead)] * width;
+    for (int64_t k = 0; k < width; k += 64) __builtin_prefetch(next + k, 1, 3);
+    std::memcpy(target + at[i] * width, from + i * width, static_cast<size_t>((end - i) * width));
+  }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
@@ -61,6 +88,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(publication_unpin, "(int control, int slot, int epoch) -> ()");
   OPER_OPERATOR(publication_busy, "(int control, int buffer) -> int[]");
   OPER_OPERATOR(publication_clear, "(int control, int slot) -> ()");
+  OPER_OPERATOR(place_rows, "(Tensor(a!) to, Tensor slots, Tensor rows) -> ()");
 }
 
 }  // namespace oper::host

@@ -90,16 +90,22 @@ class PublishedModel:
     def publish(self, weights: Any = None) -> int:
         """See `Source`; by default reads the folder again that the model came from. A `Change` of
         a training run is made in place."""
+        return self.prepare(weights)()
+
+    def prepare(self, weights: Any = None) -> Callable[[], int]:
+        """See `Source`."""
         if isinstance(weights, Change):
             with _one_thread():
-                return int(self._publication.apply(weights.rows, weights.dense))
+                prepared = self._publication.prepare(weights.rows, weights.dense)
+            return lambda: int(self._publication.commit(prepared))
         if weights is None:
             if self._reads_again is None:
                 raise InvalidInputError(fail("cannot publish", "weights", None,
                                              "a module, state_dict, file or checkpoint folder",
                                              "name the new weights"))
             weights = self._reads_again()
-        return int(self._publication.publish(weights))
+        epoch = int(self._publication.publish(weights))
+        return lambda: epoch
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of this host's one copy: ``tables``, ``dense``, ``spare``."""

@@ -109,7 +109,8 @@ class Request:
         totals = self.lengths.sum(axis=1, dtype=np.int64)
         if int(totals.sum()) != self.ids.size:
             raise _bad("number of ids", self.ids.size, f"{int(totals.sum())}, the sum of lengths")
-        if self.shared and self.lengths[list(self.shared), 1:].any():
+        users = list(self.shared)
+        if users and self.num_samples and (totals[users] != self.lengths[users, 0]).any():
             raise _bad("lengths of user_features", "more than one bag", "that of the first sample")
         self._check_ids(signature, totals)
 
@@ -215,7 +216,7 @@ def check_model(model: Any, what: str = "cannot serve") -> None:
 
     A `Predictor`, or what opens one in the workers (`oper.serve.server.Source`).
     """
-    wanted = ["opener", "publish", "close"] if hasattr(model, "opener") else [
+    wanted = ["opener", "prepare", "close"] if hasattr(model, "opener") else [
         "epoch", "predict", "rows_read"]
     missing = [name for name in wanted if not hasattr(model, name)]
     if missing or not isinstance(getattr(model, "signature", None), Signature):

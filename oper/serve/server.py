@@ -45,8 +45,9 @@ class Source(Protocol):
         """What a worker makes its predictor with; picklable."""
         ...
 
-    def publish(self, weights: Any = None) -> int:
-        """Give all workers new weights; returns their epoch. Requests flow meanwhile."""
+    def prepare(self, weights: Any = None) -> Callable[[], int]:
+        """Read and check new weights; what it returns gives them to all workers at once and returns
+        their epoch. Requests flow meanwhile."""
         ...
 
     def close(self) -> None:
@@ -169,12 +170,13 @@ class Server:
     def publish(self, weights: Any = None) -> int:
         """Give all workers new weights while requests flow; returns the epoch. See `Source`.
 
-        Runs at low priority on a thread of its own; one publication at a time.
+        They are prepared at low priority on a thread of its own, and put in service at this
+        thread's priority: requests may wait for that. One publication at a time.
         """
-        publish = getattr(self.model, "publish", None)
-        if publish is None:
+        prepare = getattr(self.model, "prepare", None)
+        if prepare is None:
             raise InvalidInputError(fail("cannot publish new weights", "model",
-                                         type(self.model).__name__, "one with publish()",
+                                         type(self.model).__name__, "one with prepare()",
                                          "serve a PublishedModel"))
         found: list[Any] = []
 
@@ -182,7 +184,7 @@ class Server:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             try:
-                found.append(publish(weights))
+                found.append(prepare(weights))
             except Exception as error:
                 found.append(error)
             give_back()  # what making the rows took
@@ -191,13 +193,17 @@ class Server:
             thread = threading.Thread(target=work, name="oper-publish")
             thread.start()
             thread.join()
-            if isinstance(found[0], Exception):
+            try:
+                if isinstance(found[0], Exception):
+                    raise found[0]
+                epoch = int(found.pop()())
+            except Exception:
                 self._counts.failed_publications += 1
-                raise found[0]
+                raise
             self._counts.publications += 1
             made = getattr(weights, "time_s", 0.0)
             self._counts.weights_lag_us = int((time.time() - made) * 1e6) if made else 0
-        return int(found[0])
+        return epoch
 
     def stop(self) -> None:
         """Refuse new requests, finish those in flight, end the workers. Idempotent."""

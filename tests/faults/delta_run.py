@@ -19,7 +19,8 @@ import oper
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.serve import PublishedModel, Request, Signature
 from oper.serve.model import find_weights
-from oper.shmem.publication.reader import BufferRows
+from oper.shmem.publication.buffers import BufferRows, Write
+from oper.shmem.publication.publisher import Publisher
 from oper.train.resume import CHECKPOINT
 from tests.world_support import report
 
@@ -97,11 +98,18 @@ def make() -> PublishedModel:
 
 def _die_at(count: int) -> None:
     """Kill this process between two tables of a delta, in the middle of the copy."""
-    put, calls = BufferRows.put, iter(range(1, 1 << 30))
+    put, commit, calls = BufferRows.put, Publisher.commit, iter(range(1, 1 << 30))
 
-    def counted(self: BufferRows, *args: Any) -> None:
-        put(self, *args)
+    def counted(self: BufferRows, write: Write) -> None:
+        put(self, write)
         if next(calls) == count:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    BufferRows.put = counted  # type: ignore[method-assign]
+    def committed(self: Publisher, *args: Any) -> int:
+        BufferRows.put = counted  # type: ignore[method-assign]
+        try:
+            return commit(self, *args)
+        finally:
+            BufferRows.put = put  # type: ignore[method-assign]
+
+    Publisher.commit = committed  # type: ignore[method-assign]

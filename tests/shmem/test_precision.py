@@ -172,15 +172,15 @@ def test_rows_change_as_in_a_whole_publication() -> None:
     with published(plan, values) as (publisher, (reader,)):
         ids = np.random.default_rng(0).permutation(NUM_ROWS)[:120]
         values[torch.from_numpy(ids)] = new = torch.randn(120, 64, generator=generator)
-        publisher.apply({"t": (ids, new)}, {})
+        publisher.commit(publisher.prepare({"t": (ids, new)}, {}))
         changed = reader.sums()
         publisher.publish(lambda _: [(100, values[100:]), (0, values[:100])], {})
         assert reader.sums() == changed
         with pytest.raises(InvalidInputError, match="before quantisation"):
-            publisher.apply({"t": (ids, quantise(new, "int8"))}, {})
+            publisher.commit(publisher.prepare({"t": (ids, quantise(new, "int8"))}, {}))
         new[7, 3] = float("nan")
         with pytest.raises(InvalidInputError, match=f"row {ids[7]}"):
-            publisher.apply({"t": (ids, new)}, {})
+            publisher.commit(publisher.prepare({"t": (ids, new)}, {}))
         assert reader.sums() == changed
 
 

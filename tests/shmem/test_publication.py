@@ -170,7 +170,7 @@ def test_rows_that_change_in_place_are_seen_whole(num_domains: int, name: str,
     for epoch in range(3, 42, 2):
         rows = {s.name: (ids[s.name], torch.full((s.num_rows, s.dim), float(epoch)))
                 for s in SPECS}
-        assert publisher.apply(rows, dense(epoch)) == epoch
+        assert publisher.commit(publisher.prepare(rows, dense(epoch))) == epoch
         time.sleep(0.01)
     for process in processes:
         looks, torn, epochs = map(int, process.out.readline().split())
@@ -191,15 +191,15 @@ def test_changes_wait_for_readers_and_need_something_to_change(
     publisher = Publisher(name, plan(1), dense(0))
     rows = {"b": (np.arange(3), torch.ones(3, 32))}
     with pytest.raises(InvalidInputError, match="publish all weights first"):
-        publisher.apply(rows, {})
+        publisher.commit(publisher.prepare(rows, {}))
     publisher.publish(constant(1), dense(1))
     processes.append(Process(name, "0", "hold"))  # within an epoch
     with pytest.raises(DeadlineError, match=str(processes[0].run.pid)):
-        publisher.apply(rows, {}, timeout_s=0.2)
+        publisher.commit(publisher.prepare(rows, {}), timeout_s=0.2)
     with Reader(name).pinned() as epoch:  # the old one goes on
         assert epoch == 1
     os.kill(processes[0].run.pid, signal.SIGKILL)
-    assert publisher.apply(rows, {}) == 3
+    assert publisher.commit(publisher.prepare(rows, {})) == 3
     publisher.close()
 
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, _scatter
+from oper.bench.core.workload import NUM_DENSE, TIMED, Workload, _scatter, collect_stats
 from oper.data.generate.ids import power_law_ids
 from oper.serve.allocator import give_back
 from oper.serve.model import AttachedModel, kjt_of
+from oper.serve.options import TieredRows
 from oper.serve.requests import Request, Signature
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 KINDS = ("oper", "torchrec", "torch")  # published int8 rows; TorchRec's int8 model; float32
 VARIANTS = ("eager", "scripted")  # ways to run a peer's model
+_STATS_BATCHES = 64  # of other lookups, that rows are called hot by
 FLOOR = "floor"  # no model: a fixed amount of work in its place
 _HASHED = bytes(7 << 10)  # per sample of the floor: about as long as OPER's model
 
@@ -40,6 +42,7 @@ class ServeWork:
             query have the same ids.
         dense_layers, over_layers: sizes of the MLPs; by default those of ``oper train``.
         row_dtype: of OPER's rows; TorchRec's are quantised to the same width.
+        error_budget: above 0, OPER's rows have types by hotness instead; see `oper.publish`.
     """
 
     work: Workload = field(default_factory=Workload)
@@ -49,6 +52,7 @@ class ServeWork:
     over_layers: tuple[int, ...] = (128, 64)
     row_dtype: str = "int8"
     user_features: int = 0
+    error_budget: float = 0.0
 
     @property
     def signature(self) -> Signature:
@@ -59,7 +63,7 @@ class ServeWork:
         """A query of the library."""
         work = self.work
         rng = np.random.default_rng((work.seed, TIMED, number, work.pooling, 7))
-        lengths = np.full((len(work.num_rows), self.candidates), work.pooling, np.int32)
+        lengths = np.repeat(np.array(work.bag_lengths, np.int32)[:, None], self.candidates, 1)
         lengths[:self.user_features, 1:] = 0
         ids = np.concatenate([
             _scatter(n, work.seed, t)[power_law_ids(
@@ -67,6 +71,12 @@ class ServeWork:
             for t, n in enumerate(work.num_rows)]).astype(np.int64)
         return Request(rng.random((self.candidates, NUM_DENSE), np.float32), lengths, ids,
                        tuple(range(self.user_features)))
+
+    def rows(self) -> str | TieredRows:
+        """Types of OPER's rows."""
+        if not self.error_budget:
+            return self.row_dtype
+        return TieredRows(collect_stats(self.work, 0, 1, _STATS_BATCHES), self.error_budget)
 
     def library(self) -> list[Request]:
         """All queries."""

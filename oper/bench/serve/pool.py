@@ -16,6 +16,7 @@ import select
 import socket
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,7 @@ from oper.bench.serve.models import (
 )
 from oper.errors import OperError, fail
 from oper.serve.batching import Batcher, PendingRequest
-from oper.serve.options import BatchOptions
+from oper.serve.options import BatchOptions, publish_options
 from oper.serve.requests import Request, Signature
 from oper.serve.wire import decode_request, encode_request, encode_scores
 from oper.support.processes import end_with_parent
@@ -117,6 +118,26 @@ class Pool:
         """Scores float32 [queries, candidates] of queries that are scored together."""
         found: np.ndarray = self._workers[worker].process.ask("scores", list(indices))
         return found
+
+    def new_scores(self, first: int, count: int, workers: int, per_ask: int) -> np.ndarray:
+        """Scores float32 [count, candidates] of the queries from number `first` on, which are in no
+        library; `workers` score so many of them at a time."""
+        found = []
+        for at in range(first, first + count, workers * per_ask):
+            used = []
+            for k, worker in enumerate(self._workers[:workers]):
+                begin = at + k * per_ask
+                if begin < first + count:
+                    worker.process.send("new_scores", begin, min(per_ask, first + count - begin))
+                    used.append(worker)
+            found += [worker.process.wait() for worker in used]
+        return np.concatenate(found)
+
+    def published(self) -> dict[str, Any]:
+        """Of tables that this pool has published: ``tables``, bytes of one epoch; ``row_error`` and
+        ``share_of_rows`` by type, where they have types by hotness."""
+        assert self._publisher is not None
+        return dict(self._publisher.ask("published"))
 
     def memory(self, count: int) -> dict[str, Any]:
         """PSS in bytes of the first `count` workers: what loading the model has added to each; of
@@ -205,12 +226,22 @@ def _publish(control: Any, served: ServeWork, name: str) -> None:
     import oper
 
     end_with_parent()
-    publication = oper.publish(build(served, "cpu"), name, row_dtype=served.row_dtype)
+    publication = oper.publish(build(served, "cpu"), name, **publish_options(served.rows()))
     give_back_memory()
     control.send(True)
-    with contextlib.suppress(EOFError):
-        control.recv()
+    while obey(control, {"published": lambda: _published(publication)}):
+        pass
     publication.close()
+
+
+def _published(publication: Any) -> dict[str, Any]:
+    rows: Counter[str] = Counter()
+    for table in publication.plan.tables:
+        for tier in table.tiers:
+            rows[tier.dtype or table.table.dtype] += tier.stop - tier.start
+    return {"tables": publication.memory_bytes()["tables"],
+            "row_error": publication.plan.notes.get("row_error", 0.0),
+            "share_of_rows": {d: round(n / rows.total(), 5) for d, n in rows.items()}}
 
 
 def _work(control: Any, queries: socket.socket, kind: str, served: ServeWork, name: str,
@@ -242,7 +273,9 @@ def _work(control: Any, queries: socket.socket, kind: str, served: ServeWork, na
 
     commands: dict[str, Callable[..., Any]] = {
         "configure": configure, "spin": spin, "memory": lambda: loaded,
-        "scores": lambda ids: np.stack([predictor.predict(library[k])[0] for k in ids])}
+        "scores": lambda ids: np.stack([predictor.predict(library[k])[0] for k in ids]),
+        "new_scores": lambda first, count: np.stack(
+            [predictor.predict(served.query(k))[0] for k in range(first, first + count)])}
     going = True
     while going:
         _serve(queries, control, batcher, source)

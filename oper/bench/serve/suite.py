@@ -16,13 +16,16 @@ from oper.bench.serve.delta_case import DeltaCase, run_delta_case
 from oper.bench.serve.live_case import LiveCase, run_live_case
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.server_case import ServerCase, run_server_case
+from oper.bench.serve.tiers_case import TiersCase, run_tiers_case
 from oper.bench.tables.lookup_case import LookupCase, run_case
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.support.flags import number
 
 WORLD_SIZE = 2
-Case = LookupCase | ServerCase | LiveCase | DeltaCase
+Case = LookupCase | ServerCase | LiveCase | DeltaCase | TiersCase
 _USER_FEATURES = 18  # of the 26: the other 8 are the candidate's
+# A third of the user's features list what he has seen; all others have one id.
+_HISTORY = tuple(20 if k < 6 else 1 for k in range(len(CRITEO_KAGGLE_ROWS)))
 # Publishing 50 times should take a minute, not an hour.
 _PUBLISHED_ROWS = tuple(min(n, 250_000) for n in CRITEO_KAGGLE_ROWS)
 
@@ -33,8 +36,11 @@ def cases(quick: bool) -> list[Any]:
         f"forward-pool{p}", Workload(pooling=p), torchrec=True, rounds=10) for p in (1, 20)]
     found.append(ServerCase("server-10ms"))
     found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=100.0))
-    found.append(LiveCase("candidates", "candidates", ServeWork(user_features=_USER_FEATURES),
-                          load=0.9, run_s=4.0, search_s=100.0))
+    for name, work in (("candidates", Workload(pooling=max(_HISTORY), lengths=_HISTORY)),
+                       ("candidates-single", Workload())):
+        found.append(LiveCase(name, "candidates", ServeWork(work, user_features=_USER_FEATURES),
+                              load=0.9, run_s=4.0, search_s=100.0))
+    found.append(TiersCase("tiers"))
     served = ServeWork(Workload(num_rows=_PUBLISHED_ROWS))
     found.append(LiveCase("publish", "publish", served, load=0.3, votes=2, max_runs=8))
     found.append(DeltaCase("delta", served))
@@ -47,8 +53,11 @@ def _shorter(case: Case) -> Case:
     if isinstance(case, LookupCase):
         work = replace(small, pooling=case.work.pooling)
         return replace(case, work=work, num_stats_batches=4, rounds=4, per_round=3)
-    served = ServeWork(small, num_queries=64, user_features=getattr(
-        case, "served", ServeWork()).user_features)
+    work = case.served.work
+    small = replace(small, pooling=work.pooling, lengths=work.lengths)
+    served = ServeWork(small, num_queries=64, user_features=case.served.user_features)
+    if isinstance(case, TiersCase):
+        return replace(case, served=served, samples=1 << 15, rounds=3, round_s=0.7)
     if isinstance(case, DeltaCase):
         return replace(case, served=served, deltas=20, quiet_s=2.0, rate=100.0)
     if isinstance(case, ServerCase):
@@ -73,6 +82,8 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
             yield next(measured)
         elif isinstance(case, ServerCase):
             yield run_server_case(case, _progress)
+        elif isinstance(case, TiersCase):
+            yield run_tiers_case(case, _progress)
         elif isinstance(case, DeltaCase):
             yield run_delta_case(case, _progress)
         else:
@@ -92,6 +103,7 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
     parts = [_forward([e for e in entries if "ratio_forward" in e])]
     parts += [_server(e) for e in entries if "contenders" in e]
     parts.append(_live([e for e in entries if "capacity" in e]))
+    parts.append(_tiers([e for e in entries if "bytes_ratio" in e]))
     parts.append(_delta([e for e in entries if "bytes_share" in e]))
     wrong = "".join(f"{e['name']}: NOT verified: {e.get('verification', e)}\n"
                     for e in entries if not e["verified"])
@@ -160,6 +172,16 @@ def _live(entries: Sequence[dict[str, Any]]) -> str:
                      f"{e['p99_ms']:.2f} ms", e["errors"], sum(r["retries"] for r in runs),
                      "yes" if e["verified"] else "NO", more])
     return record.table(headers, rows) + "\n"
+
+
+def _tiers(entries: Sequence[dict[str, Any]]) -> str:
+    return record.table_of(entries, {
+        "types of rows by hotness, int8 = 1": "{name}", "bytes": "{bytes_ratio:.3f}",
+        "memory of 2 workers": "{memory_ratio:.3f}", "queries/s": "{queries_ratio:.3f}",
+        "AUC difference": lambda e: "{mean:+.1e} [{low:+.1e}, {high:+.1e}]".format(
+            **e["auc_difference"]),
+        "with int4": lambda e: "{mean:+.1e}".format(**e["auc_difference_int4"]),
+        "samples": "{samples}", "squared error": "{error:.1e}", "verified": record.yes})
 
 
 def _delta(entries: Sequence[dict[str, Any]]) -> str:

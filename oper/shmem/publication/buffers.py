@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from oper.plan import Plan
 from oper.rows.directory import TierLayout, directories_of
 from oper.shmem.memory.quantise import dequantise
 from oper.shmem.placement.layout import ArenaLayout
-from oper.shmem.rows import CHUNK_ROWS, LogicalRows, put_rows
+from oper.shmem.rows import CHUNK_ROWS, LogicalRows
 from oper.tables import CODE_BITS
 
 HEADER_BYTES = 1 << 20  # before the dense weights
@@ -43,6 +43,24 @@ class DenseEntry:
         return getattr(torch, self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """Rows that go to one tier of one memory domain.
+
+    Attributes:
+        piece: of `Layout.directories`.
+        tier, domain: where they go.
+        numbers: int64 [n], their places among the domain's rows of the tier.
+        rows: [n, columns] as they are stored, or uint8 [n, bytes of a row] of codes; contiguous.
+    """
+
+    piece: int
+    tier: TierLayout
+    domain: int
+    numbers: torch.Tensor
+    rows: torch.Tensor
+
+
 class Layout:
     """Where everything lies in a buffer: one segment per memory domain, one for dense weights.
 
@@ -60,6 +78,7 @@ class Layout:
         for k, d in enumerate(self.directories):
             self.pieces[d.table.name].append(k)
         self.arena = ArenaLayout.build(self.directories, plan.world_size, 0)
+        self.has_replicas = any(d.num_replica_rows.any() for d in self.directories)
         # Rows may be read in whole vectors.
         self.segment_bytes = [n + 4096 for n in self.arena.used_bytes]
         self.dense_bytes = HEADER_BYTES + max(
@@ -85,6 +104,24 @@ class Layout:
         for x, at, _, _ in d.by_tier(d.position_of(ids)):
             found.setdefault(x.dtype, []).append(at)
         return {dtype: np.sort(np.concatenate(parts)) for dtype, parts in found.items()}
+
+    def writes(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> Iterator[Write]:
+        """Where rows go.
+
+        Args:
+            table: its name.
+            ids: int64 [n], valid, each once, of rows of one type (`types_of`).
+            rows: [n, dim] of that type, or uint8 [n, bytes of a row] of codes.
+        """
+        for piece in self.pieces[table]:
+            d = self.directories[piece]
+            mine = rows if rows.dtype == torch.uint8 else rows[:, d.column:d.column + d.dim]
+            for x, at, owner, number in d.by_tier(d.position_of(ids)):
+                for domain in np.unique(owner).tolist():
+                    here = np.flatnonzero(owner == domain)
+                    some = mine if here.size == ids.size else mine[torch.from_numpy(at[here])]
+                    yield Write(piece, x, domain, torch.from_numpy(number[here]),
+                                some.contiguous())
 
     def to_text(self) -> str:
         """For the greeting of a publisher."""
@@ -136,24 +173,10 @@ class BufferRows(LogicalRows):
     def barrier(self) -> None:
         """Nobody to wait for."""
 
-    def put(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> None:
-        """Write rows in any order, as they are stored, where this domain holds them.
-
-        Args:
-            table: its name.
-            ids: int64 [n], valid, each once, of rows of one type (`Layout.types_of`).
-            rows: [n, dim] of that type, or uint8 [n, bytes of a row] of codes.
-        """
-        if rows.dtype != torch.uint8 and not self.layout.is_mixed(table):
-            self.scatter(table, ids, rows)
-            return
-        piece, = self.pieces[table]
-        d, me = self.directories[piece], self.group.rank
-        for x, at, owner, number in d.by_tier(d.position_of(ids)):
-            mine = np.flatnonzero(owner == me)
-            if mine.size:
-                put_rows(self._tier(piece, x, me), torch.from_numpy(number[mine]), rows,
-                         torch.from_numpy(at[mine]))
+    def put(self, write: Write) -> None:
+        """Write rows, whatever domain holds them."""
+        torch.ops.oper.place_rows(self._tier(write.piece, write.tier, write.domain), write.numbers,
+                                  write.rows)
 
     def gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
                      out: torch.Tensor) -> None:

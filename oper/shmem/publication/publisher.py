@@ -18,6 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,9 @@ from oper.shmem.publication.buffers import (
     HEADER,
     HEADER_BYTES,
     BufferRows,
+    DenseEntry,
     Layout,
+    Write,
     checksums,
     dense_entries,
     dense_view,
@@ -161,6 +164,14 @@ class _State:
         self.buffers = []
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """Changes of rows and of weights beside the tables, checked, as they are stored."""
+
+    writes: list[Write]
+    dense: list[tuple[DenseEntry, torch.Tensor]]
+
+
 class Publisher:
     """Tables and dense weights of a model, in memory that readers of this host share.
 
@@ -257,36 +268,51 @@ class Publisher:
         state.try_to_give_back()
         return epoch
 
-    def apply(self, rows: Changes, dense: Mapping[str, torch.Tensor], timeout_s: float = 1.0
-              ) -> int:
-        """Change some rows and weights of the last epoch in place, at once for every reader.
+    def prepare(self, rows: Changes, dense: Mapping[str, torch.Tensor]) -> Prepared:
+        """Check and round changes; `commit` makes them.
+
+        Args:
+            rows: by table name, ids int64 [n], each once, and their rows as for `publish`.
+            dense: weights beside the tables; those that are not there stay.
+
+        Raises:
+            InvalidInputError: changes that do not fit.
+        """
+        self._check_open()
+        layout = self.layout
+        writes = [write for name, found in rows.items()
+                  for ids, stored in packed_rows(layout, name, *found)
+                  for write in layout.writes(name, ids, stored)]
+        return Prepared(writes, [(e, dense[e.key].detach())
+                                 for e in changed_entries(layout, dense)])
+
+    def commit(self, prepared: Prepared, timeout_s: float = 1.0) -> int:
+        """Change rows and weights of the last epoch in place, at once for every reader.
 
         Readers that are under way end with the old epoch first; those that come meanwhile wait for
         the copy of the rows. There is no second copy of the tables. Checksums are those of whole
         publications only.
 
         Args:
-            rows: by table name, ids int64 [n], each once, and their rows as for `publish`.
-            dense: weights beside the tables; those that are not there stay.
+            prepared: what `prepare` has made.
             timeout_s: how long to wait for readers that are under way; others wait as long.
 
         Returns:
             The new epoch: the last one and two, as a buffer holds every other epoch.
 
         Raises:
-            InvalidInputError: nothing was published yet, or changes that do not fit; readers go on
-                with the old epoch.
-            DeadlineError: a reader does not end its lookups; likewise.
+            InvalidInputError: nothing was published yet.
+            DeadlineError: a reader does not end its lookups; readers go on with the old epoch.
         """
         self._check_open()
-        state = self._state
+        state, layout = self._state, self.layout
         with state.lock:
             epoch = state.epoch
             if not epoch:
                 raise InvalidInputError(fail("cannot change published rows", "epoch", 0, ">= 1",
                                              "publish all weights first"))
-            packed = {name: packed_rows(self.layout, name, *found) for name, found in rows.items()}
-            entries = changed_entries(self.layout, dense)
+            *segments, dense_at = state.buffers[epoch & 1].addresses
+            views = [BufferRows(layout, segments, d) for d in range(layout.plan.world_size)]
             torch.ops.oper.publication_set_epoch(state.control, -epoch)
             try:
                 self._wait(epoch & 1, timeout_s)
@@ -294,15 +320,13 @@ class Publisher:
                 torch.ops.oper.publication_set_epoch(state.control, epoch)
                 raise
             # Should this fail, readers stay out until a whole publication.
-            *segments, dense_at = state.buffers[epoch & 1].addresses
-            for domain in range(self.layout.plan.world_size):
-                view = BufferRows(self.layout, segments, domain)
-                for name, parts in packed.items():
-                    for ids, stored in parts:
-                        view.put(name, ids, stored)
-                view.publish()  # replicas
-            for entry in entries:
-                dense_view(dense_at, entry).copy_(dense[entry.key].detach())
+            for write in prepared.writes:
+                views[write.domain].put(write)
+            if layout.has_replicas:
+                for view in views:
+                    view.publish()
+            for entry, value in prepared.dense:
+                dense_view(dense_at, entry).copy_(value)
             self._write_header(dense_at, epoch + 2, {})
             torch.ops.oper.publication_set_epoch(state.control, epoch + 2)
         return epoch + 2
@@ -341,8 +365,8 @@ class Publisher:
                     ids = np.arange(begin + at, begin + at + chunk.shape[0])
                     for some, stored in stored_rows(f"cannot publish table {name!r}", layout, name,
                                                     ids, chunk):
-                        for view in views:
-                            view.put(name, some, stored)
+                        for write in layout.writes(name, some, stored):
+                            views[write.domain].put(write)
                 covered += values.shape[0]
             if covered != spec.num_rows:
                 raise InvalidInputError(

@@ -1,0 +1,149 @@
+"""Types of rows by hotness beside int8 rows everywhere: bytes, queries per second, AUC.
+
+Workers score LoadGen's queries in process, with one set of tables or the other, in turn. The AUC is
+that of labels drawn from the scores of the same model with float32 rows, which therefore has the
+highest that there is: what the others lack is what rounding their rows costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from oper.bench.core import record
+from oper.bench.serve import loadgen
+from oper.bench.serve.models import ServeWork
+from oper.bench.serve.pool import Pool
+from oper.serve.options import BatchOptions
+from oper.train.metrics import auc
+
+_BLOCKS = 32  # of the samples: their differences give the interval
+_STUDENT = 2.04  # 97.5 % of Student's t with 31 degrees of freedom
+_SPREAD, _BIAS = 1.3, -1.3  # of the labels' logits: an AUC about 0.77 and 27 % clicks
+_PER_ASK = 64  # queries
+_NAMES = ("tiers", "int8", "int4", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class TiersCase:
+    """One case.
+
+    Attributes:
+        name: for the record.
+        served: what is scored.
+        error_budget: of the rows with types by hotness (`oper.publish`).
+        workers: processes that score.
+        samples: that the AUC is of.
+        rounds, round_s: of the queries per second.
+    """
+
+    name: str
+    served: ServeWork = field(default_factory=ServeWork)
+    error_budget: float = 2.5e-4
+    workers: int = 2
+    samples: int = 1 << 20
+    rounds: int = 7
+    round_s: float = 1.5
+
+
+def run_tiers_case(case: TiersCase, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure the case; an entry of the record."""
+    load_before = record.load_average()
+    scores: dict[str, np.ndarray] = {}
+    pools: dict[str, Pool] = {}
+    held: dict[str, int] = {}
+    try:
+        for name in reversed(_NAMES):
+            progress(f"{case.name}: {case.samples} samples with {name} rows")
+            pools[name] = pool = _pool(case, name)
+            held[name] = pool.published()["tables"]
+            scores[name] = _scores(case, pool)
+            if name in ("int4", "float32"):
+                pools.pop(name).close()
+        clock = record.BusyClock(lambda: sum(p.cpu_seconds() for p in pools.values()))
+        rates, latency = _rates(case, pools, progress)
+        others = clock.others(list)
+        memory = {name: p.memory(case.workers)["total_pss_bytes"] for name, p in pools.items()}
+        chosen = pools["tiers"].published()
+    finally:
+        for pool in pools.values():
+            pool.close()
+    labels = _labels(case, scores.pop("float32"))
+    ratio = rates["tiers"] / rates["int8"]
+    quality = {name: _difference(labels, scores[name], scores["int8"])
+               for name in ("tiers", "int4")}
+    return {
+        "name": case.name, "bytes_ratio": round(held["tiers"] / held["int8"], 4),
+        "memory_ratio": round(memory["tiers"] / memory["int8"], 4),
+        "queries_ratio": round(float(np.median(ratio)), 4),
+        "queries_ratio_rounds": [round(float(r), 4) for r in ratio],
+        "queries_per_s": {n: round(float(np.median(r)), 1) for n, r in rates.items()},
+        "single_ms": latency, "auc_difference": quality["tiers"],
+        "auc_difference_int4": quality["int4"],
+        "auc": {name: round(auc(s, labels), 6) for name, s in scores.items()},
+        "samples": labels.size, "clicks": round(float(labels.mean()), 4),
+        "error": chosen["row_error"], "error_budget": case.error_budget,
+        "share_of_rows": chosen["share_of_rows"], "table_bytes": held, "memory_bytes": memory,
+        "verified": bool(0 < chosen["row_error"] <= case.error_budget and scores["tiers"].std() > 0
+                         and labels.size >= case.samples),
+        "case": asdict(case), "other_busy_cores": round(others, 2), "load_before": load_before,
+        "load_after": record.load_average()}
+
+
+def _pool(case: TiersCase, name: str) -> Pool:
+    served = replace(case.served, error_budget=case.error_budget) if name == "tiers" else replace(
+        case.served, row_dtype=name)
+    pool = Pool("oper", served, BatchOptions(case.served.candidates, 0.0, 1 << 40))
+    pool.grow(case.workers)
+    return pool
+
+
+def _scores(case: TiersCase, pool: Pool) -> np.ndarray:
+    """Logits of queries that are timed nowhere, float64 [samples]."""
+    count = -(-case.samples // case.served.candidates)
+    found = pool.new_scores(case.served.num_queries, count, case.workers, _PER_ASK)
+    wide = found.astype(np.float64).reshape(-1)
+    return np.log(wide) - np.log1p(-wide)
+
+
+def _labels(case: TiersCase, teacher: np.ndarray) -> np.ndarray:
+    """Clicks drawn from the float32 model's scores, with more spread and fewer clicks than random
+    weights give them; bool [samples]."""
+    logits = _BIAS + _SPREAD * (teacher - teacher.mean()) / teacher.std()
+    rng = np.random.default_rng((case.served.work.seed, 11))
+    return rng.random(teacher.size) < 1 / (1 + np.exp(-logits))
+
+
+def _difference(labels: np.ndarray, scores: np.ndarray, other: np.ndarray) -> dict[str, float]:
+    """AUC less the other's: mean over blocks of samples, and its 95 % interval."""
+    parts = [np.array_split(x, _BLOCKS) for x in (labels, scores, other)]
+    each = np.array([auc(s, y) - auc(o, y) for y, s, o in zip(*parts, strict=True)])
+    half = _STUDENT * float(each.std(ddof=1)) / math.sqrt(_BLOCKS)
+    mean = float(each.mean())
+    return {"mean": round(mean, 8), "low": round(mean - half, 8), "high": round(mean + half, 8)}
+
+
+def _rates(case: TiersCase, pools: dict[str, Pool], progress: Callable[[str], None]
+           ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Queries per second of each round, by set of tables; median latency of one query alone."""
+    base = loadgen.Settings("Offline", 300, case.round_s, num_samples=case.served.num_queries)
+
+    def run(name: str, settings: loadgen.Settings) -> loadgen.Result:
+        with pools[name].issuing(case.workers) as issue:
+            return loadgen.run(settings, issue)
+
+    single = {name: run(name, replace(base, scenario="SingleStream", expected_qps=1000))
+              for name in pools}
+    guess = {name: run(name, replace(base, min_duration_s=0.5)).rate for name in pools}
+    rates: dict[str, list[float]] = {name: [] for name in pools}
+    for turn in range(case.rounds):
+        progress(f"{case.name}: queries per second, {turn + 1} of {case.rounds}")
+        for name in list(pools)[::1 - 2 * (turn % 2)]:
+            settings = replace(base, expected_qps=1.4 * guess[name], seed=base.seed + turn)
+            rates[name].append(run(name, settings).rate)
+    return ({n: np.array(r) for n, r in rates.items()},
+            {n: r.latency_ms["p50"] for n, r in single.items()})
