@@ -27,6 +27,7 @@ from oper.bench.serve.models import FLOOR, KINDS, FloorPredictor, ServeWork
 from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import STEP, Search, rate_of, search
 from oper.bench.serve.server_case import _verify
+from oper.bench.serve.tiers_case import TiersCase, run_tiers_case
 from oper.errors import OperError
 from oper.serve.options import BatchOptions
 from oper.serve.wire import HEADER_LENGTH, encode_scores
@@ -277,6 +278,9 @@ def test_http_has_the_same_in_process_beside_it() -> None:
     assert 0 < entry["latency_ms"]["http"]["p50"] <= entry["p99_ms"]
     assert entry["single_ms"] > 0 and 0 < entry["client_cores"] < 2
     assert entry["ratio_in_process"] > 0
+    assert entry["torchrec_max_abs_diff"] < 1e-5 and entry["torchrec_single_ms"] > 0
+    assert entry["ratio_torchrec"] is None  # no rate of either keeps that bound
+    assert set(entry["latency_ms"]) == {"http", "in_process"}  # at one rate
     assert [r["failed"] + r["wrong"] for r in entry["runs"]] == [0] * 3
     assert len(entry["in_process_runs"]) == 3
     assert entry["loadgen"]["min_queries"] == 64 <= min(r["requests"] for r in entry["runs"])
@@ -295,6 +299,36 @@ def test_candidates_are_named_once_and_in_full() -> None:
     assert min(r["requests"] for r in entry["runs"]) >= 64
     assert "all rows in full" in serve.report([entry])
     json.dumps(entry)
+
+
+def test_types_by_hotness_beside_int8_rows() -> None:
+    work = Workload(num_rows=(5000, 300, 40), dim=16, batch_size=512)
+    for in_order in (True, False):
+        case = TiersCase("tiers", replace(SMALL, work=work, in_order=in_order), workers=1,
+                         error_budget=5e-4, samples=4096, rounds=2, round_s=0.2)
+        entry = run_tiers_case(case, lambda _: None)
+        assert entry["verified"], entry
+        assert 0 < entry["error"] <= 5e-4
+        assert set(entry["share_of_rows"]) >= {"int8", "int4"}
+        assert 0.5 < entry["bytes_ratio"] < 1 and entry["queries_ratio"] > 0
+        worse, with_int4 = entry["auc_difference"], entry["auc_difference_int4"]
+        assert worse["low"] <= worse["mean"] <= worse["high"]
+        assert abs(worse["mean"]) <= abs(with_int4["mean"])
+        assert entry["samples"] >= 4096 and 0.6 < entry["auc"]["int8"] < 0.9
+        assert "tiers" in serve.report([entry])
+        json.dumps(entry)
+
+
+def test_ids_in_hotness_order_are_those_that_are_scattered() -> None:
+    work = Workload(num_rows=(50, 7), dim=8, pooling=3, lengths=(3, 1))
+    scattered, ordered = (ServeWork(work, candidates=40, user_features=1, in_order=x).query(5)
+                          for x in (False, True))
+    assert np.array_equal(scattered.lengths, ordered.lengths)
+    assert ordered.lengths[0].tolist() == [3] + [0] * 39 and (ordered.lengths[1] == 1).all()
+    assert ordered.ids.size == 43
+    for part in (slice(0, 3), slice(3, 43)):
+        pairs = set(zip(scattered.ids[part].tolist(), ordered.ids[part].tolist(), strict=True))
+        assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
 
 
 def test_deltas_are_served_under_load() -> None:

@@ -78,12 +78,45 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
   }
 }
 
+// The ranges of a table, few of them in registers.
+class Ranges {
+ public:
+  explicit OPER_INLINE Ranges(const Table& table) : table_(table) {
+    const size_t n = table.ranges.size();
+    for (size_t k = 0; k < kFew; ++k) {
+      const RowRange& range = table.ranges[std::min(k, n - 1)];
+      begin_[k] = k < n ? range.begin : INT64_MAX;
+      type_[k] = range.type;
+      bytes_[k] = range.row_bytes;
+    }
+    are_few_ = n <= kFew;
+  }
+  OPER_INLINE RowType type(int64_t address) const {
+    return are_few_ ? type_[place(address)] : table_.range_of(address).type;
+  }
+  OPER_INLINE int64_t row_bytes(int64_t address) const {
+    return are_few_ ? bytes_[place(address)] : table_.range_of(address).row_bytes;
+  }
+
+ private:
+  static constexpr size_t kFew = 4;
+  OPER_INLINE int place(int64_t address) const {
+    return (address >= begin_[1]) + (address >= begin_[2]) + (address >= begin_[3]);
+  }
+  const Table& table_;
+  bool are_few_;
+  int64_t begin_[kFew], bytes_[kFew];
+  RowType type_[kFew];
+};
+
 // Rows of several types in one table, each as in a table of its type; in the order of `pool_codes`.
 template <int N, bool kWeighted, bool kStream>
 void pool_mixed(const Table& table, const int64_t* addresses, const int64_t* offsets,
                 const float* weights, int64_t num_bags, float* out, int64_t stride) {
   const int dim = table.dim;
   const int64_t ahead = rows_ahead(table.row_bytes());
+  const bool is_short = table.row_bytes() <= 2 * 64;  // then three bytes are in all lines of a row
+  const Ranges ranges(table);
   const int64_t* at = addresses;
   for (int64_t b = 0; b < num_bags; ++b) {
     const int64_t n = offsets[b + 1] - offsets[b];
@@ -91,11 +124,17 @@ void pool_mixed(const Table& table, const int64_t* addresses, const int64_t* off
     Row<N> row;
     row.zero(dim);
     for (int64_t i = 0; i < n; ++i) {
-      prefetch_codes(reinterpret_cast<const void*>(at[i + ahead]),
-                     table.range_of(at[i + ahead]).row_bytes);
+      const char* next = reinterpret_cast<const char*>(at[i + ahead]);
+      const int64_t bytes = ranges.row_bytes(at[i + ahead]);
+      if (is_short) {  // without branches: which rows are hot cannot be foreseen
+        __builtin_prefetch(next, 0, 3);
+        __builtin_prefetch(next + std::min<int64_t>(64, bytes - 1), 0, 3);
+        __builtin_prefetch(next + bytes - 1, 0, 3);
+      } else {
+        prefetch_codes(next, bytes);
+      }
       const float weight = kWeighted ? w[i] : 1.0f;
-      // Foreseen as well as hot rows are hot.
-      switch (table.range_of(at[i]).type) {
+      switch (ranges.type(at[i])) {
         case RowType::kFloat32: add_stored<N, kWeighted, float>(at[i], weight, dim, row); break;
         case RowType::kFloat16: add_stored<N, kWeighted, Float16>(at[i], weight, dim, row); break;
         case RowType::kBFloat16: add_stored<N, kWeighted, BFloat16>(at[i], weight, dim, row); break;

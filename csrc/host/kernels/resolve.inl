@@ -107,6 +107,8 @@ int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t read
   const __m512i base1 = _mm512_loadu_si512(flat.base.data() + 8);
   const __m512i step0 = _mm512_loadu_si512(flat.step.data());
   const __m512i step1 = _mm512_loadu_si512(flat.step.data() + 8);
+  if (kHead && readable <= 2 * kWordsAhead)  // so few that none is fetched ahead
+    for (int64_t k = 0; k < readable; ++k) prefetch_word(map, ids[k]);
   const int64_t* positions = reinterpret_cast<const int64_t*>(map.head.positions);
   for (int64_t i = 0; i < n; i += 8) {
     const __mmask8 some = static_cast<__mmask8>(n - i >= 8 ? 0xff : (1 << (n - i)) - 1);

@@ -14,8 +14,15 @@ from typing import Any
 from oper.bench.core.child import Child, obey
 from oper.bench.core.memory import cpu_seconds, num_descriptors, pss_bytes
 from oper.bench.serve.client import LoadClient
-from oper.bench.serve.models import ServeWork, build, give_back_memory
-from oper.errors import OperError
+from oper.bench.serve.models import (
+    VARIANTS,
+    ServeWork,
+    build,
+    give_back_memory,
+    make_predictor,
+    warm_up,
+)
+from oper.errors import OperError, fail
 from oper.integration.checkpoint.follow import Change, Follower
 from oper.serve.model import PublishedModel
 from oper.serve.options import BatchOptions, ServeOptions
@@ -63,12 +70,14 @@ class Host:
         batching: of each worker.
         spin_us: of each worker.
         run: folder of a training run's checkpoints, whose weights are served instead.
+        kind: ``"oper"``, or ``"torchrec"`` for a copy of TorchRec's quantised model (scripted) in
+            each worker, which nothing can be published to.
     """
 
     def __init__(self, served: ServeWork, workers: int, batching: BatchOptions,
-                 spin_us: float = 0.0, run: str = "") -> None:
+                 spin_us: float = 0.0, run: str = "", kind: str = "oper") -> None:
         options = ServeOptions(port=0, workers=workers, batching=batching, spin_us=spin_us)
-        self._child = Child(_host, (served, options, run), "the server of the benchmark",
+        self._child = Child(_host, (served, options, run, kind), "the server of the benchmark",
                             daemon=False)
         self.address: str = self._child.wait()
         self.pid = self._child.pid
@@ -174,8 +183,41 @@ class _Following(Follower):
         self._thread.join()
 
 
-def _host(control: Any, served: ServeWork, options: ServeOptions, run: str) -> None:
+class _Quantised:
+    """A `Source`: TorchRec's quantised model, of which every worker has a copy."""
+
+    def __init__(self, served: ServeWork) -> None:
+        self.signature, self._served = served.signature, served
+
+    def opener(self) -> Callable[[], Any]:
+        """See `Source`."""
+        return functools.partial(_quantised, self._served)
+
+    def prepare(self, weights: Any = None) -> Callable[[], int]:
+        """See `Source`."""
+        raise OperError(fail("cannot publish", "model", "TorchRec's", "one of OPER's",
+                             "start another server"))
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+
+def _quantised(served: ServeWork) -> Any:
+    """In a worker: the model, as TorchRec deploys it."""
+    predictor = make_predictor("torchrec", served, "")
+    warm_up(predictor, [served.query(k) for k in range(8)])
+    predictor.variant = VARIANTS[1]
+    return predictor
+
+
+def _host(control: Any, served: ServeWork, options: ServeOptions, run: str, kind: str) -> None:
     """What the process does until the other end of `control` closes."""
+    if kind == "torchrec":
+        with Server(_Quantised(served), options) as server:
+            control.send(server.address)
+            while obey(control, {"pids": lambda: server.worker_pids}):
+                pass
+        return
     sets: dict[str, Any] = {"a": Path(run), "b": Path(run)} if run else _two_sets(served)
     model = PublishedModel(functools.partial(build, served), sets["a"], served.signature,
                            served.row_dtype, keep_spare=not run).reads_again(lambda: sets["a"])

@@ -15,7 +15,7 @@ import numpy as np
 from oper.bench.core import record
 from oper.bench.core.memory import cpu_seconds
 from oper.bench.serve import loadgen
-from oper.bench.serve.client import LoadClient, Seen
+from oper.bench.serve.client import TOLERANCE, LoadClient, Seen
 from oper.bench.serve.host import Host, Swap, client_of
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.pool import Pool
@@ -80,6 +80,7 @@ class _Live:
     progress: Callable[[str], None]
     separation: float = 0.0  # least distance between the two sets' scores of a query
     std: float = 0.0
+    first: np.ndarray = field(default_factory=lambda: np.zeros(0))  # scores of set A
     beside_s: float = 0.0  # processor time of what ran beside them and has ended
 
     def at(self, rate: float, seconds: float) -> loadgen.Settings:
@@ -119,7 +120,7 @@ def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]
         host.publish()
         second = client.learn()
         live.separation = float(np.abs(first - second).max(axis=1).min())
-        live.std = float(first.std())
+        live.first, live.std = first, float(first.std())
         host.publish()
         yield live
 
@@ -175,10 +176,11 @@ Side = tuple[Callable[[loadgen.Settings], loadgen.Result], Callable[[], float]] 
 
 @dataclass(slots=True)
 class _Compared:
-    """Two ways to have the same queries scored: highest rates at the bound, one query alone, and
-    what runs of both at one rate, which the first way decides, have shown."""
+    """Ways to have the same queries scored: highest rates at the bound, one query alone, and what
+    runs of all but some at one rate, which the first way decides, have shown."""
 
     sides: dict[str, Side]
+    only_searched: tuple[str, ...] = ()
     single: dict[str, loadgen.Result] = field(default_factory=dict)
     searches: dict[str, Search] = field(default_factory=dict)
     runs: dict[str, list[loadgen.Result]] = field(default_factory=dict)
@@ -199,10 +201,11 @@ class _Compared:
         leading = self.searches[next(iter(self.sides))]
         # Where no rate keeps the bound, what the lowest one does is of interest, beside the other.
         self.target = case.load * (leading.best()[0] or min(r[0] for r in leading.to_json()))
-        self.runs, self.busy = {name: [] for name in self.sides}, dict.fromkeys(self.sides, 0.0)
+        both = [name for name in self.sides if name not in self.only_searched]
+        self.runs, self.busy = {name: [] for name in both}, dict.fromkeys(both, 0.0)
         for turn in range(_ROUNDS):
             live.progress(f"{case.name}: {self.target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
-            for name in list(self.sides)[::1 - 2 * (turn % 2)]:
+            for name in both[::1 - 2 * (turn % 2)]:
                 run, cpu = self.sides[name]
                 before = cpu()
                 settings = self.settings(live)
@@ -237,23 +240,32 @@ class _Compared:
 
 
 def _http(live: _Live) -> dict[str, Any]:
-    """Over HTTP, and the same in process."""
-    seen, beside = list[Seen](), _InProcess(live)
-    compared = _Compared({"http": (_noting(live.client, seen), live.host.cpu_seconds),
-                          "in_process": (beside.run, beside.cpu_seconds)})
+    """Over HTTP, the same in process, and TorchRec's quantised model behind the same front."""
+    case, seen, theirs, beside = live.case, list[Seen](), list[Seen](), _InProcess(live)
+    peer = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), case.spin_us,
+                kind="torchrec")
     try:
-        compared.measure(live)
-        live.beside_s = beside.cpu_seconds()
+        with client_of(peer, case.name, case.served) as client:
+            differ = float(np.abs(client.learn() - live.first).max())
+            compared = _Compared({"http": (_noting(live.client, seen), live.host.cpu_seconds),
+                                  "in_process": (beside.run, beside.cpu_seconds),
+                                  "torchrec": (_noting(client, theirs), peer.cpu_seconds)},
+                                 ("torchrec",))
+            compared.measure(live)
+            live.beside_s = beside.cpu_seconds() + peer.cpu_seconds() + client.cpu_seconds()
     finally:
         beside.close()
     last = seen[-_ROUNDS:]
-    errors = _errors(*seen)
-    return {"queries_per_s": compared.rate("http"),
+    errors, peers = _errors(*seen, *theirs), compared.rate("torchrec")
+    return {"queries_per_s": compared.rate("http"), "torchrec_queries_per_s": peers,
+            "ratio_torchrec": round(compared.rate("http") / peers, 4) if peers else None,
+            "torchrec_single_ms": compared.single["torchrec"].latency_ms["p50"],
+            "torchrec_max_abs_diff": differ,
             "in_process_queries_per_s": compared.rate("in_process"),
             "ratio_in_process": compared.saved("http", "in_process"),
             "in_process_single_ms": compared.single["in_process"].latency_ms["p50"],
             "client_cores": round(float(np.mean([s.cores for s in last])), 3),
-            "errors": errors, "verified": not errors,
+            "errors": errors, "verified": not errors and differ <= TOLERANCE,
             # Equal settings and seeds: LoadGen issues equal queries on both sides.
             **compared.to_json(live, sum(s.begin.size for s in last)),
             "runs": [_summary(s) for s in last],

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import typing
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from oper.serve.allocator import give_back
 from oper.serve.model import AttachedModel, kjt_of
 from oper.serve.options import TieredRows
 from oper.serve.requests import Request, Signature
+from oper.stats import AccessStats
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,6 +45,7 @@ class ServeWork:
         dense_layers, over_layers: sizes of the MLPs; by default those of ``oper train``.
         row_dtype: of OPER's rows; TorchRec's are quantised to the same width.
         error_budget: above 0, OPER's rows have types by hotness instead; see `oper.publish`.
+        in_order: ids are in hotness order, as `oper preprocess` writes them; else scattered.
     """
 
     work: Workload = field(default_factory=Workload)
@@ -53,6 +56,7 @@ class ServeWork:
     row_dtype: str = "int8"
     user_features: int = 0
     error_budget: float = 0.0
+    in_order: bool = False
 
     @property
     def signature(self) -> Signature:
@@ -65,10 +69,12 @@ class ServeWork:
         rng = np.random.default_rng((work.seed, TIMED, number, work.pooling, 7))
         lengths = np.repeat(np.array(work.bag_lengths, np.int32)[:, None], self.candidates, 1)
         lengths[:self.user_features, 1:] = 0
-        ids = np.concatenate([
-            _scatter(n, work.seed, t)[power_law_ids(
-                n, int(lengths[t].sum()), work.exponent, rng, scatter=False)]
-            for t, n in enumerate(work.num_rows)]).astype(np.int64)
+        hottest = [power_law_ids(n, int(lengths[t].sum()), work.exponent, rng, scatter=False)
+                   for t, n in enumerate(work.num_rows)]
+        ids = np.concatenate(hottest if self.in_order else [
+            _scatter(n, work.seed, t)[found]
+            for t, (n, found) in enumerate(zip(work.num_rows, hottest, strict=True))]
+        ).astype(np.int64)
         return Request(rng.random((self.candidates, NUM_DENSE), np.float32), lengths, ids,
                        tuple(range(self.user_features)))
 
@@ -76,7 +82,13 @@ class ServeWork:
         """Types of OPER's rows."""
         if not self.error_budget:
             return self.row_dtype
-        return TieredRows(collect_stats(self.work, 0, 1, _STATS_BATCHES), self.error_budget)
+        stats = collect_stats(self.work, 0, 1, _STATS_BATCHES)
+        if self.in_order:
+            found = zip(stats.tables.items(), self.work.num_rows, strict=True)
+            stats = AccessStats(stats.num_samples, {
+                name: table.renumbered(np.argsort(_scatter(n, self.work.seed, t)))
+                for t, ((name, table), n) in enumerate(found)}, stats.source, True)
+        return TieredRows(stats, self.error_budget)
 
     def library(self) -> list[Request]:
         """All queries."""
@@ -191,6 +203,18 @@ def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
                                          quantization_dtype=dtype)
     give_back_memory()
     return TorchPredictor(model, served.signature, kind == "torchrec")
+
+
+def warm_up(predictor: Any, requests: Sequence[Request]) -> None:
+    """Let everything be made that is made in the first calls, of all variants."""
+    for request in requests:
+        predictor.predict(request)
+    if isinstance(predictor, TorchPredictor) and predictor.is_quantised:
+        predictor.add_variants()  # after a call: a trace would leave its mark in the module
+        predictor.variant = VARIANTS[1]
+        for request in requests:
+            predictor.predict(request)
+        predictor.variant = VARIANTS[0]
 
 
 def _scripted(model: nn.Module) -> Any:

@@ -28,12 +28,11 @@ from oper.bench.core.memory import cpu_seconds, pss_bytes, unfiled_pss_bytes
 from oper.bench.core.stalls import Stalls, spin
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import (
-    VARIANTS,
     ServeWork,
-    TorchPredictor,
     build,
     give_back_memory,
     make_predictor,
+    warm_up,
 )
 from oper.errors import OperError, fail
 from oper.serve.batching import Batcher, PendingRequest
@@ -258,7 +257,7 @@ def _work(control: Any, queries: socket.socket, kind: str, served: ServeWork, na
     predictor = make_predictor(kind, served, name)
     give_back_memory()
     loaded = unfiled_pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
-    _warm_up(predictor, library[:8])
+    warm_up(predictor, library[:8])
     batcher = Batcher(predictor, batching)
     source = _Messages(library, served.signature) if as_messages else _Requests(library)
     gc.collect()
@@ -302,18 +301,6 @@ def _serve(queries: socket.socket, control: Any, batcher: Batcher, source: _Requ
         batcher.turn()
         if control.fileno() in ready and not batcher.queued:
             return
-
-
-def _warm_up(predictor: Any, requests: list[Any]) -> None:
-    """Let everything be made that is made in the first calls."""
-    for request in requests:
-        predictor.predict(request)
-    if isinstance(predictor, TorchPredictor) and predictor.is_quantised:
-        predictor.add_variants()  # after a call: a trace would leave its mark in the module
-        predictor.variant = VARIANTS[1]
-        for request in requests:
-            predictor.predict(request)
-        predictor.variant = VARIANTS[0]
 
 
 class _Requests:

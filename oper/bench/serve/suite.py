@@ -35,12 +35,12 @@ def cases(quick: bool) -> list[Any]:
     found: list[Case] = [LookupCase(
         f"forward-pool{p}", Workload(pooling=p), torchrec=True, rounds=10) for p in (1, 20)]
     found.append(ServerCase("server-10ms"))
-    found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=100.0))
+    found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=150.0))
     for name, work in (("candidates", Workload(pooling=max(_HISTORY), lengths=_HISTORY)),
                        ("candidates-single", Workload())):
         found.append(LiveCase(name, "candidates", ServeWork(work, user_features=_USER_FEATURES),
                               load=0.9, run_s=4.0, search_s=100.0))
-    found.append(TiersCase("tiers"))
+    found += [TiersCase("tiers", ServeWork(in_order=True)), TiersCase("tiers-scattered")]
     served = ServeWork(Workload(num_rows=_PUBLISHED_ROWS))
     found.append(LiveCase("publish", "publish", served, load=0.3, votes=2, max_runs=8))
     found.append(DeltaCase("delta", served))
@@ -55,7 +55,7 @@ def _shorter(case: Case) -> Case:
         return replace(case, work=work, num_stats_batches=4, rounds=4, per_round=3)
     work = case.served.work
     small = replace(small, pooling=work.pooling, lengths=work.lengths)
-    served = ServeWork(small, num_queries=64, user_features=case.served.user_features)
+    served = replace(case.served, work=small, num_queries=64)
     if isinstance(case, TiersCase):
         return replace(case, served=served, samples=1 << 15, rounds=3, round_s=0.7)
     if isinstance(case, DeltaCase):
@@ -157,7 +157,8 @@ def _live(entries: Sequence[dict[str, Any]]) -> str:
                 for r in (e[k] if isinstance(e[k], list) else [e[k]])]
         more = ""
         if "ratio_in_process" in e:
-            more = f"in process {e['in_process_queries_per_s']:.0f}/s, " \
+            more = f"TorchRec's {e.get('ratio_torchrec')}x; " \
+                   f"in process {e['in_process_queries_per_s']:.0f}/s, " \
                    f"{e['ratio_in_process']:.2f} of its queries per processor second; single " \
                    f"{e['single_ms']:.2f} ms; the client took {e['client_cores']:.2f} cores"
         if "ratio_full" in e:
