@@ -8,12 +8,13 @@ computed from the same deltas where nobody reads while they are applied.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class DeltaCase:
         changed: share of each table's rows that a step changes.
         quiet_s: length of each of the two runs without publications.
         wholes: publications of all weights, for comparison.
+        apart: the server has the last core to itself, training and client have the others.
     """
 
     name: str
@@ -62,6 +64,7 @@ class DeltaCase:
     changed: float = 0.01
     quiet_s: float = 10.0
     wholes: int = 5
+    apart: bool = False
 
 
 @dataclass(slots=True)
@@ -105,17 +108,34 @@ def run_delta_case(case: DeltaCase, progress: Callable[[str], None]) -> dict[str
     with tempfile.TemporaryDirectory(prefix="oper-bench-deltas-") as name:
         progress(f"{case.name}: starting a training process and the server")
         run = str(Path(name) / "run")
-        trainer = Child(_train, (case, run), "the training process of the benchmark")
+        every = sorted(os.sched_getaffinity(0))
+        servers, others = every, every
+        if case.apart and len(every) > 1:
+            servers, others = every[-1:], every[:-1]
+        with _on(others):
+            trainer = Child(_train, (case, run), "the training process of the benchmark")
         try:
             trainer.wait()
-            host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), run=run)
-            with client_of(host, case.name, case.served) as client:
+            with _on(servers):
+                host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), run=run)
+            with _on(others), client_of(host, case.name, case.served) as client:
                 entry = _measure(_Live(case, Path(name), trainer, host, client), progress)
         finally:
             trainer.close()
     return {"name": case.name, **entry, "case": asdict(case), "niceness": os.nice(0),
-            "cores": f"training, client and server share {os.cpu_count()}",
+            "cores": f"training and client: {others}, server: {servers}",
             "load_before": load_before, "load_after": record.load_average()}
+
+
+@contextlib.contextmanager
+def _on(cores: list[int]) -> Iterator[None]:
+    """Processes that are started inside the block run on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _measure(live: _Live, progress: Callable[[str], None]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def cases(quick: bool) -> list[Any]:
     found += [TiersCase("tiers", ServeWork(in_order=True)), TiersCase("tiers-scattered")]
     served = ServeWork(Workload(num_rows=_PUBLISHED_ROWS))
     found.append(LiveCase("publish", "publish", served, load=0.3, votes=2, max_runs=8))
-    found.append(DeltaCase("delta", served))
+    found += [DeltaCase("delta", served), DeltaCase("delta-apart", served, workers=1, apart=True)]
     found.append(LiveCase("soak", "soak", served, seconds=600.0, votes=2, max_runs=8))
     return [_shorter(c) for c in found] if quick else found
 
