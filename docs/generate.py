@@ -48,7 +48,7 @@ API: dict[str, tuple[str, ...]] = {
     "Serving": (
         "oper.publish", "oper.attach", "oper.Publication", "oper.ServedModel", "oper.serve.Client",
         "oper.serve.Server", "oper.serve.ServeOptions", "oper.serve.PublishedModel",
-        "oper.serve.Signature"),
+        "oper.serve.Signature", "oper.serve.TieredRows"),
     "TorchRec": (
         "oper.integration.torchrec_plans.OperPlanner",
         "oper.integration.torchrec_plans.ExportOptions",

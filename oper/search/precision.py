@@ -12,17 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
 from oper.errors import InvalidInputError, PlanInfeasibleError, fail
 from oper.search.problem.statement import IDS, TableProblem, make_table
 from oper.stats import AccessStats
-from oper.tables import CODE_BITS, TableSpec, bytes_of_row
+from oper.tables import TableSpec, bytes_of_row
 
 ROW_TYPES = ("float16", "int8", "int4")  # widest first
-_HALF_STEP = 2.0 ** -11  # of float16, relative: what rounding to nearest may lose
 _BISECTIONS = 60
 _LARGEST_PRICE = 1e30
 
@@ -61,26 +59,6 @@ def blocks_of(spec: TableSpec, stats: AccessStats | None) -> TableProblem:
     """A table's blocks of about equal hotness, as `RowErrors` are to be measured by (`edges`), and
     the order of its ids (`head_ids`, empty where ids are positions)."""
     return make_table(spec, stats, 1, 1)
-
-
-def nominal_errors(spec: TableSpec, edges: np.ndarray) -> RowErrors:
-    """Errors of rows of independent normal numbers, where the rows are not known yet.
-
-    A row of codes has as many steps as codes between its least and its largest number, whose
-    distance is taken at the expected extremes of `dim` normal numbers (Blom 1958).
-    """
-    blocks, dim = np.ones(edges.size - 1), spec.dim
-    extreme = NormalDist().inv_cdf((dim - 0.375) / (dim + 0.25)) if dim > 1 else 0.0
-    squared = {"float16": dim * _HALF_STEP ** 2 / 3 * blocks}
-    for dtype, bits in CODE_BITS.items():
-        step = 2 * extreme / ((1 << bits) - 1)
-        squared[dtype] = dim * step ** 2 / 12 * blocks
-    return RowErrors(edges, dim * blocks, _possible(spec, squared))
-
-
-def _possible(spec: TableSpec, squared: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Without int4 where columns do not come in pairs."""
-    return {dtype: x for dtype, x in squared.items() if dtype != "int4" or spec.dim % 2 == 0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
