@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -63,7 +62,7 @@ def _measured(source: Weights, key: str, held: TableSpec, stats: AccessStats) ->
     return RowErrors(edges, energy, dict(zip(dtypes, squared, strict=True)))
 
 
-def _sample(spec: TableSpec, edges: np.ndarray, hottest: Sequence[int] | np.ndarray
+def _sample(spec: TableSpec, edges: np.ndarray, hottest: np.ndarray
             ) -> tuple[np.ndarray, np.ndarray]:
     """Some rows of every block: ids, ascending, and their blocks; int64 [n] each."""
     sizes = np.diff(edges)
@@ -71,10 +70,10 @@ def _sample(spec: TableSpec, edges: np.ndarray, hottest: Sequence[int] | np.ndar
     positions = np.concatenate([begin + np.arange(count) * size // count for begin, count, size in
                                 zip(edges[:-1], counts, sizes, strict=True)])
     entry = TablePlan(spec, (Piece(0, spec.dim, (Tier(0, spec.num_rows, "owned", (0,)),)),))
-    if edges.size > 2 and len(hottest):  # else positions are ids
+    if edges.size > 2 and hottest.size:  # else positions are ids
         base = replace(spec, optimizer="none")
         entry = with_row_dtypes(replace(entry, table=base), [
-            (int(edges[-2]), "float32"), (spec.num_rows, "int8")], np.asarray(hottest))
+            (int(edges[-2]), "float32"), (spec.num_rows, "int8")], hottest)
     ids = TableDirectory(entry, 1).ids_at(positions)
     order = np.argsort(ids)
     return ids[order], np.repeat(np.arange(sizes.size), counts)[order]
