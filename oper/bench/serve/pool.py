@@ -240,6 +240,7 @@ def _published(publication: Any) -> dict[str, Any]:
             rows[tier.dtype or table.table.dtype] += tier.stop - tier.start
     return {"tables": publication.memory_bytes()["tables"],
             "row_error": publication.plan.notes.get("row_error", 0.0),
+            "page_kind": publication.page_kind,
             "share_of_rows": {d: round(n / rows.total(), 5) for d, n in rows.items()}}
 
 
