@@ -200,6 +200,7 @@ class Server:
             except Exception:
                 self._counts.failed_publications += 1
                 raise
+            give_back()
             self._counts.publications += 1
             made = getattr(weights, "time_s", 0.0)
             self._counts.weights_lag_us = int((time.time() - made) * 1e6) if made else 0
