@@ -59,10 +59,10 @@ OPER_INLINE Lanes lanes_of(const BFloat16* p) {
 }
 
 OPER_INLINE Lanes lanes_of(const Float16* p) {
-#if defined(__AVX512F__)
+#if defined(OPER_KERNELS_AVX512)
   return reinterpret_cast<Lanes>(
       _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-#elif defined(__F16C__)
+#elif defined(OPER_KERNELS_AVX2)
   Lanes v;
   const __m128i* halves = reinterpret_cast<const __m128i*>(p);
   const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128(halves));
