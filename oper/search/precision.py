@@ -127,7 +127,7 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
             raise PlanInfeasibleError(fail(what, "error_budget", error_budget,
                                            f">= {lost / energy:.3g}, what the widest type loses",
                                            "allow more, or keep these tables in float32"))
-        low, high = -_BISECTIONS, math.log(_LARGEST_PRICE)
+        low, high = -float(_BISECTIONS), math.log(_LARGEST_PRICE)
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
             more, there = at(math.exp(middle))

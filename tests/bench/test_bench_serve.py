@@ -303,20 +303,19 @@ def test_candidates_are_named_once_and_in_full() -> None:
 
 def test_types_by_hotness_beside_int8_rows() -> None:
     work = Workload(num_rows=(5000, 300, 40), dim=16, batch_size=512)
-    for in_order in (True, False):
-        case = TiersCase("tiers", replace(SMALL, work=work, in_order=in_order), workers=1,
-                         error_budget=5e-4, samples=4096, rounds=2, round_s=0.2)
-        entry = run_tiers_case(case, lambda _: None)
-        assert entry["verified"], entry
-        assert 0 < entry["error"] <= 5e-4
-        assert set(entry["share_of_rows"]) >= {"int8", "int4"}
-        assert 0.5 < entry["bytes_ratio"] < 1 and entry["queries_ratio"] > 0
-        worse, with_int4 = entry["auc_difference"], entry["auc_difference_int4"]
-        assert worse["low"] <= worse["mean"] <= worse["high"]
-        assert abs(worse["mean"]) <= abs(with_int4["mean"])
-        assert entry["samples"] >= 4096 and 0.6 < entry["auc"]["int8"] < 0.9
-        assert "tiers" in serve.report([entry])
-        json.dumps(entry)
+    case = TiersCase("tiers", replace(SMALL, work=work, in_order=True), workers=1,
+                     error_budget=5e-4, samples=4096, rounds=2, round_s=0.2)
+    entry = run_tiers_case(case, lambda _: None)
+    assert entry["verified"], entry
+    assert 0 < entry["error"] <= 5e-4
+    assert set(entry["share_of_rows"]) >= {"int8", "int4"}
+    assert 0.5 < entry["bytes_ratio"] < 1 and entry["queries_ratio"] > 0
+    worse, with_int4 = entry["auc_difference"], entry["auc_difference_int4"]
+    assert worse["low"] <= worse["mean"] <= worse["high"]
+    assert abs(worse["mean"]) <= abs(with_int4["mean"])
+    assert entry["samples"] >= 4096 and 0.6 < entry["auc"]["int8"] < 0.9
+    assert "tiers" in serve.report([entry])
+    json.dumps(entry)
 
 
 def test_ids_in_hotness_order_are_those_that_are_scattered() -> None:
