@@ -214,7 +214,8 @@ class NegativeSampler:
         `calibration` as of `gbce_loss`."""
         if kind == "softmax":
             return self.softmax_loss(*parts)
-        return self.gbce_loss(*parts, calibration=calibration)
+        queries, targets, target_rows, drawn, drawn_rows = parts
+        return self.gbce_loss(queries, targets, target_rows, drawn, drawn_rows, calibration)
 
     def softmax_loss(self, queries: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor,
                      drawn: torch.Tensor, drawn_rows: torch.Tensor) -> torch.Tensor:
