@@ -40,8 +40,8 @@ _PUBLIC = {
     "Plan": "oper.plan",
     "Topology": "oper.topology",
     "DynamicTable": "oper.shmem.keys.rules",
-    "KeyedRows": "oper.integration.keyed_rows",
-    "KeyMap": "oper.integration.keyed_rows",
+    "KeyedRows": "oper.integration.keys.keyed_rows",
+    "KeyMap": "oper.integration.keys.keyed_rows",
     "TableSpec": "oper.tables",
     "SGD": "oper.shmem.optim.optimizers",
     "RowWiseAdagrad": "oper.shmem.optim.optimizers",
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
-    from oper.integration.keyed_rows import KeyedRows as KeyedRows, KeyMap as KeyMap
+    from oper.integration.keys.keyed_rows import KeyedRows as KeyedRows, KeyMap as KeyMap
     from oper.pipeline import MicroBatchPipeline as MicroBatchPipeline
     from oper.plan import Plan as Plan
     from oper.replanning import Replanner as Replanner, replan as replan

@@ -128,7 +128,7 @@ def shard(
         target.specs = [wanted[s.name] for s in target.specs]
     if group.world_size > 1 and any(
             hasattr(m, "_managed_collision_collection") for m in module.modules()):
-        from oper.integration.managed_collision import share_maps
+        from oper.integration.keys.managed_collision import share_maps
 
         share_maps(module, group)
     tables = [s for t in targets for s in t.specs]

@@ -1,0 +1,1 @@
+"""Raw keys at the edge: rows by key, and TorchRec's maps of keys."""
