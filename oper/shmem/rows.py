@@ -280,7 +280,8 @@ class LogicalRows:
         """Rows of ranks in other memory domains, by rank; collective where there are such."""
         if self._exchange is None:
             return {}
-        self.turns.settle()
+        if self.turns.parts is not None:
+            self.turns.parts.settle()
         rank = self.group.rank
         return self._exchange.fetch(wanted, lambda part, piece: self.view(part, piece, rank),
                                     self.phase)

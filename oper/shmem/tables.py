@@ -250,7 +250,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         """
         if batch.looked_up is not None:
             return batch.looked_up.out, batch.looked_up.offsets
-        self.turns.settle()
+        if self.turns.parts is not None:
+            self.turns.parts.settle()
         collective = collective or self._pools_far
         known = None if batch.resolved is None else self._known(batch)
         if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:

@@ -90,7 +90,8 @@ def test_runs_of_other_sources_are_not_taken() -> None:
             "hstu-gbce": {"hstu", "next_item", "transformer"},
             "ease": {"item_to_item", "item_tables"},
             "ials": {"ials", "item_to_item", "item_tables"}, "recvae": {"recvae", "item_tables"},
-            "dt": {"cdt4rec", "transformer"}, "cdt4rec": {"cdt4rec", "transformer"},
+            "dt": {"cdt4rec", "transformer", "state"},
+            "cdt4rec": {"cdt4rec", "transformer", "state"},
             "multvae": {"multvae", "item_tables"},
             "macridvae": {"cadvae", "item_tables", "causal_graph", "concepts"},
             "cadvae": {"cadvae", "item_tables", "causal_graph", "concepts"}}.items():

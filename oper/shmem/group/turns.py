@@ -77,11 +77,6 @@ class Turns:
             self._awaited = {k: x for k, x in self._awaited.items() if x[1]() is not None}
         self._awaited[id(offsets)] = threading.get_ident(), weakref.ref(offsets)
 
-    def settle(self) -> None:
-        """Wait for what other parts of the batch under way have asked for."""
-        if self.parts is not None:
-            self.parts.settle()
-
     def end(self, parts: list[Backward]) -> None:
         """Their backward passes run."""
         for part in parts:
@@ -99,6 +94,7 @@ def in_turn(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenat
     @functools.wraps(method)
     def call(self: _Self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         with self.turns.lock:
-            self.turns.settle()
+            if self.turns.parts is not None:
+                self.turns.parts.settle()
             return method(self, *args, **kwargs)
     return call  # type: ignore[return-value]
