@@ -179,7 +179,7 @@ class Parts:
 
     def _pass_back(self, of: tuple[Backward, tuple[int, int], bool]) -> None:
         passed, versions, is_last = of
-        self._tables.step(passed) if is_last else self._tables.leave(passed)
+        self._tables.step(passed, updates=is_last)
         _check_unchanged(passed.batch, versions)
 
 

@@ -39,32 +39,28 @@ class HeldPasses:
 
     Attributes:
         passes: those that are held back.
+        holders: threads and blocks within `hold`.
     """
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._holders = 0  # threads and blocks within `hold`
+        self.holders = 0
         self.passes: list[Backward] = []
-
-    @property
-    def is_holding(self) -> bool:
-        """Whether a thread is within `hold`."""
-        return self._holders > 0
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Passes that are joined meanwhile, by whatever thread, are held back."""
         with self._lock:
-            self._holders += 1
+            self.holders += 1
         try:
             yield
         finally:
             with self._lock:
-                self._holders -= 1
+                self.holders -= 1
 
     def join(self, parts: list[Backward]) -> Backward | None:
         """One pass for these and all that were held back; None: they are held back themselves."""
-        if self._holders:  # longer than the caller's buffers stay as they are
+        if self.holders:  # longer than the caller's buffers stay as they are
             self.passes += [Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
                             for p in parts]
             return None

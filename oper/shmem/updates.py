@@ -74,7 +74,9 @@ class TableUpdates:
                     part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
             if os.getpid() != self._process or self._heap is None:
                 self._check_process()
-            passed = self._held.join(parts)
+            held = self._held
+            passed = (held.join(parts) if held.holders or held.passes or len(parts) > 1
+                      else parts[0])
             if passed is None:
                 return
             if self.turns.parts is not None:
@@ -82,9 +84,36 @@ class TableUpdates:
             else:
                 self.step(passed)
 
-    def step(self, passed: Backward) -> None:
-        """Update for one backward pass and what `leave` has exchanged; it counts as a step."""
-        self._update(passed)
+    def step(self, passed: Backward, updates: bool = True) -> None:
+        """Reduce and exchange the gradients of a backward pass, and update the tables with them.
+
+        Args:
+            passed: the backward pass.
+            updates: False: owners keep the sums for the next call that updates, which counts as a
+                step. Tables with keys have no such parts.
+        """
+        # One function, since each one more costs a microsecond in every step.
+        batch, offsets, grad = passed.batch, passed.offsets, passed.grad
+        if self.keys is not None:
+            self.keys.leave(batch)
+        if not grad.is_contiguous():
+            grad = rows_in_order(grad, batch.pooled)
+        optimizers = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
+                                        self.param_groups, self._table_of)
+        given = (self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of,
+                 batch.batch_size, batch.pooled, optimizers)
+        if updates:
+            known = None if batch.resolved is None else self._known(batch)
+            code, detail = self._backward_op(*given, self.gradient_scale, known and known.addresses,
+                                             known and known.order)
+        else:
+            code, detail = torch.ops.oper.lookup_leave(*given)
+        if code:
+            self._raise(code, detail, batch, offsets)
+        if not updates:
+            return
+        if self.keys is not None:
+            self.keys.take(passed.frozen)
         self.num_steps += 1
         for name in passed.frozen:
             self._skipped[name] += 1
@@ -94,33 +123,6 @@ class TableUpdates:
             self._migration.note(passed.batch, passed.offsets)
             if self._migration.advance():
                 self._migration = None
-
-    def leave(self, passed: Backward) -> None:
-        """Reduce and exchange the gradients of a part of a batch, for the next `step`."""
-        self._pass_back(passed, torch.ops.oper.lookup_leave)
-
-    def _update(self, passed: Backward) -> None:
-        """Reduce, exchange and update for one backward pass."""
-        batch = passed.batch
-        if self.keys is not None:
-            self.keys.leave(batch)
-        known = None if batch.resolved is None else self._known(batch)
-        self._pass_back(passed, self._backward_op, self.gradient_scale,
-                        known and known.addresses, known and known.order)
-        if self.keys is not None:
-            self.keys.take(passed.frozen)
-
-    def _pass_back(self, passed: Backward, operator: Any, *arguments: Any) -> None:
-        batch, offsets, grad = passed.batch, passed.offsets, passed.grad
-        if not grad.is_contiguous():
-            grad = rows_in_order(grad, batch.pooled)
-        optimizers = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
-                                        self.param_groups, self._table_of)
-        code, detail = operator(
-            self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
-            batch.pooled, optimizers, *arguments)
-        if code:
-            self._raise(code, detail, batch, offsets)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside leave their gradients here; the first one outside applies the sum.
@@ -135,7 +137,7 @@ class TableUpdates:
     @property
     def holds_gradients(self) -> bool:
         """Whether a thread is within `no_sync`."""
-        return self._held.is_holding
+        return self._held.holders > 0
 
     @in_turn
     def drop_gradients(self) -> None:
