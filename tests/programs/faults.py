@@ -245,7 +245,7 @@ def learning_rates_stay() -> Any:
         with mock.patch.object(self, "param_groups", groups):
             return original(self, passed)
 
-    return _around(_TABLES, "_update", changed)
+    return _around(_TABLES, "step", changed)
 
 
 @fault("optimizer_state", "move_to_fresh")
