@@ -47,6 +47,16 @@ def bucket() -> Iterator[str]:
         pytest.skip(str(error))
 
 
+def stored_parquet_bytes(out: str) -> dict[str, bytes]:
+    """As `parquet_bytes`, of a folder ``out`` in a store."""
+    back = {}
+    for url in store.files_below(out):
+        if ".parquet" in url:
+            with store.open_input(url) as file:
+                back[url.partition("?")[0].partition("/out/")[2]] = file.read()
+    return back
+
+
 def zstd(data: bytes) -> bytes:
     middle = len(data) // 3  # of several frames, as tools that append write them
     return b"".join(pa.compress(part, "zstd", asbytes=True) for part in (
@@ -87,12 +97,7 @@ def test_a_bucket_and_back(local: Path, bucket: str) -> None:
     for out in ("out", "out/"):  # the second time it is there already
         manifest = preprocess(CRITEO, [bucket.format("logs/train.txt")], bucket.format(out))
     assert "endpoint" not in str(manifest["inputs"])
-    found = [u for u in store.files_below(bucket.format("out")) if ".parquet" in u]
-    back = {}
-    for url in found:
-        with store.open_input(url) as file:
-            back[url.partition("?")[0].partition("/out/")[2]] = file.read()
-    assert back == parquet_bytes(local / "out")
+    assert stored_parquet_bytes(bucket.format("out")) == parquet_bytes(local / "out")
     with pytest.raises(InvalidInputError, match="--force"):
         preprocess(CRITEO, [bucket.format("logs/train.txt")], bucket.format("out"),
                    PreprocessOptions(min_count=1))
@@ -113,12 +118,7 @@ def test_google_cloud_storage(local: Path) -> None:
     with gcs_server() as url:
         store.upload(local, url.format("raw"), [])
         preprocess(CRITEO, [url.format("raw/train.txt")], url.format("out"))
-        found = [u for u in store.files_below(url.format("out")) if ".parquet" in u]
-        back = {}
-        for name in found:
-            with store.open_input(name) as file:
-                back[name.partition("?")[0].partition("/out/")[2]] = file.read()
-        assert back == parquet_bytes(local / "out")
+        assert stored_parquet_bytes(url.format("out")) == parquet_bytes(local / "out")
         with pytest.raises(InvalidInputError, match="check the path"):
             preprocess(CRITEO, [url.format("raw/none.txt")], local / "x")
 

@@ -34,7 +34,7 @@ from oper.rl_rec.simulation.shop import VISITS, Shop
 GRADE = "mixed"
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99)  # of the log's returns, that CDT4Rec is asked for
 ASKED = 0.9  # the one that it is compared at, and the Decision Transformer
-_LOG_SEED, _CUSTOMERS_SEED = 5, 1_000_003
+LOG_SEED, CUSTOMERS_SEED = 5, 1_000_003
 _CDT4REC = "cdt4rec"
 
 
@@ -61,8 +61,8 @@ class RetentionCase:
 def run_case(case: RetentionCase, shop: Shop, num_seeds: int) -> dict[str, Any]:
     """Log, train and serve; a seed has a log of its own. The case's entry of the record."""
     def serve(policy: Policy) -> Episodes:
-        torch.manual_seed(_CUSTOMERS_SEED)
-        return collect_visits(shop, policy, case.num_served, _CUSTOMERS_SEED)
+        torch.manual_seed(CUSTOMERS_SEED)
+        return collect_visits(shop, policy, case.num_served, CUSTOMERS_SEED)
 
     def say(text: str) -> None:
         print(f"  {case.name}: {text}", file=sys.stderr, flush=True)
@@ -77,7 +77,7 @@ def run_case(case: RetentionCase, shop: Shop, num_seeds: int) -> dict[str, Any]:
     asked, answered, repeated = [], [], True
     for seed in range(1, num_seeds + 1):
         say(f"log {seed}")
-        log = graded_visits(shop, GRADE, case.num_logged, _LOG_SEED + 1000 * seed)
+        log = graded_visits(shop, GRADE, case.num_logged, LOG_SEED + 1000 * seed)
         targets = [high_return(log, q) for q in QUANTILES]
         say(f"transformers, seed {seed}")
         model = train_cdt4rec(log, config, options, seed)

@@ -12,7 +12,7 @@ import numpy as np
 
 from oper.bench.core import record
 from oper.bench.quality import retention
-from oper.bench.quality.retention import RetentionCase
+from oper.bench.quality.retention import CUSTOMERS_SEED, LOG_SEED, RetentionCase
 from oper.rl_rec.simulation.clicks import click_through_rate
 from oper.rl_rec.simulation.offline import (
     SIMULATOR_CONFIG,
@@ -31,7 +31,6 @@ from oper.rl_rec.simulation.offline import (
 from oper.rl_rec.simulation.shop import Returning, Shop, load_virtual_taobao, synthetic_shop
 from oper.support.flags import whole
 
-_LOG_SEED, _CUSTOMERS_SEED = 5, 1_000_003
 _QUANTILES = (0.1, 0.5, 0.9)  # of the logged visits' clicks that CDT4Rec is asked for
 
 
@@ -86,13 +85,13 @@ def run(args: argparse.Namespace, chosen: Sequence[Case | RetentionCase]
 
 def _run_case(case: Case, shop: Shop, num_seeds: int) -> dict[str, Any]:
     def serve(policy: Policy) -> Episodes:
-        return collect_visits(shop, policy, case.num_served, _CUSTOMERS_SEED)
+        return collect_visits(shop, policy, case.num_served, CUSTOMERS_SEED)
 
     def say(text: str) -> None:
         print(f"  {case.name}: {text}", file=sys.stderr, flush=True)
 
     say(f"logging {case.num_logged} visits")
-    log = graded_visits(shop, case.grade, case.num_logged, _LOG_SEED)
+    log = graded_visits(shop, case.grade, case.num_logged, LOG_SEED)
     served: dict[str, list[Episodes]] = {"behaviour": [log], "random": [serve(random_policy)],
                                          "oracle": [serve(Oracle(shop))]}
     options = OfflineOptions(steps=case.steps)
