@@ -57,7 +57,7 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                         help="also N workers on a Ray cluster that shares this file system")
     parser.add_argument("--compression", choices=("none", "zstd"), default="none",
                         help="of the Parquet files: none (the default, quickest to read) or zstd "
-                             "(about half as large)")
+                             "(about a third as large)")
     parser.add_argument("--dry-run", action="store_true",
                         help="write nothing: print what is made of the first 10,000 rows "
                              "(columns, types, split, problems) and what the whole log would need; "

@@ -29,8 +29,8 @@ class PreprocessOptions:
         num_ray_workers: more of them on a Ray cluster that shares the file system.
         row_group_rows: rows of a Parquet row group.
         part_rows: rows of a Parquet file.
-        compression: of the Parquet files, ``"none"`` (quickest to read) or ``"zstd"`` (about half
-            as large).
+        compression: of the Parquet files, ``"none"`` (quickest to read) or ``"zstd"`` (about a
+            third as large).
         unit_bytes: about the size of text of the units that large files, plain or packed by gzip,
             are cut into.
         check_disk: refuse to begin when the disk is estimated to be too small.

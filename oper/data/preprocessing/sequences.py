@@ -128,7 +128,6 @@ def write_sequences(
             ("min_length", min_length, min_length >= 1, ">= 1"),
             ("max_length", max_length, max_length is None or max_length >= 1, "None or >= 1"))
     made = _Sequences(folder, by, kept, max_length, min_length)
-    sizes = {n: folder.num_rows[folder.sparse.index(n)] for n in (by, *kept)}
     options = WriteOptions(compression=compression)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as work:
@@ -137,12 +136,12 @@ def write_sequences(
         rows = {}
         for split in SPLITS:
             (out / split).mkdir()
-            writer = PartWriter(out / split, 0, options, sizes)
+            writer = PartWriter(out / split, 0, options, (by, *kept))
             for table in _by_user(made, split, Path(work)):
                 writer.write(made.make(split, table))
             writer.close()
             rows[split] = writer.num_rows
-        for name in sizes:
+        for name in (by, *kept):
             shutil.copyfile(folder.path / "vocabulary" / f"{name}.parquet",
                             out / "vocabulary" / f"{name}.parquet")
         manifest = _manifest(made, rows, options)

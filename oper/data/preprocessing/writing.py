@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +22,6 @@ from oper.data.vocabulary.building import Slices, Vocabulary
 from oper.support import native
 
 _DAY = 86400
-_DICTIONARY_ROWS = 1 << 8  # of a table whose ids a dictionary packs better than splitting does
 _PART = "\0part"  # no column of a log is called that: the split of each row, as of `Split.parts`
 
 
@@ -189,8 +188,8 @@ class Writer:
         return self._write(number, self._in_order(self._between(near, first, last), first, last))
 
     def _write(self, number: int, tables: Iterable[pa.Table]) -> dict[str, int]:
-        rows = {n: self.vocabulary(n).facts.num_rows for n in self.recipe.sparse}
-        writers = [PartWriter(self.output / s, number, self.options, rows) for s in SPLITS]
+        writers = [PartWriter(self.output / s, number, self.options, self.recipe.sparse)
+                   for s in SPLITS]
         for table in tables:
             parts = table.column(_PART).to_numpy()
             table = table.drop_columns([_PART])
@@ -283,9 +282,9 @@ class PartWriter:
     """Writes tables as Parquet parts with row groups of equal size, whatever the tables' sizes."""
 
     def __init__(self, folder: Path, unit: int, options: WriteOptions,
-                 num_rows: dict[str, int]) -> None:
+                 sparse: Collection[str]) -> None:
         self._folder, self._unit, self._options = folder, unit, options
-        self._num_rows = num_rows  # of the tables of sparse columns
+        self._sparse = set(sparse)  # columns of ids
         self._writer: pq.ParquetWriter | None = None
         self._pending: list[pa.Table] = []
         self._num_pending = self._num_parts = self._part_rows = self.num_rows = 0
@@ -336,16 +335,23 @@ class PartWriter:
             # ids, and unpacking costs those who train more than reading the bytes.
             return {"compression": "none", "use_dictionary": [
                 f.name for f in schema
-                if f.name not in self._num_rows and not pa.types.is_floating(f.type)]}
+                if f.name not in self._sparse and not pa.types.is_floating(f.type)]}
         # zstd finds little in ids but their empty upper bytes, which lie together once the bytes
-        # are split. A dictionary would take longer to make, and no less to read. A level below 1
-        # unpacks half as fast again as level 1 and leaves a tenth more bytes.
-        large = [n for n, rows in self._num_rows.items() if rows > _DICTIONARY_ROWS]
+        # are split; at a level far below 1 it takes these almost as well in two thirds of the
+        # time. Numbers repeat: a dictionary takes three quarters off, and zstd hardly more.
         paths = {f.name: f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name
                  for f in schema}
-        return {"compression": "zstd", "compression_level": -3,
-                "use_dictionary": [path for n, path in paths.items() if n not in large],
-                "column_encoding": {paths[n]: "BYTE_STREAM_SPLIT" for n in large}}
+        ids = [path for n, path in paths.items() if n in self._sparse]
+        packed = [paths[f.name] for f in schema if not pa.types.is_floating(_values(f.type))]
+        return {"compression": dict.fromkeys(packed, "zstd"),
+                "compression_level": dict.fromkeys(packed, -12),
+                "use_dictionary": [path for path in paths.values() if path not in ids],
+                "column_encoding": dict.fromkeys(ids, "BYTE_STREAM_SPLIT")}
+
+
+def _values(of: pa.DataType) -> pa.DataType:
+    """A column's type, or that of its lists' elements."""
+    return of.value_type if pa.types.is_list(of) else of
 
 
 def train_codes(stage: Stage, split: Split, where: tuple[int, int, int], about: dict[str, Any],
