@@ -86,6 +86,18 @@ def test_single_disturbances_decide_nothing() -> None:
         assert 100 / STEP ** 3 < found.best()[0] <= 100, found.to_json()
 
 
+def test_a_disturbance_on_the_way_up_costs_one_run() -> None:
+    """The first run is disturbed, and there are few: the rate found is near the capacity still."""
+    count = iter(range(1000))
+
+    def run(_: str, rate: float, before: int) -> loadgen.Result:
+        return result(False, rate, p99=30) if next(count) == 1 else at_capacity(rate, 100.0)
+
+    found = Search(30.0, 10, 8, votes=3)
+    search({"a": found}, run)
+    assert 100 / STEP ** 5 < found.best()[0] <= 100, found.to_json()
+
+
 def test_a_search_ends() -> None:
     found = Search(5.0, 10, 9)
     search({"a": found}, lambda *_: result(False, p90=99))

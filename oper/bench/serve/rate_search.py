@@ -26,8 +26,8 @@ class Search:
     Attributes:
         start: about the rate to begin with, queries per second.
         bound_ms: latency bound of 99 % of the queries.
-        max_runs: after so many the search only confirms the highest rate that has not failed, or
-            one below; it gives up after twice as many.
+        max_runs: after so many the search only confirms the highest rate that has not failed; it
+            gives up after twice as many.
         votes: runs that decide about a rate: 2 of 3, 3 of 5.
         runs: the grid's steps tried, with LoadGen's results.
     """
@@ -50,13 +50,13 @@ class Search:
         for votes, verdict in ((valid, True), (len(found) - valid, False)):
             if votes >= self.votes:
                 return verdict
-        if len(found) != 1 or is_final:
+        if not found or is_final:
             return None
-        latency = found[0].latency_ms
-        if found[0].valid and latency["p99"] <= _CLEARLY_VALID * self.bound_ms:
+        latency = found[-1].latency_ms
+        if found[-1].valid and latency["p99"] <= _CLEARLY_VALID * self.bound_ms:
             return True
         # Stalls delay a few queries; a tenth of them are late when there are too many.
-        return False if latency["p90"] > self.bound_ms else None
+        return False if len(found) == 1 and latency["p90"] > self.bound_ms else None
 
     def bracket(self) -> tuple[int | None, int | None]:
         """The highest valid step, and the lowest invalid one above it.
@@ -89,17 +89,16 @@ class Search:
         return low if self.verdict(low, is_final=True) is None else None
 
     def _step_to_confirm(self) -> int | None:
-        """The highest rate below all that failed, of those tried; None when a rate is confirmed.
+        """The highest rate below all that failed, of those tried; None when it is confirmed.
 
-        A search that ends without this has found no rate where it only ran out of runs.
+        A search that ends without this has found no rate, or one far below, where it only ran out
+        of runs.
         """
         tried = {k for k, _ in self.runs}
-        if any(self.verdict(k, is_final=True) for k in tried):
-            return None
         failed = min((k for k in tried if self.verdict(k) is False), default=math.inf)
         below = [k for k in tried if k < failed]
         if below:
-            return max(below)
+            return None if self.verdict(max(below), is_final=True) else max(below)
         return max(0, int(failed) - _STRIDE) if failed > 0 else None
 
     def best(self) -> tuple[float, Result]:
