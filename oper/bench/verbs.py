@@ -29,6 +29,8 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
                   "policies of a simulated shop, learned from a log"),
     "off-policy": ("oper.bench.quality.off_policy",
                    "estimates of a policy from the log of another, where its value is known"),
+    "graphs": ("oper.bench.quality.graphs",
+               "graphs over concepts, found from simulated users' histories, beside the true ones"),
     "recommenders": ("oper.bench.quality.recommenders",
                      "recommenders on real logs: full ranking, with intervals"),
     "cluster": ("oper.bench.cluster.grid", "plans executed on hosts that are joined by limited "

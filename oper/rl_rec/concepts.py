@@ -30,15 +30,21 @@ def concepts_from(data: Interactions, config: CaDVAEConfig) -> Concepts:
     items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))
     counts = log_counts(tags(shares), items, lengths)[lengths > 0]
     activity = activity_weights(counts)
-    labels = without(activity, counts)
-    mean, std = labels.mean(0), labels.std(0, correction=0)
-    std = torch.where(std > 1e-6, std, 1.0)
+    mean, std, labels = standardised(without(activity, counts))
     graph: torch.Tensor | None = torch.zeros(k, k)
     if config.graph == "free":
         graph = None
     elif config.graph == "fit":
-        graph = fit_graph((labels - mean) / std, threshold=config.threshold).float()
+        graph = fit_graph(labels, threshold=config.threshold).float()
     return Concepts(shares, graph, mean, std, activity)
+
+
+def standardised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean [K] and standard deviation [K] of labels [N, K], and the labels with mean 0 and standard
+    deviation 1; a label that is the same for all keeps a standard deviation of 1."""
+    mean, std = labels.mean(0), labels.std(0, correction=0)
+    std = torch.where(std > 1e-6, std, 1.0)
+    return mean, std, (labels - mean) / std
 
 
 def activity_weights(counts: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,168 @@
+"""``oper bench graphs``: graphs over concepts, found from the histories of simulated users."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from oper.bench.core import record
+from oper.rl_rec.concepts import activity_weights, standardised
+from oper.rl_rec.intervals import bootstrap
+from oper.rl_rec.models.autoencoders.cadvae import CaDVAEConfig, log_counts, without
+from oper.rl_rec.models.autoencoders.causal_graph import fit_graph, is_acyclic
+
+# Labels that a graph is fitted to: those of CaD-VAE, and the shares of a user's items that are of
+# each concept, which sum to 1 and are therefore correlated whatever the users like.
+LABELS = ("log counts", "shares")
+FALSE_POSITIVES = 0.05  # of the pairs of independent concepts, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Users who take items by what they like of each concept, and by how active they are.
+
+    What they like is linear in its causes: ``u = A'u + e``; of concept k they take
+    ``Poisson(mean exp(u_k + a))`` items.
+
+    Attributes:
+        name: of the case.
+        num_edges: of a graph on average; 0 = independent concepts.
+        num_concepts: K.
+        num_graphs: random graphs, users of their own each.
+        num_users: of a graph.
+        mean: items of a concept that a user with u = a = 0 takes on average.
+        activity: standard deviation of a.
+        weights: range of the absolute weights of edges; their signs are random.
+        noise: range of the standard deviations of e by concept.
+    """
+
+    name: str
+    num_edges: float = 0.0
+    num_concepts: int = 8
+    num_graphs: int = 50
+    num_users: int = 4000
+    mean: float = 6.0
+    activity: float = 0.6
+    weights: tuple[float, float] = (0.6, 1.2)
+    noise: tuple[float, float] = (0.5, 0.5)
+
+
+def cases(quick: bool) -> list[Case]:
+    """Independent concepts, and random graphs; few of each when `quick`."""
+    found = [Case("independent"), Case("sparse", 6.0), Case("dense", 12.0),
+             Case("unequal-noise", 8.0, noise=(0.4, 0.9)), Case("rare-items", 8.0, mean=1.0)]
+    return [Case(c.name, c.num_edges / 2, num_concepts=5, num_graphs=4, num_users=500, mean=c.mean,
+                 noise=c.noise) for c in found[:2]] if quick else found
+
+
+def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Simulate and fit; yields an entry per case."""
+    for case in chosen:
+        print(f"  {case.name}: {case.num_graphs} graphs", file=sys.stderr, flush=True)
+        yield run_case(case)
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """The entry of a case: per kind of labels the structural Hamming distance to the true graph,
+    true positives and false discoveries, means over graphs with bootstrap intervals."""
+    scores: dict[str, list[dict[str, float]]] = {kind: [] for kind in LABELS}
+    acyclic = True
+    for seed in range(case.num_graphs):
+        truth, counts = simulate(case, seed)
+        for kind in LABELS:
+            found = fitted(counts, kind) != 0
+            acyclic &= is_acyclic(found)
+            scores[kind].append(compare(truth != 0, found.numpy()))
+    entry: dict[str, Any] = {"name": case.name, "case": asdict(case)}
+    for kind in LABELS:
+        entry[kind.replace(" ", "_")] = {
+            key: _interval([s[key] for s in scores[kind] if np.isfinite(s[key])])
+            for key in scores[kind][0]}
+    mine, theirs = entry["log_counts"], entry["shares"]
+    entry["ratio_shd"] = (round(mine["shd"]["mean"] / theirs["shd"]["mean"], 4)
+                          if theirs["shd"]["mean"] else None)
+    entry["verified"] = acyclic and (
+        case.num_edges > 0 or mine["false_positive_rate"]["mean"] <= FALSE_POSITIVES)
+    return entry
+
+
+def simulate(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """A graph, weights float64 [K, K] from causes to effects, and users' counts of items, int64
+    [N, K]."""
+    rng = np.random.default_rng((seed, 11))
+    k, n = case.num_concepts, case.num_users
+    order = rng.permutation(k)
+    pairs = np.triu(rng.random((k, k)) < 2 * case.num_edges / (k * (k - 1)), 1)
+    sizes = rng.uniform(*case.weights, (k, k)) * rng.choice([-1.0, 1.0], (k, k))
+    graph = np.zeros((k, k))
+    graph[np.ix_(order, order)] = pairs * sizes
+    noise = rng.normal(size=(n, k)) * rng.uniform(*case.noise, k)
+    likes = np.linalg.solve(np.eye(k) - graph.T, noise.T).T
+    activity = case.activity * rng.normal(size=(n, 1))
+    return graph, rng.poisson(case.mean * np.exp(np.minimum(likes + activity, 5.0)))
+
+
+def fitted(counts: np.ndarray, kind: str) -> torch.Tensor:
+    """The graph that CaD-VAE fits before training, float64 [K, K].
+
+    Args:
+        counts: of a user's items by concept, int64 [N, K].
+        kind: of labels, of `LABELS`.
+    """
+    held = torch.from_numpy(counts[counts.sum(1) > 0])
+    n, k = held.shape
+    if kind == "shares":
+        labels = held / held.sum(1, keepdim=True)
+    else:
+        items = torch.arange(k).repeat(n).repeat_interleave(held.reshape(-1))
+        logs = log_counts(torch.eye(k), items, held.sum(1))
+        labels = without(activity_weights(logs), logs)
+    return fit_graph(standardised(labels)[2], threshold=CaDVAEConfig().threshold)
+
+
+def compare(truth: np.ndarray, found: np.ndarray) -> dict[str, float]:
+    """How far a graph is from the true one; both bool [K, K], from causes to effects.
+
+    Returns:
+        ``shd``: edges to add, to take away and to turn round; ``shd_undirected``: without those to
+        turn round; ``true_positive_rate`` of the true edges and ``false_discovery_rate`` of those
+        found, without directions (nan where there are none); ``false_positive_rate``: of the pairs
+        without a true edge, those with one found.
+    """
+    true_pairs, pairs = (np.triu(a | a.T, 1) for a in (truth, found))
+    wrong = int((true_pairs ^ pairs).sum())
+    turned = int((found & truth.T & ~truth & ~found.T).sum())
+    both, free = int((true_pairs & pairs).sum()), np.triu(np.ones_like(truth), 1) & ~true_pairs
+    return {"shd": wrong + turned, "shd_undirected": wrong,
+            "true_positive_rate": _share(both, int(true_pairs.sum())),
+            "false_discovery_rate": _share(int((pairs & ~true_pairs).sum()), int(pairs.sum())),
+            "false_positive_rate": _share(int((pairs & free).sum()), int(free.sum()))}
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else float("nan")
+
+
+def _interval(values: Sequence[float]) -> Mapping[str, float] | None:
+    return bootstrap(np.asarray(values, np.float64)).to_json() if values else None
+
+
+def report(entries: Sequence[dict[str, Any]]) -> str:
+    """The entries for a person."""
+    def text(found: Mapping[str, float] | None) -> str:
+        return record.interval(found) if found else "-"
+
+    rows = [[f"{e['name']}: {kind}", *(text(e[kind.replace(" ", "_")][key]) for key in (
+        "shd", "shd_undirected", "true_positive_rate", "false_discovery_rate",
+        "false_positive_rate"))] for e in entries for kind in LABELS]
+    return record.table(
+        ["concepts: labels", "SHD [95 %]", "without directions", "true positives",
+         "false discoveries", "false positives"], rows) + (
+        "\nSHD: edges to add, to take away and to turn round; rates without directions, which "
+        "standardised labels do not determine; bootstrap over graphs\n")

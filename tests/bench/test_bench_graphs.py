@@ -1,0 +1,60 @@
+"""Graphs over concepts beside the true ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from oper.bench.quality import graphs
+from oper.bench.quality.graphs import Case, compare, run_case, simulate
+
+
+def graph(k: int, *edges: tuple[int, int]) -> np.ndarray:
+    found = np.zeros((k, k), bool)
+    for cause, effect in edges:
+        found[cause, effect] = True
+    return found
+
+
+@pytest.mark.parametrize("found, shd, undirected, true, false", [
+    (graph(4, (0, 1), (1, 2)), 0, 0, 1.0, 0.0),
+    (graph(4, (1, 0), (1, 2)), 1, 0, 1.0, 0.0),             # one turned round
+    (graph(4, (0, 1)), 1, 1, 0.5, 0.0),                     # one missing
+    (graph(4, (0, 1), (1, 2), (2, 3)), 1, 1, 1.0, 1 / 3),   # one too many
+    (graph(4, (2, 1), (0, 3)), 3, 2, 0.5, 0.5)])
+def test_a_graph_is_compared_edge_by_edge(found: np.ndarray, shd: int, undirected: int,
+                                          true: float, false: float) -> None:
+    told = compare(graph(4, (0, 1), (1, 2)), found)
+    assert (told["shd"], told["shd_undirected"]) == (shd, undirected)
+    assert told["true_positive_rate"] == true
+    assert told["false_discovery_rate"] == pytest.approx(false)
+    assert told["false_positive_rate"] == pytest.approx(((found | found.T).sum() / 2
+                                                         - 2 * true) / 4)
+
+
+def test_users_follow_their_graph() -> None:
+    """Effects of the causes alone; twice the same users from one seed, others from another."""
+    case = Case("x", num_edges=2.0, num_concepts=4, num_users=20_000, activity=0.0)
+    for seed in range(5):
+        truth, counts = simulate(case, seed)
+        assert np.array_equal(counts, simulate(case, seed)[1])
+        assert not np.array_equal(counts, simulate(case, seed + 5)[1])
+        order = np.argsort((np.linalg.inv(np.eye(4) - (truth != 0)) != 0).sum(0), kind="stable")
+        assert not np.tril(truth[np.ix_(order, order)]).any()  # no cycle
+        logs = np.log(counts + 0.5)
+        related = np.linalg.inv(np.eye(4) - truth.T)
+        expected = related @ related.T != 0  # by a path, or by a cause in common
+        measured = np.abs(np.corrcoef(logs.T)) > 0.03
+        assert not (measured & ~expected).any()
+
+
+def test_counts_find_what_shares_invent() -> None:
+    independent, sparse = (run_case(Case(name, edges, num_concepts=5, num_graphs=3, num_users=1500))
+                           for name, edges in (("independent", 0.0), ("sparse", 3.0)))
+    assert independent["verified"] and sparse["verified"]
+    assert independent["log_counts"]["false_positive_rate"]["mean"] <= 0.05
+    assert independent["shares"]["false_positive_rate"]["mean"] > 0.5
+    assert independent["log_counts"]["true_positive_rate"] is None
+    assert sparse["ratio_shd"] < 0.7
+    text = graphs.report([independent, sparse])
+    assert "sparse: shares" in text and "nan" not in text
