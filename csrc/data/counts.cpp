@@ -209,20 +209,6 @@ int64_t encoded(void* codes, V* distinct, int64_t* counts) {
 }
 
 template <class V>
-int64_t runs(const V* sorted, int64_t size, V* distinct, int64_t* counts) {
-    int64_t n = 0, start = 0;
-    for (int64_t k = 1; k <= size; ++k) {
-        // Written every time, kept when the run ends: no branch to mispredict.
-        distinct[n] = sorted[k - 1];
-        counts[n] = k - start;
-        bool ends = k == size || sorted[k] != sorted[k - 1];
-        n += ends;
-        start = ends ? k : start;
-    }
-    return n;
-}
-
-template <class V>
 int64_t merge(const V* a, const int64_t* counts_a, int64_t size_a, const V* b,
               const int64_t* counts_b, int64_t size_b, V* out, int64_t* counts) {
     int64_t i = 0, j = 0, n = 0;
@@ -385,14 +371,6 @@ OPER_DATA_API int64_t oper_data_encode(int32_t kind, const void* values, const u
 OPER_DATA_API int64_t oper_data_encoded(int32_t kind, void* codes, void* distinct,
                                         int64_t* counts) {
     BY_KIND(kind, return oper::data::encoded<V>(codes, static_cast<V*>(distinct), counts))
-}
-
-// Distinct values of sorted ones and how often each occurs; returns their number. Both results have
-// room for one entry more than that.
-OPER_DATA_API int64_t oper_data_runs(int32_t kind, const void* sorted, int64_t size, void* distinct,
-                                     int64_t* counts) {
-    BY_KIND(kind, return oper::data::runs<V>(static_cast<const V*>(sorted), size,
-                                             static_cast<V*>(distinct), counts))
 }
 
 // Which ids have a 64-bit hash (the finalizer of splitmix64) with at least `level` leading zeros;

@@ -14,7 +14,6 @@ _PUBLIC = {
     "Collector": "oper.analysis.collector",
     "tables_of": "oper.analysis.collector",
     "CountOptions": "oper.analysis.counting",
-    "SparseCounter": "oper.analysis.counting",
     "TableCounter": "oper.analysis.counting",
     "HeavyHitters": "oper.analysis.sketch",
     "DistinctSample": "oper.analysis.sketch",
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     )
     from oper.analysis.counting import (
         CountOptions as CountOptions,
-        SparseCounter as SparseCounter,
         TableCounter as TableCounter,
     )
     from oper.analysis.presence import PresenceSampler as PresenceSampler

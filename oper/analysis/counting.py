@@ -12,10 +12,8 @@ from oper.analysis.sketch import DistinctSample, HeavyHitters, sketched_stats
 from oper.analysis.tally import Tally
 from oper.errors import InvalidInputError, fail, require_fields
 from oper.stats import TableStats, TimeBucket
-from oper.support.native import count_distinct, merge_counts, sampled
+from oper.support.native import merge_counts, sampled
 
-_PENDING = 1 << 20         # ids that a sparse counter collects before it sorts them, at least
-_MAX_PENDING = 1 << 23     # at most, once it holds twice as many
 _BUCKET_ENTRIES = 1 << 16  # ids of a time bucket that is not counted exactly
 _UINT32_MAX = 2**32 - 1
 _EMPTY = np.zeros(0, np.int64)
@@ -59,61 +57,6 @@ class CountOptions:
                 break
             result[k] = True
         return result
-
-
-class SparseCounter:
-    """Counts of arbitrary integers in memory proportional to the distinct ones.
-
-    Values are collected, sorted and kept as sorted runs of (value, count); runs of like size are
-    merged, so that each value is merged a logarithmic number of times.
-    """
-
-    def __init__(self, dtype: type[np.integer] | np.dtype = np.int64) -> None:
-        """Start a counter of values of `dtype`."""
-        self._dtype = np.dtype(dtype)
-        self._pending: list[np.ndarray] = []
-        self._num_pending = 0
-        self._runs: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def add(self, values: np.ndarray) -> None:
-        """Count `values`, integer [N]."""
-        self._pending.append(values.astype(self._dtype))  # a copy: the caller may reuse its array
-        self._num_pending += values.size
-        # The more is held, the more is collected first: fewer merges.
-        if self._num_pending >= _PENDING and self._num_pending >= min(
-                _MAX_PENDING, self.num_entries // 2):
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._num_pending:
-            return
-        values = np.concatenate(self._pending)
-        self._pending, self._num_pending = [], 0
-        self.add_counts(*count_distinct(values))
-
-    def add_counts(self, values: np.ndarray, counts: np.ndarray) -> None:
-        """Add distinct ascending values with their counts."""
-        self._runs.append((values, counts))
-        while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:
-            self._runs[-2:] = [merge_counts(self._runs[-2:])]
-
-    @property
-    def num_entries(self) -> int:
-        """Entries of all runs."""
-        return sum(v.size for v, _ in self._runs)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the values counted so far."""
-        return sum(v.nbytes + c.nbytes for v, c in self._runs)
-
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct values, ascending, and the count of each, int64 [K]."""
-        self._flush()
-        if not self._runs:
-            return np.zeros(0, self._dtype), _EMPTY
-        self._runs = [merge_counts(self._runs)]
-        return self._runs[0]
 
 
 class AdaptiveCounter:
@@ -171,7 +114,7 @@ class AdaptiveCounter:
 
     def _flush_sample(self) -> None:
         if self._pending:
-            self.sample.add(*count_distinct(np.concatenate(self._pending)))
+            self.sample.add(*np.unique(np.concatenate(self._pending), return_counts=True))
             self._pending, self._num_pending = [], 0
 
     def _flush(self) -> None:

@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from oper.support.native import Counts, address, count_distinct, library, merge_counts, sampled
+from oper.support.native import Counts, address, library
 
 _FEW = 1 << 12  # counts below are told apart when a table is purged
 _FIRST_BITS = 12
@@ -35,20 +35,16 @@ class Tally:
         self._bits = 0
         self._used = ctypes.c_int64(0)
         self._table = _EMPTY
-        self._runs: list[Counts] = []  # where nothing is compiled
 
     @property
     def num_ids(self) -> int:
         """Ids that have a count."""
-        return self._used.value if library() is not None else sum(v.size for v, _ in self._runs)
+        return self._used.value
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> int:
         """Count `ids` int64 [N], each once or `counts` int64 [N] times; how many fitted."""
-        compiled = library()
         if not ids.size:
             return 0
-        if compiled is None:
-            return self._add_run(ids, counts)
         num = self._num_accesses + (ids.size if counts is None else int(counts.sum()))
         if (num >= _NARROW or int(ids.max()) >= _NARROW) and not self._widen():
             return 0
@@ -57,7 +53,7 @@ class Tally:
         while taken < ids.size:
             if self._bits:
                 left = None if counts is None else np.ascontiguousarray(counts[taken:])
-                taken += compiled.oper_data_tally(
+                taken += library().oper_data_tally(
                     *self._where(), address(ids[taken:]), address(left),
                     ctypes.c_int64(ids.size - taken), ctypes.c_int64(3 << self._bits - 2),
                     ctypes.byref(self._used))
@@ -87,35 +83,17 @@ class Tally:
             return False
         # Zeros that the system gives: only pages that are used cost anything.
         table = np.zeros((2 if wide else 1) << bits, np.int64) if bits else _EMPTY
-        compiled = library()
-        if self._bits and compiled is not None:
-            compiled.oper_data_tally_move(*self._where(), ctypes.c_int32(wide), address(table),
-                                          ctypes.c_int32(bits))
+        if self._bits:
+            library().oper_data_tally_move(*self._where(), ctypes.c_int32(wide), address(table),
+                                           ctypes.c_int32(bits))
         self._table, self._bits, self._wide = table, bits, wide
         return True
-
-    def _add_run(self, ids: np.ndarray, counts: np.ndarray | None) -> int:
-        """Like `add`, all or nothing, into sorted runs; runs of similar size are merged."""
-        room = self.max_bytes // 16 - ids.size
-        if self.num_ids > room:
-            self._runs = [merge_counts(self._runs)] if self._runs else []
-        if self.num_ids > room:
-            return 0
-        self._runs.append(count_distinct(ids.copy()) if counts is None else (ids, counts))
-        while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:
-            self._runs[-2:] = [merge_counts(self._runs[-2:])]
-        return ids.size
 
     def _level(self, num_ids: int) -> int:
         """The smallest count that at most `num_ids` ids exceed, or a smaller one."""
         few = np.zeros(_FEW, np.int64)
-        compiled = library()
-        if compiled is None:
-            self._runs = [merge_counts(self._runs)] if self._runs else []
-            for _, counts in self._runs:
-                few += np.bincount(np.minimum(counts, _FEW - 1), minlength=_FEW)
-        elif self._bits:
-            compiled.oper_data_tally_levels(*self._where(), address(few), ctypes.c_int64(_FEW))
+        if self._bits:
+            library().oper_data_tally_levels(*self._where(), address(few), ctypes.c_int64(_FEW))
         above = few[1:].sum() - np.cumsum(few) + few[0]
         fits = np.flatnonzero(above <= num_ids)
         return min(int(fits[0]), _FEW - 2) if fits.size else _FEW - 2
@@ -128,28 +106,18 @@ class Tally:
         """
         while self.num_ids > num_ids:
             level = self._level(num_ids)
-            compiled = library()
-            if compiled is None:
-                (ids, counts), = self._runs
-                self._runs = [(ids[counts > level], counts[counts > level] - level)]
-            else:
-                self._used.value = compiled.oper_data_tally_purge(
-                    *self._where(), ctypes.c_int64(level))
+            self._used.value = library().oper_data_tally_purge(
+                *self._where(), ctypes.c_int64(level))
             self.error += level
 
     def sample(self, level: int) -> Counts:
         """`result` for the ids whose hash has `level` leading zeros (see `native.sampled`)."""
-        compiled = library()
-        if compiled is None:
-            ids, counts = merge_counts(self._runs) if self._runs else (_EMPTY, _EMPTY)
-            keep = sampled(ids, level)
-            return ids[keep], counts[keep]
         room = self.num_ids if not level else 0
         while True:
             ids, counts = np.empty(room, np.int64), np.empty(room, np.int64)
             if not self._bits:
                 return ids, counts
-            found = compiled.oper_data_tally_list(
+            found = library().oper_data_tally_list(
                 *self._where(), ctypes.c_int64(0), ctypes.c_int32(level), ctypes.c_int64(room),
                 address(ids), address(counts))
             if found <= room:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oper.analysis import CountOptions, SparseCounter, TableCounter
+from oper.analysis import CountOptions, TableCounter
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError
 from oper.stats import TableStats
@@ -85,17 +85,6 @@ def test_parts_merge_to_the_whole(batches: list[list[int]]) -> None:
     assert [b.label for b in merged.buckets] == [b.label for b in expected.buckets]
     for a, b in zip(merged.buckets, expected.buckets, strict=True):
         assert a.ids.tolist() == b.ids.tolist() and a.counts.tolist() == b.counts.tolist()
-
-
-@given(st.lists(st.lists(st.integers(-(2**40), 2**40), max_size=40), max_size=8))
-def test_sparse_counter_counts_any_integers(batches: list[list[int]]) -> None:
-    counter = SparseCounter()
-    for batch in batches:
-        counter.add(np.array(batch, np.int64))
-    values, counts = counter.result()
-    expected = Counter(v for batch in batches for v in batch)
-    assert values.tolist() == sorted(expected)
-    assert counts.tolist() == [expected[v] for v in sorted(expected)]
 
 
 @pytest.mark.parametrize(("ids", "lengths", "words"), [

@@ -24,7 +24,6 @@ from oper.analysis.tally import Tally
 from oper.errors import InvalidInputError
 from oper.stats import AccessStats, TableStats
 from oper.support import native
-from oper.support.native import count_distinct
 
 
 def zipf(num_rows: int, size: int, exponent: float, seed: int = 0) -> np.ndarray:
@@ -44,7 +43,7 @@ def test_counts_are_within_the_stated_error(batches: list[list[int]], entries: i
     true: Counter[int] = Counter()
     for k, batch in enumerate(batches):
         true.update(batch)
-        summaries[k % parts].add(*count_distinct(np.array(batch, np.int64)))
+        summaries[k % parts].add(*np.unique(np.array(batch, np.int64), return_counts=True))
     for other in summaries[1:]:
         summaries[0].merge(other)
     ids, counts = summaries[0].result()
@@ -65,7 +64,7 @@ def test_heavy_hitters_beside_apache_datasketches() -> None:
         theirs.update(str(value))
     ours = HeavyHitters(3072)
     for part in np.array_split(ids, 40):
-        ours.add(*count_distinct(part.astype(np.int64)))
+        ours.add(*np.unique(part.astype(np.int64), return_counts=True))
     found = dict(zip(*(x.tolist() for x in ours.result()), strict=True))
     hottest = [i for i, _ in true.most_common(200)]
     our_error = max(true[i] - found.get(i, 0) for i in hottest)
@@ -104,35 +103,30 @@ def test_statistics_from_sketches_are_close_to_exact_ones(
         assert abs(count - true[i]) <= 0.1 * true[i] + 1
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @given(parts=st.lists(st.lists(st.integers(0, 300) | st.integers(0, 2**63 - 1), max_size=300),
                       max_size=6), repeat=st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
-def test_a_tally_counts_everything_that_it_takes(compiled: bool, parts: list[list[int]],
-                                                 repeat: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if not compiled:
-            patch.setattr("oper.analysis.tally.library", lambda: None)
-        tally, found = Tally(1 << 20), Counter()
-        for part in parts:
-            ids = np.unique(np.array(part, np.int64))
-            assert tally.add(ids, np.full(ids.size, repeat)) == ids.size
-            assert tally.add(np.repeat(ids, 2)) == 2 * ids.size
-            found.update(dict.fromkeys(ids.tolist(), repeat + 2))
-        ids, counts = tally.result()
-        assert ids.tolist() == sorted(found)
-        assert counts.tolist() == [found[i] for i in ids.tolist()]
-        some = tally.sample(1)
-        assert some[0].tolist() == ids[native.sampled(ids, 1)].tolist()
-        keep = len(found) // 3 + 1
-        tally.purge(keep)
-        left = dict(zip(*(a.tolist() for a in tally.result()), strict=True))
-        assert len(left) == tally.num_ids <= keep
-        assert tally.error <= sum(found.values()) / keep
-        assert all(n - tally.error <= left.get(i, 0) <= n for i, n in found.items())
-        tally.add(np.array(sorted(left), np.int64))  # still found where they are
-        assert all(n == left[i] + 1 for i, n in zip(
-            *(a.tolist() for a in tally.result()), strict=True))
+def test_a_tally_counts_everything_that_it_takes(parts: list[list[int]], repeat: int) -> None:
+    tally, found = Tally(1 << 20), Counter()
+    for part in parts:
+        ids = np.unique(np.array(part, np.int64))
+        assert tally.add(ids, np.full(ids.size, repeat)) == ids.size
+        assert tally.add(np.repeat(ids, 2)) == 2 * ids.size
+        found.update(dict.fromkeys(ids.tolist(), repeat + 2))
+    ids, counts = tally.result()
+    assert ids.tolist() == sorted(found)
+    assert counts.tolist() == [found[i] for i in ids.tolist()]
+    some = tally.sample(1)
+    assert some[0].tolist() == ids[native.sampled(ids, 1)].tolist()
+    keep = len(found) // 3 + 1
+    tally.purge(keep)
+    left = dict(zip(*(a.tolist() for a in tally.result()), strict=True))
+    assert len(left) == tally.num_ids <= keep
+    assert tally.error <= sum(found.values()) / keep
+    assert all(n - tally.error <= left.get(i, 0) <= n for i, n in found.items())
+    tally.add(np.array(sorted(left), np.int64))  # still found where they are
+    assert all(n == left[i] + 1 for i, n in zip(
+        *(a.tolist() for a in tally.result()), strict=True))
 
 
 def test_a_tally_counts_beyond_32_bits() -> None:
@@ -218,8 +212,8 @@ def test_rows_and_accesses_always_add_up(num_rows: int, ids: list[int], entries:
     heavy, distinct = HeavyHitters(entries), DistinctSample(sample)
     array = np.array([i % num_rows for i in ids], np.int64)
     for part in np.array_split(array, 5):
-        heavy.add(*count_distinct(part.copy()))
-        distinct.add(*count_distinct(part.copy()))
+        heavy.add(*np.unique(part, return_counts=True))
+        distinct.add(*np.unique(part, return_counts=True))
     empty = np.zeros(0, np.int64)
     stats = sketched_stats(num_rows, heavy, distinct, array.size, (empty, empty),
                            (empty, np.zeros(0), empty))

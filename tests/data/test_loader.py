@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from oper.data import Loader, LoaderOptions
 from oper.data.folder import MANIFEST
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
-from oper.support import native
 from tests.data.loader_support import KEYS, ROWS, check, everything, rows_of, write_folder
 
 
@@ -46,12 +45,8 @@ def test_order_of_the_folder_and_values(folder: Path, table: dict[str, list[Any]
         check(batch, table)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("window", [1, 100, 1 << 17])
-def test_shuffled_values(folder: Path, table: dict[str, list[Any]], window: int, compiled: bool,
-                         monkeypatch: pytest.MonkeyPatch) -> None:
-    if not compiled:
-        monkeypatch.setattr(native, "library", lambda: None)
+def test_shuffled_values(folder: Path, table: dict[str, list[Any]], window: int) -> None:
     batches = list(Loader(folder, "train", LoaderOptions(32, window=window, seed=4)))
     for batch in batches:
         check(batch, table)

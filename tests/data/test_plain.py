@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from oper.data.preprocessing import staging
 from oper.data.reading import plain, readers
 from oper.data.reading.readers import Unit, read_unit, where
 from oper.data.reading.rows import Rows, concat
 from oper.data.reading.text import TextLayout, text_layout
 from oper.data.recipe import Recipe, load_recipe, recipe_from_dict
-from oper.support import native
 
 KINDS = [("label", "binary"), ("label", "threshold"), ("dense", "int"), ("dense", "float"),
          ("sparse", "hex32"), ("sparse", "uint32"), ("sparse", "uint64"), ("sparse", "int"),
@@ -42,7 +39,7 @@ def recipe(kinds: list[tuple[str, str]], separator: str, missing: bool, log1p: b
 def read(path: Path, rules: Recipe, plainly: bool) -> Rows:
     with pytest.MonkeyPatch.context() as patch:
         if not plainly:
-            patch.setattr(native, "library", lambda: None)
+            patch.setattr(readers, "is_plain", lambda _: False)
         used = []
         whole = readers.read_plain
         patch.setattr(readers, "read_plain", lambda *a: (used.append(1), whole(*a))[1])
@@ -115,7 +112,7 @@ def test_any_bytes(tmp_path: Path, data: bytes, seed: int) -> None:
     rules = load_recipe("criteo-kaggle")
     whole = list(read_unit(Unit(str(path), "tsv"), rules, lambda _: None))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "library", lambda: None)
+        patch.setattr(readers, "is_plain", lambda _: False)
         want = list(read_unit(Unit(str(path), "tsv"), rules, lambda _: None))
     assert_same(concat(whole), concat(want))
 
@@ -142,7 +139,7 @@ def test_an_odd_field_within_a_block_of_lines(tmp_path: Path, ending: str) -> No
 
     found = rows()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "library", lambda: None)
+        patch.setattr(readers, "is_plain", lambda _: False)
         assert_same(found, rows())
     assert 10 < found.num_bad < 20 and found.num_lines == len(lines) + 200
 
@@ -163,7 +160,7 @@ def test_pieces_blocks_and_malformed_rows_far_into_a_file(
     unit = Unit(str(path), "tsv")
     one = concat(list(read_unit(unit, rules, lambda _: None)))
     with monkeypatch.context() as patch:
-        patch.setattr(native, "library", lambda: None)
+        patch.setattr(readers, "is_plain", lambda _: False)
         other = concat(list(read_unit(unit, rules, lambda _: None)))
     assert one.num_bad == bad.size
     assert one.rows.tolist() == sorted(set(range(12_000)) - set(bad.tolist()))
@@ -185,23 +182,4 @@ def test_which_layouts_are_plain() -> None:
     assert is_plain("criteo-1tb", "tsv")
     assert is_plain("avazu", "default")
     assert not is_plain("book-crossing", load_recipe("book-crossing").layouts[0].name)
-
-
-def test_codes_of_the_library_and_of_pyarrow_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(5)
-    for kind in (pa.uint32(), pa.int64(), pa.uint64(), pa.int32(), pa.int16()):
-        values = rng.integers(0, 50, 1000)
-        array = pa.array(values, kind, mask=rng.random(1000) < 0.2).slice(3, 900)
-        for part in (array, array.slice(0, 0), array.drop_null()):
-            ids = staging.Ids(part)
-            one = staging.encode(ids)
-            with monkeypatch.context() as patch:
-                patch.setattr(native, "library", lambda: None)
-                other = staging.encode(ids)
-            assert one[0].codes.tolist() == other[0].codes.tolist()
-            assert one[0].codes.dtype == other[0].codes.dtype
-            assert one[1].values.tolist() == other[1].values.tolist()
-            assert one[1].counts.tolist() == other[1].counts.tolist()
-            assert one[1].num_missing == other[1].num_missing
-
 

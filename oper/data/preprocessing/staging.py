@@ -58,10 +58,8 @@ class Coded:
 def encode(ids: Ids, expected: int = 0) -> tuple[Coded, Distinct]:
     """Codes and distinct values of a column, of which there are about `expected` (0 = unknown)."""
     if pa.types.is_integer(ids.values.type):
-        found = native.encode(*_integers(ids.values), expected)
-        if found is not None:
-            return Coded(found[0], ids.lengths), Distinct(
-                found[1], found[2][1:], int(found[2][0]))
+        codes, distinct, counts = native.encode(*_integers(ids.values), expected)
+        return Coded(codes, ids.lengths), Distinct(distinct, counts[1:], int(counts[0]))
     encoded = ids.values.dictionary_encode(null_encoding="mask")
     values = as_numpy(encoded.dictionary)
     order = np.argsort(values, kind="stable")

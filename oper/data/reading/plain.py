@@ -55,9 +55,9 @@ class _Field(ctypes.Structure):
 
 
 def is_plain(text: TextLayout) -> bool:
-    """Whether the library is there and parses every column of a layout."""
+    """Whether the library parses every column of a layout."""
     layout = text.layout
-    return (native.library() is not None and not layout.quote and len(layout.separator) == 1
+    return (not layout.quote and len(layout.separator) == 1
             and not text.also and not layout.filter and all(
                 (c.kind, c.parse) in _PARSES and not c.multi and len(c.missing) <= 1
                 and all(len(m) > 0 and m.isascii() and m.isprintable() for m in c.missing)
@@ -126,10 +126,8 @@ class _Piece:
     def take(self, data: memoryview, at: int) -> int:
         """Parse lines of `data` from place `at` on until the piece is full; bytes taken."""
         rows, lines, num = (ctypes.c_int64(x) for x in (self.num_rows, self.num_lines, 0))
-        compiled = native.library()
-        assert compiled is not None
         text = np.frombuffer(data, np.uint8)[at:]
-        taken: int = compiled.oper_data_parse(
+        taken: int = native.library().oper_data_parse(
             native.address(text), ctypes.c_int64(text.size),
             ctypes.c_char(self.text.separator.encode()), self._fields,
             ctypes.c_int64(len(self._fields)), ctypes.c_int64(self.capacity),
