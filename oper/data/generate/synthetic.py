@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import csv
 from tqdm import tqdm
 
 from oper.data.generate.ids import holders, mix64, power_law_ids, uniform64
@@ -205,52 +208,27 @@ def _to_raw(ids: np.ndarray, key: int) -> np.ndarray:
 
 def format_rows(labels: np.ndarray, dense: np.ndarray, raw: np.ndarray,
                 missing: np.ndarray) -> bytes:
-    """Rows as TAB-separated text: the characters of all fields side by side in one byte matrix of
-    fixed column widths, of which only the used bytes are kept.
+    """Rows as TAB-separated text.
 
     Args:
         labels: int64 [n], 0 or 1.
         dense: int64 [D, n].
-        raw: uint32 [C, n].
-        missing: bool [D + C, n].
+        raw: uint32 [C, n], written as eight hexadecimal digits.
+        missing: bool [D + C, n], fields that are left empty.
     """
-    count = labels.size
-    texts = [_decimal(labels)]
-    texts += [_decimal(column) for column in dense]
-    texts += [_hexadecimal(column) for column in raw]
-    width = sum(t.shape[1] + 1 for t in texts)
-    matrix = np.empty((count, width), np.uint8)
-    at = 0
-    for k, text in enumerate(texts):
-        end = at + text.shape[1]
-        matrix[:, at:end] = text
-        if k:
-            matrix[missing[k - 1], at:end] = 0
-        matrix[:, end] = ord("\t")
-        at = end + 1
-    matrix[:, -1] = ord("\n")
-    return matrix[matrix != 0].tobytes()
+    columns = [pa.array(labels)]
+    columns += [pa.array(x, mask=m) for x, m in zip(dense, missing, strict=False)]
+    columns += [_hexadecimal(x, m) for x, m in zip(raw, missing[len(dense):], strict=True)]
+    out = io.BytesIO()
+    csv.write_csv(pa.table(columns, names=[str(k) for k in range(len(columns))]), out,
+                  csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none"))
+    return out.getvalue()
 
 
-def _decimal(values: np.ndarray) -> np.ndarray:
-    """ASCII of integers, uint8 [n, width], unused leading bytes zero."""
-    size = np.abs(values)
-    width = len(str(int(size.max(initial=0)))) + 1
-    text = np.zeros((values.size, width), np.uint8)
-    for k in range(width - 1):
-        power = 10**k
-        used = (size >= power) | (k == 0)
-        text[:, width - 1 - k] = np.where(used, size // power % 10 + ord("0"), 0)
-    num_digits = (text != 0).sum(axis=1)
-    negative = np.flatnonzero(values < 0)
-    text[negative, width - 1 - num_digits[negative]] = ord("-")
-    return text
-
-
-_HEX = np.frombuffer(b"0123456789abcdef", np.uint8)
-
-
-def _hexadecimal(values: np.ndarray) -> np.ndarray:
-    """Eight lower-case digits of uint32 values, uint8 [n, 8]."""
-    shifts = np.arange(28, -4, -4, dtype=np.uint32)
-    return _HEX[(values[:, None] >> shifts) & np.uint32(15)]
+def _hexadecimal(values: np.ndarray, missing: np.ndarray) -> pa.Array:
+    """Eight lower-case digits of uint32 values, null where missing."""
+    text = values.astype(">u4").tobytes().hex().encode()
+    ends = np.arange(0, len(text) + 1, 8, dtype=np.int32)
+    return pa.StringArray.from_buffers(
+        values.size, pa.py_buffer(ends), pa.py_buffer(text),
+        pa.py_buffer(np.packbits(~missing, bitorder="little")))

@@ -6,6 +6,7 @@ hold it raises `MalformedError`; then `is_valid` judges the fields one by one.
 
 from __future__ import annotations
 
+import binascii
 import re
 from dataclasses import dataclass
 from datetime import datetime
@@ -46,8 +47,6 @@ _TOP_WHOLE = 2.0**53
 MAX_TEXT_BYTES = 1024  # of an id
 _TEXTS = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
           pa.types.is_large_string)
-_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
-_ONES = np.uint64(0x0101010101010101)
 
 
 class MalformedError(Exception):
@@ -217,24 +216,16 @@ def _text(array: pa.Array) -> np.ndarray:
 
 
 def _hexadecimal(column: Column, array: pa.Array) -> pa.Array:
-    """uint32 of eight hexadecimal digits each, decoded as 64-bit words; raises MalformedError."""
-    text = np.frombuffer(array.buffers()[1], "<u8")[array.offset:array.offset + len(array)]
-    # "0".."9" are 0x30..0x39, "a".."f" 0x61..0x66: bit 6 tells letters, whose low bits start at 1.
-    digits = (text & _NIBBLES) + ((text >> np.uint64(6)) & _ONES) * np.uint64(9)
-    letters = ((digits + _ONES * np.uint64(6)) >> np.uint64(4)) & _ONES
-    back = digits + _ONES * np.uint64(0x30) + letters * np.uint64(0x27)
-    # Only a lower-case digit encodes back to itself, but "g".."o" do as well, as digits above 15.
-    bad = (back != text) | ((digits & ~_NIBBLES) != 0)
-    pairs = ((digits << np.uint64(4)) | (digits >> np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
-    quads = ((pairs << np.uint64(8)) | (pairs >> np.uint64(16))) & np.uint64(0x0000FFFF0000FFFF)
-    values = (((quads << np.uint64(16)) | (quads >> np.uint64(32)))
-              & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-    if not array.null_count:
-        _require(not bad.any(), column)
-        return pa.array(values)
-    missing = array.is_null().to_numpy(zero_copy_only=False)
-    _require(not (bad & ~missing).any(), column)
-    return pa.array(values, mask=missing)
+    """uint32 of eight lower-case hexadecimal digits each; raises MalformedError."""
+    whole = array.fill_null(b"0" * 8)
+    text = whole.buffers()[1].to_pybytes()[8 * whole.offset:8 * (whole.offset + len(whole))]
+    try:
+        numbers = binascii.unhexlify(text)
+    except binascii.Error as error:
+        raise MalformedError(column.name) from error
+    _require(binascii.hexlify(numbers) == text, column)  # of capital letters it is another text
+    values = np.frombuffer(numbers, ">u4").astype(np.uint32)
+    return pa.array(values, mask=array.is_null().to_numpy(zero_copy_only=False))
 
 
 def times(column: Column, array: pa.Array) -> np.ndarray:
