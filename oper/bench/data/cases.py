@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,80 +21,76 @@ from oper.analysis import Collector, CountOptions, TableCounter, merge_stats
 from oper.analysis.presence import Lookups
 from oper.bench.core.memory import peak_rss_mb
 from oper.bench.core.record import elapsed
-from oper.data import Folder, SyntheticLog, analyze_folder, power_law_ids, write_synthetic_log
+from oper.bench.data import process
+from oper.data import (
+    Folder,
+    PreprocessOptions,
+    SyntheticLog,
+    analyze_folder,
+    load_recipe,
+    power_law_ids,
+    preprocess as run_preprocess,
+    write_synthetic_log,
+)
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 
 _KILLS, _ATTEMPTS = 10, 60
-# A worker tells what it took: wall seconds, processor seconds, peak memory, what it computed.
-_WORKER = """
-import json, resource, sys, time
-import pyarrow as pa
-pa.set_cpu_count(1)
-pa.set_io_thread_count(1)
-begin = time.perf_counter()
-{body}
-seconds, usage = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
-from oper.bench.core.record import elapsed
-from oper.bench.core.memory import peak_rss_mb
-print(json.dumps({{"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime,
-                  "rss_mb": peak_rss_mb(), "value": value}}))
-"""
-_PREPROCESS = """
-from oper.data import PreprocessOptions, load_recipe, preprocess
-value = preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2],
-                   PreprocessOptions(unit_bytes=int(sys.argv[3]), compression=sys.argv[4]))["rows"]
-"""
-_PARSE = """
-from pyarrow import csv
-names = ["label"] + [f"I{k}" for k in range(1, 14)] + [f"C{k}" for k in range(1, 27)]
-types = {n: pa.string() if n[0] == "C" else pa.int64() for n in names}
-reader = csv.open_csv(
-    sys.argv[1], csv.ReadOptions(use_threads=False, column_names=names, block_size=1 << 21),
-    csv.ParseOptions(delimiter="\\t", quote_char=False),
-    csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True))
-value = sum(batch.num_rows for batch in reader)
-"""
-# Other libraries, asked for every value of every column, which they may drop at once.
-_OTHERS = {
-    "polars": """
-import polars as pl
-names = ["label"] + [f"I{k}" for k in range(1, 14)] + [f"C{k}" for k in range(1, 27)]
-value = int(pl.scan_csv(sys.argv[1], separator="\\t", has_header=False, quote_char=None, schema={
-    n: pl.String if n[0] == "C" else pl.Int64 for n in names}).select(
-    pl.len(), pl.all().count()).collect(engine="streaming")["len"][0])
-""",
-    "duckdb": """
-import duckdb
-names = ["label"] + [f"I{k}" for k in range(1, 14)] + [f"C{k}" for k in range(1, 27)]
-types = ", ".join(f"'{n}': '{'VARCHAR' if n[0] == 'C' else 'BIGINT'}'" for n in names)
-link = duckdb.connect()
-link.execute("set threads = 1")
-counts = ", ".join(f"count({n})" for n in names)
-options = f"delim='\\t', header=false, quote='', escape='', auto_detect=false"
-value = link.execute(f"select count(*), {counts} from read_csv('{sys.argv[1]}', {options}, "
-                     f"columns={{{types}}})").fetchone()[0]
-""",
-}
-_READ = """
-from oper.data import load_recipe
-from oper.data.reading.readers import Unit, read_unit
-value = sum(rows.labels.size for rows in read_unit(
-    Unit(sys.argv[1], "tsv"), load_recipe("criteo-kaggle"), lambda _: None))
-"""
+_FIELDS = ["label", *(f"I{k}" for k in range(1, 14)), *(f"C{k}" for k in range(1, 27))]
 
 
-def command(body: str, *words: str) -> list[str]:
-    """What starts a worker that runs `body` and tells its ``value``."""
-    return [sys.executable, "-c", _WORKER.format(body=body), *words]
+def to_parquet(logs: list[str], target: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of logs in the Criteo format that `PreprocessOptions` has been applied to."""
+    return run_preprocess(load_recipe("criteo-kaggle"), logs, target, PreprocessOptions(**options))
 
 
-def run_worker(body: str, *words: str) -> dict[str, Any]:
-    """Run a worker with one thread; what it tells."""
-    done = subprocess.run(command(body, *words), capture_output=True, text=True, check=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"})
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+def _parse_by_pyarrow(log: str) -> int:
+    """Rows of a log, each field read as an integer or a text and dropped."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    types = {n: pa.string() if n[0] == "C" else pa.int64() for n in _FIELDS}
+    reader = csv.open_csv(
+        log, csv.ReadOptions(use_threads=False, column_names=_FIELDS, block_size=1 << 21),
+        csv.ParseOptions(delimiter="\t", quote_char=False),
+        csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True))
+    return sum(batch.num_rows for batch in reader)
+
+
+def _parse_by_polars(log: str) -> int:
+    """As `_parse_by_pyarrow`; every value of every column is asked for."""
+    import polars as pl
+
+    types = {n: pl.String if n[0] == "C" else pl.Int64 for n in _FIELDS}
+    rows = pl.scan_csv(log, separator="\t", has_header=False, quote_char=None, schema=types)
+    counts = rows.select(pl.len(), pl.all().count()).collect(engine="streaming")
+    return int(counts["len"][0])
+
+
+def _parse_by_duckdb(log: str) -> int:
+    """As `_parse_by_polars`."""
+    import duckdb
+
+    types = ", ".join(f"'{n}': '{'VARCHAR' if n[0] == 'C' else 'BIGINT'}'" for n in _FIELDS)
+    counts = ", ".join(f"count({n})" for n in _FIELDS)
+    link = duckdb.connect()
+    link.execute("set threads = 1")
+    found = link.execute(
+        f"select count(*), {counts} from read_csv('{log}', delim='\t', header=false, quote='', "
+        f"escape='', auto_detect=false, columns={{{types}}})").fetchone()
+    return int(found[0])
+
+
+_LIBRARIES: dict[str, Callable[[str], int]] = {
+    "pyarrow.csv": _parse_by_pyarrow, "polars": _parse_by_polars, "duckdb": _parse_by_duckdb}
+
+
+def _read(log: str) -> int:
+    """Rows of a log as OPER's reader counts them."""
+    from oper.data.reading.readers import Unit, read_unit
+
+    return sum(rows.labels.size for rows in read_unit(
+        Unit(log, "tsv"), load_recipe("criteo-kaggle"), lambda _: None))
 
 
 def log_file(folder: Path, num_rows: int) -> Path:
@@ -112,23 +107,24 @@ def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
     ``mb_per_s_per_core`` counts each byte of text once, over all passes. The parse reads the same
     file into integers and texts and drops them; which library is fastest is found on a short log.
     """
-    log = log_file(folder, num_rows)
-    megabytes = log.stat().st_size / 1e6
+    log = str(log_file(folder, num_rows))
+    megabytes = os.path.getsize(log) / 1e6
     target = folder / "out"
     shutil.rmtree(target, ignore_errors=True)
     fastest, rates = _fastest_library(folder)
-    parse = run_worker(_PARSE if fastest == "pyarrow.csv" else _OTHERS[fastest], str(log))
-    read = run_worker(_READ, str(log))
-    found = run_worker(_PREPROCESS, str(log), str(target), str(1 << 28), "none")
-    rows = sum(found["value"].values())
-    shutil.rmtree(target)
-    packed = run_worker(_PREPROCESS, str(log), str(target), str(1 << 28), "zstd")
-    shutil.rmtree(target)
-    mine, zstd = (megabytes / max(x["seconds"], x["cpu"]) for x in (found, packed))
+    parse = process.call(_LIBRARIES[fastest], log)
+    read = process.call(_read, log)
+    written = {}
+    for compression in ("none", "zstd"):
+        written[compression] = process.call(
+            to_parquet, [log], str(target), {"compression": compression})
+        shutil.rmtree(target)
+    found, rows = written["none"], written["none"]["value"]["rows"]
+    mine, zstd = (megabytes / max(x["seconds"], x["cpu"]) for x in written.values())
     theirs = max(rates[fastest], megabytes / parse["seconds"])  # disturbed less, in doubt
     return {
-        "verified": rows == num_rows == parse["value"] == read["value"]
-        and packed["value"] == found["value"], "rows": num_rows,
+        "verified": sum(rows.values()) == num_rows == parse["value"] == read["value"]
+        and written["zstd"]["value"]["rows"] == rows, "rows": num_rows,
         "text_mb": megabytes, "seconds": found["seconds"], "cpu_seconds": found["cpu"],
         "mb_per_s_per_core": mine, "zstd_mb_per_s_per_core": zstd, "zstd_ratio": zstd / mine,
         "peak_rss_mb": found["rss_mb"],
@@ -144,34 +140,30 @@ def _fastest_library(folder: Path) -> tuple[str, dict[str, float]]:
     """The fastest CSV reader that is installed, and MB/s of each: the better of two runs over a
     log of 500,000 rows."""
     log = log_file(folder, 500_000)
-    bodies = {"pyarrow.csv": _PARSE, **{n: b for n, b in _OTHERS.items()
-                                        if importlib.util.find_spec(n) is not None}}
-    rates = {n: max(log.stat().st_size / 1e6 / run_worker(body, str(log))["seconds"]
-                    for _ in range(2)) for n, body in bodies.items()}
+    rates = {name: max(log.stat().st_size / 1e6 / process.call(parse, str(log))["seconds"]
+                       for _ in range(2))
+             for name, parse in _LIBRARIES.items() if importlib.util.find_spec(name) is not None}
     return max(rates, key=lambda n: rates[n]), rates
 
 
 def resume(num_rows: int, folder: Path) -> dict[str, Any]:
     """The same, killed at random moments, against an undisturbed run."""
-    log, units = log_file(folder, num_rows), str(1 << 24)
+    log, options = str(log_file(folder, num_rows)), {"unit_bytes": 1 << 24}
     whole, broken = folder / "whole", folder / "broken"
     for path in (whole, broken, folder / ".broken.work"):
         shutil.rmtree(path, ignore_errors=True)
-    begin = time.perf_counter()
-    run_worker(_PREPROCESS, str(log), str(whole), units, "none")
-    undisturbed = time.perf_counter() - begin
+    undisturbed = elapsed(lambda: process.call(to_parquet, [log], str(whole), options))
     rng, kills = random.Random(3), 0
     begin = time.perf_counter()
     for attempt in range(_ATTEMPTS):
-        process = subprocess.Popen(command(_PREPROCESS, str(log), str(broken), units, "none"),
-                                   stdout=subprocess.DEVNULL)
-        wait = rng.uniform(0.1, 0.5) * undisturbed if kills < _KILLS else 600.0
-        try:
-            process.wait(wait)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-            kills += 1
+        with process.start(to_parquet, [log], str(broken), options,
+                           stdout=subprocess.DEVNULL) as running:
+            wait = rng.uniform(0.1, 0.5) * undisturbed if kills < _KILLS else 600.0
+            try:
+                running.wait(wait)
+            except subprocess.TimeoutExpired:
+                os.kill(running.pid, signal.SIGKILL)
+                kills += 1
         if broken.exists():
             if kills >= _KILLS or attempt == _ATTEMPTS - 1:
                 break
@@ -205,7 +197,7 @@ def count(num_ids: int, folder: Path) -> dict[str, Any]:
             return {"verified": False}
     log = log_file(folder, 1_000_000 if num_ids > 10_000_000 else 60_000)
     shutil.rmtree(folder / "out", ignore_errors=True)
-    run_worker(_PREPROCESS, str(log), str(folder / "out"), str(1 << 28), "none")
+    process.call(to_parquet, [str(log)], str(folder / "out"), {})
     rows = Folder.open(folder / "out").rows["train"]
     seconds = min(elapsed(lambda: analyze_folder(folder / "out")) for _ in range(3))
     shutil.rmtree(folder / "out")
@@ -221,29 +213,8 @@ def _count(counter: TableCounter, ids: np.ndarray) -> None:
 
 def sketch(num_ids: int, folder: Path) -> dict[str, Any]:
     """A table of 10^9 rows, counted beyond its memory budget, in a process of its own."""
-    body = f"""
-import numpy as np
-from oper.analysis import TableCounter
-from oper.analysis.presence import Lookups
-from oper.data import power_law_ids
-from oper.stats import AccessStats
-counter, spent, top = TableCounter("t", 10**9, dense=False), 0.0, 0
-for k in range(0, {num_ids}, 1 << 20):
-    ids = power_law_ids(10**9, min(1 << 20, {num_ids} - k), 1.05, np.random.default_rng(k))
-    hot = int(power_law_ids(10**9, 1, 50.0, np.random.default_rng(0))[0])
-    top += int((ids == hot).sum())
-    at = time.perf_counter()
-    counter.add([Lookups(ids)])
-    spent += time.perf_counter() - at
-at = time.perf_counter()
-stats = counter.finish()
-AccessStats({num_ids}, {{"t": stats}}).save(sys.argv[1])
-spent += time.perf_counter() - at
-value = [spent, top, int(stats.head_counts[0]), stats.num_accesses, stats.is_exact,
-         stats.num_touched_rows]
-"""
     path = folder / "sketch.npz"
-    found = run_worker(body, str(path))
+    found = process.call(_count_sketched, num_ids, str(path))
     path.unlink()
     spent, top, hottest, accesses, is_exact, touched = found["value"]
     close = abs(hottest - top) <= 0.1 * top
@@ -251,6 +222,23 @@ value = [spent, top, int(stats.head_counts[0]), stats.num_accesses, stats.is_exa
             "ids": num_ids, "rows": 10**9, "is_exact": is_exact, "touched_rows": touched,
             "ids_per_s_per_core": num_ids / spent, "peak_rss_mb": found["rss_mb"],
             "hottest": hottest, "hottest_exact": top}
+
+
+def _count_sketched(num_ids: int, path: str) -> list[float]:
+    """Seconds of counting; how often the hottest id was met, truly and as counted; ids counted;
+    whether all were counted exactly; and rows touched."""
+    counter, spent, top = TableCounter("t", 10**9, dense=False), 0.0, 0
+    hot = int(power_law_ids(10**9, 1, 50.0, np.random.default_rng(0))[0])
+    for k in range(0, num_ids, 1 << 20):
+        ids = power_law_ids(10**9, min(1 << 20, num_ids - k), 1.05, np.random.default_rng(k))
+        top += int((ids == hot).sum())
+        spent += elapsed(partial(counter.add, [Lookups(ids)]))
+    begin = time.perf_counter()
+    stats = counter.finish()
+    AccessStats(num_ids, {"t": stats}).save(path)
+    spent += time.perf_counter() - begin
+    return [spent, top, int(stats.head_counts[0]), stats.num_accesses, stats.is_exact,
+            stats.num_touched_rows]
 
 
 def merge(num_days: int, folder: Path) -> dict[str, Any]:

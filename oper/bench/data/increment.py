@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from oper.bench.data.cases import log_file, run_worker
+from oper.bench.data import process
+from oper.bench.data.cases import log_file, to_parquet
 from oper.data import Folder, Loader, LoaderOptions
 from oper.data.vocabulary.finished import FinishedVocabulary, extend
 
 _DIM, _BATCHES, _BATCH_SIZE, _ROUNDS = 8, 16, 512, 3
-_PREPROCESS = """
-from oper.data import PreprocessOptions, load_recipe, preprocess
-words = sys.argv[1:]
-value = preprocess(load_recipe("criteo-kaggle"), words[2:], words[0], PreprocessOptions(
-    vocabulary=words[1] or None, valid="0", force=True))["unseen" if words[1] else "rows"]
-"""
 
 
 def increment(num_rows: int, folder: Path) -> dict[str, Any]:
@@ -32,24 +28,23 @@ def increment(num_rows: int, folder: Path) -> dict[str, Any]:
     some rounds in which both ways take turns, each in a process with one thread. ``verified``:
     every value of day 1 has its row in the extended vocabulary; rows looked up for day 2 are
     those; and a model that learns day 1, is saved, and goes on with day 2 in extended tables ends
-    with the
-    numbers of one that had all rows from the start.
+    with the numbers of one that had all rows from the start.
     """
     work = folder / "increment"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     days = _halves(log_file(folder, num_rows), work)
     one, two, both, wider, again = (work / n for n in ("d1", "d2", "both", "v2", "d2x"))
-    run_worker(_PREPROCESS, str(one), "", str(days[0]))
+    _preprocess(one, days[:1])
     seconds: dict[str, list[float]] = {"increment": [], "anew": []}
     unseen: dict[str, Any] = {}
     for _ in range(_ROUNDS):
-        found = run_worker(_PREPROCESS, str(two), str(one), str(days[1]))
+        found = _preprocess(two, days[1:], one)
         seconds["increment"].append(found["seconds"])
-        unseen = found["value"]
-        seconds["anew"].append(run_worker(_PREPROCESS, str(both), "", *map(str, days))["seconds"])
+        unseen = found["value"]["unseen"]
+        seconds["anew"].append(_preprocess(both, days)["seconds"])
     manifest = extend(one, [two], wider)
-    run_worker(_PREPROCESS, str(again), str(wider), str(days[1]))
+    _preprocess(again, days[1:], wider)
     unchanged = _rows_stay(one, wider) and _looked_up(two, again)
     continued = _continued(one, again, work / "saved")
     shutil.rmtree(work)
@@ -60,6 +55,13 @@ def increment(num_rows: int, folder: Path) -> dict[str, Any]:
             "increment_s": medians["increment"], "anew_s": medians["anew"],
             "unseen_share": float(np.mean([u["share"] for u in unseen.values()])),
             "new_rows": sum(manifest["new_rows"].values())}
+
+
+def _preprocess(target: Path, logs: Sequence[Path], vocabulary: Path | None = None
+                ) -> dict[str, Any]:
+    """`process.finished` of preprocessing, all of it training rows."""
+    return process.call(to_parquet, [str(p) for p in logs], str(target), {
+        "vocabulary": vocabulary and str(vocabulary), "valid": "0", "force": True})
 
 
 def _halves(log: Path, work: Path) -> list[Path]:

@@ -2,84 +2,92 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from oper.bench.data.cases import command, log_file, run_worker
-from oper.data import Folder
+from oper.bench.data import process
+from oper.bench.data.cases import log_file, to_parquet
+from oper.data import Folder, Loader, LoaderOptions
 from oper.data.folder import MANIFEST
 
 _BATCH, _WINDOW, _EPOCHS = 8192, 1 << 17, 5
 _SHAPE_BYTES, _SHAPE_FILES = 100 * 10**9, 4000  # the files of a short log are too small for both
-_PREPROCESS = """
-from oper.data import PreprocessOptions, load_recipe, preprocess
-value = preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2],
-                   PreprocessOptions(compression="zstd"))["rows"]
-"""
-_OPEN = """
-import hashlib, torch, torchrec
-from torchrec.datasets.utils import Batch
-from oper.data import Loader, LoaderOptions
-torch.set_num_threads(1)
-def opened(rank, world_size, prefetch=0):
-    return Loader(sys.argv[1], "train", LoaderOptions(
-        int(sys.argv[2]), int(sys.argv[3]), seed=5, rank=rank, world_size=world_size,
-        prefetch=prefetch))
-def digest(batch):
-    kjt, state = batch.sparse_features, hashlib.sha256()
-    for x in (batch.dense_features, batch.labels, kjt.values(), kjt.lengths()):
-        state.update(x.numpy().data)
-    return state.hexdigest()
-"""
-# Epochs one after the other, the first to warm up; each begins when the parent says so.
-_EPOCH = _OPEN + """
-loader, value = opened(int(sys.argv[4]), int(sys.argv[5])), []
-for epoch in range(int(sys.argv[6])):
-    loader.set_epoch(epoch)
-    print(flush=True)
-    sys.stdin.readline()
-    at, cpu, rows = time.perf_counter(), time.process_time(), 0
-    for batch in loader:
-        rows += batch.labels.numel()
-    value.append([rows, time.perf_counter() - at, time.process_time() - cpu])
-"""
-_SUMS = _OPEN + """
-value = [[0] * 27 for _ in range(2)]
-for rank in range(3):
-    for batch in opened(rank, 3):
-        value[0][0] += batch.labels.numel()
-        value[1][0] += int(batch.labels.sum())
-        ids = batch.sparse_features.values().view(26, -1)
-        for c, (total, squares) in enumerate(zip(ids.sum(1).tolist(),
-                                                 (ids * ids % 1000003).sum(1).tolist())):
-            value[0][c + 1] += total
-            value[1][c + 1] += squares
-"""
-_FIRST = _OPEN + """
-at = time.perf_counter()
-batch = next(iter(opened(0, 8, 1)))
-value = [time.perf_counter() - at, batch.labels.numel()]
-"""
-_DIGESTS = _OPEN + """
-import os
-loader, state = opened(1, 2, 2), sys.argv[4]
-if os.path.exists(state):
-    loader.load_state_dict(json.load(open(state)))
-value = []
-for batch in loader:
-    value.append(digest(batch))
-    if len(sys.argv) > 5 and len(value) == int(sys.argv[5]):
-        json.dump(loader.state_dict(), open(state, "w"))
+_MODULUS = 1_000_003  # of the checksums' squares
+
+
+def _open(where: list[Any], rank: int, world_size: int, prefetch: int = 0) -> Loader:
+    """A rank's loader of a folder; `where`: the folder, samples of a batch, rows of a window."""
+    import torch
+
+    torch.set_num_threads(1)
+    path, batch_size, window = where
+    return Loader(path, "train", LoaderOptions(batch_size, window, seed=5, rank=rank,
+                                               world_size=world_size, prefetch=prefetch))
+
+
+def _run_epochs(where: list[Any], rank: int, world_size: int) -> list[tuple[int, float, float]]:
+    """Rows, seconds and processor time of epochs, the first of which warms up; each begins when a
+    line comes in."""
+    loader, found = _open(where, rank, world_size), []
+    for epoch in range(_EPOCHS + 1):
+        loader.set_epoch(epoch)
         print(flush=True)
-        time.sleep(600)
-"""
+        sys.stdin.readline()
+        begin, cpu = time.perf_counter(), time.process_time()
+        rows = sum(batch.labels.numel() for batch in loader)
+        found.append((rows, time.perf_counter() - begin, time.process_time() - cpu))
+    return found
+
+
+def _sum_batches(where: list[Any]) -> list[list[int]]:
+    """`_sums` of what three ranks' batches hold."""
+    sums = [[0] * 27 for _ in range(2)]
+    for rank in range(3):
+        for batch in _open(where, rank, 3):
+            sums[0][0] += batch.labels.numel()
+            sums[1][0] += int(batch.labels.sum())
+            ids = batch.sparse_features.values().view(26, -1)
+            for k, of_columns in enumerate((ids.sum(1), (ids * ids % _MODULUS).sum(1))):
+                for c, total in enumerate(of_columns.tolist(), 1):
+                    sums[k][c] += total
+    return sums
+
+
+def _first_batch(where: list[Any]) -> float:
+    """Seconds from opening a folder to the first batch of rank 0 of 8."""
+    import torchrec.datasets.utils  # noqa: F401  (the time of imports does not count)
+
+    begin = time.perf_counter()
+    next(iter(_open(where, 0, 8, 1)))
+    return time.perf_counter() - begin
+
+
+def _digests(where: list[Any], state: str, stop: int = 0) -> list[str]:
+    """Digests of the batches of a rank from a saved state on, if there is one; after `stop` batches
+    its state is saved and it waits to be killed."""
+    loader, found = _open(where, 1, 2, 2), []
+    if os.path.exists(state):
+        loader.load_state_dict(json.loads(Path(state).read_text()))
+    for batch in loader:
+        kjt, digest = batch.sparse_features, hashlib.sha256()
+        for x in (batch.dense_features, batch.labels, kjt.values(), kjt.lengths()):
+            digest.update(x.numpy().data)
+        found.append(digest.hexdigest())
+        if len(found) == stop:
+            Path(state).write_text(json.dumps(loader.state_dict()))
+            print(flush=True)
+            time.sleep(600)
+    return found
 
 
 def loader(num_rows: int, folder: Path) -> dict[str, Any]:
@@ -94,23 +102,22 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
     for path in (data, shape):
         shutil.rmtree(path, ignore_errors=True)
     state.unlink(missing_ok=True)
-    run_worker(_PREPROCESS, str(log_file(folder, num_rows)), str(data))
+    process.call(to_parquet, [str(log_file(folder, num_rows))], str(data), {"compression": "zstd"})
     # Windows of half of what there is where there is little: several are needed to tell anything.
     size = min(_BATCH, max(1, num_rows // 32))
-    where = [str(data), str(size), str(min(_WINDOW, 8 * size))]
+    where = [str(data), size, min(_WINDOW, 8 * size)]
     one = _epochs(where, 1)
     cores = len(os.sched_getaffinity(0))
     many = _epochs(where, cores)
-    exact = _sums(data) == run_worker(_SUMS, *where)["value"]
+    exact = _sums(data) == process.call(_sum_batches, where)["value"]
     first, num_files, apparent = _first(data, shape, where[1:])
-    whole = run_worker(_DIGESTS, *where, str(state))["value"]
+    whole = process.call(_digests, where, str(state))["value"]
     at = len(whole) // 3 + 1
-    with subprocess.Popen(command(_DIGESTS, *where, str(state), str(at)), text=True,
-                          stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        os.kill(process.pid, signal.SIGKILL)
-    resumed = state.exists() and run_worker(_DIGESTS, *where, str(state))["value"] == whole[at:]
+    with process.start(_digests, where, str(state), at) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        os.kill(running.pid, signal.SIGKILL)
+    resumed = state.exists() and process.call(_digests, where, str(state))["value"] == whole[at:]
     train = Folder.open(data).rows["train"]
     stored = sum(p.stat().st_size for p in (data / "train").iterdir())
     for path in (data, shape):
@@ -125,28 +132,30 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
             "first_batch_s": first, "shape_files": num_files, "shape_gb": apparent / 1e9}
 
 
-def _epochs(where: list[str], world_size: int) -> list[tuple[float, float]]:
+def _epochs(where: list[Any], world_size: int) -> list[tuple[float, float]]:
     """Rows/s of each epoch but the first, by the longer of wall and processor time and by processor
     time alone, of all ranks together."""
-    ranks = [subprocess.Popen(
-        command(_EPOCH, *where, str(rank), str(world_size), str(_EPOCHS + 1)), text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}) for rank in range(world_size)]
+    ranks = [process.start(_run_epochs, where, rank, world_size, stdin=subprocess.PIPE)
+             for rank in range(world_size)]
     for _ in range(_EPOCHS + 1):
-        for process in ranks:
-            assert process.stdout is not None
-            process.stdout.readline()
-        for process in ranks:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-    told = [json.loads(process.communicate()[0])["value"] for process in ranks]
+        for running in ranks:
+            assert running.stdout is not None
+            running.stdout.readline()
+        for running in ranks:
+            assert running.stdin is not None
+            running.stdin.write("\n")
+            running.stdin.flush()
+    told = [process.finished(running)["value"] for running in ranks]
     return [(sum(e[0] for e in epoch) / max(max(e[1:]) for e in epoch),
              sum(e[0] / e[2] for e in epoch)) for epoch in zip(*told, strict=True)][1:]
 
 
 def _sums(data: Path) -> list[list[int]]:
-    """What the ranks' batches should add up to, from the files themselves."""
+    """What the ranks' batches should add up to, from the files themselves.
+
+    Returns:
+        Rows and the sum of each column's ids; labels and the sum of the squares, modulo a number.
+    """
     folder = Folder.open(data)
     rows, labels, sums, squares = 0, 0, [0] * 26, [0] * 26
     for part in folder.parts("train"):
@@ -156,11 +165,11 @@ def _sums(data: Path) -> list[list[int]]:
         for c, name in enumerate(folder.sparse):
             ids = table.column(name).to_numpy().astype(np.int64)
             sums[c] += int(ids.sum())
-            squares[c] += int((ids * ids % 1000003).sum())
+            squares[c] += int((ids * ids % _MODULUS).sum())
     return [[rows, *sums], [labels, *squares]]
 
 
-def _first(data: Path, shape: Path, sizes: list[str]) -> tuple[float, int, int]:
+def _first(data: Path, shape: Path, sizes: list[int]) -> tuple[float, int, int]:
     """Seconds to the first batch of a folder of 100 GB, its files and its bytes."""
     folder = Folder.open(data)
     part = max(folder.parts("train"), key=lambda p: p.stat().st_size)
@@ -173,5 +182,5 @@ def _first(data: Path, shape: Path, sizes: list[str]) -> tuple[float, int, int]:
     manifest = {**folder.manifest, "rows": {"train": about[1] * count, "valid": 0, "test": 0},
                 "parts": dict.fromkeys(names, about)}
     (shape / MANIFEST).write_text(json.dumps(manifest))
-    seconds = [run_worker(_FIRST, str(shape), *sizes)["value"][0] for _ in range(3)]
+    seconds = [process.call(_first_batch, [str(shape), *sizes])["value"] for _ in range(3)]
     return float(np.median(seconds)), count, about[0] * count
