@@ -1,4 +1,5 @@
-"""Writes the tables of benchmarks/README.md and docs/explanation/reliability.md from the records.
+"""Writes the tables of three pages from the records: README.md, benchmarks/README.md and
+docs/explanation/reliability.md.
 
     python benchmarks/tables.py            # rewrites them
     python benchmarks/tables.py --check    # fails where a table is not what the records say
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
-PAGES = (FOLDER / "README.md", FOLDER.parent / "docs" / "explanation" / "reliability.md")
+PAGES = (FOLDER / "README.md", FOLDER.parent / "docs" / "explanation" / "reliability.md",
+         FOLDER.parent / "README.md")
 _MARKED = re.compile(r"(<!-- records: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -133,9 +135,37 @@ def dynamic() -> str:
                   "MCH over it", "bytes per slot", "without a row", "evicted per step"], rows)
 
 
+def between(cases: Sequence[dict[str, Any]], key: str, digits: str) -> str:
+    """The least and the largest figure of some cases, one of them where they read alike."""
+    values = [c[key] for c in cases]
+    return " to ".join(dict.fromkeys(format(x, digits) for x in (min(values), max(values))))
+
+
+def front() -> str:
+    """Rows of the front page: dynamic tables, and precision by tier once that is recorded."""
+    cases = load("dynamic")["cases"]
+    rows = [[
+        "training steps on raw 64-bit keys (dynamic tables), two processes with a thread each",
+        f"{between(cases, 'ratio_planned', '.2f')} times the step on row numbers under a plan; "
+        "with TorchRec's managed-collision modules a step takes "
+        f"{between(cases, 'ratio_mch', '.1f')} times as long as OPER's; "
+        f"{between(cases, 'bytes_per_slot', '.1f')} bytes per row for its key; with "
+        f"{between(cases, 'load', '.2g')} keys per row at most "
+        f"{100 * max(c['missed'] for c in cases):.2g} % of the lookups find no row",
+        "`dynamic.json`"]]
+    for path in sorted(FOLDER.glob("serve*.json")):
+        rows += [[
+            f"serving rows whose precision depends on their tier instead of int8 (`{c['name']}`)",
+            f"{100 * c['bytes_ratio']:.0f} % of the bytes, {c['queries_ratio']:.2f} times the "
+            "queries per second; AUC differs by {mean:+.1e} ({low:+.1e} to {high:+.1e})".format(
+                **c["auc_difference"]), f"`{path.name}`"]
+            for c in load(path.stem)["cases"] if "auc_difference" in c]
+    return table(["what", "result", "record"], rows, 3)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all": records, "training": training, "growth": growth, "calibration": calibration,
-    "faults": faults, "cluster": cluster, "dynamic": dynamic}
+    "faults": faults, "cluster": cluster, "dynamic": dynamic, "front": front}
 
 
 def rendered(text: str) -> str:
