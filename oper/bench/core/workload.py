@@ -89,6 +89,11 @@ def _scatter(num_rows: int, seed: int, table: int) -> np.ndarray:
     return np.random.default_rng((seed, table)).permutation(num_rows).astype(np.int32)
 
 
+def hottest_ids(work: Workload, table: int, count: int) -> np.ndarray:
+    """Ids of the hottest rows of a table, int64 [count]."""
+    return _scatter(work.num_rows[table], work.seed, table)[:count].astype(np.int64)
+
+
 def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: int = TIMED
               ) -> np.ndarray:
     """Ids of a rank's batch, key-major: int64 [tables, batch_size / world_size * pooling].

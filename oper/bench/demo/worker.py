@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch import nn
 
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
+from oper.bench.core.measure import over
 from oper.bench.core.planning import slowest, total
+from oper.bench.tables.sides import Side
 from oper.bench.tables.torchrec_peer import PLAN_KINDS, PeerOptions, build_peer
 from oper.bench.tables.unsharded import step_on_shares
 from oper.data import Folder, Loader, LoaderOptions
@@ -31,7 +33,7 @@ OPTIMIZERS = OptimizerConfig(tables="rowwise_adagrad", tables_lr=0.05, tables_ep
                              dense="sgd", dense_lr=0.1)
 MODEL = DLRMConfig(dim=64, dense_layers=(128,), over_layers=(128, 64))
 _PER_TURN = 8   # steps that one side makes before the next one's turn; the first is not timed
-_NUM_KJTS = 32  # distinct batches for the embedding collection alone
+_NUM_BATCHES = 32  # distinct ones for the embedding collection alone
 
 
 def train_sharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -55,11 +57,10 @@ def train_sharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
         results[name] = evaluate_clicks(engine, _batches(case, "valid", *ranks()))
     progress("timing the embedding collections alone")
     clock = record.BusyClock()
-    steps, forwards = _time_collections(sides, case)
+    taken = {"train_step": timed, **_time_collections(sides, case)}
     busy.append(clock.others(total))
-    for name in sides:
-        for what, seconds in (("train_step", timed[name]), ("step", steps[name]),
-                              ("forward", forwards[name])):
+    for what, by_name in taken.items():
+        for name, seconds in by_name.items():
             results[name][what] = record.summary(np.array(slowest(seconds.tolist())))
     bags = sides["oper"][1]
     return {"sides": results, "page_kind": bags.tables.page_kind,
@@ -187,39 +188,21 @@ def _write(case: dict[str, Any], name: str, logits: list[torch.Tensor], module: 
 
 
 def _time_collections(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any]
-                      ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+                      ) -> dict[str, dict[str, np.ndarray]]:
     """Seconds of a step (forward, backward, update) and of a forward pass without gradient.
 
     Ids are of the validation split, which the statistics behind the plan have not counted; the
     output gradient is given.
     """
     data = _batches(case, "valid", *ranks())
-    full = (b.sparse_features for b in data if b.labels.numel() == case["batch_size"])
-    kjts = list(itertools.islice(full, _NUM_KJTS))
+    full = (b for b in data if b.labels.numel() == case["batch_size"])
+    batches = list(itertools.islice(full, _NUM_BATCHES))
     torch.manual_seed(case["seed"] + ranks()[0])
     gradient = torch.randn(case["batch_size"], MODEL.dim * len(data.folder.sparse)) * 1e-3
-
-    def step_of(engine: Engine, bags: Any) -> Callable[[int], None]:
-        # On data-parallel tables TorchRec's update is an optimizer of its own.
-        own = engine.optimizers[:-1]
-
-        def run(k: int) -> None:
-            for optimizer in own:
-                optimizer.zero_grad()
-            bags(kjts[k % len(kjts)]).values().backward(gradient)
-            for optimizer in own:
-                optimizer.step()
-        return run
-
-    def forward_of(bags: Any) -> Callable[[int], None]:
-        def run(k: int) -> None:
-            with torch.no_grad():
-                bags(kjts[k % len(kjts)]).values()
-        return run
-
-    rounds, per_round = case["rounds"], 8
-    steps = record.interleave({n: step_of(*s) for n, s in sides.items()}, dist.barrier, rounds,
-                              per_round, lead_in=2)
-    forwards = record.interleave({n: forward_of(s[1]) for n, s in sides.items()}, dist.barrier,
-                                 rounds, per_round, lead_in=2)
-    return steps, forwards
+    # The last optimizer is that of the dense layers. On data-parallel tables TorchRec's update is
+    # an optimizer of its own.
+    alone = {name: Side(name, bags, bags, engine.optimizers[:-1], gradient, [])
+             for name, (engine, bags) in sides.items()}
+    return {phase: record.interleave(
+        {name: over(batches, getattr(side, phase)) for name, side in alone.items()}, dist.barrier,
+        case["rounds"], _PER_TURN, lead_in=2) for phase in ("step", "forward")}

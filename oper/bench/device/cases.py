@@ -7,20 +7,19 @@ and ids. On a CPU device the same code runs on small cases, for tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from oper.bench.core import record
-from oper.bench.core.workload import Workload
+from oper.bench.core.workload import Workload, batch_ids, hottest_ids
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.tables import TableSpec
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2}
-_SCATTER = 2_654_435_761  # a prime above every number of rows: spreads hot rows over the table
 _COPY_BYTES = 4 << 30
 
 
@@ -72,13 +71,13 @@ def with_head_plan(case: DeviceCase) -> Plan:
 def host_tail_plan(case: DeviceCase, share: float = 0.05) -> Plan:
     """The hottest `share` of every table's rows in device memory, the others in the host's."""
     entries = []
-    for t in case.tables():
+    for k, t in enumerate(case.tables()):
         hot = max(1, int(t.num_rows * share))
-        head = np.arange(hot, dtype=np.int64) * _SCATTER % t.num_rows
         tiers = [Tier(0, hot, "owned", (0,))]
         if hot < t.num_rows:
             tiers.append(Tier(hot, t.num_rows, "owned", (0,), memory="host"))
-        entries.append(TablePlan(t, (Piece(0, t.dim, tuple(tiers)),), head))
+        entries.append(TablePlan(t, (Piece(0, t.dim, tuple(tiers)),),
+                                 hottest_ids(case.work, k, hot)))
     return Plan(1, tuple(entries))
 
 
@@ -89,44 +88,26 @@ class Inputs:
     Attributes:
         lookup: for `DeviceTables`.
         by_table: ids of each table, int64 [B * pooling].
-        starts: int64 [B], where each bag of a table begins.
         offsets: int64 [T * B + 1], bounds of all bags.
         distinct_rows: distinct (table, row) pairs.
     """
 
     lookup: Lookup
     by_table: list[torch.Tensor]
-    starts: torch.Tensor
     offsets: torch.Tensor
-    distinct_rows: int = field(default=0)
+    distinct_rows: int
 
 
 def draw_inputs(case: DeviceCase, device: torch.device, number: int) -> Inputs:
-    """Batch `number` of a case: a bounded power law by its inverse distribution function, ids then
-    scattered over the table."""
+    """Batch `number` of a case."""
     work = case.work
-    generator = torch.Generator(device=device).manual_seed(work.seed + number)
-    size = work.batch_size * work.pooling
-    columns, distinct = [], 0
-    for num_rows in work.num_rows:
-        u = torch.rand(size, generator=generator, device=device, dtype=torch.float64)
-        if work.exponent == 0:
-            x = u * num_rows
-        else:
-            a = 1.0 - work.exponent
-            x = (u * ((num_rows + 1.0) ** a - 1.0) + 1.0) ** (1.0 / a) - 1.0
-        hot = x.long().clamp_(0, num_rows - 1)
-        ids = (hot * _SCATTER) % num_rows
-        distinct += int(torch.unique(ids).numel())
-        columns.append(ids)
+    columns = torch.from_numpy(batch_ids(work, 0, 1, number)).to(device)
     num_bags = len(columns) * work.batch_size
     lengths = torch.full((num_bags,), work.pooling, dtype=torch.int64, device=device)
-    ids = torch.cat(columns)
-    lookup = Lookup(ids, lengths, torch.arange(len(columns)), work.batch_size)
-    return Inputs(lookup, list(ids.split(size)),
-                  torch.arange(0, size, work.pooling, device=device),
+    lookup = Lookup(columns.reshape(-1), lengths, torch.arange(len(columns)), work.batch_size)
+    return Inputs(lookup, list(columns),
                   torch.arange(0, num_bags * work.pooling + 1, work.pooling, device=device),
-                  distinct)
+                  sum(int(torch.unique(ids).numel()) for ids in columns))
 
 
 def floor_bytes(case: DeviceCase, distinct_rows: float) -> dict[str, float]:
