@@ -99,8 +99,8 @@ def _open_streams() -> None:
 
 
 def _readable(text: str) -> str:
-    """An error's text with bytes of file names that are no text as ``\\xff``, not as Python's
-    stand-ins for them (also where `repr` has spelt these out)."""
+    """An error's text in which bytes of file names that are not UTF-8 read ``\\xff`` instead of the
+    surrogates that Python decodes them to (also where `repr` has escaped these)."""
     return re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1",
                   text.encode("utf-8", "backslashreplace").decode())
 

@@ -247,7 +247,8 @@ class ServedModel(nn.Module):
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[int]:
-        """Calls inside, on this thread, see one epoch, which is given. Publishers wait for it."""
+        """Keep this thread on one epoch inside the block; gives its number. Publishers wait for the
+        end of the block."""
         with self._reader.pinned() as epoch:
             yield epoch
 

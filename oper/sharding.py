@@ -474,7 +474,7 @@ def _load_codes(tables: ShardedTables, target: Target, held: Mapping[str, TableS
 
 
 def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor, Any]]:
-    """Table, unsharded weight and init function of every table."""
+    """Every table's name, its unsharded weight, and its init function or None."""
     if not target.is_collection:
         yield target.specs[0].name, target.module.weight, None
         return

@@ -419,7 +419,8 @@ class AccessStats:
         level = list(parts)
         if not level:
             raise InvalidInputError(
-                fail("cannot merge statistics", "parts", 0, "at least one part", "count something"))
+                fail("cannot merge statistics", "parts", 0, "at least one part",
+                     "pass the statistics of one part or more"))
         while len(level) > 1:
             level = [level[i].merge(level[i + 1]) if i + 1 < len(level) else level[i]
                      for i in range(0, len(level), 2)]

@@ -147,7 +147,7 @@ class Trace:
             self._warn(found, sum(part.lost for part in parts))
 
     def _warn(self, found: Sequence[int], lost: int) -> None:
-        """Say what the file lacks."""
+        """Warn about steps and spans that the file lacks."""
         name = f"the trace {os.fspath(self._path)!r}"
         if not found or (self._steps is not None and found[-1] != self._steps[1]):
             has = f"has steps {found[0]} to {found[-1]} only" if found else "has no step: no file"
@@ -231,7 +231,7 @@ class _Part(NamedTuple):
     lost: int
 
     def all(self) -> Iterator[tuple[int, Span, str]]:
-        """Step, span and collection of all spans."""
+        """All spans, each with its step before it and its collection after it."""
         for name, spans in zip(self.collections, self.spans, strict=True):
             for step, span in spans:
                 yield step, span, name

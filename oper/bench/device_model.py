@@ -41,7 +41,7 @@ _NUM_SAMPLES = 100_000_000  # behind `power_law`
 
 
 def main() -> int:
-    """Write the record; prints a table."""
+    """Write the record and print it as a table; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", help="file to write")
     parser.add_argument("--only", default="*", metavar="GLOB", help="cases by name")

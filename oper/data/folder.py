@@ -194,4 +194,4 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         raise FileFormatError(
             fail(f"cannot read {os.fspath(path)!r}", "content", str(error)[:200],
-                 "undamaged pages", "preprocess again")) from None
+                 "a Parquet file without damage", "preprocess again")) from None

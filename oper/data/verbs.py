@@ -72,10 +72,11 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--sparse", metavar="A,B",
                      help="id columns; A:| for fields like 3|17|4, A:integral for ids written "
                           "17850.0, A:int, A:uint64, A:hex32, A:bins=18/30 for numbers by bins")
-    own.add_argument("--label", metavar="NAME", help="column of 0 and 1, or with")
+    own.add_argument("--label", metavar="NAME",
+                     help="column of 0 and 1, or of what --threshold or --among make 0 and 1 of")
     own.add_argument("--threshold", type=number(-math.inf), metavar="X",
-                     help="1 for numbers from X on")
-    own.add_argument("--among", metavar="A,B", help="1 for these texts")
+                     help="the label is 1 for numbers from X on")
+    own.add_argument("--among", metavar="A,B", help="the label is 1 for these texts")
     own.add_argument("--dense", metavar="A,B", help="number columns; A:log1p = log(1 + max(A, 0))")
     own.add_argument("--cross", action="append", metavar="A*B=N", default=[],
                      help="a further id column: the ids of A and B, hashed into N rows")

@@ -114,8 +114,8 @@ def detached(value: Any) -> Any:
 
 
 def joined(found: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """What parts have returned as if they were one: tensors one after the other, numbers as means
-    over `sizes`, the samples of the parts."""
+    """The outputs of the parts of a batch as one output: tensors are concatenated, numbers averaged
+    with the parts' `sizes` (samples) as weights."""
     first = found[0]
     if isinstance(first, torch.Tensor):
         if first.dim():

@@ -153,8 +153,8 @@ class TableTensor(torch.Tensor):
     __dlpack__ = __dlpack_device__ = _refuse_storage
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Storage of the table's size on the meta device; tracers ask for that, and whether two
-        tensors are views of one."""
+        """A storage of the table's size on the meta device, by which tracers see the size and which
+        tensors are views of one table."""
         return self._shape.untyped_storage()
 
     def tolist(self) -> list[Any]:

@@ -249,7 +249,7 @@ class Migration:
                 yield piece
 
     def _copy(self, region: _Region, slots: np.ndarray | range, piece: int) -> None:
-        """Fill those columns of a region's rows that a piece of the present plan holds."""
+        """Copy into a region's rows the columns that one piece of the present plan holds."""
         if isinstance(slots, range):
             slots = np.arange(slots.start, slots.stop)
         directory = self._target.directories[region.piece]

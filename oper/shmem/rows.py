@@ -146,8 +146,8 @@ class LogicalRows:
         return (spec.num_rows,) if self._is_per_row(part, table) else (spec.num_rows, spec.dim)
 
     def dtype(self, table: str, part: str = "rows") -> torch.dtype:
-        """What a table's rows, or a part of its optimizer state (float32), are stored as; float32
-        for quantised rows, as which `read` gives them."""
+        """The dtype in which `read` returns a table's rows or a part of its optimizer state: that
+        of storage, but float32 for quantised rows and for every state."""
         return TORCH_DTYPES[self.specs[table].dtype] if part == "rows" else torch.float32
 
     def read(self, table: str, begin: int = 0, end: int | None = None, part: str = "rows"
@@ -195,8 +195,8 @@ class LogicalRows:
             self._fetch({})
 
     def pieces_of(self, table: str, part: str) -> list[int]:
-        """The directories that together hold a part of a table: all pieces of a row carry the same
-        state per row."""
+        """Numbers of the directories that together hold a part of a table: all of the table's, or
+        the first for a state of one number per row, of which every piece has a copy."""
         return self.pieces[table][:1 if self._is_per_row(part, table) else None]
 
     def gather(self, table: str, ids: np.ndarray, part: str, columns: slice, out: torch.Tensor

@@ -88,7 +88,7 @@ class _Uncached:
         self._is_direct = direct
 
     def write(self, data: Any) -> int:
-        """Take all of a buffer's bytes; as that of a file."""
+        """Write all bytes of a buffer; their number, as a file's `write` returns it."""
         self.write_summed(np.frombuffer(data, np.uint8), 0)
         return memoryview(data).nbytes
 

@@ -28,6 +28,7 @@ def memory_bytes(name: str) -> int:
 
 
 def huge_pages(name: str) -> str:
-    """A setting, such as ``never`` of ``always madvise [never]``; empty where there is none."""
+    """The choice in force of a huge-page setting: ``never`` of ``always madvise [never]``; empty
+    where the kernel has no such setting."""
     text = read(f"/sys/kernel/mm/transparent_hugepage/{name}")
     return text.partition("[")[2].partition("]")[0] or text

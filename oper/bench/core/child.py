@@ -52,8 +52,8 @@ class Child:
                 return answer
         except EOFError:
             pass
-        raise OperError(fail(f"{self._what} has failed", "waited (s)", seconds, "an answer",
-                             "see its log above"))
+        raise OperError(fail(f"{self._what} has failed", "waited (s)", seconds, "an answer in less",
+                             "see its error above"))
 
     def ask(self, *words: Any, seconds: float = _ANSWER_S) -> Any:
         """Give a command and wait for its answer."""

@@ -188,7 +188,8 @@ def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str
             raise ValueError(f"it is one of {value['benchmark']!r}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InvalidInputError(fail("cannot go on from a record", "--resume", path,
-                                     f"a record of oper bench {benchmark}", str(error))) from error
+                                     f"a record of oper bench {benchmark}",
+                                     f"name another file, or leave it out ({error})")) from error
     return found
 
 

@@ -84,7 +84,7 @@ def run(chosen: Sequence[DeviceCase], device: str) -> Iterator[dict[str, Any]]:
     if where.type == "cuda":
         if not torch.cuda.is_available():
             raise OperError(fail("cannot measure on a GPU", "--device", device,
-                                 "a CUDA device that torch sees", "run it on one"))
+                                 "a CUDA device that torch sees", "run it on a machine with a GPU"))
         where = torch.device("cuda", torch.cuda.current_device())
     for case in chosen:
         print(f"{case.name}: building and comparing", file=sys.stderr, flush=True)

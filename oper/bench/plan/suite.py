@@ -174,7 +174,8 @@ def _resumed(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             _named(name)
     except (ValueError, TypeError) as error:
         raise InvalidInputError(fail("cannot go on from a record", "--resume", args.resume,
-                                     "a record of oper bench plan", str(error))) from error
+                                     "a record of oper bench plan",
+                                     f"name another file, or leave it out ({error})")) from error
     return found
 
 

@@ -219,7 +219,8 @@ def cases(quick: bool, models: str = "") -> list[Case]:
     if not found:
         raise InvalidInputError(fail(
             "no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
-            f"a folder with one of {[d.files for d in DATA_SETS.values()]}", "set it"))
+            f"a folder with one of {[d.files for d in DATA_SETS.values()]}",
+            "set it to the folder that the logs are in"))
     return found
 
 
@@ -285,7 +286,8 @@ def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> 
     if not files:
         raise InvalidInputError(fail(f"no log of {name}", "OPER_DATA",
                                      os.environ.get("OPER_DATA", ""),
-                                     f"a folder with {source.files}", "set it"))
+                                     f"a folder with {source.files}",
+                                     "set it to the folder that the log is in"))
     held = source.protocols[protocol]
     recipe, more = with_threshold(load_recipe(source.recipe), held.threshold), tuple(
         Column(name, "sparse", "string") for name in source.columns)

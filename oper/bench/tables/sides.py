@@ -44,13 +44,13 @@ class Dense:
     dtype: str = "float32"
 
     def over(self, work: Workload) -> DLRMConfig:
-        """The sizes over a workload's tables."""
+        """The layer sizes for the width of a workload's tables."""
         return replace(self.layers, dim=work.dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a step shows of itself; features in the order of the configuration.
+    """Intermediate results of a training step; features in the order of the configuration.
 
     Attributes:
         pooled: output of the collection, float32 [B, sum of dims].

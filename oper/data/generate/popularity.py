@@ -213,10 +213,8 @@ def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float
 
 
 def _whole_levels(rows: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Levels of whole rows, hottest first; parts of rows go on to the next level.
-
-    Their accesses go with them.
-    """
+    """Levels with whole numbers of rows, hottest first: the fraction of a row that a level has over
+    goes to the next one, with its accesses."""
     whole, found = [], []
     left_rows = left_mass = 0.0
     for count, rate in zip(rows.tolist(), rates.tolist(), strict=True):

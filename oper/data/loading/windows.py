@@ -20,7 +20,7 @@ class EpochOrder:
 
     def __init__(self, rows: np.ndarray, batch_size: int, window: int, seed: tuple[int, int],
                  share: tuple[int, int], together: int = 1) -> None:
-        """Deal the row groups.
+        """Arrange the row groups for a rank and an epoch.
 
         Args:
             rows: of each row group, int64 [G].

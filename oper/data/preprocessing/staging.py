@@ -86,7 +86,7 @@ class Stage:
     """The files of the first pass in a work folder."""
 
     def __init__(self, folder: Path, recipe: Recipe, is_large: bool = False) -> None:
-        """Files are written to and read from `folder`; a large log passes the page cache by."""
+        """Write to and read from `folder`; a large log is kept out of the page cache."""
         self._folder, self._is_large = folder, is_large
         self._recipe, self._derived = recipe, Derived(recipe)
         self._expected: dict[int, int] = {}  # distinct values of the columns of the last chunk

@@ -284,7 +284,8 @@ def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, 
     unknown = [n for n, _, _ in filters if n not in held and n not in folders]
     if unknown:
         raise InvalidInputError(fail(f"cannot filter {path!r}", "columns", unknown,
-                                     f"columns of the file, of {held[:20]}", "correct the filter"))
+                                     f"columns of the file, of {held[:20]}",
+                                     "name columns of the file in the filter"))
     first = 0
     for batch in file.iter_batches(size, row_groups=None if group is None else [group],
                                    columns=[n for n in wanted if n in held]):
@@ -368,8 +369,9 @@ def num_arrays_rows(path: str) -> int:
 
 def _load(path: str) -> np.ndarray:
     if store.is_url(path):
-        raise InvalidInputError(fail("cannot read arrays", "path", path, "a file of this machine, "
-                                     "which is mapped", "copy the day's files to a local folder"))
+        raise InvalidInputError(fail("cannot read arrays", "path", path,
+                                     "a local file, since arrays are memory-mapped",
+                                     "copy the day's files to a local folder"))
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:

@@ -311,8 +311,8 @@ class Fit:
 
     def least_sums(self, tables: np.ndarray, c: int, kind: np.ndarray, features: np.ndarray
                    ) -> np.ndarray:
-        """Bytes of partial sums that rows of some features (float64 [N, 4]) ask at least, for as
-        much as owners may be loaded with; float64 [N], other arguments as `chosen`."""
+        """Lower bound of the bytes of partial sums that rows of some features (float64 [N, 4])
+        cause, within what owners may be loaded with; float64 [N], other arguments as `chosen`."""
         each = np.where(self.whole[tables, c][:, None], 0.0,
                         self._least_sums[self.place(tables, kind), c])
         return np.asarray((each * features[:, IDS:]).sum(axis=1))

@@ -176,8 +176,8 @@ def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float
 
 
 def _is_short(relaxation: Relaxation) -> bool:
-    """Whether planning has the time for a relaxation with a distinguished host; on one host it
-    gains less than other nodes at first."""
+    """Whether a relaxation with a distinguished host is worth its time while planning: on a single
+    host the first nodes of other kinds gain more."""
     num_hosts = len(set(relaxation.model.machine.host))
     return len(relaxation.tables) <= _MANY and (
         1 < num_hosts <= _MANY_HOSTS or (num_hosts > 1 and relaxation.alike))

@@ -26,15 +26,15 @@ class Messages:
         self.of_sums, self.of_bags = bits.answers / 32, bits.gradients / 32
 
     def answer_bytes(self, t: TableProblem, width: int) -> float:
-        """Of `width` columns of a row that is pulled."""
+        """Bytes of `width` columns of a pulled row."""
         return self.bits.row_bytes(t.spec, width)
 
     def gradient_bytes(self, width: int) -> float:
-        """Of the gradient of such a row, with the number that the row has at its owner."""
+        """Bytes of the gradient of such a row, and of the slot number that it has at its owner."""
         return number_bytes(self.bits.gradients, width) + SLOT_BYTES
 
     def sum_bytes(self, width: int) -> float:
-        """Of a partial sum, or of its bag's gradient, in float32.
+        """Bytes of a partial sum, or of its bag's gradient, in float32.
 
         What begins a row of codes counts as numbers, so that the shares `of_sums` and `of_bags` of
         this are exact. Where one direction has codes and the other has none, the other is charged

@@ -108,7 +108,8 @@ class CostModel:
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
 
     def repeat_cost(self, t: TableProblem, pushed: bool) -> np.ndarray:
-        """Cost of reading a row again, relative to memory; float64 [W]."""
+        """Cost of reading a row again in a batch, as a share of reading it from memory; float64
+        [W]."""
         key = (t.spec.name, pushed)
         if key not in self._repeat:
             rows = float(t.total[TOUCHED_ALL if pushed else TOUCHED])

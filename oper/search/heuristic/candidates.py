@@ -204,8 +204,8 @@ class CandidatePool:
         self.add(every)
 
     def _in_host(self, k: int) -> tuple[int, int]:
-        """Where the chosen candidate of table `k` begins to keep its coldest rows in host memory,
-        and the option that does (the end of the table, and any, where it keeps none)."""
+        """The first row of table `k` that its chosen candidate keeps in host memory, and the option
+        that does so; where it keeps none there, the end of the table and its last option."""
         candidate = self.candidates[k][self.pick[k]]
         last = candidate.options[-1]
         if self.relaxation.options[last].kind != HOST:

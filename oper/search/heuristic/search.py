@@ -71,7 +71,7 @@ class Found:
 
     @property
     def step_us(self) -> float:
-        """Its modelled step."""
+        """Microseconds of a step under the cost model."""
         return self.evaluation.step_us
 
     @property

@@ -158,7 +158,7 @@ def by_group(loads: np.ndarray, has_local: np.ndarray) -> np.ndarray:
 
 
 def add_wire(units: np.ndarray, machine: Machine) -> None:
-    """Adds what bytes between hosts cost the ranks themselves to their compute, in place.
+    """Add to the compute of every rank what sending and receiving between hosts costs it, in place.
 
     Args:
         units: float64 [..., 7, W], by term and rank.

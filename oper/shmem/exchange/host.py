@@ -216,7 +216,8 @@ class Exchange:
 
     def _guarded(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int], phase: int | None = None) -> None:
-        """Exchange bytes for a phase, by default that of the last exchange."""
+        """Exchange bytes between memory domains; errors name `phase`, by default that of the
+        exchange before."""
         if phase is not None:
             self._transport.spot = Spot(self.collection, phase)
         try:
