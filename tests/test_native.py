@@ -106,15 +106,6 @@ def test_ids_are_dealt_by_count() -> None:
     assert given.tolist() == num.tolist()
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
-def test_gathering(dtype: Any) -> None:
-    table = np.arange(256, dtype=np.int32)[::-1] * 7
-    codes = np.random.default_rng(3).integers(0, 256, 1000).astype(dtype)
-    assert (native.gather(table, codes) == table[codes]).all()
-    with pytest.raises(IndexError):
-        native.gather(table[:10], np.array([10], dtype))
-
-
 def test_the_library_needs_no_torch() -> None:
     code = ("import sys\nfrom oper.support import native\nnative.library()\n"
             "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'pyarrow')])")

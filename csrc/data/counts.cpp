@@ -339,12 +339,6 @@ int64_t tally_list(const Tallied<V>* slots, int32_t bits, V above, int32_t level
     return found;
 }
 
-template <class C>
-void gather(const int32_t* table, const void* codes, int64_t size, int32_t* out) {
-    auto in = static_cast<const C*>(codes);
-    for (int64_t k = 0; k < size; ++k) out[k] = table[in[k]];
-}
-
 }  // namespace
 }  // namespace oper::data
 
@@ -454,14 +448,6 @@ OPER_DATA_API int64_t oper_data_lookup(int32_t kind, const void* known, const in
                                        int32_t* out) {
     BY_KIND(kind, oper::data::lookup<V>(static_cast<const V*>(known), ids, num_known,
                                         static_cast<const V*>(values), size, out); return 0)
-}
-
-// out[k] = table[codes[k]]; codes in `width` bytes each.
-OPER_DATA_API void oper_data_gather(const int32_t* table, const void* codes, int64_t size,
-                                    int32_t width, int32_t* out) {
-    if (width == 1) oper::data::gather<uint8_t>(table, codes, size, out);
-    else if (width == 2) oper::data::gather<uint16_t>(table, codes, size, out);
-    else oper::data::gather<uint32_t>(table, codes, size, out);
 }
 
 // Ids of values by count: `deal` in oper/support/native.py. Returns 1 for a count that is no level.

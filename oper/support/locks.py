@@ -55,7 +55,7 @@ def _acquire(path: Path, what: str) -> int:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(number, path):
+            if is_at(number, path):
                 os.truncate(number, 0)
                 os.write(number, f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return number
@@ -75,7 +75,7 @@ def _acquire(path: Path, what: str) -> int:
         os.close(number)  # removed by its holder between the two calls
 
 
-def _is_at(number: int, path: Path) -> bool:
+def is_at(number: int, path: Path) -> bool:
     """Whether an open file is the one of that name."""
     try:
         return os.path.samestat(os.fstat(number), os.stat(path))

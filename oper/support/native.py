@@ -16,7 +16,6 @@ import numpy as np
 from oper.errors import MissingDependencyError, fail
 
 _KINDS = {np.dtype(np.uint32): 0, np.dtype(np.int64): 1, np.dtype(np.uint64): 2}
-_WIDTHS = {np.dtype(np.uint8): 1, np.dtype(np.uint16): 2, np.dtype(np.uint32): 4}
 Counts = tuple[np.ndarray, np.ndarray]
 
 
@@ -184,19 +183,6 @@ def deal(counts: np.ndarray, levels: tuple[np.ndarray, np.ndarray, np.ndarray],
     if library().oper_data_deal(*(address(a) for a in arrays), _size(arrays[1]), _size(arrays[0]),
                                 address(given), address(found)):
         raise ValueError("a count that is not among the levels")
-    return found
-
-
-def gather(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """``table[codes]`` of int32 [K] and unsigned codes [L], all below K."""
-    width = _WIDTHS.get(codes.dtype)
-    if width is None:
-        return table[codes]
-    table, codes = np.ascontiguousarray(table, np.int32), np.ascontiguousarray(codes)
-    if codes.size and int(codes.max()) >= table.size:
-        raise IndexError(f"code {int(codes.max())} of {table.size}")
-    found = np.empty(codes.size, np.int32)
-    library().oper_data_gather(address(table), address(codes), _size(codes), width, address(found))
     return found
 
 

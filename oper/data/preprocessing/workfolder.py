@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from oper.errors import InvalidInputError, OperError, fail
 from oper.support.files import write_text
+from oper.support.locks import is_at
 
 _ABOUT = "job.json"
 _MOMENT_S = 0.05  # longer than anybody holds the lock alone for looking around
@@ -190,11 +191,7 @@ class _Lock:
     def is_current(self) -> bool:
         """Whether the file that is held is the one that others find."""
         assert self._file is not None
-        try:
-            there = os.stat(self.path)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(there, os.fstat(self._file.fileno()))
+        return is_at(self._file.fileno(), self.path)
 
     def release(self) -> None:
         """Hold the lock no longer, if at all."""

@@ -19,7 +19,6 @@ from oper.data.reading.pagecache import Passing
 from oper.data.reading.rows import piece_rows
 from oper.data.recipe import Recipe
 from oper.data.vocabulary.building import Slices, Vocabulary
-from oper.support import native
 
 _DAY = 86400
 _PART = "\0part"  # no column of a log is called that: the split of each row, as of `Split.parts`
@@ -274,7 +273,7 @@ def _of_part(table: pa.Table, keep: np.ndarray) -> pa.Table:
 
 
 def _as_column(coded: Coded, ids: np.ndarray) -> Any:
-    found = native.gather(ids, coded.codes)
+    found = pa.array(ids).take(pa.array(coded.codes)).to_numpy()
     return found if coded.lengths is None else lists(coded.lengths, found)
 
 
