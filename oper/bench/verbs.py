@@ -7,6 +7,7 @@ import fnmatch
 import importlib
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from oper.bench.core import record
@@ -16,8 +17,8 @@ from oper.support.files import check_target
 # A benchmark lives in a module with ``cases(quick)``, ``run(args, cases)`` yielding an entry of the
 # record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments, of
 # which those in ``CASE_OPTIONS`` decide about the cases and are given to ``cases``, too;
-# ``ordered(args, cases)`` where some come first, ``totals(entries)`` where the record has more than
-# its cases.
+# ``possible(args, cases)`` where some cannot run, ``totals(entries)`` where the record has more
+# than its cases.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.tables.train", "training steps in two processes, and TorchRec's plans"),
     "lookup": ("oper.bench.tables.lookup",
@@ -65,6 +66,10 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
                          help="only cases whose name matches, e.g. 'ebc-*'")
         sub.add_argument("--quick", action="store_true",
                          help="main cases only, with few repetitions")
+        sub.add_argument("--resume", metavar="RECORD", default="",
+                         help="an earlier record: its cases are kept and not run again, whatever "
+                              "the other flags name; may be the file of --json, which then need "
+                              "not exist yet")
         sub.place = place
 
 
@@ -78,23 +83,44 @@ def run_bench(args: argparse.Namespace) -> int:
         raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--only",
                                      args.cases, f"a pattern for {[c.name for c in every]}",
                                      "change the pattern, or leave --only out to run all cases"))
-    if hasattr(module, "ordered"):
-        chosen = module.ordered(args, chosen)
+    if hasattr(module, "possible"):
+        chosen = module.possible(args, chosen)
+    known = _resumed(args, [c.name for c in every])
+    left = [c for c in chosen if c.name not in known]
     if args.json:
         check_target(args.json)
     load_before = record.load_average()
-    entries: list[dict[str, Any]] = []
-    for case, entry in zip(chosen, module.run(args, chosen), strict=True):
-        entries.append(entry)
-        print(f"{len(entries)}/{len(chosen)} {case.name} done", file=sys.stderr, flush=True)
-        if args.json:  # after every case: an interrupted run keeps what it has
+    # What is known comes first: none of it is lost if the run ends early.
+    entries: list[dict[str, Any]] = list(known.values())
+
+    def write() -> None:
+        if args.json:
             totals = module.totals(entries) if hasattr(module, "totals") else {}
             record.write(args.json, record.record(args.benchmark, _command(args), entries,
                                                   load_before) | totals)
+
+    if known:
+        write()
+    for entry in module.run(args, left) if left else ():
+        entries.append(entry)
+        print(f"{len(entries)}/{len(known) + len(left)} {entry['name']} done", file=sys.stderr,
+              flush=True)
+        write()  # after every case: an interrupted run keeps what it has
     print(module.report(entries), end="")
     if args.json:
         print(f"record: {args.json}")
     return 0 if all(e["verified"] for e in entries) else 1
+
+
+def _resumed(args: argparse.Namespace, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Entries by name of the record of ``--resume``; raises InvalidInputError."""
+    known = record.resumed(args.resume, args.json, args.benchmark)
+    depths = {name.count("/") for name in names}
+    if not {name.count("/") for name in known} <= depths:
+        raise InvalidInputError(fail("cannot go on from a record", "--resume", args.resume,
+                                     f"cases with names such as {names[0]!r}",
+                                     "name a record of this release, or leave it out"))
+    return known
 
 
 def _command(args: argparse.Namespace) -> list[str]:

@@ -80,22 +80,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--constants", metavar="TOPOLOGY", default="",
                         help="what processes of this machine cost, of 'oper calibrate'; measured "
                              "first unless given (with --quick: assumed)")
-    parser.add_argument("--resume", metavar="RECORD", default="",
-                        help="an earlier record: its cases are kept and not run again; may be the "
-                             "file of --json, which then need not exist yet")
-
-
-def ordered(args: argparse.Namespace, chosen: Sequence[Any]) -> list[Any]:
-    """The cases in the order in which they run: first those that the record of ``--resume`` holds,
-    so that they are in the new record even if the run ends early."""
-    check_possible()
-    known = _resumed(args)
-    every = {c.name: c for c in [*cases(False), *cases(True)]}
-    return [*(every[n] for n in known if n in every), *(c for c in chosen if c.name not in known)]
-
-
-def _resumed(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    return record.resumed(args.resume, args.json, "cluster")
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, Any]]:
@@ -104,12 +88,8 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
     The entry of a case that this machine cannot run says why and counts as verified. That of a case
     that fails says why and does not; the processes of its cluster are then started again.
     """
-    known = _resumed(args)
-    for case in chosen:
-        if case.name in known:
-            yield known[case.name]
-    left = [c for c in chosen if c.name not in known]
-    alone = _alone(args) if left else ""
+    check_possible()
+    alone, left = _alone(args), list(chosen)
     while left:
         _, same = next(itertools.groupby(left, lambda c: c.links.shape))
         group = list(same)

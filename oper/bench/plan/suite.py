@@ -17,7 +17,6 @@ from oper.bench.core import memory, record
 from oper.bench.plan import workloads as plan_workloads
 from oper.bench.plan.torchrec_planner import TorchRecPlanner
 from oper.bench.plan.workloads import Workload
-from oper.errors import InvalidInputError, fail
 from oper.plan import OBJECTIVES
 from oper.search.bound.certificate import not_certified
 from oper.search.cost.model import evaluate
@@ -93,10 +92,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prove-seconds", type=number(), default=20.0, metavar="S",
                         help="how long the bound of a case above the target gap is raised after "
                              "planning (default 20; 0 = not at all)")
-    parser.add_argument("--resume", metavar="RECORD", default="",
-                        help="an earlier record: its cases are kept and not run again, whatever "
-                             "--only, --seeds and --constants name; may be the file of --json, "
-                             "which then need not exist yet")
 
 
 def _seeds(text: str) -> str:
@@ -117,33 +112,17 @@ def cases(quick: bool, constants: str = "published", seeds: str = "0") -> list[C
             and not (constants == "measured" and w.startswith("unequal"))]  # links are by seed
 
 
-def ordered(args: argparse.Namespace, chosen: Sequence[Case]) -> list[Case]:
-    """All that the record to go on from holds, chosen or not, then the others of `chosen`: a
-    record that is written to the same file keeps every entry whatever becomes of the others."""
-    known = _resumed(args)
-    return [*(_named(name) for name in known), *(c for c in chosen if c.name not in known)]
-
-
-def _named(name: str) -> Case:
-    constants, workload, ranks, objective, seed = name.split("/")
-    return Case(constants, workload, int(ranks), objective, int(seed))
-
-
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Run the cases; one entry each.
 
     The entry of a case whose data is missing says so and counts as verified. That of a case that
     fails says why and does not.
     """
-    known = _resumed(args)
     with contextlib.ExitStack() as stack:
         torchrec = None
         if args.torchrec_seconds > 0 and importlib.util.find_spec("torchrec"):
             torchrec = stack.enter_context(TorchRecPlanner(args.torchrec_seconds))
         for case in chosen:
-            if case.name in known:
-                yield known[case.name]
-                continue
             workload = _workload(case.workload, case.seed)
             if workload is None:
                 yield {"name": case.name, "verified": True,
@@ -160,23 +139,6 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
 def _workload(name: str, seed: int) -> Workload | None:
     """Tables and statistics, which all machines and objectives of a seed share."""
     return _WORKLOADS[name](seed)
-
-
-def _resumed(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Entries by name of an earlier record, without failed and skipped ones.
-
-    Raises:
-        InvalidInputError: the file is no record of this benchmark.
-    """
-    found = record.resumed(args.resume, args.json, "plan")
-    try:
-        for name in found:
-            _named(name)
-    except (ValueError, TypeError) as error:
-        raise InvalidInputError(fail("cannot go on from a record", "--resume", args.resume,
-                                     "a record of oper bench plan",
-                                     f"name another file, or leave it out ({error})")) from error
-    return found
 
 
 def run_case(case: Case, workload: Workload, torchrec: TorchRecPlanner | None = None,

@@ -253,7 +253,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
         yield entry
 
 
-def ordered(args: argparse.Namespace, chosen: Sequence[Case]) -> list[Case]:
+def possible(args: argparse.Namespace, chosen: Sequence[Case]) -> list[Case]:
     """The cases; where nothing is to be trained, those of which runs are kept."""
     found = [case for case in chosen if args.seeds or _seeds(case, args)]
     if not found:
