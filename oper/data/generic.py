@@ -8,6 +8,7 @@ from typing import Any
 
 from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
+from oper.data.reading.readers import is_parquet
 from oper.data.recipe import KINDS, TRANSFORMS, Layout, Recipe, recipe_from_dict
 from oper.errors import InvalidInputError, fail, require
 
@@ -149,9 +150,7 @@ def check_generic_inputs(kind: str, inputs: Sequence[str]) -> None:
     """Say what to do about files that are not of `kind`; raises InvalidInputError."""
     files = [name for name in inputs if not store.is_pipe(name)]
     for path in expand_inputs(files) if files else []:
-        with store.open_input(path) as file:
-            is_parquet = file.read(4) == b"PAR1"
-        if is_parquet != (kind == "parquet"):
-            raise InvalidInputError(
-                fail(f"cannot read {path!r}", "format", "Parquet" if is_parquet else "text",
-                     kind, f"use the recipe {'parquet' if is_parquet else 'csv'!r}"))
+        found = "parquet" if is_parquet(path) else "csv"
+        if found != kind:
+            raise InvalidInputError(fail(f"cannot read {path!r}", "format", found, kind,
+                                         f"use the recipe {found!r}"))

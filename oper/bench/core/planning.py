@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 import torch.distributed as dist
 
 from oper.bench.core.workload import Workload, collect_stats
@@ -38,18 +38,12 @@ def gather(value: Any) -> list[Any]:
 
 def slowest(values: Sequence[float]) -> list[float]:
     """The maximum over ranks of each value. Collective."""
-    joint = torch.tensor(values, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(joint, op=dist.ReduceOp.MAX)
-    return joint.tolist()
+    return np.max(gather(list(values)), axis=0).tolist()
 
 
 def total(values: Sequence[float]) -> list[float]:
     """The sum over ranks of each value. Collective."""
-    joint = torch.tensor(values, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(joint)
-    return joint.tolist()
+    return np.sum(gather(list(values)), axis=0).tolist()
 
 
 def bytes_read(tables: ShardedTables) -> dict[str, dict[str, int]]:

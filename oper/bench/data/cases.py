@@ -20,7 +20,7 @@ import numpy as np
 from oper.analysis import Collector, CountOptions, TableCounter, merge_stats
 from oper.analysis.presence import Lookups
 from oper.bench.core.memory import peak_rss_mb
-from oper.bench.core.record import elapsed
+from oper.bench.core.record import elapsed, interleave
 from oper.bench.data import process
 from oper.data import (
     Folder,
@@ -303,17 +303,13 @@ def collector(num_steps: int, folder: Path) -> dict[str, Any]:
         if counter is not None:
             counter.add(batch)
 
-    taken: dict[str, list[float]] = {"none": [], "live": [], "every": []}
     counters = {"none": None, "live": live, "every": every}
-    for k in range(num_steps + 5):
-        for name, counter in counters.items():
-            seconds = elapsed(partial(step, k, counter))
-            if k >= 5:
-                taken[name].append(seconds)
+    taken = interleave({n: partial(step, counter=c) for n, c in counters.items()}, lambda: None,
+                       num_steps + 5, 1, lead_in=0)
     # Batches that are counted are few and long: means tell what they add, medians would not.
-    plain, with_live, with_every = (float(np.mean(taken[n])) for n in ("none", "live", "every"))
+    plain, with_live, with_every = (float(np.mean(taken[n][5:])) for n in counters)
     stats = live.finish()
-    spent = live.seconds / sum(taken["live"])
+    spent = live.seconds / float(taken["live"][5:].sum())
     return {"verified": stats.num_samples == 4096 * (num_steps + 5 - live.num_left_out),
             "overhead": spent, "overhead_by_step_times": with_live / plain - 1,
             "overhead_of_every_batch": with_every / plain - 1, "step_ms": plain * 1e3,

@@ -10,6 +10,7 @@ import torch
 from oper.bench.device.cases import DeviceCase, Inputs
 from oper.bench.device.contenders import Side, initial_rows
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
+from oper.bench.tables.verify import Verdict
 
 # max|a - b| <= tolerance * max|b|: rows of 16 bits may round to either neighbour in every step.
 ROWS_TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
@@ -62,24 +63,15 @@ class Reference:
 
     def check_lookup(self, side: Side, first: Inputs) -> dict[str, Any]:
         """Whether a contender pools the first batch right."""
-        found = side.lookup(first)[self.samples].double()
-        return _verdict("pooled", found, torch.cat(self.pooled, 1), side.tolerance)
+        verdict = Verdict({"pooled": side.tolerance})
+        verdict.compare("pooled", side.lookup(first)[self.samples].double(),
+                        torch.cat(self.pooled, 1))
+        return verdict.to_json()
 
     def check_rows(self, side: Side) -> dict[str, Any]:
         """Whether its rows are right after the steps."""
         assert side.rows is not None
-        worst = {"passed": True, "max_relative_diff": 0.0}
+        verdict = Verdict({"rows": ROWS_TOLERANCE[self._case.dtype]})
         for table, ids in enumerate(self.ids):
-            found = _verdict("rows", side.rows(table, ids).double(), self.rows[table].cpu(),
-                             ROWS_TOLERANCE[self._case.dtype])
-            if found["max_relative_diff"] >= worst["max_relative_diff"]:
-                worst = found
-        return worst
-
-
-def _verdict(kind: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float
-             ) -> dict[str, Any]:
-    difference = float((found - expected.to(found.device)).abs().max())
-    ratio = difference / max(float(expected.abs().max()), 1e-30)
-    return {"kind": kind, "passed": ratio <= tolerance, "max_relative_diff": ratio,
-            "tolerance": tolerance}  # NaN never passes
+            verdict.compare("rows", side.rows(table, ids).double(), self.rows[table].cpu())
+        return verdict.to_json()

@@ -9,7 +9,7 @@ two correct runs of the whole model may differ there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +38,11 @@ class Verdict:
     """What a comparison has found.
 
     Attributes:
+        tolerance: of a tensor, by kind of tensor.
         worst: largest max|a - b| / max|b| of a tensor, by kind of tensor.
     """
 
+    tolerance: Mapping[str, float] = field(default_factory=lambda: TOLERANCE)
     worst: dict[str, float] = field(default_factory=dict)
 
     def compare(self, kind: str, ours: torch.Tensor, reference: torch.Tensor) -> None:
@@ -60,13 +62,14 @@ class Verdict:
     @property
     def passed(self) -> bool:
         """Whether something was compared and all of it agrees."""
-        return bool(self.worst) and all(x <= TOLERANCE[k] for k, x in self.worst.items())
+        return bool(self.worst) and all(
+            x <= self.tolerance[k] for k, x in self.worst.items())
 
     def to_json(self) -> dict[str, Any]:
         """For the record."""
         worst = {k: None if x == float("inf") else float(f"{x:.3g}") for k, x in self.worst.items()}
         return {"passed": self.passed, "max_relative_diff": worst,
-                "tolerance": {k: TOLERANCE[k] for k in self.worst}}
+                "tolerance": {k: self.tolerance[k] for k in self.worst}}
 
 
 @dataclass(frozen=True, slots=True)
