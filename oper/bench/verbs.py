@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +38,6 @@ BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "plan": ("oper.bench.plan.suite",
              "the planner: gaps, times, peers' plans, on modelled machines"),
 }
-_COMMON = ("command", "benchmark", "json", "cases", "quick")
 
 
 class _LazyParser(argparse.ArgumentParser):
@@ -62,7 +60,7 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
     for name, (place, help_line) in BENCHMARKS.items():
         sub = subs.add_parser(name, help=help_line, description=f"Measure {help_line}.")
         sub.add_argument("--json", metavar="F", help="also write the record to this file")
-        sub.add_argument("--only", "--cases", dest="cases", metavar="GLOB", default="*",
+        sub.add_argument("--only", "--cases", metavar="GLOB",
                          help="only cases whose name matches, e.g. 'ebc-*'")
         sub.add_argument("--quick", action="store_true",
                          help="main cases only, with few repetitions")
@@ -78,10 +76,10 @@ def run_bench(args: argparse.Namespace) -> int:
     module: Any = importlib.import_module(BENCHMARKS[args.benchmark][0])
     options = [getattr(args, name) for name in getattr(module, "CASE_OPTIONS", ())]
     every = module.cases(args.quick, *options)
-    chosen = [c for c in every if fnmatch.fnmatch(c.name, args.cases)]
+    chosen = [c for c in every if fnmatch.fnmatch(c.name, args.only or "*")]
     if not chosen:
         raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--only",
-                                     args.cases, f"a pattern for {[c.name for c in every]}",
+                                     args.only, f"a pattern for {[c.name for c in every]}",
                                      "change the pattern, or leave --only out to run all cases"))
     if hasattr(module, "possible"):
         chosen = module.possible(args, chosen)
@@ -96,8 +94,9 @@ def run_bench(args: argparse.Namespace) -> int:
     def write() -> None:
         if args.json:
             totals = module.totals(entries) if hasattr(module, "totals") else {}
-            record.write(args.json, record.record(args.benchmark, _command(args), entries,
-                                                  load_before) | totals)
+            record.write(args.json, record.record(
+                args.benchmark, record.command_line(args, "oper", "bench", args.benchmark), entries,
+                load_before) | totals)
 
     if known:
         write()
@@ -121,15 +120,3 @@ def _resumed(args: argparse.Namespace, names: Sequence[str]) -> dict[str, dict[s
                                      f"cases with names such as {names[0]!r}",
                                      "name a record of this release, or leave it out"))
     return known
-
-
-def _command(args: argparse.Namespace) -> list[str]:
-    words = ["oper", "bench", args.benchmark]
-    if args.cases != "*":
-        words += ["--only", shlex.quote(args.cases)]
-    if args.quick:
-        words.append("--quick")
-    for name, value in vars(args).items():
-        if name not in _COMMON and value not in (None, ""):  # the benchmark's own arguments
-            words += [f"--{name.replace('_', '-')}", shlex.quote(str(value))]
-    return [*words, "--json", shlex.quote(args.json)] if args.json else words

@@ -132,11 +132,10 @@ def run_calibrate(args: argparse.Namespace) -> int:
     print(_report(replace(fitted, topology=topology)), end="")
     if args.check:
         value = predicted_against_executed(samples, fitted)
-        command = ["oper", "calibrate", "-o", args.output, "--world-size", str(args.world_size),
-                   *(["--quick"] if args.quick else []), "--check", args.check]
         entry = {"name": f"{args.world_size} processes", **value,
                  "topology": as_toml(fitted.topology), "residuals": fitted.residuals}
-        record.write(args.check, record.record("calibrate", command, [entry], load_before))
+        record.write(args.check, record.record(
+            "calibrate", record.command_line(args, "oper", "calibrate"), [entry], load_before))
         print(f"predicted against executed, {value['num_plans']} plans: median error "
               f"{100 * value['median_error']:.1f} %, Spearman {value['spearman']:.3f}, measured "
               f"times spread {value['spread']:.1f}x; ranks waited for their core in "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -143,6 +145,18 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
                 if k >= lead_in:
                     taken[name].append(spent)
     return {name: np.array(t) for name, t in taken.items()}
+
+
+def command_line(args: argparse.Namespace, *words: str) -> list[str]:
+    """A command and the flags that are set in its parsed arguments, ``--json`` last."""
+    found = list(words)
+    for name, value in sorted(vars(args).items(), key=lambda item: item[0] == "json"):
+        if name in ("command", "benchmark") or value is None or value is False or value == "":
+            continue
+        found.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            found.append(shlex.quote(str(value)))
+    return found
 
 
 def record(benchmark: str, command: Sequence[str], cases: Sequence[Mapping[str, Any]],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shlex
 import sys
 import tempfile
 import time
@@ -70,7 +69,8 @@ def run_demo(args: argparse.Namespace) -> int:
     job = Job(folder, args.data, rows, args.quick, args.seed)
     load_before = record.load_average()
     found = demo(job)
-    found = {"benchmark": "demo", "command": _command(args), "versions": record.versions(),
+    command = " ".join(record.command_line(args, "oper", "demo"))
+    found = {"benchmark": "demo", "command": command, "versions": record.versions(),
              "machine": {**record.machine(), "load_before": load_before}, **found}
     record.write(folder / "demo.json", found)
     if args.json:
@@ -268,11 +268,3 @@ def _timings(sides: dict[str, Any], best: str) -> dict[str, Any]:
 
 def _terminal() -> bool:
     return sys.stderr.isatty()
-
-
-def _command(args: argparse.Namespace) -> str:
-    words = ["oper", "demo"]
-    for flag in ("data", "rows", "out", "json"):
-        if getattr(args, flag):
-            words += [f"--{flag}", shlex.quote(str(getattr(args, flag)))]
-    return " ".join([*words, "--seed", str(args.seed), *(["--quick"] if args.quick else [])])
