@@ -52,7 +52,6 @@ def test_dense_and_sparse_agree_and_spilling_loses_nothing(monkeypatch: pytest.M
     from oper.analysis import counting
 
     monkeypatch.setattr(counting, "_UINT32_MAX", 150)
-    monkeypatch.setattr(counting, "_PENDING", 64)
     rng = np.random.default_rng(2)
     both = [TableCounter("t", 30, dense) for dense in (True, False)]
     total: Counter[int] = Counter()

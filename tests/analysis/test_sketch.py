@@ -193,7 +193,6 @@ def test_adaptive_counters_merge_whatever_they_have_become() -> None:
 
 def test_buckets_of_a_sketched_table_hold_its_hottest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "_BUCKET_ENTRIES", 8)
-    monkeypatch.setattr(counting, "_PENDING", 1)
     counter = TableCounter("t", 1000, dense=False, sparse_budget_bytes=0)
     for day in ("mon", "tue"):
         ids = np.concatenate([np.full(50, 7), np.arange(100)])

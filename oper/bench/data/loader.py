@@ -105,7 +105,7 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
     process.call(to_parquet, [str(log_file(folder, num_rows))], str(data), {"compression": "zstd"})
     # Windows of half of what there is where there is little: several are needed to tell anything.
     size = min(_BATCH, max(1, num_rows // 32))
-    where = [str(data), size, min(_WINDOW, 8 * size)]
+    where: list[Any] = [str(data), size, min(_WINDOW, 8 * size)]
     one = _epochs(where, 1)
     cores = len(os.sched_getaffinity(0))
     many = _epochs(where, cores)
