@@ -1,63 +1,17 @@
 """From lookups to access statistics: exact counts, presence, skew and drift.
 
-Needs NumPy only; the modules load on first use.
+Needs NumPy only.
 """
 
-from __future__ import annotations
+from oper.analysis.collector import Collector, collect, tables_of
+from oper.analysis.counting import CountOptions, TableCounter
+from oper.analysis.presence import PresenceSampler
+from oper.analysis.sketch import DistinctSample, HeavyHitters, merge_stats, renumber_stats
+from oper.analysis.summary import Skew, describe, distance, drift, skew
+from oper.analysis.value_counts import ValueCountOptions, stats_from_value_counts
 
-from typing import TYPE_CHECKING
-
-from oper.support.lazy import lazy_exports
-
-_PUBLIC = {
-    "collect": "oper.analysis.collector",
-    "Collector": "oper.analysis.collector",
-    "tables_of": "oper.analysis.collector",
-    "CountOptions": "oper.analysis.counting",
-    "TableCounter": "oper.analysis.counting",
-    "HeavyHitters": "oper.analysis.sketch",
-    "DistinctSample": "oper.analysis.sketch",
-    "merge_stats": "oper.analysis.sketch",
-    "renumber_stats": "oper.analysis.sketch",
-    "PresenceSampler": "oper.analysis.presence",
-    "ValueCountOptions": "oper.analysis.value_counts",
-    "stats_from_value_counts": "oper.analysis.value_counts",
-    "Skew": "oper.analysis.summary",
-    "skew": "oper.analysis.summary",
-    "drift": "oper.analysis.summary",
-    "distance": "oper.analysis.summary",
-    "describe": "oper.analysis.summary",
-}
-
-__all__ = sorted(_PUBLIC)
-
-if TYPE_CHECKING:
-    from oper.analysis.collector import (
-        Collector as Collector,
-        collect as collect,
-        tables_of as tables_of,
-    )
-    from oper.analysis.counting import (
-        CountOptions as CountOptions,
-        TableCounter as TableCounter,
-    )
-    from oper.analysis.presence import PresenceSampler as PresenceSampler
-    from oper.analysis.sketch import (
-        DistinctSample as DistinctSample,
-        HeavyHitters as HeavyHitters,
-        merge_stats as merge_stats,
-        renumber_stats as renumber_stats,
-    )
-    from oper.analysis.summary import (
-        Skew as Skew,
-        describe as describe,
-        distance as distance,
-        drift as drift,
-        skew as skew,
-    )
-    from oper.analysis.value_counts import (
-        ValueCountOptions as ValueCountOptions,
-        stats_from_value_counts as stats_from_value_counts,
-    )
-
-__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)
+__all__ = [
+    "Collector", "CountOptions", "DistinctSample", "HeavyHitters", "PresenceSampler", "Skew",
+    "TableCounter", "ValueCountOptions", "collect", "describe", "distance", "drift", "merge_stats",
+    "renumber_stats", "skew", "stats_from_value_counts", "tables_of",
+]
