@@ -224,10 +224,10 @@ def take(pieces: list[np.ndarray], ends: np.ndarray | None, order: np.ndarray, s
     if len({p.dtype for p in pieces}) > 1:
         pieces = [np.concatenate(pieces)]
     # Named, so that they outlive the call: an address alone does not hold its array.
-    froms = Outputs(pieces).bases
+    sources = Outputs(pieces).bases
     sizes = np.array([p.size for p in pieces], np.int64)
     outs = to.bases + (starts * to.arrays[0].itemsize).astype(np.uint64)
     library().oper_data_take(
-        _TAKES[pieces[0].dtype, to.arrays[0].dtype], address(froms), address(sizes), _size(sizes),
+        _TAKES[pieces[0].dtype, to.arrays[0].dtype], address(sources), address(sizes), _size(sizes),
         address(ends), address(order), _size(order), ctypes.c_int64(size), ctypes.c_int64(step),
         address(outs))

@@ -29,7 +29,6 @@ from oper.support.files import read_arrays, read_meta, write_arrays
 KIND, VERSION = "oper-delta", 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)\.npz")
 _AS_STORED = {torch.bfloat16: torch.int16}  # NumPy has no such numbers
-_STATE = "state"
 _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 
 
