@@ -20,14 +20,18 @@ class Case:
 
     Attributes:
         name: of the case.
-        kind: which function of `oper.bench.data.cases` measures it; `loader`, `increment` and
-            `store` have modules of their own.
         size: rows of the log, ids, day files or steps.
     """
 
     name: str
-    kind: str
     size: int
+
+
+# Sizes of quick cases and of those for the record.
+_SIZES = {"preprocess": (200_000, 21_000_000), "resume": (60_000, 1_000_000),
+          "count": (8_000_000, 60_000_000), "count-1e9-rows": (8_000_000, 200_000_000),
+          "merge": (24, 24), "collector": (40, 200), "loader": (60_000, 2_600_000),
+          "increment": (200_000, 4_000_000), "store": (60_000, 1_000_000)}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,17 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def cases(quick: bool) -> list[Case]:
     """All cases; with `quick` on small data."""
-    if quick:
-        return [Case("preprocess", "preprocess", 200_000), Case("resume", "resume", 60_000),
-                Case("count", "count", 8_000_000), Case("count-1e9-rows", "sketch", 8_000_000),
-                Case("merge", "merge", 24), Case("collector", "collector", 40),
-                Case("loader", "loader", 60_000), Case("increment", "increment", 200_000),
-                Case("store", "store", 60_000)]
-    return [Case("preprocess", "preprocess", 21_000_000), Case("resume", "resume", 1_000_000),
-            Case("count", "count", 60_000_000), Case("count-1e9-rows", "sketch", 200_000_000),
-            Case("merge", "merge", 24), Case("collector", "collector", 200),
-            Case("loader", "loader", 2_600_000), Case("increment", "increment", 4_000_000),
-            Case("store", "store", 1_000_000)]
+    return [Case(name, small if quick else large) for name, (small, large) in _SIZES.items()]
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -66,17 +60,18 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
         folder.mkdir(parents=True, exist_ok=True)
         for case in chosen:
             clock = record.BusyClock()
-            module = {"loader": loader_case, "increment": increment_case,
-                      "store": store_case}.get(case.kind, data_cases)
+            measure = {"loader": loader_case.loader, "increment": increment_case.increment,
+                       "store": store_case.store, "count-1e9-rows": data_cases.sketch}.get(
+                case.name) or getattr(data_cases, case.name)
             try:
-                entry = {"name": case.name, **getattr(module, case.kind)(case.size, folder)}
+                entry = {"name": case.name, **measure(case.size, folder)}
             except MissingDependencyError as error:  # one case need not keep others from the record
                 if len(chosen) == 1:
                     raise
                 print(f"left out: {case.name}: {error}", file=sys.stderr)
                 continue
             # Worker processes count as others: only cases within this process can tell.
-            if case.kind in ("count", "merge", "collector"):
+            if case.name in ("count", "merge", "collector"):
                 entry["other_busy_cores"] = round(clock.others(lambda x: x), 3)
             yield entry
 
