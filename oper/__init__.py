@@ -12,56 +12,32 @@ from oper.support.lazy import lazy_exports
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "shard": "oper.sharding",
-    "migrate": "oper.sharding",
-    "no_sync": "oper.sharding",
-    "micro_batches": "oper.sharding",
-    "MicroBatchPipeline": "oper.pipeline",
-    "trace": "oper.tracing",
-    "publish": "oper.inference",
-    "attach": "oper.inference",
-    "Publication": "oper.inference",
-    "ServedModel": "oper.inference",
-    "replan": "oper.replanning",
-    "Replanner": "oper.replanning",
-    "SavePlanner": "oper.integration.checkpoint.planners",
-    "LoadPlanner": "oper.integration.checkpoint.planners",
-    "CheckpointReader": "oper.integration.checkpoint.files",
-    "rows_on_demand": "oper.integration.checkpoint.on_demand",
-    "save_checkpoint": "oper.integration.checkpoint.saving",
-    "load_checkpoint": "oper.integration.checkpoint.saving",
-    "DeltaCheckpoints": "oper.integration.checkpoint.deltas",
-    "make_plan": "oper.search",
-    "verify_plan": "oper.search",
-    "collect": "oper.analysis",
-    "AccessStats": "oper.stats",
-    "TableStats": "oper.stats",
-    "Plan": "oper.plan",
-    "Topology": "oper.topology",
-    "DynamicTable": "oper.shmem.keys.rules",
-    "KeyedRows": "oper.integration.keys.keyed_rows",
-    "KeyMap": "oper.integration.keys.keyed_rows",
-    "TableSpec": "oper.tables",
-    "SGD": "oper.shmem.optim.optimizers",
-    "RowWiseAdagrad": "oper.shmem.optim.optimizers",
-    "Adagrad": "oper.shmem.optim.optimizers",
-    "Adam": "oper.shmem.optim.optimizers",
-    "AdamW": "oper.shmem.optim.optimizers",
-    "PartialRowWiseAdam": "oper.shmem.optim.optimizers",
-    "LarsSGD": "oper.shmem.optim.optimizers",
-    "LAMB": "oper.shmem.optim.optimizers",
-    "PartialRowWiseLAMB": "oper.shmem.optim.optimizers",
-    "OperError": "oper.errors",
-    "InvalidInputError": "oper.errors",
-    "FileFormatError": "oper.errors",
-    "PlanError": "oper.errors",
-    "PlanInfeasibleError": "oper.errors",
-    "MissingDependencyError": "oper.errors",
-    "PeerLostError": "oper.errors",
-    "DeadlineError": "oper.errors",
-    "DesyncError": "oper.errors",
-}
+_PUBLIC, __getattr__, __dir__ = lazy_exports(__name__, {
+    "oper.sharding": ("shard", "migrate", "no_sync", "micro_batches"),
+    "oper.pipeline": ("MicroBatchPipeline",),
+    "oper.tracing": ("trace",),
+    "oper.inference": ("publish", "attach", "Publication", "ServedModel"),
+    "oper.replanning": ("replan", "Replanner"),
+    "oper.integration.checkpoint.planners": ("SavePlanner", "LoadPlanner"),
+    "oper.integration.checkpoint.files": ("CheckpointReader",),
+    "oper.integration.checkpoint.on_demand": ("rows_on_demand",),
+    "oper.integration.checkpoint.saving": ("save_checkpoint", "load_checkpoint"),
+    "oper.integration.checkpoint.deltas": ("DeltaCheckpoints",),
+    "oper.search": ("make_plan", "verify_plan"),
+    "oper.analysis": ("collect",),
+    "oper.stats": ("AccessStats", "TableStats"),
+    "oper.plan": ("Plan",),
+    "oper.topology": ("Topology",),
+    "oper.shmem.keys.rules": ("DynamicTable",),
+    "oper.integration.keys.keyed_rows": ("KeyedRows", "KeyMap"),
+    "oper.tables": ("TableSpec",),
+    "oper.shmem.optim.optimizers": (
+        "SGD", "RowWiseAdagrad", "Adagrad", "Adam", "AdamW", "PartialRowWiseAdam", "LarsSGD",
+        "LAMB", "PartialRowWiseLAMB"),
+    "oper.errors": (
+        "OperError", "InvalidInputError", "FileFormatError", "PlanError", "PlanInfeasibleError",
+        "MissingDependencyError", "PeerLostError", "DeadlineError", "DesyncError"),
+})
 
 __all__ = sorted(_PUBLIC)
 
@@ -122,5 +98,3 @@ if TYPE_CHECKING:
     from oper.tables import TableSpec as TableSpec
     from oper.topology import Topology as Topology
     from oper.tracing import trace as trace
-
-__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

@@ -6,20 +6,17 @@ from typing import TYPE_CHECKING
 
 from oper.support.lazy import lazy_exports
 
-_PUBLIC = {
-    "Recipe": "oper.data.recipe",
-    "load_recipe": "oper.data.recipe",
-    "PreprocessOptions": "oper.data.preprocessing.options",
-    "preprocess": "oper.data.preprocessing.run",
-    "Folder": "oper.data.folder",
-    "analyze_folder": "oper.data.analyze",
-    "Loader": "oper.data.loading.loader",
-    "LoaderOptions": "oper.data.loading.loader",
-    "SyntheticLog": "oper.data.generate.synthetic",
-    "write_sequences": "oper.data.preprocessing.sequences",
-    "write_synthetic_log": "oper.data.generate.synthetic",
-    "power_law_ids": "oper.data.generate.ids",
-}
+_PUBLIC, __getattr__, __dir__ = lazy_exports(__name__, {
+    "oper.data.recipe": ("Recipe", "load_recipe"),
+    "oper.data.preprocessing.options": ("PreprocessOptions",),
+    "oper.data.preprocessing.run": ("preprocess",),
+    "oper.data.folder": ("Folder",),
+    "oper.data.analyze": ("analyze_folder",),
+    "oper.data.loading.loader": ("Loader", "LoaderOptions"),
+    "oper.data.generate.synthetic": ("SyntheticLog", "write_synthetic_log"),
+    "oper.data.preprocessing.sequences": ("write_sequences",),
+    "oper.data.generate.ids": ("power_law_ids",),
+})
 
 __all__ = sorted(_PUBLIC)
 
@@ -36,5 +33,3 @@ if TYPE_CHECKING:
     from oper.data.preprocessing.run import preprocess as preprocess
     from oper.data.preprocessing.sequences import write_sequences as write_sequences
     from oper.data.recipe import Recipe as Recipe, load_recipe as load_recipe
-
-__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

@@ -10,23 +10,17 @@ from typing import TYPE_CHECKING
 
 from oper.support.lazy import lazy_exports
 
-_PUBLIC = {
-    "make_plan": "oper.search.planner",
-    "make_problem": "oper.search.problem.statement",
-    "Problem": "oper.search.problem.statement",
-    "evaluate": "oper.search.cost.model",
-    "Evaluation": "oper.search.cost.model",
-    "lower_bound": "oper.search.bound.master",
-    "summary": "oper.search.explain.summary",
-    "Constraints": "oper.search.problem.constraints",
-    "TableConstraint": "oper.search.problem.constraints",
-    "EXECUTABLE": "oper.search.problem.space",
-    "EVERYTHING": "oper.search.problem.space",
-    "executed_space": "oper.search.problem.space",
-    "topology_preset": "oper.search.problem.presets",
-    "verify_plan": "oper.search.verify.check",
-    "Verdict": "oper.search.verify.check",
-}
+_PUBLIC, __getattr__, __dir__ = lazy_exports(__name__, {
+    "oper.search.planner": ("make_plan",),
+    "oper.search.problem.statement": ("make_problem", "Problem"),
+    "oper.search.cost.model": ("evaluate", "Evaluation"),
+    "oper.search.bound.master": ("lower_bound",),
+    "oper.search.explain.summary": ("summary",),
+    "oper.search.problem.constraints": ("Constraints", "TableConstraint"),
+    "oper.search.problem.space": ("EXECUTABLE", "EVERYTHING", "executed_space"),
+    "oper.search.problem.presets": ("topology_preset",),
+    "oper.search.verify.check": ("verify_plan", "Verdict"),
+})
 
 __all__ = sorted(_PUBLIC)
 
@@ -47,5 +41,3 @@ if TYPE_CHECKING:
     )
     from oper.search.problem.statement import Problem as Problem, make_problem as make_problem
     from oper.search.verify.check import Verdict as Verdict, verify_plan as verify_plan
-
-__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

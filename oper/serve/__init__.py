@@ -6,19 +6,14 @@ from typing import TYPE_CHECKING
 
 from oper.support.lazy import lazy_exports
 
-_PUBLIC = {
-    "Batcher": "oper.serve.batching",
-    "BatchOptions": "oper.serve.options",
-    "Client": "oper.serve.client",
-    "Predictor": "oper.serve.requests",
-    "PublishedModel": "oper.serve.model",
-    "Request": "oper.serve.requests",
-    "Server": "oper.serve.server",
-    "ServeOptions": "oper.serve.options",
-    "Signature": "oper.serve.requests",
-    "TieredRows": "oper.serve.options",
-    "load_model": "oper.serve.model",
-}
+_PUBLIC, __getattr__, __dir__ = lazy_exports(__name__, {
+    "oper.serve.batching": ("Batcher",),
+    "oper.serve.options": ("BatchOptions", "ServeOptions", "TieredRows"),
+    "oper.serve.client": ("Client",),
+    "oper.serve.requests": ("Predictor", "Request", "Signature"),
+    "oper.serve.model": ("PublishedModel", "load_model"),
+    "oper.serve.server": ("Server",),
+})
 
 __all__ = sorted(_PUBLIC)
 
@@ -37,5 +32,3 @@ if TYPE_CHECKING:
         Signature as Signature,
     )
     from oper.serve.server import Server as Server
-
-__getattr__, __dir__ = lazy_exports(__name__, _PUBLIC)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def lazy_exports(package: str, names: Mapping[str, str]
-                 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` (PEP 562) for a package.
+def lazy_exports(package: str, modules: Mapping[str, Sequence[str]]
+                 ) -> tuple[dict[str, str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Public names of a package with their modules, its ``__getattr__`` and ``__dir__`` (PEP 562).
 
     Args:
         package: its ``__name__``.
-        names: the module that holds each public name.
+        modules: the public names that each module holds.
     """
+    names = {name: module for module, held in modules.items() for name in held}
 
     def get(name: str) -> Any:
         try:
@@ -27,4 +28,4 @@ def lazy_exports(package: str, names: Mapping[str, str]
     def listing() -> list[str]:
         return sorted([*vars(sys.modules[package]), *names])
 
-    return get, listing
+    return names, get, listing
