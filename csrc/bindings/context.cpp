@@ -261,14 +261,14 @@ std::vector<int64_t> context_positions(int64_t handle) {
   return context.barrier ? context.barrier->positions() : std::vector<int64_t>{};
 }
 
-// Per rank: number of its last meeting across memory domains, what it was for, and the collection;
+// Per rank: number of its last head across memory domains, the phase and the collection it was for;
 // as this rank was last told. Empty in a single domain.
-std::vector<int64_t> context_meetings(int64_t handle) {
+std::vector<int64_t> context_last_phases(int64_t handle) {
   const Context& context = context_of(handle);
-  return context.exchange ? context.exchange->messages.meetings() : std::vector<int64_t>{};
+  return context.exchange ? context.exchange->messages.last_phases() : std::vector<int64_t>{};
 }
 
-// This rank meets nobody of its memory domain any more; `verdict` says whom it found to be behind.
+// This rank arrives at no barrier of its memory domain any more; `verdict` says whom it found to be behind.
 void context_give_up(int64_t handle, int64_t verdict) {
   Context& context = context_of(handle);
   if (context.barrier) context.barrier->give_up(verdict);
@@ -323,7 +323,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(context_sent_bytes, "(int handle, bool reset) -> int[]");
   OPER_OPERATOR(context_barrier, "(int handle, int phase, bool refuses=False) -> (int, int)");
   OPER_OPERATOR(context_positions, "(int handle) -> int[]");
-  OPER_OPERATOR(context_meetings, "(int handle) -> int[]");
+  OPER_OPERATOR(context_last_phases, "(int handle) -> int[]");
   OPER_OPERATOR(context_give_up, "(int handle, int verdict) -> ()");
   OPER_OPERATOR(context_phases, "(int handle) -> int[]");
   OPER_OPERATOR(context_phase_histograms, "(int handle, bool reset) -> int[]");

@@ -36,8 +36,8 @@ void at(Tables& tables, Point point, int64_t value = 0) {
     throw Stopped{kPointFailed, 0};
 }
 
-void meet(const Call& call) {
-  if (call.tables.meets) return at(call.tables, Point::kMeet);
+void barrier(const Call& call) {
+  if (call.tables.barrier_in_hook) return at(call.tables, Point::kBarrier);
   call.context.barrier(call.stream);
 }
 
@@ -253,11 +253,11 @@ void forward_push(const Call& call, const Output& out) {
   find_messages();
   publish_requests(view, call.batch, work.plan, push, call.stream);
   at(tables, Point::kRequests);  // with other domains: puts mirrors in the place of both
-  meet(call);
+  barrier(call);
   find_messages();
   pool_for_readers(view, classes, push, call.stream);
   at(tables, Point::kPartials);
-  meet(call);
+  barrier(call);
   find_messages();
   add_partials(view, classes, call.batch, work.plan, push, out, call.stream);
   tables.requests = requests;
@@ -435,20 +435,20 @@ void exchange_gradients(Call& call, float scale) {
   std::optional<Tensor> memory = std::move(tables.inbox);
   tables.inbox = std::nullopt;
   at(tables, Point::kGradients);
-  meet(call);
+  barrier(call);
   collect(view, inbox, call.stream);
   at(tables, Point::kCollected);
   for (int64_t round = 0; round < tables.num_squares; ++round) {
     merge_squares(view, classes, inbox, scale, optimizers, static_cast<int32_t>(round),
                   call.stream);
     at(tables, Point::kSquares, round);
-    meet(call);
+    barrier(call);
   }
   merge_and_update(view, classes, inbox, scale, optimizers, call.stream);
-  meet(call);
+  barrier(call);
   at(tables, Point::kUpdated);
   refresh(view, call.stream);
-  if (tables.shares) meet(call);
+  if (tables.shares) barrier(call);
   tables.inbox = std::move(memory);
 }
 

@@ -125,11 +125,11 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
 void device_context_close(int64_t handle) { tables_of_device().close(handle); }
 
 // `hook`: address of a function, see Hook, or 0; the others as in `Tables`.
-void device_context_set_points(int64_t handle, int64_t hook, bool meets, bool exchanges, bool tells,
+void device_context_set_points(int64_t handle, int64_t hook, bool barrier_in_hook, bool exchanges, bool tells,
                                bool gathers, bool shares, bool counts, int64_t num_squares) {
   const auto tables = tables_of(handle);
   tables->hook = reinterpret_cast<Hook>(hook);
-  tables->meets = meets;
+  tables->barrier_in_hook = barrier_in_hook;
   tables->exchanges = exchanges;
   tables->tells = tells;
   tables->gathers = gathers;
@@ -294,7 +294,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
                 "Tensor pads, int deadline_ms, int arena, int arena_bytes, Tensor like) -> int");
   OPER_OPERATOR(device_context_close, "(int handle) -> ()");
   OPER_OPERATOR(device_context_set_points,
-                "(int handle, int hook, bool meets, bool exchanges, bool tells, bool gathers, "
+                "(int handle, int hook, bool barrier_in_hook, bool exchanges, bool tells, bool gathers, "
                 "bool shares, bool counts, int num_squares) -> ()");
   OPER_OPERATOR(device_context_set_push,
                 "(int handle, Tensor requests, Tensor partials, int bytes) -> ()");

@@ -31,13 +31,13 @@ void device_context_set_exchange(int64_t handle, std::vector<int64_t> domain,
 
 // Begins a phase: tells all ranks `counts`, int64 [W, T, kCounts], and this rank's error, if any.
 // Returns theirs for this rank, and a Status. `transport`: address of a function, see Transport.
-std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64_t what,
+std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64_t phase,
                                                            bool weighted, int64_t code,
                                                            int64_t culprit, Tensor counts,
                                                            int64_t transport) {
   const auto tables = tables_of(handle);
   Messages& messages = messages_of(*tables);
-  messages.begin(static_cast<Meeting>(what));
+  messages.begin(static_cast<CollectivePhase>(phase));
   const int64_t width = counts.size(1) * counts.size(2);  // of one rank
   Tensor theirs = torch::stable::new_empty(
       counts, {counts.size(0), counts.size(1), counts.size(2)}, ScalarType::Long);
@@ -49,7 +49,7 @@ std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64
   }
   const auto move = reinterpret_cast<Transport>(transport);
   const Status status = messages.exchange_heads(
-      weighted, {code, culprit}, [&](auto... arguments) { return move(what, arguments...); });
+      weighted, {code, culprit}, [&](auto... arguments) { return move(phase, arguments...); });
   if (status.code == 0)
     for (int32_t r : messages.far)
       std::copy(messages.counts_from(r, 0), messages.counts_from(r, 0) + width, in + r * width);
@@ -160,8 +160,8 @@ std::vector<int64_t> device_exchange_sent_bytes(int64_t handle, bool reset) {
   const auto tables = tables_of(handle);
   return reset ? messages_of(*tables).take_sent() : messages_of(*tables).sent_bytes;
 }
-std::vector<int64_t> device_exchange_meetings(int64_t handle) {
-  return messages_of(*tables_of(handle)).meetings();
+std::vector<int64_t> device_exchange_last_phases(int64_t handle) {
+  return messages_of(*tables_of(handle)).last_phases();
 }
 
 }  // namespace
@@ -170,14 +170,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_context_set_exchange,
                 "(int handle, int[] domain, int[] bits, int collection) -> ()");
   OPER_OPERATOR(device_exchange_heads,
-                "(int handle, int what, bool weighted, int code, int culprit, Tensor counts, "
+                "(int handle, int phase, bool weighted, int code, int culprit, Tensor counts, "
                 "int transport) -> (Tensor, int, int)");
   OPER_OPERATOR(device_exchange_pack,
                 "(int handle, bool is_reply, Tensor sources, Tensor rows) -> Tensor[]");
   OPER_OPERATOR(device_exchange_place,
                 "(int handle, Tensor received, Tensor(a!) targets) -> Tensor");
   OPER_OPERATOR(device_exchange_sent_bytes, "(int handle, bool reset) -> int[]");
-  OPER_OPERATOR(device_exchange_meetings, "(int handle) -> int[]");
+  OPER_OPERATOR(device_exchange_last_phases, "(int handle) -> int[]");
 }
 
 }  // namespace oper::device

@@ -256,8 +256,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         known = None if batch.resolved is None else self._known(batch)
         if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:
             self._checks.check(batch)
-            meets = self._exchange is not None or (collective and self.has_push)
-            if not batch.lengths.any() and not meets:
+            is_collective = self._exchange is not None or (collective and self.has_push)
+            if not batch.lengths.any() and not is_collective:
                 dim = self.output_columns if batch.pooled else self.directories[0].table.dim
                 return (torch.empty(0, dim, device=self.device),
                         batch.lengths.new_zeros(batch.lengths.numel() + 1, dtype=torch.int64))

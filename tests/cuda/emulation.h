@@ -221,7 +221,7 @@ inline void give_way() {
 // One operation among the lanes of `mask` of this warp.
 inline int level_of(unsigned mask) { return __builtin_ctz(__builtin_popcount(mask)); }
 
-inline void meet(unsigned mask, uint64_t value) {
+inline void sync_warp(unsigned mask, uint64_t value) {
   Machine& m = machine();
   const int me = m.current, level = level_of(mask), warp = me / 32 * 32;
   if (!(mask >> (me % 32) & 1)) fail("a lane uses a mask that leaves it out");
@@ -250,7 +250,7 @@ T exchange(unsigned mask, T value, int source_lane) {
   Machine& m = machine();
   const int level = level_of(mask), me = m.current;
   const int64_t turn = m.fibers[me].done[level];
-  meet(mask, bits);
+  sync_warp(mask, bits);
   if (!(mask >> source_lane & 1)) fail("a shuffle reads a lane outside of its mask");
   const uint64_t got = m.fibers[me / 32 * 32 + source_lane].slots[level][turn % 2];
   T out;
@@ -258,7 +258,7 @@ T exchange(unsigned mask, T value, int source_lane) {
   return out;
 }
 
-inline void meet_block() {
+inline void sync_block() {
   Machine& m = machine();
   const int64_t turn = m.fibers[m.current].block_done++;
   for (;;) {
@@ -359,8 +359,8 @@ inline int64_t resident_threads() { return 256; }
 #define blockDim oper::emulation::block_size
 #define gridDim oper::emulation::grid_size
 
-inline void __syncthreads() { oper::emulation::meet_block(); }
-inline void __syncwarp(unsigned mask) { oper::emulation::meet(mask, 0); }
+inline void __syncthreads() { oper::emulation::sync_block(); }
+inline void __syncwarp(unsigned mask) { oper::emulation::sync_warp(mask, 0); }
 inline void __threadfence_system() {}
 
 template <class T>

@@ -61,7 +61,7 @@ class Progress:
         return self._tables.group.world_size
 
     def counts(self) -> list[Counts]:
-        """Of every rank; empty with a single one, which meets nobody. OperError when closed."""
+        """Of every rank; empty with a single one, which waits for nobody. OperError when closed."""
         self._heap()
         flat = torch.ops.oper.context_progress(self._tables.handle)
         return [Counts(*flat[k:k + 3]) for k in range(0, len(flat), 3)]

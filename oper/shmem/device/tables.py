@@ -39,9 +39,9 @@ _EXCHANGE_SHARE, _LEAST_EXCHANGE_BYTES = 1 / 32, 256 << 20
 class DeviceTables(ShardedTables):
     """`ShardedTables` whose arenas are device memory and whose batches are device tensors.
 
-    Virtual ranks of one process (`ThreadGroup`) meet on the host. Autograd has one thread for all
-    backward passes on a device, in which they could not: call `forward(batch, collective=True)` and
-    `apply_gradients` on their own threads.
+    Virtual ranks of one process (`ThreadGroup`) synchronize on the host. Autograd has one thread
+    for all backward passes on a device, in which they could not: call `forward(batch,
+    collective=True)` and `apply_gradients` on their own threads.
 
     Rows of peers that a batch reads several times come over the link once (`stage.cu`) where that
     pays: where the last planned batch had `DUPLICATION` ids per distinct row. Numbers stay the
@@ -177,7 +177,7 @@ class DeviceTables(ShardedTables):
     def barrier(self) -> None:
         """Wait for all ranks; raises DeadlineError when one does not come."""
         if self.group.is_local:
-            self._steps.meet()
+            self._steps.barrier()
         else:
             torch.ops.oper.device_barrier(self.handle)
         self.synchronize()

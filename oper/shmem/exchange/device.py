@@ -6,7 +6,7 @@ mirror of their outboxes, requests and partial sums, which kernels read like a n
 packs messages and another places them; collectives of torch.distributed (NCCL where the group has
 it) carry them.
 
-Collectives need sizes that only the device knows: each meeting waits for the device once or twice,
+Collectives need sizes that only the device knows: each phase waits for the device once or twice,
 and such steps cannot be captured in a graph. Gradients of pushed rows travel reduced by row, as
 those of other rows do, where the host back end sends bag gradients: the sums are the same.
 """
@@ -40,7 +40,7 @@ _OUTBOX = struct.Struct("<4q")  # OutboxHeader in csrc/device/device.h
 _TRANSPORT_FAILED = 7  # Status in csrc/common/exchange.h
 
 
-class Meeting(enum.IntEnum):
+class Phase(enum.IntEnum):
     """As csrc/common/exchange.h numbers them."""
 
     GATHER, REQUESTS, PARTIALS, GRADIENTS, SQUARES, REFRESHES = range(6)
@@ -181,7 +181,7 @@ class DeviceExchange(Exchange):
         int64 [W, T, 3], whose meaning is in csrc/common/exchange.h."""
         return np.zeros((self._size, len(self._order), _COUNTS), np.int64)
 
-    def meet(self, what: Meeting, counts: np.ndarray, weighted: bool = False) -> np.ndarray:
+    def begin(self, phase: Phase, counts: np.ndarray, weighted: bool = False) -> np.ndarray:
         """Begin a phase and tell the far ranks `counts`; theirs for this rank, likewise.
 
         Raises:
@@ -192,7 +192,7 @@ class DeviceExchange(Exchange):
             raise_status(*self.check(*self._failed), outbox_bytes, None)
         code, culprit, _ = self._tables.found_error()
         theirs, *found = torch.ops.oper.device_exchange_heads(
-            self._handle, what, weighted, code, culprit, torch.from_numpy(counts),
+            self._handle, phase, weighted, code, culprit, torch.from_numpy(counts),
             self._callback_at)
         if code:
             self._tables.synchronize()  # raises it
@@ -256,7 +256,7 @@ class DeviceExchange(Exchange):
         first, last = torch.searchsorted(keys, x.bounds).cpu().numpy()
         counts = self.counts()
         np.add.at(counts[..., 0], (x.rank, x.table), last - first)
-        asked = self.meet(Meeting.GATHER, counts)[..., 0]
+        asked = self.begin(Phase.GATHER, counts)[..., 0]
         some = np.flatnonzero(last > first)
         n, first = (last - first)[some], first[some]
         rank, table = x.rank[some], x.table[some]
@@ -300,7 +300,7 @@ class DeviceExchange(Exchange):
         counts = self.counts()
         if num_runs >= 0:  # else the outbox is full
             counts[self.far, :, 0] = (end - begin)[self.far]
-        mine = self.meet(Meeting.GRADIENTS, counts)[..., 0]
+        mine = self.begin(Phase.GRADIENTS, counts)[..., 0]
         slots = torch.empty(int(mine.sum()), dtype=torch.int32, device=self._device)
         places, rows = self.exchange(
             (box + slots_at + 4 * begin, 0),
@@ -342,7 +342,7 @@ class DeviceExchange(Exchange):
             for k, (slots, owners) in lists.items():
                 found.append(slots[(owners == r).any(0)])
                 counts[r, k, 0] = found[-1].size
-        self.meet(Meeting.SQUARES, counts)
+        self.begin(Phase.SQUARES, counts)
         rows = self.to_device(np.concatenate(found).astype(np.int32))
         at = 4 * round_number * self._num_slots.T  # [W, T]
         arenas = tables.arenas
@@ -372,7 +372,7 @@ class DeviceExchange(Exchange):
                 if mine.numel():
                     counts[r, k, 0] = mine.numel()
                     lists += [mine.new_full((1,), mine.numel()), mine]
-        self.num_refreshed = self.meet(Meeting.REFRESHES, counts)[..., 0]
+        self.num_refreshed = self.begin(Phase.REFRESHES, counts)[..., 0]
         listed = torch.cat(lists).to(torch.int32)
         at = self.starts(listed, counts[..., 0] + (counts[..., 0] > 0))
         places, self._refreshed = self.exchange((at, 0), (self._rows, at + 4))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from oper.shmem.batch import raise_status
-from oper.shmem.exchange.device import DeviceExchange, DeviceRows, Meeting
+from oper.shmem.exchange.device import DeviceExchange, DeviceRows, Phase
 from oper.shmem.memory.device_batch import unsigned
 
 _HEADER = struct.Struct("<5q")  # RequestHeader in csrc/device/device.h
@@ -68,7 +68,7 @@ class Request:
 
 
 class PushMessages:
-    """The two meetings of one forward pass in push mode.
+    """The two phases of one forward pass in push mode.
 
     Args:
         exchange: of the tables.
@@ -92,7 +92,7 @@ class PushMessages:
         counts = x.counts()
         counts[x.far, :, 0] = own.num_pairs().T[x.far]
         counts[x.far, :, 2] = own.num_runs().T[x.far]
-        asked = x.meet(Meeting.REQUESTS, counts, own.weights != 0)
+        asked = x.begin(Phase.REQUESTS, counts, own.weights != 0)
         ids, self._runs = asked[..., 0], asked[..., 2]
         bits = self._bits(own)
         first = 4 * own.first_pair.T
@@ -159,7 +159,7 @@ class PushMessages:
         x, rank = self._exchange, self._tables.group.rank
         counts = x.counts()
         counts[x.far, :, 0] = self._runs[x.far]
-        x.meet(Meeting.PARTIALS, counts)
+        x.begin(Phase.PARTIALS, counts)
         part = self._tables.arenas.partial_bytes // self.requests.size // 16 * 16
         floats = -(-counts[..., 0] * x.dims // 4) * 4
         own = int(self.partials[rank]) + part * np.arange(self.requests.size)[:, None]

@@ -1,4 +1,4 @@
-"""Which rank is behind when ranks do not meet: one answer, the same on all of them.
+"""Which rank is behind when ranks are not at the same phase: one answer, the same on all of them.
 
 Every rank leaves in shared memory how often it has arrived at each collection's barrier and what
 for (csrc/host/barrier.h). One that waits in vain reads this of all ranks and of all collections of
@@ -24,7 +24,7 @@ from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-# By number: those of csrc/common/exchange.h (Meeting and kSharing), then those of `barrier`.
+# By number: CollectivePhase and kSharing of csrc/common/exchange.h, then those of `barrier`.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + (
     "state access", "migration", "update of keys")
 FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION, KEYS = (0, 1, 2), 3, 7, 8, 9
@@ -97,7 +97,7 @@ class Register:
         self._titles[number] = _title(tables)
         return number
 
-    def meeting(self, spot: Spot) -> str:
+    def phase_of(self, spot: Spot) -> str:
         """A place as errors name it. A peer may have said anything."""
         tables = self._live.get(spot.collection)
         title = _title(tables) if tables is not None else self._titles.get(
@@ -265,11 +265,11 @@ def where(tables: Collection, rank: int) -> str:
     spot = register.waits(rank)
     board = register.boards().get(tables.collection, [])
     if spot is not None:
-        return f"it waits in {register.meeting(spot)}; "
+        return f"it waits in {register.phase_of(spot)}; "
     if rank < len(board) and board[rank].arrivals:
         line = board[rank]
         spot = Spot(tables.collection, line.phase)
-        return f"it was last seen in {register.meeting(spot)}; "
+        return f"it was last seen in {register.phase_of(spot)}; "
     return ""
 
 
@@ -283,23 +283,23 @@ def raise_verdict(verdict: Verdict, group: Group, seen: str = "", detail: str = 
         detail: of an error that this one stems from.
     """
     code, rank, spot = verdict
-    meeting = register_of(group).meeting(spot)
+    phase = register_of(group).phase_of(spot)
     who = "this rank" if rank == group.rank else "a peer"
     tail = f" ({detail})" if detail else ""
     same = f"{seen}every rank must run the same lookups and training steps in the same order{tail}"
     error: PeerLostError | DeadlineError | DesyncError
     if code == LATE:
         error = DeadlineError(fail(
-            f"{who} did not arrive at {meeting}", "rank", rank,
+            f"{who} did not arrive at {phase}", "rank", rank,
             f"arrival within {DEADLINE_ENV}={deadline_s():g} s", same))
     elif code == ELSEWHERE:
         error = DesyncError(fail(
-            f"{who} is not at {meeting}", "rank", rank, "all ranks at the same call", same))
+            f"{who} is not at {phase}", "rank", rank, "all ranks at the same call", same))
     else:
         what = {LOST: "a peer process has ended", CLOSED: f"{who} has closed its tables"}.get(
             code, f"{who} has given up this exchange")
         error = PeerLostError(fail(
-            f"{what} before {meeting}", "rank", rank,
+            f"{what} before {phase}", "rank", rank,
             "all ranks alive" if code == LOST else "no error on any rank",
             f"{seen}look at that rank's log and start all ranks again{tail}"))
     error.rank = rank
