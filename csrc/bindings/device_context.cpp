@@ -107,18 +107,20 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
 
 namespace {
 
-// `like`: an empty tensor on the tables' device.
+// `like`: an empty tensor on the tables' device. `domain`: ranks whose memory this one can address.
 int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arrays,
                               int64_t outbox_bytes, std::vector<Tensor> heads, Tensor pads,
                               int64_t deadline_ms, int64_t arena, int64_t arena_bytes,
-                              Tensor like) {
+                              std::vector<int64_t> domain, Tensor like) {
   auto made = std::make_shared<Tables>();
   made->keep_alive = heads;
   made->like = like;
   const OnDevice on(*made);
+  std::vector<bool> near(static_cast<size_t>(world_size));
+  for (int64_t r : domain) near[static_cast<size_t>(r)] = true;
   made->context = std::make_unique<Context>(
       description_of(rank, world_size, arrays, outbox_bytes, heads),
-      Shared{int64_data(pads), arena, arena_bytes}, deadline_ms);
+      Shared{int64_data(pads), arena, arena_bytes, near}, deadline_ms);
   return tables_of_device().add(std::move(made));
 }
 
@@ -291,7 +293,8 @@ void device_barrier(int64_t handle) {
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_context_create,
                 "(int rank, int world_size, Tensor[] arrays, int outbox_bytes, Tensor[] heads, "
-                "Tensor pads, int deadline_ms, int arena, int arena_bytes, Tensor like) -> int");
+                "Tensor pads, int deadline_ms, int arena, int arena_bytes, int[] domain, Tensor like) "
+                "-> int");
   OPER_OPERATOR(device_context_close, "(int handle) -> ()");
   OPER_OPERATOR(device_context_set_points,
                 "(int handle, int hook, bool barrier_in_hook, bool exchanges, bool tells, bool gathers, "

@@ -161,6 +161,7 @@ class Messages {
   int32_t world_size() const { return static_cast<int32_t>(setup_.near.size()); }
   bool is_near(int32_t rank) const { return setup_.near[rank]; }
   const Table& table(int64_t t) const { return setup_.tables[static_cast<size_t>(t)]; }
+  CollectivePhase phase() const { return phase_; }  // that is under way
   int32_t round() const { return round_; }  // of squares in this backward pass
 
   uint32_t* counts_to(int32_t peer, int64_t table) {

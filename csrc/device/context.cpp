@@ -41,11 +41,13 @@ class Context::Builder {
     const int64_t bytes = lay_out(nullptr);
     check(cudaMalloc(reinterpret_cast<void**>(&c_.memory_), static_cast<size_t>(bytes)),
           "cannot allocate the directory");
-    host_.assign(static_cast<size_t>(bytes), 0);
+    host_.assign(static_cast<size_t>(filled_), 0);
     lay_out(c_.memory_);
     fill();
     check(cudaMemcpy(c_.memory_, host_.data(), host_.size(), cudaMemcpyHostToDevice),
           "cannot copy the directory");
+    check(cudaMemset(c_.memory_ + filled_, 0, static_cast<size_t>(bytes - filled_)),
+          "cannot clear device memory");
   }
 
  private:
@@ -53,6 +55,7 @@ class Context::Builder {
   const Description& d_;
   const Shared& s_;
   std::vector<char> host_;
+  int64_t filled_ = 0;          // bytes of the arrays with host copies, which come first
   std::vector<int32_t> place_;  // in the order of keys, of each table of the plan
   // Device addresses of the arrays.
   Table* tables_;
@@ -121,10 +124,28 @@ class Context::Builder {
     class_features_ = carver.take<int32_t>(d_.num_features);
     squares_ = carver.take<float*>(T * W);
     touched_ = carver.take<uint32_t*>(T * W);
+    c_.far_masters_ = carver.take<FarMasters>(T * W);
     c_.optimizers_ = carver.take<UpdateArgs>(T);
     c_.epoch_ = carver.take<uint32_t>(1);
     c_.claimed_ = carver.take<int>(1);
+    filled_ = carver.used();
+    c_.mirrors_ = carver.take<char>(
+        std::count(s_.near.begin(), s_.near.end(), false) * outbox_header_bytes(T, W));
+    c_.far_squares_.assign(static_cast<size_t>(T * W), nullptr);
+    for (int64_t k = 0; k < T; ++k) {
+      const int64_t t = c_.order_[static_cast<size_t>(k)];
+      for (int64_t r = 0; r < W; ++r)
+        if (!s_.near[static_cast<size_t>(r)] && is_piece(t))
+          c_.far_squares_[static_cast<size_t>(k * W + r)] = carver.take<float>(2 * num_slots(t, r));
+    }
     return carver.used();
+  }
+
+  // Of a table in the order of the plan.
+  bool is_piece(int64_t t) const { return d_.table(t)[kDim] != d_.table(t)[kRowColumns]; }
+  int64_t num_slots(int64_t t, int64_t rank) const {
+    const int64_t* begin = d_.owner_begin + t * (d_.world_size + 1) + rank;
+    return begin[1] - begin[0];
   }
 
   int64_t piece_count() const {
@@ -139,8 +160,11 @@ class Context::Builder {
     const int64_t T = d_.num_tables, W = d_.world_size;
     std::memcpy(host(maps_), d_.maps, static_cast<size_t>(2 * d_.num_maps) * 8);
     std::memcpy(host(owner_begin_), d_.owner_begin, static_cast<size_t>(T * (W + 1)) * 8);
+    char* mirror = c_.mirrors_;
     for (int64_t r = 0; r < W; ++r) {
-      host(outboxes_)[r] = reinterpret_cast<char*>(d_.outboxes[r]);
+      const bool is_near = s_.near[static_cast<size_t>(r)];
+      host(outboxes_)[r] = is_near ? reinterpret_cast<char*>(d_.outboxes[r]) : mirror;
+      if (!is_near) mirror += outbox_header_bytes(T, W);
       host(c_.pads_)[r] = reinterpret_cast<uint32_t*>(s_.pads[r]);
     }
     for (int64_t k = 0; k < d_.num_tiers; ++k) {
@@ -152,6 +176,7 @@ class Context::Builder {
     for (int64_t k = 0; k < d_.num_refreshes; ++k) {
       Refresh part = d_.refresh(k);
       part.table = place_[static_cast<size_t>(part.table)];
+      if (!s_.near[static_cast<size_t>(part.owner)]) part.masters = nullptr;
       host(refreshes_)[k] = part;
       host(tables_)[part.table].has_replicas = true;
     }
@@ -202,17 +227,21 @@ class Context::Builder {
     out.read = {x[kNumRows], n, tiers_ + 2 * first, head, nullptr};
     out.home = {x[kNumRows], n, tiers_ + 2 * first + count, head, nullptr};
     out.touched = touched_ + k * W;
+    out.far_masters = c_.far_masters_ + k * W;
     for (int64_t r = 0; r < W; ++r) {
-      host(touched_)[k * W + r] = reinterpret_cast<uint32_t*>(d_.touched[t * W + r]);
-      host(squares_)[k * W + r] = reinterpret_cast<float*>(d_.squares[t * W + r]);
+      const bool is_near = s_.near[static_cast<size_t>(r)];
+      host(touched_)[k * W + r] =
+          is_near ? reinterpret_cast<uint32_t*>(d_.touched[t * W + r]) : nullptr;
+      host(squares_)[k * W + r] = is_near ? reinterpret_cast<float*>(d_.squares[t * W + r])
+                                          : c_.far_squares_[static_cast<size_t>(k * W + r)];
     }
-    c_.message_tables_.push_back({out.dim, out.type, out.has_push, out.dim != out.row_columns, {}});
+    c_.message_tables_.push_back({out.dim, out.type, out.has_push, is_piece(t), {}});
     for (int64_t r = 0; r < W; ++r)
-      c_.message_tables_.back().num_slots.push_back(owned[r + 1 - d_.rank] - owned[r - d_.rank]);
+      c_.message_tables_.back().num_slots.push_back(num_slots(t, r));
     c_.max_dim_ = std::max(c_.max_dim_, out.dim);
     c_.max_row_bytes_ = std::max<int64_t>(c_.max_row_bytes_, bytes_of_row(out.type, out.dim));
     c_.min_dim_ = c_.min_dim_ == 0 ? out.dim : std::min(c_.min_dim_, out.dim);
-    if (out.dim == out.row_columns) return 0;
+    if (!is_piece(t)) return 0;
     out.squares = squares_ + k * W;
     out.pieces = pieces_ + num_pieces;
     for (int64_t p = 0; p < T; ++p)
@@ -282,6 +311,7 @@ class Context::Builder {
     c_.view_.arena_begin = reinterpret_cast<const char*>(s_.arena_begin);
     c_.view_.arena_end = c_.view_.arena_begin + s_.arena_bytes;
     c_.view_.duplication = c_.shared_->duplication;
+    c_.near_ = s_.near;
     c_.view_.rank = d_.rank;
     c_.view_.world_size = d_.world_size;
     c_.view_.error = {&c_.shared_->error, c_.claimed_};

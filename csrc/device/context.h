@@ -10,10 +10,12 @@
 
 namespace oper::device {
 
-// What only device memory has: addresses of all ranks' signal pads [W], and this rank's arena.
+// What only device memory has: addresses of all ranks' signal pads [W], this rank's arena, and which
+// ranks' memory can be addressed [W].
 struct Shared {
   const int64_t* pads;
   int64_t arena_begin, arena_bytes;
+  std::vector<bool> near;
 };
 
 // Host memory that kernels write.
@@ -56,6 +58,15 @@ class Context {
   void forget_error(cudaStream_t stream);
   const int64_t* duplication() const { return shared_->duplication; }
   void barrier(cudaStream_t stream) const;
+  const std::vector<bool>& near() const { return near_; }  // [W] whose memory can be addressed
+  // Where kernels look for what ranks of other domains have for this one, in device memory: the headers
+  // of their outboxes, one rank's after the other's; sums of squares of rows of theirs, for column
+  // pieces (two rounds); and FarMasters [T, W].
+  char* mirrors() const { return mirrors_; }
+  float* far_squares(int32_t rank, int64_t table) const {
+    return far_squares_[static_cast<size_t>(table * view_.world_size + rank)];
+  }
+  FarMasters* far_masters() const { return far_masters_; }
 
  private:
   class Builder;
@@ -67,6 +78,10 @@ class Context {
   uint32_t* epoch_ = nullptr;
   int* claimed_ = nullptr;
   uint32_t** pads_ = nullptr;
+  char* mirrors_ = nullptr;
+  std::vector<float*> far_squares_;  // [T, W]
+  std::vector<bool> near_;
+  FarMasters* far_masters_ = nullptr;
   char* memory_ = nullptr;        // device
   HostWords* shared_ = nullptr;   // host, mapped
   std::vector<int32_t> logical_;

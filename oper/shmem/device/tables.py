@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -80,8 +79,7 @@ class DeviceTables(ShardedTables):
     # ---- memory ----------------------------------------------------------------------------------
 
     def _open_exchange(self, domain_of: Sequence[int]) -> DeviceExchange:
-        return DeviceExchange(self.group, domain_of, self.collection, self.plan.message_bits,
-                              self.device)
+        return DeviceExchange(self, domain_of, self.collection, self.plan.message_bits)
 
     def _open_heap(self) -> None:
         codes = sorted({t.dtype for t in self.specs.values()} & set(CODE_BITS))
@@ -121,15 +119,10 @@ class DeviceTables(ShardedTables):
     def _create_context(self) -> int:
         rank, arenas = self.group.rank, self.arenas
         maps, features = self._maps()
-        if self._exchange is not None:
-            far = np.array(self._addresses) == 0
-            maps = replace(maps, **{  # type: ignore[arg-type]
-                name: np.where(far, mirrors, getattr(maps, name))
-                for name, mirrors in self._exchange.open(self).items()})
         handle = int(torch.ops.oper.device_context_create(
             *maps.arguments(features, self.device), torch.from_numpy(arenas.pads),
             int(deadline_s() * 1000), self._addresses[rank], self._layout.outbox[rank],
-            torch.empty(0, device=self.device)))
+            self.members, torch.empty(0, device=self.device)))
         self.order = torch.ops.oper.device_context_order(handle)
         self.updates_at_once = torch.ops.oper.device_context_updates_at_once(handle)
         self.num_squares = max((self.rounds_of_squares(d.table.name) for d in self.directories
