@@ -457,8 +457,9 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
                                              Tensor key_of, int64_t batch_size, bool pooled,
                                              Tensor optimizers, double gradient_scale,
                                              std::optional<Tensor> addresses,
-                                             std::optional<Tensor> order) {
+                                             std::optional<Tensor> order, bool updates) {
   (void)order;  // is with the addresses
+  STD_TORCH_CHECK(updates, "internal: no parts of batches in device memory");
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   try {

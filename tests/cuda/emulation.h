@@ -103,6 +103,10 @@ inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStre
   oper::emulation::enqueue(stream, [=] { std::memset(data, value, bytes); });
   return cudaSuccess;
 }
+inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
+  std::memset(data, value, bytes);
+  return cudaSuccess;
+}
 constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2,
               cudaMemcpyDeviceToDevice = 3, cudaHostAllocMapped = 2;
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
