@@ -1,6 +1,6 @@
 // torch operators that make, ask and close what the host back end knows of sharded tables.
 //
-// Placement data (addresses, deal tables, head maps) is laid out by Python and copied or referenced
+// Placement data (addresses, stripe tables, head maps) is laid out by Python and copied or referenced
 // here; see oper/rows/directory.py for its meaning.
 #include <algorithm>
 #include <iterator>

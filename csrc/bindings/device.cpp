@@ -128,14 +128,14 @@ std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor&
   made->by_pair = made->stages_near || tables.gathers;
   made->made_on = stream;
   made->workspace =
-      tables.empty(carve(context, batch_of(x, *made), nullptr).bytes, ScalarType::Byte);
+      tables.empty(lay_out(context, batch_of(x, *made), nullptr).bytes, ScalarType::Byte);
   return made;
 }
 
 Call call_of(Tables& tables, const Lookup& x, Prepared& prepared, cudaStream_t stream) {
   prepared.use_on(stream);
   const Batch batch = batch_of(x, prepared);
-  Workspace work = carve(*tables.context, batch, prepared.workspace.data_ptr());
+  Workspace work = lay_out(*tables.context, batch, prepared.workspace.data_ptr());
   STD_TORCH_CHECK(work.bytes <= prepared.workspace.numel(), "internal: the workspace is too small");
   STD_TORCH_CHECK(
       bits_for(static_cast<uint64_t>(tables.context->view().num_features)) + work.plan.bag_bits <=
@@ -209,9 +209,9 @@ Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory)
   STD_TORCH_CHECK(staging.bytes / kStagingUnit < static_cast<int64_t>(kNotStaged),
                   "internal: too much staging memory");
   clear_staging(call.batch, call.work.plan, call.stream);
-  if (far.stretches)
+  if (far.ranges)
     place_far_rows(view, call.work.plan,
-                   {int64_data(*far.stretches), far.stretches->size(0), far.num_rows,
+                   {int64_data(*far.ranges), far.ranges->size(0), far.num_rows,
                     static_cast<const char*>(far.rows->data_ptr())},
                    staging, call.stream);
   if (first > 0)
@@ -242,7 +242,7 @@ void forward_push(const Call& call, const Output& out) {
   const auto& classes = call.context.classes();
   // Not the batch plan's memory, which may hold a batch that was resolved ahead.
   const Tensor memory = tables.empty(call.work.bytes, ScalarType::Byte);
-  Workspace work = carve(call.context, call.batch, memory.data_ptr());
+  Workspace work = lay_out(call.context, call.batch, memory.data_ptr());
   PushPlan& push = work.push;
   const auto find_messages = [&] {
     push.requests = static_cast<char* const*>(tables.requests->data_ptr());
@@ -412,10 +412,10 @@ void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t str
 
 Inbox inbox_of(Tables& tables, cudaStream_t stream) {
   int64_t bytes = 0;
-  carve_inbox(*tables.context, nullptr, &bytes);
+  lay_out_inbox(*tables.context, nullptr, &bytes);
   const bool is_new = !tables.inbox;
   if (is_new) tables.inbox = tables.empty(bytes, ScalarType::Byte);
-  const Inbox inbox = carve_inbox(*tables.context, tables.inbox->data_ptr(), &bytes);
+  const Inbox inbox = lay_out_inbox(*tables.context, tables.inbox->data_ptr(), &bytes);
   if (is_new)
     check(cudaMemsetAsync(inbox.heads, 0xff, static_cast<size_t>(4 * tables.context->own_rows()),
                           stream),

@@ -76,7 +76,7 @@ struct Prepared {
 
 // Rows that other domains have sent for the step under way.
 struct ReceivedRows {
-  std::optional<Tensor> stretches, rows;
+  std::optional<Tensor> ranges, rows;
   int64_t num_rows = 0, num_bytes = 0;
 };
 

@@ -155,9 +155,9 @@ void device_context_set_pull(int64_t handle, int64_t pull, int64_t most_staging_
 }
 
 // Within a step: rows of other domains, see FarRows.
-void device_receive_rows(int64_t handle, Tensor stretches, Tensor rows, int64_t num_rows,
+void device_receive_rows(int64_t handle, Tensor ranges, Tensor rows, int64_t num_rows,
                          int64_t num_bytes) {
-  tables_of(handle)->received = {stretches, rows, num_rows, num_bytes};
+  tables_of(handle)->received = {ranges, rows, num_rows, num_bytes};
 }
 
 // Code, rank and detail of the first error; reads host memory only.
@@ -309,7 +309,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_context_duplication, "(int handle) -> (int, int, int)");
   OPER_OPERATOR(device_arrays, "(int handle) -> Tensor[]");
   OPER_OPERATOR(device_receive_rows,
-                "(int handle, Tensor stretches, Tensor rows, int num_rows, int num_bytes) -> ()");
+                "(int handle, Tensor ranges, Tensor rows, int num_rows, int num_bytes) -> ()");
 #if !defined(OPER_EMULATED)
   OPER_OPERATOR(device_memory_create, "(int bytes, int[] host_ranges, int device) -> int[]");
   OPER_OPERATOR(device_memory_attach,

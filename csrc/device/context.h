@@ -93,10 +93,10 @@ class Context {
   bool updates_at_once_ = false, has_push_ = false, has_squares_ = false;
 };
 
-// Carves arrays out of one block; with a null block it only counts.
-class Carver {
+// Gives out parts of one block, one after another; with a null block it only counts.
+class BumpAllocator {
  public:
-  explicit Carver(void* block) : block_(static_cast<char*>(block)) {}
+  explicit BumpAllocator(void* block) : block_(static_cast<char*>(block)) {}
   template <class T>
   T* take(int64_t count) {
     T* out = block_ ? reinterpret_cast<T*>(block_ + used_) : nullptr;
@@ -117,8 +117,8 @@ struct Workspace {
   PushPlan push;
   int64_t bytes;
 };
-Workspace carve(const Context& context, const Batch& batch, void* block);
+Workspace lay_out(const Context& context, const Batch& batch, void* block);
 // What an owner needs between steps, out of `block`; `bytes`: what it takes.
-Inbox carve_inbox(const Context& context, void* block, int64_t* bytes);
+Inbox lay_out_inbox(const Context& context, void* block, int64_t* bytes);
 
 }  // namespace oper::device

@@ -247,12 +247,12 @@ void stage(const View& view, const std::vector<RowClass>& classes, const Batch& 
                   const BatchPlan& plan, const Staging& staging, bool skip_pushed,
                   cudaStream_t stream);
 
-// Rows of other memory domains, as they were received: stretches of runs of the batch plan.
+// Rows of other memory domains, as they were received: ranges of runs of the batch plan.
 struct FarRows {
   enum Column { kBegin, kRun, kBytes, kUnit, kTableIndex, kWidth };
-  const int64_t* stretches;  // [num_stretches, kWidth]: rows before it, first run, where its rows
+  const int64_t* ranges;  // [num_ranges, kWidth]: rows before it, first run, where its rows
                              // begin in `rows` (bytes) and in the staging memory (units), table
-  int64_t num_stretches, num_rows;
+  int64_t num_ranges, num_rows;
   const char* rows;
 };
 // Copies them to where aligned loads find them.

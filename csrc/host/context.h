@@ -254,7 +254,7 @@ struct Context {
   int64_t outbox_entry_bytes() const {
     return static_cast<int64_t>(sizeof(OutboxTable)) + 8 * (world_size + 1);
   }
-  // The outbox is one stretch of addresses: headers; what is written before an exchange (reduced
+  // The outbox is one range of addresses: headers; what is written before an exchange (reduced
   // rows, requests); and, in its second half, partial sums, which a slow reader may still read
   // while the next backward pass fills the first half.
   int64_t request_entry_bytes() const {

@@ -29,7 +29,7 @@ K* radix_sort(K* a, K* b, int64_t n, int shift, int bits) {
 
 int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }
 
-// Calls body(ids' keys, their number, index of the first in the batch, its bag) for stretches of one
+// Calls body(ids' keys, their number, index of the first in the batch, its bag) for ranges of one
 // bag's ids, all features of the table after one another; returns the first bad id's index, or -1.
 template <class Id, class Body>
 int64_t for_keys(const Table& table, const Batch& batch, Body body) {

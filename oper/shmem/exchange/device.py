@@ -73,7 +73,7 @@ class DeviceRows(Protocol):
 
 
 @dataclass(slots=True)
-class _Stretches:
+class _FarRanges:
     """Keys of far rows that this rank reads: home slots of one tier at one owner each.
 
     Attributes:
@@ -132,18 +132,18 @@ class DeviceExchange(Exchange):
         arenas = self._tables.arenas
         self._rows = (arenas.addresses[self._rank] + arenas.layout.rows[self._order, self._rank])
         self.needs = needs_across(directories, self._domain_of)
-        self._pulled = self._list_stretches(with_pushed=False)
-        self._read = self._list_stretches(with_pushed=True)
+        self._pulled = self._list_ranges(with_pushed=False)
+        self._read = self._list_ranges(with_pushed=True)
         torch.ops.oper.device_context_set_exchange(handle, self.bits.to_json(), self.collection)
         self._callback_at = ctypes.cast(self.callback, ctypes.c_void_p).value
 
-    def _list_stretches(self, with_pushed: bool) -> _Stretches:
+    def _list_ranges(self, with_pushed: bool) -> _FarRanges:
         near = np.isin(np.arange(self._size), self.members)
         found = [(x.owner, x.table, x.begin, x.end, x.base) for x in key_ranges(self._of_key)
                  if x.owner in self.far and nearest_replica(x.tier, self._rank, near) < 0
                  and (with_pushed or x.tier.tier.mode != "push")]
         columns = np.array(sorted(found), np.int64).reshape(-1, 5).T.copy()
-        return _Stretches(columns[0], columns[1], self.to_device(columns[2:4]), columns[4])
+        return _FarRanges(columns[0], columns[1], self.to_device(columns[2:4]), columns[4])
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """The array on this rank's device."""
