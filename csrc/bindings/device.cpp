@@ -294,6 +294,12 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
   return {out, prepared->bounds, 0, 0};
 }
 
+// Whether kernels can read a tensor of a batch.
+bool is_here(const Tables& tables, const Tensor& tensor) {
+  return tensor.is_cuda() == tables.like->is_cuda() &&
+         tensor.get_device_index() == tables.like->get_device_index();
+}
+
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> offsets,
@@ -302,7 +308,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   try {
-    if (!is_fit(ids, lengths, weights, key_of, batch_size)) throw Stopped{kBadBatch, -1};
+    if (!is_here(*tables, ids) || !is_here(*tables, lengths) ||
+        (weights && !is_here(*tables, *weights)) ||
+        !is_fit(ids, lengths, weights, key_of, batch_size))
+      throw Stopped{kBadBatch, -1};
     return forward(*tables, {ids, weights, key_of, batch_size, pooled}, lengths, collective,
                    made_ahead(addresses));
   } catch (const Stopped& stopped) {

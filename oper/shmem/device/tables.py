@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, OperError, PlanError, fail
+from oper.errors import OperError, PlanError, fail
 from oper.plan import Plan
 from oper.rows.traffic import Traffic
 from oper.shmem import library
@@ -204,29 +204,9 @@ class DeviceTables(ShardedTables):
 
     # ---- batches ---------------------------------------------------------------------------------
 
-    def forward(self, batch: Lookup, collective: bool = False
-                ) -> tuple[torch.Tensor, torch.Tensor]:
-        if batch.ids.device != self.device or batch.lengths.device != self.device:
-            self._refuse_device(batch)
-        return super().forward(batch, collective)
-
-    def _refuse_device(self, batch: Lookup) -> None:
-        """Raise InvalidInputError for a batch in other memory."""
-        for name, value in (("ids", batch.ids), ("lengths", batch.lengths),
-                            ("per-sample weights", batch.weights)):
-            if value is not None and value.device != self.device:
-                raise InvalidInputError(
-                    fail("cannot look up", f"device of {name}", str(value.device),
-                         f"the tables' device {self.device}", "move the batch there"))
-
-    def resolve(self, batch: Lookup) -> Lookup:
-        """As `ShardedTables.resolve`, on the current stream, which may be another than the one that
-        trains: what uses the batch waits for it on the device."""
-        self._refuse_device(batch)
-        return super().resolve(batch)
-
     def to_resolve(self, batch: Lookup) -> Callable[[], Lookup]:
-        """As `ShardedTables.to_resolve`: on a stream of its own, behind what this stream has."""
+        """As `ShardedTables.to_resolve`: on a stream of its own, behind what this stream has. What
+        uses the batch waits for it on the device."""
         streams = self.streams
         if streams is None:
             return super().to_resolve(batch)

@@ -128,7 +128,7 @@ class DeviceExchange(Exchange):
         self._of_key = [directories[t] for t in self._order]  # in the order of keys
         self.dims = np.array([d.dim for d in self._of_key])
         self._row_bytes = np.array([d.row_bytes for d in self._of_key])
-        self._num_slots = np.array([d.num_slots for d in self._of_key])
+        self._num_slots = np.array([d.num_slots[self._rank] for d in self._of_key])
         arenas = self._tables.arenas
         self._rows = (arenas.addresses[self._rank] + arenas.layout.rows[self._order, self._rank])
         self.needs = needs_across(directories, self._domain_of)
@@ -186,8 +186,9 @@ class DeviceExchange(Exchange):
             sources: of each array of the phase, addresses of this rank's data and of the numbers
                 of their entries, or 0; int64 [W, T], or what broadcasts to it.
             is_reply: these arrays answer those of the last call.
-            targets: of each array, addresses where it is to be, likewise; or 0: in new memory, each
-                at a multiple of 16 bytes.
+            targets: of each array, addresses where it is to be, likewise; or 0: sums of squares
+                where kernels look for them, others in new memory, at multiples of 16 bytes. Kernels
+                are told where gradients and changed masters are.
 
         Returns:
             Addresses of the arrays that have come, int64 [arrays, W, T]; and the new memory.
@@ -263,8 +264,7 @@ class DeviceExchange(Exchange):
     # ---- backward: reduced gradients -------------------------------------------------------------
 
     def send_gradients(self) -> None:
-        """Give far owners the reduced gradients of their rows, and mirror what far ranks have for
-        this one. Collective."""
+        """Give far owners the reduced gradients of their rows. Collective."""
         T, W = len(self._order), self._size
         box = int(self._tables.arenas.outboxes[self._rank])
         size = _OUTBOX.size + segment_bytes(T, W) + 8 * T
@@ -302,7 +302,7 @@ class DeviceExchange(Exchange):
         rows = self.to_device(np.concatenate(found).astype(np.int32))
         arenas = tables.arenas
         own = (arenas.addresses[self._rank] + arenas.layout.squares[self._order, self._rank]
-               + 4 * round_number * self._num_slots[:, self._rank])
+               + 4 * round_number * self._num_slots)
         named = self.starts(rows, counts[..., 0])
         self.exchange((named, 0), (own, named))
 
