@@ -147,7 +147,7 @@ int64_t number_addresses(const Batch& batch, Resolved* resolved) {
   int64_t n = 0;
   for (const FeatureBags& bags : batch.features) {
     resolved->first.push_back(n);
-    n += bags.bounds[bags.num_bags] - bags.bounds[0];
+    n += bags.num_ids();
   }
   return n;
 }

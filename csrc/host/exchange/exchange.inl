@@ -59,10 +59,10 @@ int64_t far_rows_ids(const Table& table, const Batch& batch, Moved kind, bool sk
   int64_t at = 0, num_pushed = 0;
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
-    const int64_t first = bags.bounds[0], n = bags.bounds[bags.num_bags] - first;
+    const int64_t n = bags.num_ids();
     if (skip_pushed) {
       uint32_t* keys = scratch.get<uint32_t>(1, n);
-      resolve(table.home, ids + first, n, n, keys);
+      resolve(table.home, ids + bags.bounds[0], n, n, keys);
       for (int64_t i = 0; i < n; ++i) {
         if (!table.is_pushed_key(keys[i])) continue;
         out.places[at + i] = 0;

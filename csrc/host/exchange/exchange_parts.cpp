@@ -308,11 +308,7 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
   };
   for (int32_t t : far_tables_) {
     first.push_back(total);
-    if (is_skipped(context_.tables[t])) continue;
-    for (int32_t f : context_.tables[t].features) {
-      const FeatureBags& bags = batch.features[f];
-      total += bags.bounds[bags.num_bags] - bags.bounds[0];
-    }
+    if (!is_skipped(context_.tables[t])) total += batch.num_ids(context_.tables[t]);
   }
   int64_t* places = reinterpret_cast<int64_t*>(places_.get(total * 8));
   uint32_t* keys = reinterpret_cast<uint32_t*>(keys_.get(total * 4));
@@ -329,7 +325,7 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
     rows = {places + first[k], keys + first[k], 0};
     const int64_t found =
         kernels().far_rows(table, batch, kind, collective && table.has_push, rows, scratch);
-    if (found >= 0) note_bad(bad, found);
+    note_bad(bad, found);
     // From keys, which are in order of owner, to slots.
     std::vector<int64_t>& split = splits_[t];
     split.assign(static_cast<size_t>(W) + 1, 0);
@@ -363,7 +359,7 @@ void Exchange::address_rows(Batch& batch, ParallelFor parallel) {
     for (int32_t f : table.features) {
       FeatureBags& bags = batch.features[f];
       bags.rows = place;
-      const int64_t n = bags.bounds[bags.num_bags] - bags.bounds[0];
+      const int64_t n = bags.num_ids();
       for (int64_t i = 0; i < n; ++i)
         if (place[i] < 0) place[i] = address[-1 - place[i]];
       place += n;

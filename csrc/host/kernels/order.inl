@@ -152,11 +152,8 @@ int64_t arrange_ids(const Table& table, const Batch& batch, OrderMemory memory, 
                     TableOrder& order) {
   order = TableOrder{};
   order.pairs = order.keys = order.bags = order.positions = TableOrder::kNone;
-  for (int32_t f : table.features) {
-    const FeatureBags& bags = batch.features[f];
-    order.n += bags.bounds[bags.num_bags] - bags.bounds[0];
-    order.num_bags += bags.num_bags;
-  }
+  order.n = batch.num_ids(table);
+  for (int32_t f : table.features) order.num_bags += batch.features[f].num_bags;
   if (table.has_push && table.all_pushed) {  // owners sort them
     order.n = 0;
     order.pair_bytes = 4;

@@ -73,10 +73,17 @@ Status forward_with_push(Context& context, Batch& batch, float* out, ParallelFor
   return {};
 }
 
-// Room that the order of one table's `n` ids takes at most: pairs or keys and bags, and with weights
-// bags and positions.
-int64_t order_bytes(int64_t n, bool weighted) {
-  return round_up(8 * n, 64) + (weighted ? round_up(4 * n, 64) + round_up(8 * n, 64) : 64);
+// Where the order of each table's ids lies behind the TableOrders, in bytes; and the end. At most it takes
+// pairs or keys and bags, and with weights bags and positions.
+std::vector<int64_t> order_places(const Context& context, const Batch& batch) {
+  std::vector<int64_t> places{
+      round_up(static_cast<int64_t>(context.tables.size() * sizeof(TableOrder)), 64)};
+  for (const Table& table : context.tables) {
+    const int64_t n = batch.num_ids(table);
+    const int64_t beside = batch.weights ? round_up(4 * n, 64) + round_up(8 * n, 64) : 64;
+    places.push_back(places.back() + round_up(8 * n, 64) + beside);
+  }
+  return places;
 }
 
 }  // namespace
@@ -104,10 +111,7 @@ Status forward(Context& context, const Batch& batch, float* out, bool collective
 }
 
 int64_t order_bytes(const Context& context, const Batch& batch) {
-  int64_t bytes = round_up(static_cast<int64_t>(context.tables.size() * sizeof(TableOrder)), 64);
-  for (const Table& table : context.tables)
-    bytes += order_bytes(num_ids(table, batch), batch.weights != nullptr);
-  return bytes;
+  return order_places(context, batch).back();
 }
 
 Status resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved,
@@ -122,12 +126,7 @@ Status resolve(Context& context, const Batch& batch, int64_t* addresses, const R
   if (found.bad.load() >= 0 || resolved.order == nullptr) return found.status();
   const std::vector<int32_t> by_size = largest_first(context, batch);
   TableOrder* orders = reinterpret_cast<TableOrder*>(resolved.order);
-  std::vector<int64_t> memory;
-  int64_t at = round_up(static_cast<int64_t>(context.tables.size() * sizeof(TableOrder)), 64);
-  for (const Table& table : context.tables) {
-    memory.push_back(at);
-    at += order_bytes(num_ids(table, batch), batch.weights != nullptr);
-  }
+  const std::vector<int64_t> memory = order_places(context, batch);
   run_tasks(context, static_cast<int64_t>(by_size.size()), is_small(batch), parallel,
             [&](int64_t task, Scratch& scratch) {
               const int32_t t = by_size[task];

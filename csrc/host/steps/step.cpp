@@ -4,21 +4,12 @@
 
 namespace oper::host {
 
-int64_t num_ids(const Table& table, const Batch& batch) {
-  int64_t n = 0;
-  for (int32_t f : table.features) {
-    const FeatureBags& bags = batch.features[f];
-    n += bags.bounds[bags.num_bags] - bags.bounds[0];
-  }
-  return n;
-}
-
 std::vector<int32_t> largest_first(const Context& context, const Batch& batch) {
   std::vector<int32_t> order(context.tables.size());
   std::vector<int64_t> sizes(context.tables.size());
   for (size_t t = 0; t < order.size(); ++t) {
     order[t] = static_cast<int32_t>(t);
-    sizes[t] = num_ids(context.tables[t], batch) * context.tables[t].dim;
+    sizes[t] = batch.num_ids(context.tables[t]) * context.tables[t].dim;
   }
   std::stable_sort(order.begin(), order.end(),
                    [&](int32_t a, int32_t b) { return sizes[a] > sizes[b]; });
@@ -28,7 +19,7 @@ std::vector<int32_t> largest_first(const Context& context, const Batch& batch) {
 bool is_small(const Batch& batch) {
   constexpr int64_t kSmallIds = 2048;
   int64_t n = 0;
-  for (const FeatureBags& bags : batch.features) n += bags.bounds[bags.num_bags] - bags.bounds[0];
+  for (const FeatureBags& bags : batch.features) n += bags.num_ids();
   return n < kSmallIds;
 }
 

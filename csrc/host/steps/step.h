@@ -11,9 +11,6 @@
 
 namespace oper::host {
 
-// Ids of a batch that look up in a table.
-int64_t num_ids(const Table& table, const Batch& batch);
-
 // Tables by work, so that no thread starts the longest task last.
 std::vector<int32_t> largest_first(const Context& context, const Batch& batch);
 
@@ -35,20 +32,6 @@ Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false);
 // rank any more.
 Status synchronize(Context& context, CollectivePhase phase, const Batch& batch,
                    ParallelFor parallel, Status mine = {});
-
-// What tasks of this rank have found: an id out of range, by its index, or -1; an outbox that is full.
-struct Found {
-  std::atomic<int64_t> bad{-1};
-  std::atomic<bool> full{false};
-  void note(int64_t result) {
-    if (result == kReduceFull) full.store(true);
-    note_bad(bad, result);
-  }
-  Status status() const {
-    if (bad.load() >= 0) return {4, bad.load()};
-    return full.load() ? Status{3, -1} : Status{};
-  }
-};
 
 // Runs task(feature, range of its bags, scratch) over the whole batch in blocks of about a
 // thousand bags.
