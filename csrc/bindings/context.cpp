@@ -248,14 +248,8 @@ std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
   return result;
 }
 
-// Per rank of this memory domain: arrivals at barriers, updates begun, updates ended. Empty with one.
-std::vector<int64_t> context_progress(int64_t handle) {
-  const Context& context = context_of(handle);
-  return context.barrier ? context.barrier->progress() : std::vector<int64_t>{};
-}
-
 // Per rank of this memory domain: arrivals at barriers, what the last one was for, whether the rank has
-// given up or closed (Absence), whom it then found to be behind. Empty with one.
+// given up or closed (Absence), whom it then found to be behind, updates begun and ended. Empty with one.
 std::vector<int64_t> context_positions(int64_t handle) {
   const Context& context = context_of(handle);
   return context.barrier ? context.barrier->positions() : std::vector<int64_t>{};
@@ -330,7 +324,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(context_trace, "(int handle, int most) -> ()");
   OPER_OPERATOR(context_spans, "(int handle) -> int[]");
   OPER_OPERATOR(context_traffic, "(int handle, bool reset) -> int[]");
-  OPER_OPERATOR(context_progress, "(int handle) -> int[]");
   OPER_OPERATOR(context_mark_changes, "(int handle, bool on) -> ()");
   OPER_OPERATOR(context_take_changes, "(int handle, int table) -> Tensor");
   OPER_OPERATOR(copy_rows, "(Tensor rows, Tensor slots, Tensor(a!) to) -> ()");

@@ -71,12 +71,29 @@ class Verdict(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What a rank has left at a collection's barrier, see ``Barrier::positions``."""
+    """What a rank has left at a collection's barrier, see ``Barrier::positions``.
+
+    Attributes:
+        arrivals: at the barrier.
+        phase: what the last one was for.
+        absent: 0, `GIVEN_UP`, or that it has closed.
+        verdict: whom it then found to be behind, see `Verdict.pack`.
+        begun, ended: updates of its rows.
+    """
 
     arrivals: int
     phase: int
     absent: int
     verdict: int
+    begun: int
+    ended: int
+
+
+def lines_of(handle: int) -> list[Line]:
+    """Of the ranks of this rank's memory domain, by rank; empty with a single one."""
+    flat = torch.ops.oper.context_positions(handle)
+    width = len(Line._fields)
+    return [Line(*flat[k:k + width]) for k in range(0, len(flat), width)]
 
 
 # ---- collections of a group ----------------------------------------------------------------------
@@ -112,9 +129,8 @@ class Register:
             if not tables.is_watched:
                 continue
             with contextlib.suppress(AttributeError, RuntimeError):  # not open yet, or closed
-                flat = torch.ops.oper.context_positions(tables.handle)
-                if flat:
-                    found[number] = [Line(*flat[k:k + 4]) for k in range(0, len(flat), 4)]
+                if lines := lines_of(tables.handle):
+                    found[number] = lines
         return found
 
     def waits(self, rank: int) -> Spot | None:
