@@ -85,6 +85,8 @@ inline void wait(Stream* stream, const Event& event) {
   enqueue(stream, [event] { finish(event); });
 }
 
+inline thread_local int64_t num_waits = 0;  // of the host for a stream
+
 }  // namespace oper::emulation
 
 // ---- runtime ------------------------------------------------------------------------------------
@@ -142,6 +144,7 @@ inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  ++oper::emulation::num_waits;
   oper::emulation::finish(oper::emulation::record(stream));
   return cudaSuccess;
 }
