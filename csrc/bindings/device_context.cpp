@@ -118,17 +118,18 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
   const OnDevice on(*made);
   std::vector<bool> near(static_cast<size_t>(world_size));
   for (int64_t r : domain) near[static_cast<size_t>(r)] = true;
-  made->context = std::make_unique<Context>(
-      description_of(rank, world_size, arrays, outbox_bytes, heads),
-      Shared{int64_data(pads), arena, arena_bytes, near}, deadline_ms);
+  made->context =
+      std::make_unique<Context>(description_of(rank, world_size, arrays, outbox_bytes, heads),
+                                Shared{int64_data(pads), arena, arena_bytes, near}, deadline_ms);
   return tables_of_device().add(std::move(made));
 }
 
 void device_context_close(int64_t handle) { tables_of_device().close(handle); }
 
 // `hook`: address of a function, see Hook, or 0; the others as in `Tables`.
-void device_context_set_points(int64_t handle, int64_t hook, bool barrier_in_hook, bool exchanges, bool tells,
-                               bool gathers, bool shares, bool counts, int64_t num_squares) {
+void device_context_set_points(int64_t handle, int64_t hook, bool barrier_in_hook, bool exchanges,
+                               bool tells, bool gathers, bool shares, bool counts,
+                               int64_t num_squares) {
   const auto tables = tables_of(handle);
   tables->hook = reinterpret_cast<Hook>(hook);
   tables->barrier_in_hook = barrier_in_hook;
@@ -291,14 +292,16 @@ void device_barrier(int64_t handle) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  OPER_OPERATOR(device_context_create,
-                "(int rank, int world_size, Tensor[] arrays, int outbox_bytes, Tensor[] heads, "
-                "Tensor pads, int deadline_ms, int arena, int arena_bytes, int[] domain, Tensor like) "
-                "-> int");
+  OPER_OPERATOR(
+      device_context_create,
+      "(int rank, int world_size, Tensor[] arrays, int outbox_bytes, Tensor[] heads, "
+      "Tensor pads, int deadline_ms, int arena, int arena_bytes, int[] domain, Tensor like) "
+      "-> int");
   OPER_OPERATOR(device_context_close, "(int handle) -> ()");
-  OPER_OPERATOR(device_context_set_points,
-                "(int handle, int hook, bool barrier_in_hook, bool exchanges, bool tells, bool gathers, "
-                "bool shares, bool counts, int num_squares) -> ()");
+  OPER_OPERATOR(
+      device_context_set_points,
+      "(int handle, int hook, bool barrier_in_hook, bool exchanges, bool tells, bool gathers, "
+      "bool shares, bool counts, int num_squares) -> ()");
   OPER_OPERATOR(device_context_set_push,
                 "(int handle, Tensor requests, Tensor partials, int bytes) -> ()");
   OPER_OPERATOR(device_context_set_pull, "(int handle, int pull, int most_staging_bytes) -> ()");

@@ -20,10 +20,10 @@ Messages& messages_of(const Tables& tables) {
 void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int64_t collection) {
   const auto tables = tables_of(handle);
   const Context& context = *tables->context;
-  tables->messages = std::make_unique<Messages>(Messages::Setup{
-      context.view().rank, context.near(), context.message_tables(),
-      static_cast<int32_t>(bits.at(0)), static_cast<int32_t>(bits.at(1)),
-      static_cast<uint32_t>(collection), kAlignment});
+  tables->messages = std::make_unique<Messages>(
+      Messages::Setup{context.view().rank, context.near(), context.message_tables(),
+                      static_cast<int32_t>(bits.at(0)), static_cast<int32_t>(bits.at(1)),
+                      static_cast<uint32_t>(collection), kAlignment});
 }
 
 // Begins a phase: tells all ranks `counts`, int64 [W, T, kCounts], and this rank's error, if any.
@@ -202,9 +202,9 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
       int64_t& place = at(targets, x);
       const bool is_put = x.shape.kind == kSentSquares && x.index == 1;
       if (place == 0 && is_put) {
-        place = reinterpret_cast<int64_t>(
-            tables->context->far_squares(x.rank, x.table) +
-            messages.round() * messages.limit(x, Messages::kSenderSlots));
+        place =
+            reinterpret_cast<int64_t>(tables->context->far_squares(x.rank, x.table) +
+                                      messages.round() * messages.limit(x, Messages::kSenderSlots));
       } else if (place == 0 && is_outbox_slots(x)) {
         place = slots;
         slots += 4 * x.in;

@@ -299,10 +299,12 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
   return {out, status.code, status.detail};
 }
 
-std::tuple<int64_t, int64_t> lookup_backward(
-    int64_t handle, Tensor grad, Tensor ids, Tensor offsets, std::optional<Tensor> weights,
-    Tensor key_of, int64_t batch_size, bool pooled, Tensor optimizers, double gradient_scale,
-    std::optional<Tensor> addresses, std::optional<Tensor> order, bool updates) {
+std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
+                                             Tensor offsets, std::optional<Tensor> weights,
+                                             Tensor key_of, int64_t batch_size, bool pooled,
+                                             Tensor optimizers, double gradient_scale,
+                                             std::optional<Tensor> addresses,
+                                             std::optional<Tensor> order, bool updates) {
   Context& context = context_of(handle);
   STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
                       optimizers.numel() ==
@@ -324,10 +326,9 @@ std::tuple<int64_t, int64_t> lookup_backward(
     batch.resolved = &resolved;
   }
   const float* gradients = static_cast<const float*>(grad.data_ptr());
-  const Status status =
-      updates ? backward(context, batch, gradients, static_cast<float>(gradient_scale),
-                         parallel_over_tasks)
-              : leave(context, batch, gradients, parallel_over_tasks);
+  const Status status = updates ? backward(context, batch, gradients,
+                                           static_cast<float>(gradient_scale), parallel_over_tasks)
+                                : leave(context, batch, gradients, parallel_over_tasks);
   return {status.code, status.detail};
 }
 

@@ -33,8 +33,8 @@ struct Status {
 // Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments lie in rank
 // order, sizes in bytes. `phase` is a CollectivePhase. Returns 0, or anything else after an error, which the
 // caller keeps.
-using Transport = int64_t (*)(int64_t phase, const void* send, const int64_t* send_bytes, void* recv,
-                              const int64_t* recv_bytes);
+using Transport = int64_t (*)(int64_t phase, const void* send, const int64_t* send_bytes,
+                              void* recv, const int64_t* recv_bytes);
 
 // What is sent, in bytes by kind and receiver; the order is that of SENT in oper/rows/traffic.py.
 enum Sent {
@@ -307,7 +307,8 @@ class Messages {
                 4};
       case CollectivePhase::kPartials:
         return {{{kSentPartialSums, 0, gradient, sums}, {kSentRows, 1, row, rows}}, 2};
-      case CollectivePhase::kGradients:  // devices reduce those of pushed rows, too, and send no bags'
+      case CollectivePhase::
+          kGradients:  // devices reduce those of pushed rows, too, and send no bags'
         return {{{kSentGradientRows, 0, 4, 32, kReceiverSlots},
                  {kSentGradientRows, 0, gradient, back},
                  {kSentGradientIds, 1, 4, 32, kReceiverSlots},

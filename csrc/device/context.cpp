@@ -129,8 +129,8 @@ class Context::Builder {
     c_.epoch_ = memory.take<uint32_t>(1);
     c_.claimed_ = memory.take<int>(1);
     filled_ = memory.used();
-    c_.mirrors_ = memory.take<char>(
-        std::count(s_.near.begin(), s_.near.end(), false) * outbox_header_bytes(T, W));
+    c_.mirrors_ = memory.take<char>(std::count(s_.near.begin(), s_.near.end(), false) *
+                                    outbox_header_bytes(T, W));
     c_.far_squares_.assign(static_cast<size_t>(T * W), nullptr);
     for (int64_t k = 0; k < T; ++k) {
       const int64_t t = c_.order_[static_cast<size_t>(k)];
@@ -236,8 +236,7 @@ class Context::Builder {
                                           : c_.far_squares_[static_cast<size_t>(k * W + r)];
     }
     c_.message_tables_.push_back({out.dim, out.type, out.has_push, is_piece(t), {}});
-    for (int64_t r = 0; r < W; ++r)
-      c_.message_tables_.back().num_slots.push_back(num_slots(t, r));
+    for (int64_t r = 0; r < W; ++r) c_.message_tables_.back().num_slots.push_back(num_slots(t, r));
     c_.max_dim_ = std::max(c_.max_dim_, out.dim);
     c_.max_row_bytes_ = std::max<int64_t>(c_.max_row_bytes_, bytes_of_row(out.type, out.dim));
     c_.min_dim_ = c_.min_dim_ == 0 ? out.dim : std::min(c_.min_dim_, out.dim);

@@ -89,8 +89,8 @@ Exchange::~Exchange() {
   for (const auto& [data, bytes] : mapped_) munmap(data, bytes);
 }
 
-int64_t Exchange::transfer(CollectivePhase phase, const void* send, const int64_t* send_bytes, void* recv,
-                           const int64_t* recv_bytes) {
+int64_t Exchange::transfer(CollectivePhase phase, const void* send, const int64_t* send_bytes,
+                           void* recv, const int64_t* recv_bytes) {
   const int64_t begin_ns = PhaseTimes::now_ns();
   const int64_t error =
       setup_.transport(static_cast<int64_t>(phase), send, send_bytes, recv, recv_bytes);
@@ -126,8 +126,9 @@ Status Exchange::exchange_payload(CollectivePhase phase, bool is_reply, Parallel
   if (phase == CollectivePhase::kRequests) keep_requests(parts, send);
   char *to, *raw;
   try {
-    Buffer& inbox = phase == CollectivePhase::kRequests ? kept(kAsBefore).received
-                                               : inbox_[is_reply ? kInRows : static_cast<int>(phase)];
+    Buffer& inbox = phase == CollectivePhase::kRequests
+                        ? kept(kAsBefore).received
+                        : inbox_[is_reply ? kInRows : static_cast<int>(phase)];
     to = inbox.get(list.expanded);
     raw = list.is_raw ? to : received_.get(list.received);
   } catch (const std::bad_alloc&) {
@@ -181,9 +182,11 @@ void Exchange::keep_requests(const std::vector<Part>& parts, const char* send) {
   }
 }
 
-Status Exchange::synchronize(CollectivePhase phase, const Batch& batch, ParallelFor parallel, Status mine) {
+Status Exchange::synchronize(CollectivePhase phase, const Batch& batch, ParallelFor parallel,
+                             Status mine) {
   if (failed_.code != 0) return failed_;
-  if (phase == CollectivePhase::kRefreshes && !setup_.refreshes) return mine.code ? failed(mine) : mine;
+  if (phase == CollectivePhase::kRefreshes && !setup_.refreshes)
+    return mine.code ? failed(mine) : mine;
   const bool weighted = batch.weights != nullptr;
   messages.begin(phase);
   if (mine.code == 0) count(phase, weighted, parallel);

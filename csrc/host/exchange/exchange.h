@@ -107,14 +107,16 @@ class Exchange {
   bool is_as_before(const Requested& before, int64_t table, int32_t peer, bool weighted) const;
   // A count, or that of the forward pass whose requests were the same.
   uint32_t requests_count(int64_t table, int32_t peer, bool weighted) const;
-  void deliver(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table, const char* const* arrays);
+  void deliver(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table,
+               const char* const* arrays);
   // Distinct rows of a table that this rank asks a rank for.
   uint32_t num_far_rows(int32_t peer, int64_t table) const {
     const std::vector<int64_t>& split = splits_[table];
     return split.empty() ? 0 : static_cast<uint32_t>(split[peer + 1] - split[peer]);
   }
   // Whether bags, and lists that say their own length, are such as a rank of this job sends.
-  bool lists_fit(CollectivePhase phase, int32_t peer, int64_t table, const char* const* arrays) const;
+  bool lists_fit(CollectivePhase phase, int32_t peer, int64_t table,
+                 const char* const* arrays) const;
   // Calls the transport; what it returns. `send_bytes`, `recv_bytes`: [W].
   int64_t transfer(CollectivePhase phase, const void* send, const int64_t* send_bytes, void* recv,
                    const int64_t* recv_bytes);

@@ -44,7 +44,8 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
       // Only the gradients of bags that this owner holds rows of are sent.
       counts[2] = static_cast<uint32_t>(bags_[cell(r, t)].size());
     }
-    if (phase == CollectivePhase::kSquares || phase == CollectivePhase::kRefreshes) counts[0] = listed_[cell(r, t)].slots[0];
+    if (phase == CollectivePhase::kSquares || phase == CollectivePhase::kRefreshes)
+      counts[0] = listed_[cell(r, t)].slots[0];
   }
 }
 
@@ -164,7 +165,8 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
   }
 }
 
-Exchange::Source Exchange::source_in_outbox(CollectivePhase phase, int32_t r, int64_t t, int part) const {
+Exchange::Source Exchange::source_in_outbox(CollectivePhase phase, int32_t r, int64_t t,
+                                            int part) const {
   const char* base = context_.outbox[context_.rank];
   const int64_t gradient = context_.tables[t].gradient_bytes();
   if (phase == CollectivePhase::kPartials) {
@@ -198,7 +200,8 @@ Exchange::Source Exchange::source_in_outbox(CollectivePhase phase, int32_t r, in
 
 // ---- whether what others have sent can be ------------------------------------------------------
 
-bool Exchange::lists_fit(CollectivePhase phase, int32_t r, int64_t t, const char* const* arrays) const {
+bool Exchange::lists_fit(CollectivePhase phase, int32_t r, int64_t t,
+                         const char* const* arrays) const {
   const uint32_t* counts = messages.counts_from(r, t);
   // Bags only ever rise by one, see unpack_runs; the first may be missing.
   const auto bags_fit = [&](const char* bags, int64_t n) {
@@ -289,7 +292,8 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
 Status Exchange::gather(Batch& batch, Moved kind, bool collective, ParallelFor parallel) {
   if (failed_.code != 0) return failed_;
   const int64_t bad = list_far_rows(batch, kind, collective, parallel);
-  Status status = synchronize(CollectivePhase::kGather, batch, parallel, bad >= 0 ? Status{4, bad} : Status{});
+  Status status =
+      synchronize(CollectivePhase::kGather, batch, parallel, bad >= 0 ? Status{4, bad} : Status{});
   if (status.code != 0) return status;
   status = exchange_payload(CollectivePhase::kGather, true, parallel);
   if (status.code == 0) address_rows(batch, parallel);

@@ -70,8 +70,7 @@ Status collect(Context& context, const Batch& batch, const float* grad, bool kee
     context.collapse_outbox(context.rank);
     clock.end(kReduce);
   }
-  const Status status =
-      synchronize(context, CollectivePhase::kGradients, batch, parallel, mine);
+  const Status status = synchronize(context, CollectivePhase::kGradients, batch, parallel, mine);
   if (status.code != 0) return status;
   for (int32_t r = 0; r < context.world_size; ++r)
     if (r != context.rank) context.collapse_outbox(r);

@@ -44,13 +44,15 @@ void run_bag_tasks(Context& context, const Batch& batch, bool small, ParallelFor
     first.push_back(count);
     count += (bags.num_bags + kTaskBags - 1) / kTaskBags;
   }
-  run_tasks(context, count, small || is_small(batch), parallel, [&](int64_t index, Scratch& scratch) {
-    const size_t f = static_cast<size_t>(
-        std::upper_bound(first.begin(), first.end(), index) - first.begin() - 1);
-    const FeatureBags& bags = batch.features[f];
-    const int64_t begin = (index - first[f]) * kTaskBags;
-    task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kTaskBags), f}, scratch);
-  });
+  run_tasks(
+      context, count, small || is_small(batch), parallel, [&](int64_t index, Scratch& scratch) {
+        const size_t f = static_cast<size_t>(std::upper_bound(first.begin(), first.end(), index) -
+                                             first.begin() - 1);
+        const FeatureBags& bags = batch.features[f];
+        const int64_t begin = (index - first[f]) * kTaskBags;
+        task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kTaskBags), f},
+             scratch);
+      });
 }
 
 }  // namespace oper::host
