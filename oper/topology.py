@@ -240,7 +240,7 @@ class Topology:
         domains = tuple(
             replace(here.domains[0], ranks=tuple(range(start, end)), host=host, cross_gbps=1.25)
             for host, (start, end) in enumerate(zip(starts, ends, strict=True)))
-        # Meeting over TCP costs 50 to 450 us (benchmarks/cluster.json, `meeting_us`), and the ranks
+        # A phase over TCP costs 50 to 450 us (benchmarks/cluster.json, `phase_us`), and the ranks
         # copy every byte themselves. What tiers and pushed ids cost is of the order that
         # calibration finds: little beside a network of this speed, but it decides between plans
         # that send alike.

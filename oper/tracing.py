@@ -91,7 +91,7 @@ class Trace:
                  steps: Steps | None, done: int) -> None:
         self.is_written = False
         self._path, self._steps = path, steps
-        self._tables = tables[0]  # through which the ranks meet
+        self._tables = tables[0]  # whose barrier the ranks share
         self._recorders = [_Recorder(t, steps, done) for t in tables]
         self._is_over = False
 

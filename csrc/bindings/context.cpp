@@ -1,6 +1,6 @@
 // torch operators that make, ask and close what the host back end knows of sharded tables.
 //
-// Placement data (addresses, deal tables, head maps) is laid out by Python and copied or referenced
+// Placement data (addresses, stripe tables, head maps) is laid out by Python and copied or referenced
 // here; see oper/rows/directory.py for its meaning.
 #include <algorithm>
 #include <iterator>
@@ -248,27 +248,21 @@ std::vector<int64_t> context_traffic(int64_t handle, bool reset) {
   return result;
 }
 
-// Per rank of this memory domain: arrivals at barriers, updates begun, updates ended. Empty with one.
-std::vector<int64_t> context_progress(int64_t handle) {
-  const Context& context = context_of(handle);
-  return context.barrier ? context.barrier->progress() : std::vector<int64_t>{};
-}
-
 // Per rank of this memory domain: arrivals at barriers, what the last one was for, whether the rank has
-// given up or closed (Absence), whom it then found to be behind. Empty with one.
+// given up or closed (Absence), whom it then found to be behind, updates begun and ended. Empty with one.
 std::vector<int64_t> context_positions(int64_t handle) {
   const Context& context = context_of(handle);
   return context.barrier ? context.barrier->positions() : std::vector<int64_t>{};
 }
 
-// Per rank: number of its last meeting across memory domains, what it was for, and the collection;
+// Per rank: number of its last head across memory domains, the phase and the collection it was for;
 // as this rank was last told. Empty in a single domain.
-std::vector<int64_t> context_meetings(int64_t handle) {
+std::vector<int64_t> context_last_phases(int64_t handle) {
   const Context& context = context_of(handle);
-  return context.exchange ? context.exchange->messages.meetings() : std::vector<int64_t>{};
+  return context.exchange ? context.exchange->messages.last_phases() : std::vector<int64_t>{};
 }
 
-// This rank meets nobody of its memory domain any more; `verdict` says whom it found to be behind.
+// This rank arrives at no barrier of its memory domain any more; `verdict` says whom it found to be behind.
 void context_give_up(int64_t handle, int64_t verdict) {
   Context& context = context_of(handle);
   if (context.barrier) context.barrier->give_up(verdict);
@@ -323,14 +317,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(context_sent_bytes, "(int handle, bool reset) -> int[]");
   OPER_OPERATOR(context_barrier, "(int handle, int phase, bool refuses=False) -> (int, int)");
   OPER_OPERATOR(context_positions, "(int handle) -> int[]");
-  OPER_OPERATOR(context_meetings, "(int handle) -> int[]");
+  OPER_OPERATOR(context_last_phases, "(int handle) -> int[]");
   OPER_OPERATOR(context_give_up, "(int handle, int verdict) -> ()");
   OPER_OPERATOR(context_phases, "(int handle) -> int[]");
   OPER_OPERATOR(context_phase_histograms, "(int handle, bool reset) -> int[]");
   OPER_OPERATOR(context_trace, "(int handle, int most) -> ()");
   OPER_OPERATOR(context_spans, "(int handle) -> int[]");
   OPER_OPERATOR(context_traffic, "(int handle, bool reset) -> int[]");
-  OPER_OPERATOR(context_progress, "(int handle) -> int[]");
   OPER_OPERATOR(context_mark_changes, "(int handle, bool on) -> ()");
   OPER_OPERATOR(context_take_changes, "(int handle, int table) -> Tensor");
   OPER_OPERATOR(copy_rows, "(Tensor rows, Tensor slots, Tensor(a!) to) -> ()");

@@ -36,8 +36,8 @@ void at(Tables& tables, Point point, int64_t value = 0) {
     throw Stopped{kPointFailed, 0};
 }
 
-void meet(const Call& call) {
-  if (call.tables.meets) return at(call.tables, Point::kMeet);
+void barrier(const Call& call) {
+  if (call.tables.barrier_in_hook) return at(call.tables, Point::kBarrier);
   call.context.barrier(call.stream);
 }
 
@@ -128,14 +128,14 @@ std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor&
   made->by_pair = made->stages_near || tables.gathers;
   made->made_on = stream;
   made->workspace =
-      tables.empty(carve(context, batch_of(x, *made), nullptr).bytes, ScalarType::Byte);
+      tables.empty(lay_out(context, batch_of(x, *made), nullptr).bytes, ScalarType::Byte);
   return made;
 }
 
 Call call_of(Tables& tables, const Lookup& x, Prepared& prepared, cudaStream_t stream) {
   prepared.use_on(stream);
   const Batch batch = batch_of(x, prepared);
-  Workspace work = carve(*tables.context, batch, prepared.workspace.data_ptr());
+  Workspace work = lay_out(*tables.context, batch, prepared.workspace.data_ptr());
   STD_TORCH_CHECK(work.bytes <= prepared.workspace.numel(), "internal: the workspace is too small");
   STD_TORCH_CHECK(
       bits_for(static_cast<uint64_t>(tables.context->view().num_features)) + work.plan.bag_bits <=
@@ -209,9 +209,9 @@ Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory)
   STD_TORCH_CHECK(staging.bytes / kStagingUnit < static_cast<int64_t>(kNotStaged),
                   "internal: too much staging memory");
   clear_staging(call.batch, call.work.plan, call.stream);
-  if (far.stretches)
+  if (far.ranges)
     place_far_rows(view, call.work.plan,
-                   {int64_data(*far.stretches), far.stretches->size(0), far.num_rows,
+                   {int64_data(*far.ranges), far.ranges->size(0), far.num_rows,
                     static_cast<const char*>(far.rows->data_ptr())},
                    staging, call.stream);
   if (first > 0)
@@ -242,7 +242,7 @@ void forward_push(const Call& call, const Output& out) {
   const auto& classes = call.context.classes();
   // Not the batch plan's memory, which may hold a batch that was resolved ahead.
   const Tensor memory = tables.empty(call.work.bytes, ScalarType::Byte);
-  Workspace work = carve(call.context, call.batch, memory.data_ptr());
+  Workspace work = lay_out(call.context, call.batch, memory.data_ptr());
   PushPlan& push = work.push;
   const auto find_messages = [&] {
     push.requests = static_cast<char* const*>(tables.requests->data_ptr());
@@ -253,11 +253,11 @@ void forward_push(const Call& call, const Output& out) {
   find_messages();
   publish_requests(view, call.batch, work.plan, push, call.stream);
   at(tables, Point::kRequests);  // with other domains: puts mirrors in the place of both
-  meet(call);
+  barrier(call);
   find_messages();
   pool_for_readers(view, classes, push, call.stream);
   at(tables, Point::kPartials);
-  meet(call);
+  barrier(call);
   find_messages();
   add_partials(view, classes, call.batch, work.plan, push, out, call.stream);
   tables.requests = requests;
@@ -294,6 +294,12 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
   return {out, prepared->bounds, 0, 0};
 }
 
+// Whether kernels can read a tensor of a batch.
+bool is_here(const Tables& tables, const Tensor& tensor) {
+  return tensor.is_cuda() == tables.like->is_cuda() &&
+         tensor.get_device_index() == tables.like->get_device_index();
+}
+
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> offsets,
@@ -302,7 +308,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   try {
-    if (!is_fit(ids, lengths, weights, key_of, batch_size)) throw Stopped{kBadBatch, -1};
+    if (!is_here(*tables, ids) || !is_here(*tables, lengths) ||
+        (weights && !is_here(*tables, *weights)) ||
+        !is_fit(ids, lengths, weights, key_of, batch_size))
+      throw Stopped{kBadBatch, -1};
     return forward(*tables, {ids, weights, key_of, batch_size, pooled}, lengths, collective,
                    made_ahead(addresses));
   } catch (const Stopped& stopped) {
@@ -412,10 +421,10 @@ void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t str
 
 Inbox inbox_of(Tables& tables, cudaStream_t stream) {
   int64_t bytes = 0;
-  carve_inbox(*tables.context, nullptr, &bytes);
+  lay_out_inbox(*tables.context, nullptr, &bytes);
   const bool is_new = !tables.inbox;
   if (is_new) tables.inbox = tables.empty(bytes, ScalarType::Byte);
-  const Inbox inbox = carve_inbox(*tables.context, tables.inbox->data_ptr(), &bytes);
+  const Inbox inbox = lay_out_inbox(*tables.context, tables.inbox->data_ptr(), &bytes);
   if (is_new)
     check(cudaMemsetAsync(inbox.heads, 0xff, static_cast<size_t>(4 * tables.context->own_rows()),
                           stream),
@@ -435,20 +444,20 @@ void exchange_gradients(Call& call, float scale) {
   std::optional<Tensor> memory = std::move(tables.inbox);
   tables.inbox = std::nullopt;
   at(tables, Point::kGradients);
-  meet(call);
+  barrier(call);
   collect(view, inbox, call.stream);
   at(tables, Point::kCollected);
   for (int64_t round = 0; round < tables.num_squares; ++round) {
     merge_squares(view, classes, inbox, scale, optimizers, static_cast<int32_t>(round),
                   call.stream);
     at(tables, Point::kSquares, round);
-    meet(call);
+    barrier(call);
   }
   merge_and_update(view, classes, inbox, scale, optimizers, call.stream);
-  meet(call);
+  barrier(call);
   at(tables, Point::kUpdated);
   refresh(view, call.stream);
-  if (tables.shares) meet(call);
+  if (tables.shares) barrier(call);
   tables.inbox = std::move(memory);
 }
 
@@ -457,8 +466,9 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
                                              Tensor key_of, int64_t batch_size, bool pooled,
                                              Tensor optimizers, double gradient_scale,
                                              std::optional<Tensor> addresses,
-                                             std::optional<Tensor> order) {
+                                             std::optional<Tensor> order, bool updates) {
   (void)order;  // is with the addresses
+  STD_TORCH_CHECK(updates, "internal: no parts of batches in device memory");
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   try {

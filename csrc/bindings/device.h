@@ -35,7 +35,7 @@ enum Code : int64_t {
 // Where a step calls Python: as oper/shmem/device/steps.py numbers them. `value` is the number of
 // bytes that are staged before other domains' rows, or the round of squares.
 enum class Point : int64_t {
-  kMeet,  // order this rank's later kernels after all ranks' earlier ones
+  kBarrier,  // order this rank's later kernels after all ranks' earlier ones
   kRows, kPulledRows, kWeightRows,  // before rows are read; kPulledRows: owners pool pushed ones
   kRequests, kPartials,             // push: after requests, and sums, are there
   kGradients, kCollected, kSquares, kUpdated
@@ -76,7 +76,7 @@ struct Prepared {
 
 // Rows that other domains have sent for the step under way.
 struct ReceivedRows {
-  std::optional<Tensor> stretches, rows;
+  std::optional<Tensor> ranges, rows;
   int64_t num_rows = 0, num_bytes = 0;
 };
 
@@ -88,7 +88,7 @@ struct Tables {
   std::optional<Tensor> like;      // on the tables' device
   std::unique_ptr<Messages> messages;  // with other memory domains; null: there are none
   Hook hook = nullptr;
-  bool meets = false;         // ranks are threads of one process, whom the hook orders
+  bool barrier_in_hook = false;  // ranks are threads of one process, whom the hook orders
   bool exchanges = false;     // other domains take part in steps
   bool tells = false;         // and are told there what has failed
   bool gathers = false;       // rows of other domains are read

@@ -107,29 +107,32 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
 
 namespace {
 
-// `like`: an empty tensor on the tables' device.
+// `like`: an empty tensor on the tables' device. `domain`: ranks whose memory this one can address.
 int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tensor> arrays,
                               int64_t outbox_bytes, std::vector<Tensor> heads, Tensor pads,
                               int64_t deadline_ms, int64_t arena, int64_t arena_bytes,
-                              Tensor like) {
+                              std::vector<int64_t> domain, Tensor like) {
   auto made = std::make_shared<Tables>();
   made->keep_alive = heads;
   made->like = like;
   const OnDevice on(*made);
-  made->context = std::make_unique<Context>(
-      description_of(rank, world_size, arrays, outbox_bytes, heads),
-      Shared{int64_data(pads), arena, arena_bytes}, deadline_ms);
+  std::vector<bool> near(static_cast<size_t>(world_size));
+  for (int64_t r : domain) near[static_cast<size_t>(r)] = true;
+  made->context =
+      std::make_unique<Context>(description_of(rank, world_size, arrays, outbox_bytes, heads),
+                                Shared{int64_data(pads), arena, arena_bytes, near}, deadline_ms);
   return tables_of_device().add(std::move(made));
 }
 
 void device_context_close(int64_t handle) { tables_of_device().close(handle); }
 
 // `hook`: address of a function, see Hook, or 0; the others as in `Tables`.
-void device_context_set_points(int64_t handle, int64_t hook, bool meets, bool exchanges, bool tells,
-                               bool gathers, bool shares, bool counts, int64_t num_squares) {
+void device_context_set_points(int64_t handle, int64_t hook, bool barrier_in_hook, bool exchanges,
+                               bool tells, bool gathers, bool shares, bool counts,
+                               int64_t num_squares) {
   const auto tables = tables_of(handle);
   tables->hook = reinterpret_cast<Hook>(hook);
-  tables->meets = meets;
+  tables->barrier_in_hook = barrier_in_hook;
   tables->exchanges = exchanges;
   tables->tells = tells;
   tables->gathers = gathers;
@@ -153,9 +156,9 @@ void device_context_set_pull(int64_t handle, int64_t pull, int64_t most_staging_
 }
 
 // Within a step: rows of other domains, see FarRows.
-void device_receive_rows(int64_t handle, Tensor stretches, Tensor rows, int64_t num_rows,
+void device_receive_rows(int64_t handle, Tensor ranges, Tensor rows, int64_t num_rows,
                          int64_t num_bytes) {
-  tables_of(handle)->received = {stretches, rows, num_rows, num_bytes};
+  tables_of(handle)->received = {ranges, rows, num_rows, num_bytes};
 }
 
 // Code, rank and detail of the first error; reads host memory only.
@@ -289,13 +292,16 @@ void device_barrier(int64_t handle) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  OPER_OPERATOR(device_context_create,
-                "(int rank, int world_size, Tensor[] arrays, int outbox_bytes, Tensor[] heads, "
-                "Tensor pads, int deadline_ms, int arena, int arena_bytes, Tensor like) -> int");
+  OPER_OPERATOR(
+      device_context_create,
+      "(int rank, int world_size, Tensor[] arrays, int outbox_bytes, Tensor[] heads, "
+      "Tensor pads, int deadline_ms, int arena, int arena_bytes, int[] domain, Tensor like) "
+      "-> int");
   OPER_OPERATOR(device_context_close, "(int handle) -> ()");
-  OPER_OPERATOR(device_context_set_points,
-                "(int handle, int hook, bool meets, bool exchanges, bool tells, bool gathers, "
-                "bool shares, bool counts, int num_squares) -> ()");
+  OPER_OPERATOR(
+      device_context_set_points,
+      "(int handle, int hook, bool barrier_in_hook, bool exchanges, bool tells, bool gathers, "
+      "bool shares, bool counts, int num_squares) -> ()");
   OPER_OPERATOR(device_context_set_push,
                 "(int handle, Tensor requests, Tensor partials, int bytes) -> ()");
   OPER_OPERATOR(device_context_set_pull, "(int handle, int pull, int most_staging_bytes) -> ()");
@@ -306,7 +312,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_context_duplication, "(int handle) -> (int, int, int)");
   OPER_OPERATOR(device_arrays, "(int handle) -> Tensor[]");
   OPER_OPERATOR(device_receive_rows,
-                "(int handle, Tensor stretches, Tensor rows, int num_rows, int num_bytes) -> ()");
+                "(int handle, Tensor ranges, Tensor rows, int num_rows, int num_bytes) -> ()");
 #if !defined(OPER_EMULATED)
   OPER_OPERATOR(device_memory_create, "(int bytes, int[] host_ranges, int device) -> int[]");
   OPER_OPERATOR(device_memory_attach,

@@ -17,27 +17,24 @@ Messages& messages_of(const Tables& tables) {
 }
 
 // `bits`: of answers and of gradients.
-void device_context_set_exchange(int64_t handle, std::vector<int64_t> domain,
-                                 std::vector<int64_t> bits, int64_t collection) {
+void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int64_t collection) {
   const auto tables = tables_of(handle);
-  const View& view = tables->context->view();
-  std::vector<bool> near(static_cast<size_t>(view.world_size));
-  for (int64_t r : domain) near[static_cast<size_t>(r)] = true;
-  tables->messages = std::make_unique<Messages>(Messages::Setup{
-      view.rank, std::move(near), tables->context->message_tables(),
-      static_cast<int32_t>(bits.at(0)), static_cast<int32_t>(bits.at(1)),
-      static_cast<uint32_t>(collection), kAlignment});
+  const Context& context = *tables->context;
+  tables->messages = std::make_unique<Messages>(
+      Messages::Setup{context.view().rank, context.near(), context.message_tables(),
+                      static_cast<int32_t>(bits.at(0)), static_cast<int32_t>(bits.at(1)),
+                      static_cast<uint32_t>(collection), kAlignment});
 }
 
 // Begins a phase: tells all ranks `counts`, int64 [W, T, kCounts], and this rank's error, if any.
 // Returns theirs for this rank, and a Status. `transport`: address of a function, see Transport.
-std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64_t what,
+std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64_t phase,
                                                            bool weighted, int64_t code,
                                                            int64_t culprit, Tensor counts,
                                                            int64_t transport) {
   const auto tables = tables_of(handle);
   Messages& messages = messages_of(*tables);
-  messages.begin(static_cast<Meeting>(what));
+  messages.begin(static_cast<CollectivePhase>(phase));
   const int64_t width = counts.size(1) * counts.size(2);  // of one rank
   Tensor theirs = torch::stable::new_empty(
       counts, {counts.size(0), counts.size(1), counts.size(2)}, ScalarType::Long);
@@ -49,7 +46,7 @@ std::tuple<Tensor, int64_t, int64_t> device_exchange_heads(int64_t handle, int64
   }
   const auto move = reinterpret_cast<Transport>(transport);
   const Status status = messages.exchange_heads(
-      weighted, {code, culprit}, [&](auto... arguments) { return move(what, arguments...); });
+      weighted, {code, culprit}, [&](auto... arguments) { return move(phase, arguments...); });
   if (status.code == 0)
     for (int32_t r : messages.far)
       std::copy(messages.counts_from(r, 0), messages.counts_from(r, 0) + width, in + r * width);
@@ -95,10 +92,13 @@ class PartTable {
 };
 
 // An address for a part, of those by array, rank and table, int64 [arrays, W, T].
+int64_t& at(const Tensor& addresses, int index, int32_t rank, int64_t table) {
+  STD_TORCH_CHECK(index < addresses.size(0), "internal: no address for part of a message");
+  return static_cast<int64_t*>(
+      addresses.data_ptr())[(index * addresses.size(1) + rank) * addresses.size(2) + table];
+}
 int64_t& at(const Tensor& addresses, const Messages::Part& x) {
-  STD_TORCH_CHECK(x.index < addresses.size(0), "internal: no address for part of a message");
-  return static_cast<int64_t*>(addresses.data_ptr())[
-      (x.index * addresses.size(1) + x.rank) * addresses.size(2) + x.table];
+  return at(addresses, x.index, x.rank, x.table);
 }
 
 // Packs the arrays of the phase under way, or those that answer it. `sources`, `rows`: addresses of the
@@ -125,16 +125,74 @@ std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor s
           as_tensor(list.recv_bytes)};
 }
 
+// Lays out mirrors of the outboxes of other domains' ranks, which have only entries for this rank, of the
+// reduced gradients that have come.
+void mirror_outboxes(const Tables& tables, const Tensor& places) {
+  const View& view = tables.context->view();
+  const Messages& messages = messages_of(tables);
+  const int64_t T = view.num_tables, W = view.world_size, bytes = outbox_header_bytes(T, W);
+  std::vector<char> mirrors(messages.far.size() * static_cast<size_t>(bytes));
+  for (size_t k = 0; k < messages.far.size(); ++k) {
+    const int32_t r = messages.far[k];
+    const int64_t first = static_cast<int64_t>(k) * bytes;
+    const int64_t base = reinterpret_cast<int64_t>(tables.context->mirrors()) + first;
+    const int64_t rows = at(places, 1, r, 0);
+    char* const box = mirrors.data() + first;
+    uint32_t* const segments = reinterpret_cast<uint32_t*>(box + sizeof(OutboxHeader));
+    int64_t* const offsets =
+        reinterpret_cast<int64_t*>(box + sizeof(OutboxHeader) + segment_bytes(T, W));
+    uint32_t runs = 0;
+    for (int64_t t = 0; t < T; ++t) {
+      const uint32_t n = messages.counts_from(r, t)[0];
+      for (int32_t owner = 0; owner < W; ++owner)
+        segments[t * W + owner] = runs + (owner > view.rank ? n : 0);
+      offsets[t] = (at(places, 1, r, t) - rows) / 4;
+      runs += n;
+    }
+    segments[T * W] = runs;
+    *reinterpret_cast<OutboxHeader*>(box) = {at(places, 0, r, 0) - base, rows - base, runs, 0};
+  }
+  // Pageable memory, which the driver has read when the call returns.
+  check(cudaMemcpyAsync(tables.context->mirrors(), mirrors.data(), mirrors.size(),
+                        cudaMemcpyHostToDevice, stream_of(*tables.like)),
+        "cannot copy the headers of outboxes");
+}
+
+// Tells the refresh of replicas where the masters are that have come.
+void place_masters(const Tables& tables, const Tensor& places) {
+  const int64_t T = tables.context->view().num_tables, W = tables.context->view().world_size;
+  const Messages& messages = messages_of(tables);
+  std::vector<FarMasters> found(static_cast<size_t>(T * W));
+  for (int32_t r : messages.far)
+    for (int64_t t = 0; t < T; ++t)
+      if (const uint32_t n = messages.counts_from(r, t)[0]; n > 0)  // in front of the slots, too
+        found[static_cast<size_t>(t * W + r)] = {
+            reinterpret_cast<const uint32_t*>(at(places, 0, r, t)) + 1,
+            reinterpret_cast<const char*>(at(places, 1, r, t)), n};
+  check(cudaMemcpyAsync(tables.context->far_masters(), found.data(),
+                        found.size() * sizeof(FarMasters), cudaMemcpyHostToDevice,
+                        stream_of(*tables.like)),
+        "cannot copy where masters are");
+}
+
 // Places what has come in return for the last `device_exchange_pack`. `targets`: where arrays go, see
-// `at`, or 0: side by side in new memory; sums of squares go by the slots in front of them. Returns that
-// memory (uint8); in the place of the targets is where each array is, 0: weights that are not there.
+// `at`, or 0: sums of squares where kernels look for them, by the slots in front of them; else in new
+// memory, a rank's slots of gradients side by side. Returns that memory (uint8); in the place of the
+// targets is where each array is, 0: weights that are not there.
 Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   const Messages& messages = messages_of(*tables);
   const Messages::List& list = messages.last();
-  const Tensor memory = tables->empty(list.expanded, ScalarType::Byte);
+  const bool are_gradients = messages.phase() == CollectivePhase::kGradients;
+  const auto is_outbox_slots = [&](const Messages::Part& x) {
+    return are_gradients && x.index == 0;
+  };
+  int64_t num_slots = 0;
+  for (const Messages::Part& x : list.parts) num_slots += is_outbox_slots(x) ? x.in : 0;
+  const Tensor memory = tables->empty(list.expanded + 4 * num_slots, ScalarType::Byte);
   const int64_t begin = reinterpret_cast<int64_t>(memory.data_ptr());
+  int64_t slots = begin + list.expanded;
   const int64_t raw = reinterpret_cast<int64_t>(received.data_ptr());
   PartTable table;
   int64_t before = 0;  // where the array in front is in the message
@@ -143,7 +201,16 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
     if (x.in > 0 || x.index < targets.size(0)) {
       int64_t& place = at(targets, x);
       const bool is_put = x.shape.kind == kSentSquares && x.index == 1;
-      if (place == 0) place = begin + x.expanded_at;
+      if (place == 0 && is_put) {
+        place =
+            reinterpret_cast<int64_t>(tables->context->far_squares(x.rank, x.table) +
+                                      messages.round() * messages.limit(x, Messages::kSenderSlots));
+      } else if (place == 0 && is_outbox_slots(x)) {
+        place = slots;
+        slots += 4 * x.in;
+      } else if (place == 0) {
+        place = begin + x.expanded_at;
+      }
       if (x.in == 0 && x.shape.content == Messages::kWeights) place = 0;
       if (x.in > 0)
         table.add(x, x.in, place, is_put ? before : 0, wire,
@@ -152,6 +219,8 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
     before = wire;
   }
   table.move(*tables, false);
+  if (are_gradients) mirror_outboxes(*tables, targets);
+  if (messages.phase() == CollectivePhase::kRefreshes) place_masters(*tables, targets);
   return memory;
 }
 
@@ -160,24 +229,23 @@ std::vector<int64_t> device_exchange_sent_bytes(int64_t handle, bool reset) {
   const auto tables = tables_of(handle);
   return reset ? messages_of(*tables).take_sent() : messages_of(*tables).sent_bytes;
 }
-std::vector<int64_t> device_exchange_meetings(int64_t handle) {
-  return messages_of(*tables_of(handle)).meetings();
+std::vector<int64_t> device_exchange_last_phases(int64_t handle) {
+  return messages_of(*tables_of(handle)).last_phases();
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  OPER_OPERATOR(device_context_set_exchange,
-                "(int handle, int[] domain, int[] bits, int collection) -> ()");
+  OPER_OPERATOR(device_context_set_exchange, "(int handle, int[] bits, int collection) -> ()");
   OPER_OPERATOR(device_exchange_heads,
-                "(int handle, int what, bool weighted, int code, int culprit, Tensor counts, "
+                "(int handle, int phase, bool weighted, int code, int culprit, Tensor counts, "
                 "int transport) -> (Tensor, int, int)");
   OPER_OPERATOR(device_exchange_pack,
                 "(int handle, bool is_reply, Tensor sources, Tensor rows) -> Tensor[]");
   OPER_OPERATOR(device_exchange_place,
                 "(int handle, Tensor received, Tensor(a!) targets) -> Tensor");
   OPER_OPERATOR(device_exchange_sent_bytes, "(int handle, bool reset) -> int[]");
-  OPER_OPERATOR(device_exchange_meetings, "(int handle) -> int[]");
+  OPER_OPERATOR(device_exchange_last_phases, "(int handle) -> int[]");
 }
 
 }  // namespace oper::device

@@ -147,7 +147,7 @@ int64_t number_addresses(const Batch& batch, Resolved* resolved) {
   int64_t n = 0;
   for (const FeatureBags& bags : batch.features) {
     resolved->first.push_back(n);
-    n += bags.bounds[bags.num_bags] - bags.bounds[0];
+    n += bags.num_ids();
   }
   return n;
 }
@@ -299,17 +299,13 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
   return {out, status.code, status.detail};
 }
 
-// What `lookup_backward` and `lookup_leave` are given beside the lookup.
-struct Gradients {
-  Tensor grad, optimizers;
-  std::optional<Tensor> addresses, order;
-};
-
-// Calls pass(batch, gradients of its output).
-template <class Pass>
-std::tuple<int64_t, int64_t> with_gradients(Context& context, const Lookup& lookup,
-                                            const Gradients& of, Pass pass) {
-  const Tensor& optimizers = of.optimizers;
+std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
+                                             Tensor offsets, std::optional<Tensor> weights,
+                                             Tensor key_of, int64_t batch_size, bool pooled,
+                                             Tensor optimizers, double gradient_scale,
+                                             std::optional<Tensor> addresses,
+                                             std::optional<Tensor> order, bool updates) {
+  Context& context = context_of(handle);
   STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
                       optimizers.numel() ==
                           static_cast<int64_t>(context.tables.size()) * kOptimizerWidth,
@@ -321,47 +317,22 @@ std::tuple<int64_t, int64_t> with_gradients(Context& context, const Lookup& look
     context.tables[t].rounding = rounding_key(x);
   }
   int64_t rows = 0;
-  Batch batch = make_batch(context, lookup, &rows);
+  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
   // The output's layout, but for a gradient that is a slice of wider rows.
-  if (rows > 0) batch.out_stride = of.grad.stride(0);
+  if (rows > 0) batch.out_stride = grad.stride(0);
   Resolved resolved;
-  if (of.addresses.has_value()) {
-    resolved = resolved_batch(batch, *of.addresses, of.order);
+  if (addresses.has_value()) {
+    resolved = resolved_batch(batch, *addresses, order);
     batch.resolved = &resolved;
   }
-  const Status status = pass(batch, static_cast<const float*>(of.grad.data_ptr()));
+  const float* gradients = static_cast<const float*>(grad.data_ptr());
+  const Status status = updates ? backward(context, batch, gradients,
+                                           static_cast<float>(gradient_scale), parallel_over_tasks)
+                                : leave(context, batch, gradients, parallel_over_tasks);
   return {status.code, status.detail};
 }
 
-std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
-                                             Tensor offsets, std::optional<Tensor> weights,
-                                             Tensor key_of, int64_t batch_size, bool pooled,
-                                             Tensor optimizers, double gradient_scale,
-                                             std::optional<Tensor> addresses,
-                                             std::optional<Tensor> order) {
-  Context& context = context_of(handle);
-  return with_gradients(
-      context, {ids, offsets, key_of, weights, batch_size, pooled},
-      {grad, optimizers, addresses, order}, [&](const Batch& batch, const float* gradients) {
-        return backward(context, batch, gradients, static_cast<float>(gradient_scale),
-                        parallel_over_tasks);
-      });
-}
-
-// Exchanges the gradients of one part of a batch; the next `lookup_backward` updates with those of all
-// parts. See `leave` in host/context.h.
-std::tuple<int64_t, int64_t> lookup_leave(int64_t handle, Tensor grad, Tensor ids, Tensor offsets,
-                                          std::optional<Tensor> weights, Tensor key_of,
-                                          int64_t batch_size, bool pooled, Tensor optimizers) {
-  Context& context = context_of(handle);
-  return with_gradients(context, {ids, offsets, key_of, weights, batch_size, pooled},
-                        {grad, optimizers, std::nullopt, std::nullopt},
-                        [&](const Batch& batch, const float* gradients) {
-                          return leave(context, batch, gradients, parallel_over_tasks);
-                        });
-}
-
-// Forgets what `lookup_leave` has exchanged since the last update.
+// Forgets the parts of a batch that were exchanged since the last update.
 void lookup_forget(int64_t handle) { context_of(handle).num_left = 0; }
 
 // ---- memory ------------------------------------------------------------------------------------
@@ -419,9 +390,6 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def(oper::kLookupResolve);
   m.def(oper::kLookupWeightGradient);
   m.def(oper::kLookupBackward);
-  m.def(
-      "lookup_leave(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor? weights, "
-      "Tensor key_of, int batch_size, bool pooled, Tensor optimizers) -> (int, int)");
   OPER_OPERATOR(lookup_forget, "(int handle) -> ()");
 }
 
@@ -431,7 +399,6 @@ STABLE_TORCH_LIBRARY(oper, m) {
 STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCPU, m) {
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
-  m.impl("lookup_leave", TORCH_BOX(&oper::host::lookup_leave));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
@@ -440,5 +407,4 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
   m.impl("lookup_interaction", TORCH_BOX(&oper::host::lookup_interaction));
   m.impl("lookup_weight_gradient", TORCH_BOX(&oper::host::lookup_weight_gradient));
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
-  m.impl("lookup_leave", TORCH_BOX(&oper::host::lookup_leave));
 }

@@ -3,7 +3,7 @@
 // id -> position in hotness order (identity, or a bitmap with popcount ranks for the explicit head)
 //    -> tier (a few boundaries) -> arithmetic inside the tier.
 //
-// Arithmetic inside a tier: offset = position - start; one turn of the deal covers `period`
+// Arithmetic inside a tier: offset = position - start; one turn of the stripe covers `period`
 // offsets, and offset k of turn q lies at base[k] + q * step[k]. With byte addresses in base and
 // step this gives the row to read; with home keys it gives the key that orders the backward pass.
 #pragma once

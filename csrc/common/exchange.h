@@ -18,7 +18,7 @@ namespace oper {
 
 // The points of a batch where ranks wait for each other. In barriers kSharing follows, after the
 // refreshes, and then Python's own; oper/shmem/group/desync.py has words for all of them.
-enum class Meeting { kGather, kRequests, kPartials, kGradients, kSquares, kRefreshes };
+enum class CollectivePhase { kGather, kRequests, kPartials, kGradients, kSquares, kRefreshes };
 constexpr uint32_t kSharing = 6;
 
 struct Status {
@@ -31,10 +31,10 @@ struct Status {
 };
 
 // Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments lie in rank
-// order, sizes in bytes. `what` is the Meeting. Returns 0, or anything else after an error, which the
+// order, sizes in bytes. `phase` is a CollectivePhase. Returns 0, or anything else after an error, which the
 // caller keeps.
-using Transport = int64_t (*)(int64_t what, const void* send, const int64_t* send_bytes, void* recv,
-                              const int64_t* recv_bytes);
+using Transport = int64_t (*)(int64_t phase, const void* send, const int64_t* send_bytes,
+                              void* recv, const int64_t* recv_bytes);
 
 // What is sent, in bytes by kind and receiver; the order is that of SENT in oper/rows/traffic.py.
 enum Sent {
@@ -161,6 +161,7 @@ class Messages {
   int32_t world_size() const { return static_cast<int32_t>(setup_.near.size()); }
   bool is_near(int32_t rank) const { return setup_.near[rank]; }
   const Table& table(int64_t t) const { return setup_.tables[static_cast<size_t>(t)]; }
+  CollectivePhase phase() const { return phase_; }  // that is under way
   int32_t round() const { return round_; }  // of squares in this backward pass
 
   uint32_t* counts_to(int32_t peer, int64_t table) {
@@ -173,8 +174,8 @@ class Messages {
   // of a batch may be looked up before the backward pass of the part before it: two forward passes are
   // kept, but one where forward and backward passes take turns.
   uint32_t kept(uint32_t count) const { return (newest_ + kKept - (kAsBefore - count)) % kKept; }
-  // Per rank: number of its last meeting, what it was for, its collection, as it last told this rank.
-  std::vector<int64_t> meetings() const {
+  // Per rank: number of its last head, the phase and the collection it was for.
+  std::vector<int64_t> last_phases() const {
     std::vector<int64_t> found;
     for (int32_t r = 0; r < world_size(); ++r) {
       const uint32_t* head = heads_in_.data() + r * head_width_;
@@ -184,10 +185,10 @@ class Messages {
   }
 
   // A phase begins; before its counts are filled in.
-  void begin(Meeting what) {
-    round_ = what == Meeting::kSquares && what_ == what ? round_ + 1 : 0;
-    what_ = what;
-    if (what != Meeting::kRequests) return;
+  void begin(CollectivePhase phase) {
+    round_ = phase == CollectivePhase::kSquares && phase_ == phase ? round_ + 1 : 0;
+    phase_ = phase;
+    if (phase != CollectivePhase::kRequests) return;
     if (!has_passed_back_[newest_]) newest_ = (newest_ + 1) % kKept;
     has_passed_back_[newest_] = false;
   }
@@ -209,7 +210,7 @@ class Messages {
     ++sequence_;
     for (int32_t r = 0; r < W; ++r) {
       uint32_t* head = heads_out_.data() + r * head_width_;
-      head[kPhase] = static_cast<uint32_t>(what_);
+      head[kPhase] = static_cast<uint32_t>(phase_);
       head[kSequence] = sequence_;
       head[kCode] = static_cast<uint32_t>(mine.code);
       head[kCulprit] = static_cast<uint32_t>(mine.detail);
@@ -296,17 +297,18 @@ class Messages {
     const int32_t sums = bits_of_row(setup_.answer_bits, table.dim);
     const int32_t rows = table.row_type == RowType::kFloat32 ? sums : 32;
     const int32_t back = bits_of_row(setup_.gradient_bits, table.dim);
-    switch (what_) {
-      case Meeting::kGather:
+    switch (phase_) {
+      case CollectivePhase::kGather:
         if (is_reply) return {{{kSentRows, 0, row, rows}}, 1};
         return {{{kSentRowIds, 0, 4, 32, kReceiverSlots}}, 1};
-      case Meeting::kRequests:  // counts[2]: bags
+      case CollectivePhase::kRequests:  // counts[2]: bags
         return {{{kSentIds, 0, 4, 32, kReceiverSlots}, {kSentIds, 0, 4, 32, kRuns},
                  {kSentIdWeights, 0, 4, 32, kWeights}, {kSentRowIds, 1, 4, 32, kReceiverSlots}},
                 4};
-      case Meeting::kPartials:
+      case CollectivePhase::kPartials:
         return {{{kSentPartialSums, 0, gradient, sums}, {kSentRows, 1, row, rows}}, 2};
-      case Meeting::kGradients:  // devices reduce those of pushed rows, too, and send no bags'
+      case CollectivePhase::
+          kGradients:  // devices reduce those of pushed rows, too, and send no bags'
         return {{{kSentGradientRows, 0, 4, 32, kReceiverSlots},
                  {kSentGradientRows, 0, gradient, back},
                  {kSentGradientIds, 1, 4, 32, kReceiverSlots},
@@ -314,9 +316,9 @@ class Messages {
                  {kSentGradientWeights, 1, 4, 32, kWeights},
                  {kSentBagGradients, 2, gradient, back}},
                 table.is_pushed ? 6 : 2};
-      case Meeting::kSquares:
+      case CollectivePhase::kSquares:
         return {{{kSentSquares, 0, 4, 32, kSenderSlots}, {kSentSquares, 0, 4}}, 2};
-      case Meeting::kRefreshes:  // slots behind their number
+      case CollectivePhase::kRefreshes:  // slots behind their number
         return {{{kSentRefreshedRows, 0, 4, 32, kNumbers, 1}, {kSentRefreshedRows, 0, row}}, 2};
     }
     return {};
@@ -337,14 +339,14 @@ class Messages {
     if (found.code != 0) return found;
     for (int32_t r = 0; r < W; ++r) {
       const uint32_t* head = heads_in_.data() + r * head_width_;
-      if (head[kPhase] != static_cast<uint32_t>(what_) || head[kSequence] != sequence_ ||
+      if (head[kPhase] != static_cast<uint32_t>(phase_) || head[kSequence] != sequence_ ||
           head[kCollection] != setup_.collection || head[kWire] != wire())
         return {8, r};
     }
     for (int32_t r : far)
       for (int64_t t = 0; t < num_tables_; ++t) {
         if (!counts_fit(r, t)) return {9, r};
-        if (what_ != Meeting::kRequests) continue;
+        if (phase_ != CollectivePhase::kRequests) continue;
         asked_[cell(r, t)] = {counts_to(r, t)[2], counts_to(r, t)[1]};
         asked_by_[newest_][cell(r, t)] = counts_from(r, t)[0];
       }
@@ -357,23 +359,23 @@ class Messages {
     const Table& x = table(t);
     const uint32_t* counts = counts_from(r, t);
     const int64_t mine = x.num_slots[setup_.rank], theirs = x.num_slots[r];
-    switch (what_) {
-      case Meeting::kGather:
+    switch (phase_) {
+      case CollectivePhase::kGather:
         return counts[0] <= mine;
-      case Meeting::kRequests:
+      case CollectivePhase::kRequests:
         return (counts[0] == 0 || (x.is_pushed && !is_before(counts[0]))) && counts[1] <= mine &&
                counts[2] <= counts[0];
-      case Meeting::kPartials:  // one for each bag, and for each row, that was asked for
+      case CollectivePhase::kPartials:  // one for each bag, and for each row, that was asked for
         return counts[0] == asked_[cell(r, t)].num_bags && counts[1] == asked_[cell(r, t)].num_rows;
-      case Meeting::kGradients:
+      case CollectivePhase::kGradients:
         if (counts[0] > mine) return false;
         if (!x.is_pushed) return counts[1] == 0 && counts[2] == 0;
         // As before: what was kept has gone through these checks.
         return counts[2] <=
                (is_before(counts[1]) ? asked_by_[kept(counts[1])][cell(r, t)] : counts[1]);
-      case Meeting::kSquares:
+      case CollectivePhase::kSquares:
         return counts[0] <= (x.is_piece ? theirs : 0);
-      case Meeting::kRefreshes:
+      case CollectivePhase::kRefreshes:
         return counts[0] <= theirs;
     }
     return false;
@@ -387,7 +389,7 @@ class Messages {
   uint32_t newest_ = 0;                    // of the forward passes that are kept
   bool has_passed_back_[kKept] = {true, true};
   uint32_t sequence_ = 0;
-  Meeting what_ = Meeting::kGather;
+  CollectivePhase phase_ = CollectivePhase::kGather;
   bool weighted_ = false;
   int32_t round_ = 0;
   List list_;

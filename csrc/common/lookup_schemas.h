@@ -17,10 +17,11 @@ constexpr char kLookupResolve[] =
 constexpr char kLookupWeightGradient[] =
     "lookup_weight_gradient(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor weights, "
     "Tensor key_of, int batch_size) -> (Tensor, int, int)";
-// `optimizers`: float64 [T, kOptimizerWidth] in host memory.
+// `optimizers`: float64 [T, kOptimizerWidth] in host memory. Not `updates`: owners keep the sums of a part
+// of a batch until the next call that does; in host memory only.
 constexpr char kLookupBackward[] =
     "lookup_backward(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor? weights, "
     "Tensor key_of, int batch_size, bool pooled, Tensor optimizers, float gradient_scale, "
-    "Tensor? addresses, Tensor? order) -> (int, int)";
+    "Tensor? addresses, Tensor? order, bool updates) -> (int, int)";
 
 }  // namespace oper

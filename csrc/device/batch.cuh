@@ -130,14 +130,13 @@ OPER_DEVICE uint32_t* outbox_segments(char* box) {
   return reinterpret_cast<uint32_t*>(box + sizeof(OutboxHeader));
 }
 OPER_DEVICE int64_t outbox_segment_bytes(const View& view) {
-  return (4 * (static_cast<int64_t>(view.num_tables) * view.world_size + 1) + 7) / 8 * 8;
+  return segment_bytes(view.num_tables, view.world_size);
 }
 OPER_DEVICE int64_t* outbox_offsets(char* box, const View& view) {
   return reinterpret_cast<int64_t*>(box + sizeof(OutboxHeader) + outbox_segment_bytes(view));
 }
 OPER_DEVICE int64_t outbox_header_bytes(const View& view) {
-  return static_cast<int64_t>(sizeof(OutboxHeader)) + outbox_segment_bytes(view) +
-         8 * static_cast<int64_t>(view.num_tables);
+  return outbox_header_bytes(view.num_tables, view.world_size);
 }
 OPER_DEVICE bool outbox_is_full(const View& view) {
   return reinterpret_cast<const OutboxHeader*>(view.outboxes[view.rank])->num_runs < 0;

@@ -41,11 +41,13 @@ class Context::Builder {
     const int64_t bytes = lay_out(nullptr);
     check(cudaMalloc(reinterpret_cast<void**>(&c_.memory_), static_cast<size_t>(bytes)),
           "cannot allocate the directory");
-    host_.assign(static_cast<size_t>(bytes), 0);
+    host_.assign(static_cast<size_t>(filled_), 0);
     lay_out(c_.memory_);
     fill();
     check(cudaMemcpy(c_.memory_, host_.data(), host_.size(), cudaMemcpyHostToDevice),
           "cannot copy the directory");
+    check(cudaMemset(c_.memory_ + filled_, 0, static_cast<size_t>(bytes - filled_)),
+          "cannot clear device memory");
   }
 
  private:
@@ -53,6 +55,7 @@ class Context::Builder {
   const Description& d_;
   const Shared& s_;
   std::vector<char> host_;
+  int64_t filled_ = 0;          // bytes of the arrays with host copies, which come first
   std::vector<int32_t> place_;  // in the order of keys, of each table of the plan
   // Device addresses of the arrays.
   Table* tables_;
@@ -102,29 +105,47 @@ class Context::Builder {
   }
 
   int64_t lay_out(void* block) {
-    Carver carver(block);
+    BumpAllocator memory(block);
     const int64_t T = d_.num_tables, W = d_.world_size;
-    tables_ = carver.take<Table>(T);
-    features_ = carver.take<Feature>(d_.num_features);
-    table_keys_ = carver.take<int64_t>(T + 1);
-    own_begin_ = carver.take<int64_t>(T + 1);
-    maps_ = carver.take<int64_t>(2 * d_.num_maps);
-    owner_begin_ = carver.take<int64_t>(T * (W + 1));
-    refreshes_ = carver.take<Refresh>(d_.num_refreshes);
-    outboxes_ = carver.take<char*>(W);
-    c_.pads_ = carver.take<uint32_t*>(W);
-    tiers_ = carver.take<TierMap>(2 * d_.num_tiers);
-    home_parts_ = carver.take<HomePart>(d_.num_tiers);
-    offsets_ = carver.take<int64_t>(d_.num_maps);
-    pushes_ = carver.take<uint8_t>(d_.num_tiers);
-    pieces_ = carver.take<int32_t>(piece_count());
-    class_features_ = carver.take<int32_t>(d_.num_features);
-    squares_ = carver.take<float*>(T * W);
-    touched_ = carver.take<uint32_t*>(T * W);
-    c_.optimizers_ = carver.take<UpdateArgs>(T);
-    c_.epoch_ = carver.take<uint32_t>(1);
-    c_.claimed_ = carver.take<int>(1);
-    return carver.used();
+    tables_ = memory.take<Table>(T);
+    features_ = memory.take<Feature>(d_.num_features);
+    table_keys_ = memory.take<int64_t>(T + 1);
+    own_begin_ = memory.take<int64_t>(T + 1);
+    maps_ = memory.take<int64_t>(2 * d_.num_maps);
+    owner_begin_ = memory.take<int64_t>(T * (W + 1));
+    refreshes_ = memory.take<Refresh>(d_.num_refreshes);
+    outboxes_ = memory.take<char*>(W);
+    c_.pads_ = memory.take<uint32_t*>(W);
+    tiers_ = memory.take<TierMap>(2 * d_.num_tiers);
+    home_parts_ = memory.take<HomePart>(d_.num_tiers);
+    offsets_ = memory.take<int64_t>(d_.num_maps);
+    pushes_ = memory.take<uint8_t>(d_.num_tiers);
+    pieces_ = memory.take<int32_t>(piece_count());
+    class_features_ = memory.take<int32_t>(d_.num_features);
+    squares_ = memory.take<float*>(T * W);
+    touched_ = memory.take<uint32_t*>(T * W);
+    c_.far_masters_ = memory.take<FarMasters>(T * W);
+    c_.optimizers_ = memory.take<UpdateArgs>(T);
+    c_.epoch_ = memory.take<uint32_t>(1);
+    c_.claimed_ = memory.take<int>(1);
+    filled_ = memory.used();
+    c_.mirrors_ = memory.take<char>(std::count(s_.near.begin(), s_.near.end(), false) *
+                                    outbox_header_bytes(T, W));
+    c_.far_squares_.assign(static_cast<size_t>(T * W), nullptr);
+    for (int64_t k = 0; k < T; ++k) {
+      const int64_t t = c_.order_[static_cast<size_t>(k)];
+      for (int64_t r = 0; r < W; ++r)
+        if (!s_.near[static_cast<size_t>(r)] && is_piece(t))
+          c_.far_squares_[static_cast<size_t>(k * W + r)] = memory.take<float>(2 * num_slots(t, r));
+    }
+    return memory.used();
+  }
+
+  // Of a table in the order of the plan.
+  bool is_piece(int64_t t) const { return d_.table(t)[kDim] != d_.table(t)[kRowColumns]; }
+  int64_t num_slots(int64_t t, int64_t rank) const {
+    const int64_t* begin = d_.owner_begin + t * (d_.world_size + 1) + rank;
+    return begin[1] - begin[0];
   }
 
   int64_t piece_count() const {
@@ -139,8 +160,11 @@ class Context::Builder {
     const int64_t T = d_.num_tables, W = d_.world_size;
     std::memcpy(host(maps_), d_.maps, static_cast<size_t>(2 * d_.num_maps) * 8);
     std::memcpy(host(owner_begin_), d_.owner_begin, static_cast<size_t>(T * (W + 1)) * 8);
+    char* mirror = c_.mirrors_;
     for (int64_t r = 0; r < W; ++r) {
-      host(outboxes_)[r] = reinterpret_cast<char*>(d_.outboxes[r]);
+      const bool is_near = s_.near[static_cast<size_t>(r)];
+      host(outboxes_)[r] = is_near ? reinterpret_cast<char*>(d_.outboxes[r]) : mirror;
+      if (!is_near) mirror += outbox_header_bytes(T, W);
       host(c_.pads_)[r] = reinterpret_cast<uint32_t*>(s_.pads[r]);
     }
     for (int64_t k = 0; k < d_.num_tiers; ++k) {
@@ -152,6 +176,7 @@ class Context::Builder {
     for (int64_t k = 0; k < d_.num_refreshes; ++k) {
       Refresh part = d_.refresh(k);
       part.table = place_[static_cast<size_t>(part.table)];
+      if (!s_.near[static_cast<size_t>(part.owner)]) part.masters = nullptr;
       host(refreshes_)[k] = part;
       host(tables_)[part.table].has_replicas = true;
     }
@@ -202,17 +227,20 @@ class Context::Builder {
     out.read = {x[kNumRows], n, tiers_ + 2 * first, head, nullptr};
     out.home = {x[kNumRows], n, tiers_ + 2 * first + count, head, nullptr};
     out.touched = touched_ + k * W;
+    out.far_masters = c_.far_masters_ + k * W;
     for (int64_t r = 0; r < W; ++r) {
-      host(touched_)[k * W + r] = reinterpret_cast<uint32_t*>(d_.touched[t * W + r]);
-      host(squares_)[k * W + r] = reinterpret_cast<float*>(d_.squares[t * W + r]);
+      const bool is_near = s_.near[static_cast<size_t>(r)];
+      host(touched_)[k * W + r] =
+          is_near ? reinterpret_cast<uint32_t*>(d_.touched[t * W + r]) : nullptr;
+      host(squares_)[k * W + r] = is_near ? reinterpret_cast<float*>(d_.squares[t * W + r])
+                                          : c_.far_squares_[static_cast<size_t>(k * W + r)];
     }
-    c_.message_tables_.push_back({out.dim, out.type, out.has_push, out.dim != out.row_columns, {}});
-    for (int64_t r = 0; r < W; ++r)
-      c_.message_tables_.back().num_slots.push_back(owned[r + 1 - d_.rank] - owned[r - d_.rank]);
+    c_.message_tables_.push_back({out.dim, out.type, out.has_push, is_piece(t), {}});
+    for (int64_t r = 0; r < W; ++r) c_.message_tables_.back().num_slots.push_back(num_slots(t, r));
     c_.max_dim_ = std::max(c_.max_dim_, out.dim);
     c_.max_row_bytes_ = std::max<int64_t>(c_.max_row_bytes_, bytes_of_row(out.type, out.dim));
     c_.min_dim_ = c_.min_dim_ == 0 ? out.dim : std::min(c_.min_dim_, out.dim);
-    if (out.dim == out.row_columns) return 0;
+    if (!is_piece(t)) return 0;
     out.squares = squares_ + k * W;
     out.pieces = pieces_ + num_pieces;
     for (int64_t p = 0; p < T; ++p)
@@ -282,6 +310,7 @@ class Context::Builder {
     c_.view_.arena_begin = reinterpret_cast<const char*>(s_.arena_begin);
     c_.view_.arena_end = c_.view_.arena_begin + s_.arena_bytes;
     c_.view_.duplication = c_.shared_->duplication;
+    c_.near_ = s_.near;
     c_.view_.rank = d_.rank;
     c_.view_.world_size = d_.world_size;
     c_.view_.error = {&c_.shared_->error, c_.claimed_};
@@ -324,67 +353,67 @@ void Context::barrier(cudaStream_t stream) const {
     arrive_and_wait(pads_, epoch_, view_.rank, view_.world_size, deadline_ms_, view_.error, stream);
 }
 
-Workspace carve(const Context& context, const Batch& batch, void* block) {
+Workspace lay_out(const Context& context, const Batch& batch, void* block) {
   const View& view = context.view();
   const int64_t P = batch.max_pairs, T = view.num_tables, W = view.world_size,
                 F = view.num_features;
   const bool wide = static_cast<uint64_t>(context.num_keys()) + 1 >= 1ull << 32;
-  Carver carver(block);
+  BumpAllocator memory(block);
   Workspace w{};
   const auto keys = [&](bool are_wide) {
-    return Keys{are_wide ? static_cast<void*>(carver.take<uint64_t>(P))
-                         : static_cast<void*>(carver.take<uint32_t>(P)),
+    return Keys{are_wide ? static_cast<void*>(memory.take<uint64_t>(P))
+                         : static_cast<void*>(memory.take<uint32_t>(P)),
                 are_wide};
   };
-  w.plan.feature_begin = carver.take<int64_t>(F + 1);
-  w.plan.output_begin = carver.take<int64_t>(F);
-  w.plan.tile_begin = carver.take<int32_t>(F + 1);
+  w.plan.feature_begin = memory.take<int64_t>(F + 1);
+  w.plan.output_begin = memory.take<int64_t>(F);
+  w.plan.tile_begin = memory.take<int32_t>(F + 1);
   w.plan.keys = keys(wide);
   w.plan.spare_keys = keys(wide);
-  w.plan.payloads = carver.take<uint32_t>(P);
-  w.plan.spare_payloads = carver.take<uint32_t>(P);
-  w.plan.pair_bags = carver.take<uint32_t>(batch.by_pair ? P : 0);
-  w.plan.places = carver.take<uint32_t>(batch.by_pair ? P : 0);
-  w.plan.staged = carver.take<uint32_t>(1);
-  w.plan.pair_weights = carver.take<float>(batch.weights ? P : 0);
-  w.plan.run_begin = carver.take<uint32_t>(P + 1);
-  w.plan.num_runs = carver.take<int64_t>(1);
-  w.plan.segments = carver.take<uint32_t>(T * W + 1);
+  w.plan.payloads = memory.take<uint32_t>(P);
+  w.plan.spare_payloads = memory.take<uint32_t>(P);
+  w.plan.pair_bags = memory.take<uint32_t>(batch.by_pair ? P : 0);
+  w.plan.places = memory.take<uint32_t>(batch.by_pair ? P : 0);
+  w.plan.staged = memory.take<uint32_t>(1);
+  w.plan.pair_weights = memory.take<float>(batch.weights ? P : 0);
+  w.plan.run_begin = memory.take<uint32_t>(P + 1);
+  w.plan.num_runs = memory.take<int64_t>(1);
+  w.plan.segments = memory.take<uint32_t>(T * W + 1);
   w.plan.sort_scratch_bytes = sort_scratch_bytes(std::max<int64_t>(P, 1));
-  w.plan.sort_scratch = carver.take<char>(w.plan.sort_scratch_bytes);
+  w.plan.sort_scratch = memory.take<char>(w.plan.sort_scratch_bytes);
   w.plan.bag_bits = bits_for(static_cast<uint64_t>(std::max<int64_t>(batch.batch_size, 1)));
   w.long_runs.capacity = long_run_capacity(P);
   w.long_runs.stride = (context.max_dim() + 3) / 4 * 4;
-  w.long_runs.runs = carver.take<uint32_t>(w.long_runs.capacity);
-  w.long_runs.first = carver.take<uint32_t>(w.long_runs.capacity);
-  w.long_runs.chunk_run = carver.take<uint32_t>(w.long_runs.capacity);
-  w.long_runs.counts = carver.take<uint32_t>(2);
-  w.long_runs.partials = carver.take<float>(w.long_runs.capacity * w.long_runs.stride);
+  w.long_runs.runs = memory.take<uint32_t>(w.long_runs.capacity);
+  w.long_runs.first = memory.take<uint32_t>(w.long_runs.capacity);
+  w.long_runs.chunk_run = memory.take<uint32_t>(w.long_runs.capacity);
+  w.long_runs.counts = memory.take<uint32_t>(2);
+  w.long_runs.partials = memory.take<float>(w.long_runs.capacity * w.long_runs.stride);
   if (context.has_push()) {
     w.push.keys = keys(true);
     w.push.spare_keys = keys(true);
-    w.push.payloads = carver.take<uint32_t>(P);
-    w.push.spare_payloads = carver.take<uint32_t>(P);
-    w.push.run_begin = carver.take<uint32_t>(P + 1);
-    w.push.num_runs = carver.take<int64_t>(1);
-    w.push.slots = carver.take<uint32_t>(P);
+    w.push.payloads = memory.take<uint32_t>(P);
+    w.push.spare_payloads = memory.take<uint32_t>(P);
+    w.push.run_begin = memory.take<uint32_t>(P + 1);
+    w.push.num_runs = memory.take<int64_t>(1);
+    w.push.slots = memory.take<uint32_t>(P);
     w.push.sort_scratch = w.plan.sort_scratch;
     w.push.sort_scratch_bytes = w.plan.sort_scratch_bytes;
   }
-  w.bytes = carver.used();
+  w.bytes = memory.used();
   return w;
 }
 
-Inbox carve_inbox(const Context& context, void* block, int64_t* bytes) {
+Inbox lay_out_inbox(const Context& context, void* block, int64_t* bytes) {
   const int64_t W = context.view().world_size, capacity = context.inbox_capacity();
-  Carver carver(block);
+  BumpAllocator memory(block);
   Inbox inbox{};
   inbox.capacity = capacity;
-  inbox.list_begin = carver.take<int64_t>(W * (context.view().num_tables + 1));
-  inbox.rows = carver.take<uint32_t>(W * capacity);
-  inbox.next = carver.take<uint32_t>(W * capacity);
-  inbox.heads = carver.take<uint32_t>(context.own_rows());
-  *bytes = carver.used();
+  inbox.list_begin = memory.take<int64_t>(W * (context.view().num_tables + 1));
+  inbox.rows = memory.take<uint32_t>(W * capacity);
+  inbox.next = memory.take<uint32_t>(W * capacity);
+  inbox.heads = memory.take<uint32_t>(context.own_rows());
+  *bytes = memory.used();
   return inbox;
 }
 

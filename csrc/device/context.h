@@ -10,10 +10,12 @@
 
 namespace oper::device {
 
-// What only device memory has: addresses of all ranks' signal pads [W], and this rank's arena.
+// What only device memory has: addresses of all ranks' signal pads [W], this rank's arena, and which
+// ranks' memory can be addressed [W].
 struct Shared {
   const int64_t* pads;
   int64_t arena_begin, arena_bytes;
+  std::vector<bool> near;
 };
 
 // Host memory that kernels write.
@@ -56,6 +58,15 @@ class Context {
   void forget_error(cudaStream_t stream);
   const int64_t* duplication() const { return shared_->duplication; }
   void barrier(cudaStream_t stream) const;
+  const std::vector<bool>& near() const { return near_; }  // [W] whose memory can be addressed
+  // Where kernels look for what ranks of other domains have for this one, in device memory: the headers
+  // of their outboxes, one rank's after the other's; sums of squares of rows of theirs, for column
+  // pieces (two rounds); and FarMasters [T, W].
+  char* mirrors() const { return mirrors_; }
+  float* far_squares(int32_t rank, int64_t table) const {
+    return far_squares_[static_cast<size_t>(table * view_.world_size + rank)];
+  }
+  FarMasters* far_masters() const { return far_masters_; }
 
  private:
   class Builder;
@@ -67,6 +78,10 @@ class Context {
   uint32_t* epoch_ = nullptr;
   int* claimed_ = nullptr;
   uint32_t** pads_ = nullptr;
+  char* mirrors_ = nullptr;
+  std::vector<float*> far_squares_;  // [T, W]
+  std::vector<bool> near_;
+  FarMasters* far_masters_ = nullptr;
   char* memory_ = nullptr;        // device
   HostWords* shared_ = nullptr;   // host, mapped
   std::vector<int32_t> logical_;
@@ -78,10 +93,10 @@ class Context {
   bool updates_at_once_ = false, has_push_ = false, has_squares_ = false;
 };
 
-// Carves arrays out of one block; with a null block it only counts.
-class Carver {
+// Gives out parts of one block, one after another; with a null block it only counts.
+class BumpAllocator {
  public:
-  explicit Carver(void* block) : block_(static_cast<char*>(block)) {}
+  explicit BumpAllocator(void* block) : block_(static_cast<char*>(block)) {}
   template <class T>
   T* take(int64_t count) {
     T* out = block_ ? reinterpret_cast<T*>(block_ + used_) : nullptr;
@@ -102,8 +117,8 @@ struct Workspace {
   PushPlan push;
   int64_t bytes;
 };
-Workspace carve(const Context& context, const Batch& batch, void* block);
+Workspace lay_out(const Context& context, const Batch& batch, void* block);
 // What an owner needs between steps, out of `block`; `bytes`: what it takes.
-Inbox carve_inbox(const Context& context, void* block, int64_t* bytes);
+Inbox lay_out_inbox(const Context& context, void* block, int64_t* bytes);
 
 }  // namespace oper::device

@@ -49,6 +49,14 @@ struct HomePart {
   uint32_t num_offsets;
 };
 
+// Masters of replicated rows that a rank of another domain has updated in this step, and has sent: their
+// slots, and the rows side by side. Their Refresh has no address in `masters`.
+struct FarMasters {
+  const uint32_t* slots;
+  const char* rows;
+  int64_t count;
+};
+
 // A table, or a column piece of one. Keys number the rows of all tables: a table's rows follow each
 // other, owner after owner, slot after slot. 64 bits, since all ranks' rows count.
 struct Table {
@@ -63,6 +71,7 @@ struct Table {
   float* momentum2;
   float* const* squares;       // [W] sums of squares by slot, for column pieces, or null
   uint32_t* const* touched;    // [W] count, then updated replicated slots; null without replicas
+  const FarMasters* far_masters;  // [W]
   const uint8_t* pushes;       // per tier
   const int32_t* pieces;       // [num_pieces] of the same row, in column order, or null
   int32_t num_pieces;
@@ -126,6 +135,13 @@ struct OutboxHeader {
   int64_t num_runs;
   int64_t reserved;
 };
+OPER_HD constexpr int64_t segment_bytes(int64_t num_tables, int64_t world_size) {
+  return (4 * (num_tables * world_size + 1) + 7) / 8 * 8;
+}
+OPER_HD constexpr int64_t outbox_header_bytes(int64_t num_tables, int64_t world_size) {
+  return static_cast<int64_t>(sizeof(OutboxHeader)) + segment_bytes(num_tables, world_size) +
+         8 * num_tables;
+}
 
 // What the kernels know of a rank's tables; device memory.
 struct View {
@@ -231,12 +247,12 @@ void stage(const View& view, const std::vector<RowClass>& classes, const Batch& 
                   const BatchPlan& plan, const Staging& staging, bool skip_pushed,
                   cudaStream_t stream);
 
-// Rows of other memory domains, as they were received: stretches of runs of the batch plan.
+// Rows of other memory domains, as they were received: ranges of runs of the batch plan.
 struct FarRows {
   enum Column { kBegin, kRun, kBytes, kUnit, kTableIndex, kWidth };
-  const int64_t* stretches;  // [num_stretches, kWidth]: rows before it, first run, where its rows
+  const int64_t* ranges;  // [num_ranges, kWidth]: rows before it, first run, where its rows
                              // begin in `rows` (bytes) and in the staging memory (units), table
-  int64_t num_stretches, num_rows;
+  int64_t num_ranges, num_rows;
   const char* rows;
 };
 // Copies them to where aligned loads find them.

@@ -131,21 +131,15 @@ void Barrier::note_update(bool begins) {
   (begins ? lines_[rank_].begun : lines_[rank_].ended).fetch_add(1, std::memory_order_seq_cst);
 }
 
-std::vector<int64_t> Barrier::progress() const {
-  std::vector<int64_t> found;
-  for (int32_t r = 0; r < world_size_; ++r)
-    for (const std::atomic<uint32_t>* word : {&lines_[r].epoch, &lines_[r].begun, &lines_[r].ended})
-      found.push_back(word->load(std::memory_order_seq_cst));
-  return found;
-}
-
 std::vector<int64_t> Barrier::positions() const {
   std::vector<int64_t> found;
   for (int32_t r = 0; r < world_size_; ++r) {
     const BarrierLine& line = lines_[r];
     const uint32_t epoch = line.epoch.load(std::memory_order_seq_cst);
+    // In this order: an update that has ended had begun.
+    const int64_t begun = line.begun.load(), ended = line.ended.load();
     found.insert(found.end(), {int64_t{epoch}, int64_t{line.phase[epoch & 1].load() & ~kRefuses},
-                               int64_t{line.absent.load()}, line.verdict.load()});
+                               int64_t{line.absent.load()}, line.verdict.load(), begun, ended});
   }
   return found;
 }

@@ -60,9 +60,7 @@ class Barrier {
 
   // This rank's rows are being updated from now on, or no longer.
   void note_update(bool begins);
-  // Per rank: arrivals, updates begun, updates ended.
-  std::vector<int64_t> progress() const;
-  // Per rank: arrivals, what the last one was for, its Absence, its verdict.
+  // Per rank: arrivals, what the last one was for, its Absence, its verdict, updates begun and ended.
   std::vector<int64_t> positions() const;
 
  private:

@@ -254,7 +254,7 @@ struct Context {
   int64_t outbox_entry_bytes() const {
     return static_cast<int64_t>(sizeof(OutboxTable)) + 8 * (world_size + 1);
   }
-  // The outbox is one stretch of addresses: headers; what is written before an exchange (reduced
+  // The outbox is one range of addresses: headers; what is written before an exchange (reduced
   // rows, requests); and, in its second half, partial sums, which a slow reader may still read
   // while the next backward pass fills the first half.
   int64_t request_entry_bytes() const {
@@ -347,6 +347,7 @@ struct FeatureBags {
   int64_t out_begin;  // floats
   // Addresses of the rows of the ids from bounds[0] on, where they are known already, or null.
   const int64_t* rows = nullptr;
+  int64_t num_ids() const { return bounds[num_bags] - bounds[0]; }
 };
 
 // One table's ids of a batch in the order of their home keys, as the backward pass takes them.
@@ -393,6 +394,11 @@ struct Batch {
   const void* lengths = nullptr;
   bool lengths_are_32_bit = false;
   int64_t* offsets = nullptr;
+  int64_t num_ids(const Table& table) const {  // through its features
+    int64_t n = 0;
+    for (int32_t f : table.features) n += features[static_cast<size_t>(f)].num_ids();
+    return n;
+  }
 };
 
 constexpr int64_t kTaskBags = 1024;  // of a feature, that a thread takes at a time

@@ -18,8 +18,6 @@
 namespace oper::host {
 namespace {
 
-size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
 // Reserve address space of `bytes` that starts at a 2 MiB boundary.
 char* reserve_aligned(size_t bytes) {
   const size_t total = bytes + kHugePage;

@@ -3,10 +3,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace oper::host {
 
 constexpr size_t kHugePage = size_t{2} << 20;
+
+template <class T>
+constexpr T round_up(T value, std::type_identity_t<T> unit) {
+  return (value + unit - 1) / unit * unit;
+}
 
 // Map `bytes` of descriptor `fd` at a 2 MiB boundary. Returns null and sets errno on failure.
 void* map_shared(int fd, size_t bytes, bool writable);

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "host/context.h"
+#include "host/kernels/kernels.h"
 
 namespace oper::host {
 
@@ -14,6 +15,20 @@ inline void note_bad(std::atomic<int64_t>& bad, int64_t found) {
   while ((seen < 0 || found < seen) && !bad.compare_exchange_weak(seen, found)) {
   }
 }
+
+// What tasks of this rank have found: an id out of range, by its index, or -1; an outbox that is full.
+struct Found {
+  std::atomic<int64_t> bad{-1};
+  std::atomic<bool> full{false};
+  void note(int64_t result) {
+    if (result == kReduceFull) full.store(true);
+    note_bad(bad, result);
+  }
+  Status status() const {
+    if (bad.load() >= 0) return {4, bad.load()};
+    return full.load() ? Status{3, -1} : Status{};
+  }
+};
 
 // Runs `task(index, scratch)` for index in [0, count), largest tasks first when the caller orders
 // them so; each thread takes the next one. Results do not depend on who takes what. `small`: not

@@ -151,18 +151,27 @@ def rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
 
 
 class BatchChecks:
-    """What the kernels take for granted of a batch: dtypes, sizes, contiguous memory.
+    """What the kernels take for granted of a batch: device, dtypes, sizes, contiguous memory.
 
     A list of keys is looked at once: collections use the same tensor for every batch.
+
+    Args:
+        device: of the tables, where ids, lengths and weights must be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
         # Set at once, since threads may look up together: the tensor, its version, its last key.
         self._keys: tuple[torch.Tensor, int, int] | None = None
 
     def check(self, batch: Lookup) -> None:
         """Raises InvalidInputError."""
         ids, lengths, weights = batch.ids, batch.lengths, batch.weights
+        for name, value in (("ids", ids), ("lengths", lengths), ("per-sample weights", weights)):
+            if value is not None and value.device != self._device:
+                raise InvalidInputError(
+                    fail("cannot look up", f"device of {name}", str(value.device),
+                         f"the tables' device {self._device}", "move the batch there"))
         for name, value in (("ids", ids), ("lengths", lengths)):
             if value.dtype not in _INTEGERS or value.dim() != 1 or not value.is_contiguous():
                 raise InvalidInputError(

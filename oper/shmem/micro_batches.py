@@ -3,8 +3,8 @@
 Rows stand still until the update, which all parts share. The lookup of the next part can therefore
 run while the dense layers of this one compute, and so can the exchange of an earlier part's
 gradients, whose owners keep the sums until the update. A thread makes these calls in the order in
-which the program asks for them, which is the same on all ranks; the program's thread meets nobody
-meanwhile.
+which the program asks for them, which is the same on all ranks; the program's thread waits for
+nobody meanwhile.
 """
 
 from __future__ import annotations

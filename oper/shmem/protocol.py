@@ -20,7 +20,7 @@ from oper.tables import TableSpec
 
 
 class Collection(Protocol):
-    """The tables of one collection on one rank, as other ranks meet it; see `ShardedTables`."""
+    """The tables of one collection on one rank, as other ranks see it; see `ShardedTables`."""
 
     name: str
     specs: dict[str, TableSpec]

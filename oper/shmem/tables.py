@@ -138,7 +138,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         # Held while another thread may use the placement, which therefore must not go away.
         self._resolving = threading.Lock()
         self._keep()
-        self._checks = BatchChecks()
+        self._checks = BatchChecks(self.device)
         self.bounds = BoundsCheck("fatal", self.features, self.specs)
         self.guard = GradientGuard(self.features, self.specs)
         self._held = HeldPasses(self.turns.lock)
@@ -256,14 +256,19 @@ class ShardedTables(TableUpdates, MeasuredTables):
         known = None if batch.resolved is None else self._known(batch)
         if not (batch.pooled and batch.batch_size) and batch.ids.numel() == 0:
             self._checks.check(batch)
-            meets = self._exchange is not None or (collective and self.has_push)
-            if not batch.lengths.any() and not meets:
+            is_collective = self._exchange is not None or (collective and self.has_push)
+            if not batch.lengths.any() and not is_collective:
                 dim = self.output_columns if batch.pooled else self.directories[0].table.dim
                 return (torch.empty(0, dim, device=self.device),
                         batch.lengths.new_zeros(batch.lengths.numel() + 1, dtype=torch.int64))
-        out, offsets, code, detail = self._forward_op(
-            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
-            batch.pooled, collective, known and known.offsets, known and known.addresses)
+        try:
+            out, offsets, code, detail = self._forward_op(
+                self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
+                batch.batch_size, batch.pooled, collective, known and known.offsets,
+                known and known.addresses)
+        except RuntimeError:  # as when the operator is that of another device
+            self._checks.check(batch)
+            raise
         if code:
             if code == BAD_BATCH:
                 self._checks.check(batch)

@@ -100,14 +100,11 @@ class TableUpdates:
             grad = rows_in_order(grad, batch.pooled)
         optimizers = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
                                         self.param_groups, self._table_of)
-        given = (self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of,
-                 batch.batch_size, batch.pooled, optimizers)
-        if updates:
-            known = None if batch.resolved is None else self._known(batch)
-            code, detail = self._backward_op(*given, self.gradient_scale, known and known.addresses,
-                                             known and known.order)
-        else:
-            code, detail = torch.ops.oper.lookup_leave(*given)
+        known = None if batch.resolved is None else self._known(batch)
+        code, detail = self._backward_op(
+            self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
+            batch.pooled, optimizers, self.gradient_scale, known and known.addresses,
+            known and known.order, updates)
         if code:
             self._raise(code, detail, batch, offsets)
         if not updates:

@@ -167,7 +167,7 @@ def test_what_cannot_be_measured_or_kept_is_told_before(words: list[str], tmp_pa
 def test_hosts_pay_for_what_they_exchange(tmp_path: Path) -> None:
     """The costs of an exchange are measured between real processes and read back from the file."""
     network = measure_network(2)
-    assert 1.0 < network["meeting_us"] < 1e6
+    assert 1.0 < network["phase_us"] < 1e6
     assert 0.0 < network["ns_per_byte"] < 1e3
     hosts = across_hosts(true_topology(), network)
     path = tmp_path / "hosts.toml"
@@ -191,7 +191,7 @@ def test_unequal_hosts_are_read_back(tmp_path: Path) -> None:
     """Means of costs, every host's own bandwidths, and a link's share for each rank."""
     here, one = true_topology(), Topology.this_host(1)
     made = of_hosts([here, replace(one, costs=replace(TRUE, id_ns=5.0))], [0.05, 0.0125],
-                    {"meeting_us": 80.0, "ns_per_byte": 0.25})
+                    {"phase_us": 80.0, "ns_per_byte": 0.25})
     path = tmp_path / "hosts.toml"
     path.write_text(calibrate.as_toml(made))
     again = Topology.from_toml(path)

@@ -17,6 +17,13 @@ int64_t take_launches() {
   return count;
 }
 
+// How often it has waited for a stream since it last asked.
+int64_t take_waits() {
+  const int64_t count = oper::emulation::num_waits;
+  oper::emulation::num_waits = 0;
+  return count;
+}
+
 // Streams are known by their addresses, 0 being the null stream; an event by its stream and how much of
 // its work comes before.
 Stream* stream_at(int64_t address) { return reinterpret_cast<Stream*>(address); }
@@ -43,6 +50,7 @@ void stream_release_memory() { oper::emulation::kept.clear(); }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper_emulated, m) {
   m.def("take_launches() -> int");
+  m.def("take_waits() -> int");
   m.def("stream_create() -> int");
   m.def("stream_current() -> int");
   m.def("stream_use(int stream) -> ()");
@@ -55,6 +63,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper_emulated, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(oper_emulated, CompositeExplicitAutograd, m) {
   m.impl("take_launches", TORCH_BOX(&take_launches));
+  m.impl("take_waits", TORCH_BOX(&take_waits));
   m.impl("stream_create", TORCH_BOX(&stream_create));
   m.impl("stream_current", TORCH_BOX(&stream_current));
   m.impl("stream_use", TORCH_BOX(&stream_use));

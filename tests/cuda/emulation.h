@@ -85,6 +85,8 @@ inline void wait(Stream* stream, const Event& event) {
   enqueue(stream, [event] { finish(event); });
 }
 
+inline thread_local int64_t num_waits = 0;  // of the host for a stream
+
 }  // namespace oper::emulation
 
 // ---- runtime ------------------------------------------------------------------------------------
@@ -101,6 +103,10 @@ struct EmulatedIndex {
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream) {
   oper::emulation::enqueue(stream, [=] { std::memset(data, value, bytes); });
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
+  std::memset(data, value, bytes);
   return cudaSuccess;
 }
 constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2,
@@ -138,6 +144,7 @@ inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  ++oper::emulation::num_waits;
   oper::emulation::finish(oper::emulation::record(stream));
   return cudaSuccess;
 }
@@ -221,7 +228,7 @@ inline void give_way() {
 // One operation among the lanes of `mask` of this warp.
 inline int level_of(unsigned mask) { return __builtin_ctz(__builtin_popcount(mask)); }
 
-inline void meet(unsigned mask, uint64_t value) {
+inline void sync_warp(unsigned mask, uint64_t value) {
   Machine& m = machine();
   const int me = m.current, level = level_of(mask), warp = me / 32 * 32;
   if (!(mask >> (me % 32) & 1)) fail("a lane uses a mask that leaves it out");
@@ -250,7 +257,7 @@ T exchange(unsigned mask, T value, int source_lane) {
   Machine& m = machine();
   const int level = level_of(mask), me = m.current;
   const int64_t turn = m.fibers[me].done[level];
-  meet(mask, bits);
+  sync_warp(mask, bits);
   if (!(mask >> source_lane & 1)) fail("a shuffle reads a lane outside of its mask");
   const uint64_t got = m.fibers[me / 32 * 32 + source_lane].slots[level][turn % 2];
   T out;
@@ -258,7 +265,7 @@ T exchange(unsigned mask, T value, int source_lane) {
   return out;
 }
 
-inline void meet_block() {
+inline void sync_block() {
   Machine& m = machine();
   const int64_t turn = m.fibers[m.current].block_done++;
   for (;;) {
@@ -359,8 +366,8 @@ inline int64_t resident_threads() { return 256; }
 #define blockDim oper::emulation::block_size
 #define gridDim oper::emulation::grid_size
 
-inline void __syncthreads() { oper::emulation::meet_block(); }
-inline void __syncwarp(unsigned mask) { oper::emulation::meet(mask, 0); }
+inline void __syncthreads() { oper::emulation::sync_block(); }
+inline void __syncwarp(unsigned mask) { oper::emulation::sync_warp(mask, 0); }
 inline void __threadfence_system() {}
 
 template <class T>

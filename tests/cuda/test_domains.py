@@ -103,7 +103,7 @@ def test_lookups_without_gradients_sequences_and_weight_gradients(
             assert_bitwise(before, b[0], "without gradients")
 
 
-HEADER_BYTES = 1024  # of a meeting about few tables
+HEADER_BYTES = 1024  # of a phase of few tables
 
 
 @pytest.mark.parametrize("bits", [32, 16, (32, 16), (16, 32)], ids=str)
@@ -133,14 +133,14 @@ def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, bits: Any
             for kind in kinds or a:
                 assert a[kind] == b[kind], kind
             assert sum(itertools.chain(*b.values())) > 0
-            # Devices ask for rows and for sums one after the other: a meeting more of every step.
+            # Devices ask for rows and for sums one after the other: a phase more of every step.
             more = 0 if kinds is None else len(steps) * HEADER_BYTES
             assert b["headers"] == [x + more * (x > 0) for x in a["headers"]]
 
 
 def test_an_error_on_one_rank_is_told_to_all(emulation: pytest.MonkeyPatch, on_device: None
                                              ) -> None:
-    """An id out of range is this rank's error at its next meeting, and a lost peer for others."""
+    """An id out of range is this rank's error at its next phase, and a lost peer for others."""
     case = small_case("sgd")
     plan = plans_for(case.tables, 2)["striped"]
     (batches,) = make_steps(case, 2, 1)

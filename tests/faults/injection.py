@@ -68,7 +68,7 @@ class Injection:
         phase: of `PHASES`.
         world_size: ranks.
         victim: rank that harms itself.
-        occasion: at which meeting of the point, from the step on in which it is armed.
+        occasion: at which arrival at the point, from the step on in which it is armed.
         seed: of plans and batches.
     """
 

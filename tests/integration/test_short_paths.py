@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import oper
 from tests.support import frames_of
 
 MOST_FRAMES, MOST_FILES = 5, 3
+FIGURE = Path(__file__).resolve().parents[2] / "docs/assets/calls.svg"
 
 
 def bags() -> tuple[torch.nn.Module, tuple[Any, ...]]:
@@ -52,3 +55,15 @@ def test_frames_of_a_step(make: Callable[[], tuple[torch.nn.Module, tuple[Any, .
     for name, seen in (("read", read), ("forward", forward), ("backward", backward)):
         assert 0 < len(seen) <= MOST_FRAMES, (name, seen)
         assert len({file for file, _ in seen}) <= MOST_FILES, (name, seen)
+    if make is bags:
+        calls = [*forward, *backward]
+        for (file, function), (shown_file, shown) in zip(calls, figure(), strict=True):
+            assert Path(file).name == shown_file and function.endswith(shown), (function, shown)
+
+
+def figure() -> list[tuple[str, str]]:
+    """(file, function) of each call that the figure of a training step shows, in order."""
+    texts = re.findall(r'<text x="(\d+)" y="(\d+)"[^>]*>([^<]+)</text>', FIGURE.read_text())
+    files = {(int(x) > 350, y): text for x, y, text in texts if text.endswith(".py")}
+    names = {(int(x) > 350, y): text for x, y, text in texts if not text.endswith(".py")}
+    return [(file, names[at]) for at, file in files.items()]

@@ -76,12 +76,12 @@ def _when_all_know(found: Found) -> Found:
     return found
 
 
-def _check(found: list[Found], kind: type[OperError], rank: int, meeting: str) -> None:
+def _check(found: list[Found], kind: type[OperError], rank: int, phase: str) -> None:
     """All ranks say the same."""
     for who, one in enumerate(found):
         assert one["kind"] == kind.__name__, (who, one)
         assert one["rank"] == rank and f"rank={rank}," in one["text"], (who, one)
-        assert f"the {meeting}" in one["text"], (who, one)
+        assert f"the {phase}" in one["text"], (who, one)
         assert ("this rank" in one["text"]) == (who == rank), (who, one)
 
 

@@ -104,7 +104,7 @@ def _variant(rank: int, world_size: int, cases: list[Case]) -> tuple[str, list[R
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
 def test_slow_ranks_change_nothing(kind: str) -> None:
-    """Ranks that dawdle at random meet peers in every phase; two forwards may be under way."""
+    """Ranks are delayed at random in every phase; two forwards may be under way."""
     case = dlrm_case()
     steps = make_steps(case, 3, STEPS, seed=3)
     plan = (pushed(uniform_plan(case.tables, 3, "striped")) if kind == "push" else

@@ -57,6 +57,14 @@ def test_ids_out_of_range_name_feature_table_and_id(tables: ShardedTables, dtype
         assert f"id < {rows}" in text
 
 
+@pytest.mark.parametrize("name", ["ids", "lengths"])
+def test_a_batch_in_other_memory_is_refused(tables: ShardedTables, name: str) -> None:
+    batch = lookup([3, 4, 5], [0, 2, 1, 0])
+    batch = replace(batch, **{name: getattr(batch, name).to("meta")})
+    with torch.no_grad(), pytest.raises(InvalidInputError, match=f"device of {name}='meta'"):
+        tables.lookup(batch)
+
+
 @pytest.mark.parametrize("bad", [2**32 + 1, 2**40, -(2**40), 2**63 - 1, -(2**63)])
 def test_ids_are_not_cut_to_32_bits(tables: ShardedTables, bad: int) -> None:
     with pytest.raises(InvalidInputError, match=f"id={bad},"):

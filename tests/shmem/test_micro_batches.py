@@ -123,7 +123,7 @@ def test_messages_of_eight_bits_are_reproducible() -> None:
 
 
 def test_rows_stand_still_inside() -> None:
-    """Reading, looking up and meeting inside go on from where the program is; then one update."""
+    """Reading, lookups and barriers inside go on from where the program is; then one update."""
     case = dlrm_case()
     plan = rich_plan(case.tables, 2, 3, True)
 
@@ -283,7 +283,7 @@ def _lose_a_peer(rank: int, world_size: int) -> str:
         in_parts(tables, [p.lookup(case) for p in parts], True, passes)
     except OperError as error:
         report(f"{type(error).__name__} {error}")
-        os._exit(0)  # nobody is left to meet
+        os._exit(0)  # nobody is left to wait for
     return "no error"
 
 

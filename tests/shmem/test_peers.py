@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from oper.errors import DeadlineError, OperError, PeerLostError
-from oper.plan import uniform_plan
+from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import ProcessGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
@@ -162,3 +162,32 @@ def test_a_full_outbox_on_one_rank_releases_the_others(monkeypatch: pytest.Monke
     run_ranks(2, body)
     assert any("OPER_OUTBOX_BYTES" in e for e in errors)
     assert any("PeerLostError" in e and "rank=1" in e for e in errors)
+
+
+def test_an_id_out_of_range_where_owners_pool_releases_the_others() -> None:
+    """All ranks leave that batch out, and the next one trains as if it had not been there."""
+    table = TableSpec("t", 100, 4, ("f",), "sum", optimizer="sgd")
+    tier = Tier(0, table.num_rows, "striped", (0, 1), mode="push")
+    plan = Plan(2, (TablePlan(table, (Piece(0, table.dim, (tier,)),)),))
+    errors: list[OperError] = []
+
+    def body(group: ThreadGroup) -> None:
+        tables = ShardedTables(plan, [("f", "t")], group, SGD(lr=0.1), 0.5)
+        before = tables.read("t")
+        ids, lengths = torch.arange(10), torch.ones(10, dtype=torch.int64)
+        bad = torch.where(ids == 3, 100, ids) if group.rank == 1 else ids
+        start = time.monotonic()
+        with pytest.raises(OperError) as caught:
+            tables.lookup(Lookup(bad, lengths, torch.zeros(1, dtype=torch.int64), 10))
+        assert time.monotonic() - start < deadline_s() / 10
+        errors.append(caught.value)
+        tables.lookup(Lookup(ids, lengths, torch.zeros(1, dtype=torch.int64), 10)).sum().backward()
+        tables.barrier()
+        assert tables.num_steps == 1
+        assert torch.equal(tables.read("t", 0, 10), before[:10] - 0.1)
+        assert torch.equal(tables.read("t", 10, 100), before[10:])
+
+    run_ranks(2, body)
+    (mine,) = [e for e in errors if isinstance(e, InvalidInputError)]
+    (others,) = [e for e in errors if isinstance(e, PeerLostError)]
+    assert "id=100" in str(mine) and others.rank == 1 and "refused its batch" in str(others)

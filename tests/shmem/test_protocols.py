@@ -1,7 +1,7 @@
 """The barrier and the publication protocol, step by step, in every order that can happen.
 
 These are models: the atomic steps of csrc/host/barrier.cpp, and who reads and writes which region
-between the meetings of csrc/host/context.cpp. Each model is run through all interleavings, and each
+between the phases of csrc/host/steps. Each model is run through all interleavings, and each
 property through mutations that must break it.
 """
 
@@ -34,11 +34,11 @@ STORE, LOOK, WAKE, TEST, ENTER, READ, SLEEP, ASLEEP, LEAVE, DONE = range(10)
 
 
 class BarrierModel:
-    """All states of W ranks that meet so many times.
+    """All states of W ranks that pass the barrier so many times.
 
     Args:
         world_size: ranks W.
-        rounds: how often they meet.
+        rounds: how often they pass it.
         mutation: ``""`` for the protocol as it is; else what is changed.
     """
 
@@ -92,7 +92,7 @@ class BarrierModel:
                 yield go(TEST, peer + 1)
             else:
                 short = [q for q in range(self.size) if q != r and epochs[q] < target]
-                assert not short, f"rank {r} passed meeting {target} without {short}: {state}"
+                assert not short, f"rank {r} passed barrier {target} without {short}: {state}"
                 done = target == self.rounds
                 yield go(DONE) if done else go(STORE, 1, 0, target + 1)
         elif step == ENTER:
@@ -124,25 +124,25 @@ def test_a_wrong_barrier_is_caught(mutation: str) -> None:
         BarrierModel(2, 2, mutation).check()
 
 
-# ---- what is written and read between the meetings -----------------------------------------------
-# (what, region, whose): "own" or all ranks' region, or a meeting.
+# ---- what is written and read between the phases -------------------------------------------------
+# (what, region, whose): "own" or all ranks' region, or a barrier.
 
 STEP = (
     ("read", "rows", "all"),       # forward: rows that are pulled
     ("write", "requests", "own"),  # ids in pushed tiers
-    ("meet", "requests", ""),
+    ("barrier", "requests", ""),
     ("read", "requests", "all"),
     ("write", "partials", "own"),  # owners pool
-    ("meet", "partials", ""),
+    ("barrier", "partials", ""),
     ("read", "partials", "all"),
     ("write", "requests", "own"),  # backward: reduced rows, requests, bag gradients
-    ("meet", "gradients", ""),
+    ("barrier", "gradients", ""),
     ("read", "requests", "all"),
     ("write", "squares", "own"),   # tables split by columns
-    ("meet", "squares", ""),
+    ("barrier", "squares", ""),
     ("read", "squares", "all"),
     ("write", "rows", "own"),      # the update, and the list of touched rows
-    ("meet", "refreshes", ""),
+    ("barrier", "refreshes", ""),
     ("read", "rows", "all"),       # refresh of replicas
 )
 
@@ -153,11 +153,11 @@ class PublicationModel:
     Args:
         world_size: ranks W.
         steps: training steps.
-        without: a meeting that is left out.
+        without: a barrier that is left out.
     """
 
     def __init__(self, world_size: int, steps: int, without: str = "") -> None:
-        one = tuple(x for x in STEP if x[0] != "meet" or x[1] != without)
+        one = tuple(x for x in STEP if x[0] != "barrier" or x[1] != without)
         self.size, self.program = world_size, one * steps
 
     def check(self) -> int:
@@ -171,9 +171,9 @@ class PublicationModel:
         for r, (at, inside) in enumerate(state):
             if at == len(self.program):
                 continue
-            if self.program[at][0] != "meet":
+            if self.program[at][0] != "barrier":
                 yield put(state, r, (at + 1, False) if inside else (at, True))
-            # A rank passes a meeting when every other has come to it, or is behind it.
+            # A rank passes a barrier when every other has come to it, or is behind it.
             elif all(other >= at for other, _ in state):
                 yield put(state, r, (at + 1, False))
 
@@ -192,6 +192,6 @@ def test_nothing_is_written_while_it_is_read(world_size: int, steps: int) -> Non
 
 
 @pytest.mark.parametrize("without", ["requests", "partials", "gradients", "squares", "refreshes"])
-def test_every_meeting_is_needed(without: str) -> None:
+def test_every_barrier_is_needed(without: str) -> None:
     with pytest.raises(AssertionError, match="while"):
         PublicationModel(2, 2, without).check()

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(256) place_rows_kernel(View view, BatchPlan pl
                                                          Staging staging) {
   const Group<32> group;
   for (int64_t k = group.index(); k < far.num_rows; k += group.count()) {
-    const int64_t* x = row_of<FarRows::kWidth>(far.stretches, far.num_stretches, k);
+    const int64_t* x = row_of<FarRows::kWidth>(far.ranges, far.num_ranges, k);
     const int64_t i = k - x[FarRows::kBegin];
     const Table& table = view.tables[x[FarRows::kTableIndex]];
     const int64_t row_bytes = bytes_of_row(table.type, table.dim);

@@ -1,4 +1,4 @@
-// One meeting with ranks of other memory domains: headers, then what they announce.
+// One phase with ranks of other memory domains: heads, then the arrays that these announce.
 #include "host/exchange/exchange.h"
 
 #include <sys/mman.h>
@@ -89,11 +89,11 @@ Exchange::~Exchange() {
   for (const auto& [data, bytes] : mapped_) munmap(data, bytes);
 }
 
-int64_t Exchange::transfer(Meeting what, const void* send, const int64_t* send_bytes, void* recv,
-                           const int64_t* recv_bytes) {
+int64_t Exchange::transfer(CollectivePhase phase, const void* send, const int64_t* send_bytes,
+                           void* recv, const int64_t* recv_bytes) {
   const int64_t begin_ns = PhaseTimes::now_ns();
   const int64_t error =
-      setup_.transport(static_cast<int64_t>(what), send, send_bytes, recv, recv_bytes);
+      setup_.transport(static_cast<int64_t>(phase), send, send_bytes, recv, recv_bytes);
   int64_t sent = 0;
   for (int32_t r : messages.far) sent += send_bytes[r];
   context_.times.note(kExchange, begin_ns, PhaseTimes::now_ns(), sent);
@@ -106,15 +106,15 @@ Status Exchange::failed(Status status) {
   return status;
 }
 
-Status Exchange::exchange_payload(Meeting what, bool is_reply, ParallelFor parallel) {
+Status Exchange::exchange_payload(CollectivePhase phase, bool is_reply, ParallelFor parallel) {
   const Messages::List& list = messages.list(is_reply);
   const std::vector<Part>& parts = list.parts;
   const int64_t num_parts = static_cast<int64_t>(parts.size());
-  char* send = (what == Meeting::kRequests ? kept(kAsBefore).sent : send_).get(list.sent);
+  char* send = (phase == CollectivePhase::kRequests ? kept(kAsBefore).sent : send_).get(list.sent);
   run_tasks(context_, num_parts, list.sent < kSmallBytes, parallel, [&](int64_t k, Scratch&) {
     const Part& x = parts[static_cast<size_t>(k)];
     if (x.out == 0) return;
-    const Source from = source(what, is_reply, x.rank, x.table, x.index);
+    const Source from = source(phase, is_reply, x.rank, x.table, x.index);
     if (x.shape.content == Messages::kRuns) {
       pack_runs(send + x.out_at, reinterpret_cast<const uint32_t*>(from.data), x.out);
     } else {
@@ -123,18 +123,19 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, ParallelFor paral
            {x.out, x.shape.unit, x.shape.bits, from.names ? &draws : nullptr});
     }
   });
-  if (what == Meeting::kRequests) keep_requests(parts, send);
+  if (phase == CollectivePhase::kRequests) keep_requests(parts, send);
   char *to, *raw;
   try {
-    Buffer& inbox = what == Meeting::kRequests ? kept(kAsBefore).received
-                                               : inbox_[is_reply ? kInRows : static_cast<int>(what)];
+    Buffer& inbox = phase == CollectivePhase::kRequests
+                        ? kept(kAsBefore).received
+                        : inbox_[is_reply ? kInRows : static_cast<int>(phase)];
     to = inbox.get(list.expanded);
     raw = list.is_raw ? to : received_.get(list.received);
   } catch (const std::bad_alloc&) {
     const auto most = std::max_element(list.recv_bytes.begin(), list.recv_bytes.end());
     return failed({11, most - list.recv_bytes.begin()});
   }
-  if (transfer(what, send, list.send_bytes.data(), raw, list.recv_bytes.data()) != 0)
+  if (transfer(phase, send, list.send_bytes.data(), raw, list.recv_bytes.data()) != 0)
     return failed({7, -1});
   if (raw != to)
     run_tasks(context_, num_parts, list.expanded < kSmallBytes, parallel, [&](int64_t k, Scratch&) {
@@ -154,8 +155,8 @@ Status Exchange::exchange_payload(Meeting what, bool is_reply, ParallelFor paral
         !are_below(arrays[x.index], x.in, messages.limit(x, content)))
       return failed({9, x.rank});
     if (!x.is_last) continue;
-    if (!lists_fit(what, x.rank, x.table, arrays)) return failed({9, x.rank});
-    deliver(what, is_reply, x.rank, x.table, arrays);
+    if (!lists_fit(phase, x.rank, x.table, arrays)) return failed({9, x.rank});
+    deliver(phase, is_reply, x.rank, x.table, arrays);
   }
   return {};
 }
@@ -181,16 +182,18 @@ void Exchange::keep_requests(const std::vector<Part>& parts, const char* send) {
   }
 }
 
-Status Exchange::meet(Meeting what, const Batch& batch, ParallelFor parallel, Status mine) {
+Status Exchange::synchronize(CollectivePhase phase, const Batch& batch, ParallelFor parallel,
+                             Status mine) {
   if (failed_.code != 0) return failed_;
-  if (what == Meeting::kRefreshes && !setup_.refreshes) return mine.code ? failed(mine) : mine;
+  if (phase == CollectivePhase::kRefreshes && !setup_.refreshes)
+    return mine.code ? failed(mine) : mine;
   const bool weighted = batch.weights != nullptr;
-  messages.begin(what);
-  if (mine.code == 0) count(what, weighted, parallel);
+  messages.begin(phase);
+  if (mine.code == 0) count(phase, weighted, parallel);
   Status status = messages.exchange_heads(
-      weighted, mine, [&](auto... arguments) { return transfer(what, arguments...); });
-  status = status.code != 0 ? failed(status) : exchange_payload(what, false, parallel);
-  if (what == Meeting::kGradients) messages.pass_back();
+      weighted, mine, [&](auto... arguments) { return transfer(phase, arguments...); });
+  status = status.code != 0 ? failed(status) : exchange_payload(phase, false, parallel);
+  if (phase == CollectivePhase::kGradients) messages.pass_back();
   return status;
 }
 

@@ -46,19 +46,20 @@ class Exchange {
   // Fetches the rows of other domains that the batch needs and fills in their addresses, which hold
   // until the next gather. Collective. `collective` is that of `forward`.
   Status gather(Batch& batch, Moved kind, bool collective, ParallelFor parallel);
-  // The two halves of a gather whose meetings are kRequests and kPartials: lists the rows, and returns
+  // The two halves of a gather whose phases are kRequests and kPartials: lists the rows, and returns
   // -1 or the position of an id that is out of range; and fills in the addresses.
   int64_t list_far_rows(const Batch& batch, Moved kind, bool collective, ParallelFor parallel);
   void address_rows(Batch& batch, ParallelFor parallel);
   // `mine` is an error of this rank, if any; all ranks learn of it.
-  Status meet(Meeting what, const Batch& batch, ParallelFor parallel, Status mine);
+  Status synchronize(CollectivePhase phase, const Batch& batch, ParallelFor parallel, Status mine);
   Messages messages;
 
  private:
   using Part = Messages::Part;
   static constexpr uint32_t kAsBefore = Messages::kAsBefore;
   static constexpr int64_t kSmallBytes = 64 << 10;  // not worth waking other threads
-  static constexpr int kInRows = static_cast<int>(Meeting::kRefreshes) + 1, kNumInboxes = kInRows + 1;  // one per meeting
+  // Received arrays have an inbox for each phase, and one for the rows of a gather.
+  static constexpr int kInRows = static_cast<int>(CollectivePhase::kRefreshes) + 1;
 
   // Where an array comes from: contiguous, or the named rows of a matrix. `names`: what gradients are
   // of, see Draws.
@@ -91,12 +92,12 @@ class Exchange {
     return static_cast<size_t>(peer) * context_.tables.size() + static_cast<size_t>(table);
   }
   // Fills in the counts of what this rank has for the others.
-  void count(Meeting what, bool weighted, ParallelFor parallel);
-  void count_table(Meeting what, bool weighted, int64_t table);
+  void count(CollectivePhase phase, bool weighted, ParallelFor parallel);
+  void count_table(CollectivePhase phase, bool weighted, int64_t table);
   void list_squares(int64_t table);
   void list_refreshes(int64_t table);
-  Source source(Meeting what, bool is_reply, int32_t peer, int64_t table, int part) const;
-  Source source_in_outbox(Meeting what, int32_t peer, int64_t table, int part) const;
+  Source source(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table, int part) const;
+  Source source_in_outbox(CollectivePhase phase, int32_t peer, int64_t table, int part) const;
   Draws draws_of(const Part& part, const uint32_t* names) const;
   void keep_requests(const std::vector<Part>& parts, const char* send);
   void list_bags(int64_t table, int32_t peer);
@@ -106,18 +107,20 @@ class Exchange {
   bool is_as_before(const Requested& before, int64_t table, int32_t peer, bool weighted) const;
   // A count, or that of the forward pass whose requests were the same.
   uint32_t requests_count(int64_t table, int32_t peer, bool weighted) const;
-  void deliver(Meeting what, bool is_reply, int32_t peer, int64_t table, const char* const* arrays);
+  void deliver(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table,
+               const char* const* arrays);
   // Distinct rows of a table that this rank asks a rank for.
   uint32_t num_far_rows(int32_t peer, int64_t table) const {
     const std::vector<int64_t>& split = splits_[table];
     return split.empty() ? 0 : static_cast<uint32_t>(split[peer + 1] - split[peer]);
   }
   // Whether bags, and lists that say their own length, are such as a rank of this job sends.
-  bool lists_fit(Meeting what, int32_t peer, int64_t table, const char* const* arrays) const;
+  bool lists_fit(CollectivePhase phase, int32_t peer, int64_t table,
+                 const char* const* arrays) const;
   // Calls the transport; what it returns. `send_bytes`, `recv_bytes`: [W].
-  int64_t transfer(Meeting what, const void* send, const int64_t* send_bytes, void* recv,
+  int64_t transfer(CollectivePhase phase, const void* send, const int64_t* send_bytes, void* recv,
                    const int64_t* recv_bytes);
-  Status exchange_payload(Meeting what, bool is_reply, ParallelFor parallel);
+  Status exchange_payload(CollectivePhase phase, bool is_reply, ParallelFor parallel);
   Status failed(Status status);
 
   Context& context_;
@@ -126,7 +129,7 @@ class Exchange {
   std::vector<bool> is_far_;         // [T] whether it is one of these
   std::vector<bool> pulls_far_;      // [T] whether some of these rows are in pulled tiers
   Status failed_;
-  Buffer send_, received_, inbox_[kNumInboxes], places_, keys_;
+  Buffer send_, received_, inbox_[kInRows + 1], places_, keys_;
   Kept kept_[Messages::kKept];
   std::vector<FarRows> far_rows_;             // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner

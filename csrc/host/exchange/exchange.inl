@@ -53,20 +53,16 @@ void number_in_place(const Table& table, int64_t n, FarRows& out, int64_t* count
 template <class Id>
 int64_t far_rows_ids(const Table& table, const Batch& batch, Moved kind, bool skip_pushed, FarRows& out,
                      Scratch& scratch) {
+  const int64_t bad = locate_all<Id>(table, batch, out.places);
+  if (bad >= 0) return bad;
   const Id* ids = static_cast<const Id*>(batch.ids);
   int64_t at = 0, num_pushed = 0;
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
-    const int64_t first = bags.bounds[0], n = bags.bounds[bags.num_bags] - first;
-    if (batch.resolved != nullptr) {
-      std::copy_n(batch.resolved->addresses + batch.resolved->first[f], n, out.places + at);
-    } else {
-      const int64_t bad = resolve(table.read, ids + first, n, n, out.places + at);
-      if (bad >= 0) return first + bad;
-    }
+    const int64_t n = bags.num_ids();
     if (skip_pushed) {
       uint32_t* keys = scratch.get<uint32_t>(1, n);
-      resolve(table.home, ids + first, n, n, keys);
+      resolve(table.home, ids + bags.bounds[0], n, n, keys);
       for (int64_t i = 0; i < n; ++i) {
         if (!table.is_pushed_key(keys[i])) continue;
         out.places[at + i] = 0;

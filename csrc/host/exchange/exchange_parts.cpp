@@ -1,4 +1,4 @@
-// What each meeting sends to a rank of another memory domain, and where what it sends is put.
+// What each phase sends to a rank of another memory domain, and where what it sends is put.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -11,32 +11,32 @@ namespace oper::host {
 
 // ---- what this rank has for others -------------------------------------------------------------
 
-void Exchange::count(Meeting what, bool weighted, ParallelFor parallel) {
+void Exchange::count(CollectivePhase phase, bool weighted, ParallelFor parallel) {
   run_tasks(context_, static_cast<int64_t>(context_.tables.size()),
-            what != Meeting::kGradients && what != Meeting::kSquares, parallel,
-            [&](int64_t t, Scratch&) { count_table(what, weighted, t); });
+            phase != CollectivePhase::kGradients && phase != CollectivePhase::kSquares, parallel,
+            [&](int64_t t, Scratch&) { count_table(phase, weighted, t); });
 }
 
-void Exchange::count_table(Meeting what, bool weighted, int64_t t) {
+void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
   const Table& table = context_.tables[t];
-  if (what == Meeting::kSquares) list_squares(t);
-  if (what == Meeting::kRefreshes) list_refreshes(t);
+  if (phase == CollectivePhase::kSquares) list_squares(t);
+  if (phase == CollectivePhase::kRefreshes) list_refreshes(t);
   const int64_t* reduced = Context::outbox_begin(context_.outbox_table(context_.rank, t));
   const int64_t* asked = Context::request_begin(context_.request_table(context_.rank, t));
   for (int32_t r : messages.far) {
     uint32_t* counts = messages.counts_to(r, t);
     std::fill(counts, counts + Messages::kCounts, 0u);
-    if (what == Meeting::kGather) counts[0] = num_far_rows(r, t);
-    if (what == Meeting::kRequests && setup_.pulls) counts[1] = num_far_rows(r, t);
-    if (what == Meeting::kRequests && table.is_pushed) {
+    if (phase == CollectivePhase::kGather) counts[0] = num_far_rows(r, t);
+    if (phase == CollectivePhase::kRequests && setup_.pulls) counts[1] = num_far_rows(r, t);
+    if (phase == CollectivePhase::kRequests && table.is_pushed) {
       counts[0] = static_cast<uint32_t>(asked[r + 1] - asked[r]);
       list_bags(t, r);
       counts[2] = static_cast<uint32_t>(bags_[cell(r, t)].size());
     }
-    if (what == Meeting::kPartials) counts[1] = num_asked_slots_[cell(r, t)];
-    if (what == Meeting::kPartials && table.is_pushed)
+    if (phase == CollectivePhase::kPartials) counts[1] = num_asked_slots_[cell(r, t)];
+    if (phase == CollectivePhase::kPartials && table.is_pushed)
       counts[0] = static_cast<uint32_t>(context_.partial_table(context_.rank, t, r)->count);
-    if (what == Meeting::kGradients) {
+    if (phase == CollectivePhase::kGradients) {
       counts[0] = static_cast<uint32_t>(reduced[r + 1] - reduced[r]);
       if (!table.is_pushed) continue;
       list_bags(t, r);
@@ -44,7 +44,8 @@ void Exchange::count_table(Meeting what, bool weighted, int64_t t) {
       // Only the gradients of bags that this owner holds rows of are sent.
       counts[2] = static_cast<uint32_t>(bags_[cell(r, t)].size());
     }
-    if (what == Meeting::kSquares || what == Meeting::kRefreshes) counts[0] = listed_[cell(r, t)].slots[0];
+    if (phase == CollectivePhase::kSquares || phase == CollectivePhase::kRefreshes)
+      counts[0] = listed_[cell(r, t)].slots[0];
   }
 }
 
@@ -145,37 +146,38 @@ void Exchange::list_refreshes(int64_t t) {
   }
 }
 
-Exchange::Source Exchange::source(Meeting what, bool is_reply, int32_t r, int64_t t,
+Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                                   int part) const {
   const Listed& list = listed_[cell(r, t)];
   const char* rows = reinterpret_cast<const char*>(context_.tables[t].rows);
-  switch (what) {
-    case Meeting::kGather:
+  switch (phase) {
+    case CollectivePhase::kGather:
       if (is_reply) return {rows, asked_slots_[cell(r, t)]};
       return {reinterpret_cast<const char*>(far_rows_[t].keys + splits_[t][r])};
-    case Meeting::kSquares:
+    case CollectivePhase::kSquares:
       return {part == 0 ? reinterpret_cast<const char*>(list.slots.data() + 1)
                         : reinterpret_cast<const char*>(list.values.data())};
-    case Meeting::kRefreshes:
+    case CollectivePhase::kRefreshes:
       if (part == 0) return {reinterpret_cast<const char*>(list.slots.data())};
       return {rows, list.slots.data() + 1};
     default:
-      return source_in_outbox(what, r, t, part);
+      return source_in_outbox(phase, r, t, part);
   }
 }
 
-Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, int part) const {
+Exchange::Source Exchange::source_in_outbox(CollectivePhase phase, int32_t r, int64_t t,
+                                            int part) const {
   const char* base = context_.outbox[context_.rank];
   const int64_t gradient = context_.tables[t].gradient_bytes();
-  if (what == Meeting::kPartials) {
+  if (phase == CollectivePhase::kPartials) {
     if (part == 1)
       return {reinterpret_cast<const char*>(context_.tables[t].rows), asked_slots_[cell(r, t)]};
     const PartialTable* entry = context_.partial_table(context_.rank, t, r);
     return {base + entry->rows_offset};
   }
-  if (what == Meeting::kRequests && part == 3)
+  if (phase == CollectivePhase::kRequests && part == 3)
     return {reinterpret_cast<const char*>(far_rows_[t].keys + splits_[t][r])};
-  if (what == Meeting::kGradients && part < 2) {
+  if (phase == CollectivePhase::kGradients && part < 2) {
     OutboxTable* entry = context_.outbox_table(context_.rank, t);
     const int64_t first = Context::outbox_begin(entry)[r];
     if (part == 0) return {base + entry->slots_offset + first * 4};
@@ -184,7 +186,7 @@ Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, 
   }
   RequestTable* entry = context_.request_table(context_.rank, t);
   const int64_t first = Context::request_begin(entry)[r];
-  switch (what == Meeting::kRequests ? part : part - 2) {
+  switch (phase == CollectivePhase::kRequests ? part : part - 2) {
     case 0:
       return {base + entry->slots_offset + first * 4};
     case 1:
@@ -198,20 +200,21 @@ Exchange::Source Exchange::source_in_outbox(Meeting what, int32_t r, int64_t t, 
 
 // ---- whether what others have sent can be ------------------------------------------------------
 
-bool Exchange::lists_fit(Meeting what, int32_t r, int64_t t, const char* const* arrays) const {
+bool Exchange::lists_fit(CollectivePhase phase, int32_t r, int64_t t,
+                         const char* const* arrays) const {
   const uint32_t* counts = messages.counts_from(r, t);
   // Bags only ever rise by one, see unpack_runs; the first may be missing.
   const auto bags_fit = [&](const char* bags, int64_t n) {
     const auto* bag = reinterpret_cast<const uint32_t*>(bags);
     return n == 0 || (bag[0] == 0 && bag[n - 1] < counts[2]);
   };
-  if (what == Meeting::kRequests) return bags_fit(arrays[1], counts[0]);
-  if (what == Meeting::kGradients && context_.tables[t].is_pushed) {
+  if (phase == CollectivePhase::kRequests) return bags_fit(arrays[1], counts[0]);
+  if (phase == CollectivePhase::kGradients && context_.tables[t].is_pushed) {
     if (!Messages::is_before(counts[1])) return bags_fit(arrays[3], counts[1]);
     const Requested& before = kept(counts[1]).asked_by[cell(r, t)];
     return bags_fit(before.bags, before.n);
   }
-  if (what != Meeting::kRefreshes || counts[0] == 0) return true;
+  if (phase != CollectivePhase::kRefreshes || counts[0] == 0) return true;
   // The list says its own length, and is searched.
   const auto* slots = reinterpret_cast<const uint32_t*>(arrays[0]);
   if (slots[0] != counts[0]) return false;
@@ -223,7 +226,7 @@ bool Exchange::lists_fit(Meeting what, int32_t r, int64_t t, const char* const* 
 
 // ---- where the kernels find what others have sent ----------------------------------------------
 
-void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
+void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                        const char* const* arrays) {
   Table& table = context_.tables[t];
   const uint32_t* counts = messages.counts_from(r, t);
@@ -237,27 +240,27 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
     begin[context_.rank] = 0;
     begin[context_.rank + 1] = in.n;
   };
-  switch (what) {
-    case Meeting::kGather:
+  switch (phase) {
+    case CollectivePhase::kGather:
       if (is_reply) {
         gathered_[cell(r, t)] = arrays[0];
       } else {
         asked_slots_[cell(r, t)] = slots;
       }
       break;
-    case Meeting::kRequests:
+    case CollectivePhase::kRequests:
       kept(kAsBefore).asked_by[cell(r, t)] = {arrays[0], arrays[1], arrays[2], counts[0]};
       lay_out_requests(kept(kAsBefore).asked_by[cell(r, t)], nullptr);
       asked_slots_[cell(r, t)] = reinterpret_cast<const uint32_t*>(arrays[3]);
       num_asked_slots_[cell(r, t)] = counts[1];
       break;
-    case Meeting::kPartials:
+    case CollectivePhase::kPartials:
       gathered_[cell(r, t)] = arrays[1];
       *context_.partial_table(r, t, context_.rank) = {
           counts[0], reinterpret_cast<const char*>(bags_[cell(r, t)].data()) - base,
           arrays[0] - base};
       break;
-    case Meeting::kGradients: {
+    case CollectivePhase::kGradients: {
       OutboxTable* entry = context_.outbox_table(r, t);
       *entry = {arrays[0] - base, arrays[1] - base};
       int64_t* begin = Context::outbox_begin(entry);
@@ -270,14 +273,14 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
                          arrays[5]);
       break;
     }
-    case Meeting::kSquares: {
+    case CollectivePhase::kSquares: {
       const float* values = reinterpret_cast<const float*>(arrays[1]);
       if (counts[0] == 0) break;
       float* squares = table.squares[r] + messages.round() * num_slots(table, r);
       for (uint32_t i = 0; i < counts[0]; ++i) squares[slots[i]] = values[i];
       break;
     }
-    case Meeting::kRefreshes:
+    case CollectivePhase::kRefreshes:
       table.touched[r] = const_cast<uint32_t*>(counts[0] > 0 ? slots : nothing_);
       table.packed_masters[r] = arrays[1];
       break;
@@ -289,9 +292,10 @@ void Exchange::deliver(Meeting what, bool is_reply, int32_t r, int64_t t,
 Status Exchange::gather(Batch& batch, Moved kind, bool collective, ParallelFor parallel) {
   if (failed_.code != 0) return failed_;
   const int64_t bad = list_far_rows(batch, kind, collective, parallel);
-  Status status = meet(Meeting::kGather, batch, parallel, bad >= 0 ? Status{4, bad} : Status{});
+  Status status =
+      synchronize(CollectivePhase::kGather, batch, parallel, bad >= 0 ? Status{4, bad} : Status{});
   if (status.code != 0) return status;
-  status = exchange_payload(Meeting::kGather, true, parallel);
+  status = exchange_payload(CollectivePhase::kGather, true, parallel);
   if (status.code == 0) address_rows(batch, parallel);
   return status;
 }
@@ -308,11 +312,7 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
   };
   for (int32_t t : far_tables_) {
     first.push_back(total);
-    if (is_skipped(context_.tables[t])) continue;
-    for (int32_t f : context_.tables[t].features) {
-      const FeatureBags& bags = batch.features[f];
-      total += bags.bounds[bags.num_bags] - bags.bounds[0];
-    }
+    if (!is_skipped(context_.tables[t])) total += batch.num_ids(context_.tables[t]);
   }
   int64_t* places = reinterpret_cast<int64_t*>(places_.get(total * 8));
   uint32_t* keys = reinterpret_cast<uint32_t*>(keys_.get(total * 4));
@@ -329,7 +329,7 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
     rows = {places + first[k], keys + first[k], 0};
     const int64_t found =
         kernels().far_rows(table, batch, kind, collective && table.has_push, rows, scratch);
-    if (found >= 0) note_bad(bad, found);
+    note_bad(bad, found);
     // From keys, which are in order of owner, to slots.
     std::vector<int64_t>& split = splits_[t];
     split.assign(static_cast<size_t>(W) + 1, 0);
@@ -363,7 +363,7 @@ void Exchange::address_rows(Batch& batch, ParallelFor parallel) {
     for (int32_t f : table.features) {
       FeatureBags& bags = batch.features[f];
       bags.rows = place;
-      const int64_t n = bags.bounds[bags.num_bags] - bags.bounds[0];
+      const int64_t n = bags.num_ids();
       for (int64_t i = 0; i < n; ++i)
         if (place[i] < 0) place[i] = address[-1 - place[i]];
       place += n;

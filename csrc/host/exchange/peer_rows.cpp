@@ -2,7 +2,6 @@
 
 #include "host/exchange/exchange.h"
 
-#include <atomic>
 #include <cstring>
 
 #include "host/kernels/kernels.h"
@@ -30,22 +29,18 @@ bool PeerRows::pays(const Table& table, const DistinctRows& rows) const {
 
 Status PeerRows::stage(Context& context, Batch& batch, bool collective, ParallelFor parallel) {
   const bool counts = choice_ == kMeasured && num_passes_++ % kCountEvery == 0;
-  std::atomic<int64_t> bad{-1};
+  Found bad;
   run_tasks(context, static_cast<int64_t>(context.tables.size()), false, parallel,
             [&](int64_t t, Scratch& scratch) {
     const Table& table = context.tables[t];
     if ((!counts && !is_chosen[t]) || (collective && table.has_push)) return;
     // An exchange with other memory domains finds the rows of this one.
     if (context.exchange && context.exchange->has_far_rows(table, false)) return;
-    int64_t total = 0;
-    for (int32_t f : table.features) {
-      const FeatureBags& bags = batch.features[f];
-      total += bags.bounds[bags.num_bags] - bags.bounds[0];
-    }
+    const int64_t total = batch.num_ids(table);
     DistinctRows rows{reinterpret_cast<int64_t*>(places_[t].get(total * 8)),
                       reinterpret_cast<int64_t*>(sources_[t].get(total * 8)), 0, 0};
     const int64_t found = kernels().distinct_rows(table, batch, context.rank, rows, scratch);
-    if (found >= 0) return note_bad(bad, found);
+    if (found >= 0) return bad.note(found);
     num_ids[t] = rows.num_ids;
     num_rows[t] = rows.num_rows;
     if (counts) is_chosen[t] = pays(table, rows);
@@ -68,11 +63,10 @@ Status PeerRows::stage(Context& context, Batch& batch, bool collective, Parallel
     for (int32_t f : table.features) {
       FeatureBags& bags = batch.features[f];
       bags.rows = place;
-      place += bags.bounds[bags.num_bags] - bags.bounds[0];
+      place += bags.num_ids();
     }
   });
-  if (bad.load() >= 0) return {4, bad.load()};
-  return {};
+  return bad.status();
 }
 
 }  // namespace oper::host

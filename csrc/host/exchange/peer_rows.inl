@@ -6,7 +6,7 @@ int64_t locate_all(const Table& table, const Batch& batch, int64_t* places) {
   const Id* ids = static_cast<const Id*>(batch.ids);
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
-    const int64_t first = bags.bounds[0], n = bags.bounds[bags.num_bags] - first;
+    const int64_t first = bags.bounds[0], n = bags.num_ids();
     if (batch.resolved != nullptr) {
       std::copy_n(batch.resolved->addresses + batch.resolved->first[f], n, places);
     } else {
@@ -48,11 +48,7 @@ int64_t distinct_rows(const Table& table, const Batch& batch, int32_t rank, Dist
   const int64_t bad = batch.ids_are_32_bit ? locate_all<int32_t>(table, batch, out.places)
                                            : locate_all<int64_t>(table, batch, out.places);
   if (bad >= 0) return bad;
-  int64_t n = 0;
-  for (int32_t f : table.features) {
-    const FeatureBags& bags = batch.features[f];
-    n += bags.bounds[bags.num_bags] - bags.bounds[0];
-  }
+  const int64_t n = batch.num_ids(table);
   // This rank's arena ends in its outbox and begins behind the one before.
   const Arenas& arenas = *table.arenas;
   const size_t mine = static_cast<size_t>(

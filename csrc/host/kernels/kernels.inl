@@ -29,8 +29,8 @@ static_assert(kPrefetch <= kAddressesAhead);
 #include "host/kernels/reduce.inl"
 #include "host/kernels/update.inl"
 #include "host/kernels/push.inl"
-#include "host/exchange/exchange.inl"
 #include "host/exchange/peer_rows.inl"
+#include "host/exchange/exchange.inl"
 #include "host/keys/find.inl"
 
 }  // namespace OPER_KERNELS

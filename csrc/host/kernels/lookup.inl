@@ -185,7 +185,7 @@ void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, B
   }
 }
 
-// Calls body(first bag, last bag, addresses of their rows) for one stretch of bags after another;
+// Calls body(first bag, last bag, addresses of their rows) for one range of bags after another;
 // returns the first bad id's index in the batch, or -1. Ids are resolved a few at a time, always
 // `kPrefetch` ahead of the bags in hand: while that happens, memory is busy with rows on their way.
 template <Moved kKind, class Id, class Body>
@@ -254,7 +254,7 @@ OPER_INLINE bool is_near(const Table& table, int64_t num_ids) {
   return rows <= num_ids && rows * table.row_bytes() <= kBytes;
 }
 
-// Chosen once for a range of bags, not for every stretch of it.
+// Chosen once for a range of bags, not for every part of it.
 PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, bool stream) {
   PoolBlock found = nullptr;
   if (!table.ranges.empty()) {
@@ -291,11 +291,11 @@ int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch&
   const bool lines = reinterpret_cast<uintptr_t>(first) % 64 == 0 && stride % 16 == 0 &&
                      table.dim % 16 == 0;
   const bool stream = range.batch.stream && lines && weights == nullptr;
-  const PoolBlock pool_stretch =
+  const PoolBlock pool_range =
       pool_block_of(table, bounds[range.end] - bounds[range.begin], weights != nullptr, stream);
   const int64_t bad = for_blocks<kRows, Id>(
       table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
-        pool_stretch(table, rows, bounds + b, weights, end - b, first + b * stride, stride);
+        pool_range(table, rows, bounds + b, weights, end - b, first + b * stride, stride);
       });
   if (stream) finish_streaming();
   return bad;

@@ -29,7 +29,7 @@ K* radix_sort(K* a, K* b, int64_t n, int shift, int bits) {
 
 int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(count - 1); }
 
-// Calls body(ids' keys, their number, index of the first in the batch, its bag) for stretches of one
+// Calls body(ids' keys, their number, index of the first in the batch, its bag) for ranges of one
 // bag's ids, all features of the table after one another; returns the first bad id's index, or -1.
 template <class Id, class Body>
 int64_t for_keys(const Table& table, const Batch& batch, Body body) {
@@ -152,11 +152,8 @@ int64_t arrange_ids(const Table& table, const Batch& batch, OrderMemory memory, 
                     TableOrder& order) {
   order = TableOrder{};
   order.pairs = order.keys = order.bags = order.positions = TableOrder::kNone;
-  for (int32_t f : table.features) {
-    const FeatureBags& bags = batch.features[f];
-    order.n += bags.bounds[bags.num_bags] - bags.bounds[0];
-    order.num_bags += bags.num_bags;
-  }
+  order.n = batch.num_ids(table);
+  for (int32_t f : table.features) order.num_bags += batch.features[f].num_bags;
   if (table.has_push && table.all_pushed) {  // owners sort them
     order.n = 0;
     order.pair_bytes = 4;

@@ -22,11 +22,7 @@ struct PushedIds {
 // Returns the first bad id's index, or -1.
 template <class Id>
 int64_t list_pushed(const Table& table, const Batch& batch, PushedIds& out, Scratch& scratch) {
-  int64_t total = 0;
-  for (int32_t f : table.features) {
-    const FeatureBags& bags = batch.features[f];
-    total += bags.bounds[bags.num_bags] - bags.bounds[0];
-  }
+  const int64_t total = batch.num_ids(table);
   out.keys = scratch.get<uint32_t>(2, total);
   out.bags = scratch.get<uint32_t>(3, total);
   out.positions = batch.weights ? scratch.get<int64_t>(4, total) : nullptr;

@@ -16,11 +16,11 @@ int64_t first_bad(const Id* ids, int64_t n, int64_t num_rows) {
   return i;
 }
 
-// One tier dealt evenly to a power of two of ranks, ids in order: its constants hoisted. Tells
+// One tier spread evenly over a power of two of ranks, ids in order: its constants hoisted. Tells
 // whether all ids are valid. Places of others are never used, but found: without a sign, where no
 // number is too large.
 template <class Id, class Out>
-bool resolve_dealt(const TableMap& map, const Id* ids, int64_t n, Out* out) {
+bool resolve_even(const TableMap& map, const Id* ids, int64_t n, Out* out) {
   const TierMap& tier = map.tiers[0];
   const uint64_t limit = static_cast<uint64_t>(map.num_rows);
   const uint64_t base = static_cast<uint64_t>(tier.base[0]);
@@ -172,11 +172,11 @@ int64_t resolve_flat(const TableMap& map, const Id* ids, int64_t n, int64_t read
 // next: their head words are fetched early.
 template <class Id, class Out>
 int64_t resolve(const TableMap& map, const Id* ids, int64_t n, int64_t readable, Out* out) {
-  const bool dealt = map.num_tiers == 1 && map.head.words == nullptr && map.tiers[0].shift >= 0;
+  const bool is_even = map.num_tiers == 1 && map.head.words == nullptr && map.tiers[0].shift >= 0;
 #if defined(OPER_KERNELS_AVX512)
-  if (!dealt && map.flat != nullptr) return resolve_flat(map, ids, n, readable, out);
+  if (!is_even && map.flat != nullptr) return resolve_flat(map, ids, n, readable, out);
 #endif
-  if (dealt && resolve_dealt(map, ids, n, out)) return -1;
+  if (is_even && resolve_even(map, ids, n, out)) return -1;
   const int64_t bad = first_bad(ids, n, map.num_rows);
   if (bad >= 0) return bad;
   for (int64_t i = 0; i < n; ++i) {

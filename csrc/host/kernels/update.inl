@@ -17,6 +17,34 @@ OPER_INLINE void store_updated(E* row, const Row<N>& w, const uint16_t* random, 
   }
 }
 
+// Updates the moments of Adam or LAMB and calls finish(i, step) for every vector of the row's step.
+template <int N, class Finish>
+OPER_INLINE void update_moments(const Table& table, int64_t slot, const Row<N>& g,
+                                float squares_of_row, const Row<N>& w, bool row_wise,
+                                Finish finish) {
+  const OptimizerArgs& args = table.optimizer;
+  const int dim = table.dim;
+  Row<N> m, s;
+  Lanes root = {};
+  m.load(table.momentum1 + slot * dim, dim);
+  if (row_wise) {
+    root += partial_adam_root(table.momentum2 + slot, squares_of_row, table.row_columns, args);
+  } else {
+    s.load(table.momentum2 + slot * dim, dim);
+  }
+  for (int i = 0; i < Row<N>::vectors(dim); ++i) {
+    m.v[i] = m.v[i] * args.beta1 + g.v[i] * (1.0f - args.beta1);
+    if (!row_wise) {
+      s.v[i] = s.v[i] * args.beta2 + g.v[i] * g.v[i] * (1.0f - args.beta2);
+      for (int k = 0; k < 16; ++k)
+        root[k] = std::sqrt(s.v[i][k] / args.correction2) + args.eps;
+    }
+    finish(i, (m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay);
+  }
+  m.store(table.momentum1 + slot * dim, dim);
+  if (!row_wise) s.store(table.momentum2 + slot * dim, dim);
+}
+
 // One optimizer step of a row; `g` is the exact gradient and `squares_of_row` the sum of its squares
 // over all columns of the row. FBGEMM's definitions, see optimizer.h. `random` has a number for every
 // column where rows are rounded, else null.
@@ -57,33 +85,11 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
       break;
     }
     case Optimizer::kAdam:
-    case Optimizer::kPartialRowWiseAdam: {
-      Row<N> m;
-      m.load(table.momentum1 + slot * dim, dim);
-      for (int i = 0; i < n; ++i)
-        m.v[i] = m.v[i] * args.beta1 + g.v[i] * (1.0f - args.beta1);
-      m.store(table.momentum1 + slot * dim, dim);
-      if (args.kind == Optimizer::kPartialRowWiseAdam) {
-        const float root =
-            partial_adam_root(table.momentum2 + slot, squares_of_row, table.row_columns, args);
-        for (int i = 0; i < n; ++i)
-          w.v[i] -= ((m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay) *
-                    args.learning_rate;
-      } else {
-        Row<N> s;
-        s.load(table.momentum2 + slot * dim, dim);
-        for (int i = 0; i < n; ++i) {
-          s.v[i] = s.v[i] * args.beta2 + g.v[i] * g.v[i] * (1.0f - args.beta2);
-          Lanes root;
-          for (int k = 0; k < 16; ++k)
-            root[k] = std::sqrt(s.v[i][k] / args.correction2) + args.eps;
-          w.v[i] -= ((m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay) *
-                    args.learning_rate;
-        }
-        s.store(table.momentum2 + slot * dim, dim);
-      }
+    case Optimizer::kPartialRowWiseAdam:
+      update_moments(table, slot, g, squares_of_row, w,
+                     args.kind == Optimizer::kPartialRowWiseAdam,
+                     [&](int i, const Lanes& step) { w.v[i] -= step * args.learning_rate; });
       break;
-    }
     default:
       break;  // see apply_scaled
   }
@@ -99,53 +105,34 @@ OPER_INLINE void apply_scaled(const Table& table, int64_t slot, const Row<N>& g,
   const int dim = table.dim;
   const int n = Row<N>::vectors(dim);
   E* row = table.row<E>(slot);
-  Row<N> w, m;
+  Row<N> w;
   w.load(row, dim);
-  m.load(table.momentum1 + slot * dim, dim);
-  switch (args.kind) {
-    case Optimizer::kMomentumSgd:
+  if (args.kind == Optimizer::kMomentumSgd || args.kind == Optimizer::kLarsSgd) {
+    Row<N> m;
+    m.load(table.momentum1 + slot * dim, dim);
+    if (args.kind == Optimizer::kMomentumSgd) {
       for (int i = 0; i < n; ++i) {
         m.v[i] = m.v[i] * args.beta1 + g.v[i];
         w.v[i] -= m.v[i] * args.learning_rate;
       }
-      break;
-    case Optimizer::kLarsSgd: {
+    } else {
       const float rate = lars_rate(w.sum_of_squares(dim), squares_of_row, args);
       for (int i = 0; i < n; ++i) {
         m.v[i] = m.v[i] * args.beta1 + (g.v[i] + w.v[i] * args.weight_decay) * rate;
         w.v[i] -= m.v[i];
       }
-      break;
     }
-    default: {  // LAMB
-      for (int i = 0; i < n; ++i)
-        m.v[i] = m.v[i] * args.beta1 + g.v[i] * (1.0f - args.beta1);
-      Row<N> step;
-      if (args.kind == Optimizer::kPartialRowWiseLamb) {
-        const float root =
-            partial_adam_root(table.momentum2 + slot, squares_of_row, table.row_columns, args);
-        for (int i = 0; i < n; ++i)
-          step.v[i] = (m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay;
-      } else {
-        Row<N> s;
-        s.load(table.momentum2 + slot * dim, dim);
-        for (int i = 0; i < n; ++i) {
-          s.v[i] = s.v[i] * args.beta2 + g.v[i] * g.v[i] * (1.0f - args.beta2);
-          Lanes root;
-          for (int k = 0; k < 16; ++k)
-            root[k] = std::sqrt(s.v[i][k] / args.correction2) + args.eps;
-          step.v[i] = (m.v[i] / args.correction1) / root + w.v[i] * args.weight_decay;
-        }
-        s.store(table.momentum2 + slot * dim, dim);
-      }
-      // Behind the last column a step is 0 / eps, which need not be a number.
-      for (int k = Row<N>::part(dim); k > 0 && k < 16; ++k) step.v[n - 1][k] = 0.0f;
-      const float rate = lamb_rate(w.sum_of_squares(dim), step.sum_of_squares(dim), args);
-      for (int i = 0; i < n; ++i) w.v[i] -= step.v[i] * rate;
-      break;
-    }
+    m.store(table.momentum1 + slot * dim, dim);
+  } else {  // LAMB
+    Row<N> step;
+    update_moments(table, slot, g, squares_of_row, w,
+                   args.kind == Optimizer::kPartialRowWiseLamb,
+                   [&](int i, const Lanes& x) { step.v[i] = x; });
+    // Behind the last column a step is 0 / eps, which need not be a number.
+    for (int k = Row<N>::part(dim); k > 0 && k < 16; ++k) step.v[n - 1][k] = 0.0f;
+    const float rate = lamb_rate(w.sum_of_squares(dim), step.sum_of_squares(dim), args);
+    for (int i = 0; i < n; ++i) w.v[i] -= step.v[i] * rate;
   }
-  m.store(table.momentum1 + slot * dim, dim);
   store_updated(row, w, random, dim);
 }
 

@@ -81,7 +81,7 @@ class Divisor {
   uint64_t inverse_;  // of 1: none
 };
 
-// `total` things, fewer than 2^32, dealt to `parts` in order, the first ones getting one more.
+// `total` things, fewer than 2^32, divided among `parts` in order, the first ones getting one more.
 struct Shares {
   int64_t size, larger;
   Divisor by_size, by_larger_size;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "host/kernels/kernels.h"
+#include "host/memory.h"
 
 namespace oper::host {
 
@@ -13,8 +14,6 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kTaskKeys = 4096, kTaskIds = 65536;  // that a thread takes at a time
 constexpr int64_t kSmall = 4096;     // take less time than waking a thread
-
-int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 // Calls body(k) for k in [0, count).
 template <class Body>

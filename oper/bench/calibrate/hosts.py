@@ -50,5 +50,5 @@ def measure_hosts(measure_here: Callable[[int], Topology]) -> Topology:
     if len(hosts) == 1:
         return hosts[0]
     return network.of_hosts(hosts, link_gbps(ProcessGroup(), domain_of), {
-        "meeting_us": network.meeting_us(),
+        "phase_us": network.phase_us(),
         "ns_per_byte": sum(x for _, x in found) / len(found)})

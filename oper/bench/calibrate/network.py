@@ -25,7 +25,7 @@ def measure_network(world_size: int) -> dict[str, float]:
     """Costs of an exchange among so many processes.
 
     Returns:
-        ``meeting_us`` (a header and a small payload) and ``ns_per_byte`` that a rank sends or
+        ``phase_us`` (a header and a small payload) and ``ns_per_byte`` that a rank sends or
         receives, both directions at once.
     """
     found, = run_workers(measure, [{}], world_size)
@@ -37,10 +37,10 @@ def measure(case: Mapping[str, Any], progress: Progress) -> dict[str, float]:
     progress("exchanging headers and payloads")
     small, large = exchange_s(_HEADER_BYTES), exchange_s(_PAYLOAD_BYTES)
     both_ways = 2 * (world()[1] - 1) * (_PAYLOAD_BYTES - _HEADER_BYTES)
-    return {"meeting_us": 2e6 * small, "ns_per_byte": max(0.0, large - small) * 1e9 / both_ways}
+    return {"phase_us": 2e6 * small, "ns_per_byte": max(0.0, large - small) * 1e9 / both_ways}
 
 
-def meeting_us() -> float:
+def phase_us() -> float:
     """Microseconds of a header and a small payload. Collective."""
     return 2e6 * exchange_s(_HEADER_BYTES)
 
@@ -89,7 +89,7 @@ def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[
     Args:
         hosts: per host, the costs of ranks that share its memory.
         gbps: GB/s that its link carries in each direction, shared by its ranks.
-        network: ``meeting_us`` and ``ns_per_byte``.
+        network: ``phase_us`` and ``ns_per_byte``.
     """
     domains, begin = [], 0
     for host, (here, carried) in enumerate(zip(hosts, gbps, strict=True)):
@@ -99,7 +99,7 @@ def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[
         begin = end
     costs = {f.name: round(float(np.mean([getattr(h.costs, f.name) for h in hosts])), 3)
              for f in fields(Costs)}
-    costs |= {"phase_us": round(network["meeting_us"], 2),
+    costs |= {"phase_us": round(network["phase_us"], 2),
               "wire_ns": round(network["ns_per_byte"], 3),
               "far_ns": costs["far_ns"] or Topology.of_domains(range(2)).costs.far_ns}
     return replace(hosts[0], name=f"measured-hosts-{len(hosts)}", domains=tuple(domains),

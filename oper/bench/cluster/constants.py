@@ -2,8 +2,9 @@
 
 What a rank costs by itself comes from ``oper calibrate`` (processes that share this machine). Here
 are measured, by all ranks at once: how much slower a rank computes because there are more of them
-than cores; what a meeting and a byte cost a rank on links without limit; and what the links carry
-with their limits, all hosts sending and receiving at once, headers and congestion included.
+than cores; what a phase of an exchange and a byte cost a rank on links without limit; and what the
+links carry with their limits, all hosts sending and receiving at once, headers and congestion
+included.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ def measured_topology(links: Links, alone: Topology, memory_bytes: int | None = 
         memory_bytes: of each rank, for rows and buffers.
 
     Returns:
-        The topology, and what was measured: ``contention``, ``ns_per_byte``, ``meeting_us``,
+        The topology, and what was measured: ``contention``, ``ns_per_byte``, ``phase_us``,
         ``link_mbits`` by host.
     """
     rank, _ = world()
     unlimited = _unlimited(links, alone.world_size)
     if rank == 0:
         set_rates(links, True)
-    meeting_us = calibrate_network.meeting_us()
+    phase_us = calibrate_network.phase_us()
     gbps = link_gbps(ProcessGroup(), links.host_of)
     found = {"contention": round(unlimited["contention"], 3),
-             "ns_per_byte": round(unlimited["ns_per_byte"], 3), "meeting_us": round(meeting_us, 1),
+             "ns_per_byte": round(unlimited["ns_per_byte"], 3), "phase_us": round(phase_us, 1),
              "link_mbits": [round(8e3 * x, 2) for x in gbps]}
     return _topology(links, alone, found, memory_bytes), found
 

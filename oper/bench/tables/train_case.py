@@ -83,7 +83,7 @@ class _TrainRun(Run):
         ceiling = Ceiling(self._tables, ids, self.work.pooling) if self.is_shared else None
         timings = self._time(batches, ceiling)
         if ceiling is not None:
-            # Collective where it meets OPER's lookup.
+            # Collective where OPER's lookup is.
             verdict = self._check(ceiling, batches[0])
             if self.rank == 0:
                 verdicts["ceiling"] = verdict

@@ -108,12 +108,12 @@ class WireReplay:
                 for piece, placed in zip(entry.pieces, pieces, strict=True):
                     sizes = _Sizes(table, piece.stop - piece.start, self.plan.message_bits)
                     self._refreshes(sent, placed, sizes, touched)
-        # Where owners pool rows of pushed tiers, those of pulled tiers travel in the same meetings.
-        meetings = 2 if self._has_push else int(self._needs.gathers)
+        # Where owners pool rows of pushed tiers, those of pulled tiers travel in the same phases.
+        phases = 2 if self._has_push else int(self._needs.gathers)
         if self.training:
-            meetings += 1 + rounds + self._needs.refreshes
-            meetings += int(self._needs.gathers and trains_weights)
-        sent[_KIND["headers"]] = meetings * self._head_bytes
+            phases += 1 + rounds + self._needs.refreshes
+            phases += int(self._needs.gathers and trains_weights)
+        sent[_KIND["headers"]] = phases * self._head_bytes
         return sent * self.far
 
     def _lookup(self, sent: np.ndarray, placed: Placed, sizes: _Sizes, reader: int,

@@ -32,7 +32,7 @@ class MeasuredTables(LogicalRows):
     handle: int
     _process: int  # that made them
     collection: int  # its number in the register of the group
-    is_watched = True  # ranks of a domain meet at a barrier that tells where they are
+    is_watched = True  # ranks of a domain share a barrier that tells where they are
     times_phases = True  # whether its kernels have a clock
     num_steps: int  # backward passes that updated
     _skipped: dict[str, int]  # by table, how many of them it sat out

@@ -9,22 +9,12 @@ from __future__ import annotations
 import select
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from oper.errors import InvalidInputError, OperError, fail
-from oper.shmem.group.desync import FORWARD, GIVEN_UP
+from oper.shmem.group.desync import FORWARD, GIVEN_UP, Line, lines_of
 
 if TYPE_CHECKING:
     from oper.shmem.memory.host_heap import HostHeap
     from oper.shmem.tables import ShardedTables
-
-
-class Counts(NamedTuple):
-    """Of one rank: arrivals at barriers, updates of its rows begun, updates ended."""
-
-    arrivals: int
-    begun: int
-    ended: int
 
 
 class Mark(NamedTuple):
@@ -60,27 +50,20 @@ class Progress:
     def world_size(self) -> int:
         return self._tables.group.world_size
 
-    def counts(self) -> list[Counts]:
-        """Of every rank; empty with a single one, which meets nobody. OperError when closed."""
+    def counts(self) -> list[Line]:
+        """Of every rank; empty with a single one, which waits for nobody. OperError when closed."""
         self._heap()
-        flat = torch.ops.oper.context_progress(self._tables.handle)
-        return [Counts(*flat[k:k + 3]) for k in range(0, len(flat), 3)]
+        return lines_of(self._tables.handle)
 
     def missing(self) -> set[int]:
         """Ranks that have ended, and where this rank has given up those that it waited for: they
         find that out when they arrive. OperError when the tables are closed."""
         late = set()
-        if self._position()[1] == GIVEN_UP:  # given up first, then looked: see `Barrier::arrive`
+        # Given up first, then looked: see `Barrier::arrive`.
+        if any(c.absent == GIVEN_UP for c in self.counts()[self.rank:self.rank + 1]):
             arrivals = [c.arrivals for c in self.counts()]
             late = {r for r, n in enumerate(arrivals) if n < arrivals[self.rank]}
         return late | self._ended()
-
-    def _position(self) -> tuple[int, int]:
-        """What this rank's last arrival was for, and whether it has given up or closed since."""
-        self._heap()
-        flat = torch.ops.oper.context_positions(self._tables.handle)
-        _, phase, absent, _ = flat[4 * self.rank:4 * self.rank + 4] or (0, -1, 0, 0)
-        return phase, absent
 
     def _ended(self) -> set[int]:
         poll = select.poll()
@@ -98,8 +81,8 @@ class Progress:
     def mark(self) -> Mark:
         """This moment. No update may be under way on this rank."""
         found = self.counts()
-        mine = found[self.rank] if found else Counts(0, 0, 0)
-        return Mark(self._tables.handle, mine.arrivals, mine.ended)
+        arrivals, ended = (found[self.rank].arrivals, found[self.rank].ended) if found else (0, 0)
+        return Mark(self._tables.handle, arrivals, ended)
 
     def is_unchanged(self, mark: Mark) -> bool:
         """Whether all ranks' rows are those of a mark of this rank, and will remain so.
@@ -111,8 +94,8 @@ class Progress:
         """
         missing = self.missing()  # before the counters, which are final for ranks that have ended
         found = self.counts()
-        mine = found[self.rank].arrivals if found else 0
-        held = (mine == mark.arrivals or self._position()[0] in FORWARD
+        mine, phase = (found[self.rank].arrivals, found[self.rank].phase) if found else (0, -1)
+        held = (mine == mark.arrivals or phase in FORWARD
                 or any(found[r].arrivals < mine for r in missing))
         whole = all((c.begun, c.ended) == (mark.updates, mark.updates) for c in found)
         return self._tables.handle == mark.handle and held and whole

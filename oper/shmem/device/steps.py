@@ -1,4 +1,4 @@
-"""What Python does in the middle of steps on a device: meetings, other domains, counting.
+"""What Python does in the middle of steps on a device: barriers, other domains, counting.
 
 The operators of a batch are whole steps (csrc/bindings/device.cpp). At some points they call back,
 where ranks are threads of this process, where other memory domains take part, or where reads are
@@ -31,7 +31,7 @@ _MOST_IDS = 2**31 - 64
 class Point(enum.IntEnum):
     """As csrc/bindings/device.h numbers them."""
 
-    MEET, ROWS, PULLED_ROWS, WEIGHT_ROWS, REQUESTS, PARTIALS, GRADIENTS, COLLECTED, SQUARES, \
+    BARRIER, ROWS, PULLED_ROWS, WEIGHT_ROWS, REQUESTS, PARTIALS, GRADIENTS, COLLECTED, SQUARES, \
         UPDATED = range(10)
 
 
@@ -58,12 +58,12 @@ class DeviceSteps:
         """Tell the operators of this handle where to call."""
         self._handle = handle
         tables, x = self._tables, self._exchange
-        meets = tables.group.is_local and tables.group.world_size > 1
-        calls = meets or x is not None or self.counters is not None
+        in_hook = tables.group.is_local and tables.group.world_size > 1
+        calls = in_hook or x is not None or self.counters is not None
         address = ctypes.cast(self._function, ctypes.c_void_p).value if calls else 0
         gathers = x is not None and x.needs.gathers
         torch.ops.oper.device_context_set_points(
-            handle, address, meets, x is not None,
+            handle, address, in_hook, x is not None,
             x is not None and (tables.optimizers is not None or gathers), gathers,
             x is not None and x.needs.shares, self.counters is not None, tables.num_squares)
         self._set_push(None)
@@ -84,8 +84,8 @@ class DeviceSteps:
         return 0
 
     def _at(self, point: Point, value: int) -> None:
-        if point == Point.MEET:
-            self.meet()
+        if point == Point.BARRIER:
+            self.barrier()
         elif point in (Point.ROWS, Point.PULLED_ROWS, Point.WEIGHT_ROWS):
             self._rows(point, value)
         elif point in (Point.REQUESTS, Point.PARTIALS):
@@ -128,7 +128,7 @@ class DeviceSteps:
             if counters is not None:
                 counters.refreshes()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Order this rank's later kernels after all ranks' earlier ones, without waiting for them.
 
         Virtual ranks share a device: kernels that spin for each other could block each other, so
@@ -143,7 +143,7 @@ class DeviceSteps:
                 streams.current_stream(device).wait_event(other)
 
     def raise_kept(self) -> None:
-        """Raise what a point of the last step has met."""
+        """Raise what a point of the last step has raised."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, OperError, PlanError, fail
+from oper.errors import OperError, PlanError, fail
 from oper.plan import Plan
 from oper.rows.traffic import Traffic
 from oper.shmem import library
@@ -39,9 +38,9 @@ _EXCHANGE_SHARE, _LEAST_EXCHANGE_BYTES = 1 / 32, 256 << 20
 class DeviceTables(ShardedTables):
     """`ShardedTables` whose arenas are device memory and whose batches are device tensors.
 
-    Virtual ranks of one process (`ThreadGroup`) meet on the host. Autograd has one thread for all
-    backward passes on a device, in which they could not: call `forward(batch, collective=True)` and
-    `apply_gradients` on their own threads.
+    Virtual ranks of one process (`ThreadGroup`) synchronize on the host. Autograd has one thread
+    for all backward passes on a device, in which they could not: call `forward(batch,
+    collective=True)` and `apply_gradients` on their own threads.
 
     Rows of peers that a batch reads several times come over the link once (`stage.cu`) where that
     pays: where the last planned batch had `DUPLICATION` ids per distinct row. Numbers stay the
@@ -80,8 +79,7 @@ class DeviceTables(ShardedTables):
     # ---- memory ----------------------------------------------------------------------------------
 
     def _open_exchange(self, domain_of: Sequence[int]) -> DeviceExchange:
-        return DeviceExchange(self.group, domain_of, self.collection, self.plan.message_bits,
-                              self.device)
+        return DeviceExchange(self, domain_of, self.collection, self.plan.message_bits)
 
     def _open_heap(self) -> None:
         codes = sorted({t.dtype for t in self.specs.values()} & set(CODE_BITS))
@@ -121,15 +119,10 @@ class DeviceTables(ShardedTables):
     def _create_context(self) -> int:
         rank, arenas = self.group.rank, self.arenas
         maps, features = self._maps()
-        if self._exchange is not None:
-            far = np.array(self._addresses) == 0
-            maps = replace(maps, **{  # type: ignore[arg-type]
-                name: np.where(far, mirrors, getattr(maps, name))
-                for name, mirrors in self._exchange.open(self).items()})
         handle = int(torch.ops.oper.device_context_create(
             *maps.arguments(features, self.device), torch.from_numpy(arenas.pads),
             int(deadline_s() * 1000), self._addresses[rank], self._layout.outbox[rank],
-            torch.empty(0, device=self.device)))
+            self.members, torch.empty(0, device=self.device)))
         self.order = torch.ops.oper.device_context_order(handle)
         self.updates_at_once = torch.ops.oper.device_context_updates_at_once(handle)
         self.num_squares = max((self.rounds_of_squares(d.table.name) for d in self.directories
@@ -177,7 +170,7 @@ class DeviceTables(ShardedTables):
     def barrier(self) -> None:
         """Wait for all ranks; raises DeadlineError when one does not come."""
         if self.group.is_local:
-            self._steps.meet()
+            self._steps.barrier()
         else:
             torch.ops.oper.device_barrier(self.handle)
         self.synchronize()
@@ -211,29 +204,9 @@ class DeviceTables(ShardedTables):
 
     # ---- batches ---------------------------------------------------------------------------------
 
-    def forward(self, batch: Lookup, collective: bool = False
-                ) -> tuple[torch.Tensor, torch.Tensor]:
-        if batch.ids.device != self.device or batch.lengths.device != self.device:
-            self._refuse_device(batch)
-        return super().forward(batch, collective)
-
-    def _refuse_device(self, batch: Lookup) -> None:
-        """Raise InvalidInputError for a batch in other memory."""
-        for name, value in (("ids", batch.ids), ("lengths", batch.lengths),
-                            ("per-sample weights", batch.weights)):
-            if value is not None and value.device != self.device:
-                raise InvalidInputError(
-                    fail("cannot look up", f"device of {name}", str(value.device),
-                         f"the tables' device {self.device}", "move the batch there"))
-
-    def resolve(self, batch: Lookup) -> Lookup:
-        """As `ShardedTables.resolve`, on the current stream, which may be another than the one that
-        trains: what uses the batch waits for it on the device."""
-        self._refuse_device(batch)
-        return super().resolve(batch)
-
     def to_resolve(self, batch: Lookup) -> Callable[[], Lookup]:
-        """As `ShardedTables.to_resolve`: on a stream of its own, behind what this stream has."""
+        """As `ShardedTables.to_resolve`: on a stream of its own, behind what this stream has. What
+        uses the batch waits for it on the device."""
         streams = self.streams
         if streams is None:
             return super().to_resolve(batch)

@@ -6,7 +6,7 @@ mirror of their outboxes, requests and partial sums, which kernels read like a n
 packs messages and another places them; collectives of torch.distributed (NCCL where the group has
 it) carry them.
 
-Collectives need sizes that only the device knows: each meeting waits for the device once or twice,
+Collectives need sizes that only the device knows: each phase waits for the device once or twice,
 and such steps cannot be captured in a graph. Gradients of pushed rows travel reduced by row, as
 those of other rows do, where the host back end sends bag gradients: the sums are the same.
 """
@@ -30,7 +30,7 @@ from oper.shmem.batch import raise_status
 from oper.shmem.exchange.host import Exchange
 from oper.shmem.group.groups import Group
 from oper.shmem.memory.device_arenas import DeviceArenas
-from oper.shmem.memory.device_batch import StepArrays, key_ranges, unsigned
+from oper.shmem.memory.device_batch import StepArrays, key_ranges
 from oper.shmem.optim.optimizers import Optimizer
 from oper.shmem.placement.layout import nearest_replica
 
@@ -40,7 +40,12 @@ _OUTBOX = struct.Struct("<4q")  # OutboxHeader in csrc/device/device.h
 _TRANSPORT_FAILED = 7  # Status in csrc/common/exchange.h
 
 
-class Meeting(enum.IntEnum):
+def segment_bytes(num_tables: int, world_size: int) -> int:
+    """Bytes of the bounds by table and owner in outboxes and requests."""
+    return (4 * (num_tables * world_size + 1) + 7) // 8 * 8
+
+
+class Phase(enum.IntEnum):
     """As csrc/common/exchange.h numbers them."""
 
     GATHER, REQUESTS, PARTIALS, GRADIENTS, SQUARES, REFRESHES = range(6)
@@ -65,11 +70,10 @@ class DeviceRows(Protocol):
     def found_error(self) -> tuple[int, int, int]: ...
     def synchronize(self) -> None: ...
     def rounds_of_squares(self, table: str) -> int: ...
-    def replica_view(self, piece: int, rank: int) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
-class _Stretches:
+class _FarRanges:
     """Keys of far rows that this rank reads: home slots of one tier at one owner each.
 
     Attributes:
@@ -88,10 +92,9 @@ class DeviceExchange(Exchange):
     """Exchange of one collection's tables in device memory with ranks of other memory domains.
 
     Args:
-        group: all ranks. Creation is collective.
+        tables: the tables of this rank. Creation is collective.
         domain_of: index of each rank's domain, by rank.
         collection, bits: see `Exchange`; bits are 32 or 16.
-        device: this rank's device.
 
     Attributes:
         far: ranks of other domains, ascending.
@@ -102,48 +105,21 @@ class DeviceExchange(Exchange):
 
     _operators = "device_exchange"
 
-    def __init__(self, group: Any, domain_of: Sequence[int], collection: int, bits: MessageBits,
-                 device: torch.device) -> None:
+    def __init__(self, tables: DeviceRows, domain_of: Sequence[int], collection: int,
+                 bits: MessageBits) -> None:
+        group = tables.group
         super().__init__(group, domain_of, collection, bits)
         if 8 in bits.to_json():
             raise InvalidInputError(fail(
                 "cannot exchange rows in device memory", "message_bits", bits.to_json(),
                 "32 or 16", "choose 16, or keep the tables in host memory"))
-        self._device = device
+        self._tables, self._device = tables, tables.device
         self.far = [r for r in range(group.world_size) if r not in self.members]
         self._size, self._rank = group.world_size, group.rank
         self._failed: tuple[int, int] | None = None
         self.num_refreshed = np.zeros((self._size, 0), np.int64)
 
     # ---- what a plan needs -----------------------------------------------------------------------
-
-    def open(self, tables: DeviceRows) -> dict[str, np.ndarray]:
-        """Mirrors of far ranks, as the kernels' maps name them: int64 ``outboxes`` [W] and
-        ``touched``, ``squares`` [T, W], 0 for near ranks."""
-        self._tables = tables
-        directories = tables.directories
-        num_tables, size = len(directories), self._size
-        self._header = _OUTBOX.size + self.segment_bytes(num_tables) + 8 * num_tables
-        self._mirrors = torch.zeros(len(self.far), self._header // 8, dtype=torch.int64,
-                                    device=self._device)
-        self._nothing = torch.zeros(2, dtype=torch.int32, device=self._device)
-        self._squares: list[torch.Tensor] = []
-        outboxes = np.zeros(size, np.int64)
-        touched, squares = (np.zeros((num_tables, size), np.int64) for _ in range(2))
-        for k, r in enumerate(self.far):
-            outboxes[r] = self._mirrors[k].data_ptr()
-            touched[:, r] = self._nothing.data_ptr()
-            for t, d in enumerate(directories):
-                if d.dim != d.table.dim:  # two rounds at most
-                    self._squares.append(
-                        torch.zeros(2 * int(d.num_slots[r]) + 1, device=self._device))
-                    squares[t, r] = self._squares[-1].data_ptr()
-        self._squares_at = squares
-        return {"outboxes": outboxes, "touched": touched, "squares": squares}
-
-    def segment_bytes(self, num_tables: int) -> int:
-        """Bytes of the bounds by table and owner in outboxes and requests."""
-        return (4 * (num_tables * self._size + 1) + 7) // 8 * 8
 
     def attach(self, handle: int, directories: Sequence[TableDirectory]) -> None:
         """Once the kernels know the tables."""
@@ -152,23 +128,22 @@ class DeviceExchange(Exchange):
         self._of_key = [directories[t] for t in self._order]  # in the order of keys
         self.dims = np.array([d.dim for d in self._of_key])
         self._row_bytes = np.array([d.row_bytes for d in self._of_key])
-        self._num_slots = np.array([d.num_slots for d in self._of_key])
+        self._num_slots = np.array([d.num_slots[self._rank] for d in self._of_key])
         arenas = self._tables.arenas
         self._rows = (arenas.addresses[self._rank] + arenas.layout.rows[self._order, self._rank])
         self.needs = needs_across(directories, self._domain_of)
-        self._pulled = self._list_stretches(with_pushed=False)
-        self._read = self._list_stretches(with_pushed=True)
-        torch.ops.oper.device_context_set_exchange(handle, self.members, self.bits.to_json(),
-                                                   self.collection)
+        self._pulled = self._list_ranges(with_pushed=False)
+        self._read = self._list_ranges(with_pushed=True)
+        torch.ops.oper.device_context_set_exchange(handle, self.bits.to_json(), self.collection)
         self._callback_at = ctypes.cast(self.callback, ctypes.c_void_p).value
 
-    def _list_stretches(self, with_pushed: bool) -> _Stretches:
+    def _list_ranges(self, with_pushed: bool) -> _FarRanges:
         near = np.isin(np.arange(self._size), self.members)
         found = [(x.owner, x.table, x.begin, x.end, x.base) for x in key_ranges(self._of_key)
                  if x.owner in self.far and nearest_replica(x.tier, self._rank, near) < 0
                  and (with_pushed or x.tier.tier.mode != "push")]
         columns = np.array(sorted(found), np.int64).reshape(-1, 5).T.copy()
-        return _Stretches(columns[0], columns[1], self.to_device(columns[2:4]), columns[4])
+        return _FarRanges(columns[0], columns[1], self.to_device(columns[2:4]), columns[4])
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """The array on this rank's device."""
@@ -181,7 +156,7 @@ class DeviceExchange(Exchange):
         int64 [W, T, 3], whose meaning is in csrc/common/exchange.h."""
         return np.zeros((self._size, len(self._order), _COUNTS), np.int64)
 
-    def meet(self, what: Meeting, counts: np.ndarray, weighted: bool = False) -> np.ndarray:
+    def begin(self, phase: Phase, counts: np.ndarray, weighted: bool = False) -> np.ndarray:
         """Begin a phase and tell the far ranks `counts`; theirs for this rank, likewise.
 
         Raises:
@@ -192,7 +167,7 @@ class DeviceExchange(Exchange):
             raise_status(*self.check(*self._failed), outbox_bytes, None)
         code, culprit, _ = self._tables.found_error()
         theirs, *found = torch.ops.oper.device_exchange_heads(
-            self._handle, what, weighted, code, culprit, torch.from_numpy(counts),
+            self._handle, phase, weighted, code, culprit, torch.from_numpy(counts),
             self._callback_at)
         if code:
             self._tables.synchronize()  # raises it
@@ -211,8 +186,9 @@ class DeviceExchange(Exchange):
             sources: of each array of the phase, addresses of this rank's data and of the numbers
                 of their entries, or 0; int64 [W, T], or what broadcasts to it.
             is_reply: these arrays answer those of the last call.
-            targets: of each array, addresses where it is to be, likewise; or 0: in new memory, each
-                at a multiple of 16 bytes.
+            targets: of each array, addresses where it is to be, likewise; or 0: sums of squares
+                where kernels look for them, others in new memory, at multiples of 16 bytes. Kernels
+                are told where gradients and changed masters are.
 
         Returns:
             Addresses of the arrays that have come, int64 [arrays, W, T]; and the new memory.
@@ -256,7 +232,7 @@ class DeviceExchange(Exchange):
         first, last = torch.searchsorted(keys, x.bounds).cpu().numpy()
         counts = self.counts()
         np.add.at(counts[..., 0], (x.rank, x.table), last - first)
-        asked = self.meet(Meeting.GATHER, counts)[..., 0]
+        asked = self.begin(Phase.GATHER, counts)[..., 0]
         some = np.flatnonzero(last > first)
         n, first = (last - first)[some], first[some]
         rank, table = x.rank[some], x.table[some]
@@ -288,42 +264,22 @@ class DeviceExchange(Exchange):
     # ---- backward: reduced gradients -------------------------------------------------------------
 
     def send_gradients(self) -> None:
-        """Give far owners the reduced gradients of their rows, and mirror what far ranks have for
-        this one. Collective."""
+        """Give far owners the reduced gradients of their rows. Collective."""
         T, W = len(self._order), self._size
         box = int(self._tables.arenas.outboxes[self._rank])
-        own = self.words(box, self._header // 4).cpu().numpy().view(np.uint8)
+        size = _OUTBOX.size + segment_bytes(T, W) + 8 * T
+        own = self.words(box, size // 4).cpu().numpy().view(np.uint8)
         slots_at, rows_at, num_runs, _ = _OUTBOX.unpack(own[:_OUTBOX.size].tobytes())
         segments = own[_OUTBOX.size:][:4 * (T * W + 1)].view(np.uint32).astype(np.int64)
-        offsets = own[self._header - 8 * T:].view(np.int64)
+        offsets = own[size - 8 * T:].view(np.int64)
         begin, end = (x.reshape(T, W).T for x in (segments[:-1], segments[1:]))
         counts = self.counts()
         if num_runs >= 0:  # else the outbox is full
             counts[self.far, :, 0] = (end - begin)[self.far]
-        mine = self.meet(Meeting.GRADIENTS, counts)[..., 0]
-        slots = torch.empty(int(mine.sum()), dtype=torch.int32, device=self._device)
-        places, rows = self.exchange(
+        self.begin(Phase.GRADIENTS, counts)
+        _, self._received = self.exchange(  # until the next ones
             (box + slots_at + 4 * begin, 0),
-            (box + rows_at + 4 * (offsets + (begin - begin[0]) * self.dims), 0),
-            targets=[self.starts(slots, mine), 0])
-        headers = []
-        for k, r in enumerate(self.far):
-            base = self._mirrors[k].data_ptr()
-            before = np.concatenate([[0], np.cumsum(mine[r])])
-            headers.append(b"".join((
-                _OUTBOX.pack(int(places[0, r, 0]) - base, rows.data_ptr() - base,
-                             int(before[-1]), 0),
-                self.own_segments(before), ((places[1, r] - rows.data_ptr()) // 4).tobytes())))
-        self._mirrors.copy_(torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.int64
-                                             ).view_as(self._mirrors))
-        self._received = slots, rows  # until the next ones
-
-    def own_segments(self, before: np.ndarray) -> bytes:
-        """Segments of a list of which all entries are for this rank; `before`: int64 [T + 1]."""
-        segments = np.repeat(before[:-1, None], self._size, axis=1)
-        segments[:, self._rank + 1:] = before[1:, None]
-        flat = np.append(segments.reshape(-1), before[-1]).astype(np.uint32).tobytes()
-        return flat.ljust(self.segment_bytes(len(before) - 1), b"\0")
+            (box + rows_at + 4 * (offsets + (begin - begin[0]) * self.dims), 0))
 
     # ---- backward: squares of column pieces ------------------------------------------------------
 
@@ -342,15 +298,13 @@ class DeviceExchange(Exchange):
             for k, (slots, owners) in lists.items():
                 found.append(slots[(owners == r).any(0)])
                 counts[r, k, 0] = found[-1].size
-        self.meet(Meeting.SQUARES, counts)
+        self.begin(Phase.SQUARES, counts)
         rows = self.to_device(np.concatenate(found).astype(np.int32))
-        at = 4 * round_number * self._num_slots.T  # [W, T]
         arenas = tables.arenas
         own = (arenas.addresses[self._rank] + arenas.layout.squares[self._order, self._rank]
-               + at[self._rank])
+               + 4 * round_number * self._num_slots)
         named = self.starts(rows, counts[..., 0])
-        self.exchange((named, 0), (own, named),
-                      targets=[0, self._squares_at[self._order].T + at])
+        self.exchange((named, 0), (own, named))
 
     # ---- backward: changed masters ---------------------------------------------------------------
 
@@ -372,26 +326,7 @@ class DeviceExchange(Exchange):
                 if mine.numel():
                     counts[r, k, 0] = mine.numel()
                     lists += [mine.new_full((1,), mine.numel()), mine]
-        self.num_refreshed = self.meet(Meeting.REFRESHES, counts)[..., 0]
+        self.num_refreshed = self.begin(Phase.REFRESHES, counts)[..., 0]
         listed = torch.cat(lists).to(torch.int32)
         at = self.starts(listed, counts[..., 0] + (counts[..., 0] > 0))
-        places, self._refreshed = self.exchange((at, 0), (self._rows, at + 4))
-        for r, k in np.argwhere(self.num_refreshed).tolist():
-            n, d = int(self.num_refreshed[r, k]), self._of_key[k]
-            rows = self._tables.arenas.segment(int(places[1, r, k]), n, d.dim, d.table.dtype)
-            self._refresh(k, r, unsigned(self.words(int(places[0, r, k]) + 4, n)), rows)
-
-    def _refresh(self, k: int, owner: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy masters of a far owner into this rank's replicas."""
-        replica = self._tables.replica_view(self._order[k], self._rank)
-        for x in self._of_key[k].tiers:
-            if x.tier.placement != "replicated" or x.replica_base[self._rank] < 0:
-                continue
-            for turn, who in enumerate(x.pattern.tolist()):
-                if who == owner:
-                    first = int(x.slot_base[owner])
-                    inside = (slots >= first) & (slots < first + int(x.num_rows[owner]))
-                    place = (slots[inside] - first) * x.pattern.size + (
-                        int(x.replica_base[self._rank]) + turn)
-                    replica[place] = rows[inside]
-
+        _, self._refreshed = self.exchange((at, 0), (self._rows, at + 4))

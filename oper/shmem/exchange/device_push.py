@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from oper.shmem.batch import raise_status
-from oper.shmem.exchange.device import DeviceExchange, DeviceRows, Meeting
+from oper.shmem.exchange.device import DeviceExchange, DeviceRows, Phase, segment_bytes
 from oper.shmem.memory.device_batch import unsigned
 
 _HEADER = struct.Struct("<5q")  # RequestHeader in csrc/device/device.h
@@ -68,7 +68,7 @@ class Request:
 
 
 class PushMessages:
-    """The two meetings of one forward pass in push mode.
+    """The two phases of one forward pass in push mode.
 
     Args:
         exchange: of the tables.
@@ -92,7 +92,7 @@ class PushMessages:
         counts = x.counts()
         counts[x.far, :, 0] = own.num_pairs().T[x.far]
         counts[x.far, :, 2] = own.num_runs().T[x.far]
-        asked = x.meet(Meeting.REQUESTS, counts, own.weights != 0)
+        asked = x.begin(Phase.REQUESTS, counts, own.weights != 0)
         ids, self._runs = asked[..., 0], asked[..., 2]
         bits = self._bits(own)
         first = 4 * own.first_pair.T
@@ -138,19 +138,24 @@ class PushMessages:
 
     def _mirror(self, r: int, n: np.ndarray, begin: torch.Tensor, slots: int, weights: int) -> None:
         """Lay out a far reader's request; `n`: int64 [T], its ids by table."""
-        x, runs = self._exchange, self._runs[r]
+        x, runs, rank = self._exchange, self._runs[r], self._tables.group.rank
         # As open_request_kernel lays out the sums of this owner.
         floats = -(-runs * x.dims // 4) * 4
         offsets = np.zeros((n.size, self.requests.size), np.int64)
-        offsets[:, self._tables.group.rank] = np.cumsum(floats) - floats
-        size = _HEADER.size + x.segment_bytes(n.size) + offsets.nbytes
+        offsets[:, rank] = np.cumsum(floats) - floats
+        num_bytes = segment_bytes(*offsets.shape)
+        size = _HEADER.size + num_bytes + offsets.nbytes
         mirror = torch.empty(size // 8, dtype=torch.int64, device=begin.device)
         base = mirror.data_ptr()
         head = _HEADER.pack(int(runs.sum()), slots - base, begin.data_ptr() - base, 0,
                             weights and weights - base)
-        segments = x.own_segments(np.concatenate([[0], np.cumsum(runs)]))
-        mirror.copy_(torch.frombuffer(bytearray(head + segments + offsets.tobytes()),
-                                      dtype=torch.int64))
+        # All entries are for this rank.
+        before = np.cumsum(runs)[:, None] - runs[:, None]
+        segments = before + runs[:, None] * (np.arange(self.requests.size) > rank)
+        bounds = np.append(segments, runs.sum()).astype(np.uint32).tobytes()
+        mirror.copy_(torch.frombuffer(
+            bytearray(head + bounds.ljust(num_bytes, b"\0") + offsets.tobytes()),
+            dtype=torch.int64))
         self._keep += [mirror, begin]
         self.requests[r] = base
 
@@ -159,7 +164,7 @@ class PushMessages:
         x, rank = self._exchange, self._tables.group.rank
         counts = x.counts()
         counts[x.far, :, 0] = self._runs[x.far]
-        x.meet(Meeting.PARTIALS, counts)
+        x.begin(Phase.PARTIALS, counts)
         part = self._tables.arenas.partial_bytes // self.requests.size // 16 * 16
         floats = -(-counts[..., 0] * x.dims // 4) * 4
         own = int(self.partials[rank]) + part * np.arange(self.requests.size)[:, None]

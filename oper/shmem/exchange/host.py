@@ -43,8 +43,8 @@ from oper.shmem.group.transport import transport_of
 _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
                               ctypes.c_void_p, ctypes.c_void_p)
 _REQUEST = struct.Struct("<32s4q")  # part, piece, number of slots, first and last column
-# As in csrc/common/exchange.h: every meeting begins with a head of one size, so that ranks
-# which meet for different things can tell. Phase, sequence, code, culprit, two of the kernels',
+# As in csrc/common/exchange.h: every phase begins with a head of one size, so that ranks
+# which are at different ones can tell. Phase, sequence, code, culprit, two of the kernels',
 # collection.
 _HEAD = struct.Struct("<8I")
 _HEAD_BYTES = 1024
@@ -131,8 +131,8 @@ class Exchange:
         return 0
 
     def check(self, code: int, detail: int) -> tuple[int, int]:
-        """The status that explains what the kernels met; raises errors of peers and the transport's
-        own."""
+        """The status that explains what the kernels found; raises errors of peers and the
+        transport's own."""
         spot = self._transport.spot
         if self._error is not None:
             error, self._error = self._error, None
@@ -160,7 +160,7 @@ class Exchange:
 
     def _raise_elsewhere(self, rank: int) -> NoReturn:
         """Raise what heads that do not fit each other mean; `rank` sent one of them."""
-        spots, sequence = self._meetings()
+        spots, sequence = self._last_phases()
         if len(set(spots)) > 1:
             raise_verdict(outnumbered(ELSEWHERE, spots, rank), self._group)
         if len(set(sequence)) > 1:
@@ -171,9 +171,9 @@ class Exchange:
                  "the same lookups, updates and message_bits on all ranks",
                  "a lookup without gradients is collective across memory domains as well"))
 
-    def _meetings(self) -> tuple[list[Spot], list[int]]:
+    def _last_phases(self) -> tuple[list[Spot], list[int]]:
         """Where each rank's last head came from, and the head's number."""
-        flat = self._ask("meetings")
+        flat = self._ask("last_phases")
         return ([Spot(flat[k + 2], flat[k + 1]) for k in range(0, len(flat), 3)], flat[::3])
 
     def sent_bytes(self, reset: bool) -> dict[str, list[int]]:
@@ -188,14 +188,14 @@ class Exchange:
 
     def barrier(self, phase: int = STATE_ACCESS) -> None:
         """Wait for all ranks of all domains."""
-        self._meet(phase, [b""] * self._group.world_size)
+        self._exchange_heads(phase, [b""] * self._group.world_size)
 
-    def _meet(self, phase: int, bodies: list[bytes]) -> list[bytes]:
+    def _exchange_heads(self, phase: int, bodies: list[bytes]) -> list[bytes]:
         """Give every rank a few bytes; theirs, by rank, and zeros after them. All must be here.
 
         Raises:
             DesyncError: a rank is elsewhere.
-            PeerLostError: a rank has met an error.
+            PeerLostError: a rank has found an error.
         """
         mine = Spot(self.collection, phase)
         head = _HEAD.pack(phase, 0, 0, 0, 0, 0, self.collection, 0)
@@ -242,7 +242,7 @@ class Exchange:
             phase: what for.
         """
         size = self._group.world_size
-        asked = [_REQUEST.unpack_from(body) for body in self._meet(phase, [
+        asked = [_REQUEST.unpack_from(body) for body in self._exchange_heads(phase, [
             _REQUEST.pack(part.encode(), piece, slots.numel(), columns.start, columns.stop)
             for part, piece, slots, columns in (
                 wanted.get(r, ("", 0, torch.empty(0), slice(0, 0))) for r in range(size))])]

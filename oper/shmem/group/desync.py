@@ -1,4 +1,4 @@
-"""Which rank is behind when ranks do not meet: one answer, the same on all of them.
+"""Which rank is behind when ranks are not at the same phase: one answer, the same on all of them.
 
 Every rank leaves in shared memory how often it has arrived at each collection's barrier and what
 for (csrc/host/barrier.h). One that waits in vain reads this of all ranks and of all collections of
@@ -24,7 +24,7 @@ from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-# By number: those of csrc/common/exchange.h (Meeting and kSharing), then those of `barrier`.
+# By number: CollectivePhase and kSharing of csrc/common/exchange.h, then those of `barrier`.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + (
     "state access", "migration", "update of keys")
 FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION, KEYS = (0, 1, 2), 3, 7, 8, 9
@@ -71,12 +71,29 @@ class Verdict(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What a rank has left at a collection's barrier, see ``Barrier::positions``."""
+    """What a rank has left at a collection's barrier, see ``Barrier::positions``.
+
+    Attributes:
+        arrivals: at the barrier.
+        phase: what the last one was for.
+        absent: 0, `GIVEN_UP`, or that it has closed.
+        verdict: whom it then found to be behind, see `Verdict.pack`.
+        begun, ended: updates of its rows.
+    """
 
     arrivals: int
     phase: int
     absent: int
     verdict: int
+    begun: int
+    ended: int
+
+
+def lines_of(handle: int) -> list[Line]:
+    """Of the ranks of this rank's memory domain, by rank; empty with a single one."""
+    flat = torch.ops.oper.context_positions(handle)
+    width = len(Line._fields)
+    return [Line(*flat[k:k + width]) for k in range(0, len(flat), width)]
 
 
 # ---- collections of a group ----------------------------------------------------------------------
@@ -97,7 +114,7 @@ class Register:
         self._titles[number] = _title(tables)
         return number
 
-    def meeting(self, spot: Spot) -> str:
+    def phase_of(self, spot: Spot) -> str:
         """A place as errors name it. A peer may have said anything."""
         tables = self._live.get(spot.collection)
         title = _title(tables) if tables is not None else self._titles.get(
@@ -112,9 +129,8 @@ class Register:
             if not tables.is_watched:
                 continue
             with contextlib.suppress(AttributeError, RuntimeError):  # not open yet, or closed
-                flat = torch.ops.oper.context_positions(tables.handle)
-                if flat:
-                    found[number] = [Line(*flat[k:k + 4]) for k in range(0, len(flat), 4)]
+                if lines := lines_of(tables.handle):
+                    found[number] = lines
         return found
 
     def waits(self, rank: int) -> Spot | None:
@@ -265,11 +281,11 @@ def where(tables: Collection, rank: int) -> str:
     spot = register.waits(rank)
     board = register.boards().get(tables.collection, [])
     if spot is not None:
-        return f"it waits in {register.meeting(spot)}; "
+        return f"it waits in {register.phase_of(spot)}; "
     if rank < len(board) and board[rank].arrivals:
         line = board[rank]
         spot = Spot(tables.collection, line.phase)
-        return f"it was last seen in {register.meeting(spot)}; "
+        return f"it was last seen in {register.phase_of(spot)}; "
     return ""
 
 
@@ -283,23 +299,23 @@ def raise_verdict(verdict: Verdict, group: Group, seen: str = "", detail: str = 
         detail: of an error that this one stems from.
     """
     code, rank, spot = verdict
-    meeting = register_of(group).meeting(spot)
+    phase = register_of(group).phase_of(spot)
     who = "this rank" if rank == group.rank else "a peer"
     tail = f" ({detail})" if detail else ""
     same = f"{seen}every rank must run the same lookups and training steps in the same order{tail}"
     error: PeerLostError | DeadlineError | DesyncError
     if code == LATE:
         error = DeadlineError(fail(
-            f"{who} did not arrive at {meeting}", "rank", rank,
+            f"{who} did not arrive at {phase}", "rank", rank,
             f"arrival within {DEADLINE_ENV}={deadline_s():g} s", same))
     elif code == ELSEWHERE:
         error = DesyncError(fail(
-            f"{who} is not at {meeting}", "rank", rank, "all ranks at the same call", same))
+            f"{who} is not at {phase}", "rank", rank, "all ranks at the same call", same))
     else:
         what = {LOST: "a peer process has ended", CLOSED: f"{who} has closed its tables"}.get(
             code, f"{who} has given up this exchange")
         error = PeerLostError(fail(
-            f"{what} before {meeting}", "rank", rank,
+            f"{what} before {phase}", "rank", rank,
             "all ranks alive" if code == LOST else "no error on any rank",
             f"{seen}look at that rank's log and start all ranks again{tail}"))
     error.rank = rank

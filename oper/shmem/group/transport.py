@@ -255,7 +255,7 @@ class SocketTransport(_WatchedTransport):
 class CollectiveTransport(_WatchedTransport):
     """Bytes in device memory, over collectives of the group's own back end.
 
-    It has a process group of its own, so that it never meets the program's collectives.
+    It has a process group of its own, so that the program's collectives cannot mix with its own.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

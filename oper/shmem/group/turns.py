@@ -35,7 +35,7 @@ class Turns:
         world_size: ranks that share them.
 
     Attributes:
-        lock: held by whoever changes them or meets other ranks; may be taken again by its holder.
+        lock: held by whoever changes them or waits for other ranks; its holder may take it again.
         is_alone: whether there is one rank, whose threads may train at once.
         parts: those of the batch under way, or None; its thread holds the lock.
     """

@@ -1,7 +1,7 @@
 """Raw keys in front of sharded tables: which row each one has, on all ranks.
 
 A dynamic table is a static one whose row numbers come from a directory of keys
-(csrc/host/keys/): fixed buckets of slots, dealt to the ranks, in memory that all ranks read and
+(csrc/host/keys/): fixed buckets of slots, divided among ranks, in memory that all of them read and
 that only a bucket's rank writes. Row = slot + 1; row 0 is that of keys without a row.
 
 * A lookup replaces keys by rows, of all tables in one call that reads the directories only. After

@@ -1,0 +1,166 @@
+// The backward pass of a batch: gradients to their owners, the update, replicas.
+#include <cstring>
+
+#include "host/exchange/exchange.h"
+#include "host/faults.h"
+#include "host/steps/step.h"
+
+namespace oper::host {
+namespace {
+
+// Copy the rows that their owners have just updated into this rank's replicas.
+void refresh_replicas(const Context& context) {
+  for (const Refresh& part : context.refreshes) {
+    if (part.replicas == nullptr) continue;
+    reach(FaultPoint::kReplicas);
+    const Table& table = context.tables[part.table];
+    const size_t bytes = static_cast<size_t>(table.row_bytes());
+    const uint32_t* touched = table.touched[part.owner];
+    const char* packed = table.packed_masters.empty() ? nullptr : table.packed_masters[part.owner];
+    const uint32_t* end = touched + 1 + touched[0];
+    const uint32_t* slot =
+        std::lower_bound(touched + 1, end, static_cast<uint32_t>(part.slot_begin));
+    const uint32_t* first = slot;
+    for (; slot != end && *slot < part.slot_end; ++slot) {
+      const int64_t row = part.first + (*slot - part.slot_begin) * part.stride;
+      const char* master = packed ? packed + (slot - touched - 1) * static_cast<int64_t>(bytes)
+                                  : part.masters + *slot * static_cast<int64_t>(bytes);
+      std::memcpy(part.replicas + row * static_cast<int64_t>(bytes), master, bytes);
+    }
+    table.counters.add(kRefreshedRows, part.owner, slot - first);
+  }
+}
+
+// Reduced rows that this owner finds in the outboxes. Unless it `keeps` their sums, a table whose owners
+// exchange squares is merged twice.
+void count_gradients(Context& context, bool keeps) {
+  for (size_t t = 0; t < context.tables.size(); ++t) {
+    const Table& table = context.tables[t];
+    for (int32_t r = 0; r < context.world_size; ++r) {
+      const int64_t* begin =
+          Context::outbox_begin(context.outbox_table(r, static_cast<int64_t>(t)));
+      const int64_t n = begin[context.rank + 1] - begin[context.rank];
+      table.counters.add(kGradientRows, r, n * (1 + (keeps ? 0 : table.rounds_of_squares())));
+    }
+  }
+}
+
+// Reduces a batch's gradients and exchanges them: afterwards owners find those of their rows in the
+// outboxes and in Table::pushed.
+Status collect(Context& context, const Batch& batch, const float* grad, bool keeps,
+               PhaseClock& clock, ParallelFor parallel) {
+  context.reset_outbox();
+  const int64_t T = static_cast<int64_t>(context.tables.size());
+  const std::vector<int32_t> order = largest_first(context, batch);
+  Found found;
+  const bool small = is_small(batch);
+  run_tasks(context, T, small, parallel, [&](int64_t task, Scratch& scratch) {
+    const int32_t t = order[task];
+    reach(FaultPoint::kOutbox);
+    int64_t result = kReduceOk;
+    if (context.tables[t].has_push) {
+      result = kernels().request(context, t, batch, scratch);
+      if (result == kReduceOk && !kernels().stage(context, t, batch, grad)) result = kReduceFull;
+    }
+    if (result == kReduceOk) result = kernels().reduce(context, t, batch, grad, scratch);
+    found.note(result);
+  });
+  const Status mine = found.status();
+  if (mine.code == 0) {
+    context.collapse_outbox(context.rank);
+    clock.end(kReduce);
+  }
+  const Status status = synchronize(context, CollectivePhase::kGradients, batch, parallel, mine);
+  if (status.code != 0) return status;
+  for (int32_t r = 0; r < context.world_size; ++r)
+    if (r != context.rank) context.collapse_outbox(r);
+  clock.end(kWaitForGradients);
+  count_gradients(context, keeps);
+  if (context.has_push) {
+    const std::vector<int32_t> pushed = push_tables(context, false);
+    count_requests(context, pushed, false);
+    const int64_t n = static_cast<int64_t>(pushed.size());
+    run_tasks(context, n * context.world_size, false, parallel, [&](int64_t k, Scratch& scratch) {
+      kernels().reduce_pushed(context, pushed[k % n], static_cast<int32_t>(k / n), scratch);
+    });
+  }
+  return {};
+}
+
+}  // namespace
+
+Status weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
+                       ParallelFor parallel) {
+  Batch found = batch;
+  if (context.exchange && context.exchange->gathers(false)) {
+    const Status status = context.exchange->gather(found, kWeightRows, false, parallel);
+    if (status.code != 0) return status;
+  }
+  // The pieces of a split table, and several features of one key, add to the same numbers: in order,
+  // on one thread.
+  std::vector<const int64_t*> bounds;
+  for (const FeatureBags& bags : batch.features) bounds.push_back(bags.bounds);
+  std::sort(bounds.begin(), bounds.end());
+  const bool in_order = std::adjacent_find(bounds.begin(), bounds.end()) != bounds.end();
+  const auto task = [&](size_t f, const BagRange& range, Scratch& scratch) {
+    const Table& table = context.tables[context.features[f].table];
+    kernels().weight_gradient(table, range, grad, out, scratch);
+  };
+  run_bag_tasks(context, found, in_order, parallel, task);
+  return {};
+}
+
+Status leave(Context& context, const Batch& batch, const float* grad, ParallelFor parallel) {
+  PhaseClock clock(context);
+  const Status status = collect(context, batch, grad, true, clock, parallel);
+  if (status.code != 0) return status;
+  for (Table& table : context.tables)
+    for (std::vector<PushedRows>& parts : table.left)
+      if (parts.size() == context.num_left) parts.emplace_back();
+  run_tasks(context, static_cast<int64_t>(context.tables.size()), is_small(batch), parallel,
+            [&](int64_t t, Scratch&) { kernels().keep(context, static_cast<int32_t>(t)); });
+  ++context.num_left;
+  clock.end(kUpdate);
+  // Neighbours may fill their outboxes anew.
+  return context.barrier ? wait_for_domain(context, kSharing) : Status{};
+}
+
+Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
+                ParallelFor parallel) {
+  PhaseClock clock(context);
+  Status status = collect(context, batch, grad, false, clock, parallel);
+  if (status.code != 0) return status;
+  const int64_t T = static_cast<int64_t>(context.tables.size());
+  const std::vector<int32_t> order = largest_first(context, batch);
+  const bool small = is_small(batch) && context.num_left == 0;
+  int32_t rounds = 0;
+  for (const Table& table : context.tables) rounds = std::max(rounds, table.rounds_of_squares());
+  for (int32_t round = 0; round < rounds; ++round) {
+    run_tasks(context, T, small, parallel, [&](int64_t task, Scratch&) {
+      if (round < context.tables[order[task]].rounds_of_squares())
+        kernels().squares(context, order[task], gradient_scale, round);
+    });
+    status = synchronize(context, CollectivePhase::kSquares, batch, parallel);
+    if (status.code != 0) return status;
+  }
+  if (context.barrier) context.barrier->note_update(true);
+  run_tasks(context, T, small, parallel, [&](int64_t task, Scratch&) {
+    reach(FaultPoint::kUpdate);
+    kernels().update(context, order[task], gradient_scale);
+  });
+  if (context.barrier) context.barrier->note_update(false);
+  context.num_left = 0;
+  clock.end(kUpdate);
+  status = synchronize(context, CollectivePhase::kRefreshes, batch, parallel);
+  if (status.code != 0) return status;
+  clock.end(kWaitForUpdates);
+  refresh_replicas(context);
+  // Neighbours read them too.
+  if (context.exchange && context.exchange->shares_replicas() && context.barrier)
+    status = wait_for_domain(context, kSharing);
+  context.count_pass(1);
+  clock.end(kRefresh);
+  return status;
+}
+
+}  // namespace oper::host

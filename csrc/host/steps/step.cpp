@@ -1,0 +1,69 @@
+#include "host/steps/step.h"
+
+#include "host/exchange/exchange.h"
+
+namespace oper::host {
+
+std::vector<int32_t> largest_first(const Context& context, const Batch& batch) {
+  std::vector<int32_t> order(context.tables.size());
+  std::vector<int64_t> sizes(context.tables.size());
+  for (size_t t = 0; t < order.size(); ++t) {
+    order[t] = static_cast<int32_t>(t);
+    sizes[t] = batch.num_ids(context.tables[t]) * context.tables[t].dim;
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int32_t a, int32_t b) { return sizes[a] > sizes[b]; });
+  return order;
+}
+
+bool is_small(const Batch& batch) {
+  constexpr int64_t kSmallIds = 2048;
+  int64_t n = 0;
+  for (const FeatureBags& bags : batch.features) n += bags.num_ids();
+  return n < kSmallIds;
+}
+
+std::vector<int32_t> push_tables(const Context& context, bool of_this_rank) {
+  std::vector<int32_t> result;
+  for (size_t t = 0; t < context.tables.size(); ++t)
+    if (of_this_rank ? context.tables[t].has_push : context.tables[t].is_pushed)
+      result.push_back(static_cast<int32_t>(t));
+  return result;
+}
+
+void count_requests(Context& context, const std::vector<int32_t>& tables, bool is_forward) {
+  for (int32_t t : tables) {
+    const TableCounters& counters = context.tables[t].counters;
+    for (int32_t r = 0; r < context.world_size; ++r) {
+      RequestTable* entry = context.request_table(r, t);
+      const int64_t* begin = Context::request_begin(entry);
+      const int64_t n = begin[context.rank + 1] - begin[context.rank];
+      counters.add(is_forward ? kIds : kGradientIds, r, n);
+      if (entry->weights_offset) counters.add(is_forward ? kIdWeights : kGradientWeights, r, n);
+      counters.add(is_forward ? kPooledRows : kBagGradients, is_forward ? context.rank : r, n);
+    }
+  }
+}
+
+Status wait_for_domain(Context& context, uint32_t phase, bool refuses) {
+  const int64_t begin_ns = PhaseTimes::now_ns();
+  int32_t culprit = -1;
+  const Barrier::Result result = context.barrier->arrive(phase, &culprit, refuses);
+  context.times.note(kBarrier, begin_ns, PhaseTimes::now_ns());
+  return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
+}
+
+Status synchronize(Context& context, CollectivePhase phase, const Batch& batch,
+                   ParallelFor parallel, Status mine) {
+  if (context.barrier) {
+    if (mine.code != 0 && context.exchange) {
+      context.barrier->give_up();
+    } else {
+      const Status found = wait_for_domain(context, static_cast<uint32_t>(phase), mine.code != 0);
+      if (mine.code == 0) mine = found;
+    }
+  }
+  return context.exchange ? context.exchange->synchronize(phase, batch, parallel, mine) : mine;
+}
+
+}  // namespace oper::host
