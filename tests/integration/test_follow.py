@@ -124,11 +124,17 @@ def number(run: Path, k: int) -> Path:
 
 
 def follow(follower: Follower) -> list[int]:
-    steps = []
+    steps: list[int] = []
+    take(follower, steps)
+    return steps
+
+
+def take(follower: Follower, steps: list[int]) -> None:
+    """Read what there is, and note the steps."""
     for change in follower.changes():
+        assert dict(change.rows)
         follower.applied(change)
         steps.append(change.step)
-    return steps
 
 
 def cut(path: Path) -> None:
@@ -151,11 +157,9 @@ def test_a_broken_chain_is_refused_by_name_and_a_whole_checkpoint_heals_it(
         ) -> None:
     follower = Follower(lambda: run)
     harm(run)
-    steps = []
+    steps: list[int] = []
     with pytest.raises(FileFormatError, match=words):
-        for change in follower.changes():
-            follower.applied(change)
-            steps.append(change.step)
+        take(follower, steps)
     assert steps == taken
     assert follow(follower) == [] and not follower.has_whole()  # said once
     shutil.rmtree(run)

@@ -54,7 +54,8 @@ from oper.shmem.publication.reader import SEGMENT_NAME, VERSION
 from oper.shmem.rows import CHUNK_ROWS
 
 Rows = Iterable[tuple[int, torch.Tensor]]
-_WAIT_S = 0.0002
+_WAIT_S = 5e-5  # between looks for readers
+_QUIET_S = 0.005  # to wait for a moment without any before some of them have to wait
 _TICK_S = 0.05  # between attempts to give a buffer back that somebody still reads
 _SEND_S = 10.0  # that a reader may take to accept its greeting
 _FREE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -313,23 +314,35 @@ class Publisher:
                                              "publish all weights first"))
             *segments, dense_at = state.buffers[epoch & 1].addresses
             views = [BufferRows(layout, segments, d) for d in range(layout.plan.world_size)]
-            torch.ops.oper.publication_set_epoch(state.control, -epoch)
-            try:
-                self._wait(epoch & 1, timeout_s)
-            except BaseException:
-                torch.ops.oper.publication_set_epoch(state.control, epoch)
-                raise
+            places = views[0].places(prepared.writes)
+            dense = [(dense_view(dense_at, entry), value) for entry, value in prepared.dense]
+            header = self._header(epoch + 2, {})
+            torch.ops.oper.fetch_rows(*places[:2])  # nobody waits for memory once nobody reads
+            self._keep_out(epoch, timeout_s)
             # Should this fail, readers stay out until a whole publication.
-            for write in prepared.writes:
-                views[write.domain].put(write)
+            torch.ops.oper.place_rows(*places)
             if layout.has_replicas:
                 for view in views:
                     view.publish()
-            for entry, value in prepared.dense:
-                dense_view(dense_at, entry).copy_(value)
-            self._write_header(dense_at, epoch + 2, {})
+            for to, value in dense:
+                to.copy_(value)
+            _write_header(dense_at, header)
             torch.ops.oper.publication_set_epoch(state.control, epoch + 2)
         return epoch + 2
+
+    def _keep_out(self, epoch: int, timeout_s: float) -> None:
+        """Let nobody in, at a moment when nobody reads if one comes soon: who comes then has not
+        to wait for the end of others' lookups."""
+        state = self._state
+        until = time.monotonic() + _QUIET_S
+        while state.busy(epoch & 1) and time.monotonic() < until:
+            time.sleep(_WAIT_S)
+        torch.ops.oper.publication_set_epoch(state.control, -epoch)
+        try:
+            self._wait(epoch & 1, timeout_s)
+        except BaseException:
+            torch.ops.oper.publication_set_epoch(state.control, epoch)
+            raise
 
     def _wait(self, buffer: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -366,7 +379,7 @@ class Publisher:
                     for some, stored in stored_rows(f"cannot publish table {name!r}", layout, name,
                                                     ids, chunk):
                         for write in layout.writes(name, some, stored):
-                            views[write.domain].put(write)
+                            torch.ops.oper.place_rows(*views[0].places([write]))
                 covered += values.shape[0]
             if covered != spec.num_rows:
                 raise InvalidInputError(
@@ -382,15 +395,15 @@ class Publisher:
             want += size
             done += int(torch.ops.oper.collapse_segment(address, size))
         self._page_kind = page_kind(done, want)
-        self._write_header(dense_at, epoch, checksums(
-            layout, segments, dense_at) if self._checksum else {})
+        _write_header(dense_at, self._header(epoch, checksums(
+            layout, segments, dense_at) if self._checksum else {}))
 
-    def _write_header(self, dense_at: int, epoch: int, sums: dict[str, int]) -> None:
+    def _header(self, epoch: int, sums: dict[str, int]) -> torch.Tensor:
+        """Of an epoch and its checksums, uint8 [n]."""
         text = json.dumps({"bytes": self.layout.num_bytes, "crc32": sums}).encode()
         head = HEADER.pack(MAGIC, VERSION, epoch, len(text)) + text
         assert len(head) <= HEADER_BYTES
-        torch.ops.oper.segment_bytes(dense_at, len(head)).copy_(
-            torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        return torch.frombuffer(bytearray(head), dtype=torch.uint8)
 
     def _check_open(self) -> None:
         if not self._state.buffers:
@@ -400,6 +413,10 @@ class Publisher:
     def close(self) -> None:
         """Close the door and forget the tables; attached readers keep what they have."""
         self._release()
+
+
+def _write_header(dense_at: int, header: torch.Tensor) -> None:
+    torch.ops.oper.segment_bytes(dense_at, header.numel()).copy_(header)
 
 
 class _Door(threading.Thread):
