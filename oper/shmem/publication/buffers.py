@@ -61,7 +61,7 @@ class Write:
     rows: torch.Tensor
 
 
-# One each per write: a tier's rows [n, width], places among them int64 [m], what goes there [m, width].
+# Of each write: a tier's rows [n, width], places int64 [m] among them, what goes there [m, width].
 Places = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
 
 
