@@ -20,8 +20,8 @@ class Case:
 
     Attributes:
         name: of the case.
-        kind: which function of `oper.bench.data.cases` measures it; `loader`, `increment` and
-            `store` have modules of their own.
+        kind: which function of `oper.bench.data.cases` measures it; `loader`,
+            `increment`, `sessions` and `store` have modules of their own.
         size: rows of the log, ids, day files or steps.
     """
 
@@ -44,12 +44,12 @@ def cases(quick: bool) -> list[Case]:
                 Case("count", "count", 8_000_000), Case("count-1e9-rows", "sketch", 8_000_000),
                 Case("merge", "merge", 24), Case("collector", "collector", 40),
                 Case("loader", "loader", 60_000), Case("increment", "increment", 200_000),
-                Case("store", "store", 60_000)]
+                Case("store", "store", 60_000), Case("sessions", "sessions", 8_000)]
     return [Case("preprocess", "preprocess", 21_000_000), Case("resume", "resume", 1_000_000),
             Case("count", "count", 60_000_000), Case("count-1e9-rows", "sketch", 200_000_000),
             Case("merge", "merge", 24), Case("collector", "collector", 200),
             Case("loader", "loader", 2_600_000), Case("increment", "increment", 4_000_000),
-            Case("store", "store", 1_000_000)]
+            Case("store", "store", 1_000_000), Case("sessions", "sessions", 60_000)]
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
         cases as data_cases,
         increment as increment_case,
         loader as loader_case,
+        sessions as sessions_case,
         store as store_case,
     )
 
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
         for case in chosen:
             clock = record.BusyClock()
             module = {"loader": loader_case, "increment": increment_case,
-                      "store": store_case}.get(case.kind, data_cases)
+                      "sessions": sessions_case, "store": store_case}.get(case.kind, data_cases)
             try:
                 entry = {"name": case.name, **getattr(module, case.kind)(case.size, folder)}
             except MissingDependencyError as error:  # one case need not keep others from the record
