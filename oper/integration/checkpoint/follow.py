@@ -149,10 +149,10 @@ class Follower:
                     if "rows" in parts:
                         places.setdefault(table, {}).setdefault(int(column), []).append((file, k))
                 if "state" in file.names:
-                    dense                 for name in file.names:  # nothing of a damaged delta is served
+                    dense |= _dense(file.read("state"))
+                for name in file.names:  # nothing of a delta that is damaged anywhere is served
                     if not name.endswith((".ids", ".rows", "state")):
                         file.read(name)
-|= _dense(file.read("state"))
             except (KeyError, ValueError, TypeError, RuntimeError) as error:
                 raise FileFormatError(fail(
                     what, path.name, f"{type(error).__name__}: {error}", "rows and a state",
