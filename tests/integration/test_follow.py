@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +216,26 @@ def test_a_thousand_changes_are_each_a_whole_publication(
     assert [reader.epoch for reader in readers] == [2001, 1001]
     for reader in readers:
         reader.close()
+
+
+def test_rows_that_are_damaged_change_nothing(run: Path, publish: Callable[..., oper.Publication]
+                                             ) -> None:
+    """They are read when they are published, table by table."""
+    served = publish(run)
+    before = bits(served)
+    part = max(number(run, 0).glob("*.npz"))
+    with zipfile.ZipFile(part) as archive:
+        end = max(i.header_offset + i.file_size for i in archive.infolist()
+                  if i.filename.endswith(".rows.npy"))  # of its last rows, about
+    data = bytearray(part.read_bytes())
+    data[end - 8] ^= 1
+    part.write_bytes(data)
+    follower = Follower(lambda: run)
+    change = next(follower.changes())
+    with pytest.raises(FileFormatError, match=r"delta 000000: rows of table 't.*CRC-32"):
+        served.apply(change.rows, change.dense)
+    assert bits(served) == before and served.epoch == 1
+    assert not list(follower.changes())  # said once
 
 
 def test_what_does_not_fit_changes_nothing(runs: Path, publish: Callable[..., oper.Publication]
