@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 CONFIG, STATE = "config.json", "state.pt"  # as oper.train writes them
-_SHARE_FROM = 8  # candidates of a user: fewer are scored faster with rows of their own
 
 
 def kjt_of(batch: Request, features: tuple[str, ...]) -> Any:
@@ -161,8 +160,7 @@ class AttachedModel:
         import torch
 
         shared: list[torch.Tensor] = []
-        if (batch.shared and self.shares_bags
-                and batch.num_samples >= _SHARE_FROM * batch.num_users):
+        if batch.shared and self.shares_bags:
             if self._last_shared[0] != batch.shared:
                 self._last_shared = batch.shared, torch.tensor(
                     [k in batch.shared for k in range(len(self.signature.features))])

@@ -75,11 +75,6 @@ class Request:
         """Samples, B."""
         return int(self.dense.shape[0])
 
-    @property
-    def num_users(self) -> int:
-        """Users whose candidates the samples are; where no bags are shared, one for all."""
-        return 1 if self.first is None else 1 + int(np.count_nonzero(np.diff(self.first)))
-
     def firsts(self) -> np.ndarray:
         """`first` in full."""
         return np.zeros(self.num_samples, np.int64) if self.first is None else self.first

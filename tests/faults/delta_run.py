@@ -100,7 +100,8 @@ def _die_at(count: int) -> None:
     commit, calls = Publisher.commit, iter(range(1, 1 << 30))
 
     def committed(self: Publisher, *args: Any) -> int:
-        place = torch.ops.oper.place_rows
+        operators: Any = torch.ops.oper
+        place = operators.place_rows
 
         def counted(*places: list[torch.Tensor]) -> None:
             for one in zip(*places, strict=True):
@@ -108,10 +109,10 @@ def _die_at(count: int) -> None:
                 if next(calls) == count:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        torch.ops.oper.place_rows = counted
+        operators.place_rows = counted
         try:
             return commit(self, *args)
         finally:
-            torch.ops.oper.place_rows = place
+            operators.place_rows = place
 
     Publisher.commit = committed  # type: ignore[method-assign]

@@ -92,7 +92,7 @@ def test_candidates_score_as_full_rows_and_what_is_their_users_is_computed_once(
         request = Request(full.dense, lengths, np.concatenate(
             [part[:n] for part, n in zip(parts, lengths.sum(axis=1), strict=True)]), (1, 2))
         batch = join([request, request])
-        assert predictor.shares_bags and batch.shared == (1, 2) and batch.num_users == 2
+        assert predictor.shares_bags and batch.shared == (1, 2)
         epochs = set()
         for seed in (1, 2, 3):  # other weights in the other buffer, then in place
             if seed == 2:
