@@ -238,7 +238,8 @@ class ServedModel(nn.Module):
     @property
     def shares_bags(self) -> bool:
         """Whether calls take the samples that have bags in common; see `FusedDLRM.forward`."""
-        return isinstance(self._parts[0], FusedDLRM)
+        part = self._parts[0]
+        return isinstance(part, FusedDLRM) and part.shares_bags
 
     @property
     def epoch(self) -> int:

@@ -56,6 +56,8 @@ NIGHTLY = (
             "test_cuts.py kills a run of one and of two workers; test_a_resumed_run_reads_no_unit_"
             "twice"),
     # ---- benchmarks ------------------------------------------------------------------------------
+    Nightly("tests/bench/test_bench_data.py::test_bags_of_sessions_are_trained_once_and_in_full",
+            "data/test_loader.py::test_deduplicated_batches_pool_to_the_same"),
     Nightly("tests/bench/test_bench_recommenders.py::test_kept_runs_alone",
             "test_a_record_holds_intervals_and_paired_differences"),
     Nightly("tests/bench/test_bench_recommenders.py::test_runs_on_another_log_are_not_taken",

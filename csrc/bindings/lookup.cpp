@@ -242,36 +242,43 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   return {out, offsets, status.code, status.detail};
 }
 
-// `first` int64 [B] and the keys that it is about, bool [num_keys], as forward_interaction takes them.
-SharedBags shared_bags(const std::optional<Tensor>& first, const std::optional<Tensor>& keys,
-                       const Tensor& key_of, int64_t size) {
-  SharedBags shared;
-  if (!first.has_value()) return shared;
-  STD_TORCH_CHECK(keys.has_value() && keys->scalar_type() == ScalarType::Bool &&
-                      first->scalar_type() == ScalarType::Long && first->numel() == size,
+// `keys`, bool [num_keys]: which ones have bags of a user; `first` int64 [B], in order: the sample whose
+// bags of these a sample has. Gives, for every sample, the number of its user as well.
+SharedBags shared_bags(const Tensor& first, const Tensor& keys, const Tensor& key_of,
+                       int64_t* user_of) {
+  STD_TORCH_CHECK(keys.scalar_type() == ScalarType::Bool && first.scalar_type() == ScalarType::Long,
                   "internal: shared bags must be int64 [B] and bool [num_keys]");
-  shared.first = int64_data(*first);
-  STD_TORCH_CHECK(std::all_of(shared.first, shared.first + size,
-                              [&](int64_t b) { return b >= 0 && b < size; }),
-                  "internal: samples that share bags must be in the batch");
+  SharedBags shared;
   for (int64_t f = 0; f < key_of.numel(); ++f) {
     const int64_t key = int64_data(key_of)[f];
-    STD_TORCH_CHECK(key >= 0 && key < keys->numel(), "internal: a key of no feature");
-    shared.features.push_back(static_cast<const bool*>(keys->data_ptr())[key]);
+    STD_TORCH_CHECK(key >= 0 && key < keys.numel(), "internal: a key of no feature");
+    shared.features.push_back(static_cast<const bool*>(keys.data_ptr())[key]);
   }
+  STD_TORCH_CHECK(shared.count() > 0, "internal: features that no samples share");
+  const int64_t* at = int64_data(first);
+  for (int64_t b = 0; b < first.numel(); ++b) {
+    if (b == 0 || at[b] != at[b - 1]) shared.begins.push_back(b);
+    STD_TORCH_CHECK(at[b] == shared.begins.back(), "internal: users that do not come one by one");
+    user_of[b] = static_cast<int64_t>(shared.begins.size()) - 1;
+  }
+  shared.begins.push_back(first.numel());
   return shared;
+}
+
+void check_interaction(const Context& context, const Tensor& dense) {
+  STD_TORCH_CHECK(!context.exchange && !context.peer_rows && !context.has_push &&
+                      dense.scalar_type() == ScalarType::Float && dense.is_contiguous() &&
+                      dense.size(1) > 0 && context.output_columns % dense.size(1) == 0,
+                  "internal: an interaction that these tables cannot have");
 }
 
 // Lookup and dot interaction; see host/interaction.h. For tables that are only read.
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
-    Tensor dense, std::optional<Tensor> first, std::optional<Tensor> shared_keys) {
+    Tensor dense) {
   Context& context = context_of(handle);
+  check_interaction(context, dense);
   const int64_t size = dense.size(0), dim = dense.size(1);
-  STD_TORCH_CHECK(!context.exchange && !context.peer_rows && !context.has_push &&
-                      dense.scalar_type() == ScalarType::Float && dense.is_contiguous() &&
-                      dim > 0 && context.output_columns % dim == 0,
-                  "internal: an interaction that these tables cannot have");
   const int64_t rows = context.output_columns / dim + 1;
   Tensor offsets, out = pooled_tensor(ScalarType::Float, 4, {size, dim + rows * (rows - 1) / 2});
   if (!make_offsets(lengths, ids.numel(), &offsets))
@@ -279,10 +286,39 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
   int64_t unused = 0;
   const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true}, &unused);
   const Status status = forward_interaction(
-      context, batch, shared_bags(first, shared_keys, key_of, size),
-      static_cast<const float*>(dense.data_ptr()), static_cast<int32_t>(dim),
+      context, batch, static_cast<const float*>(dense.data_ptr()), static_cast<int32_t>(dim),
       static_cast<float*>(out.data_ptr()), parallel_over_tasks);
   return {out, offsets, status.code, status.detail};
+}
+
+// The same of samples that have bags in common: products of the users' rows, of the samples' rows, the
+// number of each sample's user.
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_interaction(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    Tensor dense, Tensor first, Tensor shared_keys) {
+  Context& context = context_of(handle);
+  check_interaction(context, dense);
+  const int64_t size = dense.size(0), dim = dense.size(1);
+  STD_TORCH_CHECK(first.numel() == size, "internal: a user for every sample");
+  Tensor user_of = pooled_tensor(ScalarType::Long, 8, {size});
+  const SharedBags shared = shared_bags(first, shared_keys, key_of,
+                                        static_cast<int64_t*>(user_of.data_ptr()));
+  const int64_t common = shared.count(), own = key_of.numel() - common + 1;
+  Tensor offsets;
+  Tensor users = pooled_tensor(ScalarType::Float, 4,
+                               {static_cast<int64_t>(shared.begins.size()) - 1,
+                                common * (common - 1) / 2});
+  Tensor out = pooled_tensor(ScalarType::Float, 4,
+                             {size, dim + own * common + own * (own - 1) / 2});
+  if (!make_offsets(lengths, ids.numel(), &offsets))
+    return {users, out, user_of, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
+  int64_t unused = 0;
+  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true}, &unused);
+  const Status status = forward_shared_interaction(
+      context, batch, shared, static_cast<const float*>(dense.data_ptr()), static_cast<int32_t>(dim),
+      static_cast<float*>(users.data_ptr()), static_cast<float*>(out.data_ptr()),
+      parallel_over_tasks);
+  return {users, out, user_of, offsets, status.code, status.detail};
 }
 
 std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tensor grad, Tensor ids,
@@ -386,7 +422,11 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def(oper::kLookupForward);
   m.def(
       "lookup_interaction(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
-      "Tensor dense, Tensor? first=None, Tensor? shared_keys=None) -> (Tensor, Tensor, int, int)");
+      "Tensor dense) -> (Tensor, Tensor, int, int)");
+  m.def(
+      "lookup_shared_interaction(int handle, Tensor ids, Tensor lengths, Tensor? weights, "
+      "Tensor key_of, Tensor dense, Tensor first, Tensor shared_keys) -> "
+      "(Tensor, Tensor, Tensor, Tensor, int, int)");
   m.def(oper::kLookupResolve);
   m.def(oper::kLookupWeightGradient);
   m.def(oper::kLookupBackward);
@@ -405,6 +445,7 @@ STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
   m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
   m.impl("lookup_interaction", TORCH_BOX(&oper::host::lookup_interaction));
+  m.impl("lookup_shared_interaction", TORCH_BOX(&oper::host::lookup_shared_interaction));
   m.impl("lookup_weight_gradient", TORCH_BOX(&oper::host::lookup_weight_gradient));
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
 }

@@ -8,10 +8,28 @@
 #include "host/tasks.h"
 
 namespace oper::host {
+namespace {
 
-Status forward_interaction(Context& context, const Batch& batch, const SharedBags& shared,
-                           const float* dense, int32_t dim, float* out, ParallelFor parallel) {
-  constexpr int64_t kSamples = 64;  // of a block: its rows stay in the second-level cache
+constexpr int64_t kSamples = 64;  // of a block: its rows stay in the second-level cache
+
+// Pools bags [bag, bag + count) of one feature into rows of `batch.out_stride` floats at `to`.
+void pool_bags(const Context& context, const Batch& batch, size_t feature, int64_t bag, int64_t count,
+               float* to, Scratch& scratch, std::atomic<int64_t>& bad) {
+  const FeatureBags bags{batch.features[feature].bounds + bag, count, 0};
+  const Table& table = context.tables[context.features[feature].table];
+  note_bad(bad, kernels().pool(table, BagRange{batch, bags, 0, count, feature}, to, scratch));
+}
+
+Status finish(Context& context, const std::atomic<int64_t>& bad) {
+  context.count_pass(0);
+  if (bad.load() >= 0) return {4, bad.load()};
+  return {};
+}
+
+}  // namespace
+
+Status forward_interaction(Context& context, const Batch& batch, const float* dense, int32_t dim,
+                           float* out, ParallelFor parallel) {
   const int64_t num_samples = batch.features.front().num_bags;
   const int64_t num_rows = context.output_columns / dim + 1;
   const int64_t stride = dim + num_rows * (num_rows - 1) / 2;
@@ -26,34 +44,66 @@ Status forward_interaction(Context& context, const Batch& batch, const SharedBag
     float* rows = scratch.get<float>(1, block_floats);
     for (int64_t s = 0; s < n; ++s)
       std::memcpy(rows + s * inner.out_stride, dense + (begin + s) * dim, sizeof(float) * dim);
-    for (size_t f = 0; f < batch.features.size(); ++f) {
-      const FeatureBags& all = batch.features[f];
-      const Table& table = context.tables[context.features[f].table];
-      // Pools the bags [bag, bag + count) into the rows of the block's samples from `s` on.
-      const auto pool = [&](int64_t bag, int64_t count, int64_t s) {
-        const FeatureBags bags{all.bounds + bag, count, all.out_begin + dim};
-        note_bad(bad, kernels().pool(table, BagRange{inner, bags, 0, count, f},
-                                     rows + s * inner.out_stride, scratch));
-      };
-      if (shared.first == nullptr || !shared.features[f]) {
-        pool(begin, n, 0);
-        continue;
-      }
-      const int64_t* first = shared.first + begin;
-      for (int64_t s = 0, done = 0; s < n; s = done) {
-        pool(first[s], 1, s);
-        const float* row = rows + s * inner.out_stride + all.out_begin + dim;
-        for (done = s + 1; done < n && first[done] == first[s]; ++done)
-          std::memcpy(rows + done * inner.out_stride + all.out_begin + dim, row,
-                      sizeof(float) * dim);
-      }
-    }
+    for (size_t f = 0; f < batch.features.size(); ++f)
+      pool_bags(context, inner, f, begin, n, rows + dim + batch.features[f].out_begin, scratch, bad);
     if (bad.load() >= 0) return;
     kernels().interact(rows, n, static_cast<int>(num_rows), dim, out + begin * stride, scratch);
   });
-  context.count_pass(0);
-  if (bad.load() >= 0) return {4, bad.load()};
-  return {};
+  return finish(context, bad);
+}
+
+Status forward_shared_interaction(Context& context, const Batch& batch, const SharedBags& shared,
+                                  const float* dense, int32_t dim, float* users, float* out,
+                                  ParallelFor parallel) {
+  // A user's samples, or a block of them.
+  struct Block {
+    int64_t user, begin, count;
+  };
+  std::vector<Block> blocks;
+  for (size_t u = 0; u + 1 < shared.begins.size(); ++u)
+    for (int64_t begin = shared.begins[u]; begin < shared.begins[u + 1]; begin += kSamples)
+      blocks.push_back({static_cast<int64_t>(u), begin,
+                        std::min(kSamples, shared.begins[u + 1] - begin)});
+  const int64_t num_shared = shared.count();
+  const int64_t num_own = static_cast<int64_t>(shared.features.size()) - num_shared + 1;
+  const int64_t user_pairs = num_shared * (num_shared - 1) / 2;
+  const int64_t stride = dim + num_own * num_shared + num_own * (num_own - 1) / 2;
+  // Where each feature of the collection has its rows, among the shared ones or the samples' own.
+  std::vector<int64_t> place;
+  for (int64_t is_own = 0, is_shared = 0; const bool in_common : shared.features)
+    place.push_back(in_common ? is_shared++ : is_own++);
+  Batch inner = batch;
+  inner.out_stride = dim;
+  inner.stream = false;
+  std::atomic<int64_t> bad{-1};
+  const int64_t count = static_cast<int64_t>(blocks.size());
+  run_tasks(context, count, count == 1, parallel, [&](int64_t index, Scratch& scratch) {
+    const auto [user, begin, n] = blocks[index];
+    // [num_shared, dim] rows, [dim + user_pairs] what `interact` makes of them, [num_own - 1, n, dim].
+    float* common = scratch.get<float>(1, (num_shared + 1) * dim + user_pairs + (num_own - 1) * n * dim);
+    float* products = common + num_shared * dim;
+    float* own = products + dim + user_pairs;
+    for (size_t f = 0; f < batch.features.size(); ++f) {
+      const Feature& feature = context.features[f];
+      const int64_t at = place[feature.logical], column = feature.column % dim;
+      if (shared.features[feature.logical]) {
+        pool_bags(context, inner, f, shared.begins[user], 1, common + at * dim + column, scratch, bad);
+      } else {
+        pool_bags(context, inner, f, begin, n, own + at * n * dim + column, scratch, bad);
+      }
+    }
+    if (bad.load() >= 0) return;
+    if (begin == shared.begins[user]) {
+      kernels().interact(common, 1, static_cast<int>(num_shared), dim, products, scratch);
+      std::copy_n(products + dim, user_pairs, users + user * user_pairs);
+    }
+    std::vector<const float*> rows{dense + begin * dim};
+    for (int64_t c = 0; c + 1 < num_own; ++c) rows.push_back(own + c * n * dim);
+    kernels().interact_shared(common, static_cast<int>(num_shared), rows.data(),
+                              static_cast<int>(num_own), static_cast<int>(n), dim,
+                              out + begin * stride, scratch);
+  });
+  return finish(context, bad);
 }
 
 }  // namespace oper::host

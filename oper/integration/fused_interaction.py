@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from oper.shmem.publication.reader import PublishedTables, shared_pairs
+
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from oper.shmem.batch import Lookup
 
 
 class FusedDLRM(nn.Module):
@@ -30,20 +34,31 @@ class FusedDLRM(nn.Module):
         self.model = model
         self._bags = (model.sparse_arch.embedding_bag_collection,)  # no part of its own
         self._before, self._after = _layers(model.dense_arch), _layers(model.over_arch)
+        layers = _linear_layers(model.over_arch)
+        self._of_users: Any = None if layers is None else _OfUsers(self._bags[0].tables, layers)
+
+    @property
+    def shares_bags(self) -> bool:
+        """Whether calls take `first` and `shared_keys`."""
+        return self._of_users is not None
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor,
                 first: torch.Tensor | None = None, shared_keys: torch.Tensor | None = None) -> Any:
         """Logits [B, 1], as the model's but for the rounding of the dot products.
 
-        `first` and `shared_keys` are those of `PublishedTables.lookup_interaction`.
+        `first` and `shared_keys` are those of `PublishedTables.lookup_shared_interaction`. With
+        them, what samples have in common is computed once, and the sums of the layer after the
+        interaction are rounded in another order, too.
         """
-        if first is None and (sparse_features.variable_stride_per_key()
-                              or torch.is_autocast_enabled("cpu")
-                              or dense_features.dtype != torch.float32):
-            return self.model(dense_features, sparse_features)
         bags = self._bags[0]
+        if first is not None:
+            return self._of_users(bags.lookup_of(sparse_features), self._before(dense_features),
+                                  first, shared_keys)
+        if (sparse_features.variable_stride_per_key() or torch.is_autocast_enabled("cpu")
+                or dense_features.dtype != torch.float32):
+            return self.model(dense_features, sparse_features)
         return self._after(bags.tables.lookup_interaction(
-            bags.lookup_of(sparse_features), self._before(dense_features), first, shared_keys))
+            bags.lookup_of(sparse_features), self._before(dense_features)))
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -65,7 +80,6 @@ def can_fuse(model: nn.Module) -> bool:
     except ImportError:
         return False
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
-    from oper.shmem.publication.reader import PublishedTables
 
     # Subclasses may do something else.
     if type(model) is not DLRM or type(model.inter_arch) is not InteractionArch or type(
@@ -92,6 +106,46 @@ class _Perceptrons:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.oper.perceptrons(x, *self._arguments)
         return out
+
+
+class _OfUsers:
+    """Interaction and the layers after it for samples of users, who have features in common: what
+    the pairs of these add to the sums of the first layer is the same for all samples of a user.
+
+    Args:
+        tables: that the features are looked up in.
+        layers: as `_linear_layers` gives them.
+    """
+
+    def __init__(self, tables: PublishedTables, layers: list[tuple[nn.Linear, bool]]) -> None:
+        (self._first, self._has_relu), *rest = layers
+        self._tables, self._rest = tables, _Perceptrons(rest)
+        # The first layer's weight in two, and what for. Set at once: threads may call together.
+        self._split: tuple[Any, ...] = (None, None, None)
+
+    def __call__(self, batch: Lookup, dense: torch.Tensor, first: torch.Tensor,
+                 shared_keys: torch.Tensor) -> torch.Tensor:
+        """Logits; arguments are those of `PublishedTables.lookup_shared_interaction`."""
+        users, samples, user_of = self._tables.lookup_shared_interaction(
+            batch, dense, first, shared_keys)
+        of_users, of_samples = self._weights(batch.key_of, shared_keys, dense.shape[1])
+        known = torch.addmm(self._first.bias, users, of_users)
+        if known.shape[0] > 1:
+            known = known.index_select(0, user_of)
+        sums = torch.addmm(known, samples, of_samples)
+        return self._rest(sums.relu_() if self._has_relu else sums)
+
+    def _weights(self, key_of: torch.Tensor, shared_keys: torch.Tensor, dim: int
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first layer's weight [inputs, outputs] for the pairs of users and for the numbers of
+        samples."""
+        split = self._split
+        epoch = self._tables.epoch  # another one may have come into the same memory
+        if split[0] != epoch or split[1] is not key_of or split[2] is not shared_keys:
+            columns = shared_pairs(dim, shared_keys[key_of].tolist())
+            self._split = split = (epoch, key_of, shared_keys, *(
+                self._first.weight[:, torch.tensor(c, dtype=torch.int64)].t() for c in columns))
+        return split[3], split[4]
 
 
 def _layers(module: Any) -> Any:

@@ -51,6 +51,17 @@ def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str], keys
         raise InvalidInputError(fail("cannot pool a variable batch per feature",
                                      "inverse_indices of", missing[:8], f"keys {list(at)[:8]}",
                                      "pass those of every feature"))
-    parts = torch.split(values, list(dims), dim=1)
-    return torch.cat([part.index_select(0, samples[at[name]])
-                      for part, name in zip(parts, names, strict=True)], dim=1)
+    parts = list(torch.split(values, list(dims), dim=1))
+    size = samples.shape[1]
+    whole = torch.arange(size, device=samples.device)
+    are_whole = True
+    for k, name in enumerate(names):
+        rows = samples[at[name]]
+        if samples.is_cpu and torch.equal(rows, whole):  # every sample has a bag of its own
+            parts[k] = parts[k][:size]
+        else:
+            # Unlike that of index_select, its gradient adds up in the order of the samples, and
+            # whole rows at a time.
+            parts[k] = torch.nn.functional.embedding(rows, parts[k])
+            are_whole = False
+    return values[:size] if are_whole else torch.cat(parts, dim=1)

@@ -349,35 +349,62 @@ class _Archive:
             + struct.pack("<I4H2IH", 0x06054B50, 0, 0, 0xFFFF, 0xFFFF, self._WIDE, self._WIDE, 0))
 
 
-def read_arrays(
-    path: str | os.PathLike[str], kind: str, version: int
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read an array file written by `write_arrays`.
+class ArrayFile:
+    """An array file written by `write_arrays`, open: its arrays are read when they are asked for.
 
-    Returns:
-        The arrays by name and the `meta` mapping.
+    Args:
+        path: of the file.
+        kind, version: what it must be.
+
+    Attributes:
+        names: of its arrays.
+        meta: the `meta` mapping.
 
     Raises:
         FileFormatError: truncated, damaged, or of another kind or version.
         OSError: the file cannot be opened or read.
     """
-    what = f"cannot read {os.fspath(path)!r} as {kind}"
-    with open(path, "rb") as file, damage_told(what), zipfile.ZipFile(file) as archive:
-        check_sizes(archive, what, os.fstat(file.fileno()).st_size)
-        header = _read_header(archive, what, kind, version)
-        arrays = {name: _read_member(archive, what, name, dtype, shape)
-                  for name, (dtype, shape) in header["arrays"].items()}
-    return arrays, header["meta"]
+
+    def __init__(self, path: str | os.PathLike[str], kind: str, version: int) -> None:
+        self._what = f"cannot read {os.fspath(path)!r} as {kind}"
+        with damage_told(self._what), contextlib.ExitStack() as at_failure:
+            self._archive = at_failure.enter_context(zipfile.ZipFile(path))
+            assert self._archive.fp is not None  # open
+            check_sizes(self._archive, self._what, os.fstat(self._archive.fp.fileno()).st_size)
+            header = _read_header(self._archive, self._what, kind, version)
+            at_failure.pop_all()
+        self._described: dict[str, tuple[str, list[int]]] = header["arrays"]
+        self.names = list(self._described)
+        self.meta: dict[str, Any] = header["meta"]
+
+    def read(self, name: str) -> np.ndarray:
+        """The array of that name; raises FileFormatError where it is damaged."""
+        with damage_told(self._what):
+            return _read_member(self._archive, self._what, name, *self._described[name])
+
+    def close(self) -> None:
+        """Close the file; its end as an object does so, too."""
+        self._archive.close()
+
+    def __enter__(self) -> ArrayFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_arrays(
+    path: str | os.PathLike[str], kind: str, version: int
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """All arrays of an array file by name, and its `meta` mapping; raises as `ArrayFile`."""
+    with ArrayFile(path, kind, version) as file:
+        return {name: file.read(name) for name in file.names}, file.meta
 
 
 def read_meta(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
-    """The `meta` mapping of an array file alone; raises as `read_arrays`, but the arrays may be
-    damaged."""
-    what = f"cannot read {os.fspath(path)!r} as {kind}"
-    with open(path, "rb") as file, damage_told(what), zipfile.ZipFile(file) as archive:
-        check_sizes(archive, what, os.fstat(file.fileno()).st_size)
-        meta: dict[str, Any] = _read_header(archive, what, kind, version)["meta"]
-    return meta
+    """The `meta` mapping of an array file, whose arrays may be damaged; raises as `ArrayFile`."""
+    with ArrayFile(path, kind, version) as file:
+        return file.meta
 
 
 @contextlib.contextmanager

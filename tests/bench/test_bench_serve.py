@@ -304,7 +304,7 @@ def test_candidates_are_named_once_and_in_full() -> None:
     case = LiveCase("candidates", "candidates", replace(SMALL, user_features=1), workers=1,
                     seconds=0.3, run_s=0.3, min_queries=64, max_runs=1, votes=1, bound_ms=1e3)
     entry = run_live_case(case, lambda _: None)
-    assert entry["verified"] and entry["bit_equal"] and entry["errors"] == 0, entry
+    assert entry["verified"] and entry["max_abs_diff"] < 1e-5 and entry["errors"] == 0, entry
     assert entry["single_ms"] > 0 and entry["full_single_ms"] > 0
     assert {"queries_per_s", "full_queries_per_s", "ratio_full", "cpu_ratio_full"} <= set(entry)
     assert [r["failed"] + r["wrong"] for r in entry["runs"]] == [0] * 6

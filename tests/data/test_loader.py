@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import shutil
@@ -401,6 +402,7 @@ def test_deduplicated_batches_pool_to_the_same(folder: Path) -> None:
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     import oper
+    from oper.integration.variable_batch import spread
 
     torch.manual_seed(0)
     options = LoaderOptions(50, 100, group_by="user")
@@ -412,10 +414,22 @@ def test_deduplicated_batches_pool_to_the_same(folder: Path) -> None:
     once = next(iter(Loader(folder, "train", LoaderOptions(
         50, 100, group_by="user", deduplicate=("user", "history")))))
     expected = model(batch.sparse_features).values()
-    sharded = oper.shard(model, oper.collect([batch.sparse_features], model),
-                         optimizer=oper.SGD(lr=0.1))
-    found = sharded(once.sparse_features).values()
-    assert torch.allclose(found, expected, atol=1e-6)
+    stats = oper.collect([batch.sparse_features], model)
+    pooled, trained = [], []
+    for kjt in (batch.sparse_features, once.sparse_features):
+        sharded: Any = oper.shard(copy.deepcopy(model), stats, optimizer=oper.SGD(lr=0.1))
+        pooled.append(sharded(kjt).values())
+        pooled[-1].backward(torch.linspace(-1, 1, expected.numel()).view(expected.shape))
+        trained.append(sharded(batch.sparse_features).values().detach())
+    assert torch.allclose(pooled[0], expected, atol=1e-6) and torch.equal(*pooled)
+    assert torch.allclose(*trained, atol=1e-6) and not torch.allclose(trained[0], expected)
+    # Where no bags are equal, nothing is spread.
+    values = torch.arange(12.0).view(4, 3)
+    found = spread(values, [1, 2], ["a", "b"], ["b", "a"], torch.arange(3).repeat(2, 1))
+    assert torch.equal(found, values[:3]) and found.data_ptr() == values.data_ptr()
+    mixed = torch.stack([torch.tensor([2, 0, 2]), torch.arange(3)])
+    found = spread(values, [1, 2], ["a", "b"], ["b", "a"], mixed)
+    assert torch.equal(found, torch.cat([values[:3, :1], values[[2, 0, 2], 1:]], 1))
 
 
 def test_share_of_the_process_group(folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import oper
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.serve import PublishedModel, Request, Signature
 from oper.serve.model import find_weights
-from oper.shmem.publication.buffers import BufferRows, Write
 from oper.shmem.publication.publisher import Publisher
 from oper.train.resume import CHECKPOINT
 from tests.world_support import report
@@ -98,18 +97,22 @@ def make() -> PublishedModel:
 
 def _die_at(count: int) -> None:
     """Kill this process between two tables of a delta, in the middle of the copy."""
-    put, commit, calls = BufferRows.put, Publisher.commit, iter(range(1, 1 << 30))
-
-    def counted(self: BufferRows, write: Write) -> None:
-        put(self, write)
-        if next(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
+    commit, calls = Publisher.commit, iter(range(1, 1 << 30))
 
     def committed(self: Publisher, *args: Any) -> int:
-        BufferRows.put = counted  # type: ignore[method-assign]
+        operators: Any = torch.ops.oper
+        place = operators.place_rows
+
+        def counted(*places: list[torch.Tensor]) -> None:
+            for one in zip(*places, strict=True):
+                place(*([part] for part in one))
+                if next(calls) == count:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        operators.place_rows = counted
         try:
             return commit(self, *args)
         finally:
-            BufferRows.put = put  # type: ignore[method-assign]
+            operators.place_rows = place
 
     Publisher.commit = committed  # type: ignore[method-assign]

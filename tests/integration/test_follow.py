@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -124,11 +125,17 @@ def number(run: Path, k: int) -> Path:
 
 
 def follow(follower: Follower) -> list[int]:
-    steps = []
+    steps: list[int] = []
+    take(follower, steps)
+    return steps
+
+
+def take(follower: Follower, steps: list[int]) -> None:
+    """Read what there is, and note the steps."""
     for change in follower.changes():
+        assert dict(change.rows)
         follower.applied(change)
         steps.append(change.step)
-    return steps
 
 
 def cut(path: Path) -> None:
@@ -151,11 +158,9 @@ def test_a_broken_chain_is_refused_by_name_and_a_whole_checkpoint_heals_it(
         ) -> None:
     follower = Follower(lambda: run)
     harm(run)
-    steps = []
+    steps: list[int] = []
     with pytest.raises(FileFormatError, match=words):
-        for change in follower.changes():
-            follower.applied(change)
-            steps.append(change.step)
+        take(follower, steps)
     assert steps == taken
     assert follow(follower) == [] and not follower.has_whole()  # said once
     shutil.rmtree(run)
@@ -211,6 +216,26 @@ def test_a_thousand_changes_are_each_a_whole_publication(
     assert [reader.epoch for reader in readers] == [2001, 1001]
     for reader in readers:
         reader.close()
+
+
+def test_rows_that_are_damaged_change_nothing(run: Path, publish: Callable[..., oper.Publication]
+                                             ) -> None:
+    """They are read when they are published, table by table."""
+    served = publish(run)
+    before = bits(served)
+    part = max(number(run, 0).glob("*.npz"))
+    with zipfile.ZipFile(part) as archive:
+        end = max(i.header_offset + i.file_size for i in archive.infolist()
+                  if i.filename.endswith(".rows.npy"))  # of its last rows, about
+    data = bytearray(part.read_bytes())
+    data[end - 8] ^= 1
+    part.write_bytes(data)
+    follower = Follower(lambda: run)
+    change = next(follower.changes())
+    with pytest.raises(FileFormatError, match=r"delta 000000: rows of table 't.*CRC-32"):
+        served.apply(change.rows, change.dense)
+    assert bits(served) == before and served.epoch == 1
+    assert not list(follower.changes())  # said once
 
 
 def test_what_does_not_fit_changes_nothing(runs: Path, publish: Callable[..., oper.Publication]

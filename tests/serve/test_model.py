@@ -17,6 +17,7 @@ import torch
 
 from oper import cli
 from oper.errors import FileFormatError, InvalidInputError
+from oper.integration.checkpoint.follow import Change
 from oper.serve import Client, Request
 from oper.serve.model import CONFIG, STATE, PublishedModel, build_trained, kjt_of, load_model
 from oper.serve.requests import join
@@ -78,7 +79,7 @@ def test_scores_of_a_worker_are_those_of_the_model(
 
 
 @pytest.mark.parametrize("row_dtype", [None, "int8"])
-def test_candidates_score_as_full_rows_and_their_user_is_looked_up_once(
+def test_candidates_score_as_full_rows_and_what_is_their_users_is_computed_once(
         tmp_path: Path, row_dtype: str | None) -> None:
     write_run(tmp_path, 1)
     published = load_model(tmp_path, row_dtype=row_dtype)
@@ -91,13 +92,26 @@ def test_candidates_score_as_full_rows_and_their_user_is_looked_up_once(
         request = Request(full.dense, lengths, np.concatenate(
             [part[:n] for part, n in zip(parts, lengths.sum(axis=1), strict=True)]), (1, 2))
         batch = join([request, request])
-        scores, read = [], [0]
-        for each in (batch, batch.expanded()):
-            scores.append(predictor.predict(each)[0])
-            read.append(predictor.rows_read()["local"])
         assert predictor.shares_bags and batch.shared == (1, 2)
-        assert np.array_equal(*scores) and scores[0].std() > 0
-        assert read[1] == batch.ids.size and read[2] - read[1] == batch.expanded().ids.size
+        epochs = set()
+        for seed in (1, 2, 3):  # other weights in the other buffer, then in place
+            if seed == 2:
+                write_run(tmp_path, seed)
+                published.publish()
+            elif seed == 3:
+                published.publish(Change(0, 1, 0.0, {}, {
+                    name: value for name, value in write_run(tmp_path, seed).state_dict().items()
+                    if "embedding_bags" not in name}))
+            scores, read = [], [predictor.rows_read()["local"]]
+            for each in (batch, batch.expanded()):
+                found, epoch = predictor.predict(each)
+                scores.append(found)
+                read.append(predictor.rows_read()["local"])
+                epochs.add(epoch)
+            # Sums of the first layer are rounded in another order.
+            assert np.abs(scores[0] - scores[1]).max() < 1e-5 and scores[0].std() > 1e-2
+            assert np.diff(read).tolist() == [batch.ids.size, batch.expanded().ids.size]
+        assert epochs == {1, 2, 4}
     finally:
         predictor.close()
         published.close()

@@ -15,12 +15,13 @@ from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.publication.publisher import Publisher
-from oper.shmem.publication.reader import PublishedTables, Reader
+from oper.shmem.publication.reader import PublishedTables, Reader, shared_pairs
 from oper.tables import TableSpec
 from tests.world_support import run_world
 
 # Features and columns: one block and several of everything that the kernels cut into blocks.
 SHAPES = [(1, 4), (2, 16), (3, 20), (7, 64), (15, 12), (16, 33), (26, 64), (31, 128), (40, 96)]
+Users = tuple[Lookup, Lookup, torch.Tensor, torch.Tensor]  # what `of_users` makes
 
 
 @contextmanager
@@ -79,6 +80,8 @@ def differences(rank: int, world_size: int) -> tuple[list[str], str]:
                             ((found.double() - want).abs() <= bound).all()):
                         wrong.append(f"{dtype} {num_features} {dim} {size}")
                     digest.update(found.numpy().tobytes())
+                    wrong += [f"{dtype} {num_features} {dim} {size}: {x}" for x in shared_differs(
+                        tables, of_users(num_features, size), dense)]
     return wrong, digest.hexdigest()
 
 
@@ -110,28 +113,49 @@ def test_a_sample_does_not_depend_on_its_batch_nor_on_threads() -> None:
 
 @pytest.mark.parametrize("size", [1, 64, 150])
 def test_bags_that_samples_share_are_looked_up_once(size: int) -> None:
-    """The bits of full rows; three requests in a batch, whose shared bags lie anywhere."""
+    """Three users in a batch, whose shared bags lie anywhere."""
     with published(26, 64, "int8") as (tables, reader), reader.pinned():
-        batch, dense = batch_of(26, size), torch.randn(size, 64)
-        first = torch.tensor([0] * (size // 3) + [size // 3] * (size // 2),
-                             dtype=torch.int64)
-        first = torch.nn.functional.pad(first, (0, size - first.numel()),
-                                        value=size // 3 + size // 2)
-        keys = torch.arange(26) % 3 > 0
-        batch.key_of = torch.randperm(26, generator=torch.Generator().manual_seed(0))
-        ends = batch.lengths.cumsum(0).reshape(26, size)
-        lengths = batch.lengths.reshape(26, size)
-        of = torch.where(keys[:, None], first, torch.arange(size))  # whose bag each sample has
-        bags = [[batch.ids[int(ends[k, b] - lengths[k, b]):int(ends[k, b])] for b in of[k]]
-                for k in range(26)]
-        full = Lookup(torch.cat([bag for row in bags for bag in row]),
-                      lengths.gather(1, of).reshape(-1), batch.key_of, size)
+        batch, full, first, keys = of_users(26, size)
+        dense = torch.randn(size, 64)
+        assert shared_differs(tables, (batch, full, first, keys), dense) == []
+        tables.traffic(reset=True)
+        tables.lookup_interaction(full, dense)
         counts = [int(tables.traffic(reset=True).counts.sum())]
-        want = tables.lookup_interaction(full, dense)
+        tables.lookup_shared_interaction(batch, dense, first, keys)
         counts.append(int(tables.traffic(reset=True).counts.sum()))
-        assert torch.equal(tables.lookup_interaction(batch, dense, first, keys), want)
-        counts.append(int(tables.traffic(reset=True).counts.sum()))
-        assert counts[1] == full.ids.numel() and (size == 1 or counts[2] < counts[1] / 2)
+        assert counts[0] == full.ids.numel() and (size == 1 or counts[1] < counts[0] / 2)
+
+
+def of_users(num_features: int, size: int) -> Users:
+    """A batch of up to three users, of which two thirds of the keys are; the same with a bag for
+    every sample; the first sample of each sample's user; which keys these are."""
+    batch = batch_of(num_features, size)
+    first = torch.tensor([0] * (size // 3) + [size // 3] * (size // 2), dtype=torch.int64)
+    first = torch.nn.functional.pad(first, (0, size - first.numel()), value=size // 3 + size // 2)
+    keys = torch.arange(num_features) % 3 < 2
+    batch.key_of = torch.randperm(num_features, generator=torch.Generator().manual_seed(0))
+    ends = batch.lengths.cumsum(0).reshape(num_features, size)
+    lengths = batch.lengths.reshape(num_features, size)
+    of = torch.where(keys[:, None], first, torch.arange(size))  # whose bag each sample has
+    bags = [[batch.ids[int(ends[k, b] - lengths[k, b]):int(ends[k, b])] for b in of[k]]
+            for k in range(num_features)]
+    full = Lookup(torch.cat([bag for row in bags for bag in row]),
+                  lengths.gather(1, of).reshape(-1), batch.key_of, size)
+    return batch, full, first, keys
+
+
+def shared_differs(tables: PublishedTables, users: Users, dense: torch.Tensor) -> list[str]:
+    """Which outputs for samples of users are not, bit for bit, those of full rows."""
+    batch, full, first, keys = users
+    want = tables.lookup_interaction(full, dense)
+    pairs, samples, user_of = tables.lookup_shared_interaction(batch, dense, first, keys)
+    of_users, of_samples = shared_pairs(dense.shape[1], keys[batch.key_of].tolist())
+    assert sorted(of_users + of_samples) == list(range(want.shape[1]))
+    begins = first.unique()
+    return [name for name, found, right in (
+        ("pairs of users", pairs, want[begins][:, of_users]),
+        ("samples", samples, want[:, of_samples]), ("users", begins[user_of], first))
+        if not torch.equal(found, right)]
 
 
 def _only(batch: Lookup, sample: int) -> Lookup:

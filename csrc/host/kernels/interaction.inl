@@ -69,39 +69,55 @@ constexpr int kBlockRows = 4, kBlockVectors = 1;
 
 #endif
 
-// Rows of a sample as columns: to[k * width + r]; zeros where `width` is more than the rows.
-OPER_INLINE void as_columns(const float* rows, int num_rows, int dim, int width, float* to) {
+// Rows that are `from_stride` floats apart as columns: to[k * to_stride + r], r < width; zeros beyond the
+// rows.
+OPER_INLINE void as_columns(const float* rows, int64_t from_stride, int num_rows, int dim, int width,
+                            float* to, int64_t to_stride) {
   for (int r = 0; r < width; r += 16) {
+    const int lanes = std::min(16, width - r);
     for (int k = 0; k < dim; k += 16) {
       const int count = std::min(16, dim - k);
       Lanes block[16];
       for (int i = 0; i < 16; ++i) {
-        const float* p = rows + static_cast<int64_t>(r + i) * dim + k;
+        const float* p = rows + (r + i) * from_stride + k;
         block[i] = r + i >= num_rows ? Lanes{} : count == 16 ? lanes_of(p) : load_part(p, count);
       }
       transpose(block);
-      for (int i = 0; i < count; ++i)
-        *reinterpret_cast<Loose*>(to + static_cast<int64_t>(k + i) * width + r) = block[i];
+      for (int i = 0; i < count; ++i) {
+        float* p = to + (k + i) * to_stride + r;
+        if (lanes == 16) {
+          *reinterpret_cast<Loose*>(p) = block[i];
+        } else {
+          store_part(p, block[i], lanes);
+        }
+      }
     }
   }
 }
 
+// Products of R rows with V vectors of columns. Each is summed in the order of the columns, so that it
+// depends on its two rows alone.
+template <int R, int V>
+OPER_INLINE void multiply(const float* const (&row)[R], const float* columns, int dim, int width,
+                          Lanes (&sum)[R][V]) {
+  for (int k = 0; k < dim; ++k) {
+    Lanes column[V];
+    for (int v = 0; v < V; ++v)
+      column[v] = lanes_of(columns + static_cast<int64_t>(k) * width + 16 * v);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sum[r][v] += column[v] * row[r][k];
+  }
+}
+
 // Products of the rows [i, i + R) with the rows [j, j + 16 * V), those above the diagonal to `out`,
-// where the pairs (0, 1), (0, 2), ..., (1, 2), ... lie one after another. Each is summed in the order
-// of the columns, so that it depends on its two rows alone.
+// where the pairs (0, 1), (0, 2), ..., (1, 2), ... lie one after another.
 template <int R, int V>
 OPER_INLINE void multiply_block(const float* rows, const float* columns, int num_rows, int dim,
                                 int width, int i, int j, float* out) {
   const float* row[R];
   for (int r = 0; r < R; ++r) row[r] = rows + static_cast<int64_t>(std::min(i + r, num_rows - 1)) * dim;
   Lanes sum[R][V] = {};
-  for (int k = 0; k < dim; ++k) {
-    Lanes column[V];
-    for (int v = 0; v < V; ++v)
-      column[v] = lanes_of(columns + static_cast<int64_t>(k) * width + j + 16 * v);
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) sum[r][v] += column[v] * row[r][k];
-  }
+  multiply<R, V>(row, columns + j, dim, width, sum);
   for (int r = 0; r < R && i + r < num_rows - 1; ++r) {
     const int64_t line = i + r;
     float* pairs = out + line * (2 * num_rows - line - 1) / 2 - (line + 1);  // pair (line, 0) would be
@@ -132,11 +148,82 @@ void interact(const float* rows, int64_t num_samples, int num_rows, int dim, flo
   for (int64_t s = 0; s < num_samples; ++s, rows += static_cast<int64_t>(num_rows) * dim,
                out += stride) {
     std::memcpy(out, rows, static_cast<size_t>(dim) * sizeof(float));
-    as_columns(rows, num_rows, dim, width, columns);
+    as_columns(rows, dim, num_rows, dim, width, columns, width);
     int i = 0;
     for (; i + 4 < num_rows - 1; i += kBlockRows)
       multiply_rows<kBlockRows>(rows, columns, num_rows, dim, width, i, out + dim);
     for (; i < num_rows - 1; i += 4)
       multiply_rows<4>(rows, columns, num_rows, dim, width, i, out + dim);
   }
+}
+
+// Products of the rows [i, i + R) with samples, which are columns here: to[r * width + s].
+template <int R, int V>
+OPER_INLINE void multiply_samples(const float* rows, int num_rows, const float* samples, int dim,
+                                  int width, int i, float* to) {
+  const float* row[R];
+  for (int r = 0; r < R; ++r) row[r] = rows + static_cast<int64_t>(std::min(i + r, num_rows - 1)) * dim;
+  Lanes sum[R][V] = {};
+  multiply<R, V>(row, samples, dim, width, sum);
+  for (int r = i; r < std::min(i + R, num_rows); ++r)
+    for (int v = 0; v < V; ++v)
+      *reinterpret_cast<Loose*>(to + static_cast<int64_t>(r) * width + 16 * v) = sum[r - i][v];
+}
+
+template <int R>
+OPER_INLINE void multiply_all_samples(const float* rows, int num_rows, const float* samples, int dim,
+                                      int width, int i, float* to) {
+  int s = 0;
+  for (; s + 16 * kBlockVectors <= width; s += 16 * kBlockVectors)
+    multiply_samples<R, kBlockVectors>(rows, num_rows, samples + s, dim, width, i, to + s);
+  for (; s < width; s += 16)
+    multiply_samples<R, 1>(rows, num_rows, samples + s, dim, width, i, to + s);
+}
+
+// Products, sample by sample, of a row with R others, `next` floats apart: to[r * width + s].
+template <int R>
+OPER_INLINE void multiply_own(const float* one, const float* others, int64_t next, int dim, int width,
+                              float* to) {
+  for (int s = 0; s < width; s += 16) {
+    Lanes sum[R] = {};
+    for (int k = 0; k < dim; ++k) {
+      const int64_t at = static_cast<int64_t>(k) * width + s;
+      const Lanes number = lanes_of(one + at);
+      for (int r = 0; r < R; ++r) sum[r] += number * lanes_of(others + r * next + at);
+    }
+    for (int r = 0; r < R; ++r)
+      *reinterpret_cast<Loose*>(to + static_cast<int64_t>(r) * width + s) = sum[r];
+  }
+}
+
+// A vector holds one number of 16 samples here, and a row that they have in common is read as it is.
+void interact_shared(const float* shared, int num_shared, const float* const* own, int num_own,
+                     int num_samples, int dim, float* out, Scratch& scratch) {
+  const int width = (num_samples + 15) / 16 * 16;
+  const int num_pairs = num_own * num_shared + num_own * (num_own - 1) / 2;
+  const int64_t stride = dim + num_pairs, next = static_cast<int64_t>(dim) * width;
+  float* columns = scratch.get<float>(0, num_own * next + static_cast<int64_t>(num_pairs) * width);
+  float* products = columns + num_own * next;
+  float* to = products;
+  for (int c = 0; c < num_own; ++c, to += static_cast<int64_t>(num_shared) * width) {
+    float* samples = columns + c * next;
+    as_columns(own[c], dim, num_samples, dim, width, samples, width);
+    int i = 0;
+    for (; i + 4 < num_shared; i += kBlockRows)
+      multiply_all_samples<kBlockRows>(shared, num_shared, samples, dim, width, i, to);
+    for (; i < num_shared; i += 4)
+      multiply_all_samples<4>(shared, num_shared, samples, dim, width, i, to);
+  }
+  for (int c = 0; c + 1 < num_own; ++c) {
+    const float* one = columns + c * next;
+    int d = c + 1;
+    for (; d + 4 <= num_own; d += 4, to += 4 * width)
+      multiply_own<4>(one, columns + d * next, next, dim, width, to);
+    for (; d < num_own; ++d, to += width)
+      multiply_own<1>(one, columns + d * next, next, dim, width, to);
+  }
+  for (int s = 0; s < num_samples; ++s)
+    std::memcpy(out + s * stride, own[0] + static_cast<int64_t>(s) * dim,
+                static_cast<size_t>(dim) * sizeof(float));
+  as_columns(products, width, num_pairs, num_samples, num_pairs, out + dim, stride);
 }

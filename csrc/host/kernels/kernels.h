@@ -32,6 +32,11 @@ struct Kernels {
   // its rows; see interaction.h.
   void (*interact)(const float* rows, int64_t num_samples, int num_rows, int dim, float* out,
                    Scratch& scratch);
+  // Of samples that have the rows `shared` [num_shared, dim] in common and, one array per row
+  // [num_samples, dim], rows of their own: each sample's first own row and the products of its own rows
+  // with the shared ones and with each other; see interaction.h.
+  void (*interact_shared)(const float* shared, int num_shared, const float* const* own, int num_own,
+                          int num_samples, int dim, float* out, Scratch& scratch);
   // Gradient of the per-sample weights of the bags.
   void (*weight_gradient)(const Table& table, const BagRange& range, const float* grad, float* out,
                           Scratch& scratch);

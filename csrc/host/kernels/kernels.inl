@@ -36,7 +36,8 @@ static_assert(kPrefetch <= kAddressesAhead);
 }  // namespace OPER_KERNELS
 
 const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::start_bounds,
-                                    OPER_KERNELS::pool, OPER_KERNELS::interact, OPER_KERNELS::weight_gradient,
+                                    OPER_KERNELS::pool, OPER_KERNELS::interact,
+                                    OPER_KERNELS::interact_shared, OPER_KERNELS::weight_gradient,
                                     OPER_KERNELS::locate_rows,
                                     OPER_KERNELS::arrange, OPER_KERNELS::reduce,
                                     OPER_KERNELS::squares, OPER_KERNELS::keep, OPER_KERNELS::update,

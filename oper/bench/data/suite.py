@@ -31,7 +31,7 @@ class Case:
 _SIZES = {"preprocess": (200_000, 21_000_000), "resume": (60_000, 1_000_000),
           "count": (8_000_000, 60_000_000), "count-1e9-rows": (8_000_000, 200_000_000),
           "merge": (24, 24), "collector": (40, 200), "loader": (60_000, 2_600_000),
-          "increment": (200_000, 4_000_000), "store": (60_000, 1_000_000)}
+          "increment": (200_000, 4_000_000), "store": (60_000, 1_000_000), "sessions": (8_000, 60_000)}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +52,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
         cases as data_cases,
         increment as increment_case,
         loader as loader_case,
+        sessions as sessions_case,
         store as store_case,
     )
 
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, 
         for case in chosen:
             clock = record.BusyClock()
             measure = {"loader": loader_case.loader, "increment": increment_case.increment,
-                       "store": store_case.store, "count-1e9-rows": data_cases.sketch}.get(
+                       "sessions": sessions_case.sessions, "store": store_case.store,
+                       "count-1e9-rows": data_cases.sketch}.get(
                 case.name) or getattr(data_cases, case.name)
             try:
                 entry = {"name": case.name, **measure(case.size, folder)}

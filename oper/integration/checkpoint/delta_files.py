@@ -24,7 +24,7 @@ from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA, sum_of
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.shmem.rows import LogicalRows
-from oper.support.files import read_arrays, read_meta, write_arrays
+from oper.support.files import ArrayFile, read_arrays, read_meta, write_arrays
 
 KIND, VERSION = "oper-delta", 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)\.npz")
@@ -85,6 +85,13 @@ def read_part(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Arrays and description of a part; raises FileFormatError when it is damaged or foreign."""
     arrays, meta = read_arrays(path, KIND, VERSION)
     return arrays, _checked(path, meta)
+
+
+def open_part(path: Path) -> ArrayFile:
+    """A part, whose arrays are read one by one; raises as `read_part`."""
+    file = ArrayFile(path, KIND, VERSION)
+    _checked(path, file.meta)
+    return file
 
 
 def _checked(path: Path, meta: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ the next whole checkpoint begins a new chain.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from oper.integration.checkpoint.delta_files import (
     base_of,
     folder_of,
     look,
-    read_part,
+    open_part,
 )
+from oper.support.files import ArrayFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,15 @@ class Change:
     Attributes:
         number, step: its place in the chain; the training step that it holds.
         time_s: when that step had been made, on the clock of `time.time`.
-        rows: by table, ids int64 [n] and rows float [n, dim].
+        rows: by table, ids int64 [n] and rows float [n, dim]; a delta's are read from its files
+            whenever they are asked for, table by table.
         dense: weights beside the tables, by ``state_dict`` key.
     """
 
     number: int
     step: int
     time_s: float
-    rows: dict[str, tuple[np.ndarray, torch.Tensor]]
+    rows: Mapping[str, tuple[np.ndarray, torch.Tensor]]
     dense: dict[str, torch.Tensor]
 
 
@@ -136,28 +138,67 @@ class Follower:
             raise FileFormatError(fail(what, "continues step", delta.since,
                                        f"{self._step}, the one in service",
                                        "wait for the next whole checkpoint"))
-        pieces: dict[str, dict[int, list[tuple[np.ndarray, torch.Tensor]]]] = {}
+        places: dict[str, dict[int, list[tuple[ArrayFile, int]]]] = {}
         dense: dict[str, torch.Tensor] = {}
         made = 0
         for path in (p for paths in delta.files.values() for p in paths):
-            arrays, meta = read_part(path)
-            made = max(made, int(meta.get("time_us", 0)))
+            file = open_part(path)
+            made = max(made, int(file.meta.get("time_us", 0)))
             try:
-                for k, (_, table, column, parts) in enumerate(meta["items"]):
+                for k, (_, table, column, parts) in enumerate(file.meta["items"]):
                     if "rows" in parts:
-                        rows = torch.from_numpy(arrays[f"{k}.rows"])
-                        if not rows.dtype.is_floating_point:  # as `rows_to_numpy` stores them
-                            rows = rows.view(torch.bfloat16)
-                        pieces.setdefault(table, {}).setdefault(int(column), []).append((
-                            arrays[f"{k}.ids"].astype(np.int64), rows))
-                if "state" in arrays:
-                    dense |= _dense(arrays["state"])
+                        places.setdefault(table, {}).setdefault(int(column), []).append((file, k))
+                if "state" in file.names:
+                    dense |= _dense(file.read("state"))
+                for name in file.names:  # nothing of a delta that is damaged anywhere is served
+                    if not name.endswith((".ids", ".rows", "state")):
+                        file.read(name)
             except (KeyError, ValueError, TypeError, RuntimeError) as error:
                 raise FileFormatError(fail(
                     what, path.name, f"{type(error).__name__}: {error}", "rows and a state",
                     "wait for the next whole checkpoint")) from error
-        whole = {table: _joined(what, table, found) for table, found in pieces.items()}
-        return Change(delta.number, delta.step, made / 1e6, whole, dense)
+        return Change(delta.number, delta.step, made / 1e6, _Rows(what, places, self.refuse),
+                      dense)
+
+
+class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
+    """Rows of a delta by table, in files that stay open: no more than one table's are in memory,
+    unless they are kept. Damaged ones raise FileFormatError, and the chain ends.
+
+    Args:
+        what: what an error begins with.
+        places: by table and first column, the files and the number of the item in each.
+        refuse: told of damage.
+    """
+
+    def __init__(self, what: str, places: dict[str, dict[int, list[tuple[ArrayFile, int]]]],
+                 refuse: Callable[[str], None]) -> None:
+        self._what, self._places, self._refuse = what, places, refuse
+
+    def __getitem__(self, table: str) -> tuple[np.ndarray, torch.Tensor]:
+        places = self._places[table]
+        try:
+            pieces = {column: [(file.read(f"{k}.ids").astype(np.int64), _floats(
+                file.read(f"{k}.rows"))) for file, k in found] for column, found in places.items()}
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            damaged = FileFormatError(fail(
+                self._what, f"rows of table {table!r}", f"{type(error).__name__}: {error}",
+                "ids and rows", "wait for the next whole checkpoint"))
+            self._refuse(str(damaged))
+            raise damaged from error
+        return _joined(self._what, table, pieces)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _floats(rows: np.ndarray) -> torch.Tensor:
+    """What `delta_files.rows_to_numpy` has stored."""
+    found = torch.from_numpy(rows)
+    return found if found.dtype.is_floating_point else found.view(torch.bfloat16)
 
 
 def _dense(packed: np.ndarray) -> dict[str, torch.Tensor]:

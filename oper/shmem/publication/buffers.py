@@ -61,6 +61,10 @@ class Write:
     rows: torch.Tensor
 
 
+# Of each write: a tier's rows [n, width], places int64 [m] among them, what goes there [m, width].
+Places = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+
+
 class Layout:
     """Where everything lies in a buffer: one segment per memory domain, one for dense weights.
 
@@ -173,10 +177,10 @@ class BufferRows(LogicalRows):
     def barrier(self) -> None:
         """Nobody to wait for."""
 
-    def put(self, write: Write) -> None:
-        """Write rows, whatever domain holds them."""
-        torch.ops.oper.place_rows(self._tier(write.piece, write.tier, write.domain), write.numbers,
-                                  write.rows)
+    def places(self, writes: Sequence[Write]) -> Places:
+        """Where writes go, whatever domain holds the rows."""
+        return ([self._tier(w.piece, w.tier, w.domain) for w in writes],
+                [w.numbers for w in writes], [w.rows for w in writes])
 
     def gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
                      out: torch.Tensor) -> None:

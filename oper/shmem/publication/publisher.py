@@ -8,16 +8,14 @@ even after SIGKILL, frees the reader's place.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import selectors
 import socket
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +27,7 @@ from oper.plan import Plan
 from oper.shmem.group.domains import peer_credentials
 from oper.shmem.library import load
 from oper.shmem.memory import numa
-from oper.shmem.memory.segments import create_segment, map_segment, no_segment, page_kind
+from oper.shmem.memory.segments import page_kind
 from oper.shmem.migration import check_room
 from oper.shmem.publication.buffers import (
     HEADER,
@@ -50,118 +48,15 @@ from oper.shmem.publication.changes import (
     stored_rows,
 )
 from oper.shmem.publication.handshake import GREETING, MAGIC, check_name, socket_name
-from oper.shmem.publication.reader import SEGMENT_NAME, VERSION
+from oper.shmem.publication.reader import VERSION
+from oper.shmem.publication.state import State
 from oper.shmem.rows import CHUNK_ROWS
 
 Rows = Iterable[tuple[int, torch.Tensor]]
-_WAIT_S = 0.0002
+_WAIT_S = 5e-5  # between looks for readers
+_QUIET_S = 0.005  # to wait for a moment without any before some of them have to wait
 _TICK_S = 0.05  # between attempts to give a buffer back that somebody still reads
 _SEND_S = 10.0  # that a reader may take to accept its greeting
-_FREE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-
-
-class _Buffer:
-    """One of the two: its segments, mapped writable."""
-
-    def __init__(self, layout: Layout, nodes: Sequence[numa.Node]) -> None:
-        self.sizes = [*layout.segment_bytes, layout.dense_bytes]
-        self.fds: list[int] = []
-        self.addresses: list[int] = []
-        self.is_filled = False
-        try:
-            for k, size in enumerate(self.sizes):
-                self.fds.append(create_segment(size, SEGMENT_NAME))
-                address = map_segment(self.fds[-1], size, True)
-                self.addresses.append(address)
-                if len(nodes) > 1 and k < len(nodes):
-                    _bind(address, size, nodes[k].number)
-        except OSError as error:
-            self.close()
-            raise no_segment("cannot publish tables", sum(self.sizes), error) from error
-        except BaseException:
-            self.close()
-            raise
-
-    def give_back(self) -> None:
-        """Return the pages to the system; the mappings stay."""
-        if self.is_filled:
-            libc = ctypes.CDLL(None, use_errno=True)
-            for fd, size in zip(self.fds, self.sizes, strict=True):
-                whole = -(-size // 4096) * 4096
-                libc.fallocate(fd, _FREE, ctypes.c_int64(0), ctypes.c_int64(whole))
-            self.is_filled = False
-
-    def held_bytes(self) -> int:
-        """Memory behind the segments."""
-        return sum(os.fstat(fd).st_blocks * 512 for fd in self.fds)
-
-    def close(self) -> None:
-        for address, size in zip(self.addresses, self.sizes, strict=False):
-            torch.ops.oper.unmap_segment(address, size)
-        for fd in self.fds:
-            os.close(fd)
-        self.addresses, self.fds = [], []
-
-
-def _bind(address: int, num_bytes: int, node: int) -> None:
-    refused = numa.bind(address, num_bytes, node)
-    if refused:
-        warnings.warn(f"the system does not bind tables to NUMA node {node} ({refused}): their "
-                      "pages lie where they are first written", stacklevel=2)
-
-
-class _State:
-    """What the publisher and its door share, and what is to be released."""
-
-    def __init__(self, layout: Layout, nodes: list[numa.Node]) -> None:
-        self.layout = layout
-        self.nodes = nodes
-        self.lock = threading.RLock()  # held by whoever writes or gives back a buffer
-        self.buffers: list[_Buffer] = []
-        self.control_bytes = int(torch.ops.oper.publication_control_bytes())
-        try:
-            self.control_fd = create_segment(self.control_bytes, "oper-epoch")
-            self.control = map_segment(self.control_fd, self.control_bytes, True)
-        except OSError as error:
-            raise no_segment("cannot publish tables", self.control_bytes, error) from error
-        torch.ops.oper.publication_init(self.control)
-        try:
-            for _ in range(2):
-                self.buffers.append(_Buffer(layout, nodes))
-        except BaseException:
-            self.close()
-            raise
-        self.pids: dict[int, int] = {}  # by slot
-        self.is_spare_pending = False
-
-    @property
-    def epoch(self) -> int:
-        return abs(int(torch.ops.oper.publication_epoch(self.control)))
-
-    def busy(self, buffer: int) -> list[int]:
-        """Processes that read a buffer."""
-        slots = torch.ops.oper.publication_busy(self.control, buffer)
-        return [self.pids[s] for s in slots if s in self.pids]
-
-    def try_to_give_back(self) -> None:
-        """Return the old buffer's memory if nobody reads it."""
-        if self.is_spare_pending and self.lock.acquire(blocking=False):
-            try:
-                spare = (self.epoch + 1) & 1
-                if self.is_spare_pending and not self.busy(spare):
-                    self.buffers[spare].give_back()
-                    self.is_spare_pending = False
-            finally:
-                self.lock.release()
-
-    def close(self) -> None:
-        for buffer in self.buffers:
-            buffer.close()
-        if self.control_fd >= 0:
-            torch.ops.oper.unmap_segment(self.control, self.control_bytes)
-            os.close(self.control_fd)
-            self.control_fd = -1
-        self.buffers = []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +91,7 @@ class Publisher:
         nodes = numa.find_nodes()
         listener = _listen(name)
         try:
-            self._state = _State(self.layout, nodes[:plan.world_size])
+            self._state = State(self.layout, nodes[:plan.world_size])
         except OSError as error:
             listener.close()
             raise OperError(
@@ -313,23 +208,35 @@ class Publisher:
                                              "publish all weights first"))
             *segments, dense_at = state.buffers[epoch & 1].addresses
             views = [BufferRows(layout, segments, d) for d in range(layout.plan.world_size)]
-            torch.ops.oper.publication_set_epoch(state.control, -epoch)
-            try:
-                self._wait(epoch & 1, timeout_s)
-            except BaseException:
-                torch.ops.oper.publication_set_epoch(state.control, epoch)
-                raise
+            places = views[0].places(prepared.writes)
+            dense = [(dense_view(dense_at, entry), value) for entry, value in prepared.dense]
+            header = self._header(epoch + 2, {})
+            torch.ops.oper.fetch_rows(*places[:2])  # nobody waits for memory once nobody reads
+            self._keep_out(epoch, timeout_s)
             # Should this fail, readers stay out until a whole publication.
-            for write in prepared.writes:
-                views[write.domain].put(write)
+            torch.ops.oper.place_rows(*places)
             if layout.has_replicas:
                 for view in views:
                     view.publish()
-            for entry, value in prepared.dense:
-                dense_view(dense_at, entry).copy_(value)
-            self._write_header(dense_at, epoch + 2, {})
+            for to, value in dense:
+                to.copy_(value)
+            _write_header(dense_at, header)
             torch.ops.oper.publication_set_epoch(state.control, epoch + 2)
         return epoch + 2
+
+    def _keep_out(self, epoch: int, timeout_s: float) -> None:
+        """Let nobody in, at a moment when nobody reads if one comes soon: who comes then has not
+        to wait for the end of others' lookups."""
+        state = self._state
+        until = time.monotonic() + _QUIET_S
+        while state.busy(epoch & 1) and time.monotonic() < until:
+            time.sleep(_WAIT_S)
+        torch.ops.oper.publication_set_epoch(state.control, -epoch)
+        try:
+            self._wait(epoch & 1, timeout_s)
+        except BaseException:
+            torch.ops.oper.publication_set_epoch(state.control, epoch)
+            raise
 
     def _wait(self, buffer: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -366,7 +273,7 @@ class Publisher:
                     for some, stored in stored_rows(f"cannot publish table {name!r}", layout, name,
                                                     ids, chunk):
                         for write in layout.writes(name, some, stored):
-                            views[write.domain].put(write)
+                            torch.ops.oper.place_rows(*views[0].places([write]))
                 covered += values.shape[0]
             if covered != spec.num_rows:
                 raise InvalidInputError(
@@ -382,15 +289,15 @@ class Publisher:
             want += size
             done += int(torch.ops.oper.collapse_segment(address, size))
         self._page_kind = page_kind(done, want)
-        self._write_header(dense_at, epoch, checksums(
-            layout, segments, dense_at) if self._checksum else {})
+        _write_header(dense_at, self._header(epoch, checksums(
+            layout, segments, dense_at) if self._checksum else {}))
 
-    def _write_header(self, dense_at: int, epoch: int, sums: dict[str, int]) -> None:
+    def _header(self, epoch: int, sums: dict[str, int]) -> torch.Tensor:
+        """Of an epoch and its checksums, uint8 [n]."""
         text = json.dumps({"bytes": self.layout.num_bytes, "crc32": sums}).encode()
         head = HEADER.pack(MAGIC, VERSION, epoch, len(text)) + text
         assert len(head) <= HEADER_BYTES
-        torch.ops.oper.segment_bytes(dense_at, len(head)).copy_(
-            torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        return torch.frombuffer(bytearray(head), dtype=torch.uint8)
 
     def _check_open(self) -> None:
         if not self._state.buffers:
@@ -402,10 +309,14 @@ class Publisher:
         self._release()
 
 
+def _write_header(dense_at: int, header: torch.Tensor) -> None:
+    torch.ops.oper.segment_bytes(dense_at, header.numel()).copy_(header)
+
+
 class _Door(threading.Thread):
     """Gives attaching readers a place and the descriptors; frees the places of those that end."""
 
-    def __init__(self, listener: socket.socket, state: _State) -> None:
+    def __init__(self, listener: socket.socket, state: State) -> None:
         super().__init__(name="oper-publication", daemon=True)
         self._listener = listener
         self._state = state
@@ -516,7 +427,7 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _close(door: _Door, state: _State) -> None:
+def _close(door: _Door, state: State) -> None:
     door.close()
     state.close()
 

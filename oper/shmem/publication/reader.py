@@ -9,6 +9,7 @@ waits for nobody, but for the copying of rows where some of them are changed in 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -73,6 +74,11 @@ class PublishedTables(BufferRows):
         self._release = weakref.finalize(self, torch.ops.oper.context_close, self.handle)
         self._release.atexit = False
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that this thread reads, within a `Reader.pinned` block."""
+        return self._reader.check_pinned(self._buffer)
+
     def lookup(self, batch: Lookup) -> torch.Tensor:
         """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D].
 
@@ -91,18 +97,12 @@ class PublishedTables(BufferRows):
         self._check_status(code, detail, batch, offsets)
         return out
 
-    def lookup_interaction(self, batch: Lookup, dense: torch.Tensor,
-                           first: torch.Tensor | None = None,
-                           shared_keys: torch.Tensor | None = None) -> torch.Tensor:
+    def lookup_interaction(self, batch: Lookup, dense: torch.Tensor) -> torch.Tensor:
         """DLRM's dot interaction of pooled embeddings and a dense row, without writing the former.
 
         Args:
             batch: pooled; all tables have one dim D.
             dense: float32 [B, D], contiguous.
-            first: int64 [B] or None, for samples in a row that have some features in common: the
-                first of them, whose bags are looked up for all.
-            shared_keys: bool [num_keys], which keys of the batch these are; bags of other samples
-                are not read and may be empty.
 
         Returns:
             float32 [B, D + F * (F + 1) / 2]: the dense row, then the dot products of the pairs
@@ -115,18 +115,52 @@ class PublishedTables(BufferRows):
         Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
         Recommendation Systems" (2019), section 2.1.
         """
+        batch, dense = self._checked_interaction(batch, dense)
+        out: torch.Tensor
+        out, offsets, code, detail = torch.ops.oper.lookup_interaction(
+            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, dense)
+        self._check_status(code, detail, batch, offsets)
+        return out
+
+    def lookup_shared_interaction(
+            self, batch: Lookup, dense: torch.Tensor, first: torch.Tensor,
+            shared_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`lookup_interaction` of samples that have features in common, as the candidates of a user
+        have his; bit-equal products, of which those that are equal for his samples come once.
+
+        Args:
+            batch, dense: as there.
+            first: int64 [B]; samples of a user come one after another, and this is the first of
+                them, whose bags of the shared features are looked up for all.
+            shared_keys: bool [num_keys], which keys of the batch these are, at least one of a
+                feature; bags of other samples are not read and may be empty.
+
+        Returns:
+            The pairs of the S shared features, float32 [U, S * (S - 1) / 2] for U users; float32
+            [B, D + C * S + C * (C - 1) / 2]: the dense row, the products of each of the sample's C
+            own rows (dense, then its features) with the S shared ones, and the pairs of its own
+            rows; each sample's user, int64 [B]. See `shared_pairs`.
+
+        Raises:
+            InvalidInputError, OperError: as `lookup`.
+        """
+        batch, dense = self._checked_interaction(batch, dense)
+        users: torch.Tensor
+        users, samples, user_of, offsets, code, detail = torch.ops.oper.lookup_shared_interaction(
+            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, dense, first,
+            shared_keys)
+        self._check_status(code, detail, batch, offsets)
+        return users, samples, user_of
+
+    def _checked_interaction(self, batch: Lookup, dense: torch.Tensor
+                             ) -> tuple[Lookup, torch.Tensor]:
         batch = self._checked(batch)
         want = (batch.batch_size, self._row_dim)
         if not batch.pooled or tuple(dense.shape) != want or dense.dtype != torch.float32:
             raise InvalidInputError(
                 fail("cannot take the interaction", "dense", (dense.dtype, tuple(dense.shape)),
                      f"float32 {want}, beside a pooled batch", "correct the model"))
-        out: torch.Tensor
-        out, offsets, code, detail = torch.ops.oper.lookup_interaction(
-            self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
-            dense.contiguous(), first, shared_keys)
-        self._check_status(code, detail, batch, offsets)
-        return out
+        return batch, dense.contiguous()
 
     def _check_status(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
         if code:
@@ -151,6 +185,27 @@ class PublishedTables(BufferRows):
     def traffic(self, reset: bool = False) -> Traffic:
         """Rows read since the start or the last reset, by table and memory domain."""
         return kernel_traffic(self, self.handle, reset)
+
+
+def shared_pairs(dim: int, is_shared: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """Where `lookup_interaction` has what `lookup_shared_interaction` returns for the users and for
+    the samples: columns, in the latter's order.
+
+    Args:
+        dim: of the rows.
+        is_shared: of each feature.
+    """
+    num_rows = len(is_shared) + 1
+    rows = list(enumerate([False, *is_shared]))
+    shared, own = ([i for i, x in rows if x == wanted] for wanted in (True, False))
+
+    def column(i: int, j: int) -> int:
+        return dim + i * (2 * num_rows - i - 1) // 2 + (j - i - 1)
+
+    pairs = [(min(i, j), max(i, j)) for i in own for j in shared]
+    return ([column(i, j) for i, j in itertools.combinations(shared, 2)],
+            [*range(dim), *(column(i, j) for i, j in pairs),
+             *(column(i, j) for i, j in itertools.combinations(own, 2))])
 
 
 _READERS: weakref.WeakSet[Reader] = weakref.WeakSet()
@@ -279,14 +334,15 @@ class Reader:
             is_alive = self.publisher_alive
             time.sleep(_PAUSE_S)
 
-    def check_pinned(self, buffer: int) -> None:
-        """Raise OperError unless this thread reads that buffer."""
+    def check_pinned(self, buffer: int) -> int:
+        """The epoch that this thread reads; raises OperError unless it lies in that buffer."""
         epoch = getattr(self._pins, "epoch", None)
         if epoch is None or epoch & 1 != buffer:
             raise OperError(
                 fail("lookup outside of its epoch", "epoch", epoch,
                      "a call of the served model, or of its parts within served.pinned()",
                      "call the model that oper.attach returned"))
+        return int(epoch)
 
     def _check_open(self) -> None:
         if not self._mapped or self._owner != os.getpid():

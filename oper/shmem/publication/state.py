@@ -1,0 +1,122 @@
+"""What a publisher holds: two buffers, mapped writable, and the control block that readers see."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from oper.shmem.memory import numa
+from oper.shmem.memory.segments import create_segment, map_segment, no_segment
+from oper.shmem.publication.buffers import Layout
+from oper.shmem.publication.reader import SEGMENT_NAME
+
+_FREE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+
+
+class Buffer:
+    """One of the two: its segments, mapped writable."""
+
+    def __init__(self, layout: Layout, nodes: Sequence[numa.Node]) -> None:
+        self.sizes = [*layout.segment_bytes, layout.dense_bytes]
+        self.fds: list[int] = []
+        self.addresses: list[int] = []
+        self.is_filled = False
+        try:
+            for k, size in enumerate(self.sizes):
+                self.fds.append(create_segment(size, SEGMENT_NAME))
+                address = map_segment(self.fds[-1], size, True)
+                self.addresses.append(address)
+                if len(nodes) > 1 and k < len(nodes):
+                    _bind(address, size, nodes[k].number)
+        except OSError as error:
+            self.close()
+            raise no_segment("cannot publish tables", sum(self.sizes), error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def give_back(self) -> None:
+        """Return the pages to the system; the mappings stay."""
+        if self.is_filled:
+            libc = ctypes.CDLL(None, use_errno=True)
+            for fd, size in zip(self.fds, self.sizes, strict=True):
+                whole = -(-size // 4096) * 4096
+                libc.fallocate(fd, _FREE, ctypes.c_int64(0), ctypes.c_int64(whole))
+            self.is_filled = False
+
+    def held_bytes(self) -> int:
+        """Memory behind the segments."""
+        return sum(os.fstat(fd).st_blocks * 512 for fd in self.fds)
+
+    def close(self) -> None:
+        for address, size in zip(self.addresses, self.sizes, strict=False):
+            torch.ops.oper.unmap_segment(address, size)
+        for fd in self.fds:
+            os.close(fd)
+        self.addresses, self.fds = [], []
+
+
+def _bind(address: int, num_bytes: int, node: int) -> None:
+    refused = numa.bind(address, num_bytes, node)
+    if refused:
+        warnings.warn(f"the system does not bind tables to NUMA node {node} ({refused}): their "
+                      "pages lie where they are first written", stacklevel=2)
+
+
+class State:
+    """What the publisher and its door share, and what is to be released."""
+
+    def __init__(self, layout: Layout, nodes: list[numa.Node]) -> None:
+        self.layout = layout
+        self.nodes = nodes
+        self.lock = threading.RLock()  # held by whoever writes or gives back a buffer
+        self.buffers: list[Buffer] = []
+        self.control_bytes = int(torch.ops.oper.publication_control_bytes())
+        try:
+            self.control_fd = create_segment(self.control_bytes, "oper-epoch")
+            self.control = map_segment(self.control_fd, self.control_bytes, True)
+        except OSError as error:
+            raise no_segment("cannot publish tables", self.control_bytes, error) from error
+        torch.ops.oper.publication_init(self.control)
+        try:
+            for _ in range(2):
+                self.buffers.append(Buffer(layout, nodes))
+        except BaseException:
+            self.close()
+            raise
+        self.pids: dict[int, int] = {}  # by slot
+        self.is_spare_pending = False
+
+    @property
+    def epoch(self) -> int:
+        return abs(int(torch.ops.oper.publication_epoch(self.control)))
+
+    def busy(self, buffer: int) -> list[int]:
+        """Processes that read a buffer."""
+        slots = torch.ops.oper.publication_busy(self.control, buffer)
+        return [self.pids[s] for s in slots if s in self.pids]
+
+    def try_to_give_back(self) -> None:
+        """Return the old buffer's memory if nobody reads it."""
+        if self.is_spare_pending and self.lock.acquire(blocking=False):
+            try:
+                spare = (self.epoch + 1) & 1
+                if self.is_spare_pending and not self.busy(spare):
+                    self.buffers[spare].give_back()
+                    self.is_spare_pending = False
+            finally:
+                self.lock.release()
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
+        if self.control_fd >= 0:
+            torch.ops.oper.unmap_segment(self.control, self.control_bytes)
+            os.close(self.control_fd)
+            self.control_fd = -1
+        self.buffers = []

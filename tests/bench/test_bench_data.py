@@ -1,0 +1,24 @@
+"""The benchmark of data on a small log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchrec")
+from oper.bench.data import suite
+from oper.bench.data.sessions import sessions
+
+
+def test_bags_of_sessions_are_trained_once_and_in_full(tmp_path: Path) -> None:
+    entry = {"name": "sessions", **sessions(1200, tmp_path)}
+    assert entry["verified"]
+    assert entry["duplication"] > 3 and entry["duplication_alone"] == pytest.approx(1)
+    for name in ("", "_alone"):
+        assert entry[f"ratio_step{name}"] == pytest.approx(
+            entry[f"full_step_ms{name}"] / entry[f"once_step_ms{name}"])
+    assert not list(tmp_path.glob("sessions*"))
+    assert "sessions (verified)" in suite.report([{**entry, "other_busy_cores": 0.0}])
+    json.dumps(entry)
