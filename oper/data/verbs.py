@@ -41,6 +41,9 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                         help="apply the finished vocabulary of an earlier output, or one that "
                              "'oper vocabulary extend' wrote: equal values get equal ids, values "
                              "that it lacks share row 0 and are counted")
+    parser.add_argument("--raw-ids", action="store_true",
+                        help="no vocabulary: ids stay raw 64-bit keys (texts are hashed), for the "
+                             "dynamic tables of 'oper train'")
     for part in ("valid", "test"):
         parser.add_argument(f"--{part}", metavar="SHARE",
                             help=f"share of the rows, at the end, for the {part} part, e.g. 1/7 or "
@@ -108,7 +111,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
     options = PreprocessOptions(
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
         max_rows=args.max_rows, hash_rows=args.hash_rows,
-        vocabulary=args.vocabulary, layout=args.layout, force=args.force,
+        vocabulary=args.vocabulary, raw_ids=args.raw_ids, layout=args.layout, force=args.force,
         num_workers=args.workers, num_ray_workers=args.ray or 0,
         compression=args.compression, check_disk=not args.no_disk_check,
         show_progress=sys.stderr.isatty())
@@ -165,9 +168,14 @@ def _print_columns(found: dict[str, Any]) -> None:
         lines.append((c["name"], c.get("kind", ""), read, look["type"],
                       "" if look["missing"] is None else f"{look['missing']:.1%}",
                       "" if look["distinct"] is None else f"{look['distinct']:,}",
-                      f"{table['num_rows']:,}" if table else "", look["example"]))
+                      _rows_of(table), look["example"]))
     keep = [k for k in range(len(lines[0])) if any(line[k] for line in lines[1:])]
     print("\n".join(aligned([[line[k] for k in keep] for line in lines], left=range(len(keep)))))
+
+
+def _rows_of(table: dict[str, Any]) -> str:
+    """Rows of a column's table, in words; nothing where there is no table."""
+    return f"{table['num_rows']:,}" if "num_rows" in table else "raw" if table else ""
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -212,6 +220,20 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
     test = f"{rows['test']:,} test, " if rows["test"] else ""
     print(f"rows: {rows['train']:,} train, {rows['valid']:,} valid, {test}"
           f"{manifest['bad_rows']['count']:,} malformed")
+    if manifest.get("raw_ids"):
+        hashed = sum(t["hashed_texts"] for t in tables.values())
+        print(f"raw ids: {len(tables)} columns, {hashed} of them hashes of texts")
+    else:
+        _print_tables(manifest)
+    if manifest["problems"]:
+        print(f"problems: {len(manifest['problems'])}, see the warnings above and in "
+              f"{output}/manifest.json")
+    print(f"written: {output}")
+
+
+def _print_tables(manifest: dict[str, Any]) -> None:
+    """How many rows the tables have, and what a finished vocabulary lacks."""
+    tables = manifest["tables"]
     how = f"values seen fewer than {manifest['min_count']} times share row 0"
     if "vocabulary" in manifest:
         how = f"vocabulary of {manifest['vocabulary']['path']}"
@@ -224,10 +246,6 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
         if unseen["values"]:
             print(f"unseen in {name}: {unseen['accesses']:,} ids of the training part "
                   f"({unseen['share']:.2%}), {unseen['values']:,} different ones")
-    if manifest["problems"]:
-        print(f"problems: {len(manifest['problems'])}, see the warnings above and in "
-              f"{output}/manifest.json")
-    print(f"written: {output}")
 
 
 def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
