@@ -146,7 +146,8 @@ class Folder:
         if raw and not allow_raw:
             raise InvalidInputError(fail(
                 f"cannot use {os.fspath(path)!r} here", "ids", "raw", "row numbers of a vocabulary",
-                "train a DLRM on it (oper train) or analyze it; else preprocess without --raw-ids"))
+                "train a DLRM on it, with dynamic.rows in the configuration of oper train, or "
+                "preprocess without --raw-ids"))
         return found
 
     @property

@@ -77,7 +77,7 @@ class Checkpoints:
         try:
             self._survivors = Survivors(engine.module, self._tables) if (
                 config.checkpoint_every) else None
-        except InvalidInputError:  # ranks share no memory
+        except InvalidInputError:  # ranks share no memory, or tables are dynamic
             self._survivors = None
         self._step = 0
 
