@@ -15,6 +15,9 @@ _PUBLIC = {
     "tables_of": "oper.analysis.collector",
     "CountOptions": "oper.analysis.counting",
     "SparseCounter": "oper.analysis.counting",
+    "KeyCounter": "oper.analysis.key_counting",
+    "KeyForecast": "oper.analysis.capacity",
+    "forecast": "oper.analysis.capacity",
     "TableCounter": "oper.analysis.counting",
     "HeavyHitters": "oper.analysis.sketch",
     "DistinctSample": "oper.analysis.sketch",
@@ -33,6 +36,7 @@ _PUBLIC = {
 __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
+    from oper.analysis.capacity import KeyForecast as KeyForecast, forecast as forecast
     from oper.analysis.collector import (
         Collector as Collector,
         collect as collect,
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
         SparseCounter as SparseCounter,
         TableCounter as TableCounter,
     )
+    from oper.analysis.key_counting import KeyCounter as KeyCounter
     from oper.analysis.presence import PresenceSampler as PresenceSampler
     from oper.analysis.sketch import (
         DistinctSample as DistinctSample,

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, UsageError, fail
@@ -357,21 +358,27 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table-memory", default="256MiB", metavar="SIZE",
                         help="memory for such a hash table; beyond it heavy hitters are kept "
                              "with a bounded error and the tail is estimated (default 256MiB)")
+    parser.add_argument("--capacity", type=whole(2), metavar="N",
+                        help="also what dynamic tables of N rows would do with these ids: rows in "
+                             "use, lookups of the default row, inserts and evictions")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run_analyze(args: argparse.Namespace) -> int:
     """Run ``oper analyze``; raises OperError."""
     check_local(args.output)
-    return _save(_stats(args), args)
+    return _save(_stats(args), args, args.capacity)
 
 
-def _save(stats: AccessStats, args: argparse.Namespace) -> int:
+def _save(stats: AccessStats, args: argparse.Namespace, capacity: int | None = None) -> int:
     """Save statistics and print what they are."""
-    from oper.analysis import describe
+    from oper.analysis import describe, forecast
 
     stats.save(args.output)
     summary = {**describe(stats), "output": args.output}
+    if capacity:
+        for name, table in stats.tables.items():
+            summary["tables"][name]["forecast"] = asdict(forecast(table, capacity))
     if args.json:
         print(json.dumps(summary))
     else:
@@ -421,6 +428,7 @@ def _row_numbers(text: str | None) -> dict[str, int] | None:
 
 
 _HEADINGS = ("table", "rows", "touched", "hottest", "top 1%", "top 10%", "90% in rows", "drift")
+_FORECAST = ("table", "keys", "rows in use", "default row", "inserts", "evictions", "new keys now")
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
@@ -432,7 +440,17 @@ def _print_summary(summary: dict[str, Any]) -> None:
         lines.append((name, f"{t['num_rows']:,}", f"{t['num_touched_rows']:,}",
                       f"{t['hottest']:.3f}", f"{t['top_1pct']:.3f}", f"{t['top_10pct']:.3f}",
                       f"{t['rows_for_90pct']:,}", drift))
-    print("\n".join([*aligned(lines), f"written: {summary['output']}"]))
+    print("\n".join(aligned(lines)))
+    lines = [_FORECAST]
+    for name, t in summary["tables"].items():
+        if "forecast" in t:
+            f = t["forecast"]
+            lines.append((name, f"{f['keys']:,}", f"{f['occupied']:,.0f} of {f['rows']:,}",
+                          *(f"{f[n]:.2%}" for n in ("default_share", "inserts_per_lookup",
+                                                    "evictions_per_lookup", "unseen_mass"))))
+    if len(lines) > 1:
+        print("\n".join(["as dynamic tables (modelled; % of the lookups):", *aligned(lines)]))
+    print(f"written: {summary['output']}")
 
 
 def configure_generate(parser: argparse.ArgumentParser) -> None:
