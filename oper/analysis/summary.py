@@ -112,8 +112,8 @@ def _distance(a: TimeBucket, b: TimeBucket) -> float:
 
 
 def describe(stats: AccessStats) -> dict[str, Any]:
-    """All tables' skew as JSON-able values (NaN becomes None), with the new ids of time buckets where
-    they were counted."""
+    """All tables' skew as JSON-able values (NaN becomes None); of raw ids also how many were new in
+    each time bucket."""
     tables = {}
     for name, table in stats.tables.items():
         fields = asdict(skew(table))

@@ -441,15 +441,16 @@ def _print_summary(summary: dict[str, Any]) -> None:
                       f"{t['hottest']:.3f}", f"{t['top_1pct']:.3f}", f"{t['top_10pct']:.3f}",
                       f"{t['rows_for_90pct']:,}", drift))
     print("\n".join(aligned(lines)))
-    lines = [_FORECAST]
+    foreseen = [list(_FORECAST)]
     for name, t in summary["tables"].items():
         if "forecast" in t:
             f = t["forecast"]
-            lines.append((name, f"{f['keys']:,}", f"{f['occupied']:,.0f} of {f['rows']:,}",
-                          *(f"{f[n]:.2%}" for n in ("default_share", "inserts_per_lookup",
-                                                    "evictions_per_lookup", "unseen_mass"))))
-    if len(lines) > 1:
-        print("\n".join(["as dynamic tables (modelled; % of the lookups):", *aligned(lines)]))
+            foreseen.append([name, f"{f['keys']:,}", f"{f['occupied']:,.0f} of {f['rows']:,}",
+                             *(f"{f[n]:.2%}" for n in ("default_share", "inserts_per_lookup",
+                                                       "evictions_per_lookup", "unseen_mass"))])
+    if len(foreseen) > 1:
+        print("as dynamic tables (modelled; % of the lookups):")
+        print("\n".join(aligned(foreseen)))
     print(f"written: {summary['output']}")
 
 
