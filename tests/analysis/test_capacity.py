@@ -78,7 +78,8 @@ def test_rows_have_the_lookups_of_their_keys(num_rows: int, admit_after: int) ->
     assert rows.head_counts[0] == pytest.approx(found.default_share * LOOKUPS, abs=1)
     assert rows.num_accesses == pytest.approx(LOOKUPS, rel=0.01)
     hot, _ = table.count_histogram()
-    assert num_rows == 2 or rows.tail_values[-1] == pytest.approx(hot[0] - admit_after, rel=0.02, abs=2)
+    if num_rows > 2:
+        assert rows.tail_values[-1] == pytest.approx(hot[0] - admit_after, rel=0.02, abs=2)
     assert rows.pooling_factor == pytest.approx(1, rel=0.01)
 
 
