@@ -11,8 +11,8 @@ import functools
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,12 @@ from oper.rl_rec.intervals import bootstrap, difference
 from oper.stats import AccessStats
 from oper.train.metrics import auc
 
-FIRST_DAY, HASHED, DYNAMIC = "first day", "hashed", "dynamic"
+FIRST_DAY, HASHED = "first day", "hashed"
+# By name: which keys lose their rows.
+RULES = {"lru": oper.DynamicTable(), "lfu": oper.DynamicTable(eviction="lfu", half_life=1000)}
 _STATE_BYTES, _SLOT_BYTES = 4, 17  # of row-wise Adagrad, and of a slot of the directory
 _DAY_S = 86_400
+Map = Callable[[np.ndarray], np.ndarray]  # from keys to row numbers, int [n]
 _BULK = 12.0  # pieces; what is bought in such numbers is the label of Online Retail's lines
 
 
@@ -106,58 +109,75 @@ def run_case(case: DriftCase) -> dict[str, Any]:
     """Score and train on one log; the case's entry of the record."""
     with tempfile.TemporaryDirectory(prefix="oper-drift-") as folder:
         log = _read(case, Path(folder))
-    stats = log.stats.tables
-    slots = [max(64, round(case.share * stats[n].num_touched_rows)) for n in log.columns]
-    row_bytes = 4 * case.dim + _STATE_BYTES
-    allowed = [(s * (row_bytes + _SLOT_BYTES) + row_bytes) // row_bytes for s in slots]
-    first = log.keys(int((log.days == log.days[0]).sum()))
-    known = [_hottest(keys, most - 1) for keys, most in zip(first, allowed, strict=True)]
-    rows = {DYNAMIC: [s + 1 for s in slots], HASHED: allowed,
-            FIRST_DAY: [k.size + 1 for k in known]}
-    maps: dict[str, list[Callable[[np.ndarray], np.ndarray]]] = {
-        HASHED: [functools.partial(hash_values, num_rows=n) for n in allowed],
-        FIRST_DAY: [functools.partial(_number, k) for k in known]}
+    rows, maps = _contenders(case, log)
     daily: dict[str, list[np.ndarray]] = {name: [] for name in rows}
-    repeated, missed = True, []
+    missed: dict[str, list[list[float]]] = {name: [] for name in RULES}
+    repeated = True
     for name, num_rows in rows.items():
-        batches = log.batches if name == DYNAMIC else list(_mapped(log, maps[name]))
+        rule = RULES.get(name)
+        batches = list(_mapped(log, maps[name])) if rule is None else log.batches
         for seed in range(1, case.num_seeds + 1):
             print(f"  {case.name}: {name}, seed {seed}", file=sys.stderr, flush=True)
-            scores, counts = _score(case, log, batches, num_rows, seed, name == DYNAMIC)
+            scores, shares = _score(case, log, batches, num_rows, seed, rule)
             daily[name].append(_by_day(scores, log))
-            missed += counts
-            if name == DYNAMIC and seed == 1:
-                again, _ = _score(case, log, batches, num_rows, seed, True)
-                repeated = bool((again == scores).all())
+            if rule is not None:
+                missed[name].append(shares)
+                if seed == 1:
+                    again, _ = _score(case, log, batches, num_rows, seed, rule)
+                    repeated &= bool((again == scores).all())
     tables = {name: np.stack(runs) for name, runs in daily.items()}
-    foreseen = [forecast(stats[n], s + 1) for n, s in zip(log.columns, slots, strict=True)]
+    stats = [log.stats.tables[n] for n in log.columns]
     return {
         "name": case.name, "verified": repeated, "samples": int(log.labels.size),
-        "days": int(tables[DYNAMIC].shape[1]), "num_seeds": case.num_seeds,
-        "keys": [f.keys for f in foreseen], "columns": list(log.columns),
-        "num_rows": rows, "dim": case.dim,
-        "bytes": {n: sum(r * row_bytes + (r - 1) * _SLOT_BYTES * (n == DYNAMIC) for r in each)
-                  for n, each in rows.items()},
+        "days": int(tables[HASHED].shape[1]), "num_seeds": case.num_seeds, "dim": case.dim,
+        "columns": list(log.columns), "keys": [t.num_touched_rows for t in stats],
+        "num_rows": rows, "bytes": {n: sum(map(_num_bytes(case, n), of)) for n, of in rows.items()},
         "auc": {n: bootstrap(x).to_json() for n, x in tables.items()},
-        "auc_over": {n: difference(tables[DYNAMIC], tables[n]).to_json()
-                     for n in (HASHED, FIRST_DAY)},
-        "default_share": [round(x, 4) for x in np.mean(
-            np.reshape(missed, (case.num_seeds, -1)), axis=0).tolist()],
-        "default_share_foreseen": [round(f.default_share, 4) for f in foreseen]}
+        "auc_over": {name: {n: difference(tables[name], tables[n]).to_json()
+                            for n in (HASHED, FIRST_DAY)} for name in RULES},
+        "default_share": {n: np.mean(x, axis=0).round(4).tolist() for n, x in missed.items()},
+        "default_share_foreseen": {
+            n: [round(forecast(t, r, eviction=rule.eviction).default_share, 4)
+                for t, r in zip(stats, rows[n], strict=True)] for n, rule in RULES.items()}}
+
+
+def _contenders(case: DriftCase, log: _Log) -> tuple[dict[str, list[int]], dict[str, list[Map]]]:
+    """Rows of each column's table, and which row a key has in those that are not dynamic."""
+    stats = log.stats.tables
+    dynamic = [1 + max(64, round(case.share * stats[n].num_touched_rows)) for n in log.columns]
+    size, most = _num_bytes(case, HASHED), _num_bytes(case, "lru")
+    hashed = [most(rows) // size(1) for rows in dynamic]
+    first = log.keys(int((log.days == log.days[0]).sum()))
+    known = [_hottest(keys, rows - 1) for keys, rows in zip(first, hashed, strict=True)]
+    return ({**{name: dynamic for name in RULES}, HASHED: hashed,
+             FIRST_DAY: [k.size + 1 for k in known]},
+            {HASHED: [functools.partial(hash_values, num_rows=n) for n in hashed],
+             FIRST_DAY: [functools.partial(_number, k) for k in known]})
+
+
+def _num_bytes(case: DriftCase, contender: str) -> Callable[[int], int]:
+    """Bytes of a table of so many rows, its optimizer state and its directory."""
+    slot = _SLOT_BYTES if contender in RULES else 0
+    return lambda rows: rows * (4 * case.dim + _STATE_BYTES) + (rows - 1) * slot
 
 
 def report(entries: Sequence[dict[str, Any]]) -> str:
     """The entries for a person."""
-    def interval(of: str, name: str) -> record.Column:
-        return lambda e: record.interval(e[of][name])
+    def over(name: str, other: str) -> record.Column:
+        return lambda e: record.interval(e["auc_over"][name][other])
 
     table = record.table_of(entries, {
         "log": "{name}", "samples": "{samples:,}", "days": "{days}",
-        **{f"AUC, {n}": interval("auc", n) for n in (DYNAMIC, HASHED, FIRST_DAY)},
-        **{f"dynamic - {n}": interval("auc_over", n) for n in (HASHED, FIRST_DAY)},
+        **{f"AUC, {n}": functools.partial(_auc_of, n) for n in (*RULES, HASHED, FIRST_DAY)},
+        **{f"{n} - {o}": over(n, o) for n in RULES for o in (HASHED, FIRST_DAY)},
         "verified": record.yes})
-    return (table + "AUC of the mean day, of samples scored before they are trained on; hashed: at "
-            "equal bytes; first day: its values have rows, others share one\n")
+    return (table + "AUC of the mean day, of samples scored before they are trained on; lru, "
+            "lfu: dynamic tables; hashed: at equal bytes; first day: its values have rows, others "
+            "share one\n")
+
+
+def _auc_of(name: str, entry: Mapping[str, Any]) -> str:
+    return record.interval(entry["auc"][name])
 
 
 # ---- logs ----------------------------------------------------------------------------------------
@@ -216,7 +236,7 @@ def _number(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return np.where(known[at] == keys, at + 1, 0)
 
 
-def _mapped(log: _Log, maps: Sequence[Callable[[np.ndarray], np.ndarray]]) -> Iterator[Any]:
+def _mapped(log: _Log, maps: Sequence[Map]) -> Iterator[Any]:
     """The batches with row numbers in the place of keys."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -251,14 +271,14 @@ class _Scorer(nn.Module):
 
 
 def _score(case: DriftCase, log: _Log, batches: Sequence[Any], num_rows: Sequence[int], seed: int,
-           is_dynamic: bool) -> tuple[np.ndarray, list[float]]:
+           rule: oper.DynamicTable | None) -> tuple[np.ndarray, list[float]]:
     """Logits float32 [N] of every sample before it is trained on; of dynamic tables also the share
     of lookups that read the default row, by column."""
     torch.manual_seed(seed)
     model: Any = _Scorer(log.columns, num_rows, case.dim, log.num_dense)
     given: dict[str, Any] = {}
-    if is_dynamic:
-        given = {"dynamic": oper.DynamicTable(seed=seed), "stats": AccessStats(
+    if rule is not None:
+        given = {"dynamic": replace(rule, seed=seed), "stats": AccessStats(
             log.stats.num_samples, {f"t{k}": log.stats.tables[n]
                                     for k, n in enumerate(log.columns)})}
     with warnings.catch_warnings():
@@ -275,7 +295,7 @@ def _score(case: DriftCase, log: _Log, batches: Sequence[Any], num_rows: Sequenc
         found.append(logits.detach().clone())
     tables = model.tables.tables
     counts = [tables.keys.counts(f"t{k}").default_share for k in range(len(log.columns))
-              ] if is_dynamic else []
+              ] if rule is not None else []
     tables.close()
     return torch.cat(found).numpy(), counts
 
