@@ -48,7 +48,7 @@ def test_the_cases() -> None:
     assert [c.num_slots for c in suite.cases(True)] == [100_000, 100_000, 52_632, 45_455]
 
 
-def test_quality_on_a_log_that_drifts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quality_on_a_log_that_drifts() -> None:
     """Equal bytes, every day but the first counted, and the same scores when it is repeated."""
     (case,) = train.cases(True, tables="drift")
     entry = drift.run_case(replace(case, num_rows=1500, num_seeds=2, dim=4))
