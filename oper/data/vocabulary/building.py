@@ -90,11 +90,6 @@ class Vocabulary:
         self._small: tuple[np.ndarray, np.ndarray] | None = None
         self.facts = VocabularyFacts(**json.loads((folder / "facts.json").read_text()))
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the table, with row 0."""
-        return self.facts.num_rows
-
     def lookup(self, values: np.ndarray) -> np.ndarray:
         """Ids int32 [K + 1] of a missing field and of distinct ascending raw values [K]."""
         ids = np.zeros(values.size + 1, np.int32)

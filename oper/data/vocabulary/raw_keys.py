@@ -15,12 +15,7 @@ class RawKeys:
 
     An integer is its own key (of unsigned ones the same 64 bits), a text the 64-bit hash of its
     bytes, which never changes. Nothing is counted, so equal values of any two logs have equal keys.
-
-    Attributes:
-        num_rows: values that there may be.
     """
-
-    num_rows = 1 << 64
 
     def __init__(self, column: str) -> None:
         """`column` is for messages."""
