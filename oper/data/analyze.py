@@ -65,7 +65,7 @@ def _check_buckets(part: os.PathLike[str], folder: Folder, buckets: np.ndarray) 
                  f"integers in 0..{count - 1}", "preprocess again"))
 
 
-def _counters(folder: Folder, options: CountOptions) -> list[TableCounter] | list[KeyCounter]:
+def _counters(folder: Folder, options: CountOptions) -> Sequence[TableCounter | KeyCounter]:
     """A counter of each sparse column."""
     if folder.raw_ids:
         return [KeyCounter(options.presence_samples, options.sparse_budget_bytes)

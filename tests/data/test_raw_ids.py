@@ -150,7 +150,7 @@ def test_presence_is_that_of_the_keys(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": keys, "y": np.arange(256) % 2}), tmp_path / "log.parquet")
     recipe = generic_recipe("parquet", Choice(["id"], "y"))
     preprocess(recipe, [str(tmp_path / "log.parquet")], tmp_path / "out",
-               PreprocessOptions(raw_ids=True, valid=0))
+               PreprocessOptions(raw_ids=True, valid="0"))
     table = analyze_folder(tmp_path / "out", options=CountOptions(
         presence_samples=(32, 128))).tables["id"]
     assert table.presence_samples.tolist() == [32, 128]
@@ -190,7 +190,7 @@ def test_the_number_that_stands_for_a_missing_field_is_refused(tmp_path: Path) -
 def test_a_column_without_a_value(tmp_path: Path) -> None:
     log = parquet_log(tmp_path / "a.parquet", pa.array([None] * 4, pa.string()))
     preprocess(generic_recipe("parquet", Choice(["id"], "y")), [log], tmp_path / "out",
-               PreprocessOptions(raw_ids=True, valid=0))
+               PreprocessOptions(raw_ids=True, valid="0"))
     assert written(tmp_path / "out", "id") == [MISSING] * 4
 
 

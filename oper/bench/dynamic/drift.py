@@ -209,7 +209,7 @@ def _recipe(case: DriftCase, work: Path) -> tuple[Recipe, list[str]]:
 
 def _read(case: DriftCase, work: Path) -> _Log:
     recipe, files = _recipe(case, work)
-    preprocess(recipe, files, work / "out", PreprocessOptions(raw_ids=True, valid=0, test=0))
+    preprocess(recipe, files, work / "out", PreprocessOptions(raw_ids=True, valid="0", test="0"))
     folder = Folder.open(work / "out", allow_raw=True)
     batches = list(Loader(work / "out", "train", LoaderOptions(
         case.batch_size, window=0, prefetch=0)))
