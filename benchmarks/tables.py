@@ -163,9 +163,23 @@ def front() -> str:
     return table(["what", "result", "record"], rows, 3)
 
 
+def drift() -> str:
+    """AUC on logs whose ids drift, by how keys find rows."""
+    def interval(x: dict[str, float]) -> str:
+        return f"{x['mean']:+.4f} [{x['low']:+.4f}, {x['high']:+.4f}]"
+
+    rows = []
+    for c in load("drift")["cases"]:
+        rows.append([c["name"], str(c["days"]), *(f"{x['mean']:.4f}" for x in c["auc"].values()),
+                     *(interval(x) for of in c["auc_over"].values() for x in of.values())])
+    case = load("drift")["cases"][0]
+    return table(["log", "days", *(f"AUC, {n}" for n in case["auc"]),
+                  *(f"{n} - {o}" for n, of in case["auc_over"].items() for o in of)], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all": records, "training": training, "growth": growth, "calibration": calibration,
-    "faults": faults, "cluster": cluster, "dynamic": dynamic, "front": front}
+    "faults": faults, "cluster": cluster, "dynamic": dynamic, "drift": drift, "front": front}
 
 
 def rendered(text: str) -> str:

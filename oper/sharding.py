@@ -62,7 +62,7 @@ def shard(
     Args:
         module: the model, or a collection itself.
         stats: access statistics or their file (`oper.collect`, ``oper analyze``). Without them the
-            plan is made from table sizes, with one warning.
+            plan is made from table sizes, with one warning. Those of dynamic tables are of keys.
         plan: a plan or plan file to execute instead of making one.
         topology: the machine, its TOML file, or the name of one (``oper plan --topology``); by
             default the group's ranks on hosts like this one.
@@ -133,7 +133,7 @@ def shard(
         share_maps(module, group)
     tables = [s for t in targets for s in t.specs]
     if rules and stats is not None:
-        stats = _without(stats, rules)
+        stats = _of_rows(stats, rules, tables)
     made = _the_plan(tables, stats, plan, topology, group,
                      {"objective": objective, "message_bits": EXACT if bits is None else bits,
                       "batch_size": _DEFAULT_BATCH if batch_size is None else batch_size})
@@ -358,14 +358,28 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
             renumber(tables, rows)
 
 
-def _without(stats: Any, names: Iterable[str]) -> AccessStats:
-    """Statistics in which some tables have none: those of keys say nothing of the rows beneath."""
+def _of_rows(stats: Any, rules: Mapping[str, DynamicTable], specs: Iterable[TableSpec]
+             ) -> AccessStats:
+    """Statistics in which dynamic tables have those of their rows instead of those of their keys.
+
+    Nobody knows which rows keys will have: where the order of the rows is taken for that of
+    hotness, all rows of a dynamic table are alike.
+    """
+    from oper.analysis.capacity import rows_of_keys
+
     if not isinstance(stats, AccessStats):
         stats = AccessStats.load(stats)
-    none = {n: TableStats(t.num_rows, tail_values=np.zeros(1, np.int64),
-                          tail_num_rows=np.array([t.num_rows]))
-            for n, t in stats.tables.items() if n in names}
-    return replace(stats, tables=stats.tables | none)
+    found = {}
+    for spec in specs:
+        keys, rule = stats.tables.get(spec.name), rules.get(spec.name)
+        if keys is None or rule is None:
+            continue
+        if stats.ids_in_hotness_order or not keys.num_accesses:
+            found[spec.name] = TableStats(spec.num_rows, tail_values=np.zeros(1, np.int64),
+                                          tail_num_rows=np.array([spec.num_rows]))
+        else:
+            found[spec.name] = rows_of_keys(keys, spec.num_rows, rule.admit_after, rule.eviction)
+    return replace(stats, tables=stats.tables | found)
 
 
 def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, group: Group,

@@ -17,7 +17,7 @@ from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.support.files import read_arrays, write_arrays
 
 STATS_KIND = "oper-stats"
-STATS_VERSION = 1
+STATS_VERSION = 2
 
 _EMPTY_I64 = np.zeros(0, np.int64)
 _EMPTY_F64 = np.zeros(0, np.float64)
@@ -135,6 +135,8 @@ class TableStats:
         presence_windows: int64 [Q], windows behind each mean.
         buckets: time buckets, in the order of time.
         sketch: what an inexact counting can be merged by, if there was one.
+        new_ids: int64 [T], ids seen for the first time in each time bucket, in the order of time;
+            of raw ids only, whose buckets are not kept.
     """
 
     num_rows: int
@@ -149,6 +151,7 @@ class TableStats:
     presence_windows: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
     buckets: tuple[TimeBucket, ...] = ()
     sketch: Sketch | None = None
+    new_ids: np.ndarray = field(default_factory=lambda: _EMPTY_I64)
 
     def __post_init__(self) -> None:
         what = "invalid table statistics"
@@ -487,7 +490,7 @@ class AccessStats:
 
 _SKETCH = ("heavy_ids", "heavy_counts", "sample_ids", "sample_counts")
 _COLUMNS = ("head_ids", "head_counts", "tail_values", "tail_num_rows", "length_values",
-            "length_counts", "presence_samples", "presence_rows", "presence_windows")
+            "length_counts", "presence_samples", "presence_rows", "presence_windows", "new_ids")
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:

@@ -3,15 +3,18 @@
 Needs NumPy only.
 """
 
+from oper.analysis.capacity import KeyForecast, forecast
 from oper.analysis.collector import Collector, collect, tables_of
 from oper.analysis.counting import CountOptions, TableCounter
+from oper.analysis.key_counting import KeyCounter
 from oper.analysis.presence import PresenceSampler
 from oper.analysis.sketch import DistinctSample, HeavyHitters, merge_stats, renumber_stats
 from oper.analysis.summary import Skew, describe, distance, drift, skew
 from oper.analysis.value_counts import ValueCountOptions, stats_from_value_counts
 
 __all__ = [
-    "Collector", "CountOptions", "DistinctSample", "HeavyHitters", "PresenceSampler", "Skew",
-    "TableCounter", "ValueCountOptions", "collect", "describe", "distance", "drift", "merge_stats",
-    "renumber_stats", "skew", "stats_from_value_counts", "tables_of",
+    "Collector", "CountOptions", "DistinctSample", "HeavyHitters", "KeyCounter", "KeyForecast",
+    "PresenceSampler", "Skew", "TableCounter", "ValueCountOptions", "collect", "describe",
+    "distance", "drift", "forecast", "merge_stats", "renumber_stats", "skew",
+    "stats_from_value_counts", "tables_of",
 ]

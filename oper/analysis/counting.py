@@ -71,6 +71,14 @@ class AdaptiveCounter:
         self.num_accesses = 0
         self.heavy, self.sample = HeavyHitters(), DistinctSample()
 
+    @property
+    def num_ids(self) -> int:
+        """Distinct ids so far, estimated once they are sketched."""
+        if self.is_exact:
+            return self._tally.num_ids
+        self._flush_sample()
+        return self.sample.result()[0].size << self.sample.level
+
     def add(self, ids: np.ndarray) -> None:
         """Count `ids`, integer [N], none negative."""
         self.num_accesses += ids.size
@@ -175,6 +183,28 @@ class _DenseCounter:
         return merge_counts([*self._spilled, self._take()])
 
 
+class LengthCounter:
+    """Counts bag lengths."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(2, np.int64)
+
+    def add(self, part: Lookups) -> None:
+        """Count the bags of a batch."""
+        if part.lengths is None:
+            self._counts[1] += part.ids.size
+            return
+        counts = np.bincount(part.lengths, minlength=self._counts.size)
+        if counts.size > self._counts.size:
+            self._counts = np.pad(self._counts, (0, counts.size - self._counts.size))
+        self._counts += counts
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ascending lengths and how many bags have each, int64 [P]."""
+        values = np.flatnonzero(self._counts)
+        return values, self._counts[values]
+
+
 class TableCounter:
     """Counts the lookups of one table, batch by batch, into `TableStats`."""
 
@@ -196,7 +226,7 @@ class TableCounter:
         self._whole: AdaptiveCounter | None = None
         self._label: str | None = None
         self._parts: dict[str | None, list[tuple[np.ndarray, np.ndarray]]] = {}
-        self._lengths = np.zeros(2, np.int64)
+        self._lengths = LengthCounter()
         self._presence = PresenceSampler(num_rows, presence_samples)
 
     def _new_counter(self) -> _DenseCounter | AdaptiveCounter:
@@ -222,7 +252,7 @@ class TableCounter:
             self._label = bucket
         for part in lookups:
             self._counter.add(part.ids)
-            self._add_lengths(part)
+            self._lengths.add(part)
         if lookups:
             self._presence.add(lookups)
 
@@ -251,15 +281,6 @@ class TableCounter:
                      f"{bad.size} ids of this batch are out of range: remap them or enlarge the "
                      f"table"))
 
-    def _add_lengths(self, part: Lookups) -> None:
-        if part.lengths is None:
-            self._lengths[1] += part.ids.size
-            return
-        counts = np.bincount(part.lengths, minlength=self._lengths.size)
-        if counts.size > self._lengths.size:
-            self._lengths = np.pad(self._lengths, (0, counts.size - self._lengths.size))
-        self._lengths += counts
-
     def _end_bucket(self) -> None:
         counter = self._counter
         ids, counts = counter.result()
@@ -280,8 +301,7 @@ class TableCounter:
         merged = {label: merge_counts(parts) for label, parts in self._parts.items()}
         buckets = tuple(TimeBucket(label, ids.astype(np.int64), counts)
                         for label, (ids, counts) in merged.items() if label is not None)
-        values = np.flatnonzero(self._lengths)
-        lengths = (values, self._lengths[values])
+        lengths = self._lengths.result()
         whole = self._whole
         if whole is not None and not whole.is_exact:
             whole.result()

@@ -138,17 +138,36 @@ def sketched_stats(
         presence: samples, mean rows, windows.
         buckets: time buckets.
     """
+    ids, counts = _head(heavy, num_accesses)
+    order = hotness_order(ids, counts)
+    kept = Sketch(*heavy.result(), heavy.error, *sample.result(), sample.level)
+    values, rows = _tail(ids, sample, num_accesses - int(counts.sum()), num_rows - ids.size)
+    return TableStats(num_rows, ids[order], counts[order], values, rows, lengths[0], lengths[1],
+                      *presence, buckets, kept)
+
+
+def sketched_histogram(heavy: HeavyHitters, sample: DistinctSample, num_accesses: int
+                       ) -> tuple[np.ndarray, np.ndarray]:
+    """Access counts, ascending, and how many ids have each, int64 [K]: as `sketched_stats`, of ids
+    that no table bounds, as many as the sample stands for."""
+    ids, counts = _head(heavy, num_accesses)
+    num_sampled = sample.result()[0].size
+    num_ids = max(num_sampled << sample.level, ids.size)
+    values, rows = _tail(ids, sample, num_accesses - int(counts.sum()), num_ids - ids.size)
+    hot, num_hot = np.unique(counts, return_counts=True)
+    values, rows = merge_counts([(hot, num_hot.astype(np.int64)), (values, rows)])
+    return values[values > 0], rows[values > 0]
+
+
+def _head(heavy: HeavyHitters, num_accesses: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids whose count is off by at most a tenth, ascending, and their counts, int64 [H]."""
     ids, counts = heavy.result()
     sure = counts * _MAX_RELATIVE_ERROR >= heavy.error
     ids, counts = ids[sure], counts[sure] + heavy.error // 2
     over = int(counts.sum()) - num_accesses
     if over > 0:  # halves of the error that were not there
         counts = np.maximum(1, counts - -(-over // max(1, ids.size)))
-    order = hotness_order(ids, counts)
-    kept = Sketch(*heavy.result(), heavy.error, *sample.result(), sample.level)
-    values, rows = _tail(ids, sample, num_accesses - int(counts.sum()), num_rows - ids.size)
-    return TableStats(num_rows, ids[order], counts[order], values, rows, lengths[0], lengths[1],
-                      *presence, buckets, kept)
+    return ids, counts
 
 
 def _tail(head: np.ndarray, sample: DistinctSample, num_accesses: int, num_rows: int

@@ -112,12 +112,15 @@ def _distance(a: TimeBucket, b: TimeBucket) -> float:
 
 
 def describe(stats: AccessStats) -> dict[str, Any]:
-    """All tables' skew as JSON-able values (NaN becomes None)."""
+    """All tables' skew as JSON-able values (NaN becomes None); of raw ids also how many were new in
+    each time bucket."""
     tables = {}
     for name, table in stats.tables.items():
         fields = asdict(skew(table))
         tables[name] = {k: None if isinstance(v, float) and math.isnan(v) else v
                         for k, v in fields.items()}
+        if table.new_ids.size:
+            tables[name]["new_ids"] = table.new_ids.tolist()
     return {
         "source": stats.source,
         "num_samples": stats.num_samples,

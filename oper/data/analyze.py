@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 
 import numpy as np
 from tqdm import tqdm
 
-from oper.analysis import CountOptions, TableCounter
+from oper.analysis import CountOptions, KeyCounter, TableCounter
 from oper.analysis.presence import Lookups
 from oper.data.folder import Folder
 from oper.data.loading.groups import Column, GroupReader, RowGroups
@@ -24,7 +25,8 @@ def analyze_folder(
 ) -> AccessStats:
     """Exact access statistics of the training part, with its time buckets.
 
-    Presence is measured on sampled windows (see `PresenceSampler`), everything else on all ids.
+    Presence is measured on sampled windows (see `PresenceSampler`), everything else on all ids. Raw
+    ids are counted as `KeyCounter` does: which of them are hot is not kept, how many are is.
 
     Args:
         path: a folder that preprocessing wrote.
@@ -35,12 +37,8 @@ def analyze_folder(
         FileFormatError: not a preprocessed folder, a damaged part, missing columns or rows, an id
             out of range.
     """
-    folder = Folder.open(path)
-    options = options or CountOptions()
-    dense = options.dense_tables(folder.num_rows)
-    counters = [TableCounter(name, rows, d, options.presence_samples,
-                             options.sparse_budget_bytes)
-                for name, rows, d in zip(folder.sparse, folder.num_rows, dense, strict=True)]
+    folder = Folder.open(path, allow_raw=True)
+    counters = _counters(folder, options or CountOptions())
     groups = RowGroups(folder, "train", (folder.bucket, *folder.sparse),
                        frozenset(folder.multi_hot))
     reader = GroupReader(groups)
@@ -67,7 +65,17 @@ def _check_buckets(part: os.PathLike[str], folder: Folder, buckets: np.ndarray) 
                  f"integers in 0..{count - 1}", "preprocess again"))
 
 
-def _count(counters: list[TableCounter], labels: list[str], buckets: np.ndarray,
+def _counters(folder: Folder, options: CountOptions) -> Sequence[TableCounter | KeyCounter]:
+    """A counter of each sparse column."""
+    if folder.raw_ids:
+        return [KeyCounter(options.presence_samples, options.sparse_budget_bytes)
+                for _ in folder.sparse]
+    dense = options.dense_tables(folder.num_rows)
+    return [TableCounter(name, rows, d, options.presence_samples, options.sparse_budget_bytes)
+            for name, rows, d in zip(folder.sparse, folder.num_rows, dense, strict=True)]
+
+
+def _count(counters: Sequence[TableCounter | KeyCounter], labels: list[str], buckets: np.ndarray,
            columns: list[Column]) -> None:
     """Count one batch, cut where the time bucket changes."""
     cuts = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), buckets.size]

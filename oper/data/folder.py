@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,13 @@ class Folder:
         dense: names of the dense columns.
         sparse: names of the sparse columns, one table each, of the same name.
         bucket: name of the time bucket column.
-        num_rows: rows of each table, in the order of `sparse`.
+        num_rows: rows of each table, in the order of `sparse`; empty where ids are raw.
         rows: rows of the log by split.
         multi_hot: those of `sparse` that hold a bag of ids per row.
         missing_ids: by name of a sparse column the id of a missing field; 0 where missing fields
             have no id of their own and share row 0 with rare and unseen values (hashed columns:
             with nothing else).
+        raw_ids: whether ids are raw 64-bit keys, for dynamic tables, in the place of row numbers.
         part_sizes: by ``SPLIT/FILE`` the bytes and rows of the Parquet files; those of earlier
             releases are not known.
         row_group_rows: rows of every row group but a file's last; 0 = not known.
@@ -76,16 +77,22 @@ class Folder:
     multi_hot: tuple[str, ...] = ()
     time: str = ""
     missing_ids: dict[str, int] = field(default_factory=dict)
+    raw_ids: bool = False
     part_sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     row_group_rows: int = 0
 
     @staticmethod
-    def open(path: str | os.PathLike[str]) -> Folder:
+    def open(path: str | os.PathLike[str], allow_raw: bool = False) -> Folder:
         """Open a preprocessed folder.
+
+        Args:
+            path: the folder.
+            allow_raw: whether its ids may be raw.
 
         Raises:
             FileFormatError: no manifest, a manifest of another kind or version, or an incomplete
                 one.
+            InvalidInputError: raw ids where row numbers are needed.
         """
         folder = Path(path)
         what = f"cannot open {os.fspath(path)!r} as a preprocessed folder"
@@ -117,15 +124,18 @@ class Folder:
             for name in ("recipe", "dense_transforms"):
                 if not isinstance(manifest.get(name, {}), dict):
                     raise TypeError(f"{name} is not an object")
-            num_rows = tuple(_whole(f"num_rows of {n!r}", tables[n]["num_rows"], 1)
-                             for n in sparse)
-            return Folder(
+            raw = bool(manifest.get("raw_ids", False))
+            num_rows = () if raw else tuple(
+                _whole(f"num_rows of {n!r}", tables[n]["num_rows"], 1) for n in sparse)
+            lowest, tops = (-1 << 63, [(1 << 63) - 1] * len(sparse)) if raw else (
+                0, [rows - 1 for rows in num_rows])
+            found = Folder(
                 folder, manifest, str(columns["label"]), _names(columns["dense"]), sparse,
                 str(columns["bucket"]), num_rows,
                 {split: _whole(split, manifest["rows"][split], 0) for split in SPLITS},
                 multi_hot, str(columns["time"]),
-                {n: _whole(f"missing_id of {n!r}", tables[n]["missing_id"], 0, rows - 1)
-                 for n, rows in zip(sparse, num_rows, strict=True)},
+                {n: _whole(f"missing_id of {n!r}", tables[n]["missing_id"], lowest, top)
+                 for n, top in zip(sparse, tops, strict=True)}, raw,
                 {str(name): (_whole("bytes", size, 0), _whole("rows", rows, 0))
                  for name, (size, rows) in manifest.get("parts", {}).items()},
                 _whole("row_group_rows", manifest.get("row_group_rows", 0), 0))
@@ -133,6 +143,12 @@ class Folder:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")
             ) from None
+        if raw and not allow_raw:
+            raise InvalidInputError(fail(
+                f"cannot use {os.fspath(path)!r} here", "ids", "raw", "row numbers of a vocabulary",
+                "train a DLRM on it, with dynamic.rows in the configuration of oper train, or "
+                "preprocess without --raw-ids"))
+        return found
 
     @property
     def ids_in_hotness_order(self) -> bool:
@@ -144,10 +160,17 @@ class Folder:
         """Labels of the time buckets, by number."""
         return [f"{self.bucket} {k}" for k in range(self.manifest["split"]["buckets"])]
 
-    def tables(self, dim: int, **fields: Any) -> tuple[TableSpec, ...]:
-        """The tables as specifications of `dim` columns; `fields` are other fields of TableSpec."""
-        return tuple(TableSpec(name, rows, dim, (name,), **fields)
-                     for name, rows in zip(self.sparse, self.num_rows, strict=True))
+    def tables(self, dim: int, num_rows: Sequence[int] = (), **fields: Any
+               ) -> tuple[TableSpec, ...]:
+        """The tables as specifications of `dim` columns.
+
+        Args:
+            dim: columns.
+            num_rows: rows of each table where ids are raw, which do not tell.
+            fields: other fields of TableSpec.
+        """
+        return tuple(TableSpec(name, rows, dim, (name,), **fields) for name, rows in zip(
+            self.sparse, num_rows if self.raw_ids else self.num_rows, strict=True))
 
     def parts(self, split: str) -> list[Path]:
         """The Parquet files of a split, in order; raises InvalidInputError or FileFormatError."""

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, UsageError, fail
@@ -41,6 +42,9 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                         help="apply the finished vocabulary of an earlier output, or one that "
                              "'oper vocabulary extend' wrote: equal values get equal ids, values "
                              "that it lacks share row 0 and are counted")
+    parser.add_argument("--raw-ids", action="store_true",
+                        help="no vocabulary: ids stay raw 64-bit keys (texts are hashed), for the "
+                             "dynamic tables of 'oper train'")
     for part in ("valid", "test"):
         parser.add_argument(f"--{part}", metavar="SHARE",
                             help=f"share of the rows, at the end, for the {part} part, e.g. 1/7 or "
@@ -109,7 +113,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
     options = PreprocessOptions(
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
         max_rows=args.max_rows, hash_rows=args.hash_rows,
-        vocabulary=args.vocabulary, layout=args.layout, force=args.force,
+        vocabulary=args.vocabulary, raw_ids=args.raw_ids, layout=args.layout, force=args.force,
         num_workers=args.workers, num_ray_workers=args.ray or 0,
         compression=args.compression, check_disk=not args.no_disk_check,
         show_progress=sys.stderr.isatty())
@@ -166,9 +170,14 @@ def _print_columns(found: dict[str, Any]) -> None:
         lines.append((c["name"], c.get("kind", ""), read, look["type"],
                       "" if look["missing"] is None else f"{look['missing']:.1%}",
                       "" if look["distinct"] is None else f"{look['distinct']:,}",
-                      f"{table['num_rows']:,}" if table else "", look["example"]))
+                      _rows_of(table), look["example"]))
     keep = [k for k in range(len(lines[0])) if any(line[k] for line in lines[1:])]
     print("\n".join(aligned([[line[k] for k in keep] for line in lines], left=range(len(keep)))))
+
+
+def _rows_of(table: dict[str, Any]) -> str:
+    """Rows of a column's table, in words; nothing where there is no table."""
+    return f"{table['num_rows']:,}" if "num_rows" in table else "raw" if table else ""
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -213,6 +222,20 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
     test = f"{rows['test']:,} test, " if rows["test"] else ""
     print(f"rows: {rows['train']:,} train, {rows['valid']:,} valid, {test}"
           f"{manifest['bad_rows']['count']:,} malformed")
+    if manifest.get("raw_ids"):
+        hashed = sum(t["hashed_texts"] for t in tables.values())
+        print(f"raw ids: {len(tables)} columns, {hashed} of them hashes of texts")
+    else:
+        _print_tables(manifest)
+    if manifest["problems"]:
+        print(f"problems: {len(manifest['problems'])}, see the warnings above and in "
+              f"{output}/manifest.json")
+    print(f"written: {output}")
+
+
+def _print_tables(manifest: dict[str, Any]) -> None:
+    """How many rows the tables have, and what a finished vocabulary lacks."""
+    tables = manifest["tables"]
     how = f"values seen fewer than {manifest['min_count']} times share row 0"
     if "vocabulary" in manifest:
         how = f"vocabulary of {manifest['vocabulary']['path']}"
@@ -225,10 +248,6 @@ def _print_manifest(manifest: dict[str, Any], output: str) -> None:
         if unseen["values"]:
             print(f"unseen in {name}: {unseen['accesses']:,} ids of the training part "
                   f"({unseen['share']:.2%}), {unseen['values']:,} different ones")
-    if manifest["problems"]:
-        print(f"problems: {len(manifest['problems'])}, see the warnings above and in "
-              f"{output}/manifest.json")
-    print(f"written: {output}")
 
 
 def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
@@ -340,21 +359,27 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table-memory", default="256MiB", metavar="SIZE",
                         help="memory for such a hash table; beyond it heavy hitters are kept "
                              "with a bounded error and the tail is estimated (default 256MiB)")
+    parser.add_argument("--capacity", type=whole(2), metavar="N",
+                        help="also what dynamic tables of N rows would do with these ids: rows in "
+                             "use, lookups of the default row, inserts and evictions")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run_analyze(args: argparse.Namespace) -> int:
     """Run ``oper analyze``; raises OperError."""
     check_local(args.output)
-    return _save(_stats(args), args)
+    return _save(_stats(args), args, args.capacity)
 
 
-def _save(stats: AccessStats, args: argparse.Namespace) -> int:
+def _save(stats: AccessStats, args: argparse.Namespace, capacity: int | None = None) -> int:
     """Save statistics and print what they are."""
-    from oper.analysis import describe
+    from oper.analysis import describe, forecast
 
     stats.save(args.output)
     summary = {**describe(stats), "output": args.output}
+    if capacity:
+        for name, table in stats.tables.items():
+            summary["tables"][name]["forecast"] = asdict(forecast(table, capacity))
     if args.json:
         print(json.dumps(summary))
     else:
@@ -404,6 +429,7 @@ def _row_numbers(text: str | None) -> dict[str, int] | None:
 
 
 _HEADINGS = ("table", "rows", "touched", "hottest", "top 1%", "top 10%", "90% in rows", "drift")
+_FORECAST = ("table", "keys", "rows in use", "default row", "inserts", "evictions", "new keys now")
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
@@ -415,7 +441,18 @@ def _print_summary(summary: dict[str, Any]) -> None:
         lines.append((name, f"{t['num_rows']:,}", f"{t['num_touched_rows']:,}",
                       f"{t['hottest']:.3f}", f"{t['top_1pct']:.3f}", f"{t['top_10pct']:.3f}",
                       f"{t['rows_for_90pct']:,}", drift))
-    print("\n".join([*aligned(lines), f"written: {summary['output']}"]))
+    print("\n".join(aligned(lines)))
+    foreseen = [list(_FORECAST)]
+    for name, t in summary["tables"].items():
+        if "forecast" in t:
+            f = t["forecast"]
+            foreseen.append([name, f"{f['keys']:,}", f"{f['occupied']:,.0f} of {f['rows']:,}",
+                             *(f"{f[n]:.2%}" for n in ("default_share", "inserts_per_lookup",
+                                                       "evictions_per_lookup", "unseen_mass"))])
+    if len(foreseen) > 1:
+        print("as dynamic tables (modelled; % of the lookups):")
+        print("\n".join(aligned(foreseen)))
+    print(f"written: {summary['output']}")
 
 
 def configure_generate(parser: argparse.ArgumentParser) -> None:

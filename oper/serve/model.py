@@ -214,6 +214,7 @@ def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
 
     Raises:
         FileFormatError: not such a folder, or a damaged one.
+        InvalidInputError: a model of raw ids.
         FileNotFoundError: no such folder.
     """
     folder = Path(folder)
@@ -268,11 +269,15 @@ def _describe(folder: Path) -> _Trained:
                   for k, v in config["config"]["model"].items()}
         if layers.pop("name") != "dlrm":
             raise ValueError("only a DLRM can be served")
+        if config["config"].get("dynamic", {}).get("rows"):
+            raise InvalidInputError(fail(what, "ids", "raw", "row numbers",
+                                         "publish it with an oper.KeyMap in front of each table, "
+                                         "see docs/how-to/dynamic-tables.md"))
         model = config["model"]
         tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
                                  tuple(t["features"])) for t in model["tables"])
         return _Trained(tables, int(model["num_dense"]), layers)
-    except FileFormatError:
+    except (FileFormatError, InvalidInputError):
         raise
     except (ValueError, KeyError, TypeError, AttributeError, NotADirectoryError) as error:
         raise FileFormatError(fail(what, CONFIG, f"{type(error).__name__}: {error}",

@@ -16,6 +16,7 @@ from typing import Any
 from oper.errors import InvalidInputError, UsageError, fail
 from oper.rl_rec.data.catalogue import Catalogue
 from oper.rl_rec.data.interactions import DataOptions
+from oper.shmem.keys.rules import DynamicTable
 from oper.support.files import read_toml
 
 SHARDINGS = ("oper", "none", "torchrec")
@@ -112,6 +113,51 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DynamicConfig:
+    """Dynamic tables, for data of raw ids; see `oper.DynamicTable`.
+
+    Attributes:
+        rows: of every table, with the default row; 0 = tables are static.
+        tables: rows of single tables instead, by column.
+        admit_after, admit_probability, eviction: which keys get and lose rows.
+        half_life, time_to_live: in updates; 0 = never, for ever.
+    """
+
+    rows: int = 0
+    tables: dict[str, int] = field(default_factory=dict)
+    admit_after: int = 1
+    admit_probability: float = 1.0
+    eviction: str = "lru"
+    half_life: int = 0
+    time_to_live: int = 0
+
+    def __post_init__(self) -> None:
+        for name, rows in (("rows", self.rows), *((f"tables.{n}", r)
+                                                  for n, r in self.tables.items())):
+            if rows < 2 and (name, rows) != ("rows", 0):
+                raise _bad(f"dynamic.{name}", rows, ">= 2, for the default row and a key")
+        rest = (self.tables, self.admit_after, self.admit_probability, self.eviction,
+                self.half_life, self.time_to_live)
+        if not self.rows and rest != ({}, 1, 1.0, "lru", 0, 0):
+            raise _bad("dynamic.rows", 0, ">= 2 beside other keys of dynamic")
+        self.rule(0)
+
+    def rule(self, seed: int) -> DynamicTable:
+        """How keys get rows; raises InvalidInputError for what no table can have."""
+        return DynamicTable(
+            admit_after=self.admit_after, admit_probability=self.admit_probability,
+            eviction=self.eviction, half_life=self.half_life or None,
+            time_to_live=self.time_to_live or None, seed=seed)
+
+    def rows_of(self, columns: Sequence[str]) -> tuple[int, ...]:
+        """Rows of the columns' tables; raises InvalidInputError for names that are no column."""
+        unknown = sorted(set(self.tables) - set(columns))
+        if unknown:
+            raise _bad("dynamic.tables", unknown, f"columns of the data, {list(columns)[:8]}")
+        return tuple(self.tables.get(name, self.rows) for name in columns)
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig:
     """One training run.
 
@@ -154,6 +200,8 @@ class TrainConfig:
             ``[model]`` of a file.
         model: its configuration, a `DLRMConfig` or that recommender's.
         optimizer: how weights are updated.
+        dynamic: rows and rules of dynamic tables, for data of raw ids (``oper preprocess
+            --raw-ids``); a DLRM with ``sharding="oper"``.
         interactions: how the log becomes interactions (recommenders).
         catalogue: synthetic interactions in place of `data` (recommenders).
     """
@@ -183,6 +231,7 @@ class TrainConfig:
     model_name: str = "dlrm"
     model: Any = field(default_factory=DLRMConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    dynamic: DynamicConfig = field(default_factory=DynamicConfig)
     interactions: DataOptions = field(default_factory=DataOptions)
     catalogue: Catalogue = field(default_factory=Catalogue)
 
@@ -220,6 +269,8 @@ class TrainConfig:
             raise _bad("checkpoint_every", self.checkpoint_every, "0 but with sharding='oper'")
         if self.delta_every and not self.checkpoint_every:
             raise _bad("delta_every", self.delta_every, "0 without checkpoint_every")
+        if self.dynamic.rows:
+            self._check_dynamic()
         _one_of("guard", self.guard, GUARDS)
         if self.guard != "off" and self.sharding != "oper":
             raise _bad("guard", self.guard, f"'off' with sharding={self.sharding!r}")
@@ -227,6 +278,12 @@ class TrainConfig:
         _one_of("tables_on", self.tables_on, TABLE_DEVICES)
         if self.sharding == "none" and self.tables_on == "meta":
             raise _bad("tables_on", "meta", "'cpu' with sharding='none'")
+
+    def _check_dynamic(self) -> None:
+        needed = {"sharding": "oper", "model_name": "dlrm", "delta_every": 0}
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise _bad(name, getattr(self, name), f"{value!r} with dynamic.rows")
 
     def _check_trace(self) -> None:
         if self.trace_steps and not self.trace:
@@ -347,6 +404,10 @@ def _build(kind: type, values: Any, prefix: str) -> Any:
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:
+    if typing.get_origin(hint) is dict:  # dict[str, int]
+        if not isinstance(value, Mapping):
+            raise _bad(name, value, "a section of integers by name")
+        return {key: _convert(f"{name}.{key}", x, int) for key, x in value.items()}
     if isinstance(hint, types.GenericAlias):  # tuple[int, ...]
         if isinstance(value, str):
             value = [x for x in value.strip("[]() ").split(",") if x.strip()]

@@ -77,7 +77,7 @@ class Checkpoints:
         try:
             self._survivors = Survivors(engine.module, self._tables) if (
                 config.checkpoint_every) else None
-        except InvalidInputError:  # ranks share no memory
+        except InvalidInputError:  # ranks share no memory, or tables are dynamic
             self._survivors = None
         self._step = 0
 
@@ -124,7 +124,7 @@ class Checkpoints:
         """Which rows the data's values have, as its manifest says; empty where it does not."""
         if not self._config.data:
             return ""
-        return str(Folder.open(self._config.data).manifest.get("numbering", ""))
+        return str(Folder.open(self._config.data, allow_raw=True).manifest.get("numbering", ""))
 
     def load(self) -> int:
         """Load the last checkpoint; returns the steps that led to it. Collective.

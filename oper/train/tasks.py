@@ -66,7 +66,12 @@ class ClickTask:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.folder = Folder.open(config.data)
+        is_dynamic = bool(config.dynamic.rows)
+        self.folder = Folder.open(config.data, allow_raw=is_dynamic)
+        if is_dynamic and not self.folder.raw_ids:
+            raise InvalidInputError(fail(
+                "cannot train dynamic tables", "data", config.data, "a folder of raw ids",
+                "preprocess with --raw-ids, or leave dynamic.rows out of the configuration"))
         self.splits = {split: click_batches(config, split) for split in ("train", "valid")}
         self.steps_per_epoch = len(self.splits["train"])
         if not self.steps_per_epoch:
@@ -79,7 +84,9 @@ class ClickTask:
         return describe(self._tables(), len(self.folder.dense))
 
     def _tables(self) -> tuple[TableSpec, ...]:
-        return self.folder.tables(self.config.model.dim, optimizer=self.config.optimizer.tables)
+        rows = self.config.dynamic.rows_of(self.folder.sparse)
+        return self.folder.tables(self.config.model.dim, rows,
+                                  optimizer=self.config.optimizer.tables)
 
     def engine(self) -> Engine:
         config, tables = self.config, self._tables()

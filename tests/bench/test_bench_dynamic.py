@@ -1,10 +1,13 @@
 """The benchmark of dynamic tables end to end, in two processes on two small tables."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from oper.bench.core.launch import run_workers
 from oper.bench.core.workload import Workload
-from oper.bench.dynamic import suite
+from oper.bench.dynamic import drift, suite
 from oper.bench.dynamic.case import DynamicCase, run_case
 from oper.bench.tables import train
 from tests.bench import broken
@@ -43,3 +46,26 @@ def test_the_cases() -> None:
     names = [c.name for c in train.cases(False, tables="dynamic")]
     assert names == ["pool1", "pool20", "pool1-load95", "pool1-full"] == list(suite.LOADS)
     assert [c.num_slots for c in suite.cases(True)] == [100_000, 100_000, 52_632, 45_455]
+
+
+def test_quality_on_a_log_that_drifts() -> None:
+    """Equal bytes, every day but the first counted, and the same scores when it is repeated."""
+    (case,) = train.cases(True, tables="drift")
+    entry = drift.run_case(replace(case, num_rows=1500, num_seeds=2, dim=4))
+    assert entry["verified"] is True and entry["days"] == 6 and entry["samples"] == 1500
+    dynamic = entry["bytes"]["lru"]
+    assert dynamic == entry["bytes"]["lfu"] and 0.98 < entry["bytes"]["hashed"] / dynamic <= 1
+    assert entry["bytes"]["first day"] < dynamic
+    assert all(0.3 < x["low"] <= x["mean"] <= x["high"] < 1 for x in entry["auc"].values())
+    for name in drift.RULES:
+        over = entry["auc_over"][name]["hashed"]["mean"]
+        assert over == pytest.approx(entry["auc"][name]["mean"] - entry["auc"]["hashed"]["mean"],
+                                     abs=2e-6)
+        assert all(0 < x < 1 for x in entry["default_share"][name])
+    assert "lfu - hashed" in train.report([entry])
+
+
+def test_the_first_day_alone_is_known() -> None:
+    known = drift._hottest(np.array([5, -3, 5, 9]), 2)
+    assert known.tolist() == [-3, 5]
+    assert drift._number(known, np.array([5, 9, -3, -4])).tolist() == [2, 0, 1, 0]

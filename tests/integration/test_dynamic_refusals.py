@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -119,12 +120,58 @@ def test_rows_are_loaded_with_their_keys_or_not_at_all() -> None:
     assert torch.equal(other(keys_of(0)), model(keys_of(0)))
 
 
-def test_statistics_of_keys_say_nothing_of_rows() -> None:
-    counted = oper.stats.AccessStats(4, {"weight": oper.stats.TableStats(
-        ROWS, head_ids=[1], head_counts=[9], tail_values=[0], tail_num_rows=[ROWS - 1],
-        length_values=[9], length_counts=[1])})
-    plans = [shard(bag(), stats=stats).tables.plan.tables for stats in (counted, None)]
-    assert [p.pieces for p in plans[0]] == [p.pieces for p in plans[1]]
+def test_statistics_of_keys_do_not_say_which_rows_are_hot() -> None:
+    """Hot keys may have any row: a plan knows the default row and how many rows are how hot."""
+    counted = oper.stats.AccessStats(100, {"weight": oper.stats.TableStats(
+        9, head_ids=[7], head_counts=[500], tail_values=[0, 1], tail_num_rows=[2, 6],
+        length_values=[5], length_counts=[100])})
+    (entry,) = shard(bag(), oper.DynamicTable(), stats=counted).tables.plan.tables
+    assert entry.table.num_rows == ROWS and set(entry.head_ids.tolist()) <= {0}
+
+
+def _no_memory(rank: int, world_size: int) -> tuple[str, int]:
+    """A directory that is larger than what the system gives, while the rows fit."""
+    module, keys = nn.EmbeddingBag(1_000_001, 4, mode="sum"), torch.tensor([[5, 6], [5, -7]])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (36 << 20, before[1]))
+    try:
+        shard(module, oper.DynamicTable())
+        said = ""
+    except oper.OperError as error:
+        said = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    model = shard(module, oper.DynamicTable())
+    model(keys).sum().backward()
+    return said, model.tables.keys.counts("weight").occupied
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_memory_for_the_directory(world_size: int) -> None:
+    """All ranks say so and the module stays as it was."""
+    found = run_world(world_size, _no_memory, env={"OPER_OUTBOX_BYTES": "65536"})
+    assert all("RLIMIT_FSIZE" in said for said, _ in found), found
+    assert [occupied for _, occupied in found] == [3] * world_size
+
+
+def _one_row(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """A table of one row: each rank brings a key, then both the same one, then many new ones."""
+    model = shard(bag(2), ONE_ROW)
+    _train(model, 10 + rank)
+    _train(model, *[99] * 500)
+    _train(model, *range(1000 + 500 * rank, 1500 + 500 * rank))
+    (record,) = model.tables.keys.read("weight", "keys", 0, 1).tolist()
+    c = model.tables.keys.counts("weight")
+    return record, [c.occupied, c.admitted, c.evicted, c.refused]
+
+
+def test_one_row_of_many_ranks() -> None:
+    for world_size in (1, 2):
+        found = run_world(world_size, _one_row)
+        assert all(x == found[0] for x in found)
+        (key, count, clock), (occupied, admitted, evicted, refused) = found[0]
+        assert 1000 <= key < 2000 and (count, clock, occupied) == (1, 3, 1)
+        # In the first update a key of another rank gets no row, in the last 500 a rank want one.
+        assert [admitted, evicted] == [3, 2] and refused == world_size * 501 - 2
 
 
 def test_bounds_are_numbers_of_rows() -> None:

@@ -211,6 +211,33 @@ def test_colliding_keys_keep_to_their_bucket() -> None:
     assert changes.tolist() == [BUCKET, BUCKET, 0, 0] and set(found) == set(keys[num:])
 
 
+def test_colliding_keys_of_one_tag() -> None:
+    """A full bucket whose tags are all alike: every slot is looked at, and no other bucket."""
+    seed = 3
+    alike = (k for k in itertools.count() if hash_of(k, seed) & 255 == 7)
+    keys = list(itertools.islice(alike, 2 * BUCKET))
+    directory = Directory(BUCKET, DynamicTable(seed=seed))
+    found, changes = directory.update([keys])
+    assert changes.tolist() == [BUCKET, 0, 0, BUCKET]
+    assert directory.rows(keys) == [found.get(k, 0) for k in keys]
+    assert sorted(found.values()) == list(range(1, BUCKET + 1))
+
+
+def test_colliding_keys_that_wait_for_admission() -> None:
+    """They take the places of their bucket's candidates and keep out nobody elsewhere."""
+    slots = 10 * BUCKET
+    directory = Directory(slots, DynamicTable(admit_after=2))
+    flood, (other,) = colliding(5 * CANDIDATES, slots, 3), colliding(1, slots, 4)
+    (victim,) = set(colliding(5 * CANDIDATES + 1, slots, 3)) - set(flood)
+    for _ in range(3):
+        directory.update([[victim, *flood[:2 * CANDIDATES], other]])
+        flood = flood[2 * CANDIDATES:] + flood[:2 * CANDIDATES]
+    assert directory.rows([other]) != [0]
+    assert int((directory.read(True)[:, 2] >= 0).sum()) <= CANDIDATES
+    directory.update([[victim] * 2])
+    assert directory.rows([victim]) != [0]
+
+
 def test_one_key_and_one_slot() -> None:
     directory = Directory(1, DynamicTable(eviction="lfu"))
     for step in range(1, 4):

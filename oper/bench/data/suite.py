@@ -31,7 +31,8 @@ class Case:
 _SIZES = {"preprocess": (200_000, 21_000_000), "resume": (60_000, 1_000_000),
           "count": (8_000_000, 60_000_000), "count-1e9-rows": (8_000_000, 200_000_000),
           "merge": (24, 24), "collector": (40, 200), "loader": (60_000, 2_600_000),
-          "increment": (200_000, 4_000_000), "store": (60_000, 1_000_000), "sessions": (8_000, 60_000)}
+          "increment": (200_000, 4_000_000), "store": (60_000, 1_000_000),
+          "sessions": (8_000, 60_000)}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

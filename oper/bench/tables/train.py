@@ -11,7 +11,7 @@ from oper.bench.core import record
 from oper.bench.core.launch import run_workers
 from oper.bench.core.workload import Workload
 from oper.bench.device import suite
-from oper.bench.dynamic import case as dynamic_case, suite as dynamic_suite
+from oper.bench.dynamic import case as dynamic_case, drift, suite as dynamic_suite
 from oper.bench.tables import model_case, model_steps
 from oper.bench.tables.sides import Dense
 from oper.bench.tables.train_case import TrainCase, run_case
@@ -37,6 +37,8 @@ def cases(quick: bool, device: str = "", model: str = "", tables: str = "") -> l
         return mlperf_cases(quick, model)
     if model:
         return model_steps.cases(quick, model)
+    if tables == "drift":
+        return drift.cases(quick)
     if tables:
         return dynamic_suite.cases(quick)
     found = []
@@ -75,9 +77,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=(*MLPERF, *model_steps.MODELS), default="",
                         help="instead: a DLRM or DLRM-DCNv2 of MLPerf's layers, or a recommender "
                              "over a synthetic catalogue, see docs/how-to/recommenders.md")
-    parser.add_argument("--tables", choices=("dynamic",), default="",
+    parser.add_argument("--tables", choices=("dynamic", "drift"), default="",
                         help="dynamic: of raw keys, beside OPER's static ones and TorchRec's "
-                             "managed-collision modules")
+                             "managed-collision modules; drift: their quality on logs whose ids "
+                             "come and go, beside hashing and a fixed vocabulary")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: OPER's ranks act as separate hosts")
 
@@ -88,6 +91,8 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
         return suite.run(chosen, args.device)
     if args.model in model_steps.MODELS:
         return run_workers(model_case.run_case, chosen, WORLD_SIZE)
+    if args.tables == "drift":
+        return map(drift.run_case, chosen)
     if args.tables:
         return run_workers(dynamic_case.run_case, chosen, WORLD_SIZE)
     chosen = [replace(c, exchange=args.exchange) for c in chosen]
@@ -100,6 +105,8 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
         return suite.report(entries)
     if "model" in entries[0]:
         return model_steps.report(entries)
+    if "auc_over" in entries[0]:
+        return drift.report(entries)
     if "ratio_static" in entries[0]:
         return dynamic_suite.report(entries)
     table = record.table_of(entries, {

@@ -121,7 +121,9 @@ class GroupReader:
     def __init__(self, groups: RowGroups) -> None:
         self.groups = groups
         folder = groups.folder
-        self._limits = dict(zip(folder.sparse, folder.num_rows, strict=True))
+        self._ids = frozenset(folder.sparse)
+        self._limits = {} if folder.raw_ids else dict(
+            zip(folder.sparse, folder.num_rows, strict=True))
         self._files: dict[Path, pq.ParquetFile] = {}
 
     def read(self, group: int) -> dict[str, Column]:
@@ -153,13 +155,13 @@ class GroupReader:
         array = chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()
         what, again = f"cannot read {str(part)!r}", "preprocess again"
         is_bags = name in self.groups.bags
-        limit = self._limits.get(name)
+        is_ids, limit = name in self._ids, self._limits.get(name)
         kind = array.type
         if is_bags:
             if not pa.types.is_list(kind) or array.null_count:
                 raise FileFormatError(fail(what, name, str(kind), "lists without nulls", again))
             kind = kind.value_type
-        number = pa.types.is_integer(kind) or (pa.types.is_floating(kind) and limit is None)
+        number = pa.types.is_integer(kind) or (pa.types.is_floating(kind) and not is_ids)
         if not number or (array.values if is_bags else array).null_count:
             raise FileFormatError(fail(
                 what, name, f"{array.type}, {array.null_count} nulls",
@@ -170,14 +172,14 @@ class GroupReader:
             array = array.values[ends[0]:ends[-1]]
             ends = ends - ends[0]
         values = array.to_numpy(zero_copy_only=False)
-        if limit is not None:
-            if values.dtype not in (np.int32, np.int64):
-                values = values.astype(np.int64)
-            # A negative id is a large unsigned one, so that one pass sees both bounds.
-            if values.size and int(values.view(f"u{values.itemsize}").max()) >= limit:
-                raise FileFormatError(
-                    fail(what, f"ids of {name}", (int(values.min()), int(values.max())),
-                         f"0 <= id < num_rows={limit}", again))
+        if is_ids and values.dtype not in (np.int32, np.int64):
+            values = values.astype(np.int64)
+        # A negative id is a large unsigned one, so that one pass sees both bounds.
+        if limit is not None and values.size and (
+                int(values.view(f"u{values.itemsize}").max()) >= limit):
+            raise FileFormatError(
+                fail(what, f"ids of {name}", (int(values.min()), int(values.max())),
+                     f"0 <= id < num_rows={limit}", again))
         return Column(values, ends)
 
 

@@ -134,7 +134,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
             FileFormatError: the folder or its files are damaged or incomplete.
             InvalidInputError: no such split, or an option names a column that does not fit.
         """
-        self.folder, self.split, self.options = Folder.open(path), split, options
+        self.folder, self.split, self.options = Folder.open(path, allow_raw=True), split, options
         self.rank, self.world_size = _share(options)
         self._assembly = Assembly(self.folder, options.weights, options.deduplicate)
         self._check_group()

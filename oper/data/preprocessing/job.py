@@ -43,6 +43,7 @@ from oper.data.vocabulary.finished import (
     write_unseen,
 )
 from oper.data.vocabulary.merging import RunMerger
+from oper.data.vocabulary.raw_keys import MISSING_KEY, RawKeys, texts_hashed
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.support.files import read_json, write_text
 
@@ -74,7 +75,7 @@ class Job:
     _began: bool = False
     _is_large: bool = False
     _stage: Stage | None = None
-    _vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
+    _vocabularies: dict[str, Vocabulary | RawKeys] = field(default_factory=dict)
     _first_rows: list[int] = field(default_factory=list)
     _spans: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -126,6 +127,8 @@ class Job:
             about.append(self.options.compression)
         if self.finished is not None:
             about.append(self.finished.digest)
+        if self.options.raw_ids:
+            about.append("raw ids")
         return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:32]
 
     def read_manifest(self) -> dict[str, Any]:
@@ -167,13 +170,14 @@ class Job:
 
     def _begin(self, work: Path) -> None:
         needs = self._estimate()
-        for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS), "out/vocabulary",
+        for name in ("stage", "tasks", *(f"out/{s}" for s in SPLITS),
+                     *([] if self.options.raw_ids else ["out/vocabulary"]),
                      *(["out/unseen"] if self.finished else [])):
             (work / name).mkdir(parents=True)
         write_text(work / _PLAN, json.dumps(asdict(needs)))
 
     def _estimate(self) -> estimate.Needs:
-        need = estimate.needs(self.recipe, self.units)
+        need = estimate.needs(self.recipe, self.units, self.options.id_bytes)
         free = shutil.disk_usage(self.target.parent).free
         _log.info("%s", need.text(free))
         if need.disk_bytes > free and self.options.check_disk:
@@ -197,7 +201,7 @@ class Job:
                                     for k in range(len(self.units))}, self._bytes())
             share({"staged": self._check_staged}, tasks)
         split = self._split()
-        if not is_done(tasks, "counted"):
+        if not self.options.raw_ids and not is_done(tasks, "counted"):
             self._share("counting", {f"count-{k:03d}": self._counter(k, split) for k in range(
                 len(self.recipe.sparse))}, [])
             share({"counted": lambda: None}, tasks)
@@ -248,6 +252,8 @@ class Job:
                      "the files are empty, pass others"))
         if not sum(r["rows"] for r in records):
             raise self._no_training_row()
+        if self.options.raw_ids:
+            self._raw_tables(records)
 
     @staticmethod
     def _no_training_row() -> InvalidInputError:
@@ -320,11 +326,12 @@ class Job:
                                      int(recount[0]))
                 yield found, int(found.counts.sum()) + found.num_missing
 
-    def vocabulary(self, name: str) -> Vocabulary:
-        """The vocabulary of a column, once counted."""
+    def vocabulary(self, name: str) -> Vocabulary | RawKeys:
+        """The vocabulary of a column, once counted, or the keys of raw ids."""
         if name not in self._vocabularies:
             number = self.recipe.sparse.index(name)
-            self._vocabularies[name] = Vocabulary(self.work / "vocabulary" / f"{number:03d}")
+            self._vocabularies[name] = RawKeys(name) if self.options.raw_ids else Vocabulary(
+                self.work / "vocabulary" / f"{number:03d}")
         return self._vocabularies[name]
 
     def _unit_writer(self, k: int, split: Split) -> Any:
@@ -353,6 +360,20 @@ class Job:
         os.rename(self.work / "out", self.target)
         self._folder().remove()
 
+    def _tables(self, records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """What the manifest tells of each sparse column's values."""
+        if self.options.raw_ids:
+            return self._raw_tables(records)
+        found = {name: self.vocabulary(name) for name in self.recipe.sparse}
+        return {name: asdict(v.facts) for name, v in found.items() if isinstance(v, Vocabulary)}
+
+    def _raw_tables(self, records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """As `_tables`, of raw ids; raises InvalidInputError where files disagree in their type."""
+        return {name: {"hashed_texts": texts_hashed(name, {c["kinds"][k] for r in records
+                                                           for c in r["chunks"]}),
+                       "missing_id": MISSING_KEY}
+                for k, name in enumerate(self.recipe.sparse)}
+
     def manifest(self, split: Split) -> dict[str, Any]:
         """Everything that a reader of the folder needs to know."""
         records = [self.stage.record(k) for k in range(len(self.units))]
@@ -367,6 +388,6 @@ class Job:
         return describe(Outcome(
             self.recipe, self.paths, self.units, self.options, self.identity(), self.shares,
             self.min_count, self.work / "out",
-            {name: self.vocabulary(name).facts for name in columns},
+            self._tables(records),
             json.loads((self.work / _PLAN).read_text()), self.finished, unseen),
             split, records, rows)

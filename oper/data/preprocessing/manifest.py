@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from oper.data.reading import store
 from oper.data.reading.readers import Unit
 from oper.data.reading.rows import MAX_EXAMPLES
 from oper.data.recipe import Recipe
-from oper.data.vocabulary.building import VocabularyFacts
 from oper.data.vocabulary.finished import FinishedVocabulary, numbering_of
 from oper.errors import FileFormatError
 from oper.support.files import read_json
@@ -42,7 +41,7 @@ class Outcome:
         shares: of the validation and the test part.
         min_count: values seen less often share row 0.
         folder: the output.
-        facts: of each sparse column's vocabulary.
+        tables: of each sparse column, what is known of its values.
         plan: what it was estimated to need.
         finished: the vocabulary that was applied.
         unseen: by sparse column what that lacks.
@@ -56,7 +55,7 @@ class Outcome:
     shares: tuple[Fraction, Fraction]
     min_count: int
     folder: Path
-    facts: dict[str, VocabularyFacts]
+    tables: dict[str, dict[str, Any]]
     plan: dict[str, Any]
     finished: FinishedVocabulary | None
     unseen: dict[str, Any]
@@ -72,7 +71,7 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
         records: what was found out about each unit.
         rows: rows by split.
     """
-    recipe, options = job.recipe, job.options
+    recipe, options, raw = job.recipe, job.options, job.options.raw_ids
     found = dict.fromkeys(job.paths, 0)
     for unit, record in zip(job.units, records, strict=True):
         found[unit.path] += record["rows"] + record["bad"]
@@ -81,12 +80,11 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
     sparse = recipe.sparse
     chunk = next((c for r in records for c in r["chunks"]), None)
     multi = [n for n, bag in zip(sparse, chunk["bags"] if chunk else [], strict=False) if bag]
-    tables = {name: asdict(facts) for name, facts in job.facts.items()}
     valid, test = job.shares
     joins = [{"file": store.full_name(join.file), "key": join.key,
               "unmatched_rows": sum(r["unmatched"][k] for r in records)}
              for k, join in enumerate(recipe.joins)]
-    found_problems = _problems(recipe, rows, {"valid": valid, "test": test}, tables, split)
+    found_problems = _problems(recipe, rows, {"valid": valid, "test": test}, job.tables, split)
     found_problems += [f"the side table {j['file']!r} has no row for {j['unmatched_rows']} of the "
                        f"{sum(rows.values())} rows, by column {j['key']!r}" for j in joins
                        if 2 * j["unmatched_rows"] > sum(rows.values())]
@@ -113,9 +111,10 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
             *recipe.columns, *(c for join in recipe.joins for c in join.columns))
             if c.kind == "dense"},
         **({"joins": joins} if joins else {}),
-        "min_count": job.min_count, "max_rows": options.max_rows, "hash_rows": options.hash_rows,
-        "ids_in_hotness_order": options.hash_rows is None and job.finished is None,
-        "numbering": _numbering(job), "tables": tables,
+        "raw_ids": raw, "min_count": None if raw else job.min_count,
+        "max_rows": options.max_rows, "hash_rows": options.hash_rows,
+        "ids_in_hotness_order": options.hash_rows is None and job.finished is None and not raw,
+        "numbering": _numbering(job), "tables": job.tables,
         **({} if job.finished is None else {
             "vocabulary": {"path": os.path.abspath(job.finished.path),
                            "digest": job.finished.digest}, "unseen": job.unseen}),
@@ -129,6 +128,9 @@ def _numbering(job: Outcome) -> str:
     """Tells which rows the values of the columns have: a model goes on with equal ones only."""
     if job.finished is not None:
         return job.finished.numbering
+    if job.options.raw_ids:
+        hashed = [name for name, table in job.tables.items() if table["hashed_texts"]]
+        return f"raw ids; hashes of texts: {', '.join(hashed) or 'none'}"
     if job.options.hash_rows is not None:
         return f"hashes, {job.options.hash_rows} rows"
     return numbering_of(job.folder / "vocabulary")
@@ -141,7 +143,7 @@ def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
              "short" + (", or its last minute alone holds more" if split.by == "time" else "")
              for part, share in shares.items() if share and not rows[part]]
     found += [f"column {name!r} has no value of its own, all share row 0 of its table: lower "
-              "--min-count" for name, table in tables.items() if table["num_rows"] == 1]
+              "--min-count" for name, table in tables.items() if table.get("num_rows") == 1]
     if not recipe.names("label"):
         found.append(f"there is no label, {recipe.label!r} is 1 in every row: a click model learns "
                      "nothing from that (its AUC is undefined), a recommender may")

@@ -23,6 +23,8 @@ class PreprocessOptions:
         vocabulary: a folder whose finished vocabulary is applied instead of building one: an
             earlier output or what ``oper vocabulary extend`` wrote. Values that it lacks share row
             0; ``unseen/COLUMN.parquet`` lists those of the training part.
+        raw_ids: keep ids as 64-bit keys for dynamic tables, without a vocabulary: integers as they
+            are, texts as hashes of 64 bits (see `oper.data.vocabulary.raw_keys`).
         layout: name of the files' layout; None = find out.
         force: replace an earlier output, drop work that was begun with other settings.
         num_workers: processes on this machine.
@@ -44,6 +46,7 @@ class PreprocessOptions:
     max_rows: int | None = None
     hash_rows: int | None = None
     vocabulary: str | os.PathLike[str] | None = None
+    raw_ids: bool = False
     layout: str | None = None
     force: bool = False
     num_workers: int = 1
@@ -54,6 +57,11 @@ class PreprocessOptions:
     unit_bytes: int = 1 << 28
     check_disk: bool = True
     show_progress: bool = False
+
+    @property
+    def id_bytes(self) -> int:
+        """Bytes of an id that is written."""
+        return 8 if self.raw_ids else 4
 
     def __post_init__(self) -> None:
         what = "cannot preprocess"
@@ -69,8 +77,14 @@ class PreprocessOptions:
             ("hash_rows", self.hash_rows is None
              or (self.max_rows is None and self.hash_rows <= 2**31 - 1),
              "below 2^31 and without max_rows"))
-        own = {n: v for n in ("min_count", "max_rows", "hash_rows") if (v := getattr(self, n))}
+        own: dict[str, object] = {n: v for n in ("min_count", "max_rows", "hash_rows")
+                                  if (v := getattr(self, n))}
         if self.vocabulary is not None and own:
             raise InvalidInputError(
                 fail(what, "options beside a vocabulary", own, "none of them",
                      "the finished vocabulary has settled them: leave them out"))
+        if self.raw_ids and (own or self.vocabulary is not None):
+            given = own | ({} if self.vocabulary is None else {"vocabulary": self.vocabulary})
+            raise InvalidInputError(
+                fail(what, "options beside raw_ids", given, "none of them",
+                     "raw ids have no vocabulary: leave them out"))

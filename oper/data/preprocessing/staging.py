@@ -154,7 +154,7 @@ class Stage:
     def _write_chunk(self, number: int, chunk: int, rows: Rows, first: int) -> dict[str, Any]:
         if self._recipe.by == "time" and rows.time is not None:
             rows = in_order(rows, np.argsort(rows.time, kind="stable"))
-        offsets, places, missing, bags = [], [], [], []
+        offsets, places, missing, bags, kinds = [], [], [], [], []
         with (self._path(number, chunk, "rows").open("wb") as file,
               self._path(number, chunk, "distinct").open("wb") as values):
             save(file, rows.labels)
@@ -172,10 +172,12 @@ class Stage:
                 save(values, found.counts.astype(np.uint32))
                 missing.append(found.num_missing)
                 bags.append(coded.lengths is not None)
+                kinds.append(found.values.dtype.kind if found.values.size else "")
         times = [] if rows.time is None or not rows.time.size else [
             int(rows.time.min()), int(rows.time.max())]
         return {"first": first, "rows": int(rows.labels.size), "missing": missing,
-                "time": times, "codes": offsets, "distinct": places, "bags": bags}
+                "time": times, "codes": offsets, "distinct": places, "bags": bags,
+                "kinds": kinds}
 
     def _path(self, number: int, chunk: int, kind: str) -> Path:
         return self._folder / f"{number:06d}-{chunk:06d}.{kind}"

@@ -68,7 +68,7 @@ def dry_run(recipe: Recipe, inputs: Sequence[str], options: PreprocessOptions) -
             for c, own in [*((c, True) for c in layout.columns if c.kind != "skip"), *derived]]
         return {**{n: manifest[n] for n in ("rows", "bad_rows", "split", "tables", "problems")},
                 "layout": layout.name, "columns": columns,
-                "plan": asdict(needs(recipe, units))}
+                "plan": asdict(needs(recipe, units, options.id_bytes))}
 
 
 def looks_of(path: str, layout: Layout, recipe: Recipe | None = None) -> dict[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from oper.data.reading.pagecache import Passing
 from oper.data.reading.rows import piece_rows
 from oper.data.recipe import Recipe
 from oper.data.vocabulary.building import Slices, Vocabulary
+from oper.data.vocabulary.raw_keys import RawKeys
 
 _DAY = 86400
 _PART = "\0part"  # no column of a log is called that: the split of each row, as of `Split.parts`
@@ -156,7 +157,7 @@ class Writer:
         stage: the rows; a chunk of a log that is split by time is in order of time.
         recipe: names of the columns.
         split: where the parts begin.
-        vocabulary: opens a column's vocabulary.
+        vocabulary: opens a column's vocabulary, or what stands for it where ids stay raw.
         output: the folder; parts go to ``train``, ``valid`` and ``test`` inside.
         options: sizes.
     """
@@ -164,7 +165,7 @@ class Writer:
     stage: Stage
     recipe: Recipe
     split: Split
-    vocabulary: Callable[[str], Vocabulary]
+    vocabulary: Callable[[str], Vocabulary | RawKeys]
     output: Path
     options: WriteOptions
 
@@ -247,7 +248,7 @@ class Writer:
             [pa.field(n, a.type, nullable=False) for n, a in zip(columns, arrays, strict=True)]))
 
     def _ids(self, x: Stretch, k: int, name: str) -> Any:
-        """The ids of the k-th sparse column: int32, or lists of them."""
+        """The ids of the k-th sparse column: int32 (raw ones int64), or lists of them."""
         coded = self.stage.codes(x.unit, x.chunk, x.about, k)
         values = self.stage.values(x.unit, x.chunk, x.about, k)
         codes, lengths = coded.codes[x.start:x.stop], None

@@ -58,8 +58,9 @@ class Needs:
                    f"{self.core_seconds:.0f} seconds") + " of one core (modelled)")
 
 
-def needs(recipe: Recipe, units: Sequence[Unit]) -> Needs:
-    """The needs of a job, assuming that its rows are like the first ones of each file."""
+def needs(recipe: Recipe, units: Sequence[Unit], id_bytes: int = 4) -> Needs:
+    """The needs of a job, assuming that its rows are like the first ones of each file; an id that
+    is written takes `id_bytes`."""
     rows, work, output, seconds = 0, 0.0, 0.0, 0.0
     paths = dict.fromkeys(u.path for u in units)
     layouts = {u.path: recipe.layout(u.layout) for u in units}
@@ -73,7 +74,7 @@ def needs(recipe: Recipe, units: Sequence[Unit]) -> Needs:
         work += count * (9 + 4 * num_dense + 4 * found.num_bags + 3 * ids
                          + min(0.5 * found.row_bytes, 6 * ids))
         # Parquet tells by about a quarter of a byte per id where bags begin.
-        output += count * (2 + 5 * bool(recipe.time) + 4 * num_dense + 4 * ids
+        output += count * (2 + 5 * bool(recipe.time) + 4 * num_dense + id_bytes * ids
                            + (0.25 * ids if found.num_bags else 0))
         plain = layout.format == "text" and not layout.quote and len(layout.separator) == 1
         seconds += count * ((num_dense + ids + 1) * (_FIELD_S if plain else _OTHER_FIELD_S)

@@ -68,7 +68,7 @@ def hash64(values: np.ndarray) -> np.ndarray:
     if values.dtype.kind == "S":
         width = -(-values.dtype.itemsize // 8) * 8
         words = np.ascontiguousarray(values.astype(f"S{width}")).view("<u8").reshape(
-            values.size, -1)
+            values.size, width // 8)
         state = np.full(values.size, 0x9E3779B97F4A7C15, np.uint64)
         for word in words.T:  # words of zeros, past the end of a text, change nothing
             state = np.where(word != 0, mix64(state ^ word), state)

@@ -77,6 +77,9 @@ class FinishedVocabulary:
             if kind not in ((FOLDER_KIND, FOLDER_VERSION), (VOCABULARY_KIND, VOCABULARY_VERSION)):
                 raise FileFormatError(fail(what, "kind, version", kind, "those of this release",
                                            "preprocess again with this release"))
+            if value.get("raw_ids"):
+                raise FileFormatError(fail(what, "ids", "raw", "row numbers of a vocabulary",
+                                           "raw ids need none: pass --raw-ids again instead"))
             columns = tuple(map(str, value["columns"]["sparse"]))
             facts = {n: VocabularyFacts(**value["tables"][n]) for n in columns}
             found = FinishedVocabulary(

@@ -1,0 +1,158 @@
+"""What a log's keys will do in a dynamic table of so many rows, and statistics of these rows.
+
+A model, not a replay: lookups are taken as independent draws from the counted frequencies. Keys are
+hashed into buckets, which are full before the table is: the expected number of rows in use is that
+of a Poisson number of keys in each. Where keys lose their rows, ``"lru"`` follows the approximation
+of Che, Tung and Wang ("Hierarchical Web caching systems", 2002): a key has its row if it was seen
+within the last T lookups, T being such that as many keys are held as there are rows in use;
+``"lfu"`` keeps the keys that are seen most often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from oper.errors import require
+from oper.stats import TableStats
+
+BUCKET_ROWS = 64  # of a dynamic table's directory
+_WHAT = "cannot foresee a dynamic table"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyForecast:
+    """What happens to the keys of a log in a dynamic table that begins empty.
+
+    Attributes:
+        rows: rows that keys may have.
+        keys: distinct keys of the log.
+        occupied: rows that keys hold at its end.
+        default_share: share of the lookups that read the default row.
+        inserts_per_lookup: keys that get a row, per lookup.
+        evictions_per_lookup: keys that lose their row to another one, per lookup.
+        unseen_mass: Good-Turing estimate of the share of the next lookups that bring new keys.
+    """
+
+    rows: int
+    keys: int
+    occupied: float
+    default_share: float
+    inserts_per_lookup: float
+    evictions_per_lookup: float
+    unseen_mass: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """Classes of keys of equal count, hottest first; float64 [K] each.
+
+    Attributes:
+        keys: distinct ones.
+        held: keys that have a row at the end.
+        hits, misses: lookups that read rows of their own, and the default row.
+        inserts: times that a key gets a row.
+    """
+
+    keys: np.ndarray
+    held: np.ndarray
+    hits: np.ndarray
+    misses: np.ndarray
+    inserts: np.ndarray
+
+
+def forecast(table: TableStats, num_rows: int, admit_after: int = 1, eviction: str = "lru"
+             ) -> KeyForecast:
+    """What a dynamic table would do on a log like the one that was counted.
+
+    Args:
+        table: statistics of the keys.
+        num_rows: of the dynamic table, with the default row.
+        admit_after, eviction: as of `oper.DynamicTable`.
+
+    Raises:
+        InvalidInputError: an argument out of range.
+    """
+    of = _held(table, num_rows, admit_after, eviction)
+    lookups, occupied = max(1, table.num_accesses), float(of.held.sum())
+    inserts = float(of.inserts.sum())
+    return KeyForecast(
+        num_rows - 1, int(of.keys.sum()), occupied, float(of.misses.sum()) / lookups,
+        inserts / lookups, max(0.0, inserts - occupied) / lookups, table.unseen_mass)
+
+
+def rows_of_keys(table: TableStats, num_rows: int, admit_after: int = 1, eviction: str = "lru"
+                 ) -> TableStats:
+    """Statistics of a dynamic table's rows, for its plan: arguments and errors as of `forecast`.
+
+    Which row a key will have is not known, so that the head is the default row alone and the tail
+    tells how many rows are how hot. A row that keys share one after the other counts for all.
+    """
+    of = _held(table, num_rows, admit_after, eviction)
+    num_missed = round(float(of.misses.sum()))
+    # Whole rows, hottest first; classes of less than one count with those behind them.
+    ends = np.rint(np.cumsum(of.held)).astype(np.int64)
+    is_row = np.diff(ends, prepend=0) > 0
+    rows = np.diff(ends[is_row], prepend=0)
+    each = np.rint(np.diff(np.cumsum(of.hits)[is_row], prepend=0.0) / rows).astype(np.int64)
+    head = np.array([num_missed] if num_missed else [], np.int64)
+    rows = np.append(rows, num_rows - head.size - int(rows.sum()))
+    values, at = np.unique(np.append(each, 0), return_inverse=True)
+    rows = np.bincount(at, rows, minlength=values.size).astype(np.int64)
+    values, rows = values[rows > 0], rows[rows > 0]
+    share = float(of.misses.sum()) / max(1, table.num_accesses)
+    ids = table.presence_samples * table.pooling_factor
+    return TableStats(
+        num_rows, np.zeros(head.size, np.int64), head, values, rows, table.length_values,
+        table.length_counts, table.presence_samples,
+        # Each miss is a key of its own, and all of them read one row.
+        np.maximum(1.0, table.presence_rows - share * ids + head.size), table.presence_windows)
+
+
+def _held(table: TableStats, num_rows: int, admit_after: int, eviction: str) -> _Held:
+    require(_WHAT, "correct the argument",
+            ("num_rows", num_rows, num_rows >= 2, ">= 2, for the default row and a key"),
+            ("admit_after", admit_after, admit_after >= 1, ">= 1"),
+            ("eviction", eviction, eviction in ("lru", "lfu"), "lru or lfu"))
+    counts, keys = table.count_histogram()
+    counts, keys = counts[counts > 0].astype(float), keys[counts > 0].astype(float)
+    waits = np.minimum(counts, admit_after)  # lookups before a key has a row
+    admitted = np.where(counts >= admit_after, keys, 0.0)
+    in_use = _rows_in_use(float(admitted.sum()), num_rows - 1)
+    if eviction == "lfu":
+        before = np.cumsum(admitted) - admitted
+        held = np.clip(in_use - before, 0.0, admitted)
+        stays = np.divide(held, admitted, out=np.zeros_like(held), where=admitted > 0)
+    else:
+        stays = _seen_lately(counts / max(1.0, float(counts @ keys)), admitted, in_use)
+        held = admitted * stays
+    hits = admitted * (counts - waits) * stays
+    # Whoever misses gets a row, if only until the next new key.
+    inserts = admitted * (1.0 + (counts - waits) * (1.0 - stays))
+    return _Held(keys, held, hits, counts * keys - hits, inserts)
+
+
+def _rows_in_use(num_keys: float, num_rows: int) -> float:
+    """Expected rows that keys hold which are hashed into the buckets of `num_rows` rows."""
+    num_buckets = -(-num_rows // BUCKET_ROWS)
+    mean = num_keys / num_buckets
+    if mean == 0:
+        return 0.0
+    size, larger = divmod(num_rows, num_buckets)
+    places = np.arange(size + 1)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, size + 1)))])
+    below = np.cumsum(np.exp(places * np.log(mean) - mean - log_factorial))
+    more = np.maximum(0.0, 1.0 - below)  # that a bucket gets more than 0, 1, ... keys
+    return float(num_buckets * more[:size].sum() + larger * more[size])
+
+
+def _seen_lately(share: np.ndarray, keys: np.ndarray, in_use: float) -> np.ndarray:
+    """Probability that a key, of a share of the lookups, was seen within the last T; see above."""
+    low, high = -60.0, 120.0  # log T
+    for _ in range(100):
+        middle = (low + high) / 2
+        few = float(keys @ -np.expm1(-share * np.exp(middle))) < in_use
+        low, high = (middle, high) if few else (low, middle)
+    found: np.ndarray = -np.expm1(-share * np.exp(low))
+    return found

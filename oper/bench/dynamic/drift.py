@@ -1,0 +1,308 @@
+"""Quality on logs whose ids drift: dynamic tables, hashing, and the vocabulary of the first day.
+
+Every batch is scored before it is trained on (progressive validation), in the order of time; the
+AUC is that of each day after the first one, averaged over days. The contenders differ in how raw
+keys find rows, and in nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import oper
+from oper.analysis import forecast
+from oper.bench.core import record
+from oper.bench.core.workload import data_files
+from oper.data import (
+    Folder,
+    Loader,
+    LoaderOptions,
+    PreprocessOptions,
+    SyntheticLog,
+    analyze_folder,
+    load_recipe,
+    preprocess,
+    write_synthetic_log,
+)
+from oper.data.generic import Choice, generic_recipe
+from oper.data.recipe import Recipe
+from oper.data.vocabulary.building import hash_values
+from oper.errors import InvalidInputError, fail
+from oper.rl_rec.intervals import bootstrap, difference
+from oper.stats import AccessStats
+from oper.train.metrics import auc
+
+FIRST_DAY, HASHED = "first day", "hashed"
+# By name: which keys lose their rows.
+RULES = {"lru": oper.DynamicTable(), "lfu": oper.DynamicTable(eviction="lfu", half_life=1000)}
+_STATE_BYTES, _SLOT_BYTES = 4, 17  # of row-wise Adagrad, and of a slot of the directory
+_DAY_S = 86_400
+Map = Callable[[np.ndarray], np.ndarray]  # from keys to row numbers, int [n]
+_BULK = 12.0  # pieces; what is bought in such numbers is the label of Online Retail's lines
+
+
+@dataclass(frozen=True, slots=True)
+class DriftCase:
+    """One log.
+
+    Attributes:
+        name: of the log.
+        share: rows of a dynamic table for each distinct key of the log.
+        num_seeds: runs of each contender, of initial weights and hashes of their own.
+        dim: columns.
+        batch_size: samples.
+        num_rows: of the synthetic log.
+    """
+
+    name: str
+    share: float = 0.25
+    num_seeds: int = 3
+    dim: int = 16
+    batch_size: int = 128
+    num_rows: int = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """A preprocessed log: its columns, batches in order of time, the day of every row int64 [N],
+    labels [N], and statistics."""
+
+    columns: tuple[str, ...]
+    num_dense: int
+    batches: list[Any]
+    days: np.ndarray
+    labels: np.ndarray
+    stats: AccessStats
+
+    def keys(self, upto: int) -> list[np.ndarray]:
+        """Keys of each column in the first rows, as many as there are."""
+        found: list[list[np.ndarray]] = [[] for _ in self.columns]
+        for batch in self.batches:
+            left = min(upto, batch.labels.numel())
+            if left <= 0:
+                break
+            for c, name in enumerate(self.columns):
+                feature = batch.sparse_features[name]
+                found[c].append(feature.values()[:int(feature.lengths()[:left].sum())].numpy())
+            upto -= left
+        return [np.concatenate(parts) for parts in found]
+
+
+def cases(quick: bool) -> list[DriftCase]:
+    """The synthetic log, and real ones where their files are."""
+    found = [DriftCase("synthetic"), *(DriftCase(name) for name in _FILES if _files(name))]
+    return [DriftCase("synthetic", num_seeds=2, num_rows=8_000)] if quick else found
+
+
+def run_case(case: DriftCase) -> dict[str, Any]:
+    """Score and train on one log; the case's entry of the record."""
+    with tempfile.TemporaryDirectory(prefix="oper-drift-") as folder:
+        log = _read(case, Path(folder))
+    rows, maps = _contenders(case, log)
+    daily: dict[str, list[np.ndarray]] = {name: [] for name in rows}
+    missed: dict[str, list[list[float]]] = {name: [] for name in RULES}
+    repeated = True
+    for name, num_rows in rows.items():
+        rule = RULES.get(name)
+        batches = list(_mapped(log, maps[name])) if rule is None else log.batches
+        for seed in range(1, case.num_seeds + 1):
+            print(f"  {case.name}: {name}, seed {seed}", file=sys.stderr, flush=True)
+            scores, shares = _score(case, log, batches, num_rows, seed, rule)
+            daily[name].append(_by_day(scores, log))
+            if rule is not None:
+                missed[name].append(shares)
+                if seed == 1:
+                    again, _ = _score(case, log, batches, num_rows, seed, rule)
+                    repeated &= bool((again == scores).all())
+    tables = {name: np.stack(runs) for name, runs in daily.items()}
+    stats = [log.stats.tables[n] for n in log.columns]
+    return {
+        "name": case.name, "verified": repeated, "samples": int(log.labels.size),
+        "days": int(tables[HASHED].shape[1]), "num_seeds": case.num_seeds, "dim": case.dim,
+        "columns": list(log.columns), "keys": [t.num_touched_rows for t in stats],
+        "num_rows": rows, "bytes": {n: sum(map(_num_bytes(case, n), of)) for n, of in rows.items()},
+        "auc": {n: bootstrap(x).to_json() for n, x in tables.items()},
+        "auc_over": {name: {n: difference(tables[name], tables[n]).to_json()
+                            for n in (HASHED, FIRST_DAY)} for name in RULES},
+        "default_share": {n: np.mean(x, axis=0).round(4).tolist() for n, x in missed.items()},
+        "default_share_foreseen": {
+            n: [round(forecast(t, r, eviction=rule.eviction).default_share, 4)
+                for t, r in zip(stats, rows[n], strict=True)] for n, rule in RULES.items()}}
+
+
+def _contenders(case: DriftCase, log: _Log) -> tuple[dict[str, list[int]], dict[str, list[Map]]]:
+    """Rows of each column's table, and which row a key has in those that are not dynamic."""
+    stats = log.stats.tables
+    dynamic = [1 + max(64, round(case.share * stats[n].num_touched_rows)) for n in log.columns]
+    size, most = _num_bytes(case, HASHED), _num_bytes(case, "lru")
+    hashed = [most(rows) // size(1) for rows in dynamic]
+    first = log.keys(int((log.days == log.days[0]).sum()))
+    known = [_hottest(keys, rows - 1) for keys, rows in zip(first, hashed, strict=True)]
+    return ({**{name: dynamic for name in RULES}, HASHED: hashed,
+             FIRST_DAY: [k.size + 1 for k in known]},
+            {HASHED: [functools.partial(hash_values, num_rows=n) for n in hashed],
+             FIRST_DAY: [functools.partial(_number, k) for k in known]})
+
+
+def _num_bytes(case: DriftCase, contender: str) -> Callable[[int], int]:
+    """Bytes of a table of so many rows, its optimizer state and its directory."""
+    slot = _SLOT_BYTES if contender in RULES else 0
+    return lambda rows: rows * (4 * case.dim + _STATE_BYTES) + (rows - 1) * slot
+
+
+def report(entries: Sequence[dict[str, Any]]) -> str:
+    """The entries for a person."""
+    def over(name: str, other: str) -> record.Column:
+        return lambda e: record.interval(e["auc_over"][name][other])
+
+    table = record.table_of(entries, {
+        "log": "{name}", "samples": "{samples:,}", "days": "{days}",
+        **{f"AUC, {n}": functools.partial(_auc_of, n) for n in (*RULES, HASHED, FIRST_DAY)},
+        **{f"{n} - {o}": over(n, o) for n in RULES for o in (HASHED, FIRST_DAY)},
+        "verified": record.yes})
+    return (table + "AUC of the mean day, of samples scored before they are trained on; lru, "
+            "lfu: dynamic tables; hashed: at equal bytes; first day: its values have rows, others "
+            "share one\n")
+
+
+def _auc_of(name: str, entry: Mapping[str, Any]) -> str:
+    return record.interval(entry["auc"][name])
+
+
+# ---- logs ----------------------------------------------------------------------------------------
+
+_FILES = {"movietweetings": "movietweetings_142k/ratings.dat*",
+          "online-retail": "online_retail/online_retail.csv*"}
+
+
+def _files(name: str) -> list[str]:
+    return data_files(_FILES[name])
+
+
+def _recipe(case: DriftCase, work: Path) -> tuple[Recipe, list[str]]:
+    if case.name == "synthetic":
+        log = SyntheticLog(case.num_rows, 7, (300, 1_000, 3_000, 10_000, 30_000) * 5 + (300,),
+                           effect=2.5, drift=0.3)
+        return load_recipe("criteo-kaggle"), [str(write_synthetic_log(work / "log.txt", log))]
+    files = _files(case.name)
+    if not files:
+        raise InvalidInputError(fail("cannot run a case", "log", case.name,
+                                     f"{_FILES[case.name]} in the folder named by OPER_DATA",
+                                     "set OPER_DATA, or choose another case"))
+    if case.name == "movietweetings":
+        return load_recipe("movietweetings"), files
+    return generic_recipe("csv", Choice(
+        ["StockCode", "CustomerID:integral", "Country"], "Quantity", time="InvoiceDate",
+        time_format="iso", threshold=_BULK)), files
+
+
+def _read(case: DriftCase, work: Path) -> _Log:
+    recipe, files = _recipe(case, work)
+    preprocess(recipe, files, work / "out", PreprocessOptions(raw_ids=True, valid="0", test="0"))
+    folder = Folder.open(work / "out", allow_raw=True)
+    batches = list(Loader(work / "out", "train", LoaderOptions(
+        case.batch_size, window=0, prefetch=0)))
+    when = folder.time or folder.bucket
+    days = np.concatenate([folder.read_part(part, (when,)).column(when).to_numpy()
+                           for part in folder.parts("train")]).astype(np.int64)
+    return _Log(folder.sparse, len(folder.dense), batches, days // _DAY_S if folder.time else days,
+                np.concatenate([b.labels.numpy() for b in batches]),
+                analyze_folder(work / "out"))
+
+
+# ---- contenders ----------------------------------------------------------------------------------
+
+
+def _hottest(keys: np.ndarray, most: int) -> np.ndarray:
+    """Distinct keys, ascending: all of them, or those that come most often."""
+    found, counts = np.unique(keys, return_counts=True)
+    return np.sort(found[np.argsort(-counts, kind="stable")[:most]])
+
+
+def _number(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Rows of keys: 1 + their place among `known`, 0 for others."""
+    at = np.minimum(np.searchsorted(known, keys), known.size - 1)
+    return np.where(known[at] == keys, at + 1, 0)
+
+
+def _mapped(log: _Log, maps: Sequence[Map]) -> Iterator[Any]:
+    """The batches with row numbers in the place of keys."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    for batch in log.batches:
+        kjt = batch.sparse_features
+        values = np.concatenate([of(kjt[name].values().numpy()) for name, of in zip(
+            log.columns, maps, strict=True)])
+        yield type(batch)(batch.dense_features, KeyedJaggedTensor(
+            list(log.columns), torch.from_numpy(values.astype(np.int64)), lengths=kjt.lengths()),
+            batch.labels)
+
+
+class _Scorer(nn.Module):
+    """A logit from pooled embeddings and dense features."""
+
+    def __init__(self, columns: Sequence[str], num_rows: Sequence[int], dim: int, num_dense: int
+                 ) -> None:
+        from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+        super().__init__()
+        self.over = nn.Sequential(nn.Linear(len(columns) * dim + num_dense, 32), nn.ReLU(),
+                                  nn.Linear(32, 1))
+        self.tables = EmbeddingBagCollection([EmbeddingBagConfig(
+            name=f"t{k}", embedding_dim=dim, num_embeddings=n, feature_names=[name])
+            for k, (name, n) in enumerate(zip(columns, num_rows, strict=True))])
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        rows = self.tables(batch.sparse_features).values()
+        logits: torch.Tensor = self.over(torch.cat([batch.dense_features, rows], 1))[:, 0]
+        return logits
+
+
+def _score(case: DriftCase, log: _Log, batches: Sequence[Any], num_rows: Sequence[int], seed: int,
+           rule: oper.DynamicTable | None) -> tuple[np.ndarray, list[float]]:
+    """Logits float32 [N] of every sample before it is trained on; of dynamic tables also the share
+    of lookups that read the default row, by column."""
+    torch.manual_seed(seed)
+    model: Any = _Scorer(log.columns, num_rows, case.dim, log.num_dense)
+    given: dict[str, Any] = {}
+    if rule is not None:
+        given = {"dynamic": replace(rule, seed=seed), "stats": AccessStats(
+            log.stats.num_samples, {f"t{k}": log.stats.tables[n]
+                                    for k, n in enumerate(log.columns)})}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no access statistics.*")
+        model = oper.shard(model, optimizer=oper.RowWiseAdagrad(lr=0.05),
+                           batch_size=case.batch_size, **given)
+    dense = torch.optim.Adagrad(model.over.parameters(), lr=0.02)
+    found = []
+    for batch in batches:
+        dense.zero_grad()
+        logits = model(batch)
+        nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
+        dense.step()
+        found.append(logits.detach().clone())
+    tables = model.tables.tables
+    counts = [tables.keys.counts(f"t{k}").default_share for k in range(len(log.columns))
+              ] if rule is not None else []
+    tables.close()
+    return torch.cat(found).numpy(), counts
+
+
+def _by_day(scores: np.ndarray, log: _Log) -> np.ndarray:
+    """AUC of each day after the first that has both labels, float64 [D]."""
+    cuts = np.flatnonzero(np.diff(log.days)) + 1
+    pairs = list(zip(np.split(scores, cuts), np.split(log.labels, cuts), strict=True))[1:]
+    found = np.array([auc(s, y) for s, y in pairs])
+    return found[np.isfinite(found)]

@@ -1,0 +1,127 @@
+"""What is foreseen of dynamic tables, against tables that see the log."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import oper
+from oper.analysis import DistinctSample, HeavyHitters, KeyCounter, counting, forecast
+from oper.analysis.capacity import BUCKET_ROWS, rows_of_keys
+from oper.analysis.presence import Lookups
+from oper.errors import InvalidInputError
+from oper.shmem.keys import places
+from oper.shmem.keys.directories import KeyCounts
+from oper.stats import AccessStats, TableStats
+from tests.integration import module_support
+
+LOOKUPS, BATCH = 60_000, 40
+
+
+def log_of(num_keys: int, exponent: float = 0.9, seed: int = 0, size: int = LOOKUPS) -> np.ndarray:
+    """Independent draws of a power law over scattered keys."""
+    rng = np.random.default_rng(seed)
+    p = np.arange(1, num_keys + 1) ** -exponent
+    ranks = np.minimum(np.searchsorted(np.cumsum(p / p.sum()), rng.random(size)), num_keys - 1)
+    return (ranks + 1) * 0x5851F42D4C957F2D
+
+
+def counted(keys: np.ndarray, **fields: int) -> TableStats:
+    counter = KeyCounter(**fields)
+    for at in range(0, keys.size, 10_000):
+        counter.add([Lookups(keys[at:at + 10_000])], f"hour {at // 20_000}")
+    return counter.finish()
+
+
+def replayed(keys: np.ndarray, num_rows: int, rule: oper.DynamicTable) -> KeyCounts:
+    """A dynamic table's counts after the log."""
+    bag = module_support.shard(nn.EmbeddingBag(num_rows, 1, mode="sum"), dynamic=rule,
+                               optimizer=oper.SGD(lr=0.0))
+    for at in range(0, keys.size, BATCH):
+        bag(torch.from_numpy(keys[at:at + BATCH])[:, None]).sum().backward()
+    return bag.tables.keys.counts("weight")
+
+
+@pytest.mark.parametrize(("num_keys", "num_rows", "admit_after", "eviction"), [
+    (5_000, 10_001, 1, "lru"), (5_000, 10_001, 3, "lru"), (5_000, 4_001, 1, "lru"),
+    (20_000, 2_001, 1, "lru"), (20_000, 2_001, 1, "lfu")])
+def test_a_table_does_what_was_foreseen(num_keys: int, num_rows: int, admit_after: int,
+                                        eviction: str) -> None:
+    keys = log_of(num_keys)
+    found = forecast(counted(keys), num_rows, admit_after, eviction)
+    rule = oper.DynamicTable(admit_after=admit_after, eviction=eviction)
+    true = replayed(keys, num_rows, rule)
+    assert found.keys == np.unique(keys).size and found.rows == true.rows
+    assert found.occupied == pytest.approx(true.occupied, rel=0.03)
+    # Evicting the least frequent keeps what came early, too: what is foreseen is the best case.
+    slack = 0.05 if eviction == "lru" else 0.25
+    assert found.default_share == pytest.approx(true.default_share, rel=slack)
+    assert found.inserts_per_lookup == pytest.approx(true.admitted / LOOKUPS, rel=slack)
+    assert found.evictions_per_lookup == pytest.approx(true.evicted / LOOKUPS, rel=slack, abs=2e-3)
+
+
+def test_buckets_are_those_of_the_directory() -> None:
+    assert places.num_buckets(BUCKET_ROWS) == 1 and places.num_buckets(BUCKET_ROWS + 1) == 2
+
+
+@pytest.mark.parametrize(("num_rows", "admit_after"), [
+    (10_001, 1), (10_001, 2), (1_001, 1), (2, 1)])
+def test_rows_have_the_lookups_of_their_keys(num_rows: int, admit_after: int) -> None:
+    table = counted(log_of(5_000))
+    rows = rows_of_keys(table, num_rows, admit_after)
+    found = forecast(table, num_rows, admit_after)
+    assert rows.num_rows == num_rows and rows.head_ids.tolist() == [0]
+    assert rows.head_counts[0] == pytest.approx(found.default_share * LOOKUPS, abs=1)
+    assert rows.num_accesses == pytest.approx(LOOKUPS, rel=0.01)
+    hot, _ = table.count_histogram()
+    if num_rows > 2:
+        assert rows.tail_values[-1] == pytest.approx(hot[0] - admit_after, rel=0.02, abs=2)
+    assert rows.pooling_factor == pytest.approx(1, rel=0.01)
+
+
+def test_nothing_was_counted() -> None:
+    empty = KeyCounter().finish()
+    assert (empty.num_accesses, empty.num_touched_rows) == (0, 0)
+    found = forecast(empty, 10)
+    assert (found.keys, found.occupied, found.default_share) == (0, 0.0, 0.0)
+    assert rows_of_keys(empty, 10).tail_num_rows.tolist() == [10]
+
+
+@pytest.mark.parametrize(("fields", "name"), [
+    ({"num_rows": 1}, "num_rows"), ({"num_rows": 9, "admit_after": 0}, "admit_after"),
+    ({"num_rows": 9, "eviction": "fifo"}, "eviction")])
+def test_refused_arguments(fields: dict[str, object], name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"cannot foresee a dynamic table: {name}"):
+        forecast(counted(log_of(50, size=100)), **fields)  # type: ignore[arg-type]
+
+
+def test_sketches_stand_for_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the budget: accesses exactly, hot keys and numbers of keys nearly as they are."""
+    for kind in (HeavyHitters, DistinctSample):
+        monkeypatch.setattr(counting, kind.__name__, functools.partial(kind, 4096))
+    keys = log_of(40_000, size=400_000)
+    exact, sketched = counted(keys), counted(keys, budget_bytes=1 << 16)
+    assert sketched.num_accesses == pytest.approx(exact.num_accesses, rel=0.05)
+    assert sketched.num_touched_rows == pytest.approx(exact.num_touched_rows, rel=0.1)
+    assert int(sketched.new_ids.sum()) == pytest.approx(int(exact.new_ids.sum()), rel=0.1)
+    assert sketched.coverage(100) == pytest.approx(exact.coverage(100), rel=0.1)
+    one, other = (forecast(t, 8_001) for t in (exact, sketched))
+    assert other.default_share == pytest.approx(one.default_share, rel=0.1)
+
+
+def test_a_table_takes_statistics_of_its_keys() -> None:
+    """Of keys that come once each all lookups meet row 0; of few hot keys hardly any does."""
+    shares = {}
+    for name, keys in (("new", np.arange(LOOKUPS) * 7), ("hot", log_of(50))):
+        table = rows_of_keys(counted(keys), 4_097)
+        shares[name] = table.head_counts[0] / table.num_accesses
+        stats = AccessStats(LOOKUPS, {"weight": counted(keys)})
+        bag = module_support.shard(nn.EmbeddingBag(4_097, 8, mode="sum"), stats=stats,
+                                   dynamic=oper.DynamicTable(), batch_size=256)
+        bag(torch.from_numpy(keys[:256])[:, None]).sum().backward()
+        assert bag.tables.keys.counts("weight").occupied == np.unique(keys[:256]).size
+    assert shares["new"] == 1.0 and shares["hot"] < 0.01

@@ -1,0 +1,146 @@
+"""From a log to trained dynamic tables without a vocabulary, alone and in two processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import oper
+from oper.analysis import forecast
+from oper.data import Folder, analyze_folder, load_recipe, preprocess
+from oper.data.generate.synthetic import SyntheticLog, write_synthetic_log
+from oper.data.preprocessing.options import PreprocessOptions
+from oper.errors import InvalidInputError, UsageError
+from oper.serve.model import load_model
+from oper.train.config import load_config
+from oper.train.loop import train
+from oper.train.model import load_state
+from tests.support import run_oper
+from tests.train.test_train import run_ranks
+
+FLAGS = {"batch_size": 256, "model.dim": 8, "model.dense_layers": [16], "model.over_layers": [16],
+         "epochs": 2, "log_every": 5, "dynamic.rows": 600}
+PREFIX = "model.sparse_arch.embedding_bag_collection.embedding_bags."
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A preprocessed log of raw ids, with its statistics beside it."""
+    root: Path = tmp_path_factory.mktemp("raw")
+    log = write_synthetic_log(root / "log.txt", SyntheticLog(
+        6_000, 3, tuple(5 + 20 * k for k in range(26)), effect=2.5))
+    preprocess(load_recipe("criteo-kaggle"), [str(log)], root / "data",
+               PreprocessOptions(raw_ids=True))
+    analyze_folder(root / "data").save(root / "stats")
+    return root
+
+
+def config(raw: Path, out: Path, **flags: Any) -> Any:
+    return load_config(None, FLAGS | {"data": str(raw / "data"), "out": str(out),
+                                      "stats": str(raw / "stats")} | flags)
+
+
+def words(raw: Path, out: Path, **flags: Any) -> list[str]:
+    given = FLAGS | {"data": raw / "data", "out": out, "stats": raw / "stats"} | flags
+    return ["train", *(w for k, v in given.items() for w in ("--set", f"{k}={v}"))]
+
+
+def known(out: Path, column: str) -> oper.KeyedRows:
+    return oper.KeyedRows.of_entries(load_state(out / "state.pt"), f"{PREFIX}{column}.")
+
+
+def test_a_log_is_trained_without_a_vocabulary(raw: Path, tmp_path: Path) -> None:
+    result = train(config(raw, tmp_path), show_progress=False)
+    assert result["auc"] > 0.6
+    folder = Folder.open(raw / "data", allow_raw=True)
+    # The steps of the first epoch left out only the rows of an incomplete batch.
+    for name in ("C1", "C13", "C26"):
+        seen = {k for part in folder.parts("train")
+                for k in folder.read_part(part, (name,)).column(name).to_pylist()}
+        held = set(known(tmp_path, name).keys.tolist())
+        assert held <= seen and len(held) > 0.9 * len(seen)
+    echo = json.loads((tmp_path / "config.json").read_text())
+    assert {t["num_rows"] for t in echo["model"]["tables"]} == {600}
+    with pytest.raises(InvalidInputError, match="ids='raw', expected row numbers"):
+        load_model(tmp_path)
+
+
+def test_two_processes_have_the_same_keys(raw: Path, tmp_path: Path) -> None:
+    (out, _), _ = run_ranks([*words(raw, tmp_path / "two", batch_size=128, epochs=1), "--json"])
+    two = json.loads(out)
+    one = train(config(raw, tmp_path / "one", epochs=1), show_progress=False)
+    assert two["auc"] == pytest.approx(one["auc"], abs=1e-3)
+    for name in ("C2", "C26"):
+        mine, other = known(tmp_path / "one", name), known(tmp_path / "two", name)
+        assert torch.equal(mine.keys, other.keys) and torch.equal(mine.counts, other.counts)
+        assert torch.allclose(mine.rows, other.rows, atol=1e-3)
+
+
+def test_a_run_goes_on_bitwise_and_starts_the_next_day(raw: Path, tmp_path: Path) -> None:
+    flags = {"checkpoint_every": 6, "dynamic.admit_after": 2}
+    whole = train(config(raw, tmp_path / "whole", **flags), show_progress=False)
+    train(config(raw, tmp_path / "part", max_steps=6, **flags), show_progress=False)
+    again = train(config(raw, tmp_path / "part", **flags), show_progress=False, resume=True)
+    assert again["auc"] == whole["auc"]
+    mine, other = (load_state(tmp_path / name / "state.pt") for name in ("whole", "part"))
+    assert all(torch.equal(value, other[name]) for name, value in mine.items())
+    train(config(raw, tmp_path / "next", start=str(tmp_path / "whole"), max_steps=1, **flags),
+          show_progress=False)
+    before, after = known(tmp_path / "whole", "C26"), known(tmp_path / "next", "C26")
+    steps = whole["steps"] - whole["steps"] % 6  # the last checkpoint
+    assert after.clock == steps + 1 and set(before.keys.tolist()) & set(after.keys.tolist())
+
+
+def test_tables_have_rows_of_their_own(raw: Path, tmp_path: Path) -> None:
+    """Fewer rows than keys: evictions; the table does about what its statistics foresee."""
+    run = config(raw, tmp_path, **{"dynamic.tables.C26": 101, "max_steps": 20})
+    train(run, show_progress=False)
+    state = load_state(tmp_path / "state.pt")
+    assert state[f"{PREFIX}C26.weight"].shape == (101, 8)
+    assert known(tmp_path, "C26").keys.numel() == 100
+    stats = analyze_folder(raw / "data").tables["C26"]
+    assert forecast(stats, 101).occupied == pytest.approx(100, abs=1)
+    assert forecast(stats, 101).evictions_per_lookup > 0
+
+
+def test_command_line(raw: Path, tmp_path: Path) -> None:
+    done = run_oper(*words(raw, tmp_path, max_steps=2))
+    assert "steps: 2" in done.stdout
+
+
+BAD = [({"dynamic.rows": 1}, "dynamic.rows"), ({"dynamic.rows": 0, "dynamic.half_life": 3},
+                                               "dynamic.rows"),
+       ({"dynamic.tables.C1": 1}, "dynamic.tables.C1"), ({"sharding": "none", "stats": ""},
+                                                         "sharding"),
+       ({"checkpoint_every": 2, "delta_every": 1}, "delta_every"),
+       ({"dynamic.tables": 3}, "dynamic.tables"), ({"dynamic.eviction": "fifo"}, "eviction")]
+
+
+@pytest.mark.parametrize(("flags", "name"), BAD)
+def test_refused_configurations(raw: Path, tmp_path: Path, flags: dict[str, Any], name: str
+                                ) -> None:
+    with pytest.raises((InvalidInputError, UsageError), match=name):
+        config(raw, tmp_path, **flags)
+
+
+def test_refused_data(raw: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="ids='raw', expected row numbers"):
+        train(config(raw, tmp_path / "a", **{"dynamic.rows": 0}), show_progress=False)
+    with pytest.raises(InvalidInputError, match=r"dynamic\.tables=\['nobody'\]"):
+        train(config(raw, tmp_path / "a", **{"dynamic.tables.nobody": 9}), show_progress=False)
+    log = write_synthetic_log(tmp_path / "log.txt", SyntheticLog(600, 3))
+    preprocess(load_recipe("criteo-kaggle"), [str(log)], tmp_path / "data")
+    with pytest.raises(InvalidInputError, match="expected a folder of raw ids"):
+        train(config(raw, tmp_path / "a", data=str(tmp_path / "data"), stats=""),
+              show_progress=False)
+
+
+def test_keys_of_a_column_are_numbers_of_64_bits(raw: Path) -> None:
+    folder = Folder.open(raw / "data", allow_raw=True)
+    part = folder.parts("train")[0]
+    assert folder.read_part(part, ("C1",)).column("C1").to_numpy().dtype == np.int64
