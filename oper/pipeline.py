@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,9 +74,11 @@ class MicroBatchPipeline:
         self._wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         # DistributedDataParallel cannot learn a static graph from passes that it does not average.
         self._learns_graph = any(w.static_graph for w in self._wrappers)
-        # Collections, whose features can be found in a batch before the model calls them.
         self._collections: list[Any] = [
             m for m in model.modules() if hasattr(m, "tables") and hasattr(m, "prefetch")]
+        # Those among them that get features of the batch as they are, which can be looked up before
+        # the model does. None until the first step, which shows it.
+        self._direct: list[Any] | None = None
         self._seconds: dict[int, list[float]] = {k: [] for k in _TRIED}
 
     def progress(self, batches: Iterator[Any]) -> Any:
@@ -110,8 +112,10 @@ class MicroBatchPipeline:
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
         parts, sizes = self._split(batch, num_parts) if num_parts > 1 else ([batch], [1])
-        found = []
+        found, direct = [], self._direct
         with contextlib.ExitStack() as stack:
+            if direct is None:
+                direct = stack.enter_context(self._watched(parts))
             if num_parts > 1:
                 stack.enter_context(micro_batches(self._model, num_parts))
                 self._start(parts[0])
@@ -125,14 +129,33 @@ class MicroBatchPipeline:
                     loss = out if isinstance(out, torch.Tensor) else out[0]
                     (loss if len(parts) == 1 else loss * (sizes[k] / sum(sizes))).backward()
                 found.append(detached(out))
+        self._direct = direct
         if self._optimizer is not None:
             self._optimizer.step()
         return found[0] if len(found) == 1 else joined(found, sizes)
 
+    @contextlib.contextmanager
+    def _watched(self, parts: Sequence[Any]) -> Iterator[list[Any]]:
+        """Gives a list, which gets the collections that are called with features of the parts."""
+        given = {id(x.values()) for part in parts for x in features_in(part)}
+        direct: list[Any] = []
+
+        def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+            used = features_in([args, kwargs])
+            if module not in direct and any(id(x.values()) in given for x in used):
+                direct.append(module)
+
+        hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in self._collections]
+        try:
+            yield direct
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def _start(self, part: Any) -> None:
         """Begin the lookups of a part whose features can be told from it."""
         inputs = features_in(part)
-        for module in self._collections:
+        for module in self._direct or ():
             fit = [x for x in inputs if set(module.features) <= set(x.keys())]
             if len(fit) == 1:
                 module.prefetch(fit[0])
