@@ -202,9 +202,10 @@ class Parts:
     def _look_up(self, batch: Lookup) -> Lookup:
         if self._tables.bounds.mode != "fatal":
             batch = self._tables.in_bounds(batch)
-        versions = batch.versions()
+        versions, num_published = batch.versions(), self._tables.num_published
         out, offsets = self._tables.forward(replace(batch, looked_up=None), True)
-        return replace(batch, looked_up=LookedUp(self, versions, out, offsets))
+        return replace(batch, looked_up=LookedUp(
+            self, num_published, versions, out, offsets))
 
     def _refuse(self, error: BaseException) -> None:
         self._tables.refuse()

@@ -218,11 +218,13 @@ class ShardedTables(TableUpdates, MeasuredTables):
             return self.keys.lookup(self.lookup, batch)
         if torch.compiler.is_compiling() and self.bounds.mode == "fatal":
             return lookup_in_graph(self, batch)
-        if batch.looked_up is not None:
-            if batch.looked_up.by is self.turns.parts:
-                check_unchanged(batch.looked_up.versions, batch.versions())
+        looked_up = batch.looked_up
+        if looked_up is not None:
+            if (looked_up.by is self.turns.parts
+                    and looked_up.num_published == self.num_published):
+                check_unchanged(looked_up.versions, batch.versions())
             else:
-                batch = replace(batch, looked_up=None)  # the rows have been updated since
+                batch = replace(batch, looked_up=None)  # the rows have changed since
         if self.bounds.mode != "fatal" and batch.looked_up is None and self._known(batch) is None:
             batch = self.in_bounds(batch)
         if self.optimizers is not None and torch.is_grad_enabled():

@@ -317,6 +317,27 @@ def test_lookups_without_gradients_notice_ids_that_change() -> None:
             tables.lookup(begun)
 
 
+def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
+    case = dlrm_case()
+
+    def body(group: Any) -> None:
+        tables = open_tables(case, uniform_plan(case.tables, 2), group, SGD(lr=0.3))
+        part = parts_of(case, group.rank, 0)[0]
+        with MicroBatches([tables]):
+            begun = tables.turns.parts.start(part.lookup(case))
+            begun.result()
+            tables.write("large", torch.full(tables.shape("large"), 7.0))
+            tables.publish()
+            with torch.no_grad():
+                want = tables.lookup(part.lookup(case))
+            out = tables.lookup(begun.result())
+            assert_bitwise(out.detach(), want, "rows")
+            out.backward(gradient(out, part, True))
+        assert tables.num_steps == 1
+
+    run_ranks(2, body, domains=(0, 1))
+
+
 def test_gradients_of_parts_cannot_be_forgotten() -> None:
     case = dlrm_case()
     tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
