@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,7 +37,8 @@ class MicroBatchPipeline:
             with it.
         optimizer: of the dense parameters, or None.
         num_parts: parts of a batch, the same on all ranks; None = measured in the first 15 steps,
-            the fastest of 1, 2, 3, 4 and 6 on the slowest rank. A batch needs a sample per part.
+            the fastest of 1, 2, 3, 4 and 6 on the slowest rank, as far as batches have as many
+            samples. A batch needs a sample per part.
         split: ``split(batch, num_parts)`` gives the parts and their numbers of samples;
             `split_batch` by default.
 
@@ -89,24 +91,40 @@ class MicroBatchPipeline:
             numbers (the loss among them) as means over samples.
         """
         batch = next(batches)
+        num_parts = 1 if self._learns_graph else self.num_parts or self._tried(batch)
         begin = time.perf_counter()
-        num_parts = 1 if self._learns_graph else self.num_parts or self._tried()
         out = self._step(batch, num_parts)
         self._learns_graph = False
         if self.num_parts is None:
             self._note(num_parts, time.perf_counter() - begin)
         return out
 
-    def _tried(self) -> int:
-        return next(k for k in _TRIED if len(self._seconds[k]) < _TRIED_STEPS)
+    def _tried(self, batch: Any) -> int:
+        """The number of parts to measure with a batch, of those that every rank's batch has."""
+        for k in _TRIED:
+            if len(self._seconds[k]) < _TRIED_STEPS:
+                if k == 1 or all(self._tables[0].all_gather(self._can_split(batch, k))):
+                    return k
+                self._seconds[k] = [math.inf] * _TRIED_STEPS
+        return self._choose()
+
+    def _can_split(self, batch: Any, num_parts: int) -> bool:
+        try:
+            self._split(batch, num_parts)
+        except InvalidInputError:
+            return False
+        return True
 
     def _note(self, num_parts: int, seconds: float) -> None:
         self._seconds[num_parts].append(seconds)
-        if any(len(s) < _TRIED_STEPS for s in self._seconds.values()):
-            return
+        if all(len(s) >= _TRIED_STEPS for s in self._seconds.values()):
+            self._choose()
+
+    def _choose(self) -> int:
         mine = [min(s[1:]) for s in self._seconds.values()]
         slowest = [max(of) for of in zip(*self._tables[0].all_gather(mine), strict=True)]
         self.num_parts = _TRIED[slowest.index(min(slowest))]
+        return self.num_parts
 
     def _step(self, batch: Any, num_parts: int) -> Any:
         if self._optimizer is not None:

@@ -76,6 +76,14 @@ def test_the_number_of_parts_is_measured_alike_on_all_ranks() -> None:
     assert found[0] == found[1] and found[0] in (1, 2, 3, 4, 6)
 
 
+@pytest.mark.filterwarnings("ignore:no access statistics")
+def test_small_batches_are_not_measured_in_more_parts_than_they_have_samples() -> None:
+    pipeline = oper.MicroBatchPipeline(oper.shard(Remapping(0), optimizer=oper.SGD(lr=LR)))
+    for seed in range(13):
+        pipeline.progress(iter([make_batch(seed, 4)]))
+    assert pipeline.num_parts in (1, 2, 3, 4)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_parts_have_the_samples_of_the_batch_in_order(weighted: bool) -> None:
     features, dense = make_kjt(1, 11, weighted), torch.randn(11, 3)
@@ -107,14 +115,14 @@ def test_outputs_are_put_together() -> None:
 class Remapping(torch.nn.Module):
     """Looks up other ids than the batch has."""
 
-    def __init__(self) -> None:
+    def __init__(self, shift: int = 10**6) -> None:
         super().__init__()
-        self.bags = make_collection(1)
+        self.bags, self.shift = make_collection(1), shift
         self.top = torch.nn.Linear(16 * 6, 1)
 
     def forward(self, batch: Any) -> torch.Tensor:
         kjt = batch.sparse_features
-        ids = KeyedJaggedTensor(kjt.keys(), kjt.values() - 10**6, lengths=kjt.lengths())
+        ids = KeyedJaggedTensor(kjt.keys(), kjt.values() - self.shift, lengths=kjt.lengths())
         return self.top(self.bags(ids).values()).square().mean()
 
 
