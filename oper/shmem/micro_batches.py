@@ -213,6 +213,11 @@ class Parts:
 
     def _pass_back(self, of: tuple[Backward, tuple[int, ...], bool]) -> None:
         passed, versions, is_last = of
+        try:
+            check_unchanged(versions, _versions(passed))
+        except InvalidInputError:
+            self._tables.refuse()
+            raise
         self._tables.step(passed, updates=is_last)
         check_unchanged(versions, _versions(passed))
 
