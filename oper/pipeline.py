@@ -29,7 +29,8 @@ class MicroBatchPipeline:
     are updated once, after the last part. The numbers are those of whole batches up to the order of
     additions, for losses that are means over samples and models that treat samples one by one (no
     batch normalisation). Used as TorchRec's pipelines are. Rows that several parts look up are sent
-    once for each; without other hosts there is nothing to hide.
+    once for each; without other hosts there is nothing to hide. A collection is looked up ahead
+    where the model calls it with features of the batch as they are, which the first step shows.
 
     Args:
         model: a sharded model, also within DistributedDataParallel (with ``static_graph=True`` the
