@@ -160,6 +160,8 @@ class MicroBatchPipeline:
         direct: list[Any] = []
 
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling():  # a graph looks up by itself
+                return
             used = features_in([args, kwargs])
             if module not in direct and any(id(x.values()) in given for x in used):
                 direct.append(module)
