@@ -15,7 +15,7 @@ from oper.serve.requests import check_model, check_name
 from oper.support.flags import number, text_for, whole
 
 _ROW_DTYPES = ("float32", "float16", "int8", "int4")
-_OF_FOLDERS = ("name", "row_dtype", "error_budget", "stats", "keep_spare", "watch")
+_OF_FOLDERS = ("name", "row_dtype", "error_budget", "stats", "keep_spare")
 
 
 def configure_serve(parser: argparse.ArgumentParser) -> None:

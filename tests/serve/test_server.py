@@ -399,7 +399,7 @@ def test_what_cannot_be_served_is_one_error(model: str, words: str, tmp_path: Pa
 
 @pytest.mark.parametrize("flags", [
     ["--row-dtype", "int8"], ["--error-budget", "1e-3"], ["--stats", "counts"], ["--keep-spare"],
-    ["--name", "other"], ["--watch"]])
+    ["--name", "other"]])
 def test_what_only_folders_take_is_refused_for_functions(
         flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "tests.serve_support:Sums", "--port", "0", *flags]) == 2
