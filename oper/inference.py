@@ -190,6 +190,9 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
         torch.Size([1, 8])
         >>> served.close(); publication.close()
     """
+    if not isinstance(stats, AccessStats | None):
+        raise InvalidInputError(fail("cannot publish a model", "stats", stats,
+                                     "AccessStats, or None", "pass AccessStats.load(file)"))
     targets = sharded_targets(model)
     if not targets:
         targets = _named_targets(model)

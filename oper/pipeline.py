@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class MicroBatchPipeline:
     are updated once, after the last part. The numbers are those of whole batches up to the order of
     additions, for losses that are means over samples and models that treat samples one by one (no
     batch normalisation). Used as TorchRec's pipelines are. Rows that several parts look up are sent
-    once for each; without other hosts there is nothing to hide.
+    once for each; without other hosts there is nothing to hide. A collection is looked up ahead
+    where the model calls it with features of the batch as they are, which the first step shows.
 
     Args:
         model: a sharded model, also within DistributedDataParallel (with ``static_graph=True`` the
@@ -36,7 +38,8 @@ class MicroBatchPipeline:
             with it.
         optimizer: of the dense parameters, or None.
         num_parts: parts of a batch, the same on all ranks; None = measured in the first 15 steps,
-            the fastest of 1, 2, 3, 4 and 6 on the slowest rank. A batch needs a sample per part.
+            the fastest of 1, 2, 3, 4 and 6 on the slowest rank, as far as batches have as many
+            samples. A batch needs a sample per part.
         split: ``split(batch, num_parts)`` gives the parts and their numbers of samples;
             `split_batch` by default.
 
@@ -74,9 +77,11 @@ class MicroBatchPipeline:
         self._wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         # DistributedDataParallel cannot learn a static graph from passes that it does not average.
         self._learns_graph = any(w.static_graph for w in self._wrappers)
-        # Collections, whose features can be found in a batch before the model calls them.
         self._collections: list[Any] = [
             m for m in model.modules() if hasattr(m, "tables") and hasattr(m, "prefetch")]
+        # Those among them that get features of the batch as they are, which can be looked up before
+        # the model does. None until the first step, which shows it.
+        self._direct: list[Any] | None = None
         self._seconds: dict[int, list[float]] = {k: [] for k in _TRIED}
 
     def progress(self, batches: Iterator[Any]) -> Any:
@@ -87,31 +92,49 @@ class MicroBatchPipeline:
             numbers (the loss among them) as means over samples.
         """
         batch = next(batches)
+        num_parts = 1 if self._learns_graph else self.num_parts or self._tried(batch)
         begin = time.perf_counter()
-        num_parts = 1 if self._learns_graph else self.num_parts or self._tried()
         out = self._step(batch, num_parts)
         self._learns_graph = False
         if self.num_parts is None:
             self._note(num_parts, time.perf_counter() - begin)
         return out
 
-    def _tried(self) -> int:
-        return next(k for k in _TRIED if len(self._seconds[k]) < _TRIED_STEPS)
+    def _tried(self, batch: Any) -> int:
+        """The number of parts to measure with a batch, of those that every rank's batch has."""
+        for k in _TRIED:
+            if len(self._seconds[k]) < _TRIED_STEPS:
+                if k == 1 or all(self._tables[0].all_gather(self._can_split(batch, k))):
+                    return k
+                self._seconds[k] = [math.inf] * _TRIED_STEPS
+        return self._choose()
+
+    def _can_split(self, batch: Any, num_parts: int) -> bool:
+        try:
+            self._split(batch, num_parts)
+        except InvalidInputError:
+            return False
+        return True
 
     def _note(self, num_parts: int, seconds: float) -> None:
         self._seconds[num_parts].append(seconds)
-        if any(len(s) < _TRIED_STEPS for s in self._seconds.values()):
-            return
+        if all(len(s) >= _TRIED_STEPS for s in self._seconds.values()):
+            self._choose()
+
+    def _choose(self) -> int:
         mine = [min(s[1:]) for s in self._seconds.values()]
         slowest = [max(of) for of in zip(*self._tables[0].all_gather(mine), strict=True)]
         self.num_parts = _TRIED[slowest.index(min(slowest))]
+        return self.num_parts
 
     def _step(self, batch: Any, num_parts: int) -> Any:
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
         parts, sizes = self._split(batch, num_parts) if num_parts > 1 else ([batch], [1])
-        found = []
+        found, direct = [], self._direct
         with contextlib.ExitStack() as stack:
+            if direct is None:
+                direct = stack.enter_context(self._watched(parts))
             if num_parts > 1:
                 stack.enter_context(micro_batches(self._model, num_parts))
                 self._start(parts[0])
@@ -125,14 +148,35 @@ class MicroBatchPipeline:
                     loss = out if isinstance(out, torch.Tensor) else out[0]
                     (loss if len(parts) == 1 else loss * (sizes[k] / sum(sizes))).backward()
                 found.append(detached(out))
+        self._direct = direct
         if self._optimizer is not None:
             self._optimizer.step()
         return found[0] if len(found) == 1 else joined(found, sizes)
 
+    @contextlib.contextmanager
+    def _watched(self, parts: Sequence[Any]) -> Iterator[list[Any]]:
+        """Gives a list, which gets the collections that are called with features of the parts."""
+        given = {id(x.values()) for part in parts for x in features_in(part)}
+        direct: list[Any] = []
+
+        def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling():  # a graph looks up by itself
+                return
+            used = features_in([args, kwargs])
+            if module not in direct and any(id(x.values()) in given for x in used):
+                direct.append(module)
+
+        hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in self._collections]
+        try:
+            yield direct
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def _start(self, part: Any) -> None:
         """Begin the lookups of a part whose features can be told from it."""
         inputs = features_in(part)
-        for module in self._collections:
+        for module in self._direct or ():
             fit = [x for x in inputs if set(module.features) <= set(x.keys())]
             if len(fit) == 1:
                 module.prefetch(fit[0])

@@ -217,12 +217,11 @@ std::vector<int64_t> context_duplication(int64_t handle) {
 }
 
 // `phase`: what for, see oper/shmem/group/desync.py.
-// `refuses`: this rank leaves the batch out, and so do all.
-std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase, bool refuses) {
+std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase) {
   Context& context = context_of(handle);
   if (!context.barrier) return {0, -1};
   int32_t culprit = -1;
-  const auto result = context.barrier->arrive(static_cast<uint32_t>(phase), &culprit, refuses);
+  const auto result = context.barrier->arrive(static_cast<uint32_t>(phase), &culprit);
   return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
 }
 
@@ -315,7 +314,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(context_set_pull, "(int handle, int choice, Tensor costs) -> ()");
   OPER_OPERATOR(context_duplication, "(int handle) -> int[]");
   OPER_OPERATOR(context_sent_bytes, "(int handle, bool reset) -> int[]");
-  OPER_OPERATOR(context_barrier, "(int handle, int phase, bool refuses=False) -> (int, int)");
+  OPER_OPERATOR(context_barrier, "(int handle, int phase) -> (int, int)");
   OPER_OPERATOR(context_positions, "(int handle) -> int[]");
   OPER_OPERATOR(context_last_phases, "(int handle) -> int[]");
   OPER_OPERATOR(context_give_up, "(int handle, int verdict) -> ()");

@@ -368,6 +368,9 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
   return {status.code, status.detail};
 }
 
+// See `refuse` in host/context.h.
+void lookup_refuse(int64_t handle) { refuse(context_of(handle), parallel_over_tasks); }
+
 // Forgets the parts of a batch that were exchanged since the last update.
 void lookup_forget(int64_t handle) { context_of(handle).num_left = 0; }
 
@@ -430,6 +433,7 @@ STABLE_TORCH_LIBRARY(oper, m) {
   m.def(oper::kLookupResolve);
   m.def(oper::kLookupWeightGradient);
   m.def(oper::kLookupBackward);
+  OPER_OPERATOR(lookup_refuse, "(int handle) -> ()");
   OPER_OPERATOR(lookup_forget, "(int handle) -> ()");
 }
 

@@ -443,6 +443,9 @@ Status weight_gradient(Context& context, const Batch& batch, const float* grad, 
 // until the next `backward`. Collective over the ranks. `grad` is laid out as the output of `forward`.
 Status leave(Context& context, const Batch& batch, const float* grad, ParallelFor parallel);
 
+// In the place of `leave` or `backward` of a rank that cannot take part: no rank makes this update.
+void refuse(Context& context, ParallelFor parallel);
+
 // As `leave`, then update with the sum of all parts, scaled by `gradient_scale`.
 Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
                 ParallelFor parallel);

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.shmem.batch import Lookup
 from oper.shmem.tables import ShardedTables
@@ -30,7 +30,7 @@ class Ahead:
     def __init__(self, tables: ShardedTables) -> None:
         self._tables = tables
         self._thread: ThreadPoolExecutor | None = None
-        self.coming: OrderedDict[int, tuple[torch.Tensor, Future[Lookup]]] = OrderedDict()
+        self.coming: OrderedDict[int, tuple[KeyedJaggedTensor, Future[Lookup]]] = OrderedDict()
         self._lock = threading.Lock()  # several threads may announce and look up
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ahead:
@@ -50,16 +50,26 @@ class Ahead:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-ahead")
         return self._thread.submit(self._tables.to_resolve(batch))
 
-    def announce(self, ids: torch.Tensor, batch: Lookup) -> None:
-        """Start a batch that `take` will be asked for by its tensor of ids."""
+    def announce(self, features: KeyedJaggedTensor, batch: Lookup) -> None:
+        """Start a batch that `take` will be asked for by its features."""
         started = self.start(batch)
         with self._lock:
             while len(self.coming) >= _MAX_COMING:
                 self.coming.popitem(last=False)
-            self.coming[id(ids)] = (ids, started)
+            self.coming[id(features.values())] = (features, started)
 
-    def take(self, ids: torch.Tensor) -> Lookup | None:
-        """The batch that was announced with this very tensor of ids, resolved, or None."""
+    def take(self, features: KeyedJaggedTensor) -> Lookup | None:
+        """The batch that was announced with these very tensors, resolved, or None."""
         with self._lock:
-            known = self.coming.pop(id(ids), None)
-        return known[1].result() if known is not None else None
+            known = self.coming.get(id(features.values()))
+            if known is None or not _are_same(known[0], features):
+                return None
+            del self.coming[id(features.values())]
+        return known[1].result()
+
+
+def _are_same(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
+    """Whether they are of the same tensors, not only of the same ids."""
+    return a is b or (
+        a.values() is b.values() and a.lengths() is b.lengths()
+        and a.weights_or_none() is b.weights_or_none() and a.keys() == b.keys())

@@ -55,9 +55,9 @@ def _measured(source: Weights, key: str, held: TableSpec, stats: AccessStats) ->
         if first == last:
             continue
         values = rows[torch.from_numpy(ids[first:last] - begin)].float()
-        each = [values.square().sum(dim=1), *(squared_errors(values, d) for d in dtypes)]
+        each = [values.double().square_().sum(dim=1), *(squared_errors(values, d) for d in dtypes)]
         for k, x in enumerate(each):
-            sums[k] += np.bincount(block[first:last], x.double().numpy(), edges.size - 1)
+            sums[k] += np.bincount(block[first:last], x.numpy(), edges.size - 1)
     energy, *squared = sums / np.bincount(block, minlength=edges.size - 1)
     return RowErrors(edges, energy, dict(zip(dtypes, squared, strict=True)))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -115,14 +116,27 @@ def detached(value: Any) -> Any:
 
 def joined(found: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The outputs of the parts of a batch as one output: tensors are concatenated, numbers averaged
-    with the parts' `sizes` (samples) as weights."""
+    with the parts' `sizes` (samples) as weights.
+
+    Raises:
+        InvalidInputError: anything else that differs from part to part.
+    """
     first = found[0]
     if isinstance(first, torch.Tensor):
         if first.dim():
             return torch.cat(list(found))
         return torch.stack([x * n for x, n in zip(found, sizes, strict=True)]).sum() / sum(sizes)
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(found)
     children = _children(first)
-    if children is None:
+    if children is None and all(x is first or x == first for x in found):
         return first
+    if isinstance(first, int | float):
+        return sum(x * n for x, n in zip(found, sizes, strict=True)) / sum(sizes)
+    if children is None:
+        raise InvalidInputError(
+            fail("cannot put together what the parts of a batch have returned", "type",
+                 type(first).__name__, "tensors, numbers, what is the same for all parts, and "
+                 "tuples, lists, dicts and dataclasses of these", "return the tensors in it"))
     of_parts = zip(*(_children(x) or [] for x in found), strict=True)
     return _like(first, [joined(x, sizes) for x in of_parts])

@@ -308,7 +308,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         looked up is forgotten. Not collective. Within `oper.micro_batches` the whole lookup begins,
         which is collective.
         """
-        self._ahead.announce(features.values(), self.lookup_of(features))
+        self._ahead.announce(features, self.lookup_of(features))
 
     @property
     def features(self) -> list[str]:
@@ -323,7 +323,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
     def lookup_of(self, features: KeyedJaggedTensor) -> Lookup:
         """The lookup of a batch, resolved if it was announced."""
         if self._ahead.coming:
-            known = self._ahead.take(features.values())
+            known = self._ahead.take(features)
             if known is not None:
                 return known
         if torch._C._get_tracing_state() is not None:

@@ -15,14 +15,15 @@ from oper.serve.requests import check_model, check_name
 from oper.support.flags import number, text_for, whole
 
 _ROW_DTYPES = ("float32", "float16", "int8", "int4")
+_OF_FOLDERS = ("name", "row_dtype", "error_budget", "stats", "keep_spare")
 
 
 def configure_serve(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper serve``."""
     parser.add_argument("model", metavar="MODEL", help="folder that 'oper train' wrote, or "
                         "MODULE:FUNCTION that makes a predictor (see docs/how-to/serve.md)")
-    parser.add_argument("--name", type=text_for(check_name), default="dlrm",
-                        help="of the model, in addresses (dlrm)")
+    parser.add_argument("--name", type=text_for(check_name),
+                        help="of a folder's model, in addresses (dlrm)")
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (127.0.0.1)")
     parser.add_argument("--port", type=whole(0, 65535), default=8500,
                         help="0 = any free one (8500)")
@@ -138,7 +139,12 @@ def _model(args: argparse.Namespace) -> Any:
 
         with contextlib.suppress(FileFormatError):  # told by load_model, after other mistakes
             print(f"loading {find_weights(args.model)}", file=sys.stderr, flush=True)
-        return load_model(args.model, args.name, _row_dtype(args), args.keep_spare)
+        return load_model(args.model, args.name or "dlrm", _row_dtype(args), args.keep_spare)
+    given = [f"--{name.replace('_', '-')}" for name in _OF_FOLDERS if getattr(args, name)]
+    if given:
+        raise UsageError(fail(f"cannot serve {args.model}", "options", given,
+                              "none of these, which a folder's model takes",
+                              f"let {function} make its predictor so"))
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module), function)

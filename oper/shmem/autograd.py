@@ -33,8 +33,8 @@ class Trained(Protocol):
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]: ...
     def apply_all(self, parts: list[Backward]) -> None: ...
-    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
-                        ) -> torch.Tensor: ...
+    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
+                        updates: bool) -> torch.Tensor: ...
 
 
 class CollectedPasses:
@@ -112,12 +112,13 @@ class _Lookup(torch.autograd.Function):
         if (*map(_VERSION, ctx.watched),) != ctx.versions:
             _refuse_changes(ctx.watched, ctx.versions)
         weights = None
+        updates = ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(
+            ctx.next_functions[0][0])
         if ctx.needs_input_grad[1]:
             with tables.turns.lock:
                 _check_rows(tables, ctx.rows)
-                weights = tables.weight_gradient(grads[0], batch, offsets)
-        if not (ctx.needs_input_grad[0]
-                and torch._C._will_engine_execute_node(ctx.next_functions[0][0])):
+                weights = tables.weight_gradient(grads[0], batch, offsets, updates)
+        if not updates:
             return None, weights, None, None
         _, parts = tables.collected.parts.setdefault(torch._C._current_graph_task_id(),
                                                      (ctx.thread, []))

@@ -87,11 +87,13 @@ class LookedUp:
 
     Attributes:
         by: what it holds for: parts of one batch, see `oper.shmem.micro_batches.Parts`.
+        num_published: of the tables, see `LogicalRows`, before rows were read.
         versions: of ids and weights (`Lookup.versions`) before they were read.
         out, offsets: what `ShardedTables.forward` returned.
     """
 
     by: Any
+    num_published: int
     versions: tuple[int, int]
     out: torch.Tensor
     offsets: torch.Tensor

@@ -102,7 +102,7 @@ def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
                    None if weights is None else weights.contiguous(), pooled)
     of_weights = grad.new_empty(0)
     if weights_need_gradient:
-        of_weights = opened.weight_gradient(grad, batch, offsets)
+        of_weights = opened.weight_gradient(grad, batch, offsets, updates=True)
     _, parts = opened.collected.parts.setdefault(torch._C._current_graph_task_id(),
                                                  (threading.get_ident(), []))
     parts.append(Backward(grad, batch, offsets))

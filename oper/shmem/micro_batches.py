@@ -53,9 +53,9 @@ class MicroBatches:
         except BaseException:
             self._give_back()
             raise
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-parts")
+        self._worker = _Worker()
         for tables in self._tables:
-            tables.turns.parts = Parts(tables, self._thread, self._num_passes)
+            tables.turns.parts = Parts(tables, self._worker, self._num_passes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -63,12 +63,13 @@ class MicroBatches:
         parts: list[Parts] = [tables.turns.parts for tables in self._tables]
         is_updated = False
         try:
-            self._thread.shutdown()  # when all that was asked for is done
-            for tables in self._tables:
-                tables.turns.parts = None
+            try:
+                self._worker.end()
+            finally:
+                for tables in self._tables:
+                    tables.turns.parts = None
             if error is None:
-                for x in parts:
-                    x.raise_failed()
+                self._worker.raise_failed()
                 for x in parts:
                     x.update()
                 is_updated = True
@@ -83,39 +84,72 @@ class MicroBatches:
             tables.turns.lock.release()
 
 
+class _Worker:
+    """The thread that makes the collective calls of all tables, in order; none after one that has
+    failed, since the ranks no longer agree on what comes next."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-parts")
+        self._asked: list[Future[Any]] = []
+        self._identity: int | None = None  # of the thread, once it has begun
+
+    def ask(self, call: Any, argument: Any) -> Future[Any]:
+        """Have a call made behind those before it."""
+        asked = self._thread.submit(self._run, call, argument)
+        self._asked.append(asked)
+        return asked
+
+    def _run(self, call: Any, argument: Any) -> Any:
+        self._identity = threading.get_ident()
+        self.raise_failed()
+        return call(argument)
+
+    def settle(self) -> None:
+        """Wait until all that was asked for is done, on any thread but this."""
+        if threading.get_ident() != self._identity:
+            wait(self._asked)
+
+    def raise_failed(self) -> None:
+        """Raise the first error met so far."""
+        for asked in self._asked:
+            if asked.done():
+                asked.result()
+
+    def end(self) -> None:
+        """End when all that was asked for is done."""
+        self._thread.shutdown()
+
+
 class Parts:
     """The parts of a batch as one collection's tables see them.
 
     Args:
         tables: the tables.
-        thread: makes the collective calls.
+        worker: makes the collective calls.
         num_passes: backward passes until the update; None = until `update`.
     """
 
-    def __init__(self, tables: Tables, thread: ThreadPoolExecutor, num_passes: int | None) -> None:
-        self._tables, self._thread, self._num_passes = tables, thread, num_passes
+    def __init__(self, tables: Tables, worker: _Worker, num_passes: int | None) -> None:
+        self._tables, self._worker, self._num_passes = tables, worker, num_passes
         self._num_left = 0
-        self._asked: list[Future[Any]] = []
-        self._identity: int | None = None  # of the thread, once it has begun
         self._last: Backward | None = None
 
     # ---- what the program's thread asks for ------------------------------------------------------
 
     def start(self, batch: Lookup) -> Future[Lookup]:
         """Begin a lookup; the same batch, which `ShardedTables.lookup` goes on with."""
-        return self._ask(self._look_up, batch)
+        return self._worker.ask(self._look_up, batch)
 
     def looked_up(self, batch: Lookup) -> Lookup:
         """A batch with what its lookup has found, begun now unless it was before."""
         self._refuse_more()
         if batch.looked_up is None or batch.looked_up.by is not self:
             return self.start(batch).result()
-        _check_unchanged(batch, batch.looked_up.versions)
         return batch
 
     def leave(self, passed: Backward) -> None:
         """Begin to exchange the gradients of a part, and with those of the last one to update."""
-        self.raise_failed()
+        self._worker.raise_failed()
         self._refuse_more()
         if self._last is not None and self._last.frozen != passed.frozen:
             raise InvalidInputError(
@@ -125,7 +159,19 @@ class Parts:
         self._last = passed
         self._num_left += 1
         is_last = self._num_left == self._num_passes
-        self._ask(self._pass_back, (passed, passed.batch.versions(), is_last))
+        self._worker.ask(self._pass_back, (passed, _versions(passed), is_last))
+
+    def refuse(self, error: BaseException) -> None:
+        """In the place of `leave` on a rank that cannot take part: no rank updates."""
+        self._worker.ask(self._refuse, error)
+
+    def check_drop(self) -> None:
+        """Raise InvalidInputError where gradients of these parts would have to be forgotten."""
+        if self._num_left:
+            raise InvalidInputError(
+                fail("cannot forget gradients", "backward passes of this batch", self._num_left,
+                     "0, as their owners have them",
+                     "call zero_grad() before the first part, or behind oper.micro_batches"))
 
     def _refuse_more(self) -> None:
         if self._num_left == self._num_passes:
@@ -135,14 +181,7 @@ class Parts:
 
     def settle(self) -> None:
         """Wait until all that was asked for is done, on any thread but the one that does it."""
-        if threading.get_ident() != self._identity:
-            wait(self._asked)
-
-    def raise_failed(self) -> None:
-        """Raise the first error that the thread has met so far."""
-        for asked in self._asked:
-            if asked.done():
-                asked.result()
+        self._worker.settle()
 
     def update(self) -> None:
         """Update with the gradients of all parts, unless that is done."""
@@ -160,36 +199,41 @@ class Parts:
 
     # ---- what the thread does --------------------------------------------------------------------
 
-    def _ask(self, call: Any, argument: Any) -> Future[Any]:
-        asked = self._thread.submit(self._run, call, argument)
-        self._asked.append(asked)
-        return asked
-
-    def _run(self, call: Any, argument: Any) -> Any:
-        self._identity = threading.get_ident()
-        self.raise_failed()  # the ranks no longer agree on what comes next
-        return call(argument)
-
     def _look_up(self, batch: Lookup) -> Lookup:
         if self._tables.bounds.mode != "fatal":
             batch = self._tables.in_bounds(batch)
-        versions = batch.versions()
+        versions, num_published = batch.versions(), self._tables.num_published
         out, offsets = self._tables.forward(replace(batch, looked_up=None), True)
-        return replace(batch, looked_up=LookedUp(self, versions, out, offsets))
+        return replace(batch, looked_up=LookedUp(
+            self, num_published, versions, out, offsets))
 
-    def _pass_back(self, of: tuple[Backward, tuple[int, int], bool]) -> None:
+    def _refuse(self, error: BaseException) -> None:
+        self._tables.refuse()
+        raise error
+
+    def _pass_back(self, of: tuple[Backward, tuple[int, ...], bool]) -> None:
         passed, versions, is_last = of
+        try:
+            check_unchanged(versions, _versions(passed))
+        except InvalidInputError:
+            self._tables.refuse()
+            raise
         self._tables.step(passed, updates=is_last)
-        _check_unchanged(passed.batch, versions)
+        check_unchanged(versions, _versions(passed))
 
 
-def _check_unchanged(batch: Lookup, versions: tuple[int, int]) -> None:
-    """Raise InvalidInputError for a batch that was written to while the thread used it."""
-    if batch.versions() != versions:
+def _versions(passed: Backward) -> tuple[int, ...]:
+    """As `Lookup.versions`, of the gradient too."""
+    return *passed.batch.versions(), -1 if passed.grad.is_inference() else passed.grad._version
+
+
+def check_unchanged(before: tuple[int, ...], now: tuple[int, ...]) -> None:
+    """Raise InvalidInputError for tensors that were written to while the thread used them."""
+    if before != now:
         raise InvalidInputError(
             fail("cannot train a part of a batch", "changed in place",
-                 "ids or per-sample weights", "the same until the parts' update",
-                 "write the next part into other tensors"))
+                 "ids, per-sample weights or the gradient of a lookup",
+                 "the same until the parts' update", "write the next part into other tensors"))
 
 
 def _check(tables: Tables) -> None:

@@ -38,7 +38,7 @@ from oper.shmem.group.groups import Group
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
-from oper.shmem.micro_batches import refuse_in_parts
+from oper.shmem.micro_batches import check_unchanged, refuse_in_parts
 from oper.shmem.migration import Migration, check_room, copied, prepared
 from oper.shmem.optim.arguments import KernelArguments, feature_rows
 from oper.shmem.optim.clipping import GradientClamp
@@ -218,8 +218,13 @@ class ShardedTables(TableUpdates, MeasuredTables):
             return self.keys.lookup(self.lookup, batch)
         if torch.compiler.is_compiling() and self.bounds.mode == "fatal":
             return lookup_in_graph(self, batch)
-        if batch.looked_up is not None and batch.looked_up.by is not self.turns.parts:
-            batch = replace(batch, looked_up=None)  # the rows have been updated since
+        looked_up = batch.looked_up
+        if looked_up is not None:
+            if (looked_up.by is self.turns.parts
+                    and looked_up.num_published == self.num_published):
+                check_unchanged(looked_up.versions, batch.versions())
+            else:
+                batch = replace(batch, looked_up=None)  # the rows have changed since
         if self.bounds.mode != "fatal" and batch.looked_up is None and self._known(batch) is None:
             batch = self.in_bounds(batch)
         if self.optimizers is not None and torch.is_grad_enabled():
@@ -419,6 +424,11 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     # ---- memory ----------------------------------------------------------------------------------
 
+    def view(self, part: str, piece: int, rank: int) -> torch.Tensor:
+        if self.turns.parts is not None:
+            self.turns.parts.settle()  # an update may be under way
+        return super().view(part, piece, rank)
+
     def use_huge_pages(self) -> str:
         """Ask for huge pages behind the written rows; returns the page kind. Collective."""
         heap = self._check_open()
@@ -439,8 +449,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     def continue_from(self, other: ShardedTables, memo: dict[int, Any]) -> None:
         """Take steps, rates, bounds and what `no_sync` has kept from tables of the same kind."""
-        for name in ("num_steps", "frozen", "seed", "_rounding_keys", "_arguments", "name"):
+        for name in ("num_steps", "frozen", "seed", "_rounding_keys", "name"):
             setattr(self, name, getattr(other, name))
+        self._arguments = other._arguments.copied()
         self._skipped = dict(other._skipped)
         self._held.passes = list(other._held.passes)
         self.bounds = copy.deepcopy(other.bounds, memo)

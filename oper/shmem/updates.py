@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup, ResolvedIds, rows_in_order
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.micro_batches import refuse_in_parts
@@ -65,15 +66,14 @@ class TableUpdates:
         with self.turns.lock:
             if not self.turns.is_alone:
                 self.turns.end(parts)
+            if os.getpid() != self._process or self._heap is None:
+                self._check_process()
             for part in parts:
                 part.frozen |= self.frozen
                 if self.guard.mode != "off":
-                    part.grad = self.guard.apply(part.grad, part.batch, part.offsets,
-                                                 self.num_steps + 1)
+                    self._guard(part)
                 if self._clamp.is_active:
                     part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
-            if os.getpid() != self._process or self._heap is None:
-                self._check_process()
             held = self._held
             passed = (held.join(parts) if held.holders or held.passes or len(parts) > 1
                       else parts[0])
@@ -83,6 +83,24 @@ class TableUpdates:
                 self.turns.parts.leave(passed)
             else:
                 self.step(passed)
+
+    def _guard(self, part: Backward) -> None:
+        """Have the gradient of a pass looked at. Where that raises, no rank makes this update."""
+        try:
+            part.grad = self.guard.apply(part.grad, part.batch, part.offsets, self.num_steps + 1)
+        except InvalidInputError as error:
+            if not self._held.holders:  # else nobody waits for this rank
+                self._held.passes = []  # as on the other ranks
+                if self.turns.parts is not None:
+                    self.turns.parts.refuse(error)
+                else:
+                    self.refuse()
+            raise
+
+    def refuse(self) -> None:
+        """In the place of `step` on a rank that cannot take part: no rank makes this update, and
+        those of its memory domain may go on with the next. Collective."""
+        torch.ops.oper.lookup_refuse(self.handle)
 
     def step(self, passed: Backward, updates: bool = True) -> None:
         """Reduce and exchange the gradients of a backward pass, and update the tables with them.
@@ -138,14 +156,25 @@ class TableUpdates:
 
     @in_turn
     def drop_gradients(self) -> None:
-        """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does."""
+        """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does.
+
+        Raises:
+            InvalidInputError: within `oper.micro_batches`, after a backward pass.
+        """
+        if self.turns.parts is not None:
+            self.turns.parts.check_drop()
         self._held.passes = []
 
     @in_turn
-    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
-                        ) -> torch.Tensor:
-        """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`."""
-        if self.guard.mode != "off":
+    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
+                        updates: bool) -> torch.Tensor:
+        """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`.
+
+        Args:
+            grad, batch, offsets: as of `Backward`.
+            updates: whether an update with this gradient follows; its guard raises on all ranks.
+        """
+        if self.guard.mode != "off" and not (updates and self.guard.mode == "stop"):
             grad = self.guard.apply(grad, batch, offsets, self.num_steps + 1)
         grad = self._clamp.apply(grad, batch, offsets)
         gradient, code, detail = self.operators.lookup_weight_gradient(

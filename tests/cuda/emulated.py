@@ -57,7 +57,7 @@ class _HostLookup(torch.autograd.Function):
         gradient = grads[0].to(tables.device)
         of_weights = None
         if ctx.needs_input_grad[1]:
-            of_weights = tables.weight_gradient(gradient, batch, offsets).cpu()
+            of_weights = tables.weight_gradient(gradient, batch, offsets, False).cpu()
         tables.apply_gradients(gradient, batch, offsets)
         return None, of_weights, None, None
 

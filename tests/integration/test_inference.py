@@ -311,3 +311,11 @@ def test_rows_have_types_by_hotness(batch, name) -> None:
     for more in ({"stats": None}, {"row_dtype": "int8"}):
         with pytest.raises(InvalidInputError, match="cannot choose types of rows"):
             oper.publish(model(), name, **{"stats": stats, "error_budget": 1e-3, **more})
+    with pytest.raises(InvalidInputError, match="stats='counts'"):
+        oper.publish(model(), name, stats="counts", error_budget=1e-3)
+    tiny = model()  # rows whose squares float32 does not hold, nor float16 the rows
+    with torch.no_grad():
+        for bag in tiny.sparse_arch.embedding_bag_collection.embedding_bags.values():
+            bag.weight.mul_(1e-30)
+    with pytest.raises(oper.PlanInfeasibleError, match="the widest type loses"):
+        oper.publish(tiny, name, stats=stats, error_budget=1e-3)

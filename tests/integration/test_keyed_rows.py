@@ -185,6 +185,16 @@ def test_a_map_without_keys() -> None:
     assert torch.equal(rows, empty.default_row.expand(3, -1))
 
 
+def test_what_a_map_refuses() -> None:
+    with pytest.raises(InvalidInputError, match="num_keys=0"):
+        oper.KeyMap(0)
+    to_rows = oper.KeyMap(3)
+    with pytest.raises(InvalidInputError, match="not ascending"):
+        to_rows.load_state_dict({"keys": torch.tensor([5, 1, 9])})
+    with pytest.raises(InvalidInputError, match="float32"):
+        to_rows(torch.tensor([1.7]))
+
+
 def test_torchrec_maps_become_dynamic_tables() -> None:
     """Ids that the map has learnt keep their rows; the others read the row of its misses."""
     there = torchrec_maps.make()
@@ -226,7 +236,7 @@ GOOD = oper.KeyedRows(torch.tensor([-1, 5]), torch.zeros(2, DIM), torch.zeros(DI
     ("rows=", {"rows": torch.zeros(3, DIM)}),
     ("counts=\\[-1, 2\\]", {"counts": torch.tensor([-1, 2])}),
     ("clocks=\\[0, 4\\]", {"clocks": torch.tensor([0, 4])}),
-    ("clock=-1", {"clock": -1}),
+    ("clock=-1", {"clock": -1}), ("clock=3.5", {"clock": 3.5}),
 ])
 def test_what_is_no_keyed_row(message: str, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -13,7 +14,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import oper
 from oper.errors import InvalidInputError
 from oper.integration.splitting import joined, split_batch
-from tests.dlrm_support import EBC, KEYS, assert_close, make_batch, make_dlrm, make_kjt, plan_for
+from tests.dlrm_support import (
+    EBC,
+    KEYS,
+    assert_close,
+    make_batch,
+    make_collection,
+    make_dlrm,
+    make_kjt,
+    plan_for,
+)
 from tests.runtime_support import assert_bitwise
 from tests.world_support import run_world
 
@@ -66,6 +76,14 @@ def test_the_number_of_parts_is_measured_alike_on_all_ranks() -> None:
     assert found[0] == found[1] and found[0] in (1, 2, 3, 4, 6)
 
 
+@pytest.mark.filterwarnings("ignore:no access statistics")
+def test_small_batches_are_not_measured_in_more_parts_than_they_have_samples() -> None:
+    pipeline = oper.MicroBatchPipeline(oper.shard(Remapping(0), optimizer=oper.SGD(lr=LR)))
+    for seed in range(13):
+        pipeline.progress(iter([make_batch(seed, 4)]))
+    assert pipeline.num_parts in (1, 2, 3, 4)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_parts_have_the_samples_of_the_batch_in_order(weighted: bool) -> None:
     features, dense = make_kjt(1, 11, weighted), torch.randn(11, 3)
@@ -88,6 +106,40 @@ def test_outputs_are_put_together() -> None:
     mean, (rows,), name = joined(parts, [2, 1])
     assert float(mean) == 2.0 and name == "a"
     assert_bitwise(rows, torch.cat([torch.ones(2, 3), torch.zeros(1, 3)]), "rows")
+    share, array, same = joined([(0.5, np.ones(2), None), (2.0, np.zeros(1), None)], [2, 1])
+    assert share == 1.0 and array.tolist() == [1, 1, 0] and same is None
+    with pytest.raises(InvalidInputError, match="put together"):
+        joined([{"name": "a"}, {"name": "b"}], [2, 1])
+
+
+class Remapping(torch.nn.Module):
+    """Looks up other ids than the batch has."""
+
+    def __init__(self, shift: int = 10**6) -> None:
+        super().__init__()
+        self.bags, self.shift = make_collection(1), shift
+        self.top = torch.nn.Linear(16 * 6, 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        kjt = batch.sparse_features
+        ids = KeyedJaggedTensor(kjt.keys(), kjt.values() - self.shift, lengths=kjt.lengths())
+        return self.top(self.bags(ids).values()).square().mean()
+
+
+def test_ids_that_the_model_maps_are_not_looked_up_before() -> None:
+    rows = []
+    for num_parts in (1, 3):
+        torch.manual_seed(0)
+        model = oper.shard(Remapping(), optimizer=oper.SGD(lr=LR))
+        pipeline = oper.MicroBatchPipeline(model, num_parts=num_parts)
+        for seed in range(3):
+            batch = make_batch(seed, 9)
+            batch.sparse_features = KeyedJaggedTensor(
+                batch.sparse_features.keys(), batch.sparse_features.values() + 10**6,
+                lengths=batch.sparse_features.lengths())
+            pipeline.progress(iter([batch]))
+        rows.append(model.bags.tables.read("t4"))
+    assert_close(rows[1], rows[0], "rows")
 
 
 def test_refusals() -> None:

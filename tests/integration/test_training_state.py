@@ -134,3 +134,24 @@ def test_second_derivatives_through_a_lookup_are_refused() -> None:
     first, = torch.autograd.grad(out.square().sum(), weights, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         first.sum().backward()
+
+
+def test_weights_other_than_those_announced() -> None:
+    """The ids of a batch do not tell what the batch is."""
+    model = shard(collection(("a",), is_weighted=True))
+    ids, lengths = torch.tensor([1, 2]), torch.tensor([2])
+    old = KJT(["f_a"], ids, torch.tensor([1.0, 1.0]), lengths)
+    model.prefetch(old)
+    weights = torch.tensor([3.0, 0.5], requires_grad=True)
+    table = rows(model.embedding_bags["a"])
+    out = model(KJT(["f_a"], ids, weights, lengths)).values()
+    assert torch.equal(out[0], 3 * table[1] + table[2] / 2)
+    out.sum().backward()
+    assert weights.grad is not None
+    torch.testing.assert_close(weights.grad, table[1:3].sum(dim=1))
+    split = KJT(["f_a"], ids, torch.tensor([1.0, 1.0]), torch.tensor([1, 1]))
+    with torch.no_grad():
+        model.prefetch(old)
+        assert model(split).values().shape == (2, 4)
+        assert model(old).values().shape == (1, 4)  # still announced
+    assert not model._ahead.coming

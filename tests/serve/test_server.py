@@ -397,6 +397,15 @@ def test_what_cannot_be_served_is_one_error(model: str, words: str, tmp_path: Pa
         Server(type("Nameless", (), {"epoch": 1, "predict": 0, "rows_read": 0, "signature": 1})())
 
 
+@pytest.mark.parametrize("flags", [
+    ["--row-dtype", "int8"], ["--error-budget", "1e-3"], ["--stats", "counts"], ["--keep-spare"],
+    ["--name", "other"]])
+def test_what_only_folders_take_is_refused_for_functions(
+        flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "tests.serve_support:Sums", "--port", "0", *flags]) == 2
+    assert f"options=['{flags[0]}']" in capsys.readouterr().err
+
+
 def test_a_reader_that_has_gone_ends_the_command(tmp_path: Path) -> None:
     """Nobody reads where it serves: it does not serve on for ever, without anyone to stop it."""
     with serving("tests.serve_support:Sums", "--workers", "1", folder=tmp_path) as process:

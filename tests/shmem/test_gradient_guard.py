@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import oper
-from oper.errors import InvalidInputError
+from oper.errors import InvalidInputError, OperError
 from tests.world_support import run_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
@@ -133,3 +136,61 @@ def test_ranks_need_not_agree() -> None:
     for mine, theirs, want in zip(first, second, rows_of(model), strict=True):
         assert torch.equal(mine, theirs)
         torch.testing.assert_close(mine, want)
+
+
+def _one_stops(rank: int, world_size: int, how: str) -> tuple[str, float, Any]:
+    """Rank 1 has a number that is not finite; what each rank is told, after how many seconds, and
+    the rows before, then and after another step."""
+    if how == "hosts":
+        os.environ["OPER_DOMAIN"] = "ab"[rank]
+    model, told = sharded("stop"), ""
+    bad = gradient(float("nan") if rank else None)
+    rows = [rows_of(model)]
+    begin = time.monotonic()
+    try:
+        if how == "parts":
+            with oper.micro_batches(model):
+                model(IDS + rank).backward(gradient())
+                model(IDS + rank).backward(bad)
+        else:
+            model(IDS + rank).backward(bad)
+    except OperError as error:
+        told = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - begin
+    if how != "hosts":
+        rows.append(rows_of(model))
+        model(IDS + rank).backward(gradient())
+        rows.append(rows_of(model))
+    return told, took, rows
+
+
+@pytest.mark.parametrize("how", ["whole", "parts", "hosts"])
+def test_where_one_rank_stops_no_rank_waits_for_it(how: str) -> None:
+    (told, took, rows), (mine, _, others) = run_world(2, _one_stops, how,
+                                                      env={"OPER_DEADLINE_S": "60"})
+    assert mine.startswith("InvalidInputError: the gradient of table 'second' in update 1"), mine
+    assert told.startswith("PeerLostError") and "rank=1" in told, told
+    assert took < 30
+    if how == "hosts":
+        return
+    assert "refused its batch" in told
+    before, then, after = ([a, b] for a, b in rows)
+    assert torch.equal(then[1], before[1]) and not torch.equal(after[1], then[1])
+    if how == "parts":
+        assert torch.equal(then[0], before[0])
+    for a, b in zip(rows, others, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_stop_drops_what_was_held_back() -> None:
+    """As on the other ranks, whose batches it ends."""
+    weight, grad = torch.randn(20, 4), torch.ones(3, 4)
+    model, other = (sharded("stop", nn.EmbeddingBag.from_pretrained(
+        weight.clone(), freeze=False, mode="sum")) for _ in range(2))
+    with oper.no_sync(model):
+        model(IDS).backward(grad)
+    with pytest.raises(InvalidInputError, match="in update 1"):
+        model(IDS).backward(grad * float("nan"))
+    for bag in (model, other):
+        bag(IDS + 7).backward(grad)
+    assert torch.equal(rows_of(model)[0], rows_of(other)[0])

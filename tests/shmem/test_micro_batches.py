@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -265,6 +268,124 @@ def test_ids_must_not_change_while_the_thread_uses_them() -> None:
         batch.ids.zero_()
         tables.lookup(begun)
     assert_bitwise(tables.read("large"), before, "rows")
+
+
+@pytest.mark.parametrize("num_passes", [None, 1])
+def test_gradients_must_not_change_while_the_thread_uses_them(num_passes: int | None) -> None:
+    case = dlrm_case()
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
+    part = parts_of(case, 0, 0)[0]
+    before, begin = tables.read("large"), threading.Event()
+    with (pytest.raises(InvalidInputError, match="changed in place"),
+          MicroBatches([tables], num_passes)):
+        out = tables.lookup(part.lookup(case))
+        tables.turns.parts._worker.ask(begin.wait, 20)  # the thread is busy
+        grad = gradient(out, part, True)
+        out.backward(grad)
+        grad.zero_()
+        begin.set()
+    assert tables.num_steps == 0
+    assert_bitwise(tables.read("large"), before, "rows")
+
+
+def test_rows_are_read_behind_the_update_under_way() -> None:
+    case = dlrm_case()
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
+    part, step = parts_of(case, 0, 0)[0], tables.step
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        time.sleep(0.3)
+        step(*arguments, **options)
+
+    with mock.patch.object(tables, "step", slow), MicroBatches([tables], 1):
+        out = tables.lookup(part.lookup(case))
+        out.backward(gradient(out, part, True))
+        inside = tables.read("large")
+    assert_bitwise(inside, tables.read("large"), "rows")
+
+
+def test_lookups_without_gradients_notice_ids_that_change() -> None:
+    case = dlrm_case()
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
+    batch = parts_of(case, 0, 0)[0].lookup(case)
+    with MicroBatches([tables]), torch.no_grad():
+        begun = tables.turns.parts.start(batch).result()
+        batch.ids.zero_()
+        with pytest.raises(InvalidInputError, match="changed in place"):
+            tables.lookup(begun)
+
+
+def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
+    case = dlrm_case()
+
+    def body(group: Any) -> None:
+        tables = open_tables(case, uniform_plan(case.tables, 2), group, SGD(lr=0.3))
+        part = parts_of(case, group.rank, 0)[0]
+        with MicroBatches([tables]):
+            begun = tables.turns.parts.start(part.lookup(case))
+            begun.result()
+            tables.write("large", torch.full(tables.shape("large"), 7.0))
+            tables.publish()
+            with torch.no_grad():
+                want = tables.lookup(part.lookup(case))
+            out = tables.lookup(begun.result())
+            assert_bitwise(out.detach(), want, "rows")
+            out.backward(gradient(out, part, True))
+        assert tables.num_steps == 1
+
+    run_ranks(2, body, domains=(0, 1))
+
+
+def test_gradients_of_parts_cannot_be_forgotten() -> None:
+    case = dlrm_case()
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
+    part = parts_of(case, 0, 0)[0]
+    with MicroBatches([tables]):
+        tables.drop_gradients()
+        out = tables.lookup(part.lookup(case))
+        out.backward(gradient(out, part, True))
+        with pytest.raises(InvalidInputError, match="zero_grad"):
+            tables.drop_gradients()
+    assert tables.num_steps == 1
+
+
+def test_an_interrupted_end_leaves_tables_that_can_be_trained() -> None:
+    case = dlrm_case()
+    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
+    part = parts_of(case, 0, 0)[0]
+    with (mock.patch("concurrent.futures.ThreadPoolExecutor.shutdown",
+                     side_effect=KeyboardInterrupt),
+          pytest.raises(KeyboardInterrupt), MicroBatches([tables])):
+        pass
+    out = tables.lookup(part.lookup(case))
+    out.backward(gradient(out, part, True))
+    assert tables.num_steps == 1
+
+
+def _two_collections(group: Any) -> str:
+    """Rank 1 refuses its second part in the first of two collections."""
+    case = dlrm_case()
+    both = [open_tables(case, uniform_plan(case.tables, 2), group, SGD(lr=0.3)) for _ in range(2)]
+    both[0].guard.choose("stop")
+    parts, told = parts_of(case, group.rank, 0), ""
+    try:
+        with MicroBatches(both):
+            for k, part in enumerate(parts[::2]):
+                for tables in both:
+                    out = tables.lookup(part.lookup(case))
+                    bad = k == 1 and group.rank == 1
+                    out.backward(gradient(out, part, True) * (float("nan") if bad else 1.0))
+    except OperError as error:
+        told = type(error).__name__
+    for tables in both:
+        tables.barrier()
+        assert tables.num_steps == 0
+    return told
+
+
+def test_a_refused_part_ends_that_of_all_collections() -> None:
+    told = run_ranks(2, _two_collections, timeout_s=60)
+    assert told == ["PeerLostError", "InvalidInputError"]
 
 
 def _lose_a_peer(rank: int, world_size: int) -> str:

@@ -196,6 +196,9 @@ def test_changes_wait_for_readers_and_need_something_to_change(
     processes.append(Process(name, "0", "hold"))  # within an epoch
     with pytest.raises(DeadlineError, match=str(processes[0].run.pid)):
         publisher.commit(publisher.prepare(rows, {}), timeout_s=0.2)
+    for ids in (np.array([1, 2, 1]), torch.arange(3), np.array([True, False, True])):
+        with pytest.raises(InvalidInputError, match="cannot change rows of table 'b': ids="):
+            publisher.prepare({"b": (ids, torch.ones(3, 32))}, {})
     with Reader(name).pinned() as epoch:  # the old one goes on
         assert epoch == 1
     os.kill(processes[0].run.pid, signal.SIGKILL)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.random import default_rng
 
+from oper.shmem.group.connections import connect
+from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.library import register
+from tests.runtime_support import run_ranks
 
 DONE, WAITS, LOST, UNEXPECTED = range(4)
 
@@ -121,3 +127,40 @@ def test_a_stranger_is_refused(ranks: list[Rank]) -> None:
     assert peer is not None
     peer.send(b"GET / HTTP/1.1\r\n\r\n")
     assert ranks[0].run(1000) == (UNEXPECTED, 1)
+
+
+class _Besieged:
+    """A rank of a group whose ports strangers have found before the other ranks do."""
+
+    def __init__(self, group: ThreadGroup, strangers: list[socket.socket]) -> None:
+        self._group, self._strangers = group, strangers
+        self.rank, self.world_size = group.rank, group.world_size
+
+    def all_gather(self, value: Any) -> list[Any]:
+        everyone = self._group.all_gather(value)
+        if self.rank == 0 and value is not None:
+            for host, port, _ in everyone:
+                self._strangers += [socket.create_connection((host, port)) for _ in range(3)]
+                self._strangers[-1].sendall(b"GET / HTTP/1.1\r\n")
+                self._strangers[-2].sendall(b"x" * 100)
+        self._group.all_gather(None)
+        return everyone
+
+
+def test_nobody_waits_for_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One who says nothing, one who begins to and one who says something else."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    strangers: list[socket.socket] = []
+    begin = time.monotonic()
+    peers = run_ranks(3, lambda group: connect(_Besieged(group, strangers)))
+    assert time.monotonic() - begin < 20
+    for a in range(3):
+        assert sorted(peers[a]) == [r for r in range(3) if r != a]
+        for b, peer in peers[a].items():
+            peer.sendall(bytes([10 * a + b]))
+    for a in range(3):  # a byte by itself is heard
+        for b, peer in peers[a].items():
+            assert select.select([peer], [], [], 10)[0] == [peer]
+            assert peer.recv(2) == bytes([10 * b + a])
+    for connection in [*strangers, *(p for of in peers for p in of.values())]:
+        connection.close()

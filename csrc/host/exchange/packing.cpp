@@ -12,6 +12,9 @@ namespace oper::host {
 namespace {
 
 constexpr float kLargestCode = 255.0f;
+// Numbers of a row with larger steps may lie further apart than float32 can say: they are coded and
+// decoded as a quarter of themselves.
+constexpr float kWideStep = FLT_MAX / 512, kQuarter = 0.25f;
 
 void round_row(char* to, const float* numbers, int64_t n) {
   BFloat16* rounded = reinterpret_cast<BFloat16*>(to);
@@ -25,7 +28,7 @@ void expand(char* to, const char* from, int64_t n) {
 }
 
 // How a row is coded: its numbers are least + step * code. A step of 0: all are the least number, or
-// so near to it that float32 hardly tells. NaN: there was a number, or a range, that is not finite.
+// so near to it that float32 hardly tells. NaN: there was a number that is not finite.
 struct Code {
   float step, least;
 
@@ -38,8 +41,9 @@ struct Code {
       is_finite &= (bits_of_float(numbers[i]) & 0x7f800000u) != 0x7f800000u;
     }
     step = (most - least) / kLargestCode;
+    if (step > FLT_MAX) step = (kQuarter * most - kQuarter * least) / (kQuarter * kLargestCode);
     if (step < FLT_MIN) step = 0.0f;
-    if (!is_finite || !std::isfinite(most - least)) step = least = NAN;
+    if (!is_finite) step = least = NAN;
   }
 };
 
@@ -53,7 +57,8 @@ void code_row(char* to, const float* numbers, int64_t n, const Draws* draws, uin
     std::memset(codes, 0, static_cast<size_t>(n));
     return;
   }
-  const float inverse = 1.0f / code.step;
+  const float scale = code.step > kWideStep ? kQuarter : 1.0f;
+  const float inverse = 1.0f / (scale * code.step), least = scale * code.least;
   for (int64_t first = 0; first < n; first += kPerDraw) {
     Philox4 bits{};
     if (draws != nullptr)
@@ -64,7 +69,7 @@ void code_row(char* to, const float* numbers, int64_t n, const Draws* draws, uin
       const uint32_t half = bits.word[(i - first) / 2] >> (16 * (i % 2)) & 0xffff;
       const float up = static_cast<float>(draws != nullptr ? half : kToNearest) * 0x1p-16f;
       codes[i] = static_cast<uint8_t>(
-          std::min((numbers[i] - code.least) * inverse + up, kLargestCode));
+          std::min((scale * numbers[i] - least) * inverse + up, kLargestCode));
     }
   }
 }
@@ -73,6 +78,13 @@ void decode_row(float* to, const char* from, int64_t n) {
   float code[2];  // step, least
   std::memcpy(code, from, sizeof code);
   const uint8_t* codes = reinterpret_cast<const uint8_t*>(from) + kCodedRowBytes;
+  if (code[0] > kWideStep) {
+    constexpr float most = kQuarter * FLT_MAX;
+    const float step = kQuarter * code[0], least = kQuarter * code[1];
+    for (int64_t i = 0; i < n; ++i)
+      to[i] = std::clamp(least + step * static_cast<float>(codes[i]), -most, most) / kQuarter;
+    return;
+  }
   for (int64_t i = 0; i < n; ++i) to[i] = code[1] + code[0] * static_cast<float>(codes[i]);
 }
 

@@ -110,6 +110,10 @@ Status weight_gradient(Context& context, const Batch& batch, const float* grad, 
   return {};
 }
 
+void refuse(Context& context, ParallelFor parallel) {
+  synchronize(context, CollectivePhase::kGradients, Batch{}, parallel, {4, -1});
+}
+
 Status leave(Context& context, const Batch& batch, const float* grad, ParallelFor parallel) {
   PhaseClock clock(context);
   const Status status = collect(context, batch, grad, true, clock, parallel);

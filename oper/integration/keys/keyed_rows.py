@@ -61,8 +61,8 @@ class KeyedRows:
                            f"{'floats' if is_float else 'int64'} {list(shape)}")
         if not bool((self.keys[1:] > self.keys[:-1]).all()):
             raise _bad("keys", "not ascending", "ascending keys, each once")
-        if not 0 <= self.clock <= MOST_UPDATES:
-            raise _bad("clock", self.clock, f"a number in [0, {MOST_UPDATES}]")
+        if not isinstance(self.clock, int) or not 0 <= self.clock <= MOST_UPDATES:
+            raise _bad("clock", self.clock, f"an integer in [0, {MOST_UPDATES}]")
         for name, most in (("counts", _MOST_COUNTED), ("clocks", self.clock)):
             value = getattr(self, name)
             if n and not 0 <= int(value.min()) <= int(value.max()) <= most:
@@ -187,10 +187,15 @@ class KeyMap(nn.Module):
     """Row numbers of raw keys in a static table; 0 for keys that it does not know.
 
     A plain torch module: in front of an ``nn.EmbeddingBag`` it can be published, served, exported
-    and moved to a device like any other. Its state is ``keys``, which `KeyedRows.static` makes.
+    and moved to a device like any other. Its state is ``keys``, ascending, which `KeyedRows.static`
+    makes.
 
     Args:
-        num_keys: places, one less than the table's rows.
+        num_keys: places, one less than the table's rows; at least 1.
+
+    Raises:
+        InvalidInputError: no place; on loading, keys that are not ascending; on a call, ids that
+            are no integers.
 
     Example:
         >>> import torch, oper
@@ -206,13 +211,25 @@ class KeyMap(nn.Module):
 
     def __init__(self, num_keys: int) -> None:
         super().__init__()
+        if num_keys < 1:
+            raise InvalidInputError(fail("cannot map keys to rows", "num_keys", num_keys, ">= 1",
+                                         "use a table of two rows or more"))
         self.register_buffer("keys", torch.zeros(num_keys, dtype=torch.int64))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows, int64, of keys int64 or int32 of any shape."""
+        if ids.is_floating_point():
+            raise InvalidInputError(fail("cannot map keys to rows", "dtype", ids.dtype, "integers",
+                                         "convert the keys: large ones are not exact in floats"))
         ids = ids.long()
         at = torch.searchsorted(self.keys, ids).clamp(max=self.keys.numel() - 1)
         return torch.where(self.keys[at] == ids, at + 1, 0)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        keys = state_dict.get(f"{prefix}keys")
+        if keys is not None and not keys.is_meta and not bool((keys[1:] >= keys[:-1]).all()):
+            raise _bad(f"{prefix}keys", "not ascending", "ascending keys, as KeyedRows.static has")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def _empty_records(n: int) -> torch.Tensor:

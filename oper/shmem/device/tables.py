@@ -240,6 +240,9 @@ class DeviceTables(ShardedTables):
 
     # ---- what only the host back end has ---------------------------------------------------------
 
+    def refuse(self) -> None:
+        """The others wait in kernels, which end at their deadline."""
+
     def use_huge_pages(self) -> str:
         """Device memory has no page kinds to choose; a barrier, as on the host. Collective."""
         self.barrier()

@@ -6,8 +6,10 @@ import contextlib
 import fcntl
 import os
 import secrets
+import selectors
 import socket
 import struct
+import time
 
 from oper.errors import OperError, fail
 from oper.shmem.group.groups import Group
@@ -20,14 +22,14 @@ _SIOCGIFADDR = 0x8915
 def connect(group: Group) -> dict[int, socket.socket]:
     """Connect to every other rank; returns sockets by rank. Collective.
 
-    Nobody else gets in: whoever connects has to know a token that only the group has seen.
+    Nobody else gets in: whoever connects has to know a token that only the group has seen. Nobody
+    waits for a stranger who does not say it.
 
     Raises:
         OperError: ranks cannot reach each other; says at which addresses they tried.
     """
     peers: dict[int, socket.socket] = {}
     with socket.create_server(("", 0), backlog=group.world_size) as server:
-        server.settimeout(_CONNECT_S)
         own = (_own_address(), server.getsockname()[1], secrets.token_bytes(32))
         everyone = group.all_gather(own)
         token = everyone[0][2]
@@ -36,13 +38,7 @@ def connect(group: Group) -> dict[int, socket.socket]:
                 peer = socket.create_connection(everyone[rank][:2], timeout=_CONNECT_S)
                 peer.sendall(_HELLO.pack(token, group.rank))
                 peers[rank] = peer
-            while len(peers) < group.world_size - 1:
-                peer, _ = server.accept()
-                accepted = rank_of(peer, token, group)
-                if accepted is None:
-                    peer.close()
-                else:
-                    peers[accepted] = peer
+            peers |= _accepted(server, token, group)
         except OSError as error:
             raise OperError(
                 fail("cannot connect to the other ranks", "addresses",
@@ -58,9 +54,42 @@ def connect(group: Group) -> dict[int, socket.socket]:
     return peers
 
 
+def _accepted(server: socket.socket, token: bytes, group: Group) -> dict[int, socket.socket]:
+    """The ranks above this one, which connect; raises TimeoutError."""
+    deadline = time.monotonic() + _CONNECT_S
+    peers: dict[int, socket.socket] = {}
+    server.setblocking(False)
+    with selectors.DefaultSelector() as ready:
+        ready.register(server, selectors.EVENT_READ)
+        while len(peers) < group.world_size - 1 - group.rank:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"waited {_CONNECT_S:g} s")
+            for key, _ in ready.select(deadline - time.monotonic()):
+                peer = key.fileobj
+                assert isinstance(peer, socket.socket)
+                if peer is server:
+                    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # gone again
+                        peer, _ = server.accept()
+                        peer.setblocking(False)
+                        # Looked at when all of it is there, or the connection has ended.
+                        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HELLO.size)
+                        ready.register(peer, selectors.EVENT_READ)
+                    continue
+                ready.unregister(peer)
+                rank = rank_of(peer, token, group)
+                if rank is None or rank in peers:
+                    peer.close()
+                else:
+                    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+                    peers[rank] = peer
+        for key in list(ready.get_map().values()):  # who has not said anything
+            if key.fileobj is not server:
+                key.fileobj.close()  # type: ignore[union-attr]
+    return peers
+
+
 def rank_of(peer: socket.socket, token: bytes, group: Group) -> int | None:
-    """Which rank of the group has connected, by what it sends first; None for anybody else."""
-    peer.settimeout(_CONNECT_S)
+    """Which rank of the group has connected, by what it has sent; None for anybody else."""
     with contextlib.suppress(OSError, struct.error):
         said, rank = _HELLO.unpack(receive(peer, _HELLO.size))
         if secrets.compare_digest(said, token) and group.rank < rank < group.world_size:

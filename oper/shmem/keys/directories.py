@@ -31,7 +31,7 @@ import torch
 
 from oper.errors import InvalidInputError, OperError, fail
 from oper.shmem.batch import BAD_BATCH, BatchChecks, Lookup, SeenKeys
-from oper.shmem.group.desync import GRADIENTS, KEYS, phase_of
+from oper.shmem.group.desync import KEYS, phase_of
 from oper.shmem.keys.late import RowHistory
 from oper.shmem.keys.places import num_buckets, slots_of_buckets
 from oper.shmem.keys.rules import EVICTIONS, DynamicTable
@@ -218,7 +218,7 @@ class Keys:
             if left:
                 self._refuse_batch(left, number)
         except OperError:
-            torch.ops.oper.context_barrier(self._tables.handle, GRADIENTS, True)
+            self._tables.refuse()
             raise
 
     def _refuse_batch(self, left: int, number: int) -> NoReturn:

@@ -102,5 +102,6 @@ def squared_errors(values: torch.Tensor, dtype: str) -> torch.Tensor:
     """
     numbers = values.float()
     stored = (dequantise(quantise(numbers, dtype), dtype, values.shape[1]) if dtype in CODE_BITS
-              else numbers.to(getattr(torch, dtype)).float())
-    return (stored - numbers).square_().sum(dim=1, dtype=torch.float64)
+              else numbers.to(getattr(torch, dtype)))
+    # Squares of float32 may be too small for it.
+    return (stored.double() - numbers.double()).square_().sum(dim=1)

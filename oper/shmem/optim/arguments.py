@@ -35,6 +35,10 @@ class KernelArguments:
         self._by_step = any(OPTIMIZERS[o.name].counts_steps for o in optimizers.values())
         self._known: tuple[Any, torch.Tensor] | None = None
 
+    def copied(self) -> KernelArguments:
+        """The same for other tables, which may be at another step."""
+        return KernelArguments(self._optimizers, self._rounding_keys, self._is_rounded)
+
     def at(self, step: int, skipped: Mapping[str, int], frozen: frozenset[str],
            groups: Sequence[Mapping[str, Any]], tables: Sequence[str]) -> torch.Tensor:
         """float64 [T, 13] (``OptimizerColumn`` in csrc/common/description.h); valid until the

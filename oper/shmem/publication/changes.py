@@ -24,11 +24,16 @@ def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
     if spec is None:
         raise InvalidInputError(fail(what, "table", name, f"one of {list(layout.specs)}",
                                      "publish weights of the same model"))
-    if ids.shape != (values.shape[0],) or (ids.size and not (
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or (
+            ids.shape != (values.shape[0],)) or (ids.size and not (
             int(ids.min()) >= 0 and int(ids.max()) < spec.num_rows)):
-        raise InvalidInputError(fail(what, "ids", (ids.shape, ids[:4].tolist()),
-                                     f"int64 [{values.shape[0]}] in [0, {spec.num_rows})",
-                                     "pass ids of the rows"))
+        raise InvalidInputError(fail(what, "ids", (type(ids).__name__, tuple(ids.shape),
+                                                   ids[:4].tolist()),
+                                     f"a NumPy array, int64 [{values.shape[0]}] in "
+                                     f"[0, {spec.num_rows})", "pass ids of the rows"))
+    if not (ids[1:] > ids[:-1]).all() and np.unique(ids).size < ids.size:
+        raise InvalidInputError(fail(what, "ids", "some are there twice", "each once",
+                                     "pass the last row of each id"))
     return stored_rows(what, layout, name, ids, values)
 
 
