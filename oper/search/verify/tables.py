@@ -13,8 +13,8 @@ owners of one class, or pushed. Per piece of width w:
 The best set of pushed blocks with owners of one class is a prefix of the blocks by gain per id, or
 stops inside a block where an owner fills up, because a concave function has its minimum at an end
 point. Owners of several classes are treated as one class with the largest capacity and the lowest
-price. A second bound, linear in the rows, follows from the limit on an owner's load, so that each
-block can choose separately. The larger of the two is used. Pieces then make up the columns.
+price. Other bounds, linear in the rows, follow from the limits on an owner's load, so that each
+block can choose separately. The largest of all is used. Pieces then make up the columns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from oper.search.problem.statement import IDS
 from oper.search.verify.node import FREE, PUSHES, STILL, Node
 
 STEP, NARROWEST = 4, 8  # columns: what widths are multiples of, and the least that is pushed
-_POINTS, _LEAST_SHARE = 1200, 1e-7  # at which partial sums are tabulated; chords lie below
+_POINTS, _LEAST_SHARE = 4800, 1e-7  # at which partial sums are tabulated; chords lie below
 _BISECTIONS = 40
 _ROUNDING = 1e-9
 
@@ -241,19 +241,24 @@ class TableCosts:
         return np.where(everything, 1.0, np.where(nothing, 0.0, high))
 
     def _lines(self, at: np.ndarray, leaf: Node, floor: np.ndarray, mass: np.ndarray
-               ) -> np.ndarray:
-        """Bytes of partial sums of each block of pieces `at` at least, by class; float64 [n, B, C].
+               ) -> list[np.ndarray]:
+        """Bytes of partial sums of each block of pieces `at` at least, by class; float64 [n, B, C]
+        each, of which every one is a bound.
 
         Partial sums are concave, so rows send at least their proportional share of what a full
         owner sends. An owner whose rows cost r per unit of share holds at most M, where r M +
         sums(M) = limit, and so sends at least sums(M) / M per unit of share. This is concave in r,
         and chords between a few values of r lie below it: mixing rows on one owner does not reduce
-        the bound. Of all these bounds, the one with the largest total over all blocks is returned.
+        the bound. Every limit gives such a bound: which says most depends on the prices of the
+        blocks' other costs, and may be another one for each class. So all are returned, and before
+        them, for every class, the one with the largest total over all blocks.
         """
         share = self.blocks[self.of[at], :, IDS] / self.total[self.of[at], None]  # [n, B]
         most = np.minimum(share.sum(axis=1, keepdims=True), mass)
         out = share[..., None] * (self._sums(self.of[at], most)
                                   / np.maximum(most, _LEAST_SHARE))[:, None]
+        number = int(np.isfinite(leaf.most).sum() + np.isfinite(leaf.step_us))
+        lines = [out.copy() for _ in range(1 + number)]
         for n, c in np.argwhere((mass > 0) & (mass < 1)):  # a whole piece sends no more than that
             k = self.of[at[n]]
             unit, partial = self.unit[at[n], c], self.share[at[n]] * self.partial[c]
@@ -266,19 +271,20 @@ class TableCosts:
                 top = np.arange(len(whole)), (whole + partial * self.sums[k, -1]).argmax(axis=1)
                 limits.append((ask[top].sum(axis=0), partial[top].sum(),
                                leaf.step_us - floor[c][top].sum()))
-            for ask_, partial_, limit in limits:
+            for line, (ask_, partial_, limit) in zip(lines[1:], limits, strict=True):
                 r = ((limit - partial_ * self.sums[k]) / self.grid)[::-1]
                 sent = (self.sums[k] / self.grid)[::-1]
                 first = int(np.count_nonzero(r <= 0))
                 # Beyond all lookups nothing more is sent.
                 r, sent = ((np.append(0.0, x) if first == 0 else x[first - 1:]) for x in (r, sent))
                 sums = share[n] * np.interp(ask_, r, sent)
-                if sums.sum() > out[n, :, c].sum():
-                    out[n, :, c] = sums
-        return out
+                for x in (lines[0], line):
+                    if sums.sum() > x[n, :, c].sum():
+                        x[n, :, c] = sums
+        return lines
 
     def _pushed(self, at: np.ndarray, asked: Asked, go: np.ndarray, stay: np.ndarray,
-                mass: np.ndarray, lines: np.ndarray) -> np.ndarray:
+                mass: np.ndarray, lines: list[np.ndarray]) -> np.ndarray:
         """Least cost of pieces of which all rows are pushed, or some; float64 [n].
 
         Args:
@@ -287,26 +293,26 @@ class TableCosts:
             go, stay: float64 [n, B, C], what blocks cost without their partial sums; [n, B], what
                 they cost where they are not pushed.
             mass: float64 [n, C], share of its table's lookups that one owner holds at most.
-            lines: float64 [n, B, C], bytes of partial sums of each block at least.
+            lines: float64 [n, B, C] each, bytes of partial sums of each block at least.
         """
         of, usable = self.of[at], mass > 0
         ids = self.blocks[of, :, IDS]
         price = self.share[at][:, None] * asked.partial
         own = ids[..., None] * asked.own * self.asks[of, None, None]
-        go, sums = np.where(usable[:, None], go, np.inf), price[:, None] * lines
+        go = np.where(usable[:, None], go, np.inf)
         # Owners of all classes as one, of those that hold most and pay least.
         pay = np.where(usable, price, np.inf).min(axis=1)[:, None]
         most = np.maximum(mass.max(axis=1)[:, None], _LEAST_SHARE)
         share = ids / self.total[of, None]
         whole = go + np.where(mass[:, None] < 1 - _ROUNDING, own, 0.0)
-        every = np.maximum(
-            (whole + sums).min(axis=2).sum(axis=1), whole.min(axis=2).sum(axis=1)
-            + (pay * self._owners(of, share.sum(axis=1, keepdims=True), most))[:, 0])
+        every = whole.min(axis=2).sum(axis=1) + (
+            pay * self._owners(of, share.sum(axis=1, keepdims=True), most))[:, 0]
         free = np.isfinite(stay).all(axis=1)
         stay, go = np.where(free[:, None], stay, 0.0), go + own
-        some = np.maximum(np.minimum((go + sums).min(axis=2) - stay, 0.0).sum(axis=1),
-                          self._prefixes(of, np.minimum(go.min(axis=2) - stay, 1e30), share, pay,
-                                         most))
+        some = self._prefixes(of, np.minimum(go.min(axis=2) - stay, 1e30), share, pay, most)
+        for sums in (price[:, None] * x for x in lines):
+            every = np.maximum(every, (whole + sums).min(axis=2).sum(axis=1))
+            some = np.maximum(some, np.minimum((go + sums).min(axis=2) - stay, 0.0).sum(axis=1))
         some += (self.total[of] * self.model.tiers_ns(True) * asked.tier
                  + self.bags[of] * asked.bag + stay.sum(axis=1))
         return np.minimum(every, np.where(free, some, np.inf))
