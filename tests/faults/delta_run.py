@@ -19,7 +19,7 @@ import oper
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.serve import PublishedModel, Request, Signature
 from oper.serve.model import find_weights
-from oper.shmem.publication.publisher import Publisher
+from oper.shmem.publication.publisher import Prepared, Publisher
 from oper.train.resume import CHECKPOINT
 from tests.world_support import report
 
@@ -99,7 +99,7 @@ def _die_at(count: int) -> None:
     """Kill this process between two tables of a delta, in the middle of the copy."""
     commit, calls = Publisher.commit, iter(range(1, 1 << 30))
 
-    def committed(self: Publisher, *args: Any) -> int:
+    def committed(self: Publisher, prepared: Prepared, timeout_s: float = 1.0) -> int:
         operators: Any = torch.ops.oper
         place = operators.place_rows
 
@@ -111,7 +111,7 @@ def _die_at(count: int) -> None:
 
         operators.place_rows = counted
         try:
-            return commit(self, *args)
+            return commit(self, prepared, timeout_s)
         finally:
             operators.place_rows = place
 
