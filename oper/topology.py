@@ -5,6 +5,7 @@ with several processes. Ranks are numbered through the domains in order. A topol
 
     name = "h100-8"
     source = "published"            # measured | published | assumed
+    hosts_share_links = false       # true: a host has one link, of the sum of its ranks' cross_gbps
 
     [[domain]]
     copies = 8                      # this many equal domains,
@@ -17,6 +18,10 @@ with several processes. Ranks are numbered through the domains in order. A topol
     cache_bytes = "50MB"
     link_gbps = 360                 # to other domains of the host, per rank and direction
     cross_gbps = 45                 # to other hosts, per rank and direction
+
+    [[rack]]                        # none: all hosts reach each other alike
+    hosts = [0]
+    uplink_gbps = 100               # between hosts of the rack and others, per direction
 
     [costs]
     phase_us = 10.0
@@ -125,6 +130,14 @@ class Domain:
 
 
 @dataclass(frozen=True, slots=True)
+class Rack:
+    """Hosts that share an uplink to those of other racks; the fields are those of the TOML file."""
+
+    hosts: tuple[int, ...]
+    uplink_gbps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Memory domains and constants of one machine.
 
@@ -135,6 +148,10 @@ class Topology:
         source: ``"measured"``, ``"published"`` or ``"assumed"``.
         host_memory_bytes: slower memory of each host that may hold rows (0 = none).
         host_gbps: bandwidth of that memory per rank.
+        hosts_share_links: whether the ranks of a host share one link to other hosts, so that one of
+            them may use what others leave; its bandwidth is the sum of their `cross_gbps`. Else
+            every rank has a link of its own.
+        racks: of all hosts; none where hosts reach all others alike.
     """
 
     name: str
@@ -143,6 +160,8 @@ class Topology:
     source: str = "assumed"
     host_memory_bytes: int = 0
     host_gbps: float = 0.0
+    hosts_share_links: bool = False
+    racks: tuple[Rack, ...] = ()
 
     def __post_init__(self) -> None:
         what = f"invalid topology {self.name!r}"
@@ -155,6 +174,13 @@ class Topology:
                 _check_number(what, f"domain[{k}].{name}", getattr(domain, name), above=0)
             _check_number(what, f"domain[{k}].ranks", len(domain.ranks), at_least=1)
             _check_number(what, f"domain[{k}].cache_bytes", domain.cache_bytes, at_least=0)
+        for k, rack in enumerate(self.racks):
+            _check_number(what, f"rack[{k}].uplink_gbps", rack.uplink_gbps, above=0)
+        listed = sorted(h for rack in self.racks for h in rack.hosts)
+        require(what, "list every host in one rack, or state no racks", (
+            "hosts of racks", listed,
+            not self.racks or listed == sorted({d.host for d in self.domains}),
+            "the hosts of the domains, each once"))
         _check_number(what, "host_memory_bytes", self.host_memory_bytes, at_least=0)
         _check_number(what, "host_gbps", self.host_gbps, at_least=0)
         require_fields(
@@ -162,7 +188,8 @@ class Topology:
             ("host_gbps", not self.host_memory_bytes or bool(self.host_gbps),
              "> 0 beside host_memory_bytes"),
             ("source", self.source in ("measured", "published", "assumed"),
-             "measured, published or assumed"))
+             "measured, published or assumed"),
+            ("hosts_share_links", isinstance(self.hosts_share_links, bool), "true or false"))
 
     @property
     def world_size(self) -> int:
@@ -193,7 +220,7 @@ class Topology:
         """The topology of a parsed TOML file; raises InvalidInputError."""
         what = f"invalid topology {value.get('name', '')!r}"
         _check_keys(what, value, {"name", "source", "domain", "costs", "host_memory_bytes",
-                                  "host_gbps"}, {"name", "domain"})
+                                  "host_gbps", "hosts_share_links", "rack"}, {"name", "domain"})
         _check_keys(what, value.get("costs", {}), {f.name for f in fields(Costs)}, set())
         if not isinstance(value["domain"], list):
             raise InvalidInputError(
@@ -204,7 +231,8 @@ class Topology:
         return Topology(
             str(value["name"]), tuple(domains), Costs(**value.get("costs", {})),
             str(value.get("source", "assumed")), parse_bytes(value.get("host_memory_bytes", 0)),
-            value.get("host_gbps", 0.0))
+            value.get("host_gbps", 0.0), value.get("hosts_share_links", False),
+            _racks_of(what, value.get("rack", [])))
 
     @staticmethod
     def this_host(world_size: int, memory_share: float = 0.5) -> Topology:
@@ -228,8 +256,8 @@ class Topology:
         """Processes on hosts like this one, with assumed constants of an ordinary network.
 
         Args:
-            domain_of: index of each rank's memory domain, by rank; a domain is a host. Ranks that
-                do not follow each other count as hosts of their own.
+            domain_of: index of each rank's memory domain, by rank; a domain is a host, whose ranks
+                share its link. Ranks that do not follow each other count as hosts of their own.
             memory_share: share of a host's memory that tables may take.
         """
         here = Topology.this_host(len(domain_of), memory_share)
@@ -247,7 +275,8 @@ class Topology:
         costs = replace(here.costs, phase_us=150.0, tier_ns=1.0, push_tier_ns=3.0, push_ns=3.0,
                         far_ns=12.0, wire_ns=0.4)
         return replace(here, name=f"hosts-{'-'.join(str(len(d.ranks)) for d in domains)}",
-                       domains=domains, costs=costs)
+                       domains=domains, costs=costs,
+                       hosts_share_links=len(starts) < len(domain_of))
 
 
 _DOMAIN_KEYS = {"copies", "per_host", "ranks", "host", "memory_bytes", "read_gbps", "cache_gbps",
@@ -274,6 +303,19 @@ def _domains_of(what: str, entry: Any, first_rank: int) -> list[Domain]:
                entry.get("cache_gbps", read), parse_bytes(entry.get("cache_bytes", 0)), link,
                entry.get("cross_gbps", link))
         for k in range(copies)]
+
+
+def _racks_of(what: str, entries: Any) -> tuple[Rack, ...]:
+    """The ``[[rack]]`` entries."""
+    out = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        _check_keys(what, entry, {"hosts", "uplink_gbps"}, {"hosts", "uplink_gbps"})
+        hosts = entry["hosts"]
+        require(what, "correct the file", (
+            "hosts of a rack", hosts,
+            isinstance(hosts, list) and all(type(h) is int for h in hosts), "a list of integers"))
+        out.append(Rack(tuple(hosts), entry["uplink_gbps"]))
+    return tuple(out)
 
 
 def _check_number(what: str, name: str, value: Any, *, above: float = -math.inf,

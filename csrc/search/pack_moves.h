@@ -48,9 +48,8 @@ class PackMoves : protected PackState {
     for (int64_t ph = 0; ph < P; ++ph) {
       double b = 0;
       const int64_t c = p_.class_of[r];
-      for (int g = 0; g < kGroups; ++g)
-        b = std::max(b, load_[r * G + ph * kGroups + g] + every_[c * G + ph * kGroups + g] +
-                            double(share_[r]) * fill_[c * G + ph * kGroups + g]);
+      for (int64_t g = ph * groups_; g < (ph + 1) * groups_; ++g)
+        b = std::max(b, load_[r * G + g] + every_[c * G + g] + double(share_[r]) * fill_[c * G + g]);
       const double x = b * scale_[ph];
       sum += x * x * x * x / scale_[ph];
     }
@@ -113,7 +112,11 @@ class PackMoves : protected PackState {
       for (int i = 0; i < x.owners; ++i) x.rank[i] = uint16_t(order[i].second), x.weight[i] = 1;
       x.total = x.owners;
       insert(x);
-      for (int i = 0; i < x.owners; ++i) marginal_[x.rank[i]] = float(marginal_cost(x.rank[i])) * unsure();
+      const auto price = [&](int64_t r) { marginal_[r] = float(marginal_cost(r)) * unsure(); };
+      for (int i = 0; i < x.owners; ++i) {
+        price(x.rank[i]);
+        for (int64_t n = p_.mate_first[x.rank[i]]; n < p_.mate_first[x.rank[i] + 1]; ++n) price(p_.mates[n]);
+      }
       left -= x.width;
     }
     return true;
@@ -317,7 +320,9 @@ class PackMoves : protected PackState {
     return true;
   }
 
+  // Where ranks share links, what an owner of pulled rows sends is not its own load alone: they stay dealt evenly.
   bool refill() {
+    if (p_.mate_first[W] > 0) return false;
     const int64_t from = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);
     const auto [a, b] = block_[p_.class_of[from]];
     const int64_t to = a + random_.below(b - a);
