@@ -5,6 +5,7 @@ with several processes. Ranks are numbered through the domains in order. A topol
 
     name = "h100-8"
     source = "published"            # measured | published | assumed
+    hosts_share_links = false       # true: a host has one link, of the sum of its ranks' cross_gbps
 
     [[domain]]
     copies = 8                      # this many equal domains,
@@ -135,6 +136,9 @@ class Topology:
         source: ``"measured"``, ``"published"`` or ``"assumed"``.
         host_memory_bytes: slower memory of each host that may hold rows (0 = none).
         host_gbps: bandwidth of that memory per rank.
+        hosts_share_links: whether the ranks of a host share one link to other hosts, so that one of
+            them may use what others leave; its bandwidth is the sum of their `cross_gbps`. Else
+            every rank has a link of its own.
     """
 
     name: str
@@ -143,6 +147,7 @@ class Topology:
     source: str = "assumed"
     host_memory_bytes: int = 0
     host_gbps: float = 0.0
+    hosts_share_links: bool = False
 
     def __post_init__(self) -> None:
         what = f"invalid topology {self.name!r}"
@@ -162,7 +167,8 @@ class Topology:
             ("host_gbps", not self.host_memory_bytes or bool(self.host_gbps),
              "> 0 beside host_memory_bytes"),
             ("source", self.source in ("measured", "published", "assumed"),
-             "measured, published or assumed"))
+             "measured, published or assumed"),
+            ("hosts_share_links", isinstance(self.hosts_share_links, bool), "true or false"))
 
     @property
     def world_size(self) -> int:
@@ -193,7 +199,7 @@ class Topology:
         """The topology of a parsed TOML file; raises InvalidInputError."""
         what = f"invalid topology {value.get('name', '')!r}"
         _check_keys(what, value, {"name", "source", "domain", "costs", "host_memory_bytes",
-                                  "host_gbps"}, {"name", "domain"})
+                                  "host_gbps", "hosts_share_links"}, {"name", "domain"})
         _check_keys(what, value.get("costs", {}), {f.name for f in fields(Costs)}, set())
         if not isinstance(value["domain"], list):
             raise InvalidInputError(
@@ -204,7 +210,7 @@ class Topology:
         return Topology(
             str(value["name"]), tuple(domains), Costs(**value.get("costs", {})),
             str(value.get("source", "assumed")), parse_bytes(value.get("host_memory_bytes", 0)),
-            value.get("host_gbps", 0.0))
+            value.get("host_gbps", 0.0), value.get("hosts_share_links", False))
 
     @staticmethod
     def this_host(world_size: int, memory_share: float = 0.5) -> Topology:
@@ -228,8 +234,8 @@ class Topology:
         """Processes on hosts like this one, with assumed constants of an ordinary network.
 
         Args:
-            domain_of: index of each rank's memory domain, by rank; a domain is a host. Ranks that
-                do not follow each other count as hosts of their own.
+            domain_of: index of each rank's memory domain, by rank; a domain is a host, whose ranks
+                share its link. Ranks that do not follow each other count as hosts of their own.
             memory_share: share of a host's memory that tables may take.
         """
         here = Topology.this_host(len(domain_of), memory_share)
@@ -247,7 +253,8 @@ class Topology:
         costs = replace(here.costs, phase_us=150.0, tier_ns=1.0, push_tier_ns=3.0, push_ns=3.0,
                         far_ns=12.0, wire_ns=0.4)
         return replace(here, name=f"hosts-{'-'.join(str(len(d.ranks)) for d in domains)}",
-                       domains=domains, costs=costs)
+                       domains=domains, costs=costs,
+                       hosts_share_links=len(starts) < len(domain_of))
 
 
 _DOMAIN_KEYS = {"copies", "per_host", "ranks", "host", "memory_bytes", "read_gbps", "cache_gbps",

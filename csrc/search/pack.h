@@ -28,6 +28,13 @@ struct OperPacking {
   const double* stream;        // [N, C, G], an id stream at its owner
   const double* column_read;   // [N, C, C, G]
   const double* stream_read;   // [N, C, C, G]
+  // Where ranks share the link of their host, others of their class there carry a part of what an owner
+  // sends and receives: beyond what readers carry, by the owner's class.
+  const int64_t* mate_first;   // [W + 1], where each rank's mates begin
+  const int64_t* mates;        // the others of its class on its host
+  const double* partial_mate;  // [C, G]
+  const double* column_mate;   // [N, C, G]
+  const double* stream_mate;   // [N, C, G]
   const double* column_ids;    // [N, C, G], of `column`, what goes with lookups rather than rows
   const int64_t* head_at;      // [N, H], the hottest pushed rows: places in the tier
   const double* head;          // [N, H], and shares of its lookups

@@ -212,6 +212,11 @@ class PackState {
     else
       accumulate(load(r), column, stream, partial, p_.column_ids + at, p_.asked + n * G, y.columns,
                  y.ids, y.sent, y.uneven, y.asked, G);
+    for (int64_t i = p_.mate_first[r]; i < p_.mate_first[r + 1]; ++i) {
+      touch(p_.mates[i]);
+      accumulate(load(p_.mates[i]), p_.column_mate + at, p_.stream_mate + at, p_.partial_mate + c * G,
+                 y.columns, y.ids, y.sent, G);
+    }
   }
 
   // The loads of a table's piece `from` become those of `to`; either may have no owners.

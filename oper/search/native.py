@@ -64,7 +64,8 @@ class Packing(Argument):
         *((n, _array) for n in (
             "class_of", "rank_of", "base", "partial", "partial_read", "level", "first",
             "num_candidates", "stay", "stay_once", "fill", "fill_once", "column", "stream",
-            "column_read", "stream_read", "column_ids", "head_at", "head", "asked", "whole",
+            "column_read", "stream_read", "mate_first", "mates", "partial_mate", "column_mate",
+            "stream_mate", "column_ids", "head_at", "head", "asked", "whole",
             "sums", "pushes", "may_split", "may_stripe", "num_may", "may", "order",
             "first_width", "first_owners")),
         ("max_moves", _int), ("seconds", _double), ("goal", _double), ("seed", ctypes.c_uint64),

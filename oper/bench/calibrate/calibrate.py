@@ -474,6 +474,8 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
 def as_toml(topology: Topology) -> str:
     """A topology whose domains are hosts, as the text of a topology file."""
     lines = [f'name = "{topology.name}"', f'source = "{topology.source}"']
+    if topology.hosts_share_links:
+        lines.append("hosts_share_links = true")
     domains = list(topology.domains)
     if len({_values_of(d) for d in domains}) == 1:
         copies = {"copies": len(domains), "per_host": 1} if len(domains) > 1 else {}

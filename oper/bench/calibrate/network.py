@@ -103,4 +103,5 @@ def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[
               "wire_ns": round(network["ns_per_byte"], 3),
               "far_ns": costs["far_ns"] or Topology.of_domains(range(2)).costs.far_ns}
     return replace(hosts[0], name=f"measured-hosts-{len(hosts)}", domains=tuple(domains),
-                   costs=Costs(**costs))
+                   costs=Costs(**costs),
+                   hosts_share_links=any(h.world_size > 1 for h in hosts))

@@ -8,7 +8,9 @@ seconds for every byte that other hosts (on a single host, memory domains) own, 
 the n of W ranks of its own host own, e, they send to all others within T, and where the time of a
 link includes the rank's own, within T - R: `e (W - n) <= sum over them of (T - R) / s`. So
 `T + k (T - R) >= y + R + s E` with k the largest `s_r / (W - n) sum 1 / s` of all ranks, which is
-`n / (W - n)` where links are alike, and s the least s_r.
+`n / (W - n)` where links are alike, and s the least s_r. Where the ranks of a host share its link,
+y has the mean over them of what the piece sends or receives, every rank reads the same bytes from
+other hosts, and s_r is one for all ranks of the host: all of this holds as it stands.
 
 Better still is a relaxation in which the ranks of the host (on a single host: of the memory domain)
 that owns the piece are a class of their own (`Relaxation(distinguished=...)`): what such a reader

@@ -150,10 +150,10 @@ class Pieces:
             self.density[k] = np.stack([by_block.min(axis=-1), by_block.max(axis=-1),
                                         self.per_unit[k] @ t.total[IDS:]], axis=-1)
 
-    def _more(self, loads: np.ndarray) -> np.ndarray:
+    def _more(self, units: np.ndarray) -> np.ndarray:
         """What units of every feature but rows put on their owner, more than on the least loaded
-        reader where that counts; float64 [C, T, 4, P, 7, S] -> [C, T, 3, P, 5]."""
-        us = self.units.group_us(loads[:, :, IDS:])
+        reader where that counts; float64 [2, C, T, 4, 20] -> [C, T, 3, P, 5]."""
+        us = self.units.group_us(self.units.loads(units)[:, :, IDS:])
         least = us[..., LOCAL, :].min(axis=-1)[..., None]
         return np.asarray(us[..., :NUM_PIECE_GROUPS, 0] - least * self.has_local)
 

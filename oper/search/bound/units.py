@@ -56,8 +56,10 @@ class UnitRows:
         in_class = classes.of_rank == np.arange(number)[:, None]
         owned, shared = (model.loads(one[:, :, None] * ranks[:, None, None].astype(float))
                          for ranks in (is_owner, in_class))  # [C, 22, P, 7, W]
-        self._owned = np.stack([x[..., at] for x, at in zip(owned, self.seen, strict=True)])
-        self._shared = shared[..., self._first]  # alike for all ranks of a class
+        on_links = model.machine.on_links
+        self._on_links = self._of_seen(on_links(owned), on_links(shared))
+        self._by_rank = (self._of_seen(owned, shared) if model.machine.shares_links
+                         else self._on_links)
         self._unit = np.eye(NUM_FEATURES)[:, :, None] * is_owner[:, None, None].astype(float)
         # Readers are seen with an owner of another class, or as another rank of the only class.
         self._owner_seen = (np.arange(number) + 1) % number
@@ -67,6 +69,12 @@ class UnitRows:
         self.each, self.every = np.stack([rows, 0 * rows]), np.stack([0 * rows, rows])
         us = self.group_us(self.loads(self.each))
         self.own_us, self.read_us = us[..., 0], us[..., LOCAL, :].min(axis=-1)
+
+    def _of_seen(self, owned: np.ndarray, shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Loads of a unit on the owner, by the ranks seen from it (float64 [C, 22, P, 7, S]), and of
+        one on all ranks of a class, by the first ranks of classes; others are like them."""
+        return (np.stack([x[..., at] for x, at in zip(owned, self.seen, strict=True)]),
+                shared[..., self._first])
 
     def of(self, kind: str) -> np.ndarray:
         """Units of the features of every table's rows, held in one of the ways of `row_makers`;
@@ -104,24 +112,24 @@ class UnitRows:
 
     def by_tables(self, units: np.ndarray, asked: Callable[[np.ndarray], np.ndarray]
                   ) -> np.ndarray:
-        """`asked`, a function of loads of units, for the units of many tables (float64
-        [2, C, T, 4, 20]); [C, T, ...]."""
-        size = 8 * NUM_FEATURES * self._owned[:, 0].size
+        """`asked`, a function of units, for those of many tables (float64 [2, C, T, 4, 20]); [C, T,
+        ...]."""
+        size = 8 * NUM_FEATURES * self._on_links[0][:, 0].size
         step = max(1, _MOST_BYTES // size)
-        return np.concatenate([asked(self.loads(units[:, :, k:k + step]))
+        return np.concatenate([asked(units[:, :, k:k + step])
                                for k in range(0, max(1, units.shape[2]), step)], axis=1)
 
-    def loads(self, units: np.ndarray) -> np.ndarray:
-        """Loads by phase and term on the ranks seen from the owner; float64 [C, ..., P, 7, S]."""
-        number = self.sizes.size
+    def loads(self, units: np.ndarray, by_rank: bool = False) -> np.ndarray:
+        """Loads by phase and term on the ranks seen from the owner, as `Machine.on_links` has them
+        or of what ranks send and receive themselves; float64 [C, ..., P, 7, S]."""
+        number, (owned, of_class) = self.sizes.size, self._by_rank if by_rank else self._on_links
         own, every = units.reshape(2, number, -1, NUM_ROWS)
-        out = (own @ self._owned.reshape(number, NUM_ROWS, -1)).reshape(
-            number, -1, *self._owned.shape[2:])
-        shared = np.moveaxis(every, 0, 1).reshape(-1, number * NUM_ROWS) @ self._shared.reshape(
+        out = (own @ owned.reshape(number, NUM_ROWS, -1)).reshape(number, -1, *owned.shape[2:])
+        shared = np.moveaxis(every, 0, 1).reshape(-1, number * NUM_ROWS) @ of_class.reshape(
             number * NUM_ROWS, -1)
-        shared = shared.reshape(-1, *self._shared.shape[2:])  # [N, P, 7, C]
+        shared = shared.reshape(-1, *of_class.shape[2:])  # [N, P, 7, C]
         out += np.moveaxis(shared[..., self._class_seen], -2, 0)
-        return np.asarray(out.reshape(*units.shape[1:-1], *self._owned.shape[2:]))
+        return np.asarray(out.reshape(*units.shape[1:-1], *owned.shape[2:]))
 
     def seconds(self, num_axes: int) -> np.ndarray:
         """Seconds of a unit of each term on the ranks seen, to go with loads of so many axes;

@@ -17,7 +17,7 @@ class Phase:
     Attributes:
         name: ``"forward"``, ``"backward"`` or ``"update"``.
         units: float64 [7, W]: bytes, and nanoseconds of compute, by term and rank.
-        seconds: float64 [7, W].
+        seconds: float64 [7, W]; over a link that ranks of a host share, each waits for all.
         fixed_us: fixed cost.
         hidden: float64 [W], seconds of declared dense compute that the phase runs beside.
         has_local: bool [6], which groups include a rank's own memory and compute.

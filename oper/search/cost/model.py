@@ -21,8 +21,9 @@ A phase takes the slowest rank's max(memory + compute, each direction of each li
 to host memory), beyond the dense compute that was declared to run beside it (`overlap`; none by
 default), plus a fixed cost. Ranks of a host read each other's memory while they compute; hosts
 exchange messages after some of the work and before the rest, so that a direction between hosts
-takes memory + compute + its bytes. Inference is the forward phase alone, with one replica per
-memory domain.
+takes memory + compute + its bytes. Where the ranks of a host share its link (`hosts_share_links` of
+the topology), each waits for the bytes of all of them. Inference is the forward phase alone, with
+one replica per memory domain.
 """
 
 from __future__ import annotations
@@ -492,7 +493,7 @@ class CostModel:
     def group_us(self, units: np.ndarray) -> np.ndarray:
         """Microseconds that run beside each other; float64 [..., num_phases, 7, W] ->
         [..., num_phases, 6, W]."""
-        return by_group(units * self.machine.seconds_per_unit * 1e6, self.has_local)
+        return by_group(self.machine.seconds(units) * 1e6, self.has_local)
 
     def units(self, tally: Tally) -> np.ndarray:
         """Units per phase, term and rank of a whole tally; float64 [num_phases, 7, W]."""
@@ -519,7 +520,7 @@ class CostModel:
     def evaluation(self, tally: Tally) -> Evaluation:
         """The modelled step of a whole plan's tally (`base` included)."""
         units = self.units(tally)
-        seconds = units * self.machine.seconds_per_unit
+        seconds = self.machine.seconds(units)
         fixed = self.fixed_us(tally)
         phases = tuple(Phase(name, units[k], seconds[k], fixed[k], self.hidden[k],
                              self.has_local[k])

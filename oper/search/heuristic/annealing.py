@@ -97,6 +97,9 @@ class Loads:
         read_unit: float64 [C, 22, C, G], what a unit of each tally row puts on ranks that do not
             own it, by class of the owner and of theirs.
         own_unit: float64 [C, 22, G], what its owner does more than others of its class.
+        mate_unit: float64 [C, 22, G], what those of its class do more than others that share the link
+            of the owner's host.
+        mates: the ranks of `mate_unit`, by owner.
     """
 
     def __init__(self, pool: CandidatePool) -> None:
@@ -126,6 +129,27 @@ class Loads:
             others = r.size * self.read_unit[c, :, c] - self.own_unit[c]
             self.read_unit[c, :, c] = others / max(r.size - 1, 1)
             self.own_unit[c] -= self.read_unit[c, :, c]
+        self.mate_unit = np.zeros_like(self.own_unit)
+        self.mates = [np.zeros(0, np.int64)] * machine.world_size
+        if machine.shares_links:
+            for c, r in enumerate(ranks):
+                self._set_mates(c, r)
+
+    def _set_mates(self, c: int, ranks: np.ndarray) -> None:
+        """Tell the ranks of a class that share the link of an owner's host from the others."""
+        host, owner = self.model.machine.host, int(ranks[0])
+        is_mate = host[ranks] == host[owner]
+        if is_mate.sum() == 1 or is_mate.all():
+            return  # all other ranks of the class are alike
+        unit = np.eye(NUM_ROWS)[:, :, None] * (np.arange(host.size) == owner)
+        us = self.model.group_us(self.model.loads(unit))[:, :, :NUM_PIECE_GROUPS]
+        us = us.reshape(NUM_ROWS, -1, host.size)
+        far = us[..., ranks[~is_mate]].mean(axis=-1)
+        self.read_unit[c, :, c, :-1] = far
+        self.own_unit[c, :, :-1] = us[..., owner] - far
+        self.mate_unit[c, :, :-1] = us[..., ranks[is_mate & (ranks != owner)]].mean(axis=-1) - far
+        for r in ranks.tolist():
+            self.mates[r] = ranks[(host[ranks] == host[r]) & (ranks != r)]
 
     def by_class(self, rows: np.ndarray) -> np.ndarray:
         """Resource rows (float64 [..., R]) as loads by class; float64 [..., C, G]."""
@@ -210,6 +234,8 @@ class Annealing:
             * (messages.sum_bytes(t.spec.dim) / t.spec.dim)
             for t, (a, b) in zip(tables, pairwise(self.first.tolist()), strict=True)])
         order = np.argsort(class_of, kind="stable")
+        place = np.argsort(order)
+        mates = [place[loads.mates[r]] for r in order.tolist()]
         places = [loads.model.problem.placements_of(t.spec.name) for t in tables]
         split = np.array([loads.model.problem.may_split(t) for t in tables], bool)
         dim = np.array([t.spec.dim for t in tables])
@@ -236,6 +262,11 @@ class Annealing:
             + np.einsum("ndq,dqg->ndg", rows[2], loads.own_unit)[:, None],
             "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit)
             + np.einsum("ndq,dqg->ndg", rows[3], loads.own_unit)[:, None],
+            "mate_first": np.cumsum([0, *(x.size for x in mates)]),
+            "mates": np.concatenate(mates),
+            "partial_mate": loads.mate_unit[:, PARTIALS],
+            "column_mate": np.einsum("ncq,cqg->ncg", rows[0], loads.mate_unit),
+            "stream_mate": np.einsum("ncq,cqg->ncg", rows[1], loads.mate_unit),
             "column_ids": np.einsum("ncq,cqg->ncg", rows[4], loads.own_unit),
             "head_at": head_at, "head": head, "asked": asked,
             "whole": (features[:, ROWS] >= num_rows[table] * (1 - 1e-12)).astype(np.uint8),

@@ -17,7 +17,10 @@ def problem_digest(problem: Problem) -> str:
     """SHA-256 (hexadecimal) of all that a bound depends on: tables, access curves, machine, costs,
     objective, batch size, space, constraints, overlap and bits of messages."""
     machine = problem.machine
-    stated = {"topology": asdict(problem.topology), "objective": problem.objective,
+    topology = asdict(problem.topology)
+    if not problem.topology.hosts_share_links:
+        del topology["hosts_share_links"]  # as digests were before it could be stated
+    stated = {"topology": topology, "objective": problem.objective,
               "batch_size": problem.batch_size, "allow": sorted(problem.allow),
               "constraints": problem.constraints.to_json(),
               "overlap": overlap_to_json(problem.overlap),

@@ -35,7 +35,8 @@ class Machine:
         host: int64 [W], index 0..num_hosts-1 of the rank's host.
         num_near: float64 [W], ranks of the same domain, itself included.
         num_host: float64 [W], ranks of the same host, itself included.
-        seconds_per_unit: float64 [7, W], by term: seconds per byte, or per nanosecond of compute.
+        seconds_per_unit: float64 [7, W], by term: seconds per byte, or per nanosecond of compute,
+            of what `on_links` makes of units.
         capacity_bytes: float64 [num_domains], memory for tables.
         host_capacity_bytes: float64 [num_hosts], host memory for tables (0 = none).
     """
@@ -59,6 +60,26 @@ class Machine:
         return np.array([[g == "local" or (p in EXCHANGES and self.host.any()
                                            and g.startswith("cross")) for g in GROUPS]
                          for p in phases], bool)
+
+    @cached_property
+    def shares_links(self) -> bool:
+        """Whether several ranks share the link of any host."""
+        return self.topology.hosts_share_links and bool((self.num_host > 1).any())
+
+    def on_links(self, units: np.ndarray) -> np.ndarray:
+        """Units as ranks wait for them: where those of a host share its link, each waits for the
+        bytes of all, and has their mean here; float64 [..., 7, W] of both."""
+        if not self.shares_links:
+            return units
+        out = units.copy()
+        for term in (CROSS_IN, CROSS_OUT):
+            out[..., term, :] = self.host_sum(units[..., term, :]) / self.num_host
+        return out
+
+    def seconds(self, units: np.ndarray) -> np.ndarray:
+        """Seconds by term that units (bytes, and nanoseconds of compute, of all ranks) keep ranks
+        busy; float64 [..., 7, W] of both."""
+        return self.on_links(units) * self.seconds_per_unit
 
     def domain_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over the ranks of one's own domain; float64 [..., W] -> [..., W]."""
@@ -130,6 +151,9 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
         unit[COMPUTE, r] = 1e-9
         unit[[LINK_IN, LINK_OUT], r] = 1 / (d.link_gbps * 1e9)
         unit[[CROSS_IN, CROSS_OUT], r] = 1 / (d.cross_gbps * 1e9)
+    if topology.hosts_share_links:
+        of_host = np.bincount(host, 1 / unit[CROSS_IN]) / np.bincount(host)
+        unit[[CROSS_IN, CROSS_OUT]] = 1 / of_host[host]
     if topology.host_gbps:
         unit[HOST_MEMORY] = 1 / (topology.host_gbps * 1e9)
     capacity = np.array([d.memory_bytes for d in topology.domains], float)

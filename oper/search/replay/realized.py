@@ -147,7 +147,7 @@ class RealizedLoad:
                 np.array([b.num_bags for b in batches], float), split)
         units = self.model.loads(rows)
         self._exchange(units, exchange)
-        seconds = units * self.problem.machine.seconds_per_unit
+        seconds = self.problem.machine.seconds(units)
         phases = tuple(Phase(name, units[k], seconds[k], self.fixed_us[k],
                              self.model.hidden[k], self.model.has_local[k])
                        for k, name in enumerate(self.model.phases))

@@ -32,7 +32,7 @@ class Loads:
         far: float64 [..., C, F, P, 5], over links, the least on a rank of another host (on a
             single host: memory domain), assuming the fastest links.
         apart: float64 [..., C, F, P, 5], over links, the least on the ranks of the first host, the
-            owner excluded.
+            owner excluded. Of a link that they share, what they send and receive themselves.
     """
 
     total: np.ndarray
