@@ -19,6 +19,10 @@ with several processes. Ranks are numbered through the domains in order. A topol
     link_gbps = 360                 # to other domains of the host, per rank and direction
     cross_gbps = 45                 # to other hosts, per rank and direction
 
+    [[rack]]                        # none: all hosts reach each other alike
+    hosts = [0]
+    uplink_gbps = 100               # between hosts of the rack and others, per direction
+
     [costs]
     phase_us = 10.0
 """
@@ -126,6 +130,14 @@ class Domain:
 
 
 @dataclass(frozen=True, slots=True)
+class Rack:
+    """Hosts that share an uplink to those of other racks; the fields are those of the TOML file."""
+
+    hosts: tuple[int, ...]
+    uplink_gbps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Memory domains and constants of one machine.
 
@@ -139,6 +151,7 @@ class Topology:
         hosts_share_links: whether the ranks of a host share one link to other hosts, so that one of
             them may use what others leave; its bandwidth is the sum of their `cross_gbps`. Else
             every rank has a link of its own.
+        racks: of all hosts; none where hosts reach all others alike.
     """
 
     name: str
@@ -148,6 +161,7 @@ class Topology:
     host_memory_bytes: int = 0
     host_gbps: float = 0.0
     hosts_share_links: bool = False
+    racks: tuple[Rack, ...] = ()
 
     def __post_init__(self) -> None:
         what = f"invalid topology {self.name!r}"
@@ -160,6 +174,13 @@ class Topology:
                 _check_number(what, f"domain[{k}].{name}", getattr(domain, name), above=0)
             _check_number(what, f"domain[{k}].ranks", len(domain.ranks), at_least=1)
             _check_number(what, f"domain[{k}].cache_bytes", domain.cache_bytes, at_least=0)
+        for k, rack in enumerate(self.racks):
+            _check_number(what, f"rack[{k}].uplink_gbps", rack.uplink_gbps, above=0)
+        listed = sorted(h for rack in self.racks for h in rack.hosts)
+        require(what, "list every host in one rack, or state no racks", (
+            "hosts of racks", listed,
+            not self.racks or listed == sorted({d.host for d in self.domains}),
+            "the hosts of the domains, each once"))
         _check_number(what, "host_memory_bytes", self.host_memory_bytes, at_least=0)
         _check_number(what, "host_gbps", self.host_gbps, at_least=0)
         require_fields(
@@ -199,7 +220,7 @@ class Topology:
         """The topology of a parsed TOML file; raises InvalidInputError."""
         what = f"invalid topology {value.get('name', '')!r}"
         _check_keys(what, value, {"name", "source", "domain", "costs", "host_memory_bytes",
-                                  "host_gbps", "hosts_share_links"}, {"name", "domain"})
+                                  "host_gbps", "hosts_share_links", "rack"}, {"name", "domain"})
         _check_keys(what, value.get("costs", {}), {f.name for f in fields(Costs)}, set())
         if not isinstance(value["domain"], list):
             raise InvalidInputError(
@@ -210,7 +231,8 @@ class Topology:
         return Topology(
             str(value["name"]), tuple(domains), Costs(**value.get("costs", {})),
             str(value.get("source", "assumed")), parse_bytes(value.get("host_memory_bytes", 0)),
-            value.get("host_gbps", 0.0), value.get("hosts_share_links", False))
+            value.get("host_gbps", 0.0), value.get("hosts_share_links", False),
+            _racks_of(what, value.get("rack", [])))
 
     @staticmethod
     def this_host(world_size: int, memory_share: float = 0.5) -> Topology:
@@ -281,6 +303,19 @@ def _domains_of(what: str, entry: Any, first_rank: int) -> list[Domain]:
                entry.get("cache_gbps", read), parse_bytes(entry.get("cache_bytes", 0)), link,
                entry.get("cross_gbps", link))
         for k in range(copies)]
+
+
+def _racks_of(what: str, entries: Any) -> tuple[Rack, ...]:
+    """The ``[[rack]]`` entries."""
+    out = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        _check_keys(what, entry, {"hosts", "uplink_gbps"}, {"hosts", "uplink_gbps"})
+        hosts = entry["hosts"]
+        require(what, "correct the file", (
+            "hosts of a rack", hosts,
+            isinstance(hosts, list) and all(type(h) is int for h in hosts), "a list of integers"))
+        out.append(Rack(tuple(hosts), entry["uplink_gbps"]))
+    return tuple(out)
 
 
 def _check_number(what: str, name: str, value: Any, *, above: float = -math.inf,

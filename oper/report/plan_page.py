@@ -20,7 +20,8 @@ from oper.tables import format_bytes
 _COMPARED = "largest-first-lookups"
 _LINKS = {"memory": "own memory", "link_in": "in, within the host",
           "link_out": "out, within the host", "cross_in": "in, between hosts",
-          "cross_out": "out, between hosts", "host_memory": "host memory"}
+          "cross_out": "out, between hosts", "host_memory": "host memory",
+          "rack_in": "in, between racks", "rack_out": "out, between racks"}
 
 
 def write_page(path: str | os.PathLike[str], plan: Plan, problem: Problem) -> None:

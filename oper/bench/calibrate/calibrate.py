@@ -484,19 +484,23 @@ def as_toml(topology: Topology) -> str:
         blocks = [{"host": d.host} | dict(_values_of(d)) for d in domains]
     for block in blocks:
         lines += ["", "[[domain]]", *(f"{k} = {v}" for k, v in block.items())]
+    for rack in topology.racks:
+        lines += ["", "[[rack]]", f"hosts = {list(rack.hosts)}",
+                  f"uplink_gbps = {_rounded(rack.uplink_gbps)}"]
     lines += ["", "[costs]",
               *(f"{f.name} = {getattr(topology.costs, f.name)}" for f in fields(Costs))]
     return "\n".join(lines) + "\n"
 
 
-def _values_of(d: Domain) -> tuple[tuple[str, Any], ...]:
-    def rounded(gbps: float) -> float:
-        return float(f"{gbps:.5g}")
+def _rounded(gbps: float) -> float:
+    return float(f"{gbps:.5g}")
 
+
+def _values_of(d: Domain) -> tuple[tuple[str, Any], ...]:
     return (("ranks", len(d.ranks)), ("memory_bytes", d.memory_bytes),
-            ("read_gbps", rounded(d.read_gbps)), ("cache_gbps", rounded(d.cache_gbps)),
-            ("cache_bytes", d.cache_bytes), ("link_gbps", rounded(d.link_gbps)),
-            ("cross_gbps", rounded(d.cross_gbps)))
+            ("read_gbps", _rounded(d.read_gbps)), ("cache_gbps", _rounded(d.cache_gbps)),
+            ("cache_bytes", d.cache_bytes), ("link_gbps", _rounded(d.link_gbps)),
+            ("cross_gbps", _rounded(d.cross_gbps)))
 
 
 def _report(fitted: Fit) -> str:

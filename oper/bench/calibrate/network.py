@@ -15,7 +15,7 @@ import numpy as np
 
 from oper.bench.core.launch import Progress, run_workers
 from oper.bench.core.planning import slowest, world
-from oper.topology import Costs, Topology
+from oper.topology import Costs, Rack, Topology
 
 _HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to every other rank
 _ROUNDS, _PER_ROUND = 13, 4
@@ -82,14 +82,15 @@ def across_hosts(shared: Topology, network: Mapping[str, float]) -> Topology:
     return of_hosts([replace(shared, domains=(each,))] * world_size, [gbps] * world_size, network)
 
 
-def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[str, float]
-             ) -> Topology:
+def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[str, float],
+             racks: tuple[Rack, ...] = ()) -> Topology:
     """Measured hosts as one cluster; costs are the means of theirs.
 
     Args:
         hosts: per host, the costs of ranks that share its memory.
         gbps: GB/s that its link carries in each direction, shared by its ranks.
         network: ``phase_us`` and ``ns_per_byte``.
+        racks: which hosts share an uplink, if they do.
     """
     domains, begin = [], 0
     for host, (here, carried) in enumerate(zip(hosts, gbps, strict=True)):
@@ -104,4 +105,4 @@ def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[
               "far_ns": costs["far_ns"] or Topology.of_domains(range(2)).costs.far_ns}
     return replace(hosts[0], name=f"measured-hosts-{len(hosts)}", domains=tuple(domains),
                    costs=Costs(**costs),
-                   hosts_share_links=any(h.world_size > 1 for h in hosts))
+                   hosts_share_links=any(h.world_size > 1 for h in hosts), racks=racks)

@@ -21,8 +21,8 @@ from oper.bench.calibrate import network as calibrate_network
 from oper.bench.cluster.network import Links, set_rates
 from oper.bench.core.planning import gather, slowest, world
 from oper.shmem.group.groups import ProcessGroup
-from oper.shmem.group.links import link_gbps
-from oper.topology import Costs, Topology
+from oper.shmem.group.links import link_gbps, uplink_gbps
+from oper.topology import Costs, Rack, Topology
 
 _GATHERS, _ROUNDS = 24, 15
 _MEMORY_BYTES = 8 << 30  # per host, unless a case says otherwise
@@ -39,17 +39,21 @@ def measured_topology(links: Links, alone: Topology, memory_bytes: int | None = 
 
     Returns:
         The topology, and what was measured: ``contention``, ``ns_per_byte``, ``phase_us``,
-        ``link_mbits`` by host.
+        ``link_mbits`` by host, ``uplink_mbits`` by rack where there are several.
     """
     rank, _ = world()
     unlimited = _unlimited(links, alone.world_size)
     if rank == 0:
         set_rates(links, True)
     phase_us = calibrate_network.phase_us()
-    gbps = link_gbps(ProcessGroup(), links.host_of)
-    found = {"contention": round(unlimited["contention"], 3),
+    racks = [links.rack_of(h) for h in range(links.num_hosts)]
+    gbps = link_gbps(ProcessGroup(), links.host_of, racks)
+    found: dict[str, Any] = {"contention": round(unlimited["contention"], 3),
              "ns_per_byte": round(unlimited["ns_per_byte"], 3), "phase_us": round(phase_us, 1),
              "link_mbits": [round(8e3 * x, 2) for x in gbps]}
+    if any(racks):
+        uplinks = uplink_gbps(ProcessGroup(), [racks[h] for h in links.host_of])
+        found["uplink_mbits"] = [round(8e3 * x, 2) for x in uplinks]
     return _topology(links, alone, found, memory_bytes), found
 
 
@@ -76,7 +80,9 @@ def _topology(links: Links, alone: Topology, found: dict[str, Any], memory_bytes
         cache_bytes=here.cache_bytes * per_host // max(links.world_size, alone.world_size),
         link_gbps=here.link_gbps * share),))
         for cpu in (links.host_0_cpu, *[1.0] * (links.num_hosts - 1))]
-    made = calibrate_network.of_hosts(hosts, [x / 8e3 for x in found["link_mbits"]], found)
+    racks = tuple(Rack(tuple(h for h in range(links.num_hosts) if links.rack_of(h) == k), x / 8e3)
+                  for k, x in enumerate(found.get("uplink_mbits", [])))
+    made = calibrate_network.of_hosts(hosts, [x / 8e3 for x in found["link_mbits"]], found, racks)
     return replace(made, name=f"cluster-{links.num_hosts}x{per_host}")
 
 

@@ -101,8 +101,8 @@ class OwnerRows:
         # Loads exceed the phases by the dense compute that hides them, at most.
         self.base = (floor[self._at] - times * pieces.hidden.max(axis=0)[phase, 0]
                      + (times - 1.0) * pieces.has_local[self._at] * floor[phase, LOCAL])
-        self.unit = self._asked(units.loads(units.each))
-        self.every = self._asked(units.loads(units.every)).min(axis=0)
+        self.unit = self._asked(units.each)
+        self.every = self._asked(units.every).min(axis=0)
 
     def coefficients(self) -> np.ndarray:
         """What a unit of each feature asks by option, in one id stream, and what every further one
@@ -117,17 +117,20 @@ class OwnerRows:
                         out[n, :, o] = self.units.by_owner(asked, option.rank_class)
         return out
 
-    def _asked(self, loads: np.ndarray) -> np.ndarray:
+    def _asked(self, units: np.ndarray) -> np.ndarray:
         """What units ask of the rows, by their loads on the ranks seen from their owner: own time
         on the rank where that is least, over links the bytes that ranks of other neighbourhoods
         read, over the fastest ones; for the distinguished host, what its other ranks have there.
+        Of a link that a host's ranks share, those bytes count that they have themselves: the piece
+        has its part of the link apart.
 
         Args:
-            loads: float64 [C, ..., P, 7, S].
+            units: float64 [2, C, ..., 20].
 
         Returns:
             float64 [C, ..., O].
         """
+        loads = self.units.loads(units, by_rank=True)
         out = np.zeros((*loads.shape[:-3], len(self._own)))
         own = self.units.group_us(loads)[..., LOCAL, :].min(axis=(0, -1))
         out += own[..., self._at[0]] * self._own

@@ -88,7 +88,7 @@ class ResourceRows:
         return out
 
     def _class_means(self, units: np.ndarray) -> np.ndarray:
-        """[..., 7, W] -> [..., 6, C]: microseconds of groups of terms, mean over each class."""
+        """[..., 9, W] -> [..., 8, C]: microseconds of groups of terms, mean over each class."""
         groups = self.model.group_us(units)
         return np.stack([groups[..., r].mean(axis=-1) for r in self.classes.ranks], axis=-1)
 

@@ -39,7 +39,7 @@ class UnitRows:
         seen: int64 [C, S], ranks that differ as seen from the owner, who is the first of them.
         each: float64 [2, C, 20, 20], a unit of each tally row on its owner.
         every: float64 [2, C, 20, 20], a unit of each tally row on every rank.
-        own_us: float64 [C, 22, P, 6], microseconds that a unit of each tally row costs its owner.
+        own_us: float64 [C, 22, P, 8], microseconds that a unit of each tally row costs its owner.
         read_us: float64 [C, 22, P], own time that it costs the rank where that is least.
     """
 
@@ -55,10 +55,10 @@ class UnitRows:
         is_owner = np.arange(world) == self._first[:, None]
         in_class = classes.of_rank == np.arange(number)[:, None]
         owned, shared = (model.loads(one[:, :, None] * ranks[:, None, None].astype(float))
-                         for ranks in (is_owner, in_class))  # [C, 22, P, 7, W]
+                         for ranks in (is_owner, in_class))  # [C, 22, P, 9, W]
         on_links = model.machine.on_links
         self._on_links = self._of_seen(on_links(owned), on_links(shared))
-        self._by_rank = (self._of_seen(owned, shared) if model.machine.shares_links
+        self._by_rank = (self._of_seen(owned, shared) if any(model.machine.shared_terms)
                          else self._on_links)
         self._unit = np.eye(NUM_FEATURES)[:, :, None] * is_owner[:, None, None].astype(float)
         # Readers are seen with an owner of another class, or as another rank of the only class.
@@ -71,8 +71,8 @@ class UnitRows:
         self.own_us, self.read_us = us[..., 0], us[..., LOCAL, :].min(axis=-1)
 
     def _of_seen(self, owned: np.ndarray, shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Loads of a unit on the owner, by the ranks seen from it (float64 [C, 22, P, 7, S]), and of
-        one on all ranks of a class, by the first ranks of classes; others are like them."""
+        """Loads of a unit on the owner, by the ranks seen from it: float64 [C, 22, P, 9, S]; of one on
+        all ranks of a class, by the first rank of every class: float64 [C, 22, P, 9, C]."""
         return (np.stack([x[..., at] for x, at in zip(owned, self.seen, strict=True)]),
                 shared[..., self._first])
 
@@ -121,34 +121,34 @@ class UnitRows:
 
     def loads(self, units: np.ndarray, by_rank: bool = False) -> np.ndarray:
         """Loads by phase and term on the ranks seen from the owner, as `Machine.on_links` has them
-        or of what ranks send and receive themselves; float64 [C, ..., P, 7, S]."""
+        or of what ranks send and receive themselves; float64 [C, ..., P, 9, S]."""
         number, (owned, of_class) = self.sizes.size, self._by_rank if by_rank else self._on_links
         own, every = units.reshape(2, number, -1, NUM_ROWS)
         out = (own @ owned.reshape(number, NUM_ROWS, -1)).reshape(number, -1, *owned.shape[2:])
         shared = np.moveaxis(every, 0, 1).reshape(-1, number * NUM_ROWS) @ of_class.reshape(
             number * NUM_ROWS, -1)
-        shared = shared.reshape(-1, *of_class.shape[2:])  # [N, P, 7, C]
+        shared = shared.reshape(-1, *of_class.shape[2:])  # [N, P, 9, C]
         out += np.moveaxis(shared[..., self._class_seen], -2, 0)
         return np.asarray(out.reshape(*units.shape[1:-1], *owned.shape[2:]))
 
     def seconds(self, num_axes: int) -> np.ndarray:
         """Seconds of a unit of each term on the ranks seen, to go with loads of so many axes;
-        float64 [C, 1, ..., 7, S]."""
+        float64 [C, 1, ..., 9, S]."""
         found = np.moveaxis(self.model.machine.seconds_per_unit[:, self.seen], 1, 0)
         return np.asarray(np.expand_dims(found, tuple(range(1, num_axes - 2))))
 
     def group_us(self, loads: np.ndarray) -> np.ndarray:
-        """Microseconds that run beside each other; float64 [C, ..., P, 6, S]."""
+        """Microseconds that run beside each other; float64 [C, ..., P, 8, S]."""
         return by_group(loads * self.seconds(loads.ndim) * 1e6, self.model.has_local)
 
 
 def _seen(model: CostModel, classes: RankClasses, first: np.ndarray) -> np.ndarray:
     """Of every class's first rank: itself, and one rank of every class in its memory domain, on its
-    host, and elsewhere; int64 [C, S], filled up with itself."""
+    host, in its rack, and elsewhere; int64 [C, S], filled up with itself."""
     m, out = model.machine, []
     for owner in first.tolist():
         where = np.stack([classes.of_rank, m.domain == m.domain[owner], m.host == m.host[owner],
-                          np.arange(m.world_size) == owner], axis=-1)
+                          m.rack == m.rack[owner], np.arange(m.world_size) == owner], axis=-1)
         ranks = np.unique(where, axis=0, return_index=True)[1]
         out.append([owner, *ranks[ranks != owner].tolist()])
     most = max(map(len, out))

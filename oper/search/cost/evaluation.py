@@ -16,11 +16,11 @@ class Phase:
 
     Attributes:
         name: ``"forward"``, ``"backward"`` or ``"update"``.
-        units: float64 [7, W]: bytes, and nanoseconds of compute, by term and rank.
-        seconds: float64 [7, W]; over a link that ranks of a host share, each waits for all.
+        units: float64 [9, W]: bytes, and nanoseconds of compute, by term and rank.
+        seconds: float64 [9, W]; over a link that ranks share, each waits for the bytes of all.
         fixed_us: fixed cost.
         hidden: float64 [W], seconds of declared dense compute that the phase runs beside.
-        has_local: bool [6], which groups include a rank's own memory and compute.
+        has_local: bool [8], which groups include a rank's own memory and compute.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Phase:
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """float64 [6, W]: seconds that run beside each other (`machine.GROUPS`), beyond the dense
+        """float64 [8, W]: seconds that run beside each other (`machine.GROUPS`), beyond the dense
         compute that they hide behind."""
         return np.maximum(by_group(self.seconds, self.has_local) - self.hidden, 0.0)
 

@@ -10,6 +10,8 @@ from oper.search.problem.machine import (
     LINK_IN,
     LINK_OUT,
     MEMORY,
+    RACK_IN,
+    RACK_OUT,
     Machine,
 )
 
@@ -22,6 +24,9 @@ def owner_sends(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.nda
     out[..., CROSS_OUT, :] += message * (m.world_size - m.num_host)
     out[..., LINK_IN, :] += m.elsewhere_on_host(amount)
     out[..., CROSS_IN, :] += m.other_hosts(message)
+    if m.has_racks:
+        out[..., RACK_OUT, :] += message * (m.world_size - m.num_rack)
+        out[..., RACK_IN, :] += m.other_racks(message)
 
 
 def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray) -> None:
@@ -33,6 +38,9 @@ def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.
     out[..., CROSS_OUT, :] += m.other_hosts(message)
     out[..., LINK_IN, :] += amount * (m.num_host - m.num_near)
     out[..., CROSS_IN, :] += message * (m.world_size - m.num_host)
+    if m.has_racks:
+        out[..., RACK_OUT, :] += m.other_racks(message)
+        out[..., RACK_IN, :] += message * (m.world_size - m.num_rack)
 
 
 def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray) -> None:
@@ -47,6 +55,9 @@ def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray
     out[..., LINK_IN, :] += on_host
     out[..., CROSS_IN, :] += afar
     out[..., MEMORY, :] += on_host + afar
+    if m.has_racks:
+        out[..., RACK_OUT, :] += amount * (every - m.rack_sum(holds))
+        out[..., RACK_IN, :] += m.other_racks(amount) * holds
 
 
 def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: np.ndarray) -> None:
@@ -64,3 +75,6 @@ def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: np.n
     out[LINK_OUT] += sent_host
     out[CROSS_OUT] += message * asked_afar
     out[MEMORY] += sent_host + row * asked_afar
+    if m.has_racks:  # those of all hosts send alike
+        out[RACK_IN] += message * from_afar * m.other_racks(holds) / holds.sum()
+        out[RACK_OUT] += message * m.other_racks(from_afar) / holds.sum() * holds

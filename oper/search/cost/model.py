@@ -22,8 +22,8 @@ to host memory), beyond the dense compute that was declared to run beside it (`o
 default), plus a fixed cost. Ranks of a host read each other's memory while they compute; hosts
 exchange messages after some of the work and before the rest, so that a direction between hosts
 takes memory + compute + its bytes. Where the ranks of a host share its link (`hosts_share_links` of
-the topology), each waits for the bytes of all of them. Inference is the forward phase alone, with
-one replica per memory domain.
+the topology), each waits for the bytes of all of them, and so do those of a rack for its uplink.
+Inference is the forward phase alone, with one replica per memory domain.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CostModel:
         self.caching = Caching(problem)
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
         m = self.machine
-        #: bool [num_phases, 6], which groups include a rank's own memory and compute: what hosts
+        #: bool [num_phases, 8], which groups include a rank's own memory and compute: what hosts
         #: exchange, in the phases in which they do.
         self.has_local = m.local_groups(self.phases)
         #: float64 [W], nanoseconds per id of a pulled tier; 0 where one domain holds all ranks.
@@ -450,7 +450,7 @@ class CostModel:
             rows: float64 [..., 22, W].
 
         Returns:
-            float64 [..., num_phases, 7, W]: bytes, and nanoseconds of compute.
+            float64 [..., num_phases, 9, W]: bytes, and nanoseconds of compute.
         """
         costs, world = self.costs, float(self.machine.world_size)
         shape = (*rows.shape[:-2], len(self.phases), len(TERMS), rows.shape[-1])
@@ -491,12 +491,12 @@ class CostModel:
         return out
 
     def group_us(self, units: np.ndarray) -> np.ndarray:
-        """Microseconds that run beside each other; float64 [..., num_phases, 7, W] ->
-        [..., num_phases, 6, W]."""
+        """Microseconds that run beside each other; float64 [..., num_phases, 9, W] ->
+        [..., num_phases, 8, W]."""
         return by_group(self.machine.seconds(units) * 1e6, self.has_local)
 
     def units(self, tally: Tally) -> np.ndarray:
-        """Units per phase, term and rank of a whole tally; float64 [num_phases, 7, W]."""
+        """Units per phase, term and rank of a whole tally; float64 [num_phases, 9, W]."""
         out = self.loads(tally.rows)
         more = np.zeros_like(out)
         for ranks, (need, send) in tally.partial_replicas.items():

@@ -128,13 +128,15 @@ def _messages(problem: Problem) -> list[str]:
 
 def _phases(found: Evaluation) -> str:
     hides = any(p.hidden.any() for p in found.phases)
-    head = ["phase", "us", "slowest", "limited by", *(f"{g} us" for g in GROUPS), "fixed us",
-            *(["overlapped us"] if hides else [])]
+    groups = [n for n, g in enumerate(GROUPS) if not g.startswith("rack")
+              or any(p.units[TERMS.index(g)].any() for p in found.phases)]
+    head = ["phase", "us", "slowest", "limited by", *(f"{GROUPS[n]} us" for n in groups),
+            "fixed us", *(["overlapped us"] if hides else [])]
     rows = []
     for p in found.phases:
         rank = p.slowest_rank
         rows.append([p.name, f"{p.time_us:.1f}", f"rank {rank}", p.binding,
-                     *(f"{1e6 * x:.1f}" for x in p.groups[:, rank]), f"{p.fixed_us:.1f}",
+                     *(f"{1e6 * x:.1f}" for x in p.groups[groups, rank]), f"{p.fixed_us:.1f}",
                      *([f"{1e6 * p.hidden[rank]:.1f}"] if hides else [])])
     return "phases (terms of the slowest rank)\n" + _aligned(head, rows)
 

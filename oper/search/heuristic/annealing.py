@@ -26,7 +26,7 @@ from oper.search.bound.units import ANY_SQUARES, WHOLE
 from oper.search.cost.space import PUSH, SHARD
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.heuristic.candidates import Candidate, CandidatePool
-from oper.search.problem.machine import GROUPS
+from oper.search.problem.machine import CROSS_OUT, GROUPS, RACK_OUT, Machine
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS
@@ -97,9 +97,8 @@ class Loads:
         read_unit: float64 [C, 22, C, G], what a unit of each tally row puts on ranks that do not
             own it, by class of the owner and of theirs.
         own_unit: float64 [C, 22, G], what its owner does more than others of its class.
-        mate_unit: float64 [C, 22, G], what those of its class do more than others that share the link
-            of the owner's host.
-        mates: the ranks of `mate_unit`, by owner.
+        mate_unit: float64 [C, 22, G], what its mates do more than others of its class.
+        mates: by rank, the others of its class that share a link with it.
     """
 
     def __init__(self, pool: CandidatePool) -> None:
@@ -109,10 +108,18 @@ class Loads:
         ranks = self.relaxation.classes.ranks
         self.num_classes, self.num_phases = len(ranks), len(self.model.phases)
         self.num_loads = self.num_phases * NUM_PIECE_GROUPS + 1
-        self.own_unit = np.zeros((self.num_classes, NUM_ROWS, self.num_loads))
-        self.own_unit[..., :-1] = self.relaxation.pieces.unit.reshape(
-            self.num_classes, NUM_ROWS, -1)
         machine = self.model.machine
+        #: The groups of terms that the search sees. Of the links between hosts and those between
+        #: racks they are the slower ones where all send to all; evaluation sees both.
+        self.groups = np.arange(NUM_PIECE_GROUPS)
+        of_rack = _seconds_to_all(machine, RACK_OUT, machine.num_rack) > _seconds_to_all(
+            machine, CROSS_OUT, machine.num_host)
+        if of_rack:
+            self.groups[[GROUPS.index("cross_in"), GROUPS.index("cross_out")]] = (
+                GROUPS.index("rack_in"), GROUPS.index("rack_out"))
+        self.own_unit = np.zeros((self.num_classes, NUM_ROWS, self.num_loads))
+        self.own_unit[..., :-1] = self.relaxation.units.own_us[..., self.groups].reshape(
+            self.num_classes, NUM_ROWS, -1)
         for c, r in enumerate(ranks):
             room = pool.full * machine.capacity_bytes[machine.domain[r[0]]]
             room /= machine.num_near[r[0]]
@@ -131,33 +138,34 @@ class Loads:
             self.own_unit[c] -= self.read_unit[c, :, c]
         self.mate_unit = np.zeros_like(self.own_unit)
         self.mates = [np.zeros(0, np.int64)] * machine.world_size
-        if machine.shares_links:
+        if machine.shared_terms[of_rack]:
             for c, r in enumerate(ranks):
-                self._set_mates(c, r)
+                self._set_mates(c, r, machine.rack if of_rack else machine.host)
 
-    def _set_mates(self, c: int, ranks: np.ndarray) -> None:
-        """Tell the ranks of a class that share the link of an owner's host from the others."""
-        host, owner = self.model.machine.host, int(ranks[0])
-        is_mate = host[ranks] == host[owner]
+    def _set_mates(self, c: int, ranks: np.ndarray, link: np.ndarray) -> None:
+        """Tell the ranks of a class that share a link (int64 [W], by rank) with its owner apart."""
+        owner = int(ranks[0])
+        is_mate = link[ranks] == link[owner]
         if is_mate.sum() == 1 or is_mate.all():
-            return  # all other ranks of the class are alike
-        unit = np.eye(NUM_ROWS)[:, :, None] * (np.arange(host.size) == owner)
-        us = self.model.group_us(self.model.loads(unit))[:, :, :NUM_PIECE_GROUPS]
-        us = us.reshape(NUM_ROWS, -1, host.size)
+            return  # all others of the class are alike
+        unit = np.eye(NUM_ROWS)[:, :, None] * (np.arange(link.size) == owner)
+        us = self.model.group_us(self.model.loads(unit))[:, :, self.groups]
+        us = us.reshape(NUM_ROWS, -1, link.size)
         far = us[..., ranks[~is_mate]].mean(axis=-1)
         self.read_unit[c, :, c, :-1] = far
         self.own_unit[c, :, :-1] = us[..., owner] - far
         self.mate_unit[c, :, :-1] = us[..., ranks[is_mate & (ranks != owner)]].mean(axis=-1) - far
         for r in ranks.tolist():
-            self.mates[r] = ranks[(host[ranks] == host[r]) & (ranks != r)]
+            self.mates[r] = ranks[(link[ranks] == link[r]) & (ranks != r)]
 
     def by_class(self, rows: np.ndarray) -> np.ndarray:
         """Resource rows (float64 [..., R]) as loads by class; float64 [..., C, G]."""
         out = np.zeros((*rows.shape[:-1], self.num_classes, self.num_loads))
         for n, (phase, group, c) in enumerate(self.relaxation.rows.names):
             # Host memory is no resource of its own here: its time counts beside the rank's own.
-            at = GROUPS.index(group) % NUM_PIECE_GROUPS
-            out[..., c, phase * NUM_PIECE_GROUPS + at] += rows[..., n]
+            group = "local" if group == "host_memory" else group
+            for at in np.flatnonzero(self.groups == GROUPS.index(group)).tolist():
+                out[..., c, phase * NUM_PIECE_GROUPS + at] += rows[..., n]
         machine, classes = self.model.machine, self.relaxation.classes
         memory = self.relaxation.rows.first_memory
         for c, ranks in enumerate(classes.ranks):
@@ -170,8 +178,8 @@ class Loads:
         float64 [W, G]."""
         model, tally = self.model, self.relaxation.base_tally
         groups = model.group_us(model.units(Tally(tally.rows, tally.partial_replicas)))
-        groups[:, 0] += groups[:, NUM_PIECE_GROUPS]
-        groups = groups[:, :NUM_PIECE_GROUPS]
+        groups[:, 0] += groups[:, GROUPS.index("host_memory")]
+        groups = groups[:, self.groups]
         groups -= 1e6 * model.hidden[:, None]  # beyond the dense compute that hides it
         out = np.zeros((self.class_of.size, self.num_loads))
         out[:, :-1] = groups.reshape(-1, self.class_of.size).T
@@ -181,6 +189,12 @@ class Loads:
             self.full * machine.capacity_bytes, 1e-3)
         out[:, -1] = held[machine.domain]
         return out
+
+
+def _seconds_to_all(machine: Machine, term: int, near: np.ndarray) -> float:
+    """Seconds in which the slowest rank sends a byte to every rank beyond those `near` it, of which
+    there are so many (float64 [W])."""
+    return float((machine.seconds_per_unit[term] * (machine.world_size - near)).max())
 
 
 class Annealing:

@@ -66,7 +66,7 @@ def _with(placements: Sequence[Placement], parts: Sequence[_Part],
 
 
 def _loads(model: CostModel, tally: Tally) -> np.ndarray:
-    """Microseconds by phase and by group of terms that run beside each other; float64 [P, 6, W]."""
+    """Microseconds by phase and by group of terms that run beside each other; float64 [P, 8, W]."""
     return model.group_us(model.units(tally))
 
 
@@ -74,8 +74,8 @@ def _dealt(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) ->
     """Numbers of the sets that parts go to.
 
     Args:
-        loads: float64 [N, P, 6, W], of each part where it is on the first set.
-        total: float64 [P, 6, W], of everything where all parts are there.
+        loads: float64 [N, P, 8, W], of each part where it is on the first set.
+        total: float64 [P, 8, W], of everything where all parts are there.
         sets: of ranks.
     """
     seen = np.tile(np.arange(total.shape[-1]), (len(sets), 1))  # each rank in the first set's terms
@@ -88,7 +88,7 @@ def _dealt(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) ->
         for n in np.argsort(-loads.max(axis=(1, 2, 3)), kind="stable").tolist():
             if at[n] >= 0:
                 now = now - loads[n][..., seen[at[n]]]
-            then = (now[:, :, None] + loads[n][..., seen]).clip(0.0)  # [P, 6, sets, W]
+            then = (now[:, :, None] + loads[n][..., seen]).clip(0.0)  # [P, 8, sets, W]
             most = np.maximum(then.max(axis=(1, 3), keepdims=True), 1e-30)
             mean = ((then / most) ** _POWER).sum(axis=(1, 3), keepdims=True) ** (1 / _POWER)
             at[n] = (most * mean).sum(axis=0).argmin()

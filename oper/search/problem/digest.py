@@ -18,8 +18,9 @@ def problem_digest(problem: Problem) -> str:
     objective, batch size, space, constraints, overlap and bits of messages."""
     machine = problem.machine
     topology = asdict(problem.topology)
-    if not problem.topology.hosts_share_links:
-        del topology["hosts_share_links"]  # as digests were before it could be stated
+    for name in ("hosts_share_links", "racks"):
+        if not topology[name]:
+            del topology[name]  # as digests were before they could be stated
     stated = {"topology": topology, "objective": problem.objective,
               "batch_size": problem.batch_size, "allow": sorted(problem.allow),
               "constraints": problem.constraints.to_json(),

@@ -19,10 +19,12 @@ from oper.topology import Topology
 # memory run beside each other. A phase with an exchange between hosts is an exception: messages are
 # written before they are sent and used when they have arrived, so that a rank's own work comes on
 # top of either direction.
-TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "host_memory")
-MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY = range(7)
+TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "host_memory",
+         "rack_in", "rack_out")
+(MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY,
+ RACK_IN, RACK_OUT) = range(len(TERMS))
 EXCHANGES = ("forward", "update")  # phases in which hosts send each other messages
-GROUPS = ("local", "link_in", "link_out", "cross_in", "cross_out", "host_memory")
+GROUPS = ("local", *TERMS[2:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +37,9 @@ class Machine:
         host: int64 [W], index 0..num_hosts-1 of the rank's host.
         num_near: float64 [W], ranks of the same domain, itself included.
         num_host: float64 [W], ranks of the same host, itself included.
-        seconds_per_unit: float64 [7, W], by term: seconds per byte, or per nanosecond of compute,
+        rack: int64 [W], index of the rank's rack; 0 where the topology has none.
+        num_rack: float64 [W], ranks of the same rack, itself included.
+        seconds_per_unit: float64 [9, W], by term: seconds per byte, or per nanosecond of compute,
             of what `on_links` makes of units.
         capacity_bytes: float64 [num_domains], memory for tables.
         host_capacity_bytes: float64 [num_hosts], host memory for tables (0 = none).
@@ -46,6 +50,8 @@ class Machine:
     host: np.ndarray
     num_near: np.ndarray
     num_host: np.ndarray
+    rack: np.ndarray
+    num_rack: np.ndarray
     seconds_per_unit: np.ndarray
     capacity_bytes: np.ndarray
     host_capacity_bytes: np.ndarray
@@ -56,29 +62,39 @@ class Machine:
         return self.domain.size
 
     def local_groups(self, phases: tuple[str, ...]) -> np.ndarray:
-        """Which groups of each phase include a rank's own memory and compute; bool [P, 6]."""
+        """Which groups of each phase include a rank's own memory and compute; bool [P, 8]."""
         return np.array([[g == "local" or (p in EXCHANGES and self.host.any()
-                                           and g.startswith("cross")) for g in GROUPS]
+                                           and g.startswith(("cross", "rack"))) for g in GROUPS]
                          for p in phases], bool)
 
     @cached_property
-    def shares_links(self) -> bool:
-        """Whether several ranks share the link of any host."""
-        return self.topology.hosts_share_links and bool((self.num_host > 1).any())
+    def shared_terms(self) -> tuple[tuple[int, ...], ...]:
+        """Terms of links that several ranks share: those of their host, those of their rack."""
+        of_host = self.topology.hosts_share_links and (self.num_host > 1).any()
+        return ((CROSS_IN, CROSS_OUT) if of_host else (),
+                (RACK_IN, RACK_OUT) if self.has_racks else ())
+
+    @cached_property
+    def has_racks(self) -> bool:
+        """Whether there are several racks."""
+        return bool(self.rack.any())
 
     def on_links(self, units: np.ndarray) -> np.ndarray:
-        """Units as ranks wait for them: where those of a host share its link, each waits for the
-        bytes of all, and has their mean here; float64 [..., 7, W] of both."""
-        if not self.shares_links:
+        """Units as ranks wait for them: each waits for the bytes of all that share a link with it,
+        and has their mean here; float64 [..., 9, W] of both."""
+        of_host, of_rack = self.shared_terms
+        if not of_host and not of_rack:
             return units
         out = units.copy()
-        for term in (CROSS_IN, CROSS_OUT):
+        for term in of_host:
             out[..., term, :] = self.host_sum(units[..., term, :]) / self.num_host
+        for term in of_rack:
+            out[..., term, :] = self.rack_sum(units[..., term, :]) / self.num_rack
         return out
 
     def seconds(self, units: np.ndarray) -> np.ndarray:
         """Seconds by term that units (bytes, and nanoseconds of compute, of all ranks) keep ranks
-        busy; float64 [..., 7, W] of both."""
+        busy; float64 [..., 9, W] of both."""
         return self.on_links(units) * self.seconds_per_unit
 
     def domain_sum(self, values: np.ndarray) -> np.ndarray:
@@ -89,6 +105,10 @@ class Machine:
         """Sum over the ranks of one's own host; float64 [..., W] -> [..., W]."""
         return _group_sum(values, self.host, self._host_starts)
 
+    def rack_sum(self, values: np.ndarray) -> np.ndarray:
+        """Sum over the ranks of one's own rack; float64 [..., W] -> [..., W]."""
+        return _group_sum(values, self.rack, self._rack_starts)
+
     @cached_property
     def _domain_starts(self) -> np.ndarray | None:
         return _starts(self.domain)
@@ -96,6 +116,10 @@ class Machine:
     @cached_property
     def _host_starts(self) -> np.ndarray | None:
         return _starts(self.host)
+
+    @cached_property
+    def _rack_starts(self) -> np.ndarray | None:
+        return _starts(self.rack)
 
     def elsewhere_on_host(self, values: np.ndarray) -> np.ndarray:
         """Sum over the other domains of one's own host; float64 [..., W] -> [..., W]."""
@@ -106,6 +130,10 @@ class Machine:
         """Sum over all other hosts; float64 [..., W] -> [..., W]."""
         rest = values.sum(axis=-1, keepdims=True) - self.host_sum(values)
         return np.where(self.num_host < self.world_size, rest, 0.0)
+
+    def other_racks(self, values: np.ndarray) -> np.ndarray:
+        """Sum over all other racks; float64 [..., W] -> [..., W]."""
+        return values.sum(axis=-1, keepdims=True) - self.rack_sum(values)
 
     def per_domain(self, values: np.ndarray) -> np.ndarray:
         """Sum per domain; float64 [W] -> [num_domains]."""
@@ -118,7 +146,8 @@ class Machine:
 
 def _starts(group: np.ndarray) -> np.ndarray | None:
     """Where groups begin; None where they are not contiguous. Ranks are numbered through domains in
-    order and domains through hosts, so that only a host that is listed twice is such."""
+    order and domains through hosts, so that only a host that is listed twice is such, and a rack
+    of hosts that do not follow each other."""
     starts = np.flatnonzero(np.diff(group, prepend=-1))
     ascending = starts.size == group[-1] + 1 and (np.diff(group) >= 0).all()
     return starts if ascending else None
@@ -144,6 +173,9 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
     hosts = sorted({d.host for d in topology.domains})
     host = np.array([hosts.index(topology.domains[k].host) for k in domain], np.int64)
     near = np.bincount(domain)[domain].astype(float)
+    rack_of = {h: k for k, rack in enumerate(topology.racks) for h in rack.hosts}
+    rack = np.array([rack_of.get(topology.domains[k].host, 0) for k in domain], np.int64)
+    in_rack = np.bincount(rack)[rack].astype(float)
     unit = np.zeros((len(TERMS), domain.size))
     for r, k in enumerate(domain):
         d = topology.domains[k]
@@ -154,6 +186,9 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
     if topology.hosts_share_links:
         of_host = np.bincount(host, 1 / unit[CROSS_IN]) / np.bincount(host)
         unit[[CROSS_IN, CROSS_OUT]] = 1 / of_host[host]
+    if topology.racks:
+        uplink = np.array([x.uplink_gbps for x in topology.racks])
+        unit[[RACK_IN, RACK_OUT]] = in_rack / (uplink[rack] * 1e9)
     if topology.host_gbps:
         unit[HOST_MEMORY] = 1 / (topology.host_gbps * 1e9)
     capacity = np.array([d.memory_bytes for d in topology.domains], float)
@@ -161,19 +196,19 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
     if memory_bytes is not None:
         cap = np.bincount(domain, np.broadcast_to(memory_bytes, domain.size))
         capacity = np.minimum(capacity, cap)
-    return Machine(topology, domain, host, near, np.bincount(host)[host].astype(float), unit,
-                   capacity, np.full(len(hosts), float(topology.host_memory_bytes)))
+    return Machine(topology, domain, host, near, np.bincount(host)[host].astype(float), rack,
+                   in_rack, unit, capacity, np.full(len(hosts), float(topology.host_memory_bytes)))
 
 
 def by_group(loads: np.ndarray, has_local: np.ndarray) -> np.ndarray:
     """What runs beside each other.
 
     Args:
-        loads: float64 [..., 7, W], by term.
-        has_local: bool [..., 6], which groups include the rank's own memory and compute.
+        loads: float64 [..., 9, W], by term.
+        has_local: bool [..., 8], which groups include the rank's own memory and compute.
 
     Returns:
-        float64 [..., 6, W].
+        float64 [..., 8, W].
     """
     local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
     out = local * has_local[..., None]
@@ -185,7 +220,7 @@ def add_wire(units: np.ndarray, machine: Machine) -> None:
     """Add to the compute of every rank what sending and receiving between hosts costs it, in place.
 
     Args:
-        units: float64 [..., 7, W], by term and rank.
+        units: float64 [..., 9, W], by term and rank.
         machine: the machine.
     """
     units[..., COMPUTE, :] += machine.topology.costs.wire_ns * (
@@ -227,9 +262,10 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
         distinguished: rank sets that some constraint names; their members stay apart from others.
 
     A rank is described by its domain's constants and by which sets name it, a domain by its ranks,
-    a host by its domains; equal descriptions at all three levels can be swapped, because links know
-    only same domain, same host and other host. So the mean load over a class is the load of the
-    symmetrised plan, and it depends on a plan only through how much each class owns.
+    a host by its domains, a rack by its hosts; equal descriptions at all levels can be swapped,
+    because links know only same domain, same host, same rack and other rack. So the mean load over
+    a class is the load of the symmetrised plan, and it depends on a plan only through how much each
+    class owns.
     """
     sets = [frozenset(s) for s in distinguished]
     domains = machine.topology.domains
@@ -240,11 +276,14 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
                  for k, d in enumerate(domains)]
     of_host = {host: tuple(sorted(of_domain[k] for k, d in enumerate(domains) if d.host == host))
                for host in {d.host for d in domains}}
-    domain_keys = [(of_domain[k], of_host[d.host]) for k, d in enumerate(domains)]
+    of_rack = {h: (rack.uplink_gbps, tuple(sorted(of_host[x] for x in rack.hosts)))
+               for rack in machine.topology.racks for h in rack.hosts}
+    key_of_host = {host: (found, of_rack.get(host)) for host, found in of_host.items()}
+    domain_keys = [(of_domain[k], key_of_host[d.host]) for k, d in enumerate(domains)]
     rank_keys = [(domain_keys[k], marks[r]) for r, k in enumerate(machine.domain.tolist())]
     numbers = {key: i for i, key in enumerate(dict.fromkeys(rank_keys))}
     domain_numbers = {key: i for i, key in enumerate(dict.fromkeys(domain_keys))}
-    host_keys = [of_host[host] for host in sorted(of_host)]
+    host_keys = [key_of_host[host] for host in sorted(of_host)]
     host_numbers = {key: i for i, key in enumerate(dict.fromkeys(host_keys))}
     of_rank = np.array([numbers[k] for k in rank_keys], np.int64)
     return RankClasses(of_rank, tuple(np.flatnonzero(of_rank == c) for c in range(len(numbers))),

@@ -42,6 +42,8 @@ from oper.search.problem.machine import (
     LINK_IN,
     LINK_OUT,
     MEMORY,
+    RACK_IN,
+    RACK_OUT,
     Machine,
     add_wire,
 )
@@ -240,14 +242,14 @@ class RealizedLoad:
 
 def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: Machine,
              reads_source: bool = True) -> None:
-    """Adds bytes between ranks of different domains to the units `out` (float64 [7, W]).
+    """Adds bytes between ranks of different domains to the units `out` (float64 [9, W]).
 
     Args:
         out: one phase's units.
         amount: float64 [W, W], bytes by source and destination; what stays in a memory domain uses
             no link.
         message: likewise, what travels between hosts in place of it.
-        machine: who shares a domain or a host.
+        machine: who shares a domain, a host or a rack.
         reads_source: whether the bytes also come from the source's memory.
     """
     host = machine.host[:, None] == machine.host[None, :]
@@ -256,6 +258,9 @@ def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: 
     out[LINK_IN] += (amount * (far & host)).sum(axis=0)
     out[CROSS_OUT] += (message * ~host).sum(axis=1)
     out[CROSS_IN] += (message * ~host).sum(axis=0)
+    rack = machine.rack[:, None] == machine.rack[None, :]
+    out[RACK_OUT] += (message * ~rack).sum(axis=1)
+    out[RACK_IN] += (message * ~rack).sum(axis=0)
     if reads_source:
         out[MEMORY] += (amount * far).sum(axis=1)
 

@@ -22,13 +22,21 @@ import numpy as np
 
 from oper.errors import require_fields
 from oper.search.cost.model import Phase
-from oper.search.problem.machine import CROSS_IN, CROSS_OUT, LINK_IN, LINK_OUT, TERMS
+from oper.search.problem.machine import (
+    CROSS_IN,
+    CROSS_OUT,
+    LINK_IN,
+    LINK_OUT,
+    RACK_IN,
+    RACK_OUT,
+    TERMS,
+)
 from oper.search.replay.realized import StepLoad
 from oper.support.trace_events import Bar, trace_of, write_trace
 
 LANES = ("lookups", "dense", *TERMS[2:])
 LOOKUPS, DENSE = 0, 1
-_LINKS = (LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT)
+_LINKS = (LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, RACK_IN, RACK_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +140,13 @@ class _Player:
         """One phase on all ranks, each from when it is free; `less_us` has been done before."""
         local = np.maximum(phase.groups[0] * 1e6 - less_us, 0.0)
         links = phase.seconds[list(_LINKS)] * 1e6
-        first = local * phase.has_local[1:1 + len(_LINKS), None]  # of each link
+        first = local * phase.has_local[np.array(_LINKS) - 1, None]  # of each link
         for rank, start in enumerate(self.now.tolist()):
             busy = start + float(local[rank])
             self.add(rank, LOOKUPS, phase.name, number, (start, busy), phase.units[0, rank])
             for k, term in enumerate(_LINKS):
                 begin = start + float(first[k, rank])
-                self.add(rank, DENSE + 1 + k, phase.name, number,
+                self.add(rank, LANES.index(TERMS[term]), phase.name, number,
                          (begin, begin + float(links[k, rank])), phase.units[term, rank])
         self.now = self.now + np.maximum(local, (first + links).max(axis=0)) + phase.fixed_us
 

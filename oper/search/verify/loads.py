@@ -26,7 +26,7 @@ class Loads:
 
     Attributes:
         total: float64 [..., C, F, L, C], microseconds by phase and group of terms, then bytes in
-            device and in host memory (L = 6 P + 2), summed over the ranks of each class.
+            device and in host memory (L = 8 P + 2), summed over the ranks of each class.
         own: float64 [..., C, F, P, 5], on the owner.
         read: float64 [..., C, F, P], own time on the rank where that is least.
         far: float64 [..., C, F, P, 5], over links, the least on a rank of another host (on a
@@ -113,7 +113,7 @@ class Probe:
                      least(links * seconds, self._apart))
 
     def by_class(self, groups: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """Loads summed over each class: microseconds float64 [..., P, 6, W], and bytes held
+        """Loads summed over each class: microseconds float64 [..., P, 8, W], and bytes held
         [..., 2, W] -> [..., L, C]."""
         us = groups.reshape(*held.shape[:-2], -1, held.shape[-1])
         every = np.concatenate([us, held], axis=-2)

@@ -17,27 +17,43 @@ _MOST_BYTES = 1 << 30  # cap on what a host sends per probe, for fast links
 _SAME_LINK = 1.08  # measurements of the same link differ by up to this factor
 
 
-def link_gbps(group: Group, host_of: Sequence[int]) -> list[float]:
+def link_gbps(group: Group, host_of: Sequence[int], rack_of: Sequence[int] | None = None
+              ) -> list[float]:
     """GB/s of payload of every host's link, in each direction, all of them busy in both.
 
     Each host in turn exchanges with all others, while these do not exchange with each other; then
     again with sizes proportional to the measured links, because with equal sizes the slowest link
     decides when the exchange ends. Finally all hosts exchange at once. What this costs the slowest
     link (congestion, a slower path between switches) is deducted from every link in proportion.
-    Collective.
+    Hosts of different racks do not exchange, unless a host is alone in its rack. Collective.
 
     Args:
         group: the ranks.
         host_of: host of each rank, numbered from 0.
+        rack_of: rack of each host, numbered from 0; None: of one rack.
     """
     num_hosts = max(host_of) + 1
     if num_hosts == 1:
         return [0.0]
+    if rack_of is None or min(np.bincount(rack_of)) == 1:
+        rack_of = [0] * num_hosts
     equal = [1.0] * num_hosts
-    alone = [_carried(group, host_of, equal, h) for h in range(num_hosts)]
-    alone = [_carried(group, host_of, alone, h) for h in range(num_hosts)]
-    together = _carried(group, host_of, equal, None)
+    alone = [_carried(group, host_of, equal, h, rack_of) for h in range(num_hosts)]
+    alone = [_carried(group, host_of, alone, h, rack_of) for h in range(num_hosts)]
+    together = _carried(group, host_of, equal, None, rack_of)
     return [x * min(1.0, together / min(alone)) for x in _alike(alone)]
+
+
+def uplink_gbps(group: Group, rack_of: Sequence[int]) -> list[float]:
+    """GB/s of payload of every rack's uplink, in each direction, while all ranks exchange with those
+    of other racks: less where the links of its hosts carry less. Collective.
+
+    Args:
+        group: the ranks.
+        rack_of: rack of each rank, numbered from 0.
+    """
+    racks = max(rack_of) + 1
+    return [_carried(group, rack_of, [1.0] * racks, None, [0] * racks)] * racks
 
 
 def _alike(values: Sequence[float]) -> list[float]:
@@ -52,18 +68,19 @@ def _alike(values: Sequence[float]) -> list[float]:
     return found
 
 
-def _carried(group: Group, host_of: Sequence[int], weights: Sequence[float], only: int | None
-             ) -> float:
-    """GB/s in each direction of host `only`, which exchanges with all others in proportion to their
-    `weights`. With None, of every host while all exchange with all."""
+def _carried(group: Group, host_of: Sequence[int], weights: Sequence[float], only: int | None,
+             rack_of: Sequence[int]) -> float:
+    """GB/s in each direction of host `only`, which exchanges with all others of its rack in
+    proportion to their `weights`. With None, of every host while all of a rack exchange."""
     num_ranks = np.bincount(host_of)
+    in_rack = np.bincount(rack_of, weights)
 
     def size(s: int, r: int, total: float) -> int:
         a, b = host_of[s], host_of[r]
-        if a == b or only not in (None, a, b):
+        if a == b or only not in (None, a, b) or rack_of[a] != rack_of[b]:
             return 0
         other = b if only in (None, a) else a
-        rest = sum(weights) - weights[a if only is None else only]
+        rest = in_rack[rack_of[a]] - weights[a if only is None else only]
         return max(1, round(total * weights[other] / rest / num_ranks[a] / num_ranks[b]))
 
     total = float(_FIRST_BYTES)
