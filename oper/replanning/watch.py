@@ -283,10 +283,11 @@ class Replanner:
 
         hosts = _hosts(self.topology)
         host_of = [hosts.index(d.host) for d in self.topology.domains for _ in d.ranks]
+        racks = {h: k for k, rack in enumerate(self.topology.racks) for h in rack.hosts}
         with contextlib.ExitStack() as stack:  # other threads' lookups use the same connections
             for tables in self._tables:
                 stack.enter_context(tables.turns.lock)
-            return link_gbps(self._group, host_of)
+            return link_gbps(self._group, host_of, [racks.get(h, 0) for h in hosts])
 
 
 def _check(topology: Topology, world_size: int) -> None:

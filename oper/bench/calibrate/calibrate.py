@@ -111,6 +111,10 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: a topology in which every process is a host, with the "
                              "costs of exchanging over this machine's network stack")
+    parser.add_argument("--hosts-per-rack", type=whole(1), metavar="N", default=0,
+                        help="under torchrun: so many hosts share an uplink to the others, in the "
+                             "order of their ranks, and what it carries is measured; by default "
+                             "all hosts reach each other alike")
     parser.add_argument("--quick", action="store_true", help="fewer workloads and steps")
     parser.add_argument("--check", metavar="F", help="predict other placements, execute them, and "
                                                      "write the comparison (JSON)")
@@ -122,6 +126,10 @@ def run_calibrate(args: argparse.Namespace) -> int:
         check_target(path)
     if is_launched():
         return _run_on_hosts(args)
+    if args.hosts_per_rack:
+        raise InvalidInputError(fail(
+            "cannot calibrate racks", "--hosts-per-rack", args.hosts_per_rack,
+            "several hosts, started by torchrun", "leave it out, or run on the hosts themselves"))
     load_before = record.load_average()
     checking = held_out(args.quick, args.world_size) if args.check else []
     fitted, samples = _measure_and_fit(args.quick, args.world_size, checking)
@@ -154,7 +162,7 @@ def _run_on_hosts(args: argparse.Namespace) -> int:
             "neither under torchrun", "leave them out, or run without torchrun"))
     dist.init_process_group("gloo")
     topology = measure_hosts(lambda num_ranks: _measure_and_fit(args.quick, num_ranks, [])[0]
-                             .topology)
+                             .topology, args.hosts_per_rack)
     if dist.get_rank() == 0:
         write_text(args.output, as_toml(topology))
         print(as_toml(topology), end="")
