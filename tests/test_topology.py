@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from oper.errors import FileFormatError, InvalidInputError
-from oper.topology import Costs, Topology, parse_bytes
+from oper.topology import Costs, Rack, Topology, parse_bytes
 
 FILE = """
 name = "two-hosts"
 source = "published"
 host_memory_bytes = "1TB"
 host_gbps = 20
+hosts_share_links = true
 [[domain]]
 copies = 4
 per_host = 2
@@ -28,6 +29,12 @@ cross_gbps = 45
 host = 2
 memory_bytes = 1000
 read_gbps = 10.5
+[[rack]]
+hosts = [0, 2]
+uplink_gbps = 12.5
+[[rack]]
+hosts = [1]
+uplink_gbps = 25
 [costs]
 phase_us = 10
 """
@@ -53,6 +60,16 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         10.5, 10.5, 10.5, 0)
     assert topology.costs == Costs(phase_us=10)
     assert topology.host_memory_bytes == 10**12
+    assert topology.hosts_share_links
+    assert topology.racks == (Rack((0, 2), 12.5), Rack((1,), 25))
+
+
+def test_a_file_that_says_nothing_of_shared_links_has_none(tmp_path: Path) -> None:
+    """Files of before: every rank has a link of its own, and hosts reach each other alike."""
+    start, stop = FILE.index("[[rack]]"), FILE.index("[costs]")
+    text = FILE[:start].replace("hosts_share_links = true\n", "") + FILE[stop:]
+    topology = read(tmp_path, text)
+    assert topology.hosts_share_links is False and topology.racks == ()
 
 
 @pytest.mark.parametrize(("old", "new", "words"), [
@@ -78,6 +95,12 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     ("phase_us = 10", "phase_ms = 1", "phase_ms"),
     ("host_gbps = 20\n", "", "beside host_memory_bytes"),
     ("host_gbps = 20\n", "colour = 3\n", "colour"),
+    ("hosts_share_links = true", "hosts_share_links = 1", "hosts_share_links=1, expected true"),
+    ("hosts = [1]", "hosts = [0]", r"hosts of racks=\[0, 0, 2\].*each once"),
+    ("hosts = [1]", "hosts = [1, 3]", r"hosts of racks=\[0, 1, 2, 3\]"),
+    ("hosts = [1]", "hosts = 1", "hosts of a rack=1, expected a list"),
+    ("uplink_gbps = 25", "uplink_gbps = 0", r"rack\[1\]\.uplink_gbps=0, .*> 0"),
+    ("uplink_gbps = 25", "uplink_mbits = 25", "uplink_mbits"),
     ("[costs]", "[costs", "expected TOML"),
 ])
 def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, words: str) -> None:

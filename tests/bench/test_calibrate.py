@@ -21,7 +21,7 @@ from oper.bench.calibrate.worker import KINDS, measure, plan_of
 from oper.bench.core.workload import Workload, collect_stats
 from oper.errors import InvalidInputError
 from oper.search import topology_preset
-from oper.topology import Costs, Topology
+from oper.topology import Costs, Rack, Topology
 from tests.support import run_command
 
 TRUE = Costs(phase_us=40.0, id_ns=3.0, sort_ns=4.0, reduce_ns=4.0, update_ns=20.0, run_ns=2.0,
@@ -191,12 +191,14 @@ def test_unequal_hosts_are_read_back(tmp_path: Path) -> None:
     """Means of costs, every host's own bandwidths, and a link's share for each rank."""
     here, one = true_topology(), Topology.this_host(1)
     made = of_hosts([here, replace(one, costs=replace(TRUE, id_ns=5.0))], [0.05, 0.0125],
-                    {"phase_us": 80.0, "ns_per_byte": 0.25})
+                    {"phase_us": 80.0, "ns_per_byte": 0.25},
+                    (Rack((0,), 0.02), Rack((1,), 0.01)))
     path = tmp_path / "hosts.toml"
     path.write_text(calibrate.as_toml(made))
     again = Topology.from_toml(path)
     assert [d.ranks for d in again.domains] == [(0, 1), (2,)] and again.num_hosts == 2
     assert [d.cross_gbps for d in again.domains] == [0.025, 0.0125]
+    assert again.hosts_share_links and again.racks == made.racks
     assert [d.read_gbps for d in again.domains] == [50.0, 40.0]
     assert again.costs == made.costs
     assert (again.costs.id_ns, again.costs.phase_us, again.costs.wire_ns) == (4.0, 80.0, 0.25)

@@ -15,7 +15,7 @@ from oper.search.problem.space import EXECUTABLE
 from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
-from oper.topology import Costs, Domain, Topology
+from oper.topology import Costs, Domain, Rack, Topology
 
 # All kinds of tiers, for `random_plan`.
 KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
@@ -70,6 +70,19 @@ def problem(num_tables: int, seed: int, topology: Topology, objective: str = "tr
     more.setdefault("allow", EXECUTABLE)
     return make_problem(specs, stats, topology, objective=objective, batch_size=256,
                         **more)  # type: ignore[arg-type]
+
+
+def shared(topology: Topology) -> Topology:
+    """The topology with a link of every host that its ranks share."""
+    return replace(topology, hosts_share_links=True)
+
+
+def racked(topology: Topology, *uplinks: float) -> Topology:
+    """The topology with its hosts in so many racks, the first ones larger, with these uplinks."""
+    hosts = sorted({d.host for d in topology.domains})
+    size = -(-len(hosts) // len(uplinks))
+    return replace(topology, racks=tuple(Rack(tuple(hosts[k * size:(k + 1) * size]), gbps)
+                                         for k, gbps in enumerate(uplinks)))
 
 
 def with_host_memory(topology: Topology, memory_bytes: float = 1e12,

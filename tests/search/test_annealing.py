@@ -23,7 +23,7 @@ from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import ROWS, Problem, make_problem
 from oper.topology import Costs, Topology
-from tests.search.search_cases import gpus, host, problem, tables_and_stats
+from tests.search.search_cases import gpus, host, problem, racked, shared, tables_and_stats
 
 PUSHED = frozenset({"striped", "owned", "push", "columns"})
 
@@ -91,6 +91,9 @@ def _hosts(num_hosts: int, per_host: int) -> Topology:
     (_hosts(2, 1), EVERYTHING), (_hosts(1, 4), EVERYTHING), (_hosts(3, 2), EVERYTHING),
     (gpus(16), EVERYTHING), (gpus(8, slow=4), EVERYTHING),
     (_hosts(2, 1), PUSHED), (_hosts(1, 4), PUSHED), (_hosts(3, 2), PUSHED),
+    (shared(_hosts(3, 2)), EVERYTHING), (shared(_hosts(3, 2)), PUSHED),
+    (racked(_hosts(4, 1), 0.3, 0.3), EVERYTHING), (racked(_hosts(4, 1), 0.3, 0.3), PUSHED),
+    (racked(_hosts(4, 1), 9.0, 9.0), PUSHED),
 ], ids=lambda x: f"{x.name}-{x.world_size}" if isinstance(x, Topology) else str(len(x)))
 def test_what_the_search_adds_up_is_what_the_cost_model_says(topology: Topology,
                                                              allow: frozenset[str]) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from search_cases import gpus, host, random_tier, recomputed, tables_and_stats
+from search_cases import gpus, host, racked, random_tier, recomputed, shared, tables_and_stats
 
 from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
@@ -49,6 +49,14 @@ TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
              "uneven": linked(gpus(5, per_host=3), lambda d: d.host % 2),
              "domains": linked(gpus(4), lambda d: d.ranks[0] % 2),
              "pairs": linked(gpus(6, per_host=2), lambda d: d.ranks[0] % 2)}
+# Links that ranks share: of hosts, of equal ranks or not, alike or not; and of racks.
+TOPOLOGIES |= {"shared": shared(gpus(6, per_host=3)), "shared-pairs": shared(TOPOLOGIES["pairs"]),
+               "shared-uneven": shared(TOPOLOGIES["uneven"]),
+               "shared-mixed": shared(TOPOLOGIES["mixed"]),
+               "racks": racked(gpus(4, per_host=1), 20.0, 20.0),
+               "shared-racks": shared(racked(gpus(8, per_host=2), 60.0, 60.0)),
+               "uneven-racks": racked(gpus(5, per_host=1), 30.0, 15.0)}
+SHARED = [name for name in TOPOLOGIES if "shared" in name or "racks" in name]
 
 
 def stated(seed: int, name: str, num_tables: int = 4, costs: dict[str, float] | None = None,
@@ -122,7 +130,7 @@ def largest_loads(relaxation: Relaxation, plan: Plan) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["gpus", "hosts", "host", "unequal", "mixed", "links", "uneven",
-                                  "domains", "pairs"])
+                                  "domains", "pairs", *SHARED])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("costly", [False, True])
 def test_no_plan_is_below_the_bound_of_its_own_node(seed, name, costly):

@@ -13,6 +13,7 @@ from search_cases import (
     counted,
     gpus,
     host,
+    racked,
     random_plan,
     space_bound,
     tables_and_stats,
@@ -192,6 +193,10 @@ def constrained(draw: st.DrawFn) -> Problem:
         domains = tuple(replace(d, cross_gbps=d.cross_gbps * draw(st.sampled_from([0.1, 1.0, 2.0])))
                         for d in topology.domains)
         topology = replace(topology, domains=domains)
+    hosts = topology.num_hosts
+    topology = replace(topology, hosts_share_links=draw(st.booleans()))
+    if hosts > 1 and draw(st.booleans()):
+        topology = racked(topology, *draw(st.sampled_from([(5.0, 5.0), (25.0, 8.0)])))
     if draw(st.booleans()):  # as measured, or anything
         costs = {f.name: draw(st.sampled_from([0.0, 1.0, 10.0])) for f in fields(Costs)
                  if f.name not in ("phase_us", "warm_share")}

@@ -88,7 +88,8 @@ def loads(problem: Problem) -> list[tuple[int, int]]:
     return [(phase, group - shift) for phase, group in LOADS]
 
 
-@pytest.mark.parametrize("name", ["gpus", "hosts", "many", "mixed", "pairs"])
+@pytest.mark.parametrize("name", ["gpus", "hosts", "many", "mixed", "pairs", "shared",
+                                  "shared-pairs", "shared-mixed", "racks", "shared-racks"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_plan_is_below_the_bound_whatever_its_hosts_own(seed, name):
     many = stated(seed, name)

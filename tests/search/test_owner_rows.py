@@ -49,7 +49,9 @@ def loads(model: CostModel, plan: Plan) -> np.ndarray:
 
 @pytest.mark.parametrize(("name", "objective"), [
     ("gpus", "training"), ("hosts", "training"), ("pairs", "training"), ("unequal", "training"),
-    ("hosts", "inference"), ("pairs", "inference")])
+    ("hosts", "inference"), ("pairs", "inference"), ("shared", "training"),
+    ("shared", "inference"), ("shared-pairs", "training"), ("racks", "training"),
+    ("shared-racks", "training"), ("shared-uneven", "training")])
 def test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan(name, objective):
     close: dict[str, float] = {}
     rng = np.random.default_rng(1)
@@ -91,7 +93,7 @@ def test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan(name, obj
                 assert max(mine, found) <= busy * (1 + 1e-9), x
                 close[x.kind] = max(close.get(x.kind, 0.0), min(mine, found) / busy)
     assert READER in close and SPREAD in close
-    assert (APART in close) == (name != "unequal")
+    assert (APART in close) == (name not in ("unequal", "shared-uneven"))
     assert min(close.values()) > 0.7 and close[READER] > 0.99, close
 
 

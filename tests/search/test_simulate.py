@@ -30,7 +30,16 @@ from oper.search.replay.timeline import DENSE, LOOKUPS, Schedule, run
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Topology
-from tests.search.search_cases import KINDS, counted, gpus, host, random_plan, with_host_memory
+from tests.search.search_cases import (
+    KINDS,
+    counted,
+    gpus,
+    host,
+    racked,
+    random_plan,
+    shared,
+    with_host_memory,
+)
 from tests.support import map_tiers
 
 BATCH = 256
@@ -76,7 +85,9 @@ def _one_copy_per_host(plan: Plan, problem: Problem, seed: int) -> Plan:
 
 
 @pytest.mark.parametrize("objective", ["training", "inference"])
-@pytest.mark.parametrize("topology", [gpus(4, per_host=2), host(3)], ids=["hosts", "one memory"])
+@pytest.mark.parametrize("topology", [
+    gpus(4, per_host=2), host(3), racked(gpus(4, per_host=1), 9.0, 5.0),
+    shared(racked(gpus(6, per_host=2), 9.0, 5.0))], ids=["hosts", "one memory", "racks", "shared"])
 def test_the_mean_of_many_steps_is_what_the_model_predicts(topology: Topology,
                                                            objective: str) -> None:
     costs = Costs(phase_us=2.0, id_ns=1.0, sort_ns=2.0, reduce_ns=3.0, update_ns=4.0, run_ns=5.0,

@@ -29,7 +29,7 @@ from oper.search.problem.statement import Problem
 from oper.search.verify.check import _Proof
 from oper.stats import AccessStats
 from oper.tables import TableSpec
-from oper.topology import Topology
+from oper.topology import Rack, Topology
 from tests.search.oracle import best_of_candidates, some_placements
 
 SPEEDS = st.sampled_from([0.05, 0.3, 1.0, 1.7])
@@ -37,7 +37,8 @@ SPEEDS = st.sampled_from([0.05, 0.3, 1.0, 1.7])
 
 @st.composite
 def machines(draw: st.DrawFn) -> Topology:
-    """Hosts of one to three ranks, or domains of a single host, each with links of its own."""
+    """Hosts of one to three ranks, in racks or not, or domains of a single host, each with links of
+    its own or one that its ranks share."""
     sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
     single, world = draw(st.booleans()), sum(sizes)
     topology = gpus(world)
@@ -55,7 +56,13 @@ def machines(draw: st.DrawFn) -> Topology:
     if draw(st.booleans()):
         costs = replace(costs, push_ns=10.0, id_ns=2.0, tier_ns=1.0, push_tier_ns=8.0,
                         push_bag_ns=60.0, wire_ns=draw(st.sampled_from([0.0, 0.5])), table_us=1.0)
-    return replace(topology, domains=tuple(domains), costs=costs)
+    racks = ()
+    if draw(st.booleans()) and not single and len(sizes) > 2:
+        cut = draw(st.integers(1, len(sizes) - 1))
+        racks = tuple(Rack(tuple(hosts), 10.0 * draw(SPEEDS))
+                      for hosts in (range(cut), range(cut, len(sizes))))
+    return replace(topology, domains=tuple(domains), costs=costs,
+                   hosts_share_links=draw(st.booleans()), racks=racks)
 
 
 @st.composite

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from test_branching import TOPOLOGIES, stated
@@ -23,20 +25,28 @@ COSTS = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "update_n
 def test_units_load_ranks_as_the_cost_model_says(name, kind):
     relaxation = Relaxation(CostModel(stated(3, name, costs=COSTS)))
     model, units = relaxation.model, relaxation.units
+    for by_rank in (False, True):
+        found = [units.loads(units.of(kind)[n], by_rank) for n in (WHOLE, ANY)]
+        _compare(relaxation, kind, found, (lambda x: x) if by_rank else model.machine.on_links)
+
+
+def _compare(relaxation: Relaxation, kind: str, found: list[np.ndarray],
+             on_links: Callable[[np.ndarray], np.ndarray]) -> None:
+    model, units = relaxation.model, relaxation.units
     world, each = model.machine.world_size, np.arange(NUM_FEATURES)
-    found = [units.loads(units.of(kind)[n]) for n in (WHOLE, ANY)]
     for c, ranks in enumerate(relaxation.classes.ranks):
         owner = np.zeros((NUM_FEATURES, NUM_FEATURES, world))
         owner[each, each, ranks[0]] = 1.0
         for k, t in enumerate(relaxation.tables):
             once, twice = (model.loads(row_makers(model)[kind](t, w, owner))
                            for w in (t.spec.dim, 2 * t.spec.dim))
-            for mine, loads in zip(found, (once, 2 * once - twice), strict=True):
+            for mine, own in zip(found, (once, 2 * once - twice), strict=True):
+                loads = on_links(own)
                 assert mine[c, k] == pytest.approx(loads[..., units.seen[c]], rel=1e-9, abs=1e-9)
                 # And no other rank has less, or more, of anything.
                 assert mine[c, k].min(axis=-1) == pytest.approx(loads.min(axis=-1), abs=1e-9)
                 assert mine[c, k].max(axis=-1) == pytest.approx(loads.max(axis=-1), abs=1e-9)
-                local = model.group_us(loads)[..., LOCAL, :].min(axis=-1)
+                local = model.group_us(own)[..., LOCAL, :].min(axis=-1)
                 seen = units.group_us(mine)[c, k, ..., LOCAL, :].min(axis=-1)
                 assert seen == pytest.approx(local, rel=1e-9, abs=1e-9)
 

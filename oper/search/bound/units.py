@@ -71,8 +71,8 @@ class UnitRows:
         self.own_us, self.read_us = us[..., 0], us[..., LOCAL, :].min(axis=-1)
 
     def _of_seen(self, owned: np.ndarray, shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Loads of a unit on the owner, by the ranks seen from it (float64 [C, 22, P, 9, S]), and on
-        all ranks of a class, by the first rank of every class (float64 [C, 22, P, 9, C])."""
+        """Loads of a unit on the owner, by the ranks seen from it (float64 [C, 22, P, 9, S]), and
+        of one on all ranks of a class, by the first rank of each (float64 [C, 22, P, 9, C])."""
         return (np.stack([x[..., at] for x, at in zip(owned, self.seen, strict=True)]),
                 shared[..., self._first])
 

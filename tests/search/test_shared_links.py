@@ -1,0 +1,166 @@
+"""Links that ranks share: what a host's link and a rack's uplink carry, and bounds that hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from search_cases import gpus, host, problem, racked, random_plan, shared, space_bound
+from test_branching import SHARED, TOPOLOGIES, stated
+from test_owner_rows import owned
+
+from oper.plan import Plan
+from oper.search import evaluate, verify_plan
+from oper.search.cost.model import CostModel
+from oper.search.heuristic.placing import table_plan
+from oper.search.planner import plan_problem, tighten_bound
+from oper.search.problem.digest import problem_digest
+from oper.search.problem.machine import (
+    CROSS_IN,
+    CROSS_OUT,
+    GROUPS,
+    RACK_IN,
+    RACK_OUT,
+    rank_classes,
+)
+from oper.search.problem.space import EVERYTHING
+from oper.search.problem.statement import make_problem
+from oper.topology import Topology
+from tests.search.oracle import some_placements
+from tests.search.search_cases import KINDS, tables_and_stats
+
+TWO_EACH = replace(gpus(8, per_host=2), domains=tuple(
+    replace(host(2).domains[0], host=h, ranks=(2 * h, 2 * h + 1), cross_gbps=1.0)
+    for h in range(4)))
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_rank_waits_for_all_that_its_links_carry(name: str) -> None:
+    """Bytes of every rank as they are, its seconds those of the whole link."""
+    many = stated(1, name, costs={"wire_ns": 0.5})
+    topology, machine = many.topology, many.machine
+    rng, loaded = np.random.default_rng(2), 0
+    for _ in range(4):
+        for phase in evaluate(random_plan(many, rng, KINDS, 2), many).phases:
+            for terms, of_rank, gbps in (
+                    ((CROSS_IN, CROSS_OUT), machine.host, _host_gbps(topology)),
+                    ((RACK_IN, RACK_OUT), machine.rack, [r.uplink_gbps for r in topology.racks])):
+                if of_rank is machine.host and not topology.hosts_share_links:
+                    continue
+                for term in terms:
+                    carried = np.bincount(of_rank, phase.units[term])
+                    for link, x in enumerate(gbps):
+                        loaded += carried[link] > 0
+                        assert phase.seconds[term, of_rank == link] == pytest.approx(
+                            carried[link] / (x * 1e9), rel=1e-9, abs=1e-18)
+                    group = phase.groups[term - 1]
+                    local = phase.seconds[:2].sum(axis=0) * phase.has_local[term - 1]
+                    assert group == pytest.approx(local + phase.seconds[term], rel=1e-9)
+    assert loaded > 8
+
+
+def _host_gbps(topology: Topology) -> list[float]:
+    return [sum(d.cross_gbps * len(d.ranks) for d in topology.domains if d.host == h)
+            for h in sorted({d.host for d in topology.domains})]
+
+
+def test_a_rank_that_alone_sends_has_its_host_s_whole_link() -> None:
+    """Unless others send as well, when each has its share as before."""
+    apart, together = (problem(8, 3, t, allow=EVERYTHING) for t in (TWO_EACH, shared(TWO_EACH)))
+    everyone = tuple(range(8))
+    for owners, factor in (((0,), 2.0), ((0, 2, 4, 6), 2.0), ((0, 1), 1.0), (everyone, 1.0)):
+        plan = owned(apart, [], owners)  # stripes, pulled
+        own, one = (evaluate(plan, p).phases[0].seconds[CROSS_OUT] for p in (apart, together))
+        assert own.max() > 0 and own.max() / one.max() == pytest.approx(factor, rel=0.05)
+        assert one[0] == one[1]
+
+
+@pytest.mark.parametrize("topology", [gpus(4, per_host=1), gpus(4), host(3)])
+def test_nothing_changes_where_no_link_is_shared(topology: Topology) -> None:
+    """One rank on each host, or a single host; one rack of them all, or many of one host each."""
+    before = problem(5, 2, topology, allow=EVERYTHING)
+    plan = random_plan(before, np.random.default_rng(3), KINDS)
+    step = evaluate(plan, before).step_us
+    for same in (shared(topology), racked(topology, 1e-3)):
+        assert evaluate(plan, problem(5, 2, same, allow=EVERYTHING)).step_us == step
+
+
+def test_racks_of_one_host_each_are_links_of_hosts() -> None:
+    uplinks = [d.cross_gbps for d in gpus(4, per_host=1).domains]
+    alike = problem(6, 4, racked(gpus(4, per_host=1), *uplinks), allow=EVERYTHING)
+    rng = np.random.default_rng(4)
+    for _ in range(6):
+        for phase in evaluate(random_plan(alike, rng, KINDS, 2), alike).phases:
+            assert phase.units[RACK_IN] == pytest.approx(phase.units[CROSS_IN])
+            assert phase.units[RACK_OUT] == pytest.approx(phase.units[CROSS_OUT])
+            assert phase.groups[GROUPS.index("rack_in")] == pytest.approx(
+                phase.groups[GROUPS.index("cross_in")])
+
+
+def test_what_stays_in_a_rack_uses_no_uplink() -> None:
+    """Rows of the first rack's ranks go to the second once for each rank there."""
+    many = problem(3, 5, racked(gpus(4, per_host=1), 5.0, 5.0), allow=EVERYTHING)
+    phase = evaluate(owned(many, [], (0,)), many).phases[0]
+    sent, received = phase.units[CROSS_OUT], phase.units[CROSS_IN]
+    assert phase.units[RACK_OUT] == pytest.approx([sent[0] * 2 / 3, 0, 0, 0])
+    assert phase.units[RACK_IN] == pytest.approx([0, 0, *received[2:]])
+    assert phase.seconds[RACK_OUT] == pytest.approx(np.array([1, 1, 0, 0]) * sent[0] * 2 / 3 / 5e9)
+
+
+def test_hosts_of_unequal_racks_are_told_apart() -> None:
+    def sizes(topology: Topology) -> list[int]:
+        return [r.size for r in rank_classes(problem(1, 0, topology).machine).ranks]
+
+    assert sizes(racked(gpus(4, per_host=1), 5.0, 5.0)) == [4]
+    assert sizes(racked(gpus(4, per_host=1), 5.0, 6.0)) == [2, 2]
+    assert sizes(racked(gpus(5, per_host=1), 5.0, 5.0)) == [3, 2]
+
+
+def test_a_proof_is_for_links_as_stated() -> None:
+    digests = {problem_digest(problem(2, 0, t)) for t in (
+        TWO_EACH, shared(TWO_EACH), racked(TWO_EACH, 1.0, 1.0), racked(TWO_EACH, 1.0, 2.0))}
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_certified_the_checker_accepts(name: str, seed: int) -> None:
+    many = stated(seed, name, 3)
+    plan = tighten_bound(plan_problem(many, time_budget_s=0.5), many, max_work=2000)
+    found = verify_plan(plan, many)
+    assert found.certified, found.why
+    assert found.lower_bound_us <= plan.step_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("topology", [
+    shared(gpus(4, per_host=2)), shared(racked(gpus(4, per_host=2), 20.0, 20.0)),
+    racked(gpus(4, per_host=1), 15.0, 15.0), racked(gpus(3, per_host=1), 15.0, 6.0),
+    shared(gpus(3, per_host=2)), shared(replace(gpus(4, per_host=2), domains=tuple(
+        replace(d, cross_gbps=d.cross_gbps * (0.25 if d.host else 1.0))
+        for d in gpus(4, per_host=2).domains)))])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_bound_is_below_the_best_of_all_pairs_of_placements(topology: Topology, seed: int
+                                                                ) -> None:
+    """Two tables, everything tried."""
+    specs, stats = tables_and_stats(2, 80 + seed, lengths=(4, 20, 50))
+    tiny = make_problem(specs, stats, topology, batch_size=4096, allow=EVERYTHING)
+    world = topology.world_size
+    candidates = [some_placements(t, world, seed, 40) for t in tiny.tables]
+    best = min(evaluate(Plan(world, tuple(table_plan(t, x) for t, x in zip(
+        tiny.tables, chosen, strict=True)), tiny.objective, tiny.batch_size), tiny).step_us
+        for chosen in product(*candidates))
+    assert space_bound(tiny, max_work=2800) <= best * (1 + 1e-9)
+    assert plan_problem(tiny, target_gap=0.0).step_us <= best * (1 + 1e-2)
+
+
+@pytest.mark.parametrize("name", ["shared", "shared-racks"])
+def test_plans_for_shared_links_are_no_slower_there_than_plans_for_shares(name: str) -> None:
+    both = stated(4, name, 6)
+    topology = replace(TOPOLOGIES[name], hosts_share_links=False, racks=())
+    specs, stats = tables_and_stats(6, 4, lengths=(4, 20, 50))
+    apart = make_problem(specs, stats, topology, batch_size=4096, allow=EVERYTHING)
+    plan = plan_problem(both, target_gap=0.0)
+    assert plan.step_us <= evaluate(plan_problem(apart, target_gap=0.0), both).step_us * 1.01
+    assert CostModel(both).machine.shared_terms != ((), ())
