@@ -28,10 +28,10 @@ struct OperPacking {
   const double* stream;        // [N, C, G], an id stream at its owner
   const double* column_read;   // [N, C, C, G]
   const double* stream_read;   // [N, C, C, G]
-  // Where ranks share the link of their host, others of their class there carry a part of what an owner
-  // sends and receives: beyond what readers carry, by the owner's class.
+  // Where ranks share a link, the others of an owner's class on it, its mates, wait for what the owner
+  // sends and receives as well; beyond what readers carry:
   const int64_t* mate_first;   // [W + 1], where each rank's mates begin
-  const int64_t* mates;        // the others of its class on its host
+  const int64_t* mates;
   const double* partial_mate;  // [C, G]
   const double* column_mate;   // [N, C, G]
   const double* stream_mate;   // [N, C, G]

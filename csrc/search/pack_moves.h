@@ -113,7 +113,11 @@ class PackMoves : protected PackState {
       for (int i = 0; i < x.owners; ++i) x.rank[i] = uint16_t(order[i].second), x.weight[i] = 1;
       x.total = x.owners;
       insert(x);
-      for (int i = 0; i < x.owners; ++i) marginal_[x.rank[i]] = float(marginal_cost(x.rank[i])) * unsure();
+      const auto price = [&](int64_t r) { marginal_[r] = float(marginal_cost(r)) * unsure(); };
+      for (int i = 0; i < x.owners; ++i) {
+        price(x.rank[i]);
+        for (int64_t n = p_.mate_first[x.rank[i]]; n < p_.mate_first[x.rank[i] + 1]; ++n) price(p_.mates[n]);
+      }
       left -= x.width;
     }
     return true;
