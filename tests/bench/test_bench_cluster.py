@@ -146,6 +146,7 @@ def test_irregular_clusters_and_inference() -> None:
         assert found["verified"] is True, found["contenders"]
         slow, *others = found["measured"]["link_mbits"]
         assert slow < 45 and all(x < 85 for x in others)
+        assert all(30 < x < 62 for x in found["measured"]["uplink_mbits"])
     assert lookups["objective"] == "inference" and "ddp-dense" in lookups["left_out"]
 
 
