@@ -63,8 +63,8 @@ class Machine:
 
     def local_groups(self, phases: tuple[str, ...]) -> np.ndarray:
         """Which groups of each phase include a rank's own memory and compute; bool [P, 8]."""
-        return np.array([[g == "local" or (p in EXCHANGES and self.host.any()
-                                           and g.startswith(("cross", "rack"))) for g in GROUPS]
+        links = ("cross",) * bool(self.host.any()) + ("rack",) * self.has_racks
+        return np.array([[g == "local" or (p in EXCHANGES and g.startswith(links)) for g in GROUPS]
                          for p in phases], bool)
 
     @cached_property
