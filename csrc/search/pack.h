@@ -5,13 +5,13 @@
 
 #include "search/argument.h"
 
-// Arrays are row-major. W ranks in the order of their classes, C classes, G loads (5 per phase, then
-// the share of memory), N candidates of all tables, K+1 shares 0, 1/K, ..., 1, H hottest rows. T parts of
+// Arrays are row-major. W ranks in the order of their classes, C classes, G loads (`num_groups` per
+// phase, then the share of memory), N candidates of all tables, K+1 shares 0, 1/K, ..., 1, H hottest rows. T parts of
 // tables: the first part of every table, and then, where tables may have several candidates, the second
 // of each.
 struct OperPacking {
   OperArgument argument;
-  int64_t num_ranks, num_classes, num_loads, num_tables, num_parts, num_shares, num_heads;
+  int64_t num_ranks, num_classes, num_loads, num_groups, num_tables, num_parts, num_shares, num_heads;
   const int64_t* class_of;     // [W], ascending
   const int64_t* rank_of;      // [W], number by which the caller knows the rank
   const double* base;          // [W, G], what a rank carries anyway
@@ -29,12 +29,13 @@ struct OperPacking {
   const double* column_read;   // [N, C, C, G]
   const double* stream_read;   // [N, C, C, G]
   // Where ranks share a link, the others of an owner's class on it, its mates, wait for what the owner
-  // sends and receives as well; beyond what readers carry:
+  // sends and receives as well; beyond what readers carry, on its host (0) and in its rack (1):
   const int64_t* mate_first;   // [W + 1], where each rank's mates begin
   const int64_t* mates;
-  const double* partial_mate;  // [C, G]
-  const double* column_mate;   // [N, C, G]
-  const double* stream_mate;   // [N, C, G]
+  const int64_t* mate_level;
+  const double* partial_mate;  // [2, C, G]
+  const double* column_mate;   // [N, 2, C, G]
+  const double* stream_mate;   // [N, 2, C, G]
   const double* column_ids;    // [N, C, G], of `column`, what goes with lookups rather than rows
   const int64_t* head_at;      // [N, H], the hottest pushed rows: places in the tier
   const double* head;          // [N, H], and shares of its lookups

@@ -9,7 +9,7 @@
 
 namespace oper::search {
 
-constexpr int kGroups = 5;        // terms of a phase that run beside each other
+constexpr int kMostGroups = 7;    // of terms of a phase that run beside each other
 constexpr int kSquarings = 5;     // of what keeps a rank busy, for a power mean
 
 // Eight ranks at a time. GCC and clang lower vectors that the processor does not have; sums are added
@@ -26,14 +26,15 @@ static inline __attribute__((always_inline)) Lanes larger(Lanes a, Lanes b) { re
 
 // busy[r] = what keeps rank r busy longest, floored at 0; returns the largest, adds up x^32.
 static OPER_CLONES float phase_busy(const float* load, int64_t stride, const float* share,
-                                    const float* every, const float* fill, int64_t begin,
-                                    int64_t end, float scale, float* busy, float* power) {
+                                    const float* every, const float* fill, int groups,
+                                    int64_t begin, int64_t end, float scale, float* busy,
+                                    float* power) {
   Lanes most{}, sum{};
   int64_t r = begin;
   for (; r + kLanes <= end; r += kLanes) {
     const Lanes part = lanes(share + r);
     Lanes b{};
-    for (int g = 0; g < kGroups; ++g)
+    for (int g = 0; g < groups; ++g)
       b = larger(b, lanes(load + g * stride + r) + (every[g] + part * fill[g]));
     std::memcpy(busy + r, &b, sizeof b);
     most = larger(most, b);
@@ -46,7 +47,7 @@ static OPER_CLONES float phase_busy(const float* load, int64_t stride, const flo
   for (int64_t i = 0; i < kLanes; ++i) peak = std::max(peak, most[i]), total += sum[i];
   for (; r < end; ++r) {
     float b = 0;
-    for (int g = 0; g < kGroups; ++g)
+    for (int g = 0; g < groups; ++g)
       b = std::max(b, load[g * stride + r] + (every[g] + share[r] * fill[g]));
     busy[r] = b;
     peak = std::max(peak, b);

@@ -48,9 +48,8 @@ class PackMoves : protected PackState {
     for (int64_t ph = 0; ph < P; ++ph) {
       double b = 0;
       const int64_t c = p_.class_of[r];
-      for (int g = 0; g < kGroups; ++g)
-        b = std::max(b, load_[r * G + ph * kGroups + g] + every_[c * G + ph * kGroups + g] +
-                            double(share_[r]) * fill_[c * G + ph * kGroups + g]);
+      for (int64_t g = ph * groups_; g < (ph + 1) * groups_; ++g)
+        b = std::max(b, load_[r * G + g] + every_[c * G + g] + double(share_[r]) * fill_[c * G + g]);
       const double x = b * scale_[ph];
       sum += x * x * x * x / scale_[ph];
     }

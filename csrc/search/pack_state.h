@@ -23,6 +23,7 @@
 namespace oper::search {
 
 constexpr int kMaxOwners = 48;    // of one piece
+constexpr int64_t kLevels = 2;    // of mates: on the owner's host, in its rack
 constexpr int kMaxWeight = 240;   // weights of one piece, together
 constexpr int64_t kMaxHeads = 64; // hottest rows of a table that are told apart
 constexpr double kOverflow = 1e3; // a state that misses memory by x is dearer by 1 + 1e3 x
@@ -70,7 +71,8 @@ struct Piece {
 class PackState {
  protected:
   explicit PackState(OperPacking& p) : p_(p), random_{p.seed * 2 + 0x9E3779B97F4A7C15ULL} {
-    W = p.num_ranks, C = p.num_classes, G = p.num_loads, P = (G - 1) / kGroups, T = p.num_parts,
+    W = p.num_ranks, C = p.num_classes, G = p.num_loads, groups_ = int(p.num_groups);
+    P = (G - 1) / groups_, T = p.num_parts,
     whole_ = p.num_tables;
     saved_mark_.assign(W, 0), place_.assign(whole_, 0);
     for (int64_t i = 0; i < whole_; ++i) place_[p.order[i]] = i;
@@ -213,9 +215,10 @@ class PackState {
       accumulate(load(r), column, stream, partial, p_.column_ids + at, p_.asked + n * G, y.columns,
                  y.ids, y.sent, y.uneven, y.asked, G);
     for (int64_t i = p_.mate_first[r]; i < p_.mate_first[r + 1]; ++i) {
+      const int64_t level = p_.mate_level[i], to = ((n * kLevels + level) * C + c) * G;
       touch(p_.mates[i]);
-      accumulate(load(p_.mates[i]), p_.column_mate + at, p_.stream_mate + at, p_.partial_mate + c * G,
-                 y.columns, y.ids, y.sent, G);
+      accumulate(load(p_.mates[i]), p_.column_mate + to, p_.stream_mate + to,
+                 p_.partial_mate + (level * C + c) * G, y.columns, y.ids, y.sent, G);
     }
   }
 
@@ -254,14 +257,14 @@ class PackState {
   std::pair<float, float> look_at_phase(int64_t ph, float* busy) const {
     float peak = 0, power = 0;
     for (int64_t c = 0; c < C; ++c) {
-      float every[kGroups], fill[kGroups];
-      for (int g = 0; g < kGroups; ++g) {
-        every[g] = float(every_[c * G + ph * kGroups + g]);
-        fill[g] = float(fill_[c * G + ph * kGroups + g]);
+      float every[kMostGroups], fill[kMostGroups];
+      for (int g = 0; g < groups_; ++g) {
+        every[g] = float(every_[c * G + ph * groups_ + g]);
+        fill[g] = float(fill_[c * G + ph * groups_ + g]);
       }
       const auto [a, b] = block_[c];
-      peak = std::max(peak, phase_busy(&flat_[ph * kGroups * W], W, share_.data(), every, fill, a, b,
-                                       scale_[ph], busy, &power));
+      peak = std::max(peak, phase_busy(&flat_[ph * groups_ * W], W, share_.data(), every, fill,
+                                       groups_, a, b, scale_[ph], busy, &power));
     }
     return {peak, power};
   }
@@ -463,6 +466,7 @@ class PackState {
 
   OperPacking& p_;
   Random random_;
+  int groups_;
   int64_t W, C, G, P, T, whole_, moves_ = 0;
   std::vector<int64_t> place_;  // of a table in `order`
   std::vector<int64_t> candidate_, width_, busiest_, units_, class_units_;

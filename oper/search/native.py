@@ -59,13 +59,13 @@ class Packing(Argument):
 
     _fields_: ClassVar[list[Any]] = [
         *((n, _int) for n in (
-            "num_ranks", "num_classes", "num_loads", "num_tables", "num_parts", "num_shares",
-            "num_heads")),
+            "num_ranks", "num_classes", "num_loads", "num_groups", "num_tables", "num_parts",
+            "num_shares", "num_heads")),
         *((n, _array) for n in (
             "class_of", "rank_of", "base", "partial", "partial_read", "level", "first",
             "num_candidates", "stay", "stay_once", "fill", "fill_once", "column", "stream",
-            "column_read", "stream_read", "mate_first", "mates", "partial_mate", "column_mate",
-            "stream_mate", "column_ids", "head_at", "head", "asked", "whole",
+            "column_read", "stream_read", "mate_first", "mates", "mate_level", "partial_mate",
+            "column_mate", "stream_mate", "column_ids", "head_at", "head", "asked", "whole",
             "sums", "pushes", "may_split", "may_stripe", "num_may", "may", "order",
             "first_width", "first_owners")),
         ("max_moves", _int), ("seconds", _double), ("goal", _double), ("seed", ctypes.c_uint64),

@@ -16,6 +16,7 @@ from oper.search.cost.model import evaluate
 from oper.search.problem.machine import (
     COMPUTE,
     CROSS_IN,
+    GROUPS,
     HOST_MEMORY,
     LINK_IN,
     LINK_OUT,
@@ -159,7 +160,7 @@ def made(name: str, memory_us: list[float], link_us: list[float]) -> Phase:
     seconds[MEMORY] = np.array(memory_us) * 1e-6
     seconds[LINK_IN] = np.array(link_us) * 1e-6
     return Phase(name, seconds * 1e9, seconds, 1.0, np.zeros(2),
-                 np.arange(6) == 0)
+                 np.arange(len(GROUPS)) == 0)
 
 
 STEP = StepLoad((made("forward", [10, 20], [5, 30]), made("backward", [40, 8], [0, 0]),

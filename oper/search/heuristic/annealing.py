@@ -20,13 +20,12 @@ from oper.plan import MAX_PATTERN
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
 from oper.search.bound.master import Bound
-from oper.search.bound.pieces import NUM_PIECE_GROUPS
 from oper.search.bound.relaxation import Relaxation
 from oper.search.bound.units import ANY_SQUARES, WHOLE
 from oper.search.cost.space import PUSH, SHARD
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
 from oper.search.heuristic.candidates import Candidate, CandidatePool
-from oper.search.problem.machine import CROSS_OUT, GROUPS, RACK_OUT, Machine
+from oper.search.problem.machine import GROUPS
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS
@@ -91,14 +90,16 @@ class Loads:
     """Loads of ranks: microseconds by (phase, group of terms), and the share of memory at the end.
 
     Attributes:
-        num_loads: G = 5 P + 1.
+        groups: int64 [5], or [7] with racks, the groups of terms that the search sees.
+        num_loads: G = 5 P + 1, or 7 P + 1.
         class_of: int64 [W].
         piece_us: float64 [G], what every column piece of a table costs each rank.
         read_unit: float64 [C, 22, C, G], what a unit of each tally row puts on ranks that do not
             own it, by class of the owner and of theirs.
         own_unit: float64 [C, 22, G], what its owner does more than others of its class.
-        mate_unit: float64 [C, 22, G], what its mates do more than others of its class.
-        mates: by rank, the others of its class that share a link with it.
+        mate_unit: float64 [2, C, 22, G], what others of its class on its host, and in its rack, do
+            more than those elsewhere, for links that they share.
+        mates: by rank, those others and which of the two each is; int64 [2, number].
     """
 
     def __init__(self, pool: CandidatePool) -> None:
@@ -107,16 +108,11 @@ class Loads:
         self.class_of = self.relaxation.classes.of_rank
         ranks = self.relaxation.classes.ranks
         self.num_classes, self.num_phases = len(ranks), len(self.model.phases)
-        self.num_loads = self.num_phases * NUM_PIECE_GROUPS + 1
         machine = self.model.machine
-        #: The groups of terms that the search sees. Of the links between hosts and those between
-        #: racks they are the slower ones where all send to all; evaluation sees both.
-        self.groups = np.arange(NUM_PIECE_GROUPS)
-        of_rack = _seconds_to_all(machine, RACK_OUT, machine.num_rack) > _seconds_to_all(
-            machine, CROSS_OUT, machine.num_host)
-        if of_rack:
-            self.groups[[GROUPS.index("cross_in"), GROUPS.index("cross_out")]] = (
-                GROUPS.index("rack_in"), GROUPS.index("rack_out"))
+        # Host memory is no resource of its own here: its time counts beside the rank's own.
+        self.groups = np.array([n for n, name in enumerate(GROUPS) if name != "host_memory"
+                                and (machine.has_racks or not name.startswith("rack"))])
+        self.num_loads = self.num_phases * self.groups.size + 1
         self.own_unit = np.zeros((self.num_classes, NUM_ROWS, self.num_loads))
         self.own_unit[..., :-1] = self.relaxation.units.own_us[..., self.groups].reshape(
             self.num_classes, NUM_ROWS, -1)
@@ -127,8 +123,8 @@ class Loads:
         #: float64 [P, G], which loads include the rank's own time in a phase.
         self.own_time = np.zeros((self.num_phases, self.num_loads))
         for p, has_local in enumerate(self.model.has_local):
-            at = p * NUM_PIECE_GROUPS
-            self.own_time[p, at:at + NUM_PIECE_GROUPS] = has_local[:NUM_PIECE_GROUPS]
+            at = p * self.groups.size
+            self.own_time[p, at:at + self.groups.size] = has_local[self.groups]
         looks = np.array([name != RESOLVE for name in self.model.phases], float)
         self.piece_us = self.model.costs.table_us * (looks @ self.own_time)
         self.read_unit = self.by_class(self.relaxation.unit)  # the mean, its owner's load included
@@ -136,36 +132,41 @@ class Loads:
             others = r.size * self.read_unit[c, :, c] - self.own_unit[c]
             self.read_unit[c, :, c] = others / max(r.size - 1, 1)
             self.own_unit[c] -= self.read_unit[c, :, c]
-        self.mate_unit = np.zeros_like(self.own_unit)
-        self.mates = [np.zeros(0, np.int64)] * machine.world_size
-        if machine.shared_terms[of_rack]:
+        self.mate_unit = np.zeros((2, *self.own_unit.shape))
+        self.mates = [np.zeros((2, 0), np.int64)] * machine.world_size
+        if any(machine.shared_terms):
             for c, r in enumerate(ranks):
-                self._set_mates(c, r, machine.rack if of_rack else machine.host)
+                if r.size > 1:
+                    self._set_mates(c, r)
 
-    def _set_mates(self, c: int, ranks: np.ndarray, link: np.ndarray) -> None:
-        """Tell the ranks of a class that share a link (int64 [W], by rank) with its owner apart."""
-        owner = int(ranks[0])
-        is_mate = link[ranks] == link[owner]
-        if is_mate.sum() == 1 or is_mate.all():
-            return  # all others of the class are alike
-        unit = np.eye(NUM_ROWS)[:, :, None] * (np.arange(link.size) == owner)
+    def _set_mates(self, c: int, ranks: np.ndarray) -> None:
+        """Tell apart the ranks of a class by the links that they share with the owner of a unit."""
+        m, owner = self.model.machine, int(ranks[0])
+        apart = np.where(m.host[ranks, None] == m.host[ranks], 0, np.where(
+            m.rack[ranks, None] == m.rack[ranks], 1 if m.has_racks else 2, 2))  # by pair
+        np.fill_diagonal(apart, -1)
+        most = apart.max()
+        unit = np.eye(NUM_ROWS)[:, :, None] * (np.arange(m.world_size) == owner)
         us = self.model.group_us(self.model.loads(unit))[:, :, self.groups]
-        us = us.reshape(NUM_ROWS, -1, link.size)
-        far = us[..., ranks[~is_mate]].mean(axis=-1)
+        us = us.reshape(NUM_ROWS, -1, m.world_size)
+        far = us[..., ranks[apart[0] == most]].mean(axis=-1)
         self.read_unit[c, :, c, :-1] = far
         self.own_unit[c, :, :-1] = us[..., owner] - far
-        self.mate_unit[c, :, :-1] = us[..., ranks[is_mate & (ranks != owner)]].mean(axis=-1) - far
-        for r in ranks.tolist():
-            self.mates[r] = ranks[(link[ranks] == link[r]) & (ranks != r)]
+        for level in range(most):
+            if (apart[0] == level).any():
+                mean = us[..., ranks[apart[0] == level]].mean(axis=-1)
+                self.mate_unit[level, c, :, :-1] = mean - far
+        for r, levels in zip(ranks.tolist(), apart, strict=True):
+            near = (levels >= 0) & (levels < most)
+            self.mates[r] = np.stack([ranks[near], levels[near]])
 
     def by_class(self, rows: np.ndarray) -> np.ndarray:
         """Resource rows (float64 [..., R]) as loads by class; float64 [..., C, G]."""
         out = np.zeros((*rows.shape[:-1], self.num_classes, self.num_loads))
         for n, (phase, group, c) in enumerate(self.relaxation.rows.names):
-            # Host memory is no resource of its own here: its time counts beside the rank's own.
             group = "local" if group == "host_memory" else group
-            for at in np.flatnonzero(self.groups == GROUPS.index(group)).tolist():
-                out[..., c, phase * NUM_PIECE_GROUPS + at] += rows[..., n]
+            at = phase * self.groups.size + int(np.searchsorted(self.groups, GROUPS.index(group)))
+            out[..., c, at] += rows[..., n]
         machine, classes = self.model.machine, self.relaxation.classes
         memory = self.relaxation.rows.first_memory
         for c, ranks in enumerate(classes.ranks):
@@ -189,12 +190,6 @@ class Loads:
             self.full * machine.capacity_bytes, 1e-3)
         out[:, -1] = held[machine.domain]
         return out
-
-
-def _seconds_to_all(machine: Machine, term: int, near: np.ndarray) -> float:
-    """Seconds in which the slowest rank sends a byte to every rank beyond those `near` it, of which
-    there are so many (float64 [W])."""
-    return float((machine.seconds_per_unit[term] * (machine.world_size - near)).max())
 
 
 class Annealing:
@@ -249,7 +244,7 @@ class Annealing:
             for t, (a, b) in zip(tables, pairwise(self.first.tolist()), strict=True)])
         order = np.argsort(class_of, kind="stable")
         place = np.argsort(order)
-        mates = [place[loads.mates[r]] for r in order.tolist()]
+        mates = [loads.mates[r] for r in order.tolist()]
         places = [loads.model.problem.placements_of(t.spec.name) for t in tables]
         split = np.array([loads.model.problem.may_split(t) for t in tables], bool)
         dim = np.array([t.spec.dim for t in tables])
@@ -276,11 +271,12 @@ class Annealing:
             + np.einsum("ndq,dqg->ndg", rows[2], loads.own_unit)[:, None],
             "stream_read": np.einsum("ncq,cqdg->ncdg", rows[1], loads.read_unit)
             + np.einsum("ndq,dqg->ndg", rows[3], loads.own_unit)[:, None],
-            "mate_first": np.cumsum([0, *(x.size for x in mates)]),
-            "mates": np.concatenate(mates),
-            "partial_mate": loads.mate_unit[:, PARTIALS],
-            "column_mate": np.einsum("ncq,cqg->ncg", rows[0], loads.mate_unit),
-            "stream_mate": np.einsum("ncq,cqg->ncg", rows[1], loads.mate_unit),
+            "mate_first": np.cumsum([0, *(x.shape[1] for x in mates)]),
+            "mates": place[np.concatenate(mates, axis=1)[0]],
+            "mate_level": np.concatenate(mates, axis=1)[1],
+            "partial_mate": loads.mate_unit[:, :, PARTIALS],
+            "column_mate": np.einsum("ncq,lcqg->nlcg", rows[0], loads.mate_unit),
+            "stream_mate": np.einsum("ncq,lcqg->nlcg", rows[1], loads.mate_unit),
             "column_ids": np.einsum("ncq,cqg->ncg", rows[4], loads.own_unit),
             "head_at": head_at, "head": head, "asked": asked,
             "whole": (features[:, ROWS] >= num_rows[table] * (1 - 1e-12)).astype(np.uint8),
@@ -414,6 +410,7 @@ class Annealing:
         packing: Any = native.call(
             "oper_pack", native.Packing, arrays, num_ranks=world,
             num_classes=self.loads.num_classes, num_loads=self.loads.num_loads,
+            num_groups=self.loads.groups.size,
             num_tables=num_tables, num_parts=num_parts, num_shares=_SHARES, num_heads=_HEADS,
             max_moves=max_moves, seconds=seconds, seed=seed, capacity=capacity,
             resumes=int(start is not None),
