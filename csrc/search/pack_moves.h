@@ -320,7 +320,9 @@ class PackMoves : protected PackState {
     return true;
   }
 
+  // Where ranks share links, what an owner of pulled rows sends is not its own load alone: they stay dealt evenly.
   bool refill() {
+    if (p_.mate_first[W] > 0) return false;
     const int64_t from = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);
     const auto [a, b] = block_[p_.class_of[from]];
     const int64_t to = a + random_.below(b - a);
