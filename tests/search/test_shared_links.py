@@ -155,7 +155,7 @@ def test_the_bound_is_below_the_best_of_all_pairs_of_placements(topology: Topolo
     assert plan_problem(tiny, target_gap=0.0).step_us <= best * (1 + 1e-2)
 
 
-@pytest.mark.parametrize("name", ["shared", "shared-racks"])
+@pytest.mark.parametrize("name", ["shared", "racks", "shared-racks"])
 def test_plans_for_shared_links_are_no_slower_there_than_plans_for_shares(name: str) -> None:
     both = stated(4, name, 6)
     topology = replace(TOPOLOGIES[name], hosts_share_links=False, racks=())
