@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 from search_cases import gpus, host, problem, racked, random_plan, shared, space_bound
 from test_branching import SHARED, TOPOLOGIES, stated
-from test_owner_rows import owned
+from test_owner_rows import COSTS, loads, owned
 
 from oper.plan import Plan
 from oper.search import evaluate, verify_plan
+from oper.search.bound.inequalities import APART, SPREAD
+from oper.search.bound.node import Node
+from oper.search.bound.pieces import LoadLimits
+from oper.search.bound.relaxation import Relaxation
+from oper.search.bound.rows import Option
 from oper.search.cost.model import CostModel
+from oper.search.cost.space import PUSH, hosts_are_alike
 from oper.search.heuristic.placing import table_plan
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.digest import problem_digest
@@ -23,10 +29,12 @@ from oper.search.problem.machine import (
     GROUPS,
     RACK_IN,
     RACK_OUT,
+    first_neighbourhood,
+    neighbourhoods,
     rank_classes,
 )
 from oper.search.problem.space import EVERYTHING
-from oper.search.problem.statement import make_problem
+from oper.search.problem.statement import NUM_FEATURES, make_problem
 from oper.topology import Topology
 from tests.search.oracle import some_placements
 from tests.search.search_cases import KINDS, tables_and_stats
@@ -164,3 +172,43 @@ def test_plans_for_shared_links_are_no_slower_there_than_plans_for_shares(name: 
     plan = plan_problem(both, target_gap=0.0)
     assert plan.step_us <= evaluate(plan_problem(apart, target_gap=0.0), both).step_us * 1.01
     assert CostModel(both).machine.shared_terms != ((), ())
+
+
+@pytest.mark.parametrize("name", ["hosts", "pairs", *SHARED])
+def test_every_row_of_the_relaxation_holds_for_plans(name: str) -> None:
+    """Whole pushed tables, each where the plan has it. What one host's ranks share counts once,
+    also in rows about the host of the largest piece."""
+    rng, close = np.random.default_rng(6), 0.0
+    for seed in range(3):
+        many = stated(seed, name, 3, COSTS if seed == 0 else None)  # else bytes are most of a step
+        model, machine = CostModel(many), many.machine
+        load = model.phases.index("forward"), GROUPS.index(neighbourhoods(machine)[1])
+        relaxation = Relaxation(model, load if hosts_are_alike(model) else None)
+        shape = len(many.tables), len(relaxation.options)
+        for _ in range(6):
+            owners = [0, *rng.integers(machine.world_size, size=2).tolist()]
+            plan = owned(many, owners, ())
+            each = loads(model, plan)
+            is_first = owners[int(each[:, load[0], load[1]].argmax())] in first_neighbourhood(
+                machine)
+            node = Node(relaxation, LoadLimits(each.max(axis=0), np.full(each.shape[1:], np.inf)))
+            amount = np.zeros((*shape, NUM_FEATURES))
+            for n, owner in enumerate(owners):
+                rank_class = int(relaxation.classes.of_rank[owner])
+                amount[n, relaxation.options.index(Option(PUSH, rank_class))] = many.tables[n].total
+            asked = node.base + relaxation.resources_of(
+                amount, np.arange(shape[0]), np.ones(shape), np.ones(shape)).sum(axis=0)
+            phases = evaluate(plan, many).phases
+            about = [((phase, GROUPS.index(group)), row, False)
+                     for row, (phase, group, _) in enumerate(relaxation.rows.names)]
+            about += [(x.at, x.row, x.kind == SPREAD) for x in relaxation.inequalities
+                      if x.kind != APART or is_first]
+            for (phase, group), row, has_both in about:
+                # Of the row's own group, and where it is about both directions of a link, of both.
+                kind = GROUPS[group].split("_")[0]
+                groups = [n for n, x in enumerate(GROUPS) if x.startswith(kind)]
+                busy = 1e6 * phases[phase].groups[groups if has_both else [group]].max()
+                most = relaxation.phase_weight[row, phase] * busy
+                assert asked[row] <= most * (1 + 1e-9) + 1e-9, (phase, group, row)
+                close = max(close, asked[row] / most if row >= len(relaxation.rows.names) else 0.0)
+    assert close > 0.9
