@@ -45,8 +45,8 @@ def link_gbps(group: Group, host_of: Sequence[int], rack_of: Sequence[int] | Non
 
 
 def uplink_gbps(group: Group, rack_of: Sequence[int]) -> list[float]:
-    """GB/s of payload of every rack's uplink, in each direction, while all ranks exchange with
-    those of other racks: less where the links of its hosts carry less. Collective.
+    """GB/s of payload of racks' uplinks, in each direction, while all ranks exchange with those of
+    other racks: of the slowest one, for all; less where the links of hosts carry less. Collective.
 
     Args:
         group: the ranks.
