@@ -21,9 +21,8 @@ A phase takes the slowest rank's max(memory + compute, each direction of each li
 to host memory), beyond the dense compute that was declared to run beside it (`overlap`; none by
 default), plus a fixed cost. Ranks of a host read each other's memory while they compute; hosts
 exchange messages after some of the work and before the rest, so that a direction between hosts
-takes memory + compute + its bytes. Where the ranks of a host share its link (`hosts_share_links` of
-the topology), each waits for the bytes of all of them, and so do those of a rack for its uplink.
-Inference is the forward phase alone, with one replica per memory domain.
+takes memory + compute + its bytes. Ranks that share a link (of a host or rack)
+wait for all of its bytes. Inference is the forward phase alone, with one replica per memory domain.
 """
 
 from __future__ import annotations
