@@ -76,12 +76,12 @@ def _when_all_know(found: Found) -> Found:
     return found
 
 
-def _check(found: list[Found], kind: type[OperError], rank: int, phase: str) -> None:
-    """All ranks say the same."""
+def _check(found: list[Found], kind: type[OperError], rank: int, *phases: str) -> None:
+    """All ranks say the same, of one phase or another."""
     for who, one in enumerate(found):
         assert one["kind"] == kind.__name__, (who, one)
         assert one["rank"] == rank and f"rank={rank}," in one["text"], (who, one)
-        assert f"the {phase}" in one["text"], (who, one)
+        assert any(f"the {phase}" in one["text"] for phase in phases), (who, one)
         assert ("this rank" in one["text"]) == (who == rank), (who, one)
 
 
@@ -186,7 +186,9 @@ def test_a_rank_that_reads_while_the_others_train(world_size: int) -> None:
 def test_a_rank_of_another_domain_that_reads_while_the_others_train(
         labels: str, kind: type[OperError]) -> None:
     found = run_world(len(labels), _phase, labels, env={"OPER_DEADLINE_S": "3"})
-    _check(found, kind, 1, "forward lookup of collection 'users' (tables users)")
+    # Neighbours whose deadlines end together: which of their phases is told is chance.
+    _check(found, kind, 1, "forward lookup of collection 'users' (tables users)",
+           *(["state access of collection 'users' (tables users)"] if labels == "abb" else []))
 
 
 def _close(rank: int, world_size: int) -> Found:
