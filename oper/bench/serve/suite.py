@@ -35,11 +35,11 @@ def cases(quick: bool) -> list[Any]:
     found: list[Case] = [LookupCase(
         f"forward-pool{p}", Workload(pooling=p), torchrec=True, rounds=10) for p in (1, 20)]
     found.append(ServerCase("server-10ms"))
-    found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=150.0))
+    found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=250.0))
     for name, work in (("candidates", Workload(pooling=max(_HISTORY), lengths=_HISTORY)),
                        ("candidates-single", Workload())):
         found.append(LiveCase(name, "candidates", ServeWork(work, user_features=_USER_FEATURES),
-                              load=0.9, run_s=4.0, search_s=100.0))
+                              load=0.9, run_s=4.0, search_s=200.0))
     found += [TiersCase("tiers", ServeWork(in_order=True)), TiersCase("tiers-scattered")]
     served = ServeWork(Workload(num_rows=_PUBLISHED_ROWS))
     found.append(LiveCase("publish", "publish", served, load=0.3, votes=2, max_runs=8))
