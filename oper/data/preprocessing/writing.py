@@ -274,7 +274,7 @@ def _of_part(table: pa.Table, keep: np.ndarray) -> pa.Table:
 
 
 def _as_column(coded: Coded, ids: np.ndarray) -> Any:
-    found = pa.array(ids).take(pa.array(coded.codes)).to_numpy()
+    found = ids[coded.codes]
     return found if coded.lengths is None else lists(coded.lengths, found)
 
 
