@@ -114,17 +114,18 @@ def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
     fastest, rates = _fastest_library(folder)
     parse = process.call(_LIBRARIES[fastest], log)
     read = process.call(_read, log)
-    written = {}
-    for compression in ("none", "zstd"):
-        written[compression] = process.call(
-            to_parquet, [log], str(target), {"compression": compression})
+    written: dict[str, list[dict[str, Any]]] = {"none": [], "zstd": []}
+    for compression in ("none", "zstd", "zstd", "none"):  # the second of two is the slower one
+        written[compression].append(process.call(
+            to_parquet, [log], str(target), {"compression": compression}))
         shutil.rmtree(target)
-    found, rows = written["none"], written["none"]["value"]["rows"]
-    mine, zstd = (megabytes / max(x["seconds"], x["cpu"]) for x in written.values())
+    found, packed = (min(runs, key=_taken) for runs in written.values())
+    rows = found["value"]["rows"]
+    mine, zstd = megabytes / _taken(found), megabytes / _taken(packed)
     theirs = max(rates[fastest], megabytes / parse["seconds"])  # disturbed less, in doubt
     return {
         "verified": sum(rows.values()) == num_rows == parse["value"] == read["value"]
-        and written["zstd"]["value"]["rows"] == rows, "rows": num_rows,
+        and packed["value"]["rows"] == rows, "rows": num_rows,
         "text_mb": megabytes, "seconds": found["seconds"], "cpu_seconds": found["cpu"],
         "mb_per_s_per_core": mine, "zstd_mb_per_s_per_core": zstd, "zstd_ratio": zstd / mine,
         "peak_rss_mb": found["rss_mb"],
@@ -134,6 +135,11 @@ def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
         "ratio_to_library": mine / theirs,
         "read_ratio_to_library": megabytes / read["seconds"] / theirs,
     }
+
+
+def _taken(run: dict[str, Any]) -> float:
+    """The slower of wall clock and processor time, seconds."""
+    return float(max(run["seconds"], run["cpu"]))
 
 
 def _fastest_library(folder: Path) -> tuple[str, dict[str, float]]:
