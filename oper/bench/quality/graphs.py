@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ import torch
 from oper.bench.core import record
 from oper.rl_rec.concepts import activity_weights, standardised
 from oper.rl_rec.intervals import bootstrap
-from oper.rl_rec.models.autoencoders.cadvae import CaDVAEConfig, log_counts, without
+from oper.rl_rec.models.autoencoders.cadvae import CaDVAEConfig, log_of, without
 from oper.rl_rec.models.autoencoders.causal_graph import fit_graph, is_acyclic
 
 # Labels that a graph is fitted to: those of CaD-VAE, and the shares of a user's items that are of
 # each concept, which sum to 1 and are therefore correlated whatever the users like.
-LABELS = ("log counts", "shares")
+LABELS = ("log_counts", "shares")
 FALSE_POSITIVES = 0.05  # of the pairs of independent concepts, at most
 
 
@@ -57,8 +57,8 @@ def cases(quick: bool) -> list[Case]:
     """Independent concepts, and random graphs; few of each when `quick`."""
     found = [Case("independent"), Case("sparse", 6.0), Case("dense", 12.0),
              Case("unequal-noise", 8.0, noise=(0.4, 0.9)), Case("rare-items", 8.0, mean=1.0)]
-    return [Case(c.name, c.num_edges / 2, num_concepts=5, num_graphs=4, num_users=500, mean=c.mean,
-                 noise=c.noise) for c in found[:2]] if quick else found
+    return [replace(c, num_edges=c.num_edges / 2, num_concepts=5, num_graphs=4, num_users=500)
+            for c in found[:2]] if quick else found
 
 
 def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -81,7 +81,7 @@ def run_case(case: Case) -> dict[str, Any]:
             scores[kind].append(compare(truth != 0, found.numpy()))
     entry: dict[str, Any] = {"name": case.name, "case": asdict(case)}
     for kind in LABELS:
-        entry[kind.replace(" ", "_")] = {
+        entry[kind] = {
             key: _interval([s[key] for s in scores[kind] if np.isfinite(s[key])])
             for key in scores[kind][0]}
     mine, theirs = entry["log_counts"], entry["shares"]
@@ -116,12 +116,10 @@ def fitted(counts: np.ndarray, kind: str) -> torch.Tensor:
         kind: of labels, of `LABELS`.
     """
     held = torch.from_numpy(counts[counts.sum(1) > 0])
-    n, k = held.shape
     if kind == "shares":
         labels = held / held.sum(1, keepdim=True)
     else:
-        items = torch.arange(k).repeat(n).repeat_interleave(held.reshape(-1))
-        logs = log_counts(torch.eye(k), items, held.sum(1))
+        logs = log_of(held)
         labels = without(activity_weights(logs), logs)
     return fit_graph(standardised(labels)[2], threshold=CaDVAEConfig().threshold)
 
@@ -158,7 +156,7 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
     def text(found: Mapping[str, float] | None) -> str:
         return record.interval(found) if found else "-"
 
-    rows = [[f"{e['name']}: {kind}", *(text(e[kind.replace(" ", "_")][key]) for key in (
+    rows = [[f"{e['name']}: {kind.replace('_', ' ')}", *(text(e[kind][key]) for key in (
         "shd", "shd_undirected", "true_positive_rate", "false_discovery_rate",
         "false_positive_rate"))] for e in entries for kind in LABELS]
     return record.table(

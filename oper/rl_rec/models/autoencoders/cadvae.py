@@ -435,10 +435,7 @@ def tags(shares: torch.Tensor) -> torch.Tensor:
 
 
 def log_counts(tags: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Log of how many items of each concept users have, ``log(n_k + 1/2)``, float32 [B, K].
-
-    Each column is a concept's own: counts that are independent stay so. 1/2 is Haldane's
-    correction for concepts that a user has not met.
+    """`log_of` how many items of each concept users have, float32 [B, K].
 
     Args:
         tags: of items, float32 [num_items, K].
@@ -447,7 +444,16 @@ def log_counts(tags: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor) -
     """
     count = tags.new_zeros(lengths.numel(), tags.shape[1]).index_add(
         0, rows_of(lengths), tags[items])
-    return (count + 0.5).log()
+    return log_of(count)
+
+
+def log_of(counts: torch.Tensor) -> torch.Tensor:
+    """``log(n_k + 1/2)`` of counts [B, K], float32.
+
+    Each column is a concept's own: counts that are independent stay so. 1/2 is Haldane's
+    correction for concepts that a user has not met.
+    """
+    return (counts + 0.5).log()
 
 
 def without(activity: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
