@@ -130,6 +130,7 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                                 world_size=world_size)
+        dist.barrier()  # a rank that ends before another has connected breaks its set-up
         send(True, body(rank, world_size, *args))
         dist.destroy_process_group()
     except BaseException:

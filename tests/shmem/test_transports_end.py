@@ -104,6 +104,7 @@ def _destroyed(rank: int, world_size: int, store: str) -> list[tuple[int, int]]:
         found.append(_held())
     dist.init_process_group("gloo", init_method=f"file://{store}last", rank=rank,
                             world_size=world_size)
+    dist.barrier()  # a rank that ends before another has connected breaks its set-up
     return found
 
 
