@@ -106,7 +106,7 @@ def test_several_and_packed_files_are_one_log(tmp_path: Path, invent: Any, write
     one = write(tmp_path / "one.txt", rows)
     files = [write(tmp_path / f"day_{k}", rows[k * 100:(k + 1) * 100]) for k in range(3)]
     (tmp_path / "day_1").write_bytes(gzip.compress((tmp_path / "day_1").read_bytes()))
-    whole = preprocess(KAGGLE, [str(one)], tmp_path / "whole")
+    whole = preprocess(KAGGLE, one, tmp_path / "whole")
     parts = preprocess(KAGGLE, [str(tmp_path / "day_*")], tmp_path / "parts")
     check_folder(tmp_path / "parts", rows, 2, 300 // 7)
     assert [i["rows"] for i in parts["inputs"]] == [100] * 3

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 def preprocess(
     recipe: Recipe,
-    inputs: Sequence[str],
+    inputs: store.Inputs,
     output: str | os.PathLike[str],
     options: PreprocessOptions | None = None,
 ) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def preprocess(
 
     Args:
         recipe: how the log is read.
-        inputs: files (plain, or packed by gzip, zstd or bzip2), folders or patterns, here or in a
-            store (``s3://...``), or a pipe (``-``); all together are one log, in this order.
+        inputs: a file (plain, or packed by gzip, zstd or bzip2), folder or pattern, here or in a
+            store (``s3://...``), or a pipe (``-``); or several, which are one log in this order.
         output: the folder to write, here or in a store. What goes into a store is made in the
             folder for temporary files and put there when it is whole, the manifest last.
         options: see `PreprocessOptions`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ ROWS = 10_000
 _BLOCK_BYTES = 1 << 17
 
 
-def dry_run(recipe: Recipe, inputs: Sequence[str], options: PreprocessOptions) -> dict[str, Any]:
+def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) -> dict[str, Any]:
     """What preprocessing makes of about the first 10,000 rows, and what the whole log needs.
 
     Returns:

@@ -344,7 +344,7 @@ class PartWriter:
         ids = [path for n, path in paths.items() if n in self._sparse]
         packed = [paths[f.name] for f in schema if not pa.types.is_floating(_values(f.type))]
         return {"compression": dict.fromkeys(packed, "zstd"),
-                "compression_level": dict.fromkeys(packed, -12),
+                "compression_level": dict.fromkeys(packed, -20),
                 "use_dictionary": [path for path in paths.values() if path not in ids],
                 "column_encoding": dict.fromkeys(ids, "BYTE_STREAM_SPLIT")}
 

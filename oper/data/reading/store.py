@@ -16,11 +16,12 @@ import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 from oper.data.reading.workbook import Sheet
 from oper.errors import InvalidInputError, fail
 
+Inputs: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]  # one name or several
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BUFFER_BYTES = 1 << 23  # of a remote file: a request costs more than a few megabytes
 
@@ -130,16 +131,16 @@ def is_data(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def spooled(names: Sequence[str], beside: Path) -> Iterator[list[str]]:
-    """`names` with the text of a pipe (``-``, ``/dev/stdin``, a named pipe), or the first sheet of
-    an Excel workbook as CSV, in a file instead.
+def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
+    """The names, with the text of a pipe (``-``, ``/dev/stdin``, a named pipe), or the first sheet
+    of an Excel workbook as CSV, in a file instead.
 
     A log is read more than once. The file lies beside `beside`, is called by its content, so that a
     run that was interrupted goes on when the same comes through the pipe again, and is removed
     once the block has ended, but for an interrupt.
     """
     found, files = [], []
-    for name in names:
+    for name in map(os.fspath, [names] if isinstance(names, (str, os.PathLike)) else names):
         is_workbook = name.endswith(".xlsx")
         if not is_workbook and not is_pipe(name):
             found.append(name)
