@@ -450,9 +450,8 @@ class ShardedEmbeddingBags(_ShardedCollection):
             KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index))
 
     def _finish(self, values: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
-        inverse = features.inverse_indices_or_none()
-        if inverse is not None:
-            values = spread(values, self._dims, self._features, *inverse)
+        if features.inverse_indices_or_none() is not None:
+            values = spread(values, self._dims, self._features, features)
         return values.to(self._output_dtype)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.errors import InvalidInputError, fail
@@ -28,40 +31,67 @@ def padded_lengths(features: KeyedJaggedTensor, pooled: bool) -> tuple[torch.Ten
     return torch.cat([torch.nn.functional.pad(p, (0, size - p.numel())) for p in parts]), size
 
 
-def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str], keys: Sequence[str],
-           samples: torch.Tensor) -> torch.Tensor:
+def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str],
+           features: KeyedJaggedTensor) -> torch.Tensor:
     """Pooled rows of distinct samples as those of the whole batch, by the ``inverse_indices``.
 
     Args:
-        values: float32 [B of the lookup, sum of dims].
+        values: float32 [n of the lookup, sum of dims].
         dims: columns of each feature.
         names: the features, in the order of the columns.
-        keys: features of the ``inverse_indices``.
-        samples: int64 [keys, B of the whole batch], the row of each sample.
+        features: their bags, and with ``inverse_indices`` the row of each of the batch's B samples.
 
     Returns:
-        float32 [B of the whole batch, sum of dims].
+        float32 [B, sum of dims]; `values` itself where every sample has bags of its own.
 
     Raises:
-        InvalidInputError: not of every feature.
+        InvalidInputError: not of every feature, or a row that the feature has not.
     """
+    what, remedy = "cannot pool a variable batch per feature", "pass those of every feature"
+    keys, samples = features.inverse_indices()
     at = {key: k for k, key in enumerate(keys)}
     missing = [n for n in names if n not in at]
     if missing:
-        raise InvalidInputError(fail("cannot pool a variable batch per feature",
-                                     "inverse_indices of", missing[:8], f"keys {list(at)[:8]}",
-                                     "pass those of every feature"))
-    parts = list(torch.split(values, list(dims), dim=1))
-    size = samples.shape[1]
-    whole = torch.arange(size, device=samples.device)
-    are_whole = True
-    for k, name in enumerate(names):
-        rows = samples[at[name]]
-        if samples.is_cpu and torch.equal(rows, whole):  # every sample has a bag of its own
-            parts[k] = parts[k][:size]
-        else:
-            # Unlike that of index_select, its gradient adds up in the order of the samples, and
-            # whole rows at a time.
-            parts[k] = torch.nn.functional.embedding(rows, parts[k])
-            are_whole = False
-    return values[:size] if are_whole else torch.cat(parts, dim=1)
+        raise InvalidInputError(
+            fail(what, "inverse_indices of", missing[:8], f"keys {list(at)[:8]}", remedy))
+    rows = samples if list(names) == list(keys) else samples[[at[n] for n in names]]
+    size = rows.shape[1]
+    if not rows.is_cpu or torch.compiler.is_compiling():
+        parts = torch.split(values, list(dims), dim=1)
+        # Unlike that of index_select, its gradient adds up in the order of the samples.
+        return torch.cat([torch.nn.functional.embedding(*x)
+                          for x in zip(rows, parts, strict=True)], dim=1)
+    if not size:
+        return values[:0]
+    rows_of = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+    low, high = torch.aminmax(rows, dim=1)
+    for name, first, last in zip(names, low.tolist(), high.tolist(), strict=True):
+        if first < 0 or last >= rows_of[name]:
+            raise InvalidInputError(
+                fail(what, f"inverse_indices of {name}", (first, last),
+                     f"0 <= row < {rows_of[name]}, the feature's samples",
+                     "number the distinct samples from 0"))
+    if bool((high == size - 1).all()) and torch.equal(rows, torch.arange(size).expand_as(rows)):
+        return values if len(values) == size else values[:size]
+    spread_out: torch.Tensor = _Spread.apply(values, rows.contiguous(),
+                                             [0, *itertools.accumulate(dims)])
+    return spread_out
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of samples; gradients add up in the order of the samples."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, rows: torch.Tensor, ends: list[int]
+                ) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.ends, ctx.num_rows = ends, len(values)
+        out: torch.Tensor = torch.ops.oper.spread_rows(values, rows, ends)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        rows, = ctx.saved_tensors
+        return torch.ops.oper.gather_rows(gradient.contiguous(), rows, ctx.ends,
+                                          ctx.num_rows), None, None

@@ -17,10 +17,13 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.data import Loader, LoaderOptions
 from oper.data.folder import MANIFEST
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from oper.integration.variable_batch import spread
+from oper.shmem import library
 from tests.data.loader_support import KEYS, ROWS, check, everything, rows_of, write_folder
 
 
@@ -402,7 +405,6 @@ def test_deduplicated_batches_pool_to_the_same(folder: Path) -> None:
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     import oper
-    from oper.integration.variable_batch import spread
 
     torch.manual_seed(0)
     options = LoaderOptions(50, 100, group_by="user")
@@ -423,13 +425,33 @@ def test_deduplicated_batches_pool_to_the_same(folder: Path) -> None:
         trained.append(sharded(batch.sparse_features).values().detach())
     assert torch.allclose(pooled[0], expected, atol=1e-6) and torch.equal(*pooled)
     assert torch.allclose(*trained, atol=1e-6) and not torch.allclose(trained[0], expected)
+
+
+def test_rows_of_distinct_bags_are_spread_by_sample() -> None:
+    library.load()
+    values = torch.randn(4, 3, requires_grad=True)
+
+    def found(*samples: list[int], num_distinct: int = 3) -> torch.Tensor:
+        kjt = KeyedJaggedTensor(
+            ["b", "a"], torch.arange(2 * num_distinct), torch.ones(2 * num_distinct).long(),
+            stride_per_key_per_rank=[[num_distinct]] * 2,
+            inverse_indices=(["b", "a"], torch.tensor(samples)))
+        return spread(values, [1, 2], ["a", "b"], kjt)
+
     # Where no bags are equal, nothing is spread.
-    values = torch.arange(12.0).view(4, 3)
-    found = spread(values, [1, 2], ["a", "b"], ["b", "a"], torch.arange(3).repeat(2, 1))
-    assert torch.equal(found, values[:3]) and found.data_ptr() == values.data_ptr()
-    mixed = torch.stack([torch.tensor([2, 0, 2]), torch.arange(3)])
-    found = spread(values, [1, 2], ["a", "b"], ["b", "a"], mixed)
-    assert torch.equal(found, torch.cat([values[:3, :1], values[[2, 0, 2], 1:]], 1))
+    assert found([0, 1, 2], [0, 1, 2]).data_ptr() == values.data_ptr()
+    mixed = found([2, 0, 2, 2], [0, 1, 2, 2])
+    assert torch.equal(mixed, torch.cat([values[[0, 1, 2, 2], :1], values[[2, 0, 2, 2], 1:]], 1))
+    gradient = torch.randn(4, 3)
+    mixed.backward(gradient)
+    expected = torch.zeros(4, 3)
+    for k, (a, b) in enumerate([(0, 2), (1, 0), (2, 2), (2, 2)]):
+        expected[a, 0] += gradient[k, 0]
+        expected[b, 1:] += gradient[k, 1:]
+    assert values.grad is not None and torch.equal(values.grad, expected)
+    for wrong in ([0, 3, 1], [-1, 0, 1]):
+        with pytest.raises(InvalidInputError, match="inverse_indices of b"):
+            found(wrong, [0, 1, 2])
 
 
 def test_share_of_the_process_group(folder: Path, tmp_path: Path) -> None:
