@@ -44,6 +44,27 @@ Samples samples_of(const Tensor& data, const Tensor& rows, std::vector<int64_t> 
   return {int64_data(rows), rows.size(1), std::move(ends)};
 }
 
+// What rows int64 [F, B] say: F + 1 where sample b has row b of every feature; F where not; before F, a feature
+// that has a row outside [0, limits[f]).
+int64_t kind_of_rows(Tensor rows, std::vector<int64_t> limits) {
+  STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Long && rows.is_contiguous() && rows.dim() == 2 &&
+                      rows.size(0) == static_cast<int64_t>(limits.size()),
+                  "internal: rows of samples must be int64 [F, B]");
+  const int64_t features = rows.size(0), count = rows.size(1);
+  bool are_own = true;
+  for (int64_t f = 0; f < features; ++f) {
+    const int64_t* row = int64_data(rows) + f * count;
+    const auto limit = static_cast<uint64_t>(limits[static_cast<size_t>(f)]);
+    bool is_outside = false;
+    for (int64_t b = 0; b < count; ++b) {
+      is_outside |= static_cast<uint64_t>(row[b]) >= limit;
+      are_own &= row[b] == b;
+    }
+    if (is_outside) return f;
+  }
+  return features + (are_own ? 1 : 0);
+}
+
 // pooled float32 [n, C] and rows int64 [F, B], which are in [0, n), to float32 [B, C].
 Tensor spread_rows(Tensor pooled, Tensor rows, std::vector<int64_t> ends) {
   const Samples samples = samples_of(pooled, rows, std::move(ends));
@@ -83,6 +104,7 @@ Tensor gather_rows(Tensor gradient, Tensor rows, std::vector<int64_t> ends, int6
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
+  OPER_OPERATOR(kind_of_rows, "(Tensor rows, int[] limits) -> int");
   OPER_OPERATOR(spread_rows, "(Tensor pooled, Tensor rows, int[] ends) -> Tensor");
   OPER_OPERATOR(gather_rows, "(Tensor gradient, Tensor rows, int[] ends, int num_rows) -> Tensor");
 }

@@ -27,6 +27,8 @@ def padded_lengths(features: KeyedJaggedTensor, pooled: bool) -> tuple[torch.Ten
                  "pass inverse_indices to the KeyedJaggedTensor"))
     strides = features.stride_per_key()
     size = max(strides, default=0)
+    if size == min(strides, default=0):
+        return features.lengths(), size
     parts = torch.split(features.lengths(), strides)
     return torch.cat([torch.nn.functional.pad(p, (0, size - p.numel())) for p in parts]), size
 
@@ -61,20 +63,20 @@ def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str],
         # Unlike that of index_select, its gradient adds up in the order of the samples.
         return torch.cat([torch.nn.functional.embedding(*x)
                           for x in zip(rows, parts, strict=True)], dim=1)
-    if not size:
-        return values[:0]
+    rows = rows.contiguous()
     rows_of = dict(zip(features.keys(), features.stride_per_key(), strict=True))
-    low, high = torch.aminmax(rows, dim=1)
-    for name, first, last in zip(names, low.tolist(), high.tolist(), strict=True):
-        if first < 0 or last >= rows_of[name]:
-            raise InvalidInputError(
-                fail(what, f"inverse_indices of {name}", (first, last),
-                     f"0 <= row < {rows_of[name]}, the feature's samples",
-                     "number the distinct samples from 0"))
-    if bool((high == size - 1).all()) and torch.equal(rows, torch.arange(size).expand_as(rows)):
+    limits = [rows_of[name] for name in names]
+    kind = torch.ops.oper.kind_of_rows(rows, limits)
+    if kind < len(names):
+        found = rows[kind]
+        raise InvalidInputError(
+            fail(what, f"inverse_indices of {names[kind]}", (int(found.min()), int(found.max())),
+                 f"0 <= row < {limits[kind]}, the feature's samples",
+                 "number the distinct samples from 0"))
+    if kind > len(names):  # every sample has bags of its own
         return values if len(values) == size else values[:size]
-    spread_out: torch.Tensor = _Spread.apply(values, rows.contiguous(),
-                                             [0, *itertools.accumulate(dims)])
+    spread_out: torch.Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
+        values, rows, [0, *itertools.accumulate(dims)])
     return spread_out
 
 
@@ -90,7 +92,7 @@ class _Spread(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         rows, = ctx.saved_tensors
         return torch.ops.oper.gather_rows(gradient.contiguous(), rows, ctx.ends,
