@@ -140,7 +140,8 @@ def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
     once the block has ended, but for an interrupt.
     """
     found, files = [], []
-    for name in map(os.fspath, [names] if isinstance(names, (str, os.PathLike)) else names):
+    given = [names] if isinstance(names, (str, os.PathLike)) else names
+    for name in [os.fspath(n) for n in given]:
         is_workbook = name.endswith(".xlsx")
         if not is_workbook and not is_pipe(name):
             found.append(name)
