@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from oper.bench.core import record
+from oper.bench.core.driver import measured
+from oper.bench.core.report import report
 from oper.errors import InvalidInputError, fail
 from oper.support.files import check_target
 
-# A benchmark lives in a module with ``cases(quick)``, ``run(args, cases)`` yielding an entry of the
-# record per case, and ``report(entries)``; ``configure(parser)`` where it takes more arguments, of
-# which those in ``CASE_OPTIONS`` decide about the cases and are given to ``cases``, too;
+# A benchmark is a module with ``cases``, whose parameters are names of flags; ``FIGURES``, the
+# tables of its report, see `report`; and ``NOTE``, what stands below them. It may have
+# ``configure(parser)`` for flags of its own, ``run(args, cases)`` in place of `measured`,
 # ``possible(args, cases)`` where some cannot run, ``totals(entries)`` where the record has more
-# than its cases.
+# than its cases, and ``remarks(entries)`` for what no table says.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.tables.train", "training steps in two processes, and TorchRec's plans"),
     "lookup": ("oper.bench.tables.lookup",
@@ -74,8 +77,8 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
 def run_bench(args: argparse.Namespace) -> int:
     """Run one benchmark; 1 when a case could not be verified."""
     module: Any = importlib.import_module(BENCHMARKS[args.benchmark][0])
-    options = [getattr(args, name) for name in getattr(module, "CASE_OPTIONS", ())]
-    every = module.cases(args.quick, *options)
+    every = module.cases(**{flag: getattr(args, flag)
+                            for flag in inspect.signature(module.cases).parameters})
     chosen = [c for c in every if fnmatch.fnmatch(c.name, args.only or "*")]
     if not chosen:
         raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--only",
@@ -87,25 +90,32 @@ def run_bench(args: argparse.Namespace) -> int:
     left = [c for c in chosen if c.name not in known]
     if args.json:
         check_target(args.json)
-    load_before = record.load_average()
+    load = load_before = record.load_average()
     # What is known comes first: none of it is lost if the run ends early.
     entries: list[dict[str, Any]] = list(known.values())
+    totals: dict[str, Any] = {}
 
     def write() -> None:
+        nonlocal totals
+        totals = module.totals(entries) if hasattr(module, "totals") else {}
         if args.json:
-            totals = module.totals(entries) if hasattr(module, "totals") else {}
             record.write(args.json, record.record(
                 args.benchmark, record.command_line(args, "oper", "bench", args.benchmark), entries,
                 load_before) | totals)
 
     if known:
         write()
-    for entry in module.run(args, left) if left else ():
-        entries.append(entry)
+    found = module.run(args, left) if hasattr(module, "run") else measured(left)
+    for entry in found if left else ():
+        entries.append({**entry, "load_before": load, "load_after": record.load_average()})
+        load = entries[-1]["load_after"]
         print(f"{len(entries)}/{len(known) + len(left)} {entry['name']} done", file=sys.stderr,
               flush=True)
         write()  # after every case: an interrupted run keeps what it has
-    print(module.report(entries), end="")
+    shown = [*entries, {"name": "all", **totals}] if totals else entries
+    print(report(shown, module.FIGURES) + module.NOTE, end="")
+    if hasattr(module, "remarks"):
+        print(module.remarks(entries), end="")
     if args.json:
         print(f"record: {args.json}")
     return 0 if all(e["verified"] for e in entries) else 1

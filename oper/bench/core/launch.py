@@ -40,15 +40,14 @@ class Seat:
     cgroup: Path | None = None
 
 
-def run_workers(function: Callable[[Any, Progress], dict[str, Any]], cases: Sequence[Any],
-                world_size: int, num_threads: int = 1, seats: Sequence[Seat] | None = None
-                ) -> Iterator[dict[str, Any]]:
-    """Run cases in `world_size` processes, one case after another, and yield what rank 0 returns.
+def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
+                seats: Sequence[Seat] | None = None) -> Iterator[dict[str, Any]]:
+    """Measure cases in `world_size` processes, one after another; yields what rank 0 returns.
 
     Args:
-        function: called on every rank with the default process group ready; what it returns can
-            be written as JSON. A module's own, so that workers find it by its name.
-        cases: its first arguments, one per case; they can be pickled.
+        cases: each has a ``name`` and ``measure(progress)``, which is called on every rank with the
+            default process group ready; what it returns can be written as JSON. They can be
+            pickled.
         world_size: processes.
         num_threads: threads of each process (``OMP_NUM_THREADS``).
         seats: where each rank runs; side by side on this host by default.
@@ -58,7 +57,7 @@ def run_workers(function: Callable[[Any, Progress], dict[str, Any]], cases: Sequ
     """
     with tempfile.TemporaryDirectory(prefix="oper-bench-") as name:
         folder = Path(name)
-        (folder / "job").write_bytes(pickle.dumps((function, list(cases))))
+        (folder / "job").write_bytes(pickle.dumps(list(cases)))
         workers = _start(folder, seats or _here(world_size), num_threads)
         try:
             for k in range(len(cases)):
@@ -131,14 +130,13 @@ def main(folder: Path) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if world_size > 1:
         dist.init_process_group("gloo")
-    function, cases = pickle.loads((folder / "job").read_bytes())
+    for k, case in enumerate(pickle.loads((folder / "job").read_bytes())):
 
-    def progress(text: str) -> None:
-        if rank == 0:
-            _replace(folder / "progress", text)
+        def progress(text: str, name: str = case.name) -> None:
+            if rank == 0:
+                _replace(folder / "progress", f"{name}: {text}")
 
-    for k, case in enumerate(cases):
-        result = function(case, progress)
+        result = case.measure(progress)
         if rank == 0:
             _replace(folder / f"case-{k}.json", json.dumps(result))
     if world_size > 1:

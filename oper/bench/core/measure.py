@@ -14,7 +14,7 @@ import torch.distributed as dist
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.planning import slowest, total, world
-from oper.bench.core.workload import Workload, timed_ids
+from oper.bench.core.workload import TIMED, Workload, make_batch, timed_ids
 
 if TYPE_CHECKING:
     from oper.shmem.tables import ShardedTables
@@ -45,6 +45,11 @@ class Case:
     rounds: int = 12
     per_round: int = 5
 
+    @property
+    def threads_per_rank(self) -> int:
+        """Of each of OPER's processes."""
+        return max(1, self.num_threads // self.world_size)
+
 
 class Run:
     """A case on one rank.
@@ -56,6 +61,7 @@ class Run:
     Attributes:
         case: what is measured.
         rank, world_size: of this process.
+        say: tells what is going on.
         others: cores that other programs kept busy while something was timed, by phase.
     """
 
@@ -63,7 +69,7 @@ class Run:
         self.case = case
         self.rank, self.world_size = world()
         self.others: dict[str, float] = {}
-        self._progress, self._load_before = progress, record.load_average()
+        self.say = progress
 
     @property
     def work(self) -> Workload:
@@ -71,14 +77,14 @@ class Run:
         work: Workload = self.case.work
         return work
 
-    def say(self, text: str) -> None:
-        """Tell what is going on."""
-        self._progress(f"{self.case.name}: {text}")
-
     def ids(self, rank: int | None = None) -> Sequence[np.ndarray]:
         """The timed batches of a rank, of this one by default; see `workload.batch_ids`."""
         return timed_ids(self.work, self.rank if rank is None else rank, self.world_size,
                          self.case.num_batches)
+
+    def batches(self) -> list[Any]:
+        """The timed batches with dense features and labels, see `workload.make_batch`."""
+        return [make_batch(self.work, x, (TIMED, self.rank, k)) for k, x in enumerate(self.ids())]
 
     def everyones_ids(self) -> list[list[np.ndarray]]:
         """The timed batches of all ranks, by number and rank."""
@@ -121,12 +127,11 @@ class Run:
         tables.close()
         case, others = self.case, self.others
         return {} if self.rank else {
-            "name": case.name, **figures, "page_kind": page_kind, "workload": asdict(self.work),
+            **figures, "page_kind": page_kind, "workload": asdict(self.work),
             "world_size": self.world_size, "num_batches": case.num_batches,
-            "threads_per_rank": max(1, case.num_threads // self.world_size),
+            "threads_per_rank": case.threads_per_rank,
             "num_stats_batches": case.num_stats_batches,
-            "other_busy_cores": others.get("", others), "load_before": self._load_before,
-            "load_after": record.load_average()}
+            "other_busy_cores": others.get("", others)}
 
 
 def summaries(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:

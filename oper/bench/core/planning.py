@@ -68,22 +68,25 @@ def rows_by_placement(entries: Iterable[TablePlan]) -> dict[str, int]:
     return dict(rows)
 
 
+def joint_stats(work: Workload, num_stats_batches: int) -> AccessStats:
+    """Access statistics of batches that are never timed; every rank counts its part. Collective."""
+    return AccessStats.merge_all(gather(collect_stats(work, *world(), num_stats_batches)))
+
+
 def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_host: bool = True
                 ) -> tuple[Plan, float]:
     """The plan that `oper.shard` chooses for this host, and the seconds that choosing took.
 
-    Unless `is_one_host`, it is one for as many hosts as there are ranks.
-
-    Statistics come from batches that are never timed; every rank counts its part. Collective.
+    Unless `is_one_host`, it is one for as many hosts as there are ranks. Collective.
     """
     from oper.search import make_plan
 
     rank, world_size = world()
-    parts = gather(collect_stats(work, rank, world_size, num_stats_batches))
+    stats = joint_stats(work, num_stats_batches)
     made: Any = None
     begin = time.perf_counter()
     if rank == 0:
         topology = Topology.of_domains([0] * world_size if is_one_host else range(world_size))
-        made = make_plan(work.tables(), AccessStats.merge_all(parts), topology,
-                         objective=objective, batch_size=work.batch_size // world_size)
+        made = make_plan(work.tables(), stats, topology, objective=objective,
+                         batch_size=work.batch_size // world_size)
     return gather((made, time.perf_counter() - begin))[0]

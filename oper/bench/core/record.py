@@ -20,13 +20,10 @@ from oper import __version__
 from oper.errors import InvalidInputError, fail
 from oper.support import kernel
 from oper.support.files import read_json, write_text
-from oper.support.text import aligned
 
 # Variables that change what is measured; each record holds those that are set.
 ENVIRONMENT = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
                "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD", "OPER_OUTBOX_BYTES")
-NOISY_CORES = 0.15  # above this, contenders wait for other programs more than for themselves
-Column = str | Callable[[Mapping[str, Any]], str]  # of `table_of`
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow", "highspy")
 
 
@@ -205,53 +202,6 @@ def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str
                                      f"a record of oper bench {benchmark}",
                                      f"name another file, or leave it out ({error})")) from error
     return found
-
-
-def noise_note(entries: Sequence[Mapping[str, Any]]) -> str:
-    """A line that names the cases which other programs have disturbed; empty when there are none.
-
-    Args:
-        entries: cases with ``other_busy_cores``, a number or one per phase.
-    """
-    noisy = {}
-    for entry in entries:
-        cores = entry.get("other_busy_cores", 0.0)
-        worst = max(cores.values()) if isinstance(cores, Mapping) else cores
-        if worst > NOISY_CORES:
-            noisy[entry["name"]] = worst
-    if not noisy:
-        return ""
-    return ("NOISY, not for the record; cores that other programs kept busy: "
-            + ", ".join(f"{name} {cores:.1f}" for name, cores in noisy.items()) + "\n")
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns for a person: the first left-aligned, the others right-aligned."""
-    lines = aligned([[str(x) for x in row] for row in [headers, *rows]])
-    lines.insert(1, "-" * max(map(len, lines)))
-    return "\n".join(lines)
-
-
-def table_of(entries: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> str:
-    """`table` of entries and a line break; nothing where there are none.
-
-    Args:
-        entries: a row each.
-        columns: by header, a format of an entry's keys, or what makes its text.
-    """
-    rows = [[c.format(**e) if isinstance(c, str) else c(e) for c in columns.values()]
-            for e in entries]
-    return table(list(columns), rows) + "\n" if rows else ""
-
-
-def interval(found: Mapping[str, float]) -> str:
-    """A mean and its interval, for a column."""
-    return f"{found['mean']:.4f} [{found['low']:.4f}, {found['high']:.4f}]"
-
-
-def yes(entry: Mapping[str, Any]) -> str:
-    """Whether it is verified, for a column."""
-    return "yes" if entry["verified"] else "NO"
 
 
 def loopback_bytes() -> int:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from oper.bench.core import record
+from oper.bench.core.launch import Progress
 from oper.bench.core.workload import Workload
 from oper.bench.device.cases import (
     Clock,
@@ -52,6 +51,15 @@ SHAPES = {  # batch, tables, pooling, dim, dtype, rows per table: several times 
 }
 EXPONENTS = {"uniform": 0.0, "zipf1.05": 1.05}
 SMALL, HOST = "b256-t26-pool1-d128-graph", "host-b8192-t26-pool1-d128-zipf1.05"
+PHASES = ("forward", "update", "step")
+FIGURES = ((
+    "device.name",
+    *(f"{who}_{phase}_ms" for phase in PHASES
+      for who in ("oper", "torch", "fbgemm", "fbgemm-managed", "fbgemm-caching")),
+    *(f"{phase}_fraction_of_floor" for phase in PHASES), *(f"ratio_{phase}" for phase in PHASES),
+    "location_overhead", "peer_overhead", "staging_overhead", "resolve_ms", "copy_gbps",
+    "forward_us_launched", "forward_us_replayed", "forward_us_launched_in_a_row",
+    "forward_us_replayed_in_a_row"),)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="cuda: kernels on one GPU, compared with torch's and fbgemm's")
 
 
-def cases(quick: bool, prefix: str) -> list[DeviceCase]:
+def cases(quick: bool, prefix: str) -> list[Case]:
     """The shapes at uniform and skewed ids; for lookups a small batch under a graph as well."""
     found = []
     for shape, (batch, tables, pooling, dim, dtype, rows) in SHAPES.items():
@@ -68,33 +76,125 @@ def cases(quick: bool, prefix: str) -> list[DeviceCase]:
             if quick and name != "uniform":
                 continue
             work = Workload((rows,) * tables, dim, batch, pooling, exponent)
-            case = DeviceCase(f"{prefix}-{shape}-{name}", work, dtype)
+            case = Case(f"{prefix}-{shape}-{name}", work, dtype)
             found.append(replace(case, rounds=4, per_round=3) if quick else case)
     if prefix == "lookup":
-        found.append(DeviceCase(f"lookup-{SMALL}", Workload((1_000_000,) * 26, 128, 256, 1, 0.0)))
+        found.append(GraphCase(f"lookup-{SMALL}", Workload((1_000_000,) * 26, 128, 256, 1, 0.0)))
     if not quick:
-        found.append(DeviceCase(f"{prefix}-{HOST}",
-                                Workload((1_000_000,) * 26, 128, 8192, 1, 1.05)))
+        found.append(HostCase(f"{prefix}-{HOST}",
+                              Workload((1_000_000,) * 26, 128, 8192, 1, 1.05)))
     return found
 
 
-def run(chosen: Sequence[DeviceCase], device: str) -> Iterator[dict[str, Any]]:
-    """Measure the chosen cases on a device."""
-    where = torch.device(device)
-    if where.type == "cuda":
-        if not torch.cuda.is_available():
-            raise OperError(fail("cannot measure on a GPU", "--device", device,
-                                 "a CUDA device that torch sees", "run it on a machine with a GPU"))
-        where = torch.device("cuda", torch.cuda.current_device())
-    for case in chosen:
-        print(f"{case.name}: building and comparing", file=sys.stderr, flush=True)
-        measure = (_run_graph if case.name.endswith("-graph")
-                   else _run_host if "-host-" in case.name else _run_case)
-        entry = measure(case, where)
-        yield {**entry, "device": _describe(where), "case": asdict(case)}
+@dataclass(frozen=True, slots=True)
+class Case(DeviceCase):
+    """All rows in the device's memory.
+
+    Attributes:
+        device: where it runs.
+    """
+
+    device: str = "cuda"
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Compare and measure; what stands in the record."""
+        where = torch.device(self.device)
+        if where.type == "cuda":
+            if not torch.cuda.is_available():
+                raise OperError(fail(
+                    "cannot measure on a GPU", "--device", self.device,
+                    "a CUDA device that torch sees", "run it on a machine with a GPU"))
+            where = torch.device("cuda", torch.cuda.current_device())
+        progress("building and comparing")
+        entry = {**self.figures(where), "device": _describe(where), "case": asdict(self)}
         gc.collect()
         if where.type == "cuda":
             torch.cuda.empty_cache()
+        return entry
+
+    def figures(self, device: torch.device) -> dict[str, Any]:
+        """Every phase of all contenders, the floors, and what peers and directories add."""
+        clock, inputs = Clock(device), self.inputs(device)
+        tables = open_tables(self, device, one_rank_plan(self))
+        sides = {"oper": oper_side(tables, self.tables()), "torch": torch_side(self, device)}
+        if has_fbgemm():
+            sides["fbgemm"] = fbgemm_side(self, device)
+        found = _compared(self, device, clock, inputs, sides)
+        timings = found["timings"]
+        ahead = interleave(self, clock, {
+            "resolve": lambda k: tables.resolve(inputs[k % len(inputs)].lookup)})
+        tables.close()
+        sides.clear()
+        bandwidth = copy_gbps(self, device, clock)
+        moved = floor_bytes(self, sum(x.distinct_rows for x in inputs) / len(inputs))
+        floors = {phase: count / bandwidth / 1e6 for phase, count in moved.items()}
+        overheads = {}
+        if self.work.exponent == 0:
+            overheads = _overheads(self, device, clock, inputs, timings["forward"]["oper"])
+        return {
+            **found, "copy_gbps": round(bandwidth, 1),
+            "floor_ms": {k: round(v, 6) for k, v in floors.items()}, **_ratios(timings, floors),
+            "resolve_ms": ahead["resolve"]["median_ms"], **overheads,
+            "timings": {**timings, "ahead": ahead},
+            "bytes_moved": {k: int(v) for k, v in moved.items()}}
+
+    def inputs(self, device: torch.device) -> list[Inputs]:
+        """The batches."""
+        return [draw_inputs(self, device, k) for k in range(self.num_batches)]
+
+
+@dataclass(frozen=True, slots=True)
+class HostCase(Case):
+    """Most rows in host memory, beside fbgemm's managed memory with and without its cache."""
+
+    def figures(self, device: torch.device) -> dict[str, Any]:
+        """Every phase of all contenders."""
+        tables = open_tables(self, device, host_tail_plan(self))
+        sides = {"oper": oper_side(tables, self.tables())}
+        if has_fbgemm():
+            sides["fbgemm-managed"] = fbgemm_side(self, device, "MANAGED")
+            sides["fbgemm-caching"] = fbgemm_side(self, device, "MANAGED_CACHING")
+        found = _compared(self, device, Clock(device), self.inputs(device), sides)
+        memory = tables.memory_bytes()
+        tables.close()
+        return {**found, "memory_bytes": memory, **_ratios(found["timings"], {})}
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCase(Case):
+    """A forward pass of a small batch, launched anew and replayed from a graph."""
+
+    def figures(self, device: torch.device) -> dict[str, Any]:
+        """Microseconds of a pass in either way, alone and many in a row."""
+        clock, inputs = Clock(device), draw_inputs(self, device, 0)
+        tables = open_tables(self, device, one_rank_plan(self), trained=False)
+        side = oper_side(tables, self.tables())
+        verdict = Reference(self, device, [inputs], torch.zeros(
+            self.work.batch_size, self.work.dim * len(self.work.num_rows), device=device)
+        ).check_lookup(side, inputs)
+        runs: dict[str, Callable[[int], Any]] = {"launched": lambda k: side.lookup(inputs)}
+        if device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                side.lookup(inputs)
+            clock.wait()
+            with torch.cuda.graph(graph, stream=stream):
+                replayed = side.lookup(inputs)
+            graph.replay()
+            clock.wait()
+            verdict["passed"] &= torch.equal(replayed, side.lookup(inputs))
+            runs["replayed"] = lambda k: graph.replay()
+        timings = interleave(self, clock, runs)
+        in_a_row = {}
+        for name, call in runs.items():
+            seconds = clock.seconds_in_a_row(functools.partial(call, 0), _IN_A_ROW)
+            in_a_row[f"forward_us_{name}_in_a_row"] = round(1e6 * seconds, 2)
+        tables.close()
+        return {"verified": verdict["passed"], "verification": {"oper": verdict},
+                "timings": timings,
+                **{f"forward_us_{n}": round(1e3 * t["median_ms"], 2) for n, t in timings.items()},
+                **in_a_row}
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
@@ -105,53 +205,9 @@ def _describe(device: torch.device) -> dict[str, Any]:
             "l2_bytes": p.L2_cache_size, "cuda": torch.version.cuda}
 
 
-def _run_case(case: DeviceCase, device: torch.device) -> dict[str, Any]:
-    clock = Clock(device)
-    inputs = [draw_inputs(case, device, k) for k in range(case.num_batches)]
-    tables = open_tables(case, device, one_rank_plan(case))
-    sides = {"oper": oper_side(tables, case.tables()), "torch": torch_side(case, device)}
-    if has_fbgemm():
-        sides["fbgemm"] = fbgemm_side(case, device)
-    timings, verification = _measure(case, device, clock, inputs, sides)
-    ahead = interleave(case, clock, {
-        "resolve": lambda k: tables.resolve(inputs[k % len(inputs)].lookup)})
-    tables.close()
-    sides.clear()
-    bandwidth = copy_gbps(case, device, clock)
-    moved = floor_bytes(case, sum(x.distinct_rows for x in inputs) / len(inputs))
-    floors = {phase: count / bandwidth / 1e6 for phase, count in moved.items()}
-    overheads = {}
-    if case.work.exponent == 0:
-        overheads = _overheads(case, device, clock, inputs, timings["forward"]["oper"])
-    return {
-        "name": case.name, "verified": all(v["passed"] for v in verification.values()),
-        "verification": verification, "copy_gbps": round(bandwidth, 1),
-        "floor_ms": {k: round(v, 6) for k, v in floors.items()}, **_ratios(timings, floors),
-        "resolve_ms": ahead["resolve"]["median_ms"], **overheads,
-        "timings": {**timings, "ahead": ahead},
-        "bytes_moved": {k: int(v) for k, v in moved.items()}}
-
-
-def _run_host(case: DeviceCase, device: torch.device) -> dict[str, Any]:
-    """Most rows in host memory, beside fbgemm's managed memory with and without its cache."""
-    clock = Clock(device)
-    inputs = [draw_inputs(case, device, k) for k in range(case.num_batches)]
-    tables = open_tables(case, device, host_tail_plan(case))
-    sides = {"oper": oper_side(tables, case.tables())}
-    if has_fbgemm():
-        sides["fbgemm-managed"] = fbgemm_side(case, device, "MANAGED")
-        sides["fbgemm-caching"] = fbgemm_side(case, device, "MANAGED_CACHING")
-    timings, verification = _measure(case, device, clock, inputs, sides)
-    memory = tables.memory_bytes()
-    tables.close()
-    return {"name": case.name, "verified": all(v["passed"] for v in verification.values()),
-            "verification": verification, "memory_bytes": memory, "timings": timings,
-            **_ratios(timings, {})}
-
-
-def _measure(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequence[Inputs],
-             sides: dict[str, Side]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Timings by phase and contender, and whether their numbers are right."""
+def _compared(case: DeviceCase, device: torch.device, clock: Clock, inputs: Sequence[Inputs],
+              sides: dict[str, Side]) -> dict[str, Any]:
+    """Whether the contenders' numbers are right, and timings by phase and contender."""
     generator = torch.Generator(device=device).manual_seed(case.work.seed)
     gradient = torch.randn(case.work.batch_size, case.work.dim * len(case.work.num_rows),
                            device=device, generator=generator) * 1e-3
@@ -162,11 +218,13 @@ def _measure(case: DeviceCase, device: torch.device, clock: Clock, inputs: Seque
         return inputs[number % len(inputs)]
 
     return {
-        "forward": interleave(case, clock, _calls(sides, lambda s, k: s.lookup(batch(k)))),
-        "update": interleave(case, clock, _calls(trained, lambda s, k: s.update(gradient)),
-                             _calls(trained, lambda s, k: s.prepare(batch(k)))),
-        "step": interleave(case, clock, _calls(trained, lambda s, k: s.step(batch(k), gradient))),
-    }, verification
+        "verified": all(v["passed"] for v in verification.values()), "verification": verification,
+        "timings": {
+            "forward": interleave(case, clock, _calls(sides, lambda s, k: s.lookup(batch(k)))),
+            "update": interleave(case, clock, _calls(trained, lambda s, k: s.update(gradient)),
+                                 _calls(trained, lambda s, k: s.prepare(batch(k)))),
+            "step": interleave(case, clock,
+                               _calls(trained, lambda s, k: s.step(batch(k), gradient)))}}
 
 
 def _calls(sides: dict[str, Side], call: Callable[[Side, int], Any]
@@ -190,7 +248,7 @@ def _verify(case: DeviceCase, device: torch.device, sides: dict[str, Side],
 def _ratios(timings: dict[str, Any], floors: dict[str, float]) -> dict[str, Any]:
     """OPER's times by phase, the share of the floor, and the fastest peer over OPER."""
     found: dict[str, Any] = {}
-    for phase in ("forward", "update", "step"):
+    for phase in PHASES:
         medians = {n: t["median_ms"] for n, t in timings[phase].items()}
         own = medians.pop("oper")
         found[f"oper_{phase}_ms"] = own
@@ -237,77 +295,3 @@ def _open_peers(case: DeviceCase, device: torch.device, world_size: int) -> list
     plan = one_rank_plan(case, world_size)
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(lambda g: open_tables(case, device, plan, g, trained=False), groups))
-
-
-def _run_graph(case: DeviceCase, device: torch.device) -> dict[str, Any]:
-    """A forward pass of a small batch, launched anew and replayed from a graph."""
-    clock = Clock(device)
-    inputs = draw_inputs(case, device, 0)
-    tables = open_tables(case, device, one_rank_plan(case), trained=False)
-    side = oper_side(tables, case.tables())
-    reference = Reference(case, device, [inputs],
-                          torch.zeros(case.work.batch_size,
-                                      case.work.dim * len(case.work.num_rows), device=device))
-    verdict = reference.check_lookup(side, inputs)
-    runs: dict[str, Callable[[int], Any]] = {"launched": lambda k: side.lookup(inputs)}
-    replayed = None
-    if device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            side.lookup(inputs)
-        clock.wait()
-        with torch.cuda.graph(graph, stream=stream):
-            replayed = side.lookup(inputs)
-        graph.replay()
-        clock.wait()
-        verdict["passed"] &= torch.equal(replayed, side.lookup(inputs))
-        runs["replayed"] = lambda k: graph.replay()
-    timings = interleave(case, clock, runs)
-    in_a_row = {}
-    for name, call in runs.items():
-        seconds = clock.seconds_in_a_row(functools.partial(call, 0), _IN_A_ROW)
-        in_a_row[f"forward_us_{name}_in_a_row"] = round(1e6 * seconds, 2)
-    tables.close()
-    return {"name": case.name, "verified": verdict["passed"], "verification": {"oper": verdict},
-            "timings": timings,
-            **{f"forward_us_{n}": round(1e3 * t["median_ms"], 2) for n, t in timings.items()},
-            **in_a_row}
-
-
-def report(entries: Sequence[dict[str, Any]]) -> str:
-    """The entries for a person."""
-    whole = [e for e in entries if "oper_forward_ms" in e]
-    peers = ["torch", "fbgemm", "fbgemm-managed", "fbgemm-caching"]
-    text = ""
-    for phase in ("forward", "update", "step"):
-        shown = [p for p in peers if any(f"{p}_{phase}_ms" in e for e in whole)]
-        rows = [[e["name"], f"{e[f'oper_{phase}_ms']:.3f} ms",
-                 _share(e, f"{phase}_fraction_of_floor"), *(_times(e, p, phase) for p in shown),
-                 "yes" if e["verified"] else "NO"] for e in whole]
-        if rows:
-            text += record.table([phase, "OPER", "of floor", *shown, "verified"], rows) + "\n\n"
-    rows = [[e["name"], _share(e, "location_overhead"), _share(e, "peer_overhead"),
-             _share(e, "staging_overhead"), f"{e['resolve_ms']:.3f} ms",
-             f"{e['copy_gbps']:.0f} GB/s"]
-            for e in whole if "resolve_ms" in e]
-    if rows:
-        text += record.table(["what it adds to a forward pass", "directory", "peers' addresses",
-                              "fetching once", "(resolve and sort)", "(copy)"], rows) + "\n\n"
-    text += "".join(f"{e['name']}: " + ", ".join(
-        f"{k.removeprefix('forward_us_')} {v:.1f} us" for k, v in e.items()
-        if k.startswith("forward_us_")) + f", verified: {'yes' if e['verified'] else 'NO'}\n"
-        for e in entries if e not in whole)
-    return (text + "medians of device time; x = a peer's time over OPER's; one device: no exchange "
-            "between devices is in these numbers\n")
-
-
-def _share(entry: dict[str, Any], key: str) -> str:
-    value = entry.get(key)
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _times(entry: dict[str, Any], peer: str, phase: str) -> str:
-    """A peer's time and how often OPER's goes into it."""
-    value = entry.get(f"{peer}_{phase}_ms")
-    return "-" if value is None else f"{value:.3f} ms {value / entry[f'oper_{phase}_ms']:.2f}x"

@@ -1,4 +1,4 @@
-"""One case of the benchmark of dynamic tables, as every rank runs it."""
+"""``oper bench train --tables dynamic``: steps on raw keys, on row numbers, and TorchRec's maps."""
 
 from __future__ import annotations
 
@@ -21,8 +21,23 @@ from oper.bench.tables.verify import Verdict
 from oper.data.generate.ids import mix64
 from oper.shmem.keys.rules import DynamicTable
 
+NUM_TABLES, NUM_KEYS = 26, 50_000
+# Keys per row that is there for them. With eviction in every step: more keys than rows.
+LOADS = {"pool1": 0.5, "pool20": 0.5, "pool1-load95": 0.95, "pool1-full": 1.1}
+FIGURES = (("ratio_static", "dynamic_step_ms", "static_step_ms", "planned_step_ms",
+            "ratio_planned", "mch_step_ms", "ratio_mch", "bytes_per_slot", "missed",
+            "evicted_per_step"),)
 _CHECKED_STEPS = 2
 _FILL_BAGS = 4096  # keys of a table and step while the tables are filled
+
+
+def cases(quick: bool) -> list[DynamicCase]:
+    """The cases in the order of the record; with few repetitions when `quick`."""
+    found = [DynamicCase(name, Workload(num_rows=(NUM_KEYS,) * NUM_TABLES,
+                                        pooling=20 if name == "pool20" else 1), load=load)
+             for name, load in LOADS.items()]
+    return [replace(c, num_stats_batches=8, rounds=6, per_round=3) for c in found] if (
+        quick) else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,60 +55,57 @@ class DynamicCase(Case):
         """Rows of a dynamic table that keys may have."""
         return round(max(self.work.num_rows) / self.load)
 
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Build, fill, verify and measure; what rank 0 returns stands in the record. Collective."""
+        from oper.sharding import shard
+
+        run, work = Run(self, progress), self.work
+        run.say("drawing batches, planning")
+        plan, _ = chosen_plan(work, self.num_stats_batches, "training")
+        run.say("building")
+        batch_size = work.batch_size // run.world_size
+        # Nobody knows how often keys come: their plan is made from table sizes alone, and so is
+        # that of the tables they are compared with.
+        static: Any = shard(make_collection(work, "cpu"), batch_size=batch_size,
+                            optimizer=OPTIMIZER)
+        planned: Any = shard(make_collection(work, "cpu"), plan=plan, optimizer=OPTIMIZER)
+        wider = replace(work, num_rows=(self.num_slots + 1,) * len(work.num_rows))
+        dynamic: Any = shard(make_collection(wider, "cpu"), dynamic=DynamicTable(),
+                             batch_size=batch_size, optimizer=OPTIMIZER)
+        gradient = run.gradient(work.seed, work.batch_size)
+        mine = gradient.chunk(run.world_size)[run.rank].clone()
+        mch = None if run.rank else ManagedCollisions(work, self.num_slots, gradient)
+        run.say("filling the tables")
+        _fill(work, dynamic, mch, run)
+        run.say(f"comparing {_CHECKED_STEPS} steps")
+        verification = _verify(work, dynamic, gradient, run)
+        before, steps_before = _totals(dynamic.tables), dynamic.tables.num_steps
+        steps = _time(self, run, {"static": static, "planned": planned, "dynamic": dynamic}, mch,
+                      mine)
+        counts = _totals(dynamic.tables)
+        timed = {name: counts[name] - before[name] for name in ("evicted", "lookups", "missed")}
+        for other in (static, planned):
+            other.tables.close()
+        medians, means = ({n: round(1e3 * float(of(s)), 4) for n, s in steps.items()}
+                          for of in (np.median, np.mean))
+        return run.finish(dynamic.tables, {
+            "dynamic_step_ms": medians["dynamic"], "static_step_ms": medians["static"],
+            "planned_step_ms": medians["planned"],
+            "ratio_static": round(medians["dynamic"] / medians["static"], 3),
+            "ratio_planned": round(medians["dynamic"] / medians["planned"], 3),
+            "mch_step_ms": means["mch"], "ratio_mch": round(means["mch"] / means["dynamic"], 3),
+            "bytes_per_slot": round(counts["num_bytes"] / counts["rows"], 3),
+            "missed": timed["missed"] / timed["lookups"],
+            "evicted_per_step": timed["evicted"] / (dynamic.tables.num_steps - steps_before),
+            "load": self.load, "num_slots": self.num_slots, "occupied": counts["occupied"],
+            "verified": verification["passed"], "verification": verification,
+            "timings": summaries(steps), "threads_of_peers": self.num_threads})
+
 
 def keys_of(ids: np.ndarray) -> np.ndarray:
     """Raw keys of row numbers int64 [tables, n]: any 64 bits, other ones in every table."""
     table = np.arange(ids.shape[0], dtype=np.uint64)[:, None] << np.uint64(40)
     return mix64(ids.astype(np.uint64) ^ table).view(np.int64)
-
-
-def run_case(case: DynamicCase, progress: Progress) -> dict[str, Any]:
-    """Build, fill, verify and measure one case; the worker function. Collective.
-
-    Returns:
-        The case's entry of the record on rank 0, nothing elsewhere.
-    """
-    from oper.sharding import shard
-
-    run, work = Run(case, progress), case.work
-    run.say("drawing batches, planning")
-    plan, _ = chosen_plan(work, case.num_stats_batches, "training")
-    run.say("building")
-    batch_size = work.batch_size // run.world_size
-    # Nobody knows how often keys come: their plan is made from table sizes alone, and so is that of
-    # the tables they are compared with.
-    static: Any = shard(make_collection(work, "cpu"), batch_size=batch_size, optimizer=OPTIMIZER)
-    planned: Any = shard(make_collection(work, "cpu"), plan=plan, optimizer=OPTIMIZER)
-    wider = replace(work, num_rows=(case.num_slots + 1,) * len(work.num_rows))
-    dynamic: Any = shard(make_collection(wider, "cpu"), dynamic=DynamicTable(),
-                         batch_size=batch_size, optimizer=OPTIMIZER)
-    gradient = run.gradient(work.seed, work.batch_size)
-    mine = gradient.chunk(run.world_size)[run.rank].clone()
-    mch = None if run.rank else ManagedCollisions(work, case.num_slots, gradient)
-    run.say("filling the tables")
-    _fill(work, dynamic, mch, run)
-    run.say(f"comparing {_CHECKED_STEPS} steps")
-    verification = _verify(work, dynamic, gradient, run)
-    before, steps_before = _totals(dynamic.tables), dynamic.tables.num_steps
-    steps = _time(case, run, {"static": static, "planned": planned, "dynamic": dynamic}, mch, mine)
-    counts = _totals(dynamic.tables)
-    timed = {name: counts[name] - before[name] for name in ("evicted", "lookups", "missed")}
-    for other in (static, planned):
-        other.tables.close()
-    medians, means = ({n: round(1e3 * float(of(s)), 4) for n, s in steps.items()}
-                      for of in (np.median, np.mean))
-    return run.finish(dynamic.tables, {
-        "dynamic_step_ms": medians["dynamic"], "static_step_ms": medians["static"],
-        "planned_step_ms": medians["planned"],
-        "ratio_static": round(medians["dynamic"] / medians["static"], 3),
-        "ratio_planned": round(medians["dynamic"] / medians["planned"], 3),
-        "mch_step_ms": means["mch"], "ratio_mch": round(means["mch"] / means["dynamic"], 3),
-        "bytes_per_slot": round(counts["num_bytes"] / counts["rows"], 3),
-        "missed": timed["missed"] / timed["lookups"],
-        "evicted_per_step": timed["evicted"] / (dynamic.tables.num_steps - steps_before),
-        "load": case.load, "num_slots": case.num_slots, "occupied": counts["occupied"],
-        "verified": verification["passed"], "verification": verification,
-        "timings": summaries(steps), "threads_of_peers": case.num_threads})
 
 
 def _step(model: Any, kjt: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -144,7 +156,7 @@ def _time(case: DynamicCase, run: Run, sides: Mapping[str, Any], mch: ManagedCol
     work, ids = case.work, run.ids()
     rows = [make_kjt(work, x) for x in ids]
     inputs = dict.fromkeys(sides, rows) | {"dynamic": [make_kjt(work, keys_of(x)) for x in ids]}
-    own = max(1, case.num_threads // run.world_size)
+    own = case.threads_per_rank
     runs = {name: on_threads(own, over(
                 inputs[name], lambda kjt, m=model: _step(m, kjt, mine)))  # type: ignore[misc]
             for name, model in sides.items()}

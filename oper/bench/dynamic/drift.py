@@ -8,10 +8,9 @@ keys find rows, and in nothing else.
 from __future__ import annotations
 
 import functools
-import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import nn
 
 import oper
 from oper.analysis import forecast
-from oper.bench.core import record
+from oper.bench.core.launch import Progress
 from oper.bench.core.workload import data_files
 from oper.data import (
     Folder,
@@ -46,6 +45,8 @@ from oper.train.metrics import auc
 FIRST_DAY, HASHED = "first day", "hashed"
 # By name: which keys lose their rows.
 RULES = {"lru": oper.DynamicTable(), "lfu": oper.DynamicTable(eviction="lfu", half_life=1000)}
+FIGURES = ((*(f"auc_over.{n}.{o}" for n in RULES for o in (HASHED, FIRST_DAY)),
+            *(f"auc.{n}" for n in (*RULES, HASHED, FIRST_DAY)), "samples", "days"),)
 _STATE_BYTES, _SLOT_BYTES = 4, 17  # of row-wise Adagrad, and of a slot of the directory
 _DAY_S = 86_400
 Map = Callable[[np.ndarray], np.ndarray]  # from keys to row numbers, int [n]
@@ -71,6 +72,42 @@ class DriftCase:
     dim: int = 16
     batch_size: int = 128
     num_rows: int = 60_000
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Score and train on the log; what stands in the record."""
+        with tempfile.TemporaryDirectory(prefix="oper-drift-") as folder:
+            log = _read(self, Path(folder))
+        rows, maps = _contenders(self, log)
+        daily: dict[str, list[np.ndarray]] = {name: [] for name in rows}
+        missed: dict[str, list[list[float]]] = {name: [] for name in RULES}
+        repeated = True
+        for name, num_rows in rows.items():
+            rule = RULES.get(name)
+            batches = list(_mapped(log, maps[name])) if rule is None else log.batches
+            for seed in range(1, self.num_seeds + 1):
+                progress(f"{name}, seed {seed}")
+                scores, shares = _score(self, log, batches, num_rows, seed, rule)
+                daily[name].append(_by_day(scores, log))
+                if rule is not None:
+                    missed[name].append(shares)
+                    if seed == 1:
+                        again, _ = _score(self, log, batches, num_rows, seed, rule)
+                        repeated &= bool((again == scores).all())
+        tables = {name: np.stack(runs) for name, runs in daily.items()}
+        stats = [log.stats.tables[n] for n in log.columns]
+        return {
+            "verified": repeated, "samples": int(log.labels.size),
+            "days": int(tables[HASHED].shape[1]), "num_seeds": self.num_seeds, "dim": self.dim,
+            "columns": list(log.columns), "keys": [t.num_touched_rows for t in stats],
+            "num_rows": rows,
+            "bytes": {n: sum(map(_num_bytes(self, n), of)) for n, of in rows.items()},
+            "auc": {n: bootstrap(x).to_json() for n, x in tables.items()},
+            "auc_over": {name: {n: difference(tables[name], tables[n]).to_json()
+                                for n in (HASHED, FIRST_DAY)} for name in RULES},
+            "default_share": {n: np.mean(x, axis=0).round(4).tolist() for n, x in missed.items()},
+            "default_share_foreseen": {
+                n: [round(forecast(t, r, eviction=rule.eviction).default_share, 4)
+                    for t, r in zip(stats, rows[n], strict=True)] for n, rule in RULES.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,42 +142,6 @@ def cases(quick: bool) -> list[DriftCase]:
     return [DriftCase("synthetic", num_seeds=2, num_rows=8_000)] if quick else found
 
 
-def run_case(case: DriftCase) -> dict[str, Any]:
-    """Score and train on one log; the case's entry of the record."""
-    with tempfile.TemporaryDirectory(prefix="oper-drift-") as folder:
-        log = _read(case, Path(folder))
-    rows, maps = _contenders(case, log)
-    daily: dict[str, list[np.ndarray]] = {name: [] for name in rows}
-    missed: dict[str, list[list[float]]] = {name: [] for name in RULES}
-    repeated = True
-    for name, num_rows in rows.items():
-        rule = RULES.get(name)
-        batches = list(_mapped(log, maps[name])) if rule is None else log.batches
-        for seed in range(1, case.num_seeds + 1):
-            print(f"  {case.name}: {name}, seed {seed}", file=sys.stderr, flush=True)
-            scores, shares = _score(case, log, batches, num_rows, seed, rule)
-            daily[name].append(_by_day(scores, log))
-            if rule is not None:
-                missed[name].append(shares)
-                if seed == 1:
-                    again, _ = _score(case, log, batches, num_rows, seed, rule)
-                    repeated &= bool((again == scores).all())
-    tables = {name: np.stack(runs) for name, runs in daily.items()}
-    stats = [log.stats.tables[n] for n in log.columns]
-    return {
-        "name": case.name, "verified": repeated, "samples": int(log.labels.size),
-        "days": int(tables[HASHED].shape[1]), "num_seeds": case.num_seeds, "dim": case.dim,
-        "columns": list(log.columns), "keys": [t.num_touched_rows for t in stats],
-        "num_rows": rows, "bytes": {n: sum(map(_num_bytes(case, n), of)) for n, of in rows.items()},
-        "auc": {n: bootstrap(x).to_json() for n, x in tables.items()},
-        "auc_over": {name: {n: difference(tables[name], tables[n]).to_json()
-                            for n in (HASHED, FIRST_DAY)} for name in RULES},
-        "default_share": {n: np.mean(x, axis=0).round(4).tolist() for n, x in missed.items()},
-        "default_share_foreseen": {
-            n: [round(forecast(t, r, eviction=rule.eviction).default_share, 4)
-                for t, r in zip(stats, rows[n], strict=True)] for n, rule in RULES.items()}}
-
-
 def _contenders(case: DriftCase, log: _Log) -> tuple[dict[str, list[int]], dict[str, list[Map]]]:
     """Rows of each column's table, and which row a key has in those that are not dynamic."""
     stats = log.stats.tables
@@ -159,25 +160,6 @@ def _num_bytes(case: DriftCase, contender: str) -> Callable[[int], int]:
     """Bytes of a table of so many rows, its optimizer state and its directory."""
     slot = _SLOT_BYTES if contender in RULES else 0
     return lambda rows: rows * (4 * case.dim + _STATE_BYTES) + (rows - 1) * slot
-
-
-def report(entries: Sequence[dict[str, Any]]) -> str:
-    """The entries for a person."""
-    def over(name: str, other: str) -> record.Column:
-        return lambda e: record.interval(e["auc_over"][name][other])
-
-    table = record.table_of(entries, {
-        "log": "{name}", "samples": "{samples:,}", "days": "{days}",
-        **{f"AUC, {n}": functools.partial(_auc_of, n) for n in (*RULES, HASHED, FIRST_DAY)},
-        **{f"{n} - {o}": over(n, o) for n in RULES for o in (HASHED, FIRST_DAY)},
-        "verified": record.yes})
-    return (table + "AUC of the mean day, of samples scored before they are trained on; lru, "
-            "lfu: dynamic tables; hashed: at equal bytes; first day: its values have rows, others "
-            "share one\n")
-
-
-def _auc_of(name: str, entry: Mapping[str, Any]) -> str:
-    return record.interval(entry["auc"][name])
 
 
 # ---- logs ----------------------------------------------------------------------------------------

@@ -39,58 +39,53 @@ class LookupCase(Case):
 
     torchrec: bool = False
 
+    @torch.no_grad()
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        from oper.sharding import shard
 
-@torch.no_grad()
-def run_case(case: LookupCase, progress: Progress) -> dict[str, Any]:
-    """Build, verify and measure one case; the worker function. Collective.
-
-    Returns:
-        The case's entry of the record on rank 0, nothing elsewhere.
-    """
-    from oper.sharding import shard
-
-    run, work = Run(case, progress), case.work
-    run.say("drawing batches, planning")
-    plan, plan_s = chosen_plan(work, case.num_stats_batches, "inference")
-    run.say("building")
-    collection = make_collection(work, "cpu")
-    model: Any = shard(collection, plan=plan, objective="inference")
-    peers = make_peers(work, collection, run.everyones_ids()) if run.rank == 0 else {}
-    del collection
-    kjts = [make_kjt(work, x) for x in run.ids()]
-    align = aligner(model.tables)
-    timed: dict[str, Call] = {"oper": over(kjts, lambda kjt: model(kjt).values())}
-    checked = dict(timed)
-    figures: dict[str, Any] = {}
-    if case.torchrec:
-        for kind in PLAN_KINDS:
-            with torch.enable_grad():  # TorchRec puts its optimizers into the backward pass
-                side = build_torchrec(work, None, kind, run.world_size)[0]
-            timed[kind] = over(kjts, side.forward_values)
-            checked[kind] = over(kjts, side.lookup)
-    else:
-        ceiling = Ceiling(model.tables, run.ids(), work.pooling)
-        ceiling.tune(align, slowest)
-        figures["ceiling"] = ceiling.settings
-        timed["ceiling"] = ceiling.run
-        checked["ceiling"] = ceiling.gathered
-    run.say("comparing with the unsharded collection")
-    verdicts = verify(checked, peers, len(kjts))
-    own = max(1, case.num_threads // run.world_size)
-    runs = {name: on_threads(own, call) for name, call in timed.items()}
-    for name in PEERS:
-        runs[name] = (on_threads(case.num_threads, peers[name]) if run.rank == 0
-                      else on_threads(own, nothing))
-    timings = summaries(run.time(runs, align))
-    moved = int(total([moved_bytes(work, run.ids())["forward"]])[0])
-    if not case.torchrec:
-        figures |= _overhead(model, kjts, case)
-    return run.finish(model.tables, {
-        **figures, **_figures(timings, moved),
-        "verified": all(v["passed"] for v in verdicts.values()), "verification": verdicts,
-        "bytes_moved": {"forward": moved}, "bytes_read": bytes_read(model.tables),
-        "timings": timings, "threads_of_peers": case.num_threads,
-        "threads_of_unsharded": case.num_threads, "plan_seconds": round(plan_s, 3)})
+        run, work = Run(self, progress), self.work
+        run.say("drawing batches, planning")
+        plan, plan_s = chosen_plan(work, self.num_stats_batches, "inference")
+        run.say("building")
+        collection = make_collection(work, "cpu")
+        model: Any = shard(collection, plan=plan, objective="inference")
+        peers = make_peers(work, collection, run.everyones_ids()) if run.rank == 0 else {}
+        del collection
+        kjts = [make_kjt(work, x) for x in run.ids()]
+        align = aligner(model.tables)
+        timed: dict[str, Call] = {"oper": over(kjts, lambda kjt: model(kjt).values())}
+        checked = dict(timed)
+        figures: dict[str, Any] = {}
+        if self.torchrec:
+            for kind in PLAN_KINDS:
+                with torch.enable_grad():  # TorchRec puts its optimizers into the backward pass
+                    side = build_torchrec(work, None, kind, run.world_size)[0]
+                timed[kind] = over(kjts, side.forward_values)
+                checked[kind] = over(kjts, side.lookup)
+        else:
+            ceiling = Ceiling(model.tables, run.ids(), work.pooling)
+            ceiling.tune(align, slowest)
+            figures["ceiling"] = ceiling.settings
+            timed["ceiling"] = ceiling.run
+            checked["ceiling"] = ceiling.gathered
+        run.say("comparing with the unsharded collection")
+        verdicts = verify(checked, peers, len(kjts))
+        own = self.threads_per_rank
+        runs = {name: on_threads(own, call) for name, call in timed.items()}
+        for name in PEERS:
+            runs[name] = (on_threads(self.num_threads, peers[name]) if run.rank == 0
+                          else on_threads(own, nothing))
+        timings = summaries(run.time(runs, align))
+        moved = int(total([moved_bytes(work, run.ids())["forward"]])[0])
+        if not self.torchrec:
+            figures |= _overhead(model, kjts, self)
+        return run.finish(model.tables, {
+            **figures, **_figures(timings, moved),
+            "verified": all(v["passed"] for v in verdicts.values()), "verification": verdicts,
+            "bytes_moved": {"forward": moved}, "bytes_read": bytes_read(model.tables),
+            "timings": timings, "threads_of_peers": self.num_threads,
+            "threads_of_unsharded": self.num_threads, "plan_seconds": round(plan_s, 3)})
 
 
 def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]:

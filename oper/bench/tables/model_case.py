@@ -1,4 +1,4 @@
-"""One case of a recommender's training steps, as every rank runs it."""
+"""``oper bench train --model NAME``: a recommender's training steps, beside TorchRec's plans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,9 +23,24 @@ from oper.train.engines import Engine, dense_optimizer, with_torchrec
 from oper.train.reference import SparseTableOptimizer
 from oper.train.tasks import RecommenderTask
 
+MODELS = ("cdt4rec", "sasrec", "hstu", "cadvae")
+# CaD-VAE's tables are 400 columns wide together, and every contender holds its own.
+LARGE = {"cadvae": ("500k", 500_000)}
 SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")  # of TorchRec, for all tables alike
 TOLERANCE = 1e-4  # of a loss, relative; the models' matrix products differ in shape
 CHECKED_STEPS = 3
+# Of the collections alone (lookups, backward, update), and of the whole model.
+FIGURES = (tuple(f"{key}_{phase}{unit}" for phase in ("embedding", "step") for key, unit in (
+    ("torchrec", "_ms"), ("oper", "_ms"), ("ratio", ""), ("torchrec_best", ""))),)
+
+
+def cases(quick: bool, model: str) -> list[ModelCase]:
+    """A small and a large catalogue; the small one only when `quick`."""
+    if quick:
+        return [ModelCase(f"{model}-20k", model, 20_000, 16, num_batches=4, rounds=2, per_round=1)]
+    size, num_items = LARGE.get(model, ("2m", 2_000_000))
+    return [ModelCase(f"{model}-100k", model, 100_000),
+            ModelCase(f"{model}-{size}", model, num_items)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +63,8 @@ class ModelCase:
     num_batches: int = 32
     rounds: int = 10
     per_round: int = 4
+    world_size: ClassVar[int] = 2
+    threads_per_rank: ClassVar[int] = 1
 
     def config(self) -> TrainConfig:
         """Row-wise Adagrad on the tables, SGD on the rest, no dropout (it would be timed too)."""
@@ -58,44 +75,38 @@ class ModelCase:
             "catalogue.num_users": 2 * self.batch_size * (self.num_batches + 8),
             "optimizer.dense": "sgd"})
 
-
-def run_case(case: ModelCase, progress: Progress) -> dict[str, Any]:
-    """Build, verify and measure one case. Collective.
-
-    Returns:
-        The case's entry of the record on rank 0, nothing elsewhere.
-    """
-    run = Run(case, progress)
-
-    run.say("inventing interactions")
-    task = RecommenderTask(case.config())
-    # Epoch 0 is what the statistics are counted from.
-    batches = [b for b, _ in itertools.islice(task.epoch(1), case.num_batches)]
-    engines = {}
-    shapes = task.workload.build(task.config.model, task.data, "meta")  # no tables are drawn
-    for name in ("oper", *plan_kinds(shapes)):
-        run.say(f"building {name}")
-        engines[name] = _engine(task, name)
-    run.say("comparing losses")
-    worst = _compare(task, engines, batches)
-    # The same lookups for all: candidates are drawn once.
-    drawing: Any = engines["oper"].bare
-    kjts = [drawing.lookups(b) for b in batches]
-    gc.collect()
-    gc.freeze()
-    timings = {}
-    for phase in ("embedding", "step"):
-        runs = {name: over(batches, engine.step) if phase == "step"
-                else over(kjts, _Tables(engine)) for name, engine in engines.items()}
-        timings[phase] = run.time(runs, dist.barrier, phase)
-    gc.unfreeze()
-    dist.barrier()
-    entry = {"name": case.name, **_figures(timings), "max_relative_diff": worst,
-             "verified": max(worst.values()) <= TOLERANCE, "other_busy_cores": run.others,
-             "model": case.config().to_json()["model"], "case": asdict(case),
-             "tables": _describe(engines["oper"]), "threads_per_rank": torch.get_num_threads(),
-             "world_size": dist.get_world_size(), "load_after": record.load_average()}
-    return entry if dist.get_rank() == 0 else {}
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        run = Run(self, progress)
+        run.say("inventing interactions")
+        task = RecommenderTask(self.config())
+        # Epoch 0 is what the statistics are counted from.
+        batches = [b for b, _ in itertools.islice(task.epoch(1), self.num_batches)]
+        engines = {}
+        shapes = task.workload.build(task.config.model, task.data, "meta")  # no tables are drawn
+        for name in ("oper", *plan_kinds(shapes)):
+            run.say(f"building {name}")
+            engines[name] = _engine(task, name)
+        run.say("comparing losses")
+        worst = _compare(task, engines, batches)
+        # The same lookups for all: candidates are drawn once.
+        drawing: Any = engines["oper"].bare
+        kjts = [drawing.lookups(b) for b in batches]
+        gc.collect()
+        gc.freeze()
+        timings = {}
+        for phase in ("embedding", "step"):
+            runs = {name: over(batches, engine.step) if phase == "step"
+                    else over(kjts, _Tables(engine)) for name, engine in engines.items()}
+            timings[phase] = run.time(runs, dist.barrier, phase)
+        gc.unfreeze()
+        dist.barrier()
+        return {} if run.rank else {
+            **_figures(timings), "max_relative_diff": worst,
+            "verified": max(worst.values()) <= TOLERANCE, "other_busy_cores": run.others,
+            "model": self.config().to_json()["model"], "case": asdict(self),
+            "tables": _describe(engines["oper"]), "threads_per_rank": torch.get_num_threads(),
+            "world_size": run.world_size}
 
 
 def plan_kinds(model: nn.Module) -> tuple[str, ...]:

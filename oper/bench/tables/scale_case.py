@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Case, Run, aligner, over, summaries
 from oper.bench.core.planning import bytes_read, slowest, total, world
@@ -36,10 +34,44 @@ class ScaleCase(Case):
     rounds: int = 6
     per_round: int = 4
 
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        from oper.sharding import shard
 
-def scale_cases(quick: bool) -> list[ScaleCase]:
-    """The points of all axes, those between the ends left out when `quick`; ids of exponent 1.05,
-    pooling factor 10 but for wide rows and many tables."""
+        run, work = Run(self, progress), self.work
+        run.say("drawing batches, building")
+        ids = list(run.ids())
+        model: Any = shard(make_collection(work, "meta"), optimizer=OPTIMIZER,
+                           plan=uniform_plan(work.tables(), run.world_size, "striped"))
+        kjts = [make_kjt(work, x) for x in ids]
+        verdict = _verify(model, work, kjts[0], ids[0])
+        gradient = run.gradient(work.seed, work.batch_size // run.world_size)
+        align = aligner(model.tables)
+        step = over(kjts, lambda kjt: model(kjt).values().backward(gradient))
+        timings = summaries(run.time({"oper": step}, align))
+        step_ms, lines = timings["oper"]["median_ms"], int(total([line_bytes(work, ids)])[0])
+        others, limit = dict(run.others), {}
+        if self.axis == "rows":
+            gather = Ceiling(model.tables, ids, work.pooling)
+            gather.tune(align, slowest)
+            update = UpdateCeiling(model.tables, [run.ids(r) for r in range(run.world_size)])
+            bare = summaries(run.time({"gather": gather.run, "update": update.run}, align,
+                                      "ceilings"))
+            timings |= {f"{n} ceiling": x for n, x in bare.items()}
+            ms = {f"{n}_ceiling_ms": x["median_ms"] for n, x in bare.items()}
+            limit = {**ms, "ceiling_ns_per_line_byte": _per_byte(sum(ms.values()), lines)}
+        run.others = others
+        return run.finish(model.tables, {
+            "axis": self.axis, "oper_step_ms": step_ms,
+            "step_ns_per_line_byte": _per_byte(step_ms, lines), **limit,
+            "table_gigabytes": round(sum(work.num_rows) * work.dim * 4 / 1e9, 3),
+            "verified": verdict["passed"], "verification": {"oper": verdict},
+            "bytes_moved": {"lines": lines}, "bytes_read": bytes_read(model.tables),
+            "timings": timings})
+
+
+def scale_cases() -> list[ScaleCase]:
+    """The points of all axes; exponent 1.05, 10 ids a bag but along batches and tables."""
     def many(num_tables: int, rows: int) -> tuple[int, ...]:
         return (rows,) * num_tables
 
@@ -59,8 +91,7 @@ def scale_cases(quick: bool) -> list[ScaleCase]:
     for dim in (4, 16, 64, 256, 1024):
         points["dim"].append((str(dim), replace(base, dim=dim, num_rows=many(8, 100_000))))
     return [ScaleCase(f"scale-{axis}-{label}", work, 2, axis=axis)
-            for axis, found in points.items()
-            for label, work in (found[::len(found) - 1] if quick else found)]
+            for axis, found in points.items() for label, work in found]
 
 
 def line_bytes(work: Workload, ids: list[np.ndarray]) -> int:
@@ -76,45 +107,6 @@ def line_bytes(work: Workload, ids: list[np.ndarray]) -> int:
         bags = batch.size // work.pooling
         found += batch.size * (2 * row + 8) + bags * row + distinct * (4 * row + 2 * _LINE)
     return found // len(ids)
-
-
-def run_scale_case(case: ScaleCase, progress: Progress) -> dict[str, Any]:
-    """Build, verify and measure one case; the worker function. Collective.
-
-    Returns:
-        The case's entry of the record on rank 0, nothing elsewhere.
-    """
-    from oper.sharding import shard
-
-    run, work = Run(case, progress), case.work
-    run.say("drawing batches, building")
-    ids = list(run.ids())
-    model: Any = shard(make_collection(work, "meta"), optimizer=OPTIMIZER,
-                       plan=uniform_plan(work.tables(), run.world_size, "striped"))
-    kjts = [make_kjt(work, x) for x in ids]
-    verdict = _verify(model, work, kjts[0], ids[0])
-    gradient = run.gradient(work.seed, work.batch_size // run.world_size)
-    align = aligner(model.tables)
-    step = over(kjts, lambda kjt: model(kjt).values().backward(gradient))
-    timings = summaries(run.time({"oper": step}, align))
-    step_ms, lines = timings["oper"]["median_ms"], int(total([line_bytes(work, ids)])[0])
-    others, limit = dict(run.others), {}
-    if case.axis == "rows":
-        gather = Ceiling(model.tables, ids, work.pooling)
-        gather.tune(align, slowest)
-        update = UpdateCeiling(model.tables, [run.ids(r) for r in range(run.world_size)])
-        bare = summaries(run.time({"gather": gather.run, "update": update.run}, align, "ceilings"))
-        timings |= {f"{n} ceiling": x for n, x in bare.items()}
-        ms = {f"{n}_ceiling_ms": x["median_ms"] for n, x in bare.items()}
-        limit = {**ms, "ceiling_ns_per_line_byte": _per_byte(sum(ms.values()), lines)}
-    run.others = others
-    return run.finish(model.tables, {
-        "axis": case.axis, "oper_step_ms": step_ms,
-        "step_ns_per_line_byte": _per_byte(step_ms, lines), **limit,
-        "table_gigabytes": round(sum(work.num_rows) * work.dim * 4 / 1e9, 3),
-        "verified": verdict["passed"], "verification": {"oper": verdict},
-        "bytes_moved": {"lines": lines}, "bytes_read": bytes_read(model.tables),
-        "timings": timings})
 
 
 def _per_byte(ms: float, lines: int) -> float:
@@ -135,18 +127,3 @@ def _verify(model: Any, work: Workload, kjt: Any, ids: np.ndarray) -> dict[str, 
         found = out[:expected.shape[0], t * work.dim:(t + 1) * work.dim]
         verdict.compare("pooled", found, expected.float())
     return verdict.to_json()
-
-
-def scale_table(entries: list[dict[str, Any]]) -> str:
-    """Time per byte along every axis over that of the best point, of steps and of bare ceilings."""
-    def over_best(entry: Mapping[str, Any], key: str) -> str:
-        best = min((x[key] for x in entries if x["axis"] == entry["axis"] and key in x), default=0)
-        return f"{entry[key] / best:.2f}x" if key in entry else ""
-
-    return record.table_of(entries, {
-        "step": "{name}", "tables": "{table_gigabytes:.2f} GB", "OPER": "{oper_step_ms:.2f} ms",
-        "lines moved": lambda e: f"{e['bytes_moved']['lines'] / 1e6:.0f} MB",
-        "rank's time per byte": lambda e: f"{1e3 * e['step_ns_per_line_byte']:.1f} ps",
-        "of the axis' best": lambda e: over_best(e, "step_ns_per_line_byte"),
-        "bare ceilings": lambda e: over_best(e, "ceiling_ns_per_line_byte"),
-        "verified": record.yes})

@@ -15,7 +15,7 @@ from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Case, Run, over
 from oper.bench.core.planning import bytes_read, chosen_plan, slowest, total
-from oper.bench.core.workload import TIMED, bags_of, make_batch
+from oper.bench.core.workload import bags_of
 from oper.bench.tables.ceiling import Ceiling
 from oper.bench.tables.sides import Dense, Side, build_oper, build_torchrec, moved_bytes
 from oper.bench.tables.torchrec_peer import PLAN_KINDS
@@ -42,23 +42,17 @@ class TrainCase(Case):
     exchange: str = "shared"
     rounds: int = 20
 
-
-def run_case(case: TrainCase, progress: Progress) -> dict[str, Any]:
-    """Build, verify and measure one case; the worker function. Collective.
-
-    Returns:
-        The case's entry of the record on rank 0, nothing elsewhere.
-    """
-    if case.exchange == "collective":
-        os.environ[DOMAIN_ENV] = str(dist.get_rank())
-    else:
-        os.environ.pop(DOMAIN_ENV, None)
-    try:
-        return _TrainRun(case, progress).measure()
-    finally:
-        gc.unfreeze()
-        gc.collect()
-
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        if self.exchange == "collective":
+            os.environ[DOMAIN_ENV] = str(dist.get_rank())
+        else:
+            os.environ.pop(DOMAIN_ENV, None)
+        try:
+            return _TrainRun(self, progress).measure()
+        finally:
+            gc.unfreeze()
+            gc.collect()
 
 class _TrainRun(Run):
     def __init__(self, case: TrainCase, progress: Progress) -> None:
@@ -68,8 +62,7 @@ class _TrainRun(Run):
 
     def measure(self) -> dict[str, Any]:
         self.say("drawing batches")
-        ids = self.ids()
-        batches = [make_batch(self.work, x, (TIMED, self.rank, k)) for k, x in enumerate(ids)]
+        ids, batches = self.ids(), self.batches()
         self.say("collecting statistics and planning")
         plan, plan_s = chosen_plan(self.work, self.case.num_stats_batches, "training",
                                    self.is_shared)

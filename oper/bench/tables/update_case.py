@@ -26,6 +26,52 @@ class UpdateCase(Case):
 
     num_batches: int = 16
 
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        from oper.sharding import shard
+
+        run, work = Run(self, progress), self.work
+        rank, world_size = run.rank, run.world_size
+        run.say("drawing batches, planning")
+        checks = [[batch_ids(work, r, world_size, k, CHECKED) for r in range(world_size)]
+                  for k in range(_CHECKED_STEPS)]
+        plan, _ = chosen_plan(work, self.num_stats_batches, "training")
+        run.say("building")
+        collection = make_collection(work, "cpu")
+        fused = fbgemm_of(collection) if rank == 0 else None
+        model: Any = shard(collection, plan=plan, optimizer=OPTIMIZER)
+        del collection
+        gradient = run.gradient(work.seed, work.batch_size)
+        own_gradient = gradient.chunk(world_size)[rank].clone()
+
+        def contenders(batches: list[list[np.ndarray]]) -> dict[str, Steps]:
+            """The contenders by name, on batches that are given by number and rank."""
+            kjts = [make_kjt(work, x[rank]) for x in batches]
+            found = {"oper": Steps(over(kjts, lambda kjt: model(kjt).values()), own_gradient)}
+            if fused is not None:
+                # The gradient of the mean of the ranks' losses, as OPER takes it.
+                found["fbgemm"] = Steps(over(whole_batches(work, batches), lambda x: fused(*x)),
+                                        gradient / world_size)
+            return found
+
+        run.say(f"comparing tables after {_CHECKED_STEPS} steps")
+        verification = _verify(model, fused, contenders(checks))
+        sides = contenders(run.everyones_ids())
+        own = self.threads_per_rank
+        threads = {"oper": own, "fbgemm": own if rank else self.num_threads}
+        runs, before = (
+            {n: on_threads(threads[n], getattr(sides[n], way) if n in sides else nothing)
+             for n in threads} for way in ("backward", "forward"))
+        timings = summaries(run.time(runs, aligner(model.tables), before=before))
+        moved = moved_bytes(work, run.ids())
+        oper_ms, fbgemm_ms = (timings[n]["median_ms"] for n in threads)
+        return run.finish(model.tables, {
+            "oper_update_ms": oper_ms, "fbgemm_update_ms": fbgemm_ms,
+            "ratio_update": round(fbgemm_ms / oper_ms, 3),
+            "verified": verification["passed"], "verification": {"oper": verification},
+            "bytes_moved": {"update": int(total([moved["step"] - moved["forward"]])[0])},
+            "timings": timings, "threads_of_peers": self.num_threads})
+
 
 class Steps:
     """Forward passes that remember what the backward pass is for.
@@ -48,56 +94,6 @@ class Steps:
         assert self._out is not None
         self._out.backward(self._gradient)
         self._out = None
-
-
-def run_update_case(case: UpdateCase, progress: Progress) -> dict[str, Any]:
-    """Build, verify and measure one case; the worker function. Collective.
-
-    Returns:
-        The case's entry of the record on rank 0, nothing elsewhere.
-    """
-    from oper.sharding import shard
-
-    run, work = Run(case, progress), case.work
-    rank, world_size = run.rank, run.world_size
-    run.say("drawing batches, planning")
-    checks = [[batch_ids(work, r, world_size, k, CHECKED) for r in range(world_size)]
-              for k in range(_CHECKED_STEPS)]
-    plan, _ = chosen_plan(work, case.num_stats_batches, "training")
-    run.say("building")
-    collection = make_collection(work, "cpu")
-    fused = fbgemm_of(collection) if rank == 0 else None
-    model: Any = shard(collection, plan=plan, optimizer=OPTIMIZER)
-    del collection
-    gradient = run.gradient(work.seed, work.batch_size)
-    own_gradient = gradient.chunk(world_size)[rank].clone()
-
-    def contenders(batches: list[list[np.ndarray]]) -> dict[str, Steps]:
-        """The contenders by name, on batches that are given by number and rank."""
-        kjts = [make_kjt(work, x[rank]) for x in batches]
-        found = {"oper": Steps(over(kjts, lambda kjt: model(kjt).values()), own_gradient)}
-        if fused is not None:
-            # The gradient of the mean of the ranks' losses, as OPER takes it.
-            found["fbgemm"] = Steps(over(whole_batches(work, batches), lambda x: fused(*x)),
-                                    gradient / world_size)
-        return found
-
-    run.say(f"comparing tables after {_CHECKED_STEPS} steps")
-    verification = _verify(model, fused, contenders(checks))
-    sides = contenders(run.everyones_ids())
-    own = max(1, case.num_threads // world_size)
-    threads = {"oper": own, "fbgemm": own if rank else case.num_threads}
-    runs, before = ({n: on_threads(threads[n], getattr(sides[n], way) if n in sides else nothing)
-                     for n in threads} for way in ("backward", "forward"))
-    timings = summaries(run.time(runs, aligner(model.tables), before=before))
-    moved = moved_bytes(work, run.ids())
-    oper_ms, fbgemm_ms = (timings[n]["median_ms"] for n in threads)
-    return run.finish(model.tables, {
-        "oper_update_ms": oper_ms, "fbgemm_update_ms": fbgemm_ms,
-        "ratio_update": round(fbgemm_ms / oper_ms, 3),
-        "verified": verification["passed"], "verification": {"oper": verification},
-        "bytes_moved": {"update": int(total([moved["step"] - moved["forward"]])[0])},
-        "timings": timings, "threads_of_peers": case.num_threads})
 
 
 def _verify(model: Any, fused: Any, sides: dict[str, Steps]) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""Entries of a record for a person: tables of the figures that a benchmark names."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from oper.support.text import aligned
+
+NOISY_CORES = 0.15  # above this, contenders wait for other programs more than for themselves
+_LEAST_WIDTH = 8  # of a column, before its header is broken
+
+
+def report(entries: Sequence[Mapping[str, Any]], tables: Sequence[Sequence[str]]) -> str:
+    """Tables of figures; which cases were disturbed, left out, or are not verified, and by what.
+
+    Args:
+        entries: of a record.
+        tables: of each table the figures that its columns show, by their keys: ``a.b`` is b in a,
+            and ``a.*.b`` gives an entry a row for each name in a. An entry stands in the first
+            table whose first figure it has; columns without any figure are left out.
+    """
+    text, left = "", list(entries)
+    for keys in tables:
+        paths = [key.split(".") for key in (*keys, "verified")]
+        rows = [_rows(e, paths) for e in left]
+        left = [e for e, found in zip(left, rows, strict=True) if not found]
+        text += _table_of(keys, [row for found in rows for row in found])
+    return text + noise_note(entries) + "".join(
+        f"{why} {e['name']}: {e[why]}\n" for e in entries for why in ("skipped", "failed")
+        if why in e) + "".join(
+        f"{e['name']} is NOT verified{''.join(_wrong(e))}\n" for e in entries
+        if not e.get("verified", True) and "failed" not in e)
+
+
+def _rows(entry: Mapping[str, Any], paths: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Cells of an entry, name first; none where it lacks the first figure."""
+    first, names = paths[0], [""]
+    if "*" in first:
+        names = list(_figure(entry, first[:first.index("*")]) or ())
+    return [[entry["name"] + (f": {name}" if name else ""),
+             *(_text(_figure(entry, path, name)) for path in paths)]
+            for name in names if _figure(entry, first, name) != ""]
+
+
+def _figure(entry: Mapping[str, Any], path: Sequence[str], name: str = "") -> Any:
+    """What a path leads to, with `name` in the place of ``*``; ``""`` where there is nothing."""
+    value: Any = entry
+    for key in path:
+        value = value.get(name if key == "*" else key, "") if isinstance(value, Mapping) else ""
+    return value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, Mapping):
+        if "low" in value:
+            return f"{value['mean']:.4g} [{value['low']:.4g}, {value['high']:.4g}]"
+        return ", ".join(f"{k} {_text(x)}" for k, x in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(_text, value))
+    return str(value)
+
+
+def _table_of(keys: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    columns = [(key, cells) for key, *cells in zip(("case", *keys, "verified"), *rows, strict=True)
+               if any(cells)]
+    heads = [textwrap.wrap(re.sub(r"[_.*]+", " ", key), max(_LEAST_WIDTH, *map(len, cells)),
+                           break_long_words=False) for key, cells in columns]
+    return table(["\n".join(h) for h in heads],
+                 list(zip(*(cells for _, cells in columns), strict=True))) + "\n" if rows else ""
+
+
+def _wrong(value: Any, path: str = "") -> Iterator[str]:
+    """Comparisons in an entry that have failed, and where they stand."""
+    if isinstance(value, Mapping):
+        if value.get("passed") is False:
+            yield f"; {path}: {dict(value)}"
+        for key, inner in value.items():
+            yield from _wrong(inner, f"{path}.{key}" if path else key)
+
+
+def noise_note(entries: Sequence[Mapping[str, Any]]) -> str:
+    """A line that names the cases which other programs have disturbed; empty when there are none.
+
+    Args:
+        entries: cases with ``other_busy_cores``, a number or one per phase.
+    """
+    noisy = {}
+    for entry in entries:
+        cores = entry.get("other_busy_cores", 0.0)
+        worst = max(cores.values()) if isinstance(cores, Mapping) else cores
+        if worst > NOISY_CORES:
+            noisy[entry["name"]] = worst
+    if not noisy:
+        return ""
+    return ("NOISY, not for the record; cores that other programs kept busy: "
+            + ", ".join(f"{name} {cores:.1f}" for name, cores in noisy.items()) + "\n")
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns for a person: the first left-aligned, the others right-aligned; headers may have
+    several lines."""
+    lines = [h.split("\n") for h in headers]
+    height = max(map(len, lines))
+    heads = zip(*([""] * (height - len(h)) + h for h in lines), strict=True)
+    found = aligned([[str(x) for x in row] for row in (*heads, *rows)])
+    found.insert(height, "-" * max(map(len, found)))
+    return "\n".join(found)
