@@ -214,7 +214,7 @@ def parts(quick: bool) -> Iterator[Part]:
         yield Part(tool, [*_SANITIZER, "--tool", tool, *python, *_SMALL], 240)
     yield Part("tests-bench", [*python, *_PYTEST, "tests/bench/test_bench_device.py"], 120)
     modelled = WORK / "modelled.json"
-    yield Part("modelled", [*python, "-m", "oper.bench.device_model", str(modelled)], 300, modelled)
+    yield Part("modelled", [*bench, "device-model", "--json", str(modelled)], 300, modelled)
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from oper.bench.core import memory, record
+from oper.bench.core.launch import Progress
 from oper.bench.plan import workloads as plan_workloads
-from oper.bench.plan.torchrec_planner import TorchRecPlanner
+from oper.bench.plan.torchrec_planner import configure_torchrec, torchrec_planner
 from oper.bench.plan.workloads import Workload
 from oper.plan import OBJECTIVES
 from oper.search.bound.certificate import not_certified
@@ -41,10 +40,15 @@ _WORKLOADS: dict[str, Callable[[int], Workload | None]] = {
     "drawn": plan_workloads.drawn,
 }
 CONSTANTS = ("published", "measured")
-CASE_OPTIONS = ("constants", "seeds")
 TARGET_GAP, TARGET_SECONDS = 0.03, 10.0  # what every case is held to
 _TORCHREC = "torchrec: "  # before the name of a proposer, among the peers
 _QUICK = {"criteo-kaggle/8", "synthetic-100/8", "few-tables/16"}
+_GROUP = ("num_cases", "certified", "median_gap", "worst_gap", "median_proved_gap",
+          "worst_proved_gap", "median_seconds", "worst_seconds", "peers_ahead",
+          "median_ratio_vs_torchrec", "least_ratio_vs_torchrec")
+FIGURES = (("modelled_step_us", "gap", "proved_gap", "seconds", "peak_rss_mb", "best_peer",
+            "ratio_vs_best_peer", "ratio_vs_torchrec"), tuple(f"groups.*.{key}" for key in _GROUP))
+NOTE = "steps are modelled; ratio = a peer's step / OPER's\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class Case:
             clusters with those that ``oper calibrate`` measured.
         workload, num_ranks, objective: see `cases`.
         seed: of tables, machine and search.
+        torchrec_s: time limit of TorchRec's planner; 0 = it is left out.
+        prove_s: how long the bound of a plan above the target gap is raised; 0 = not at all.
     """
 
     constants: str
@@ -63,6 +69,8 @@ class Case:
     num_ranks: int
     objective: str
     seed: int
+    torchrec_s: float = 0.0
+    prove_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -77,6 +85,21 @@ class Case:
             return plan_workloads.cluster(self.num_ranks, self.seed)
         return plan_workloads.machine(self.num_ranks, self.workload.startswith("unequal"))
 
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Plan and compare; what stands in the record.
+
+        A case whose data is missing says so and counts as verified. One that fails says why and
+        does not: the cases after it are still worth their time.
+        """
+        try:
+            workload = _workload(self.workload, self.seed)
+            if workload is not None:
+                return run_case(self, workload)
+        except Exception as error:
+            return {"verified": False, "failed": f"{type(error).__name__}: {error}"}
+        return {"verified": True,
+                "skipped": "its data is not in the folder named by OPER_DATA"}
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of the benchmark beside the common ones."""
@@ -86,9 +109,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--constants", choices=CONSTANTS, default="published",
                         help="GPU machines with published constants, or CPU clusters with "
                              "measured ones (default published)")
-    parser.add_argument("--torchrec-seconds", type=number(), default=TARGET_SECONDS, metavar="S",
-                        help="time limit of TorchRec's planner per case (default "
-                             f"{TARGET_SECONDS:.0f}, as OPER's target; 0 = leave it out)")
+    configure_torchrec(parser)
     parser.add_argument("--prove-seconds", type=number(), default=20.0, metavar="S",
                         help="how long the bound of a case above the target gap is raised after "
                              "planning (default 20; 0 = not at all)")
@@ -101,38 +122,17 @@ def _seeds(text: str) -> str:
     return text
 
 
-def cases(quick: bool, constants: str = "published", seeds: str = "0") -> list[Case]:
-    """Every workload on 8, 16, 64 and 128 ranks, for training and inference; `seeds` as
-    ``--seeds``."""
+def cases(quick: bool, constants: str = "published", seeds: str = "0",
+          torchrec_seconds: float = 0.0, prove_seconds: float = 0.0) -> list[Case]:
+    """Every workload on 8, 16, 64 and 128 ranks, for training and inference; options as the
+    flags."""
     first, _, last = seeds.partition("-")
-    return [Case(constants, w, n, o, seed) for seed in range(int(first), int(last or first) + 1)
+    return [Case(constants, w, n, o, seed, torchrec_seconds, prove_seconds)
+            for seed in range(int(first), int(last or first) + 1)
             for w in _WORKLOADS
             for n in (8, 16, 64, 128) for o in OBJECTIVES
             if (not quick or f"{w}/{n}" in _QUICK)
             and not (constants == "measured" and w.startswith("unequal"))]  # links are by seed
-
-
-def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Run the cases; one entry each.
-
-    The entry of a case whose data is missing says so and counts as verified. That of a case that
-    fails says why and does not.
-    """
-    with contextlib.ExitStack() as stack:
-        torchrec = None
-        if args.torchrec_seconds > 0 and importlib.util.find_spec("torchrec"):
-            torchrec = stack.enter_context(TorchRecPlanner(args.torchrec_seconds))
-        for case in chosen:
-            workload = _workload(case.workload, case.seed)
-            if workload is None:
-                yield {"name": case.name, "verified": True,
-                       "skipped": "its data is not in the folder named by OPER_DATA"}
-                continue
-            try:
-                yield run_case(case, workload, torchrec, args.prove_seconds)
-            except Exception as error:  # the cases after it are still worth their time
-                yield {"name": case.name, "verified": False,
-                       "failed": f"{type(error).__name__}: {error}"}
 
 
 @lru_cache(maxsize=1)
@@ -141,10 +141,9 @@ def _workload(name: str, seed: int) -> Workload | None:
     return _WORKLOADS[name](seed)
 
 
-def run_case(case: Case, workload: Workload, torchrec: TorchRecPlanner | None = None,
-             prove_seconds: float = 0.0) -> dict[str, Any]:
+def run_case(case: Case, workload: Workload) -> dict[str, Any]:
     """Plan one case, score the peers, and check the plan against bound, memory and peers."""
-    topology = case.topology
+    topology, torchrec = case.topology, torchrec_planner(case.torchrec_s)
     begin, busy = time.perf_counter(), record.BusyClock()
     problem = make_problem(workload.tables, workload.stats, topology, objective=case.objective,
                            batch_size=workload.batch_size, allow=EVERYTHING)
@@ -155,8 +154,8 @@ def run_case(case: Case, workload: Workload, torchrec: TorchRecPlanner | None = 
     found, better = evaluate(plan, problem), plan
     why = not_certified(plan, problem)
     verdict = verify_plan(plan, problem)
-    if not plan.gap <= TARGET_GAP and prove_seconds > 0:
-        better = tighten_bound(plan, problem, goal_gap=TARGET_GAP, time_budget_s=prove_seconds)
+    if not plan.gap <= TARGET_GAP and case.prove_s > 0:
+        better = tighten_bound(plan, problem, goal_gap=TARGET_GAP, time_budget_s=case.prove_s)
     begin = time.perf_counter()
     theirs = {} if torchrec is None else torchrec.propose(problem)
     torchrec_seconds = time.perf_counter() - begin
@@ -164,7 +163,7 @@ def run_case(case: Case, workload: Workload, torchrec: TorchRecPlanner | None = 
     best = min(peers, key=lambda n: (peers[n], n), default=None)
     own = min((us for n, us in peers.items() if n.startswith(_TORCHREC)), default=None)
     return {
-        "name": case.name, "modelled": topology.source, "gap": None if why else plan.gap,
+        "modelled": topology.source, "gap": None if why else plan.gap,
         "not_certified": why or None, "certificate_checked": verdict.certified,
         "uncapped_bound_us": verdict.bound_us if math.isfinite(verdict.bound_us) else None,
         "bound_method": plan.notes["bound_method"], "seconds": seconds,
@@ -189,22 +188,6 @@ def _verdict(theirs: Mapping[str, Any], step_us: float | None) -> str:
     if step_us is not None:
         return "best of its proposers"
     return "its plans do not fit" if theirs else "no plan within the time limit"
-
-
-def report(entries: Sequence[Mapping[str, Any]]) -> str:
-    """The entries as a table for a person, skipped ones named below it."""
-    done = [e for e in entries if "skipped" not in e and "failed" not in e]
-    rows = [[e["name"], f"{e['modelled_step_us']:.0f}",
-             *("none" if e[k] is None else f"{100 * e[k]:.2f}" for k in ("gap", "proved_gap")),
-             f"{e['seconds']:.2f}", e["best_peer"] or "none fits",
-             *("-" if e[k] is None else f"{e[k]:.2f}"
-               for k in ("ratio_vs_best_peer", "ratio_vs_torchrec"))]
-            for e in done]
-    head = ["case (modelled)", "step us", "gap %", "proved %", "seconds", "best baseline",
-            "baseline / OPER", "TorchRec / OPER"]
-    text = record.table(head, rows) + "\n" if rows else ""
-    return text + _summary(done) + "".join(f"{why} {e['name']}: {e[why]}\n" for e in entries
-                                           for why in ("skipped", "failed") if why in e)
 
 
 def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -242,34 +225,17 @@ def _figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                   "least_ratio_vs_torchrec": min(ratios, default=None)}
 
 
-def _summary(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Gaps and times of all cases, and the cases that miss a target or stand behind a peer."""
-    if not entries:
-        return ""
-
-    def percent(value: float | None) -> str:
-        return "none" if value is None else f"{100 * value:.2f} %"
-
-    text = ""
-    for name, x in totals(entries)["groups"].items():
-        text += (f"{name.replace('/', ' constants, ')}, {x['num_cases']} cases, {x['certified']} "
-                 f"certified: gap median {percent(x['median_gap'])}, worst "
-                 f"{percent(x['worst_gap'])}; proved after planning: median "
-                 f"{percent(x['median_proved_gap'])}, worst {percent(x['worst_proved_gap'])}; "
-                 f"seconds median {x['median_seconds']:.2f}, worst {x['worst_seconds']:.1f}; "
-                 f"faster plans of peers: {x['peers_ahead']}")
-        if x["median_ratio_vs_torchrec"] is not None:
-            text += (f"; TorchRec's planner / ours: median {x['median_ratio_vs_torchrec']:.2f}, "
-                     f"least {x['least_ratio_vs_torchrec']:.2f}")
-        text += "\n"
-    text += f"peak memory {max(e['peak_rss_mb'] for e in entries):.0f} MB\n"
+def remarks(entries: Sequence[Mapping[str, Any]]) -> str:
+    """The cases that miss a target or stand behind a peer."""
+    done = [e for e in entries if "modelled_step_us" in e]
     missed: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         f"gap above {100 * TARGET_GAP:.0f} %": lambda e: e["gap"] is None or e["gap"] > TARGET_GAP,
         f"not proved within {100 * TARGET_GAP:.0f} %":
             lambda e: e["proved_gap"] is None or e["proved_gap"] > TARGET_GAP,
         f"slower than {TARGET_SECONDS:.0f} s": lambda e: e["seconds"] > TARGET_SECONDS,
         "a baseline is faster": lambda e: (e["ratio_vs_best_peer"] or 1.0) < 1.0 - 1e-9}
+    text = ""
     for what, is_so in missed.items():
-        names = [e["name"] for e in entries if is_so(e)]
-        text += f"{what}: {len(names)} of {len(entries)}{': ' * bool(names)}{', '.join(names)}\n"
+        names = [e["name"] for e in done if is_so(e)]
+        text += f"{what}: {len(names)} of {len(done)}{': ' * bool(names)}{', '.join(names)}\n"
     return text

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
+import importlib.util
 import time
 from multiprocessing.connection import Connection
-from types import TracebackType
 
 from oper.bench.core.child import Child
 from oper.errors import OperError
 from oper.plan import Plan
 from oper.search.problem.statement import Problem
+from oper.support.flags import number
 
 _START_S = 120.0  # importing torchrec on a busy machine
 _GRACE_S = 2.0  # on top of the time limit, for the proposal that runs when it ends
+
+
+def configure_torchrec(parser: argparse.ArgumentParser) -> None:
+    """The argument of benchmarks that compare with TorchRec's plans."""
+    parser.add_argument("--torchrec-seconds", type=number(), default=10.0, metavar="S",
+                        help="time limit of TorchRec's planner per case (default 10, as OPER's "
+                             "target; 0 = leave it out)")
+
+
+@functools.cache
+def torchrec_planner(time_limit_s: float) -> TorchRecPlanner | None:
+    """The planner that all cases share; None where its time is 0 or torchrec is not installed."""
+    if time_limit_s > 0 and importlib.util.find_spec("torchrec"):
+        return TorchRecPlanner(time_limit_s)
+    return None
 
 
 class TorchRecPlanner:
@@ -34,7 +52,10 @@ class TorchRecPlanner:
         # A child that dies, e.g. for want of memory, keeps what it has sent; the next problem gets
         # another one.
         with contextlib.suppress(EOFError, OSError, OperError):
-            pipe = self._ready()
+            if self._child is None:
+                self._child = Child(_serve, (), "TorchRec's planner")
+                self._child.wait(_START_S)
+            pipe = self._child.pipe
             pipe.send((problem, self.time_limit_s))
             deadline = time.monotonic() + self.time_limit_s + _GRACE_S
             while pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -45,25 +66,11 @@ class TorchRecPlanner:
         self.close()
         return found
 
-    def _ready(self) -> Connection:
-        """The pipe to a child that has imported TorchRec; raises OperError where none comes up."""
-        if self._child is None:
-            self._child = Child(_serve, (), "TorchRec's planner")
-            self._child.wait(_START_S)
-        return self._child.pipe
-
     def close(self) -> None:
-        """End the child."""
+        """End the child, which otherwise ends with this process."""
         if self._child is not None:
             self._child.close(0)
         self._child = None
-
-    def __enter__(self) -> TorchRecPlanner:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self.close()
 
 
 def _serve(pipe: Connection) -> None:

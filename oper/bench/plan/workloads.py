@@ -17,7 +17,7 @@ from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
 
-_NUM_SAMPLES = 100_000_000  # samples behind synthetic statistics
+NUM_SAMPLES = 100_000_000  # samples behind synthetic statistics
 _HEAD = 64
 
 
@@ -41,14 +41,14 @@ def power_law(num_rows: int, exponent: float, length: float) -> TableStats:
     edges = np.append(edges[edges < num_rows], num_rows)
     rows = np.diff(edges)
     weight = ((edges[:-1] + edges[1:] + 1) / 2.0) ** -exponent
-    counts = np.rint(weight / (weight @ rows) * _NUM_SAMPLES * length).astype(np.int64)
+    counts = np.rint(weight / (weight @ rows) * NUM_SAMPLES * length).astype(np.int64)
     head = int(min(_HEAD, (counts[:_HEAD] > 0).sum(), num_rows))
     values, inverse = np.unique(counts[head:], return_inverse=True)
     tail = np.bincount(inverse, rows[head:], minlength=values.size).astype(np.int64)
     short = int(np.floor(length))
-    many = round((length - short) * _NUM_SAMPLES)
+    many = round((length - short) * NUM_SAMPLES)
     lengths = np.array([short, short + 1]) if many else np.array([short])
-    bags = np.array([_NUM_SAMPLES - many, many]) if many else np.array([_NUM_SAMPLES])
+    bags = np.array([NUM_SAMPLES - many, many]) if many else np.array([NUM_SAMPLES])
     return TableStats(num_rows, np.arange(head), counts[:head], values, tail, lengths, bags)
 
 
@@ -58,7 +58,7 @@ def _workload(rows: Sequence[int], dims: Sequence[int], lengths: Sequence[float]
              for k, (n, d) in enumerate(zip(rows, dims, strict=True))]
     stats = {s.name: power_law(s.num_rows, float(a), float(x))
              for s, a, x in zip(specs, exponents, lengths, strict=True)}
-    return Workload(specs, AccessStats(_NUM_SAMPLES, stats, "synthetic power laws", True),
+    return Workload(specs, AccessStats(NUM_SAMPLES, stats, "synthetic power laws", True),
                     batch_size)
 
 

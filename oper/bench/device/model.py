@@ -1,0 +1,113 @@
+"""``oper bench device-model``: steps of the device benchmarks' workloads on 8 GPUs of one host.
+
+Modelled, not measured. A batch of each workload is replayed through OPER's plan and through
+TorchRec's; the bytes that every rank reads by kind and peer are the runtime's counters, exactly.
+Seconds follow from the published rates of the ``h200-8`` preset: a phase of a rank takes the
+longest of its own memory's, its ingress' and its egress' bytes over their rates, a phase ends with
+its slowest rank. No latency, no congestion, nothing measured on several GPUs goes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oper.bench.core.launch import Progress
+from oper.bench.device.suite import EXPONENTS, SHAPES
+from oper.bench.plan.torchrec_planner import configure_torchrec, torchrec_planner
+from oper.bench.plan.workloads import NUM_SAMPLES, power_law
+from oper.data.generate.ids import power_law_ids
+from oper.plan import Plan
+from oper.rows.traffic import KINDS, Traffic
+from oper.search.cost.model import evaluate
+from oper.search.planner import plan_problem
+from oper.search.problem.presets import topology_preset
+from oper.search.problem.statement import make_problem
+from oper.search.replay.simulate import Bags, Replay
+from oper.stats import AccessStats
+from oper.tables import TableSpec
+from oper.topology import Topology
+
+FIGURES = (tuple(f"plans.*.{key}" for key in (
+    "step_us", "forward.us", "backward.us", "forward.ingress_bytes", "backward.ingress_bytes")),)
+NOTE = "MODELLED for 8 H200 from counted bytes and published rates, nothing measured\n"
+
+configure = configure_torchrec
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One workload.
+
+    Attributes:
+        name: for the record.
+        shape: batch per rank, tables, pooling, dim, dtype and rows per table.
+        exponent: of the ids.
+        torchrec_s: time limit of TorchRec's planner; 0 = it is left out.
+    """
+
+    name: str
+    shape: tuple[int, int, int, int, str, int]
+    exponent: float
+    torchrec_s: float = 0.0
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Plan and replay; what stands in the record."""
+        topology = topology_preset("h200-8")
+        batch_size, num_tables, pooling, dim, dtype, rows = self.shape
+        tables = [TableSpec(f"t{k}", rows, dim, (f"f{k}",), "sum", dtype)
+                  for k in range(num_tables)]
+        stats = AccessStats(NUM_SAMPLES, dict.fromkeys((t.name for t in tables), power_law(
+            rows, self.exponent, pooling)), "the distribution")
+        problem = make_problem(tables, stats, topology, objective="training",
+                               batch_size=batch_size)
+        plans: dict[str, Plan] = {"oper": plan_problem(problem)}
+        torchrec, planner = "left out", torchrec_planner(self.torchrec_s)
+        if planner is not None:
+            found = planner.propose(problem)
+            torchrec = "planned" if found else f"no plan within {self.torchrec_s:g} s"
+            if found:
+                best = min(found, key=lambda n: evaluate(found[n], problem).step_us)
+                plans[f"torchrec: {best}"] = found[best]
+        lengths = np.full(batch_size, pooling, np.int64)
+        ranks = [{f"f{k}": Bags(power_law_ids(
+            rows, batch_size * pooling, self.exponent, np.random.default_rng((rank, k)),
+            scatter=False), lengths) for k in range(num_tables)}
+            for rank in range(topology.world_size)]
+        return {"torchrec": torchrec,
+                "modelled": f"published rates of {topology.name}, nothing measured",
+                "plans": {n: {**seconds_of(Replay(p).step(ranks), topology),
+                              "cost_model_step_us": round(evaluate(p, problem).step_us, 2)}
+                          for n, p in plans.items()}}
+
+
+def cases(quick: bool, torchrec_seconds: float = 0.0) -> list[Case]:
+    """All shapes and exponents of the benchmarks on a device; uniform ids alone when `quick`."""
+    return [Case(f"modelled-8-{shape}-{ids}", SHAPES[shape], exponent, torchrec_seconds)
+            for shape in SHAPES for ids, exponent in EXPONENTS.items() if not (quick and exponent)]
+
+
+def seconds_of(traffic: Sequence[Traffic], topology: Topology) -> dict[str, Any]:
+    """Bytes and modelled microseconds by phase of the slowest rank."""
+    # [reader, kind, peer]
+    size = np.stack([t.num_bytes.sum(axis=1) for t in traffic])
+    found: dict[str, Any] = {}
+    domain = topology.domains[0]
+    for phase in ("forward", "backward"):
+        moved = size[:, [k for k, p in enumerate(KINDS.values()) if p == phase]].sum(axis=1)
+        own = moved.diagonal()
+        ingress, egress = moved.sum(axis=1) - own, moved.sum(axis=0) - own
+        # What others read of a rank leaves its memory as well.
+        us = np.maximum.reduce([(own + ingress + egress) / domain.read_gbps,
+                                ingress / domain.link_gbps, egress / domain.link_gbps]) / 1e3
+        slowest = int(us.argmax())
+        found[phase] = {
+            "us": round(float(us[slowest]) + topology.costs.phase_us, 2),
+            "own_bytes": int(own[slowest]), "ingress_bytes": int(ingress[slowest]),
+            "egress_bytes": int(egress[slowest]),
+            "imbalance": round(float(us.max() / max(us.mean(), 1e-9)), 3)}
+    found["step_us"] = round(found["forward"]["us"] + found["backward"]["us"], 2)
+    return found
