@@ -23,6 +23,7 @@ import numpy as np
 
 from oper.bench.core import record
 from oper.bench.core.child import Child, obey
+from oper.bench.core.launch import Progress
 from oper.bench.core.memory import cpu_seconds, peak_rss_mb, reset_peak
 from oper.bench.serve import loadgen
 from oper.bench.serve.client import LoadClient, Seen, same
@@ -30,7 +31,6 @@ from oper.bench.serve.host import Host, Publication, client_of
 from oper.bench.serve.models import ServeWork, build
 from oper.integration.checkpoint.follow import Follower
 from oper.serve.model import AttachedModel
-from oper.serve.options import BatchOptions
 from oper.support.processes import end_with_parent
 
 _LATE_S = 30.0  # that the last changes may take to be served
@@ -65,6 +65,28 @@ class DeltaCase:
     quiet_s: float = 10.0
     wholes: int = 5
     apart: bool = False
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Train, serve and compare; what stands in the record."""
+        with tempfile.TemporaryDirectory(prefix="oper-bench-deltas-") as name:
+            progress("starting a training process and the server")
+            run = str(Path(name) / "run")
+            every = sorted(os.sched_getaffinity(0))
+            servers, others = every, every
+            if self.apart and len(every) > 1:
+                servers, others = every[-1:], every[:-1]
+            with _on(others):
+                trainer = Child(_train, (self, run), "the training process of the benchmark")
+            try:
+                trainer.wait()
+                with _on(servers):
+                    host = Host(self.served, self.workers, run=run)
+                with _on(others), client_of(host, self.name, self.served) as client:
+                    entry = _measure(_Live(self, Path(name), trainer, host, client), progress)
+            finally:
+                trainer.close()
+        return {**entry, "case": asdict(self), "niceness": os.nice(0),
+                "cores": f"training and client: {others}, server: {servers}"}
 
 
 @dataclass(slots=True)
@@ -102,31 +124,6 @@ class _Live:
         return _Phase(seen, (peak_rss_mb(self.host.pid) - before) * 1e6)
 
 
-def run_delta_case(case: DeltaCase, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure the case; an entry of the record."""
-    load_before = record.load_average()
-    with tempfile.TemporaryDirectory(prefix="oper-bench-deltas-") as name:
-        progress(f"{case.name}: starting a training process and the server")
-        run = str(Path(name) / "run")
-        every = sorted(os.sched_getaffinity(0))
-        servers, others = every, every
-        if case.apart and len(every) > 1:
-            servers, others = every[-1:], every[:-1]
-        with _on(others):
-            trainer = Child(_train, (case, run), "the training process of the benchmark")
-        try:
-            trainer.wait()
-            with _on(servers):
-                host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), run=run)
-            with _on(others), client_of(host, case.name, case.served) as client:
-                entry = _measure(_Live(case, Path(name), trainer, host, client), progress)
-        finally:
-            trainer.close()
-    return {"name": case.name, **entry, "case": asdict(case), "niceness": os.nice(0),
-            "cores": f"training and client: {others}, server: {servers}",
-            "load_before": load_before, "load_after": record.load_average()}
-
-
 @contextlib.contextmanager
 def _on(cores: list[int]) -> Iterator[None]:
     """Processes that are started inside the block run on these cores."""
@@ -138,14 +135,14 @@ def _on(cores: list[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _measure(live: _Live, progress: Callable[[str], None]) -> dict[str, Any]:
+def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
     case, host, trainer = live.case, live.host, live.trainer
     quiet_steps = max(1, round(case.quiet_s / case.every_s))
     clock = record.BusyClock(lambda: host.cpu_seconds() + live.client.cpu_seconds()
                              + cpu_seconds(trainer.pid))
 
     def quiet() -> _Phase:
-        progress(f"{case.name}: {case.rate:.0f} requests/s, nothing is published")
+        progress(f"{case.rate:.0f} requests/s, nothing is published")
         return live.train(quiet_steps)[0]
 
     still = [quiet()]
@@ -154,7 +151,7 @@ def _measure(live: _Live, progress: Callable[[str], None]) -> dict[str, Any]:
     host.follow()
     _wait(lambda: host.counts()["publications"] > published)
     first = 2  # epoch of the weights that the deltas continue
-    progress(f"{case.name}: {case.rate:.0f} requests/s, {case.deltas} deltas")
+    progress(f"{case.rate:.0f} requests/s, {case.deltas} deltas")
     during, delta_bytes = live.train(case.deltas)
     _wait(lambda: len(host.followed()) >= case.deltas)
     host.stop_following()
@@ -163,7 +160,7 @@ def _measure(live: _Live, progress: Callable[[str], None]) -> dict[str, Any]:
     whole = str(live.folder / "whole")
     trainer.ask("save", whole)
     still.append(quiet())
-    progress(f"{case.name}: {case.rate:.0f} requests/s, {case.wholes} publications of all weights")
+    progress(f"{case.rate:.0f} requests/s, {case.wholes} publications of all weights")
     swaps: list[float] = []
 
     def swap() -> None:
@@ -173,7 +170,7 @@ def _measure(live: _Live, progress: Callable[[str], None]) -> dict[str, Any]:
 
     beside = live.load(case.quiet_s, swap)
     memory, others = host.memory(), clock.others(list)
-    progress(f"{case.name}: comparing {len(during.seen.unchecked)} answers")
+    progress(f"comparing {len(during.seen.unchecked)} answers")
     check = _Check(case, live.folder)
     try:
         torn = check.torn(made, first, during.seen)

@@ -28,6 +28,8 @@ from oper.serve.model import PublishedModel
 from oper.serve.options import BatchOptions, ServeOptions
 from oper.serve.server import FOLLOW_S, Server
 
+BATCHING = BatchOptions(512, 0.0, 16_384)  # of every worker
+
 
 @dataclass(frozen=True, slots=True)
 class Swap:
@@ -67,16 +69,15 @@ class Host:
     Args:
         served: the model.
         workers: of the server.
-        batching: of each worker.
         spin_us: of each worker.
         run: folder of a training run's checkpoints, whose weights are served instead.
         kind: ``"oper"``, or ``"torchrec"`` for a copy of TorchRec's quantised model (scripted) in
             each worker, which nothing can be published to.
     """
 
-    def __init__(self, served: ServeWork, workers: int, batching: BatchOptions,
-                 spin_us: float = 0.0, run: str = "", kind: str = "oper") -> None:
-        options = ServeOptions(port=0, workers=workers, batching=batching, spin_us=spin_us)
+    def __init__(self, served: ServeWork, workers: int, spin_us: float = 0.0, run: str = "",
+                 kind: str = "oper") -> None:
+        options = ServeOptions(port=0, workers=workers, batching=BATCHING, spin_us=spin_us)
         self._child = Child(_host, (served, options, run, kind), "the server of the benchmark",
                             daemon=False)
         self.address: str = self._child.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -13,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core import record
+from oper.bench.core.launch import Progress
 from oper.bench.core.memory import cpu_seconds
 from oper.bench.serve import loadgen
 from oper.bench.serve.client import TOLERANCE, LoadClient, Seen
-from oper.bench.serve.host import Host, Swap, client_of
+from oper.bench.serve.host import BATCHING, Host, Swap, client_of
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import Search, search
 from oper.errors import OperError
-from oper.serve.options import BatchOptions
 
 _GROWTH_BYTES = 16 << 20  # of all processes together: allocators breathe
 _SOAK_SWAPS = 20
@@ -68,6 +69,20 @@ class LiveCase:
     bound_ms: float = 10.0
     spin_us: float = 0.0
 
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Start, load and compare; what stands in the record."""
+        with _running(self, progress) as live:
+            clock = record.BusyClock(lambda: (live.host.cpu_seconds() + live.beside_s
+                                              + live.client.cpu_seconds()))
+            entry = {"http": _http, "candidates": _candidates, "publish": _publish,
+                     "soak": _soak}[self.kind](live)
+            entry |= {"other_busy_cores": round(clock.others(list), 2),
+                      "server_memory_bytes": live.host.memory(),
+                      "separation_of_sets": live.separation, "std_of_scores": live.std}
+        entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)
+        return {**entry, "case": asdict(self), "niceness": os.nice(0),
+                "cores": f"the client shares {os.cpu_count()} with the server"}
+
 
 @dataclass(slots=True)
 class _Live:
@@ -77,7 +92,7 @@ class _Live:
     host: Host
     client: LoadClient
     settings: loadgen.Settings
-    progress: Callable[[str], None]
+    progress: Progress
     separation: float = 0.0  # least distance between the two sets' scores of a query
     std: float = 0.0
     first: np.ndarray = field(default_factory=lambda: np.zeros(0))  # scores of set A
@@ -94,7 +109,7 @@ class _Live:
         sends at once: more cannot be.
         """
         case = self.case
-        self.progress(f"{case.name}: looking for the rate that can be sustained")
+        self.progress("looking for the rate that can be sustained")
         loop = replace(self.settings, scenario="Offline", expected_qps=300)
         guess = self.client.run(loop).result.rate
         closed = self.client.run(replace(loop, expected_qps=1.4 * guess)).result
@@ -109,9 +124,9 @@ class _Live:
 
 
 @contextlib.contextmanager
-def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]:
-    progress(f"{case.name}: starting the server")
-    host = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), case.spin_us)
+def _running(case: LiveCase, progress: Progress) -> Iterator[_Live]:
+    progress("starting the server")
+    host = Host(case.served, case.workers, case.spin_us)
     with client_of(host, case.name, case.served) as client:
         base = loadgen.Settings("Server", 100, case.run_s, bound_ms=case.bound_ms,
                                 num_samples=case.served.num_queries)
@@ -125,23 +140,6 @@ def _running(case: LiveCase, progress: Callable[[str], None]) -> Iterator[_Live]
         yield live
 
 
-def run_live_case(case: LiveCase, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure one case; an entry of the record."""
-    load_before = record.load_average()
-    with _running(case, progress) as live:
-        clock = record.BusyClock(lambda: (live.host.cpu_seconds() + live.beside_s
-                                            + live.client.cpu_seconds()))
-        entry = {"http": _http, "candidates": _candidates, "publish": _publish,
-                 "soak": _soak}[case.kind](live)
-        entry |= {"other_busy_cores": round(clock.others(list), 2),
-                  "server_memory_bytes": live.host.memory(),
-                  "separation_of_sets": live.separation, "std_of_scores": live.std}
-    entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)
-    return {"name": case.name, **entry, "case": asdict(case), "niceness": os.nice(0),
-            "cores": f"the client shares {os.cpu_count()} with the server",
-            "load_before": load_before, "load_after": record.load_average()}
-
-
 def _summary(seen: Seen) -> dict[str, Any]:
     return {**seen.result.to_json(), "requests": seen.begin.size, "wrong": seen.wrong,
             "failed": seen.failed, "retries": seen.retries, "messages": seen.messages,
@@ -150,25 +148,6 @@ def _summary(seen: Seen) -> dict[str, Any]:
 
 def _errors(*runs: Seen) -> int:
     return sum(s.wrong + s.failed for s in runs)
-
-
-class _InProcess:
-    """The same batches, weights and messages without a network: what the server would reach if
-    requests were in its workers' memory already. LoadGen sends it their numbers."""
-
-    def __init__(self, live: _Live) -> None:
-        case = live.case
-        self._count = case.workers
-        self._pool = Pool("oper", case.served, BatchOptions(512, 0.0, 16_384),
-                          live.host.publication())
-        self._pool.grow(case.workers)
-        self.cpu_seconds = self._pool.cpu_seconds
-        self.close = self._pool.close
-
-    def run(self, settings: loadgen.Settings) -> loadgen.Result:
-        """One run."""
-        with self._pool.issuing(self._count) as issue:
-            return loadgen.run(settings, issue)
 
 
 Side = tuple[Callable[[loadgen.Settings], loadgen.Result], Callable[[], float]]  # a run, its CPU
@@ -190,7 +169,7 @@ class _Compared:
     def measure(self, live: _Live) -> None:
         """Equal queries, arrivals, lengths of runs and verdicts. The two take turns."""
         case = live.case
-        live.progress(f"{case.name}: looking for the capacity")
+        live.progress("looking for the capacity")
         single = replace(live.settings, scenario="SingleStream", expected_qps=300)
         self.single = {name: run(single) for name, (run, _) in self.sides.items()}
         self.searches = {name: Search(0.5 * result.rate, case.bound_ms, case.max_runs, case.votes)
@@ -204,7 +183,7 @@ class _Compared:
         both = [name for name in self.sides if name not in self.only_searched]
         self.runs, self.busy = {name: [] for name in both}, dict.fromkeys(both, 0.0)
         for turn in range(_ROUNDS):
-            live.progress(f"{case.name}: {self.target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
+            live.progress(f"{self.target:.0f} queries/s, {turn + 1} of {_ROUNDS}")
             for name in both[::1 - 2 * (turn % 2)]:
                 run, cpu = self.sides[name]
                 before = cpu()
@@ -241,14 +220,18 @@ class _Compared:
 
 def _http(live: _Live) -> dict[str, Any]:
     """Over HTTP, the same in process, and TorchRec's quantised model behind the same front."""
-    case, seen, theirs, beside = live.case, list[Seen](), list[Seen](), _InProcess(live)
-    peer = Host(case.served, case.workers, BatchOptions(512, 0.0, 16_384), case.spin_us,
-                kind="torchrec")
+    case, seen, theirs = live.case, list[Seen](), list[Seen]()
+    # The same weights, batches and messages without a network: what the server would reach if
+    # requests were in its workers' memory already. LoadGen sends it their numbers.
+    beside = Pool("oper", case.served, BATCHING, live.host.publication())
+    beside.grow(case.workers)
+    peer = Host(case.served, case.workers, case.spin_us, kind="torchrec")
     try:
         with client_of(peer, case.name, case.served) as client:
             differ = float(np.abs(client.learn() - live.first).max())
             compared = _Compared({"http": (_noting(live.client, seen), live.host.cpu_seconds),
-                                  "in_process": (beside.run, beside.cpu_seconds),
+                                  "in_process": (functools.partial(beside.run, case.workers),
+                                                 beside.cpu_seconds),
                                   "torchrec": (_noting(client, theirs), peer.cpu_seconds)},
                                  ("torchrec",))
             compared.measure(live)
@@ -322,13 +305,13 @@ def _publish(live: _Live) -> dict[str, Any]:
     case = live.case
     settings, share = _share(live)
     target = settings.expected_qps
-    live.progress(f"{case.name}: {target:.0f} queries/s, quiet")
+    live.progress(f"{target:.0f} queries/s, quiet")
     quiet = [live.client.run(settings)]
     swaps: list[Swap] = []
     during: list[Seen] = []
     unmet = 0
     while len(swaps) < case.swaps:
-        live.progress(f"{case.name}: {target:.0f} queries/s, {len(swaps)} of {case.swaps} swaps")
+        live.progress(f"{target:.0f} queries/s, {len(swaps)} of {case.swaps} swaps")
         live.client.start(settings)
         until = time.monotonic() + case.seconds
         time.sleep(0.2)
@@ -344,7 +327,7 @@ def _publish(live: _Live) -> dict[str, Any]:
         if unmet == _MAX_UNMET:
             raise RuntimeError(f"no request was in flight during publications, in {unmet} runs; "
                                f"ask for longer runs than {case.seconds} s")
-    live.progress(f"{case.name}: {target:.0f} queries/s, quiet again")
+    live.progress(f"{target:.0f} queries/s, quiet again")
     quiet.append(live.client.run(settings))
     touched = np.concatenate([s.latency_ms[_overlaps(s, swaps)] for s in during])
     still = np.concatenate([s.latency_ms for s in quiet])
@@ -380,7 +363,7 @@ def _soak(live: _Live) -> dict[str, Any]:
     samples: list[tuple[float, int, int]] = []
     busy: dict[int, float] = {}  # processor time of workers at 60 %
     while (done := (time.monotonic() - begin) / case.seconds) < 1:
-        live.progress(f"{case.name}: {target:.0f} queries/s, {int(done * 10) * 10} %")
+        live.progress(f"{target:.0f} queries/s, {int(done * 10) * 10} %")
         if not killed and done > 0.25:
             killed = live.host.worker_pids()[0]
             os.kill(killed, signal.SIGKILL)

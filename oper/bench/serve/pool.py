@@ -17,7 +17,7 @@ import socket
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,9 +156,8 @@ class Pool:
         return sum(cpu_seconds(w.process.pid) for w in self._workers) + (
             cpu_seconds(self._publisher.pid) if self._publisher else 0.0)
 
-    @contextlib.contextmanager
-    def issuing(self, count: int) -> Iterator[loadgen.Issue]:
-        """What LoadGen calls with queries; they go to the worker with the fewest outstanding."""
+    def run(self, count: int, settings: loadgen.Settings) -> loadgen.Result:
+        """Run LoadGen; its queries go to that of the first `count` workers which has the fewest."""
         used = self._workers[:count]
         stop = threading.Event()
         lost: list[int] = []
@@ -181,13 +180,14 @@ class Pool:
                 worker.queries.send(array.array("Q", [x for pair in part for x in pair]))
 
         try:
-            yield issue
+            result = loadgen.run(settings, issue)
         finally:
             stop.set()
             receiver.join()
         if lost:
             raise OperError(fail("a worker has ended during the run", "system", self.kind,
                                  "running", "see its log above"))
+        return result
 
     def close(self) -> None:
         """End the processes."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from oper.bench.core import record
+from oper.bench.core.launch import Progress
 from oper.bench.core.stalls import Stalls
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import FLOOR, VARIANTS, ServeWork
@@ -60,49 +60,45 @@ class ServerCase:
     search_s: float = 900.0
     other_s: float = 1.5
 
-
-def run_server_case(case: ServerCase, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure all contenders; an entry of the record."""
-    load_before = record.load_average()
-    batching = BatchOptions(case.served.candidates, 0.0, 1 << 40)
-    pools: dict[str, Pool] = {}
-    try:
-        progress(f"{case.name}: starting the processes")
-        counts = {"oper": 2, "torchrec": 2, "torch": 1, FLOOR: 2}
-        for kind, count in counts.items():
-            pools[kind] = Pool(kind, case.served, batching)
-            pools[kind].begin(count)
-        for kind, count in counts.items():
-            pools[kind].grow(count)
-        memory = {name: pools[kind].memory(count)
-                  for name, (kind, count) in CONTENDERS.items() if count <= 2}
-        pools["oper"].grow(4)
-        memory["oper-4w"] = pools["oper"].memory(4)
-        progress(f"{case.name}: comparing scores")
-        verification = _verify(pools, case.served)
-        clock = record.BusyClock(lambda: time.process_time() + sum(
-            p.cpu_seconds() for p in pools.values()))
-        entry = _measure(case, pools, progress)
-        others = clock.others(list)
-    finally:
-        for pool in pools.values():
-            pool.close()
-    for name, found in memory.items():
-        entry["contenders"][name]["memory"] = found
-    mine, theirs = memory["oper-2w"]["total_pss_bytes"], memory["torchrec-2p"]["total_pss_bytes"]
-    return {"name": case.name, "ratio_throughput": entry.pop("ratio_throughput"),
-            "ratio_memory": round(theirs / mine, 3), "p99_ms": entry.pop("p99_ms"),
-            "verified": all(v["passed"] for v in verification.values()),
-            "verification": verification, **entry, "case": asdict(case),
-            "other_busy_cores": round(others, 2), "load_before": load_before,
-            "load_after": record.load_average()}
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Measure all contenders; what stands in the record."""
+        batching = BatchOptions(self.served.candidates, 0.0, 1 << 40)
+        pools: dict[str, Pool] = {}
+        try:
+            progress("starting the processes")
+            counts = {"oper": 2, "torchrec": 2, "torch": 1, FLOOR: 2}
+            for kind, count in counts.items():
+                pools[kind] = Pool(kind, self.served, batching)
+                pools[kind].begin(count)
+            for kind, count in counts.items():
+                pools[kind].grow(count)
+            memory = {name: pools[kind].memory(count)
+                      for name, (kind, count) in CONTENDERS.items() if count <= 2}
+            pools["oper"].grow(4)
+            memory["oper-4w"] = pools["oper"].memory(4)
+            progress("comparing scores")
+            verification = _verify(pools, self.served)
+            clock = record.BusyClock(lambda: time.process_time() + sum(
+                p.cpu_seconds() for p in pools.values()))
+            entry = _measure(self, pools, progress)
+            others = clock.others(list)
+        finally:
+            for pool in pools.values():
+                pool.close()
+        for name, found in memory.items():
+            entry["contenders"][name]["memory"] = found
+        mine, theirs = (memory[n]["total_pss_bytes"] for n in ("oper-2w", "torchrec-2p"))
+        return {"ratio_throughput": entry.pop("ratio_throughput"),
+                "ratio_memory": round(theirs / mine, 3), "p99_ms": entry.pop("p99_ms"),
+                "verified": all(v["passed"] for v in verification.values()),
+                "verification": verification, **entry, "case": asdict(self),
+                "other_busy_cores": round(others, 2)}
 
 
 class _Runner:
     """Runs LoadGen against contenders; knows what each was found to be fastest with."""
 
-    def __init__(self, case: ServerCase, pools: dict[str, Pool], progress: Callable[[str], None]
-                 ) -> None:
+    def __init__(self, case: ServerCase, pools: dict[str, Pool], progress: Progress) -> None:
         self._case, self._pools, self._progress = case, pools, progress
         self.threads = dict.fromkeys([*CONTENDERS, FLOOR_NAME], 1)
         self.max_queries = dict.fromkeys([*CONTENDERS, FLOOR_NAME], case.max_queries[0])
@@ -111,14 +107,12 @@ class _Runner:
 
     def __call__(self, name: str, settings: loadgen.Settings) -> loadgen.Result:
         """One run."""
-        self._progress(f"{self._case.name}: {settings.scenario} {name}, "
-                       f"{settings.expected_qps:.0f}/s")
+        self._progress(f"{settings.scenario} {name}, {settings.expected_qps:.0f}/s")
         kind, count = CONTENDERS.get(name, (FLOOR, 2))
         self._pools[kind].configure(count, self.threads[name],
                                     self.max_queries[name] * self._case.served.candidates,
                                     self.variant[name])
-        with self._pools[kind].issuing(count) as issue:
-            return loadgen.run(settings, issue)
+        return self._pools[kind].run(count, settings)
 
     def look_for_stalls(self) -> None:
         """While nothing else runs."""
@@ -157,7 +151,7 @@ class _Runner:
                 for kind, found in tried.items()}
 
 
-def _measure(case: ServerCase, pools: dict[str, Pool], progress: Callable[[str], None]
+def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
              ) -> dict[str, Any]:
     base = loadgen.Settings("Offline", 300, case.other_s, bound_ms=case.bound_ms,
                             num_samples=case.served.num_queries)

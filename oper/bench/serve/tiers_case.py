@@ -8,13 +8,13 @@ highest that there is: what the others lack is what rounding their rows costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from oper.bench.core import record
+from oper.bench.core.launch import Progress
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.pool import Pool
@@ -49,52 +49,50 @@ class TiersCase:
     rounds: int = 7
     round_s: float = 1.5
 
-
-def run_tiers_case(case: TiersCase, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure the case; an entry of the record."""
-    load_before = record.load_average()
-    scores: dict[str, np.ndarray] = {}
-    pools: dict[str, Pool] = {}
-    held: dict[str, int] = {}
-    pages: dict[str, str] = {}
-    try:
-        for name in _NAMES:  # first those that are timed: huge pages are taken as long as there are
-            progress(f"{case.name}: {case.samples} samples with {name} rows")
-            pools[name] = pool = _pool(case, name)
-            found = pool.published()
-            held[name], pages[name] = found["tables"], found["page_kind"]
-            scores[name] = _scores(case, pool)
-            if name in ("int4", "float32"):
-                pools.pop(name).close()
-        clock = record.BusyClock(lambda: sum(p.cpu_seconds() for p in pools.values()))
-        rates, latency = _rates(case, pools, progress)
-        others = clock.others(list)
-        memory = {name: p.memory(case.workers)["total_pss_bytes"] for name, p in pools.items()}
-        chosen = pools["tiers"].published()
-    finally:
-        for pool in pools.values():
-            pool.close()
-    labels = _labels(case, scores.pop("float32"))
-    ratio = rates["tiers"] / rates["int8"]
-    quality = {name: _difference(labels, scores[name], scores["int8"])
-               for name in ("tiers", "int4")}
-    return {
-        "name": case.name, "bytes_ratio": round(held["tiers"] / held["int8"], 4),
-        "memory_ratio": round(memory["tiers"] / memory["int8"], 4),
-        "queries_ratio": round(float(np.median(ratio)), 4),
-        "queries_ratio_rounds": [round(float(r), 4) for r in ratio],
-        "queries_per_s": {n: round(float(np.median(r)), 1) for n, r in rates.items()},
-        "single_ms": latency, "auc_difference": quality["tiers"],
-        "auc_difference_int4": quality["int4"],
-        "auc": {name: round(auc(s, labels), 6) for name, s in scores.items()},
-        "samples": labels.size, "clicks": round(float(labels.mean()), 4),
-        "error": chosen["row_error"], "error_budget": case.error_budget,
-        "share_of_rows": chosen["share_of_rows"], "table_bytes": held, "page_kinds": pages,
-        "memory_bytes": memory,
-        "verified": bool(0 < chosen["row_error"] <= case.error_budget and scores["tiers"].std() > 0
-                         and labels.size >= case.samples),
-        "case": asdict(case), "other_busy_cores": round(others, 2), "load_before": load_before,
-        "load_after": record.load_average()}
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Score and time; what stands in the record."""
+        scores: dict[str, np.ndarray] = {}
+        pools: dict[str, Pool] = {}
+        held: dict[str, int] = {}
+        pages: dict[str, str] = {}
+        try:
+            # First those that are timed: huge pages are taken as long as there are any.
+            for name in _NAMES:
+                progress(f"{self.samples} samples with {name} rows")
+                pools[name] = pool = _pool(self, name)
+                found = pool.published()
+                held[name], pages[name] = found["tables"], found["page_kind"]
+                scores[name] = _scores(self, pool)
+                if name in ("int4", "float32"):
+                    pools.pop(name).close()
+            clock = record.BusyClock(lambda: sum(p.cpu_seconds() for p in pools.values()))
+            rates, latency = _rates(self, pools, progress)
+            others = clock.others(list)
+            memory = {name: p.memory(self.workers)["total_pss_bytes"] for name, p in pools.items()}
+            chosen = pools["tiers"].published()
+        finally:
+            for pool in pools.values():
+                pool.close()
+        labels = _labels(self, scores.pop("float32"))
+        ratio = rates["tiers"] / rates["int8"]
+        quality = {name: _difference(labels, scores[name], scores["int8"])
+                   for name in ("tiers", "int4")}
+        return {
+            "bytes_ratio": round(held["tiers"] / held["int8"], 4),
+            "memory_ratio": round(memory["tiers"] / memory["int8"], 4),
+            "queries_ratio": round(float(np.median(ratio)), 4),
+            "queries_ratio_rounds": [round(float(r), 4) for r in ratio],
+            "queries_per_s": {n: round(float(np.median(r)), 1) for n, r in rates.items()},
+            "single_ms": latency, "auc_difference": quality["tiers"],
+            "auc_difference_int4": quality["int4"],
+            "auc": {name: round(auc(s, labels), 6) for name, s in scores.items()},
+            "samples": labels.size, "clicks": round(float(labels.mean()), 4),
+            "error": chosen["row_error"], "error_budget": self.error_budget,
+            "share_of_rows": chosen["share_of_rows"], "table_bytes": held, "page_kinds": pages,
+            "memory_bytes": memory,
+            "verified": bool(0 < chosen["row_error"] <= self.error_budget
+                             and scores["tiers"].std() > 0 and labels.size >= self.samples),
+            "case": asdict(self), "other_busy_cores": round(others, 2)}
 
 
 def _pool(case: TiersCase, name: str) -> Pool:
@@ -130,21 +128,20 @@ def _difference(labels: np.ndarray, scores: np.ndarray, other: np.ndarray) -> di
     return {"mean": round(mean, 8), "low": round(mean - half, 8), "high": round(mean + half, 8)}
 
 
-def _rates(case: TiersCase, pools: dict[str, Pool], progress: Callable[[str], None]
+def _rates(case: TiersCase, pools: dict[str, Pool], progress: Progress
            ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Queries per second of each round, by set of tables; median latency of one query alone."""
     base = loadgen.Settings("Offline", 300, case.round_s, num_samples=case.served.num_queries)
 
     def run(name: str, settings: loadgen.Settings) -> loadgen.Result:
-        with pools[name].issuing(case.workers) as issue:
-            return loadgen.run(settings, issue)
+        return pools[name].run(case.workers, settings)
 
     single = {name: run(name, replace(base, scenario="SingleStream", expected_qps=1000))
               for name in pools}
     guess = {name: run(name, replace(base, min_duration_s=0.5)).rate for name in pools}
     rates: dict[str, list[float]] = {name: [] for name in pools}
     for turn in range(case.rounds):
-        progress(f"{case.name}: queries per second, {turn + 1} of {case.rounds}")
+        progress(f"queries per second, {turn + 1} of {case.rounds}")
         for name in list(pools)[::1 - 2 * (turn % 2)]:
             settings = replace(base, expected_qps=1.4 * guess[name], seed=base.seed + turn)
             rates[name].append(run(name, settings).rate)
