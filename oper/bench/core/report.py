@@ -41,7 +41,7 @@ def _rows(entry: Mapping[str, Any], paths: Sequence[Sequence[str]]) -> list[list
     if "*" in first:
         names = list(_figure(entry, first[:first.index("*")]) or ())
     return [[entry["name"] + (f": {name}" if name else ""),
-             *(_text(_figure(entry, path, name)) for path in paths)]
+             *(text_of(_figure(entry, path, name)) for path in paths)]
             for name in names if _figure(entry, first, name) != ""]
 
 
@@ -53,7 +53,8 @@ def _figure(entry: Mapping[str, Any], path: Sequence[str], name: str = "") -> An
     return value
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A figure as a table has it."""
     if isinstance(value, bool):
         return "yes" if value else "NO"
     if value is None:
@@ -65,9 +66,9 @@ def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         if "low" in value:
             return f"{value['mean']:.4g} [{value['low']:.4g}, {value['high']:.4g}]"
-        return ", ".join(f"{k} {_text(x)}" for k, x in value.items())
+        return ", ".join(f"{k} {text_of(x)}" for k, x in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(map(_text, value))
+        return ", ".join(map(text_of, value))
     return str(value)
 
 

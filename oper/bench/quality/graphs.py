@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from oper.bench.core import record
+from oper.bench.core.launch import Progress
 from oper.rl_rec.concepts import activity_weights, standardised
 from oper.rl_rec.intervals import bootstrap
 from oper.rl_rec.models.autoencoders.cadvae import CaDVAEConfig, log_of, without
@@ -21,6 +19,11 @@ from oper.rl_rec.models.autoencoders.causal_graph import fit_graph, is_acyclic
 # each concept, which sum to 1 and are therefore correlated whatever the users like.
 LABELS = ("log_counts", "shares")
 FALSE_POSITIVES = 0.05  # of the pairs of independent concepts, at most
+FIGURES = (tuple(f"*.{key}" for key in (
+    "shd", "shd_undirected", "true_positive_rate", "false_discovery_rate",
+    "false_positive_rate")),)
+NOTE = ("shd: edges to add, to take away and to turn round; rates without directions, which "
+        "standardised labels do not determine; bootstrap over graphs\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,30 @@ class Case:
     weights: tuple[float, float] = (0.6, 1.2)
     noise: tuple[float, float] = (0.5, 0.5)
 
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """What stands in the record: per kind of labels the structural Hamming distance to the true
+        graph, true positives and false discoveries, means over graphs with bootstrap intervals."""
+        scores: dict[str, list[dict[str, float]]] = {kind: [] for kind in LABELS}
+        acyclic = True
+        progress(f"{self.num_graphs} graphs")
+        for seed in range(self.num_graphs):
+            truth, counts = simulate(self, seed)
+            for kind in LABELS:
+                found = fitted(counts, kind) != 0
+                acyclic &= is_acyclic(found)
+                scores[kind].append(compare(truth != 0, found.numpy()))
+        entry: dict[str, Any] = {"case": asdict(self)}
+        for kind in LABELS:
+            entry[kind] = {
+                key: _interval([s[key] for s in scores[kind] if np.isfinite(s[key])])
+                for key in scores[kind][0]}
+        mine, theirs = entry["log_counts"], entry["shares"]
+        entry["ratio_shd"] = (round(mine["shd"]["mean"] / theirs["shd"]["mean"], 4)
+                              if theirs["shd"]["mean"] else None)
+        entry["verified"] = acyclic and (
+            self.num_edges > 0 or mine["false_positive_rate"]["mean"] <= FALSE_POSITIVES)
+        return entry
+
 
 def cases(quick: bool) -> list[Case]:
     """Independent concepts, and random graphs; few of each when `quick`."""
@@ -59,37 +86,6 @@ def cases(quick: bool) -> list[Case]:
              Case("unequal-noise", 8.0, noise=(0.4, 0.9)), Case("rare-items", 8.0, mean=1.0)]
     return [replace(c, num_edges=c.num_edges / 2, num_concepts=5, num_graphs=4, num_users=500)
             for c in found[:2]] if quick else found
-
-
-def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Simulate and fit; yields an entry per case."""
-    for case in chosen:
-        print(f"  {case.name}: {case.num_graphs} graphs", file=sys.stderr, flush=True)
-        yield run_case(case)
-
-
-def run_case(case: Case) -> dict[str, Any]:
-    """The entry of a case: per kind of labels the structural Hamming distance to the true graph,
-    true positives and false discoveries, means over graphs with bootstrap intervals."""
-    scores: dict[str, list[dict[str, float]]] = {kind: [] for kind in LABELS}
-    acyclic = True
-    for seed in range(case.num_graphs):
-        truth, counts = simulate(case, seed)
-        for kind in LABELS:
-            found = fitted(counts, kind) != 0
-            acyclic &= is_acyclic(found)
-            scores[kind].append(compare(truth != 0, found.numpy()))
-    entry: dict[str, Any] = {"name": case.name, "case": asdict(case)}
-    for kind in LABELS:
-        entry[kind] = {
-            key: _interval([s[key] for s in scores[kind] if np.isfinite(s[key])])
-            for key in scores[kind][0]}
-    mine, theirs = entry["log_counts"], entry["shares"]
-    entry["ratio_shd"] = (round(mine["shd"]["mean"] / theirs["shd"]["mean"], 4)
-                          if theirs["shd"]["mean"] else None)
-    entry["verified"] = acyclic and (
-        case.num_edges > 0 or mine["false_positive_rate"]["mean"] <= FALSE_POSITIVES)
-    return entry
 
 
 def simulate(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -150,17 +146,3 @@ def _share(part: int, whole: int) -> float:
 def _interval(values: Sequence[float]) -> Mapping[str, float] | None:
     return bootstrap(np.asarray(values, np.float64)).to_json() if values else None
 
-
-def report(entries: Sequence[dict[str, Any]]) -> str:
-    """The entries for a person."""
-    def text(found: Mapping[str, float] | None) -> str:
-        return record.interval(found) if found else "-"
-
-    rows = [[f"{e['name']}: {kind.replace('_', ' ')}", *(text(e[kind][key]) for key in (
-        "shd", "shd_undirected", "true_positive_rate", "false_discovery_rate",
-        "false_positive_rate"))] for e in entries for kind in LABELS]
-    return record.table(
-        ["concepts: labels", "SHD [95 %]", "without directions", "true positives",
-         "false discoveries", "false positives"], rows) + (
-        "\nSHD: edges to add, to take away and to turn round; rates without directions, which "
-        "standardised labels do not determine; bootstrap over graphs\n")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.bench.core import record
+from oper.bench.core.launch import Progress
 from oper.bench.core.workload import data_files
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column, Join, Layout
@@ -35,6 +33,9 @@ _LOGS = {"random": "open_bandit/random/women/women.csv*",
 COVERING = ("ips", "snips", "dr", "mips")
 COVERAGE = (0.93, 0.97)
 _RECOMMENDER = "simulated/recommender"
+FIGURES = (("coverage.*", "bias.*", "rmse.*"), ("estimates.*", "on_policy", "effective_rows"))
+NOTE = ("coverage at 95 %; dm, switch-dr and dros lean on a model of the reward: its error is not "
+        "in their intervals; bootstrap over visitors of equal features\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Case:
         num_logs: simulated logs.
         rows: of a simulated log.
         per_visitor: rows of a simulated visitor.
+        samples: bootstrap samples of an interval.
     """
 
     name: str
@@ -56,9 +58,15 @@ class Case:
     num_logs: int = 1000
     rows: int = 2000
     per_visitor: int = 1
+    samples: int = 1000
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Estimate; what stands in the record."""
+        return {"case": dataclasses.asdict(self), "samples": self.samples,
+                **(_open_bandit(self) if self.log else _simulated(self, progress))}
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool, samples: int = 1000) -> list[Case]:
     """Simulated logs, and Open Bandit's where they are."""
     found = [Case("simulated/rows"), Case("simulated/visitors", per_visitor=5),
              Case(_RECOMMENDER)]
@@ -67,7 +75,7 @@ def cases(quick: bool) -> list[Case]:
     if all(map(data_files, _LOGS.values())):
         found += [Case(f"open-bandit/{log}-log/{target}", log, target)
                   for log in _LOGS for target in _LOGS]
-    return found
+    return [dataclasses.replace(case, samples=samples) for case in found]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,31 +86,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
                      "without them there are simulated ones only.")
 
 
-def run(args: argparse.Namespace, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Estimate; yields an entry per case."""
-    for case in chosen:
-        yield (_open_bandit if case.log else _simulated)(case, args.samples)
-
-
-def _simulated(case: Case, samples: int) -> dict[str, Any]:
+def _simulated(case: Case, progress: Progress) -> dict[str, Any]:
     covered: dict[str, list[bool]] = {}
     errors: dict[str, list[float]] = {}
     value = 0.0
     for seed in range(case.num_logs):
         if seed % 100 == 0:
-            print(f"  {case.name}: log {seed} of {case.num_logs}", file=sys.stderr, flush=True)
+            progress(f"log {seed} of {case.num_logs}")
         s = (served_users(case.rows, seed) if case.name == _RECOMMENDER else
              simulate_log(case.rows, seed, case.per_visitor))
         value = s.value
-        found = estimate(s.log, s.target, groups=s.groups, clusters=s.visitors, samples=samples)
+        found = estimate(s.log, s.target, groups=s.groups, clusters=s.visitors,
+                         samples=case.samples)
         for name, i in found.intervals.items():
             covered.setdefault(name, []).append(i.low <= value <= i.high)
             errors.setdefault(name, []).append(i.mean - value)
     shares = {name: float(np.mean(inside)) for name, inside in covered.items()}
     # What 0.95 gives by chance: three standard deviations beyond the limits where logs are few.
     slack = 3 * (0.95 * 0.05 / case.num_logs) ** 0.5 if case.num_logs < 1000 else 0.0
-    return {"name": case.name, "case": dataclasses.asdict(case), "samples": samples,
-            "value": round(value, 6), "coverage": shares,
+    return {"value": round(value, 6), "coverage": shares,
             "bias": {n: round(float(np.mean(e)), 6) for n, e in errors.items()},
             "rmse": {n: round(float(np.sqrt(np.mean(np.square(e)))), 6)
                      for n, e in errors.items()},
@@ -143,7 +145,7 @@ def served_users(rows: int, seed: int) -> SimulatedLog:
                         chances[user], Groups(np.arange(products) % 3, popular[user]), user)
 
 
-def _open_bandit(case: Case, samples: int) -> dict[str, Any]:
+def _open_bandit(case: Case) -> dict[str, Any]:
     logs = open_bandit()
     log, own = logs[case.log], logs[case.target]
     assert log.action_groups is not None
@@ -153,11 +155,10 @@ def _open_bandit(case: Case, samples: int) -> dict[str, Any]:
     # A visitor is known by its features alone: rows of equal ones are taken together.
     visitors, truth_visitors = (np.unique(x.context, axis=0, return_inverse=True)[1].reshape(-1)
                                 for x in (log, own))
-    found = estimate(log, policies[case.target], clusters=visitors, samples=samples,
+    found = estimate(log, policies[case.target], clusters=visitors, samples=case.samples,
                      groups=Groups(log.action_groups, policies[case.log]))
-    truth = _on_policy(own, truth_visitors, samples)
-    return {"name": case.name, "case": dataclasses.asdict(case), "samples": samples,
-            "rows": int(log.actions.size), "clicks": int(log.rewards.sum()),
+    truth = _on_policy(own, truth_visitors, case.samples)
+    return {"rows": int(log.actions.size), "clicks": int(log.rewards.sum()),
             "clusters": int(visitors.max()) + 1,
             "on_policy": truth["by_visitor"], "on_policy_by_row": truth["by_row"],
             **_told(found), "verified": all(
@@ -203,25 +204,3 @@ def open_bandit() -> dict[str, LoggedBandit]:
     is_random = np.isclose(both.propensities, 1 / both.num_actions)
     return {"random": both.rows(is_random), "thompson": both.rows(~is_random)}
 
-
-def report(entries: Sequence[dict[str, Any]]) -> str:
-    """The entries for a person."""
-    parts = []
-    simulated = [e for e in entries if "coverage" in e]
-    if simulated:
-        parts += [record.table(
-            ["logs", "estimator", "coverage at 95 %", "bias", "root mean square error"],
-            [[e["name"], name, f"{share:.3f}", f"{e['bias'][name]:+.4f}", f"{e['rmse'][name]:.4f}"]
-             for e in simulated for name, share in e["coverage"].items()]),
-            "dm, switch-dr and dros lean on a model of the reward: its error is not in their "
-            "intervals"]
-    real = [e for e in entries if "estimates" in e]
-    if real:
-        parts += [record.table(
-            ["log/target", "estimator", "clicks per row [95 %]", "effective rows"],
-            [row for e in real for row in (
-                [e["name"], "on policy", record.interval(e["on_policy"]), ""],
-                *([e["name"], name, record.interval(i), f"{e['effective_rows']:.0f}"]
-                  for name, i in e["estimates"].items()))]),
-            "bootstrap over visitors of equal features"]
-    return "\n".join(parts) + "\n"

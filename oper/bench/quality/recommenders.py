@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from oper.bench.core import record
+from oper.bench.core.driver import teller
+from oper.bench.core.report import text_of
 from oper.bench.core.workload import data_files
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column
@@ -53,7 +55,6 @@ from oper.rl_rec.ranking.evaluate import evaluate_ranking
 from oper.support.files import atomic_write
 from oper.support.flags import whole
 
-CASE_OPTIONS = ("models",)
 ODD_BLOCK = 997  # items scored at once when a result is checked
 MOST_SEEDS = 16  # looked for among kept runs
 # Modules of `oper.rl_rec` that the result of every model depends on once the log has been read, and
@@ -105,6 +106,10 @@ DATA_SETS = {
                      | {"time": _BY_TIME}),
     "ml-20m": DataSet("movielens", "ml-20m/ratings.csv*", {"ml-20m": PUBLISHED["ml-20m"]}),
 }
+FIGURES = (("fit.chosen_by", *(f"metrics.{metric}" for metric in dict.fromkeys(
+    m for source in DATA_SETS.values() for p in source.protocols.values() for m in p.reported))),)
+NOTE = ("full ranking; percentile bootstrap over users and seeds; differences are paired by user, "
+        "and by seed where both models have as many\n")
 _FIT = FitOptions(epochs=60, lr=2e-3, eval_every=3, patience=3)
 _FIT_SEQUENCES = FitOptions(epochs=14, batch_size=64, lr=3e-3, eval_every=2, patience=2)
 
@@ -323,10 +328,10 @@ def _run_case(case: Case, data: Interactions, seeds: Sequence[int], keep: str | 
         parts.append(found)
         told = found.fitted[0]
         by = case.fit.chosen_by
-        print(f"{case.name} seed {seed}: validation {by} {told[f'valid_{by}']:.4f} after "
-              f"{told['epochs']} epochs, {told['seconds']:.0f} s", file=sys.stderr, flush=True)
+        teller(case.name)(f"seed {seed}: validation {by} {told[f'valid_{by}']:.4f} after "
+                          f"{told['epochs']} epochs, {told['seconds']:.0f} s")
     runs = join_runs(parts)
-    return {**about, "runs": list(runs.fitted), "threads": _threads(),
+    return {**about, "runs": list(runs.fitted), "threads": torch.get_num_threads(),
             "metrics": {m: i.to_json() for m, i in runs.intervals().items()},
             "verified": all(f["verified"] for f in runs.fitted)}, runs
 
@@ -397,13 +402,6 @@ def _kept(place: Path, model: str, seed: int) -> Runs | None:
     return Runs(model, (seed,), arrays, (json.loads(str(arrays.pop("about"))),))
 
 
-def _threads() -> int:
-    """Threads that torch computes with."""
-    import torch
-
-    return torch.get_num_threads()
-
-
 def _about(data: Interactions) -> dict[str, Any]:
     lengths, held = (data.train_stop - data.offsets[:-1])[1:], data.held_out("test")
     return {"source": data.source, "users": data.num_users - 1, "items": data.num_items - 1,
@@ -414,18 +412,7 @@ def _about(data: Interactions) -> dict[str, Any]:
             "targets_per_test_user": round(held.targets.size / max(1, held.users.size), 2)}
 
 
-def report(entries: Sequence[dict[str, Any]]) -> str:
-    """The entries for a person."""
-    tables = []
-    for reported in dict.fromkeys(tuple(e["protocol"]["reported"]) for e in entries):
-        rows = [[e["name"], *(record.interval(e["metrics"][m]) for m in reported),
-                 ",".join(str(r["epochs"]) for r in e["runs"]), "yes" if e["verified"] else "NO"]
-                for e in entries if tuple(e["protocol"]["reported"]) == reported]
-        tables.append(record.table(["case", *(f"{m} [95 %]" for m in reported), "epochs",
-                                    "verified"], rows))
-    notes = [f"{e['name']} less {other}: {by} {record.interval(found[by])}" for e in entries
-             for by in e["protocol"]["reported"][:1] for other, found in e["against"].items()]
-    return "\n".join([
-        *tables,
-        "full ranking; percentile bootstrap over users and seeds; differences are paired by user, "
-        "and by seed where both models have as many", *notes]) + "\n"
+def remarks(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Differences between the models."""
+    return "".join(f"{e['name']} less {other}: {by} {text_of(found[by])}\n" for e in entries
+                   for by in e["protocol"]["reported"][:1] for other, found in e["against"].items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from oper.bench.calibrate.calibrate import spearman
-from oper.bench.core import record
+from oper.bench.core.launch import Progress
 from oper.rl_rec.intervals import bootstrap, difference
 from oper.rl_rec.simulation.actor_critic import METHODS, train_actor_critic
 from oper.rl_rec.simulation.offline import (
@@ -29,7 +28,13 @@ from oper.rl_rec.simulation.offline import (
     random_policy,
     train_cdt4rec,
 )
-from oper.rl_rec.simulation.shop import VISITS, Shop
+from oper.rl_rec.simulation.shop import (
+    VISITS,
+    Returning,
+    Shop,
+    load_virtual_taobao,
+    synthetic_shop,
+)
 
 GRADE = "mixed"
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99)  # of the log's returns, that CDT4Rec is asked for
@@ -49,6 +54,8 @@ class RetentionCase:
         steps: gradient steps of CDT4Rec and of the Decision Transformer.
         short_steps: of all others, whose steps take a fraction of the time; with half as many
             customers in a batch.
+        num_seeds: trainings.
+        weights: folder of VirtualTaobao's weights; None = a shop of random networks.
     """
 
     name: str = "retention"
@@ -56,51 +63,52 @@ class RetentionCase:
     num_served: int = 300
     steps: int = 600
     short_steps: int = 1500
+    num_seeds: int = 3
+    weights: str | None = None
 
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Log, train and serve; a seed has a log of its own. What stands in the record."""
+        shop = shop_of(self.weights, Returning())
 
-def run_case(case: RetentionCase, shop: Shop, num_seeds: int) -> dict[str, Any]:
-    """Log, train and serve; a seed has a log of its own. The case's entry of the record."""
-    def serve(policy: Policy) -> Episodes:
-        torch.manual_seed(CUSTOMERS_SEED)
-        return collect_visits(shop, policy, case.num_served, CUSTOMERS_SEED)
+        def serve(policy: Policy) -> Episodes:
+            torch.manual_seed(CUSTOMERS_SEED)
+            return collect_visits(shop, policy, self.num_served, CUSTOMERS_SEED)
 
-    def say(text: str) -> None:
-        print(f"  {case.name}: {text}", file=sys.stderr, flush=True)
-
-    say("policies that learn nothing")
-    served = {"random": [serve(random_policy)], "behaviour": [serve(graded_policy(shop, GRADE))],
-              "oracle of clicks": [serve(Oracle(shop, 1))],
-              "oracle of clicks and return": [serve(Oracle(shop, 1, weights=(1.5,)))]}
-    config = SIMULATOR_CONFIG()
-    plain = replace(config, backbone="interleaved", reward_weight=0.0)
-    options, short = OfflineOptions(case.steps), OfflineOptions(case.short_steps, batch_size=32)
-    asked, answered, repeated = [], [], True
-    for seed in range(1, num_seeds + 1):
-        say(f"log {seed}")
-        log = graded_visits(shop, GRADE, case.num_logged, LOG_SEED + 1000 * seed)
-        targets = [high_return(log, q) for q in QUANTILES]
-        say(f"transformers, seed {seed}")
-        model = train_cdt4rec(log, config, options, seed)
-        answers = [serve(ReturnPolicy(model, target)) for target in targets]
-        chosen = QUANTILES.index(ASKED)
-        again = serve(ReturnPolicy(model, targets[chosen]))
-        repeated &= bool((again.clicks == answers[chosen].clicks).all())
-        asked.append(targets)
-        answered.append([float(e.clicks.mean()) for e in answers])
-        transformer = train_cdt4rec(log, plain, options, seed)
-        found = {_CDT4REC: answers[chosen],
-                 "decision transformer": serve(ReturnPolicy(transformer, targets[chosen]))}
-        say(f"behaviour cloning and critics, seed {seed}")
-        found["behaviour cloning"] = serve(clone_behaviour(log, short, seed))
-        for method in METHODS:
-            found[method] = serve(train_actor_critic(method, log, short, seed))
-        for name, episodes in found.items():
-            served.setdefault(name, []).append(episodes)
-    assert shop.returning is not None
-    return {"name": case.name, "shop": shop.name, "returning": asdict(shop.returning),
-            "case": asdict(case), "seeds": num_seeds, "config": asdict(config),
-            "policies": _figures(served, num_seeds), "asked": _control(asked, answered),
-            "verified": repeated}
+        progress("policies that learn nothing")
+        served = {"random": [serve(random_policy)],
+                  "behaviour": [serve(graded_policy(shop, GRADE))],
+                  "oracle of clicks": [serve(Oracle(shop, 1))],
+                  "oracle of clicks and return": [serve(Oracle(shop, 1, weights=(1.5,)))]}
+        config = SIMULATOR_CONFIG()
+        plain = replace(config, backbone="interleaved", reward_weight=0.0)
+        options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)
+        asked, answered, repeated = [], [], True
+        for seed in range(1, self.num_seeds + 1):
+            progress(f"log {seed}")
+            log = graded_visits(shop, GRADE, self.num_logged, LOG_SEED + 1000 * seed)
+            targets = [high_return(log, q) for q in QUANTILES]
+            progress(f"transformers, seed {seed}")
+            model = train_cdt4rec(log, config, options, seed)
+            answers = [serve(ReturnPolicy(model, target)) for target in targets]
+            chosen = QUANTILES.index(ASKED)
+            again = serve(ReturnPolicy(model, targets[chosen]))
+            repeated &= bool((again.clicks == answers[chosen].clicks).all())
+            asked.append(targets)
+            answered.append([float(e.clicks.mean()) for e in answers])
+            transformer = train_cdt4rec(log, plain, options, seed)
+            found = {_CDT4REC: answers[chosen],
+                     "decision transformer": serve(ReturnPolicy(transformer, targets[chosen]))}
+            progress(f"behaviour cloning and critics, seed {seed}")
+            found["behaviour cloning"] = serve(clone_behaviour(log, short, seed))
+            for method in METHODS:
+                found[method] = serve(train_actor_critic(method, log, short, seed))
+            for name, episodes in found.items():
+                served.setdefault(name, []).append(episodes)
+        assert shop.returning is not None
+        return {"shop": shop.name, "returning": asdict(shop.returning),
+                "case": asdict(self), "seeds": self.num_seeds, "config": asdict(config),
+                "policies": _figures(served, self.num_seeds), "asked": _control(asked, answered),
+                "verified": repeated}
 
 
 def _figures(served: dict[str, list[Episodes]], num_seeds: int) -> dict[str, Any]:
@@ -137,20 +145,7 @@ def _control(asked: Sequence[Sequence[float]], answered: Sequence[Sequence[float
             "relative_error": (np.abs(answer - ask) / ask.clip(min=1)).mean(0).round(4).tolist()}
 
 
-def report(entries: Sequence[dict[str, Any]]) -> str:
-    """The entries for a person."""
-    text = ""
-    for e in entries:
-        rows = [[f"{e['name']}: {name}", *(record.interval(x[key]) for key in (
-            "return", "visits", "cdt4rec_less")), ", ".join(f"{v:.1f}" for v in x["by_seed"])]
-            for name, x in e["policies"].items()]
-        text += record.table(["policy", "clicks per customer [95 %]", "visits [95 %]",
-                              "CDT4Rec's clicks less these [95 %]", "by seed"], rows)
-        control = e["asked"]
-        pairs = ", ".join(f"{a:.0f}: {s:.0f}" for a, s in zip(
-            *(np.mean(control[key], axis=0) for key in ("asked", "served")), strict=True))
-        orders = ", ".join(f"{x:.3f}" for x in control["spearman"])
-        text += (f"\nclicks that CDT4Rec was asked for and what it served, means over seeds: "
-                 f"{pairs}; Spearman by seed: {orders}\n{e['shop']}, customers within "
-                 f"{e['returning']['horizon']} days; bootstrap over customers and seeds\n")
-    return text
+
+def shop_of(weights: str | None, law: Returning | None = None) -> Shop:
+    """VirtualTaobao's shop from its weights, or one of random networks."""
+    return load_virtual_taobao(weights, law) if weights else synthetic_shop(returning=law)
