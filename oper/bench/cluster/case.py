@@ -6,8 +6,7 @@ import functools
 import gc
 import math
 import time
-import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from oper.bench.cluster import link_change
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import (
     IN_PARTS,
@@ -23,21 +21,13 @@ from oper.bench.cluster.contenders import (
     Planned,
     contenders,
     plan_all,
-    set_gradient,
 )
-from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, num_dropped, read_counters
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.planning import gather, slowest, total
-from oper.bench.core.workload import (
-    TIMED,
-    Workload,
-    bags_of,
-    collect_stats,
-    make_batch,
-    timed_ids,
-)
+from oper.bench.core.measure import Run, median_phases, over
+from oper.bench.core.planning import gather, joint_stats, slowest, total
+from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import Side, make_collection, make_dlrm
 from oper.bench.tables.torchrec_peer import BagsOnly
 from oper.bench.tables.verify import Checks, KeptReference, Reference, Verdict, verify
@@ -45,10 +35,6 @@ from oper.integration.torchrec_plans import from_torchrec
 from oper.rl_rec.intervals import difference
 from oper.search.cost.model import evaluate
 from oper.search.problem.statement import Problem, make_problem
-from oper.search.replay.simulate import Bags
-from oper.search.replay.wire import WireReplay
-from oper.stats import AccessStats
-from oper.topology import Topology
 
 HEADER_BYTES = 66  # Ethernet, IPv4 and TCP with time stamps, of a packet
 _SCREENED_STEPS = (2, 5)  # at least, and at most: until the two fastest agree
@@ -76,6 +62,7 @@ class Case:
         num_batches: distinct batches that are timed.
         num_stats_batches: other batches that the statistics come from.
         timed_s: about how long contenders are timed, all together.
+        constants: of this machine's processes, a topology file's text.
     """
 
     name: str
@@ -88,6 +75,16 @@ class Case:
     num_batches: int = 32
     num_stats_batches: int = 32
     timed_s: float = 12.0
+    constants: str = ""
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Measure the cluster, plan, build, verify and time; what rank 0 returns stands in the
+        record. Collective."""
+        runner = _Runner(self, progress)
+        try:
+            return runner.run()
+        finally:
+            runner.close_all()
 
 
 @dataclass(slots=True)
@@ -105,55 +102,27 @@ class _Kept:
 _KEPT = _Kept()
 
 
-def run_case(given: tuple[Case | LinkChange, str], progress: Progress) -> dict[str, Any]:
-    """Measure the cluster, plan, build, verify and time one case; the worker function. Collective.
-
-    Args:
-        given: a case, and the constants of this machine's processes, a topology file's text.
-        progress: told what is going on.
-
-    Returns:
-        The case's entry of the record on rank 0, nothing elsewhere.
-    """
-    case, alone = given[0], Topology.from_dict(tomllib.loads(given[1]))
-
-    def told(text: str) -> None:
-        progress(f"{case.name}: {text}")
-
-    if isinstance(case, LinkChange):
-        return link_change.run(case, alone, told)
-    runner = _Runner(case, alone, told)
-    try:
-        return runner.run()
-    finally:
-        runner.close_all()
-
-
-class _Runner:
-    def __init__(self, case: Case, alone: Topology, progress: Progress) -> None:
-        self.case, self.work, self.links, self.progress = case, case.work, case.links, progress
-        self.alone = alone
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.trains = case.objective == "training"
+class _Runner(Run):
+    def __init__(self, case: Case, progress: Progress) -> None:
+        super().__init__(case, progress)
+        self.links, self.trains = case.links, case.objective == "training"
         self.sides: dict[str, Side] = {}
-        self.ids: Sequence[np.ndarray] = []
-        self.batches: list[Any] = []
+        self.given: list[Any] = []  # the timed batches
 
     def run(self) -> dict[str, Any]:
-        begin, load_before = time.perf_counter(), record.load_average()
-        self.progress("measuring the links")
+        begin = time.perf_counter()
+        self.say("measuring the links")
         num_bytes = sum(t.num_bytes for t in self.work.tables())
         memory = int(num_bytes * self.case.memory_share) if self.case.memory_share else None
-        topology, measured = measured_topology(self.links, self.alone, memory)
-        self.progress("drawing batches")
-        self.ids = timed_ids(self.work, self.rank, self.world_size, self.case.num_batches)
-        self.batches = [make_batch(self.work, x, (TIMED, self.rank, k))
-                        for k, x in enumerate(self.ids)]
-        parts = gather(collect_stats(self.work, self.rank, self.world_size,
-                                     self.case.num_stats_batches))
-        self.progress("planning, OPER and its peers")
+        topology, measured = measured_topology(self.links, self.case.constants, memory)
+        self.say("drawing batches")
+        self.given = self.batches()
+        stats = joint_stats(self.work, self.case.num_stats_batches)
+        self.say("planning, OPER and its peers")
         planned_s = time.perf_counter()
-        problem = self._problem(AccessStats.merge_all(parts), topology) if self.rank == 0 else None
+        problem = make_problem(
+            self.work.tables(), stats, topology, objective=self.case.objective,
+            batch_size=self.work.batch_size // self.world_size) if self.rank == 0 else None
         planned: Planned = gather(plan_all(problem) if problem else None)[0]
         planned_s = time.perf_counter() - planned_s
         every = contenders(self.work, planned, self.links, topology, self.case.objective,
@@ -175,12 +144,8 @@ class _Runner:
             "workload": asdict(self.work), "whole_model": self.case.whole_model,
             "constants": topology.source, "num_batches": self.case.num_batches,
             "num_stats_batches": self.case.num_stats_batches, "plan_seconds": round(planned_s, 2),
-            "seconds": round(time.perf_counter() - begin, 1), "other_busy_cores": round(others, 2),
-            "load_before": load_before, "load_after": record.load_average()}
-
-    def _problem(self, stats: AccessStats, topology: Topology) -> Problem:
-        return make_problem(self.work.tables(), stats, topology, objective=self.case.objective,
-                            batch_size=self.work.batch_size // self.world_size)
+            "seconds": round(time.perf_counter() - begin, 1),
+            "other_busy_cores": round(others, 2)}
 
     # ---- same numbers ----------------------------------------------------------------------------
 
@@ -236,7 +201,7 @@ class _Runner:
     def _call(self, side: Side) -> Callable[[int], Any]:
         call = side.step if self.trains else side.forward
         side.model.train(self.trains)
-        return lambda k: call(self.batches[k % len(self.batches)])
+        return over(self.given, call)
 
     def _screen(self, every: list[Contender], planned: Planned, problem: Problem | None
                 ) -> dict[str, float]:
@@ -247,7 +212,7 @@ class _Runner:
         """
         found: dict[str, float] = {}
         for contender in list(every):
-            self.progress(f"building, comparing and screening {contender.name}")
+            self.say(f"building, comparing and screening {contender.name}")
             reason = self._open(contender, problem)
             if reason:
                 planned.left_out[contender.name] = reason
@@ -296,7 +261,7 @@ class _Runner:
         if not self.trains:
             side.gradient = torch.empty(0)
         elif not self.case.whole_model:  # whose loss gives the gradient
-            set_gradient(side, self.work, self.batches[0])
+            self.set_gradient([side], self.given[0])
         self.sides[contender.name] = side
         self._verify(contender, side)
         if side.pipeline is not None:
@@ -313,7 +278,7 @@ class _Runner:
         once = sum(screened[name] for name in runs) / 1e3 * (_PER_ROUND + 1)
         rounds = int(np.clip(self.case.timed_s / once, *_ROUNDS))
         rounds = gather(rounds)[0]
-        self.progress(f"timing {', '.join(runs)}: {rounds} rounds of {_PER_ROUND}")
+        self.say(f"timing {', '.join(runs)}: {rounds} rounds of {_PER_ROUND}")
         tables, ticks = self.sides["oper"].tables, []
         assert tables is not None
         plain = runs["oper"]
@@ -326,12 +291,9 @@ class _Runner:
         gc.collect()
         clock = record.BusyClock()
         mine = record.interleave(runs, dist.barrier, rounds, _PER_ROUND)
-        others = clock.others(lambda own: [sum(gather(own[0]))])
+        others = clock.others(total)
         seconds = {n: np.array(slowest(s.tolist())) * 1e3 for n, s in mine.items()}
-        middle = np.median(np.array(ticks, np.float64), axis=0) / 1e6 / self.world_size
-        phases = {name: round(x, 3) for name, x in
-                  zip(tables.phase_ns(), total(middle.tolist()), strict=True)}
-        return seconds, phases, others
+        return seconds, median_phases(tables, ticks), others
 
     # ---- bytes -----------------------------------------------------------------------------------
 
@@ -351,7 +313,9 @@ class _Runner:
         every = gather(mine)
         if self.rank:
             return {}
-        simulated = self._simulated(contender)
+        assert contender.plan is not None
+        simulated = float(np.mean(self.simulated_bytes(contender.plan, self.links.host_of,
+                                                       self.trains, _COUNTED_STEPS)))
         sent, packets, _ = np.sum(every, axis=0)
         hosts = every[::self.links.ranks_per_host]
         return {"counted_bytes": round(sent), "counted_packets": round(packets),
@@ -360,17 +324,6 @@ class _Runner:
                                                      4),
                 "sent_bytes_by_host": [round(x[0]) for x in hosts],
                 "received_bytes_by_host": [round(x[2]) for x in hosts]}
-
-    def _simulated(self, contender: Contender) -> float:
-        assert contender.plan is not None
-        replay = WireReplay(contender.plan, self.links.host_of, training=self.trains)
-        everyone = [timed_ids(self.work, r, self.world_size, _COUNTED_STEPS) if r else
-                    self.ids[:_COUNTED_STEPS] for r in range(self.world_size)]
-        sent = [replay.step([
-            {f: Bags(*bags) for f, bags in zip(self.work.features, bags_of(self.work, ids[k]),
-                                               strict=True)} for ids in everyone]).sum()
-            for k in range(_COUNTED_STEPS)]
-        return float(np.mean(sent))
 
     # ---- the entry -------------------------------------------------------------------------------
 
@@ -400,7 +353,7 @@ class _Runner:
         step_ms = oper["executed_ms"]
         bound = None if self.case.whole_model else planned.lower_bound_ms
         return {
-            "name": self.case.name, "objective": self.case.objective,
+            "objective": self.case.objective,
             "hosts": self.links.num_hosts, "in_grid": self.case.in_grid,
             "oper_step_ms": step_ms, "predicted_step_ms": oper["predicted_ms"],
             "torchrec_best": best, "torchrec_step_ms": best and found[best]["executed_ms"],

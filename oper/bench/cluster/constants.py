@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+import tomllib
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,20 +29,20 @@ _GATHERS, _ROUNDS = 24, 15
 _MEMORY_BYTES = 8 << 30  # per host, unless a case says otherwise
 
 
-def measured_topology(links: Links, alone: Topology, memory_bytes: int | None = None
+def measured_topology(links: Links, constants: str, memory_bytes: int | None = None
                       ) -> tuple[Topology, dict[str, Any]]:
     """The cluster that this process is a rank of. Collective; leaves the links limited.
 
     Args:
         links: what it is like.
-        alone: constants of processes that share this machine, of ``oper calibrate``.
+        constants: of processes that share this machine, the text that ``oper calibrate`` writes.
         memory_bytes: of each rank, for rows and buffers.
 
     Returns:
         The topology, and what was measured: ``contention``, ``ns_per_byte``, ``phase_us``,
         ``link_mbits`` by host, ``uplink_mbits`` by rack where there are several.
     """
-    rank, _ = world()
+    rank, alone = world()[0], Topology.from_dict(tomllib.loads(constants))
     unlimited = _unlimited(links, alone.world_size)
     if rank == 0:
         set_rates(links, True)

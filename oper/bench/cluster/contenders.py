@@ -231,11 +231,3 @@ def _dense_s(work: Workload, links: Links, topology: Topology) -> float:
     slowest = min(d.cross_gbps * len(d.ranks) for d in topology.domains)
     return 2 * (links.num_hosts - 1) / links.num_hosts * num_bytes / (slowest * 1e9)
 
-
-def set_gradient(side: Side, work: Workload, batch: Any) -> None:
-    """The same output gradient for every side and every step. Collective."""
-    rank, world_size = world()
-    columns = work.dim * len(work.num_rows)
-    generator = torch.Generator().manual_seed(work.seed + rank)
-    gradient = torch.randn(work.batch_size // world_size, columns, generator=generator) * 1e-3
-    side.order_gradient(gradient, batch)

@@ -8,18 +8,15 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from oper.bench.calibrate.calibrate import as_toml, fit, measure, workloads
 from oper.bench.calibrate.worker import KINDS
-from oper.bench.cluster.network import (
-    Links,
-    check_possible,
-    cluster,
-    why_no_quota,
-)
-from oper.bench.core import record
+from oper.bench.cluster.case import Case
+from oper.bench.cluster.link_change import LinkChange
+from oper.bench.cluster.network import Links, check_possible, cluster, why_no_quota
 from oper.bench.core.launch import run_workers
 from oper.bench.core.workload import Workload
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
@@ -33,6 +30,13 @@ _HOSTS, _MBITS, _GRID_HOSTS = (2, 4, 8), (100, 200, 400), 4
 _MEMORY_SHARE = 0.5  # of all tables, a rank's in the cases of inference
 _DIFFERENT = 1.05  # pairs of contenders whose order counts differ by more
 _CALIBRATED = 2  # processes, whose constants are measured first
+FIGURES = (
+    ("oper_step_ms", "predicted_step_ms", "lower_bound_ms", "torchrec_step_ms", "ratio_step",
+     "ratio_at_bound", "ratio_best_peer", "bytes_ratio", "overlap_ratio", "overlap_parts"),
+    ("median_error", "worst_error", "ordered", "num_predicted", "num_ordered_pairs"))
+NOTE = ("emulated links; medians over steps of the slowest rank; ratio = TorchRec's best plan / "
+        "OPER, at bound = the same over the bound; best peer = its plan on OPER's runtime / OPER; "
+        "bytes = counted on the interfaces / simulated; error = predicted against executed\n")
 
 
 def workload(ids: str, rows: tuple[int, ...] = _ROWS, batch_size: int = 4096) -> Workload:
@@ -45,9 +49,6 @@ def workload(ids: str, rows: tuple[int, ...] = _ROWS, batch_size: int = 4096) ->
 def cases(quick: bool) -> list[Any]:
     """The grid, and others on clusters that are less regular; grouped by cluster, since those of
     one share processes. Two small ones when `quick`."""
-    from oper.bench.cluster.case import Case
-    from oper.bench.cluster.link_change import LinkChange
-
     if quick:
         return [Case(f"quick/2x200/{ids}", Links(2, 200), workload(ids, _QUICK_ROWS, 512),
                      in_grid=False, num_batches=8, num_stats_batches=8, timed_s=2.0)
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
         try:
             for entry in _run_group(group, alone):
                 done += 1
-                yield entry
+                yield {"name": group[done - 1].name, **entry}
         except Exception as error:  # the cases after it are still worth their time
             yield {"name": group[done].name, "verified": False,
                    "failed": f"{type(error).__name__}: {error}"}
@@ -112,11 +113,9 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
 
 def _run_group(group: Sequence[Any], alone: str) -> Iterator[dict[str, Any]]:
     """Cases on clusters of one shape."""
-    from oper.bench.cluster.case import run_case
-
     with cluster(group[0].links) as up:
-        yield from run_workers(run_case, [(c, alone) for c in group], group[0].links.world_size,
-                               seats=up.seats)
+        yield from run_workers([replace(c, constants=alone) for c in group],
+                               group[0].links.world_size, seats=up.seats)
 
 
 def _alone(args: argparse.Namespace) -> str:
@@ -130,9 +129,6 @@ def _alone(args: argparse.Namespace) -> str:
         bandwidth, samples = measure(_CALIBRATED, [(w, KINDS) for w in
                                                    workloads(True, _CALIBRATED)], 4, Path(folder))
     return as_toml(fit(samples, _CALIBRATED, bandwidth).topology)
-
-
-# -- what comes out --------------------------------------------------------------------------------
 
 
 def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -157,47 +153,17 @@ def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "num_predicted": len(errors), "num_ordered_pairs": len(pairs)}
 
 
-def report(entries: Sequence[dict[str, Any]]) -> str:
-    """The entries for a person, and what they come to."""
-    from oper.bench.cluster import link_change
-
-    done = [e for e in entries if "contenders" in e]
-    rows = [[e["name"], *(_number(e[k], 1) for k in (
-                 "oper_step_ms", "predicted_step_ms", "lower_bound_ms", "torchrec_step_ms")),
-             *(_number(e[k], 2) for k in ("ratio_step", "ratio_at_bound", "ratio_best_peer",
-                                          "bytes_ratio")),
-             "yes" if e["verified"] else "NO"] for e in done]
-    text = record.table(["case (emulated links)", "OPER ms", "predicted", "bound", "TorchRec",
-                         "ratio", "at bound", "best peer", "bytes", "verified"], rows) + (
-        "\nmedians over steps of the slowest rank; ratio = TorchRec's best plan / OPER, at bound = "
-        "TorchRec's best plan / bound;\nbest peer = its plan on OPER's runtime / OPER; bytes = "
-        "counted on the interfaces / simulated\n") if rows else ""
+def remarks(entries: Sequence[dict[str, Any]]) -> str:
+    """What the grid comes to, and where a peer's plan is better."""
+    done, text = [e for e in entries if "contenders" in e], ""
     for objective in ("training", "inference"):
         ratios = [e["ratio_step"] for e in done
                   if e["objective"] == objective and e["in_grid"] and e["ratio_step"]]
         if ratios:
             text += (f"{objective}, {len(ratios)} cases of the grid: TorchRec's best / OPER median "
                      f"{statistics.median(ratios):.2f}, least {min(ratios):.2f}\n")
-    for e in done:
-        if e.get("overlap_ratio"):
-            text += (f"{e['name']}: a step of whole batches / one in {e['overlap_parts']} parts "
-                     f"that hide each other's exchange: {e['overlap_ratio']:.2f}\n")
-    sums = totals(entries)
-    if sums["median_error"] is not None:
-        text += (f"predicted against executed, {sums['num_predicted']} plans: median error "
-                 f"{100 * sums['median_error']:.1f} %, worst {100 * sums['worst_error']:.1f} %; "
-                 f"ordered right: {_number(sums['ordered'], 3)} of {sums['num_ordered_pairs']} "
-                 "pairs\n")
     behind = [e["name"] for e in done
               if any(x["runtime"] == "oper" and x.get("over_oper", {}).get("high", 1) < 0.98
                      for x in e["contenders"].values())]
-    text += link_change.report(entries)
-    if behind:
-        text += f"a peer's plan executes faster, beyond 2 %: {', '.join(behind)}\n"
-    return text + record.noise_note(done) + "".join(
-        f"{why} {e['name']}: {e[why]}\n" for e in entries for why in ("skipped", "failed")
-        if why in e)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    return text + (f"a peer's plan executes faster, beyond 2 %: {', '.join(behind)}\n" if behind
+                   else "")

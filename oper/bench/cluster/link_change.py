@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,18 +13,18 @@ import numpy as np
 import torch.distributed as dist
 
 from oper.bench.cluster.constants import limit, measured_topology
-from oper.bench.cluster.contenders import build_plan, set_gradient
+from oper.bench.cluster.contenders import build_plan
 from oper.bench.cluster.network import Links
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.planning import gather, slowest
-from oper.bench.core.workload import TIMED, Workload, collect_stats, make_batch, timed_ids
+from oper.bench.core.measure import Run
+from oper.bench.core.planning import gather, joint_stats, slowest
+from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import Side
 from oper.plan import Plan
 from oper.replanning import Event, Replanner, WatchOptions
 from oper.search.planner import plan_problem
 from oper.search.problem.statement import make_problem
-from oper.stats import AccessStats
 from oper.topology import Topology
 
 _WINDOW = 8  # steps
@@ -46,6 +46,7 @@ class LinkChange:
         num_batches: distinct batches, which repeat.
         num_stats_batches: other batches that the statistics come from.
         in_grid: never; it is reported beside the grid.
+        constants: of this machine's processes, a topology file's text.
     """
 
     name: str
@@ -55,18 +56,76 @@ class LinkChange:
     num_batches: int = 32
     num_stats_batches: int = 32
     in_grid: bool = False
+    constants: str = ""
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Train, slow the link down, and compare; what rank 0 returns stands in the record.
+        Collective."""
+        progress("measuring the links")
+        links, slower = self.links, replace(self.links, slow_host_share=self.share_after)
+        topology, measured = measured_topology(links, self.constants)
+        begun = _Run(self, progress)
+        first = begun.plan(topology)
+        side = begun.side(first)
+        watch = Replanner(side.model, begun.stats, topology, WatchOptions(window=_WINDOW))
+        progress(f"{_BEFORE} steps, then host 0's link goes down to {self.share_after:g} of its "
+                 "rate")
+        early = begun.train(side, watch, _BEFORE)
+        limit(slower)
+        changed_at = len(begun.step_ms)
+        events = begun.train(side, watch, _MOST_STEPS, lambda event: event.kind == "moved")
+        moved_at = len(begun.step_ms)
+        limit(slower, False)
+        progress("comparing rows with a run that never moved")
+        error = begun.difference(side, first)
+        limit(slower)
+        progress("timing beside a plan that is made for these links")
+        now, _ = measured_topology(slower, self.constants)
+        fresh = begun.side(begun.plan(now))
+        both = {"moved": side, "fresh": fresh}
+        times = record.interleave({n: functools.partial(begun.step, s) for n, s in both.items()},
+                                  dist.barrier, _ROUNDS, _PER_ROUND)
+        after = {n: float(np.median(slowest(t.tolist()))) * 1e3 for n, t in times.items()}
+        steps = slowest(begun.step_ms)
+        for x in both.values():
+            dist.barrier()
+            x.tables.close()  # type: ignore[union-attr]
+        if begun.rank:
+            return {}
+        before_ms = statistics.median(steps[changed_at - 2 * _WINDOW:changed_at])
+        slow_ms = statistics.median(steps[changed_at:moved_at])
+        entry: dict[str, Any] = {
+            "objective": "training", "hosts": links.num_hosts, "in_grid": False,
+            "links": asdict(links), "workload": asdict(self.work), "measured": measured,
+            "share_after": self.share_after, "verified": error <= _TOLERANCE,
+            "largest_difference": error, "step_before_ms": round(before_ms, 2),
+            "step_slow_ms": round(slow_ms, 2), "step_after_ms": round(after["moved"], 2),
+            "step_fresh_ms": round(after["fresh"], 2),
+            "ratio_fresh": round(after["moved"] / after["fresh"], 4),
+            "steps_until_moved": None,
+            "events": [{"step": e.step, "kind": e.kind, "seconds": round(e.seconds, 3),
+                        "link_mbits": [round(8e3 * x, 2) for x in e.link_gbps]}
+                       for e in early + events]}
+        if events and events[-1].kind == "moved":
+            found, gain_ms = events[-1].replanning, slow_ms - after["moved"]
+            assert found is not None
+            executed = events[-1].seconds * 1e3 / gain_ms if gain_ms > 0 else float("inf")
+            entry |= {"steps_until_moved": moved_at - changed_at,
+                      "move_ms": round(events[-1].seconds * 1e3, 1),
+                      "predicted_move_ms": round(found.copy_us / 1e3, 1),
+                      "network_bytes": found.network_bytes,
+                      "break_even_steps": round(executed, 1),
+                      "predicted_break_even_steps": round(found.break_even_steps, 1)}
+        return entry
 
 
-class _Run:
+class _Run(Run):
     """The case as one rank runs it."""
 
-    def __init__(self, case: LinkChange, alone: Topology, progress: Progress) -> None:
-        self.case, self.work, self.alone, self.progress = case, case.work, alone, progress
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        ids = timed_ids(self.work, self.rank, self.world_size, case.num_batches)
-        self.batches = [make_batch(self.work, x, (TIMED, self.rank, k)) for k, x in enumerate(ids)]
-        self.stats = AccessStats.merge_all(gather(
-            collect_stats(self.work, self.rank, self.world_size, case.num_stats_batches)))
+    def __init__(self, case: LinkChange, progress: Progress) -> None:
+        super().__init__(case, progress)
+        self.given = self.batches()
+        self.stats = joint_stats(self.work, case.num_stats_batches)
         self.step_ms: list[float] = []
 
     def plan(self, topology: Topology) -> Plan:
@@ -79,12 +138,14 @@ class _Run:
         return gather(made)[0]
 
     def side(self, plan: Plan) -> Side:
+        """The tables under a plan."""
         side = build_plan(self.work, plan)
-        set_gradient(side, self.work, self.batches[0])
+        self.set_gradient([side], self.given[0])
         return side
 
     def step(self, side: Side, k: int) -> None:
-        side.step(self.batches[k % len(self.batches)])
+        """Step number k."""
+        side.step(self.given[k % len(self.given)])
 
     def train(self, side: Side, watch: Replanner, num_steps: int,
               until: Callable[[Event], bool] = lambda event: False) -> list[Event]:
@@ -95,100 +156,24 @@ class _Run:
             self.step_ms.append(taken * 1e3)
             event = watch.step()
             if event is not None:
-                self.progress(f"{event.kind} after {event.step} steps")
+                self.say(f"{event.kind} after {event.step} steps")
                 events.append(event)
                 if until(event):
                     break
         return events
 
-
-def run(case: LinkChange, alone: Topology, progress: Progress) -> dict[str, Any]:
-    """The case's entry of the record on rank 0, nothing elsewhere. Collective."""
-    progress("measuring the links")
-    links, slower = case.links, replace(case.links, slow_host_share=case.share_after)
-    topology, measured = measured_topology(links, alone)
-    begun = _Run(case, alone, progress)
-    first = begun.plan(topology)
-    side = begun.side(first)
-    watch = Replanner(side.model, begun.stats, topology, WatchOptions(window=_WINDOW))
-    progress(f"{_BEFORE} steps, then host 0's link goes down to {case.share_after:g} of its rate")
-    early = begun.train(side, watch, _BEFORE)
-    limit(slower)
-    changed_at = len(begun.step_ms)
-    events = begun.train(side, watch, _MOST_STEPS, lambda event: event.kind == "moved")
-    moved_at = len(begun.step_ms)
-    has_moved = bool(events) and events[-1].kind == "moved"
-    limit(slower, False)
-    progress("comparing rows with a run that never moved")
-    error = _difference(begun, side, first)
-    limit(slower)
-    progress("timing beside a plan that is made for these links")
-    now, _ = measured_topology(slower, alone)
-    fresh = begun.side(begun.plan(now))
-    both = {"moved": side, "fresh": fresh}
-    times = record.interleave({n: functools.partial(begun.step, s) for n, s in both.items()},
-                              dist.barrier, _ROUNDS, _PER_ROUND)
-    after = {n: float(np.median(slowest(t.tolist()))) * 1e3 for n, t in times.items()}
-    steps = slowest(begun.step_ms)
-    for x in both.values():
+    def difference(self, side: Side, first: Plan) -> float:
+        """Largest difference of a row's number, relative to the largest number of its table, from a
+        run of the same steps under the first plan. Collective."""
+        other = self.side(first)
+        for k in range(len(self.step_ms)):
+            self.step(other, k)
+        worst = 0.0
+        assert side.tables is not None and other.tables is not None
+        for table in side.tables.specs:
+            moved, stayed = side.tables.read(table), other.tables.read(table)
+            found = float((moved - stayed).abs().max() / stayed.abs().max())
+            worst = max(worst, found if math.isfinite(found) else math.inf)
         dist.barrier()
-        x.tables.close()  # type: ignore[union-attr]
-    if begun.rank:
-        return {}
-    before_ms = statistics.median(steps[changed_at - 2 * _WINDOW:changed_at])
-    slow_ms = statistics.median(steps[changed_at:moved_at])
-    entry: dict[str, Any] = {
-        "name": case.name, "objective": "training", "hosts": links.num_hosts, "in_grid": False,
-        "links": asdict(links), "workload": asdict(case.work), "measured": measured,
-        "share_after": case.share_after, "verified": error <= _TOLERANCE,
-        "largest_difference": error, "step_before_ms": round(before_ms, 2),
-        "step_slow_ms": round(slow_ms, 2), "step_after_ms": round(after["moved"], 2),
-        "step_fresh_ms": round(after["fresh"], 2),
-        "ratio_fresh": round(after["moved"] / after["fresh"], 4),
-        "steps_until_moved": moved_at - changed_at if has_moved else None,
-        "events": [{"step": e.step, "kind": e.kind, "seconds": round(e.seconds, 3),
-                    "link_mbits": [round(8e3 * x, 2) for x in e.link_gbps]}
-                   for e in early + events]}
-    if has_moved:
-        found, gain_ms = events[-1].replanning, slow_ms - after["moved"]
-        assert found is not None
-        executed = events[-1].seconds * 1e3 / gain_ms if gain_ms > 0 else float("inf")
-        entry |= {"move_ms": round(events[-1].seconds * 1e3, 1),
-                  "predicted_move_ms": round(found.copy_us / 1e3, 1),
-                  "network_bytes": found.network_bytes,
-                  "break_even_steps": round(executed, 1),
-                  "predicted_break_even_steps": round(found.break_even_steps, 1)}
-    return entry
-
-
-def _difference(begun: _Run, side: Side, first: Plan) -> float:
-    """Largest difference of a row's number, relative to the largest number of its table, from a run
-    of the same steps under the first plan. Collective."""
-    other = begun.side(first)
-    for k in range(len(begun.step_ms)):
-        begun.step(other, k)
-    worst = 0.0
-    assert side.tables is not None and other.tables is not None
-    for table in side.tables.specs:
-        moved, stayed = side.tables.read(table), other.tables.read(table)
-        found = float((moved - stayed).abs().max() / stayed.abs().max())
-        worst = max(worst, found if math.isfinite(found) else math.inf)
-    dist.barrier()
-    other.tables.close()
-    return max(gather(worst))
-
-
-def report(entries: Sequence[dict[str, Any]]) -> str:
-    """What has come of the cases, for a person."""
-    text = ""
-    for e in (e for e in entries if "step_fresh_ms" in e):
-        text += (f"{e['name']}: {e['step_before_ms']:.0f} ms a step, {e['step_slow_ms']:.0f} ms "
-                 f"with host 0's link at {e['share_after']:g}, {e['step_after_ms']:.0f} ms at "
-                 f"the end ({e['ratio_fresh']:.2f} of a plan made for these links)")
-        if "move_ms" in e:
-            text += (f"; moved after {e['steps_until_moved']} steps, in {e['move_ms']:.0f} ms "
-                     f"(predicted {e['predicted_move_ms']:.0f}); break-even "
-                     f"{e['break_even_steps']:.0f} steps (predicted "
-                     f"{e['predicted_break_even_steps']:.0f})")
-        text += f"; {'same rows' if e['verified'] else 'NOT VERIFIED'}\n"
-    return text
+        other.tables.close()
+        return max(gather(worst))

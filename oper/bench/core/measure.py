@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,12 @@ import torch.distributed as dist
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.planning import slowest, total, world
-from oper.bench.core.workload import TIMED, Workload, make_batch, timed_ids
+from oper.bench.core.workload import TIMED, Workload, bags_of, make_batch, timed_ids
+from oper.search.replay.simulate import Bags
+from oper.search.replay.wire import WireReplay
 
 if TYPE_CHECKING:
+    from oper.plan import Plan
     from oper.shmem.tables import ShardedTables
 
 Call = Callable[[int], Any]  # takes the number of the call
@@ -96,6 +99,23 @@ class Run:
         shape = num_samples, self.work.dim * len(self.work.num_rows)
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1e-3
 
+    def set_gradient(self, sides: Iterable[Any], batch: Any) -> None:
+        """The same output gradient for every side and every step. Collective."""
+        gradient = self.gradient(self.work.seed + self.rank,
+                                 self.work.batch_size // self.world_size)
+        for side in sides:
+            side.order_gradient(gradient, batch)
+
+    def simulated_bytes(self, plan: Plan, host_of: Sequence[int], training: bool, steps: int
+                        ) -> list[int]:
+        """Bytes that a plan sends between hosts in each of the first steps, as simulated."""
+        replay, count = WireReplay(plan, host_of, training=training), self.case.num_batches
+        everyones = [timed_ids(self.work, r, self.world_size, min(steps, count))
+                     for r in range(self.world_size)]
+        return [int(replay.step([
+            {f: Bags(*x) for f, x in zip(self.work.features, bags_of(self.work, ids), strict=True)}
+            for ids in (x[k % count] for x in everyones)]).sum()) for k in range(steps)]
+
     def time(self, runs: Mapping[str, Call], align: Callable[[], None], phase: str = "",
              before: Mapping[str, Call] | None = None) -> dict[str, np.ndarray]:
         """Time contenders in turns after two calls of each. Collective.
@@ -132,6 +152,13 @@ class Run:
             "threads_per_rank": case.threads_per_rank,
             "num_stats_batches": case.num_stats_batches,
             "other_busy_cores": others.get("", others)}
+
+
+def median_phases(tables: ShardedTables, ticks: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Median milliseconds by phase of steps, mean over ranks, of their `phase_ns`. Collective."""
+    mine = np.median(np.array(ticks, np.float64), axis=0) / 1e6
+    return {name: round(x / world()[1], 4)
+            for name, x in zip(tables.phase_ns(), total(mine.tolist()), strict=True)}
 
 
 def summaries(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ def report(entries: Sequence[Mapping[str, Any]], tables: Sequence[Sequence[str]]
         entries: of a record.
         tables: of each table the figures that its columns show, by their keys: ``a.b`` is b in a,
             and ``a.*.b`` gives an entry a row for each name in a. An entry stands in the first
-            table whose first figure it has; columns without any figure are left out.
+            table whose first figure it has, or else in a line with its numbers; columns without any
+            figure are left out.
     """
     text, left = "", list(entries)
     for keys in tables:
@@ -28,6 +29,9 @@ def report(entries: Sequence[Mapping[str, Any]], tables: Sequence[Sequence[str]]
         rows = [_rows(e, paths) for e in left]
         left = [e for e, found in zip(left, rows, strict=True) if not found]
         text += _table_of(keys, [row for found in rows for row in found])
+    for e in left:
+        numbers = ", ".join(f"{k} {text_of(v)}" for k, v in e.items() if isinstance(v, int | float))
+        text += f"{e['name']}: {numbers}\n" if numbers else ""
     return text + noise_note(entries) + "".join(
         f"{why} {e['name']}: {e[why]}\n" for e in entries for why in ("skipped", "failed")
         if why in e) + "".join(

@@ -13,16 +13,13 @@ import torch.distributed as dist
 
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Case, Run, over
+from oper.bench.core.measure import Case, Run, median_phases, over
 from oper.bench.core.planning import bytes_read, chosen_plan, slowest, total
-from oper.bench.core.workload import bags_of
 from oper.bench.tables.ceiling import Ceiling
 from oper.bench.tables.sides import Dense, Side, build_oper, build_torchrec, moved_bytes
 from oper.bench.tables.torchrec_peer import PLAN_KINDS
 from oper.bench.tables.verify import Checks, Reference, Verdict, verify
 from oper.plan import Plan
-from oper.search.replay.simulate import Bags
-from oper.search.replay.wire import WireReplay
 from oper.shmem.group.domains import DOMAIN_ENV
 
 _PHASE_STEPS = 16
@@ -103,11 +100,7 @@ class _TrainRun(Run):
             self.say(f"building TorchRec's {kind} side")
             self.sides.append(build_torchrec(self.work, dense, kind, self.world_size)[0])
         if dense is None:
-            # The same output gradient for every side and every step.
-            gradient = self.gradient(self.work.seed + self.rank,
-                                     self.work.batch_size // self.world_size)
-            for side in self.sides:
-                side.order_gradient(gradient, checks.batch(0, self.rank))
+            self.set_gradient(self.sides, checks.batch(0, self.rank))
         return None if self.rank else Reference(model, checks)
 
     def _time(self, batches: Sequence[Any], ceiling: Ceiling | None
@@ -158,13 +151,8 @@ class _TrainRun(Run):
         """What the simulator says of the bytes that all ranks have sent in the counted steps."""
         if self.rank:
             return {}
-        replay = WireReplay(self._tables.plan, range(self.world_size), training=True)
-        simulated, everyones = 0, self.everyones_ids()
-        for k in range(_PHASE_STEPS):
-            bags = [bags_of(self.work, ids) for ids in everyones[k % len(everyones)]]
-            simulated += int(replay.step([
-                {f: Bags(*x) for f, x in zip(self.work.features, mine, strict=True)}
-                for mine in bags]).sum())
+        simulated = sum(self.simulated_bytes(self._tables.plan, range(self.world_size), True,
+                                             _PHASE_STEPS))
         return {"simulated_bytes_per_step": round(simulated / _PHASE_STEPS),
                 "simulated_equals_sent": simulated == executed}
 
@@ -178,9 +166,7 @@ class _TrainRun(Run):
             tables.barrier()
             self.sides[0].step(batch)
             taken.append(list(tables.phase_ns().values()))
-        mine = np.median(np.array(taken, np.float64), axis=0) / 1e6
-        return {name: round(x / self.world_size, 4)
-                for name, x in zip(tables.phase_ns(), total(mine.tolist()), strict=True)}
+        return median_phases(tables, taken)
 
     def _throughput(self, seconds: dict[str, np.ndarray]) -> dict[str, Any]:
         """Of a whole model: samples that a core trains in a second, by contender."""
