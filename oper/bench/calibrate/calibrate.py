@@ -17,12 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench.calibrate import worker
-from oper.bench.calibrate.hosts import is_launched, measure_hosts
-from oper.bench.calibrate.network import across_hosts, measure_network
-from oper.bench.calibrate.worker import INTERVAL, KINDS, plan_of
+from oper.bench.calibrate.network import (
+    across_hosts,
+    is_launched,
+    measure_hosts,
+    measure_network,
+)
+from oper.bench.calibrate.worker import INTERVAL, KINDS, Gather, Placements, plan_of
 from oper.bench.core import record
 from oper.bench.core.launch import run_workers
+from oper.bench.core.report import table
 from oper.bench.core.workload import Workload
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan
@@ -59,16 +63,15 @@ class Sample:
 
     Attributes:
         work: the workload.
-        kind: one of `calibrate_worker.KINDS`.
+        kind: one of `worker.KINDS`.
         stats: its access statistics, of other batches.
         wall_us: median of the slowest rank's undisturbed steps.
         median_us: median of all steps: far above it on a machine that others use as well.
-        outside_us: of a step outside of its working phases: calls and barriers.
         phases_us: float64 [3, W], medians of forward, backward and update in microseconds,
             waiting left out.
         bytes_read: of all ranks per pass, by phase and link; see `planning.bytes_read`.
         quality: ``interval``, ``num_steps``, ``num_undisturbed``, ``delayed``; see
-            `calibrate_worker`.
+            `Placements`.
     """
 
     work: Workload
@@ -76,7 +79,6 @@ class Sample:
     stats: AccessStats
     wall_us: float
     median_us: float
-    outside_us: float
     phases_us: np.ndarray
     bytes_read: dict[str, dict[str, int]] = field(default_factory=dict)
     quality: dict[str, float] = field(default_factory=dict)
@@ -132,7 +134,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
             "several hosts, started by torchrun", "leave it out, or run on the hosts themselves"))
     load_before = record.load_average()
     checking = held_out(args.quick, args.world_size) if args.check else []
-    fitted, samples = _measure_and_fit(args.quick, args.world_size, checking)
+    fitted, samples = measure_and_fit(args.quick, args.world_size, checking)
     topology = fitted.topology
     if args.exchange == "collective":
         topology = across_hosts(topology, measure_network(args.world_size))
@@ -161,7 +163,7 @@ def _run_on_hosts(args: argparse.Namespace) -> int:
             "cannot calibrate several hosts", "options", "--check or --exchange",
             "neither under torchrun", "leave them out, or run without torchrun"))
     dist.init_process_group("gloo")
-    topology = measure_hosts(lambda num_ranks: _measure_and_fit(args.quick, num_ranks, [])[0]
+    topology = measure_hosts(lambda num_ranks: measure_and_fit(args.quick, num_ranks, [])[0]
                              .topology, args.hosts_per_rack)
     if dist.get_rank() == 0:
         write_text(args.output, as_toml(topology))
@@ -172,7 +174,7 @@ def _run_on_hosts(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
+def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
                      ) -> tuple[Fit, list[Sample]]:
     """Constants of processes that share this machine, and samples of the workloads `checking`."""
     fitting = workloads(quick, world_size)
@@ -222,22 +224,20 @@ def measure(world_size: int, works: Sequence[tuple[Workload, Sequence[str]]], ro
     Args:
         world_size: processes.
         works: workloads and placements of each.
-        rounds: see `calibrate_worker`.
+        rounds: see `Placements`.
         folder: for temporary files.
     """
-    cases: list[dict[str, Any]] = [{"gather": last_level_cache_bytes()}]
-    cases += [{"work": w, "kinds": list(kinds), "rounds": rounds,
-               "stats": str(folder / f"stats-{k}.npz")} for k, (w, kinds) in enumerate(works)]
-    bandwidth, *found = run_workers(worker.measure, cases, world_size)
+    cases = [Placements(w, tuple(kinds), rounds, str(folder / f"stats-{k}.npz"))
+             for k, (w, kinds) in enumerate(works)]
+    bandwidth, *found = run_workers([Gather(last_level_cache_bytes()), *cases], world_size)
     samples = []
-    for (work, _), case, result in zip(works, cases[1:], found, strict=True):
-        stats = AccessStats.load(case["stats"])
+    for case, result in zip(cases, found, strict=True):
+        stats = AccessStats.load(case.stats)
         for kind, x in result.items():
             forward, reduce, _, update, _, refresh = np.array(x["phases_us"]).T
             phases = np.stack([forward, reduce, update + refresh])
-            samples.append(Sample(work, kind, stats, x["wall_us"], x["median_us"],
-                                  x["outside_us"], phases, x["bytes_read"],
-                                  {k: x[k] for k in _QUALITY}))
+            samples.append(Sample(case.work, kind, stats, x["wall_us"], x["median_us"], phases,
+                                  x["bytes_read"], {k: x[k] for k in _QUALITY}))
     return {k: float(v) for k, v in bandwidth.items()}, samples
 
 
@@ -515,4 +515,4 @@ def _report(fitted: Fit) -> str:
     rows = [[name, f"{100 * middle:.1f} %", f"{100 * worst:.1f} %"]
             for name, (middle, worst) in fitted.residuals.items()]
     return (as_toml(fitted.topology) + "\n"
-            + record.table(["residual", "median", "worst"], rows) + "\n")
+            + table(["residual", "median", "worst"], rows) + "\n")

@@ -1,4 +1,4 @@
-"""What the exchange between hosts costs a rank: messages and bytes.
+"""What the exchange between hosts costs a rank, and ``oper calibrate`` on several hosts at once.
 
 Processes on one machine exchange over its loopback interface: real processors, copies and system
 calls, but no wire. What a wire carries is measured by `oper.shmem.group.links`.
@@ -6,19 +6,22 @@ calls, but no wire. What a wire carries is measured by `oper.shmem.group.links`.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import numpy as np
 
 from oper.bench.core.launch import Progress, run_workers
-from oper.bench.core.planning import slowest, world
+from oper.bench.core.planning import gather, slowest, world
+from oper.errors import InvalidInputError, fail
 from oper.topology import Costs, Rack, Topology
 
 _HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to every other rank
 _ROUNDS, _PER_ROUND = 13, 4
+_LOOPBACK_RANKS = 2  # enough to measure what a byte costs its sender and receiver
 
 
 def measure_network(world_size: int) -> dict[str, float]:
@@ -28,16 +31,22 @@ def measure_network(world_size: int) -> dict[str, float]:
         ``phase_us`` (a header and a small payload) and ``ns_per_byte`` that a rank sends or
         receives, both directions at once.
     """
-    found, = run_workers(measure, [{}], world_size)
-    return {k: float(v) for k, v in found.items()}
+    found, = run_workers([Exchange()], world_size)
+    return found
 
 
-def measure(case: Mapping[str, Any], progress: Progress) -> dict[str, float]:
-    """The worker function. Collective."""
-    progress("exchanging headers and payloads")
-    small, large = exchange_s(_HEADER_BYTES), exchange_s(_PAYLOAD_BYTES)
-    both_ways = 2 * (world()[1] - 1) * (_PAYLOAD_BYTES - _HEADER_BYTES)
-    return {"phase_us": 2e6 * small, "ns_per_byte": max(0.0, large - small) * 1e9 / both_ways}
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What `measure_network` tells."""
+
+    name: ClassVar[str] = "network"
+
+    def measure(self, progress: Progress) -> dict[str, float]:
+        """Exchange headers and payloads. Collective."""
+        progress("exchanging headers and payloads")
+        small, large = exchange_s(_HEADER_BYTES), exchange_s(_PAYLOAD_BYTES)
+        both_ways = 2 * (world()[1] - 1) * (_PAYLOAD_BYTES - _HEADER_BYTES)
+        return {"phase_us": 2e6 * small, "ns_per_byte": max(0.0, large - small) * 1e9 / both_ways}
 
 
 def phase_us() -> float:
@@ -106,3 +115,48 @@ def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[
     return replace(hosts[0], name=f"measured-hosts-{len(hosts)}", domains=tuple(domains),
                    costs=Costs(**costs),
                    hosts_share_links=any(h.world_size > 1 for h in hosts), racks=racks)
+
+
+def is_launched() -> bool:
+    """Whether this process is one of several that torchrun has started."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int = 0) -> Topology:
+    """Topology of the hosts in the default process group. Collective.
+
+    Args:
+        measure_here: measures a number of ranks that share this host's memory; called on the first
+            rank of each host, while the others wait.
+        hosts_per_rack: hosts that share an uplink to others, in the order of their ranks; 0: none.
+
+    Raises:
+        InvalidInputError: ranks are not numbered host by host.
+    """
+    from oper.shmem.group.domains import find_domains
+    from oper.shmem.group.groups import ProcessGroup
+    from oper.shmem.group.links import link_gbps, uplink_gbps
+
+    domain_of = find_domains(ProcessGroup())
+    if sorted(domain_of) != domain_of:
+        raise InvalidInputError(fail(
+            "cannot calibrate", "hosts of the ranks", domain_of, "ranks numbered host by host",
+            "start them with torchrun"))
+    rank, _ = world()
+    mine = None
+    if domain_of.index(domain_of[rank]) == rank:
+        here = measure_here(domain_of.count(domain_of[rank]))
+        mine = here, measure_network(_LOOPBACK_RANKS)["ns_per_byte"]
+    found = [x for x in gather(mine) if x is not None]
+    hosts = [here for here, _ in found]
+    if len(hosts) == 1:
+        return hosts[0]
+    rack_of = [h // (hosts_per_rack or len(hosts)) for h in range(len(hosts))]
+    links = link_gbps(ProcessGroup(), domain_of, rack_of)
+    uplinks = (uplink_gbps(ProcessGroup(), [rack_of[h] for h in domain_of]) if any(rack_of)
+               else [])
+    racks = tuple(Rack(tuple(h for h, k in enumerate(rack_of) if k == rack), gbps)
+                  for rack, gbps in enumerate(uplinks))
+    return of_hosts(hosts, links, {
+        "phase_us": phase_us(),
+        "ns_per_byte": sum(x for _, x in found) / len(found)}, racks)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from oper.bench.core.planning import bytes_read, slowest
-from oper.bench.core.workload import TIMED, Workload, batch_ids, collect_stats
+from oper.bench.core.launch import Progress
+from oper.bench.core.planning import bytes_read, joint_stats, slowest
+from oper.bench.core.workload import TIMED, Workload, batch_ids
 from oper.bench.tables.ceiling import PREFETCH_ROWS, row_addresses
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
@@ -37,7 +38,6 @@ _DELAYED = 0.02  # share of an undisturbed step that a rank may have waited for 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 INTERVAL = 0.03  # half a median's 95 % interval, relative: what rounds are repeated for
 _PATIENCE = 4  # times the rounds asked for, at most
-_WAITS = (2, 4)  # where the runtime's phase clock counts waiting for peers
 
 
 def plan_of(kind: str, tables: Sequence[TableSpec], stats: AccessStats, world_size: int) -> Plan:
@@ -78,39 +78,63 @@ def _tiers(kind: str, number: int, num_rows: int, world_size: int) -> list[Tier]
     return [copies, Tier(head, num_rows, "striped", every, mode="push")]
 
 
-def measure(case: dict[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
-    """One case; the worker function. Collective.
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Bandwidths of bare gathers, GB/s of all ranks together: ``read_gbps`` and ``cache_gbps``.
 
-    Args:
-        case: ``{"gather": cache_bytes}``, or ``{"work", "kinds", "rounds", "stats"}``: a workload,
-            placements of `KINDS`, rounds, and the file that its statistics are written to.
-        progress: called with what is being done.
-
-    Returns:
-        On rank 0: bandwidths, or what `_summary` says of each kind and ``bytes_read``.
+    Attributes:
+        cache_bytes: of the last cache, as lookups take it.
     """
-    group = default_group()
-    if "gather" in case:
+
+    cache_bytes: int
+    name: ClassVar[str] = "bandwidth"
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """The bandwidths, on rank 0. Collective."""
         progress("reading rows at random")
-        return _gather(group, int(case["gather"]))
-    work: Workload = case["work"]
-    mine = collect_stats(work, group.rank, group.world_size, 8)
-    stats = AccessStats.merge_all(group.all_gather(mine))
-    if group.rank == 0:
-        stats.save(case["stats"])
-    # As many batches as keep repeated steps from finding all of their rows in cache.
-    batches = [_lookup(work, batch_ids(work, group.rank, group.world_size, k, TIMED), group)
-               for k in range(8)]
-    plans = {kind: plan_of(kind, work.tables(), stats, group.world_size) for kind in case["kinds"]}
-    # Copies of a replicated table and its masters: all that a plan may hold of the tables.
-    each = (1 + group.world_size) * sum(t.num_bytes for t in work.tables())
-    together = max(1, _HELD_BYTES // each)
-    found: dict[str, Any] = {}
-    for at in range(0, len(plans), together):
-        some = dict(list(plans.items())[at:at + together])
-        progress(f"{work.name}: {', '.join(some)}")
-        found |= _rounds(some, work, batches, group, int(case["rounds"]))
-    return found
+        return _gather(default_group(), self.cache_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """Steps of a workload under given placements.
+
+    Attributes:
+        work: the workload.
+        kinds: of `KINDS`.
+        rounds: see `_rounds`.
+        stats: the file that its statistics are written to.
+    """
+
+    work: Workload
+    kinds: tuple[str, ...]
+    rounds: int
+    stats: str
+
+    @property
+    def name(self) -> str:
+        """The workload's."""
+        return self.work.name
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """On rank 0, what `_summary` says of each kind, and ``bytes_read``. Collective."""
+        work, group = self.work, default_group()
+        stats = joint_stats(work, 8)
+        if group.rank == 0:
+            stats.save(self.stats)
+        # As many batches as keep repeated steps from finding all of their rows in cache.
+        batches = [_lookup(work, batch_ids(work, group.rank, group.world_size, k, TIMED), group)
+                   for k in range(8)]
+        plans = {kind: plan_of(kind, work.tables(), stats, group.world_size) for kind in self.kinds}
+        # Copies of a replicated table and its masters: all that a plan may hold of the tables.
+        each = (1 + group.world_size) * sum(t.num_bytes for t in work.tables())
+        together = max(1, _HELD_BYTES // each)
+        found: dict[str, Any] = {}
+        for at in range(0, len(plans), together):
+            some = dict(list(plans.items())[at:at + together])
+            progress(", ".join(some))
+            found |= _rounds(some, work, batches, group, self.rounds)
+        return found
 
 
 def _lookup(work: Workload, ids: np.ndarray, group: Group) -> Lookup:
@@ -208,8 +232,7 @@ def _summary(steps: Sequence[_Step], group: Group) -> dict[str, Any]:
         ``wall_us`` (slowest rank, median), ``interval`` (half the width of that median's 95 %
         interval, relative: McGill, Tukey and Larsen 1978), ``median_us`` (of all steps),
         ``num_steps``, ``num_undisturbed``, ``delayed`` (mean share of all steps that a rank waited
-        for its core), ``outside_us`` (calls and barriers, outside of the working phases, median)
-        and ``phases_us``, float [W][6] (medians).
+        for its core) and ``phases_us``, float [W][6] (medians).
     """
     every = group.all_gather((np.array([s.seconds for s in steps]) * 1e6,
                               np.array([s.phases_ns for s in steps], float) / 1e3,
@@ -219,15 +242,11 @@ def _summary(steps: Sequence[_Step], group: Group) -> dict[str, Any]:
     delayed = delays.max(axis=0) / slowest
     limit = max(_DELAYED, float(np.sort(delayed)[min(_FEWEST, slowest.size) - 1]))
     kept = delayed <= limit
-    # Who arrives last at a barrier waits for nobody: what is left is the barrier itself.
-    barriers = clocks[:, :, list(_WAITS)].min(axis=0).sum(axis=1)
     low, middle, high = np.percentile(slowest[kept], [25, 50, 75])
     return {"wall_us": float(middle), "median_us": float(np.median(slowest)),
             "interval": float(1.57 * (high - low) / np.sqrt(kept.sum()) / middle),
             "num_steps": slowest.size, "num_undisturbed": int((delayed <= _DELAYED).sum()),
             "delayed": float(delayed.mean()),
-            "outside_us": float(np.median((walls - clocks.sum(axis=2))[:, kept])
-                                + np.median(barriers[kept])),
             "phases_us": np.median(clocks[:, kept], axis=1).tolist()}
 
 

@@ -6,14 +6,11 @@ import argparse
 import itertools
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from oper.bench.calibrate.calibrate import as_toml, fit, measure, workloads
-from oper.bench.calibrate.worker import KINDS
+from oper.bench.calibrate.calibrate import as_toml, measure_and_fit
 from oper.bench.cluster.case import Case
 from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, check_possible, cluster, why_no_quota
@@ -125,10 +122,7 @@ def _alone(args: argparse.Namespace) -> str:
     if args.quick:
         return as_toml(Topology.this_host(_CALIBRATED))
     print("  measuring what a rank costs by itself", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="oper-calibrate-") as folder:
-        bandwidth, samples = measure(_CALIBRATED, [(w, KINDS) for w in
-                                                   workloads(True, _CALIBRATED)], 4, Path(folder))
-    return as_toml(fit(samples, _CALIBRATED, bandwidth).topology)
+    return as_toml(measure_and_fit(True, _CALIBRATED, [])[0].topology)
 
 
 def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

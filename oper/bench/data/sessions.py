@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from oper.bench.core import record
-from oper.bench.core.launch import run_workers
+from oper.bench.core.launch import Progress, run_workers
 from oper.data import Folder, Loader, LoaderOptions, PreprocessOptions, preprocess
 from oper.data.generate.ids import power_law_ids
 from oper.data.generic import Choice, generic_recipe
@@ -22,14 +22,6 @@ _SAMPLES, _HISTORY = 8, 30  # of a session on average; items that each of its sa
 _ITEMS, _SHOPS = 200_000, 20_000
 _EXPONENT = 1.05
 _OF_SESSION = ("user", "history", "shops")  # equal for all samples of a session
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What the ranks measure: a preprocessed log, samples of a batch."""
-
-    folder: str
-    batch_size: int
 
 
 def sessions(num_rows: int, folder: Path) -> dict[str, Any]:
@@ -50,8 +42,8 @@ def sessions(num_rows: int, folder: Path) -> dict[str, Any]:
         recipe = generic_recipe("csv", Choice(("user", "item", "history:|", "shops:|"),
                                               label="label"))
         preprocess(recipe, [str(where / "log.csv")], where / "out", PreprocessOptions(min_count=1))
-        job = _Job(str(where / "out"), max(1, min(_BATCH, num_rows // (4 * WORLD_SIZE))))
-        found[name], = run_workers(_measure, [job], WORLD_SIZE)
+        job = Steps(str(where / "out"), max(1, min(_BATCH, num_rows // (4 * WORLD_SIZE))))
+        found[name], = run_workers([job], WORLD_SIZE)
         shutil.rmtree(where)
     return {"verified": all(x.pop("bit_equal") for x in found.values()), "rows": num_rows,
             "ranks": WORLD_SIZE, "samples_per_session": _SAMPLES, "ids_per_list": _HISTORY,
@@ -72,51 +64,64 @@ def _write_log(path: Path, num_rows: int, samples: int) -> None:
             file.writelines(f"{k % 2},{user},{next(items)},{lists}\n" for k in range(size))
 
 
-def _measure(job: _Job, progress: Callable[[str], None]) -> dict[str, Any]:
-    """On each rank."""
-    import torch
-    import torch.distributed as dist
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps on the batches of a preprocessed log, in full and with equal bags once.
 
-    import oper
+    Attributes:
+        folder: of the log.
+        batch_size: samples of a rank's batch.
+    """
 
-    about = Folder.open(job.folder)
-    model: Any = EmbeddingBagCollection([EmbeddingBagConfig(
-        name=f"t_{name}", num_embeddings=rows, embedding_dim=_DIM, feature_names=[name])
-        for name, rows in zip(about.sparse, about.num_rows, strict=True)])
-    batches = {name: _batches(job, chosen) for name, chosen in (
-        ("full", ()), ("once", _OF_SESSION))}
-    model = oper.shard(model, oper.collect(batches["full"], model),
-                       optimizer=oper.RowWiseAdagrad(lr=0.01))
-    count, at = len(batches["full"]), about.sparse.index("history")
-    is_equal, distinct = True, 0
-    for full, once in zip(batches["full"], batches["once"], strict=True):
-        with torch.no_grad():
-            is_equal &= torch.equal(model(full).values(), model(once).values())
-        distinct += once.stride_per_key()[at]
-    gradient = torch.randn(job.batch_size, _DIM * len(about.sparse),
-                           generator=torch.Generator().manual_seed(0))
+    folder: str
+    batch_size: int
+    name: ClassVar[str] = "sessions"
 
-    def steps(name: str) -> Callable[[int], None]:
-        def step(k: int) -> None:
-            out = model(batches[name][k % count]).values()
-            out.backward(gradient[:out.shape[0]])
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Whether both give the same, and how long they take. Collective."""
+        import torch
+        import torch.distributed as dist
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-        return step
+        import oper
 
-    progress("steps with all bags, and with those of a session once")
-    spent = record.interleave({name: steps(name) for name in batches}, dist.barrier, _ROUNDS, count)
-    seconds = torch.from_numpy(np.stack([spent[name] for name in batches]))
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # a step ends with its slower rank
-    equal = torch.tensor([float(is_equal)])
-    dist.all_reduce(equal, dist.ReduceOp.MIN)
-    full_s, once_s = seconds.median(dim=1).values.tolist()
-    return {"bit_equal": bool(equal), "duplication": count * job.batch_size / distinct,
-            "full_step_ms": 1e3 * full_s, "once_step_ms": 1e3 * once_s,
-            "ratio_step": full_s / once_s}
+        about = Folder.open(self.folder)
+        model: Any = EmbeddingBagCollection([EmbeddingBagConfig(
+            name=f"t_{name}", num_embeddings=rows, embedding_dim=_DIM, feature_names=[name])
+            for name, rows in zip(about.sparse, about.num_rows, strict=True)])
+        batches = {name: _batches(self, chosen) for name, chosen in (
+            ("full", ()), ("once", _OF_SESSION))}
+        model = oper.shard(model, oper.collect(batches["full"], model),
+                           optimizer=oper.RowWiseAdagrad(lr=0.01))
+        count, at = len(batches["full"]), about.sparse.index("history")
+        is_equal, distinct = True, 0
+        for full, once in zip(batches["full"], batches["once"], strict=True):
+            with torch.no_grad():
+                is_equal &= torch.equal(model(full).values(), model(once).values())
+            distinct += once.stride_per_key()[at]
+        gradient = torch.randn(self.batch_size, _DIM * len(about.sparse),
+                               generator=torch.Generator().manual_seed(0))
+
+        def steps(name: str) -> Callable[[int], None]:
+            def step(k: int) -> None:
+                out = model(batches[name][k % count]).values()
+                out.backward(gradient[:out.shape[0]])
+
+            return step
+
+        progress("steps with all bags, and with those of a session once")
+        spent = record.interleave({name: steps(name) for name in batches}, dist.barrier, _ROUNDS, count)
+        seconds = torch.from_numpy(np.stack([spent[name] for name in batches]))
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # a step ends with its slower rank
+        equal = torch.tensor([float(is_equal)])
+        dist.all_reduce(equal, dist.ReduceOp.MIN)
+        full_s, once_s = seconds.median(dim=1).values.tolist()
+        return {"bit_equal": bool(equal), "duplication": count * self.batch_size / distinct,
+                "full_step_ms": 1e3 * full_s, "once_step_ms": 1e3 * once_s,
+                "ratio_step": full_s / once_s}
 
 
-def _batches(job: _Job, deduplicate: Sequence[str]) -> list[Any]:
+def _batches(job: Steps, deduplicate: Sequence[str]) -> list[Any]:
     """The first whole batches of this rank."""
     options = LoaderOptions(job.batch_size, 1 << 15, drop_last=True, group_by="user",
                             deduplicate=tuple(deduplicate))
