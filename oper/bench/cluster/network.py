@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from oper.bench.core.launch import Seat
+from oper.bench.core.child import Seat
 from oper.errors import OperError, fail
 from oper.support.locks import locked
 

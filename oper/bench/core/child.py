@@ -1,48 +1,96 @@
-"""A helper process that obeys commands from a pipe and ends with the process that started it."""
+"""Processes that a benchmark starts; each ends with the one that has started it."""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Mapping
+import contextlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from oper.bench.core.memory import peak_rss_mb
 from oper.errors import OperError, fail
-from oper.serve.allocator import for_children
+from oper.serve.allocator import MALLOC
+from oper.support.processes import end_with_parent
 
 _ANSWER_S = 600.0
+_ALONE = {"OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where and how a process runs.
+
+    Attributes:
+        command: what its command line begins with.
+        environment: variables that it has beside or instead of those of this process; by default
+            the allocator's settings, where the user has none.
+        cgroup: file that its process id is written to.
+        log: file for all that it prints.
+        sockets: that it may use by their numbers.
+    """
+
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=lambda: {
+        k: v for k, v in MALLOC.items() if k not in os.environ})
+    cgroup: Path | None = None
+    log: Path | None = None
+    sockets: Sequence[socket.socket] = ()
 
 
 class Child:
-    """A spawned process.
+    """A process.
 
     Args:
-        function: called in the process with its end of the pipe and `arguments`. It may send a
-            message when it is ready, and returns when the pipe is closed.
+        function: a module's own; called in the process with its end of the pipe and `arguments`.
+            It may send a message when it is ready, and returns when the pipe is closed.
         arguments: for `function`; they can be pickled.
         what: its name in errors.
-        daemon: False for a process that starts processes itself.
+        seat: where it runs.
 
     Attributes:
         pipe: our end.
         pid: of the process.
     """
 
-    def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...], what: str,
-                 daemon: bool = True) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
+    def __init__(self, function: Callable[..., None], arguments: Sequence[Any], what: str,
+                 seat: Seat | None = None) -> None:
+        seat = seat or Seat()
+        job = pickle.dumps((function, tuple(arguments)))  # before anything is started
+        # torchrun's own variables would make workers of one of its processes look for its store.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+        root = str(Path(__file__).resolve().parents[3])
+        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+        ours, theirs = socket.socketpair()
+        self.pipe = Connection(ours.detach())
         self._what = what
-        self._process = context.Process(target=function, args=(theirs, *arguments), daemon=daemon)
-        with for_children():
-            self._process.start()
-        theirs.close()
-        self.pid = self._process.pid or 0
+        log = open(seat.log, "wb") if seat.log else None  # noqa: SIM115
+        with theirs:
+            self._process = subprocess.Popen(
+                [*seat.command, sys.executable, "-m", __name__, str(theirs.fileno())],
+                env={**inherited, **seat.environment, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                pass_fds=[s.fileno() for s in (theirs, *seat.sockets)])
+        if log:
+            log.close()
+        self.pid = self._process.pid
+        if seat.cgroup is not None:
+            seat.cgroup.write_text(str(self.pid))
+        with contextlib.suppress(ConnectionError):  # what it has failed by is told when it is asked
+            self.pipe.send_bytes(job)
 
     def send(self, *words: Any) -> None:
         """Give a command and its arguments."""
         self.pipe.send(words)
 
-    def wait(self, seconds: float = _ANSWER_S) -> Any:
+    def wait(self, seconds: float | None = _ANSWER_S) -> Any:
         """The next answer; raises it where it is an exception, and OperError without one."""
         try:
             if self.pipe.poll(seconds):
@@ -50,7 +98,7 @@ class Child:
                 if isinstance(answer, Exception):
                     raise answer
                 return answer
-        except EOFError:
+        except (EOFError, ConnectionError):
             pass
         raise OperError(fail(f"{self._what} has failed", "waited (s)", seconds, "an answer in less",
                              "see its error above"))
@@ -63,20 +111,82 @@ class Child:
     def close(self, seconds: float = 10.0) -> int:
         """End it, by force after so long; the exit code."""
         self.pipe.close()
-        self._process.join(seconds)
-        self._process.kill()
-        self._process.join()
-        return int(self._process.exitcode or 0)
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
 
 def obey(pipe: Any, commands: Mapping[str, Callable[..., Any]]) -> bool:
     """In the process: answer one command; False when the other end has closed."""
     try:
         command, *words = pipe.recv()
-    except EOFError:
+    except (EOFError, ConnectionError):
         return False
     try:
         pipe.send(commands[command](*words))
     except Exception as error:
         pipe.send(error if isinstance(error, OperError) else OperError(repr(error)))
     return True
+
+
+# ---- measured processes --------------------------------------------------------------------------
+
+
+def start(function: Callable[..., None], *arguments: Any) -> Child:
+    """A process that has one thread, and the allocator's settings of this one."""
+    return Child(_with_one_thread, (function, arguments), "a measured process",
+                 Seat(environment=_ALONE))
+
+
+def answer(function: Callable[..., None], *arguments: Any) -> Any:
+    """What the function sends first, from a process with one thread; raises OperError."""
+    child = start(function, *arguments)
+    try:
+        return child.wait(None)
+    finally:
+        child.close()
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """What a function took and gave in a process with one thread.
+
+    Returns:
+        ``seconds`` and processor time ``cpu`` (s), peak memory of the process ``rss_mb`` (10^6
+        bytes), and what the function returned, ``value``.
+
+    Raises:
+        OperError: the process has failed; its error stands on stderr.
+    """
+    found: dict[str, Any] = answer(measured, function, *arguments)
+    return found
+
+
+def measured(pipe: Connection, function: Callable[..., Any], *arguments: Any) -> None:
+    """In the process: see `call`."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    value = function(*arguments)
+    pipe.send({"seconds": time.perf_counter() - begin, "cpu": time.process_time() - cpu,
+               "rss_mb": peak_rss_mb(), "value": value})
+
+
+def _with_one_thread(pipe: Connection, function: Callable[..., None], arguments: tuple[Any, ...]
+                     ) -> None:
+    import pyarrow as pa
+
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+    function(pipe, *arguments)
+
+
+def main() -> None:
+    """What a process does."""
+    end_with_parent()
+    with Connection(int(sys.argv[1])) as pipe:
+        function, arguments = pickle.loads(pipe.recv_bytes())
+        function(pipe, *arguments)
+
+
+if __name__ == "__main__":
+    main()

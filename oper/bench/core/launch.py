@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import pickle
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from oper.bench.core.child import Child, Seat
 from oper.errors import OperError, fail
 from oper.serve.allocator import MALLOC
-from oper.support.processes import end_with_parent, free_port
+from oper.support.processes import free_port
 
 Progress = Callable[[str], None]  # told what is going on
-
-_POLL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Where a rank runs.
-
-    Attributes:
-        command: what its command line begins with.
-        environment: variables, before those that are the same for all ranks.
-        cgroup: file that its process id is written to.
-    """
-
-    command: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    cgroup: Path | None = None
 
 
 def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
@@ -50,24 +31,28 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
             pickled.
         world_size: processes.
         num_threads: threads of each process (``OMP_NUM_THREADS``).
-        seats: where each rank runs; side by side on this host by default.
+        seats: where each rank runs, with its environment; side by side on this host by default.
 
     Raises:
         OperError: a worker has failed; its log is in the message.
     """
-    with tempfile.TemporaryDirectory(prefix="oper-bench-") as name:
-        folder = Path(name)
-        (folder / "job").write_bytes(pickle.dumps(list(cases)))
-        workers = _start(folder, seats or _here(world_size), num_threads)
+    workers: list[Child] = []
+    with tempfile.TemporaryDirectory(prefix="oper-bench-") as folder:
+        logs = [Path(folder) / f"rank-{rank}.log" for rank in range(world_size)]
         try:
-            for k in range(len(cases)):
-                yield _wait_for(folder / f"case-{k}.json", workers, folder)
+            for rank, seat in enumerate(seats or _here(world_size)):
+                environment = {
+                    **MALLOC, "OMP_NUM_THREADS": str(num_threads), "PYTHONWARNINGS": "ignore",
+                    "RANK": str(rank), "WORLD_SIZE": str(world_size), **seat.environment}
+                workers.append(Child(_work, (list(cases),), f"rank {rank}", replace(
+                    seat, environment=environment, log=logs[rank])))
+            for _ in cases:
+                yield _result(workers, logs)
             for worker in workers:
-                worker.wait(timeout=60)
+                worker.close(60)
         finally:
             for worker in workers:
-                worker.kill()
-                worker.wait()
+                worker.close(0)
 
 
 def _here(world_size: int) -> list[Seat]:
@@ -79,49 +64,32 @@ def _here(world_size: int) -> list[Seat]:
         for rank in range(world_size)]
 
 
-def _start(folder: Path, seats: Sequence[Seat], num_threads: int) -> list[subprocess.Popen[bytes]]:
-    root = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-    workers = []
-    for rank, seat in enumerate(seats):
-        # torchrun's own variables would make workers of one of its processes look for its store.
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-        environment = {
-            **inherited, **MALLOC, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": path,
-            "PYTHONWARNINGS": "ignore", "RANK": str(rank), "WORLD_SIZE": str(len(seats)),
-            **seat.environment}
-        with open(folder / f"rank-{rank}.log", "wb") as log:
-            worker = subprocess.Popen(
-                [*seat.command, sys.executable, "-m", "oper.bench.core.launch", str(folder)],
-                env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        workers.append(worker)
-        if seat.cgroup is not None:
-            seat.cgroup.write_text(str(worker.pid))
-    return workers
+def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
+    """What rank 0 returns next; what it tells until then is printed."""
+    running = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    while running:
+        for pipe in wait(list(running)):
+            try:
+                kind, text = pipe.recv()  # type: ignore[union-attr]
+            except (EOFError, ConnectionError):
+                rank = running.pop(pipe)  # type: ignore[arg-type]
+                code = workers[rank].close()
+                if code:
+                    # The others fail because of it a moment later; the first one knows why.
+                    log = logs[rank].read_text(errors="replace")[-3000:]
+                    raise OperError(fail(
+                        "a benchmark process has failed", "rank, exit code", (rank, code), "0",
+                        f"its log ends:\n{log}")) from None
+                continue
+            if kind == "result":
+                return json.loads(text)
+            print(f"  {text}", file=sys.stderr, flush=True)
+    raise OperError(fail("the benchmark's processes have ended", "results", 0, "one for each case",
+                         "see the log above"))
 
 
-def _wait_for(result: Path, workers: Sequence[subprocess.Popen[bytes]], folder: Path
-              ) -> dict[str, Any]:
-    shown = ""
-    while not result.exists():
-        for rank, worker in enumerate(workers):
-            if worker.poll() not in (None, 0):
-                # The others fail because of it a moment later; the first one knows why.
-                log = (folder / f"rank-{rank}.log").read_text(errors="replace")[-3000:]
-                raise OperError(fail("a benchmark process has failed", "rank, exit code",
-                                     (rank, worker.returncode), "0", f"its log ends:\n{log}"))
-        with contextlib.suppress(OSError):
-            now = (folder / "progress").read_text()
-            if now != shown:
-                print(f"  {now}", file=sys.stderr, flush=True)
-                shown = now
-        time.sleep(_POLL_S)
-    return json.loads(result.read_text())
-
-
-def main(folder: Path) -> None:
+def _work(pipe: Connection, cases: Sequence[Any]) -> None:
     """What a worker process does; its environment says which rank it is."""
-    end_with_parent()
     logging.disable(logging.WARNING)
     import torch
     import torch.distributed as dist
@@ -130,27 +98,16 @@ def main(folder: Path) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if world_size > 1:
         dist.init_process_group("gloo")
-    for k, case in enumerate(pickle.loads((folder / "job").read_bytes())):
 
-        def progress(text: str, name: str = case.name) -> None:
-            if rank == 0:
-                _replace(folder / "progress", f"{name}: {text}")
-
-        result = case.measure(progress)
+    def tell(kind: str, text: str) -> None:
         if rank == 0:
-            _replace(folder / f"case-{k}.json", json.dumps(result))
+            pipe.send((kind, text))
+
+    for case in cases:
+        result = case.measure(lambda text, name=case.name: tell("progress", f"{name}: {text}"))
+        tell("result", json.dumps(result))
     if world_size > 1:
         dist.barrier()
     sys.stdout.flush()
     # Tearing gloo's threads down in the interpreter's exit may hang; everything is written.
     os._exit(0)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -7,8 +7,6 @@ import importlib.util
 import os
 import random
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,9 +17,9 @@ import numpy as np
 
 from oper.analysis import Collector, CountOptions, TableCounter, merge_stats
 from oper.analysis.presence import Lookups
+from oper.bench.core import child
 from oper.bench.core.memory import peak_rss_mb
 from oper.bench.core.record import elapsed, interleave
-from oper.bench.data import process
 from oper.data import (
     Folder,
     PreprocessOptions,
@@ -112,11 +110,11 @@ def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
     target = folder / "out"
     shutil.rmtree(target, ignore_errors=True)
     fastest, rates = _fastest_library(folder)
-    parse = process.call(_LIBRARIES[fastest], log)
-    read = process.call(_read, log)
+    parse = child.call(_LIBRARIES[fastest], log)
+    read = child.call(_read, log)
     written: dict[str, list[dict[str, Any]]] = {"none": [], "zstd": []}
     for compression in ("none", "zstd", "zstd", "none", "none", "zstd"):
-        written[compression].append(process.call(
+        written[compression].append(child.call(
             to_parquet, [log], str(target), {"compression": compression}))
         shutil.rmtree(target)
         os.sync()  # else the next run pays for the deletion, and for pages not yet written
@@ -147,7 +145,7 @@ def _fastest_library(folder: Path) -> tuple[str, dict[str, float]]:
     """The fastest CSV reader that is installed, and MB/s of each: the better of two runs over a
     log of 500,000 rows."""
     log = log_file(folder, 500_000)
-    rates = {name: max(log.stat().st_size / 1e6 / process.call(parse, str(log))["seconds"]
+    rates = {name: max(log.stat().st_size / 1e6 / child.call(parse, str(log))["seconds"]
                        for _ in range(2))
              for name, parse in _LIBRARIES.items() if importlib.util.find_spec(name) is not None}
     return max(rates, key=lambda n: rates[n]), rates
@@ -159,18 +157,14 @@ def resume(num_rows: int, folder: Path) -> dict[str, Any]:
     whole, broken = folder / "whole", folder / "broken"
     for path in (whole, broken, folder / ".broken.work"):
         shutil.rmtree(path, ignore_errors=True)
-    undisturbed = elapsed(lambda: process.call(to_parquet, [log], str(whole), options))
+    undisturbed = elapsed(lambda: child.call(to_parquet, [log], str(whole), options))
     rng, kills = random.Random(3), 0
     begin = time.perf_counter()
     for attempt in range(_ATTEMPTS):
-        with process.start(to_parquet, [log], str(broken), options,
-                           stdout=subprocess.DEVNULL) as running:
-            wait = rng.uniform(0.1, 0.5) * undisturbed if kills < _KILLS else 600.0
-            try:
-                running.wait(wait)
-            except subprocess.TimeoutExpired:
-                os.kill(running.pid, signal.SIGKILL)
-                kills += 1
+        running = child.start(child.measured, to_parquet, [log], str(broken), options)
+        if not running.pipe.poll(rng.uniform(0.1, 0.5) * undisturbed if kills < _KILLS else 600.0):
+            kills += 1
+        running.close(0)  # by SIGKILL
         if broken.exists():
             if kills >= _KILLS or attempt == _ATTEMPTS - 1:
                 break
@@ -204,7 +198,7 @@ def count(num_ids: int, folder: Path) -> dict[str, Any]:
             return {"verified": False}
     log = log_file(folder, 1_000_000 if num_ids > 10_000_000 else 60_000)
     shutil.rmtree(folder / "out", ignore_errors=True)
-    process.call(to_parquet, [str(log)], str(folder / "out"), {})
+    child.call(to_parquet, [str(log)], str(folder / "out"), {})
     rows = Folder.open(folder / "out").rows["train"]
     seconds = min(elapsed(lambda: analyze_folder(folder / "out")) for _ in range(3))
     shutil.rmtree(folder / "out")
@@ -221,7 +215,7 @@ def _count(counter: TableCounter, ids: np.ndarray) -> None:
 def sketch(num_ids: int, folder: Path) -> dict[str, Any]:
     """A table of 10^9 rows, counted beyond its memory budget, in a process of its own."""
     path = folder / "sketch.npz"
-    found = process.call(_count_sketched, num_ids, str(path))
+    found = child.call(_count_sketched, num_ids, str(path))
     path.unlink()
     spent, top, hottest, accesses, is_exact, touched = found["value"]
     close = abs(hottest - top) <= 0.1 * top

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from oper.bench.data import process
+from oper.bench.core import child
 from oper.bench.data.cases import log_file, to_parquet
 from oper.data import Folder, Loader, LoaderOptions
 from oper.data.vocabulary.finished import FinishedVocabulary, extend
@@ -59,8 +59,8 @@ def increment(num_rows: int, folder: Path) -> dict[str, Any]:
 
 def _preprocess(target: Path, logs: Sequence[Path], vocabulary: Path | None = None
                 ) -> dict[str, Any]:
-    """`process.finished` of preprocessing, all of it training rows."""
-    return process.call(to_parquet, [str(p) for p in logs], str(target), {
+    """`child.call` of preprocessing, all of it training rows."""
+    return child.call(to_parquet, [str(p) for p in logs], str(target), {
         "vocabulary": vocabulary and str(vocabulary), "valid": "0", "force": True})
 
 

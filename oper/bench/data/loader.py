@@ -6,16 +6,13 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from oper.bench.data import process
+from oper.bench.core import child
 from oper.bench.data.cases import log_file, to_parquet
 from oper.data import Folder, Loader, LoaderOptions
 from oper.data.folder import MANIFEST
@@ -35,18 +32,18 @@ def _open(where: list[Any], rank: int, world_size: int, prefetch: int = 0) -> Lo
                                                world_size=world_size, prefetch=prefetch))
 
 
-def _run_epochs(where: list[Any], rank: int, world_size: int) -> list[tuple[int, float, float]]:
-    """Rows, seconds and processor time of epochs, the first of which warms up; each begins when a
-    line comes in."""
+def _run_epochs(pipe: Any, where: list[Any], rank: int, world_size: int) -> None:
+    """Send rows, seconds and processor time of epochs, the first of which warms up; each begins
+    when it is told to."""
     loader, found = _open(where, rank, world_size), []
     for epoch in range(_EPOCHS + 1):
         loader.set_epoch(epoch)
-        print(flush=True)
-        sys.stdin.readline()
+        pipe.send(True)
+        pipe.recv()
         begin, cpu = time.perf_counter(), time.process_time()
         rows = sum(batch.labels.numel() for batch in loader)
         found.append((rows, time.perf_counter() - begin, time.process_time() - cpu))
-    return found
+    pipe.send(found)
 
 
 def _sum_batches(where: list[Any]) -> list[list[int]]:
@@ -72,9 +69,9 @@ def _first_batch(where: list[Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _digests(where: list[Any], state: str, stop: int = 0) -> list[str]:
-    """Digests of the batches of a rank from a saved state on, if there is one; after `stop` batches
-    its state is saved and it waits to be killed."""
+def _digests(pipe: Any, where: list[Any], state: str, stop: int = 0) -> None:
+    """Send digests of the batches of a rank from a saved state on, if there is one; after `stop`
+    batches its state is saved and it waits to be killed."""
     loader, found = _open(where, 1, 2, 2), []
     if os.path.exists(state):
         loader.load_state_dict(json.loads(Path(state).read_text()))
@@ -85,9 +82,9 @@ def _digests(where: list[Any], state: str, stop: int = 0) -> list[str]:
         found.append(digest.hexdigest())
         if len(found) == stop:
             Path(state).write_text(json.dumps(loader.state_dict()))
-            print(flush=True)
+            pipe.send(True)
             time.sleep(600)
-    return found
+    pipe.send(found)
 
 
 def loader(num_rows: int, folder: Path) -> dict[str, Any]:
@@ -102,22 +99,21 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
     for path in (data, shape):
         shutil.rmtree(path, ignore_errors=True)
     state.unlink(missing_ok=True)
-    process.call(to_parquet, [str(log_file(folder, num_rows))], str(data), {"compression": "zstd"})
+    child.call(to_parquet, [str(log_file(folder, num_rows))], str(data), {"compression": "zstd"})
     # Windows of half of what there is where there is little: several are needed to tell anything.
     size = min(_BATCH, max(1, num_rows // 32))
     where: list[Any] = [str(data), size, min(_WINDOW, 8 * size)]
     one = _epochs(where, 1)
     cores = len(os.sched_getaffinity(0))
     many = _epochs(where, cores)
-    exact = _sums(data) == process.call(_sum_batches, where)["value"]
+    exact = _sums(data) == child.call(_sum_batches, where)["value"]
     first, num_files, apparent = _first(data, shape, where[1:])
-    whole = process.call(_digests, where, str(state))["value"]
+    whole = child.answer(_digests, where, str(state))
     at = len(whole) // 3 + 1
-    with process.start(_digests, where, str(state), at) as running:
-        assert running.stdout is not None
-        running.stdout.readline()
-        os.kill(running.pid, signal.SIGKILL)
-    resumed = state.exists() and process.call(_digests, where, str(state))["value"] == whole[at:]
+    killed = child.start(_digests, where, str(state), at)
+    killed.wait(None)
+    killed.close(0)  # by SIGKILL
+    resumed = state.exists() and child.answer(_digests, where, str(state)) == whole[at:]
     train = Folder.open(data).rows["train"]
     stored = sum(p.stat().st_size for p in (data / "train").iterdir())
     for path in (data, shape):
@@ -135,17 +131,15 @@ def loader(num_rows: int, folder: Path) -> dict[str, Any]:
 def _epochs(where: list[Any], world_size: int) -> list[tuple[float, float]]:
     """Rows/s of each epoch but the first, by the longer of wall and processor time and by processor
     time alone, of all ranks together."""
-    ranks = [process.start(_run_epochs, where, rank, world_size, stdin=subprocess.PIPE)
-             for rank in range(world_size)]
+    ranks = [child.start(_run_epochs, where, rank, world_size) for rank in range(world_size)]
     for _ in range(_EPOCHS + 1):
         for running in ranks:
-            assert running.stdout is not None
-            running.stdout.readline()
+            running.wait(None)
         for running in ranks:
-            assert running.stdin is not None
-            running.stdin.write("\n")
-            running.stdin.flush()
-    told = [process.finished(running)["value"] for running in ranks]
+            running.send()
+    told = [running.wait(None) for running in ranks]
+    for running in ranks:
+        running.close()
     return [(sum(e[0] for e in epoch) / max(max(e[1:]) for e in epoch),
              sum(e[0] / e[2] for e in epoch)) for epoch in zip(*told, strict=True)][1:]
 
@@ -182,5 +176,5 @@ def _first(data: Path, shape: Path, sizes: list[int]) -> tuple[float, int, int]:
     manifest = {**folder.manifest, "rows": {"train": about[1] * count, "valid": 0, "test": 0},
                 "parts": dict.fromkeys(names, about)}
     (shape / MANIFEST).write_text(json.dumps(manifest))
-    seconds = [process.call(_first_batch, [str(shape), *sizes])["value"] for _ in range(3)]
+    seconds = [child.call(_first_batch, [str(shape), *sizes])["value"] for _ in range(3)]
     return float(np.median(seconds)), count, about[0] * count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +12,8 @@ import numpy as np
 
 from oper.bench.core import record
 from oper.bench.core.launch import Progress, run_workers
+from oper.bench.core.measure import over
+from oper.bench.core.planning import gather, slowest
 from oper.data import Folder, Loader, LoaderOptions, PreprocessOptions, preprocess
 from oper.data.generate.ids import power_law_ids
 from oper.data.generic import Choice, generic_recipe
@@ -102,21 +104,17 @@ class Steps:
         gradient = torch.randn(self.batch_size, _DIM * len(about.sparse),
                                generator=torch.Generator().manual_seed(0))
 
-        def steps(name: str) -> Callable[[int], None]:
-            def step(k: int) -> None:
-                out = model(batches[name][k % count]).values()
-                out.backward(gradient[:out.shape[0]])
-
-            return step
+        def step(features: Any) -> None:
+            out = model(features).values()
+            out.backward(gradient[:out.shape[0]])
 
         progress("steps with all bags, and with those of a session once")
-        spent = record.interleave({name: steps(name) for name in batches}, dist.barrier, _ROUNDS, count)
-        seconds = torch.from_numpy(np.stack([spent[name] for name in batches]))
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # a step ends with its slower rank
-        equal = torch.tensor([float(is_equal)])
-        dist.all_reduce(equal, dist.ReduceOp.MIN)
-        full_s, once_s = seconds.median(dim=1).values.tolist()
-        return {"bit_equal": bool(equal), "duplication": count * self.batch_size / distinct,
+        spent = record.interleave({name: over(given, step) for name, given in batches.items()},
+                                  dist.barrier, _ROUNDS, count)
+        # A step ends with its slower rank.
+        full_s, once_s = (float(np.median(slowest(spent[name].tolist()))) for name in batches)
+        return {"bit_equal": all(gather(is_equal)),
+                "duplication": count * self.batch_size / distinct,
                 "full_step_ms": 1e3 * full_s, "once_step_ms": 1e3 * once_s,
                 "ratio_step": full_s / once_s}
 

@@ -23,7 +23,6 @@ from oper.bench.core.memory import cpu_seconds
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
 from oper.errors import OperError, fail
-from oper.support.processes import end_with_parent
 
 TOLERANCE = 1e-5  # of a score: requests are batched differently from time to time
 _ANSWER_S = 60.0  # beyond the length of a run
@@ -66,7 +65,7 @@ class Seen:
         return (self.end - self.begin) * 1e3
 
 
-class LoadClient:
+class LoadClient(Child):
     """Sends LoadGen's queries to a running server, from another process.
 
     Args:
@@ -78,13 +77,13 @@ class LoadClient:
 
     def __init__(self, address: str, served: ServeWork, connections: int = 64,
                  once: bool = False) -> None:
-        self._child = Child(_client, (address, served, connections, once),
-                            "the client of the benchmark")
-        self._child.wait(_ANSWER_S)
+        super().__init__(_client, (address, served, connections, once),
+                         "the client of the benchmark")
+        self.wait(_ANSWER_S)
 
     def cpu_seconds(self) -> float:
         """Processor time (s) so far."""
-        return cpu_seconds(self._child.pid)
+        return cpu_seconds(self.pid)
 
     def learn(self) -> np.ndarray:
         """Ask for all queries one by one and keep the scores as those of the present weights.
@@ -94,26 +93,22 @@ class LoadClient:
         Returns:
             float32 [num_queries, candidates].
         """
-        scores: np.ndarray = self._child.ask("learn", seconds=10 * _ANSWER_S)
+        scores: np.ndarray = self.ask("learn", seconds=10 * _ANSWER_S)
         return scores
 
     def start(self, settings: loadgen.Settings) -> None:
         """Begin a run."""
-        self._child.send("run", settings)
+        self.send("run", settings)
 
     def finish(self, seconds: float) -> Seen:
         """What the run has shown; it may take so long."""
-        seen: Seen = self._child.wait(seconds + 5 * _ANSWER_S)
+        seen: Seen = self.wait(seconds + 5 * _ANSWER_S)
         return seen
 
     def run(self, settings: loadgen.Settings) -> Seen:
         """A whole run."""
         self.start(settings)
         return self.finish(settings.min_duration_s)
-
-    def close(self) -> None:
-        """End the process."""
-        self._child.close(5)
 
 
 @dataclass(slots=True)
@@ -347,7 +342,6 @@ def _scores(answer: bytes) -> tuple[np.ndarray, int]:
 
 
 def _client(control: Any, address: str, served: ServeWork, connections: int, once: bool) -> None:
-    end_with_parent()
     sender = _Sender(address, served, connections, once)
     control.send(True)
     while obey(control, {"learn": sender.learn, "run": sender.run}):

@@ -31,7 +31,6 @@ from oper.bench.serve.host import Host, Publication, client_of
 from oper.bench.serve.models import ServeWork, build
 from oper.integration.checkpoint.follow import Follower
 from oper.serve.model import AttachedModel
-from oper.support.processes import end_with_parent
 
 _LATE_S = 30.0  # that the last changes may take to be served
 _RATE = 0.02  # of learning: about a tenth of a row
@@ -147,16 +146,16 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
 
     still = [quiet()]
     whole_bytes = trainer.ask("full")
-    published = host.counts()["publications"]
-    host.follow()
-    _wait(lambda: host.counts()["publications"] > published)
+    published = host.ask("counts")["publications"]
+    host.ask("follow")
+    _wait(lambda: host.ask("counts")["publications"] > published)
     first = 2  # epoch of the weights that the deltas continue
     progress(f"{case.rate:.0f} requests/s, {case.deltas} deltas")
     during, delta_bytes = live.train(case.deltas)
-    _wait(lambda: len(host.followed()) >= case.deltas)
-    host.stop_following()
-    made, failed = host.followed(), host.counts()["failed_publications"]
-    served_sums = _sums(host.publication())
+    _wait(lambda: len(host.ask("followed")) >= case.deltas)
+    host.ask("stop_following")
+    made, failed = host.ask("followed"), host.ask("counts")["failed_publications"]
+    served_sums = _sums(host.ask("publication"))
     whole = str(live.folder / "whole")
     trainer.ask("save", whole)
     still.append(quiet())
@@ -165,11 +164,11 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
 
     def swap() -> None:
         for _ in range(case.wholes):
-            found = host.publish(whole)
+            found = host.ask("publish", whole)
             swaps.append(found.end - found.begin)
 
     beside = live.load(case.quiet_s, swap)
-    memory, others = host.memory(), clock.others(list)
+    memory, others = host.ask("memory"), clock.others(list)
     progress(f"comparing {len(during.seen.unchecked)} answers")
     check = _Check(case, live.folder)
     try:
@@ -301,7 +300,6 @@ def _train(control: Any, case: DeltaCase, place: str) -> None:
     import oper
     from oper.integration.checkpoint.deltas import DeltaCheckpoints
 
-    end_with_parent()
     os.nice(_NICE)
     torch.set_num_threads(1)
     with warnings.catch_warnings():

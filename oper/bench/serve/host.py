@@ -60,7 +60,7 @@ class Publication:
     lag_s: float
 
 
-class Host:
+class Host(Child):
     """``oper.serve.Server`` with a published model, which two sets of weights take turns in.
 
     Odd epochs are set A, the float32 model; even ones set B: all rows negated and the last bias
@@ -73,61 +73,31 @@ class Host:
         run: folder of a training run's checkpoints, whose weights are served instead.
         kind: ``"oper"``, or ``"torchrec"`` for a copy of TorchRec's quantised model (scripted) in
             each worker, which nothing can be published to.
+
+    Commands, see `Child.ask`: ``publish`` of the other set of weights, or of a checkpoint, gives a
+    `Swap`; ``follow`` begins to publish what the training run saves, ``stop_following`` ends it,
+    ``followed`` gives a `Publication` each; ``pids`` of the workers; ``counts`` of the server;
+    ``memory`` and ``publication``, the bytes and the name of its weights.
     """
 
     def __init__(self, served: ServeWork, workers: int, spin_us: float = 0.0, run: str = "",
                  kind: str = "oper") -> None:
         options = ServeOptions(port=0, workers=workers, batching=BATCHING, spin_us=spin_us)
-        self._child = Child(_host, (served, options, run, kind), "the server of the benchmark",
-                            daemon=False)
-        self.address: str = self._child.wait()
-        self.pid = self._child.pid
-
-    def publish(self, weights: str = "") -> Swap:
-        """Publish the other set of weights, or a checkpoint."""
-        swap: Swap = self._child.ask("publish", weights)
-        return swap
-
-    def follow(self) -> None:
-        """Begin to publish what the training run saves."""
-        self._child.ask("follow")
-
-    def followed(self) -> list[Publication]:
-        """Publications of its changes so far."""
-        return list(self._child.ask("followed"))
-
-    def stop_following(self) -> None:
-        """Publish no more of the run."""
-        self._child.ask("stop_following")
-
-    def worker_pids(self) -> list[int]:
-        """Workers that take requests."""
-        return list(self._child.ask("pids"))
-
-    def counts(self) -> dict[str, int]:
-        """See `oper.serve.Server.counts`."""
-        return dict(self._child.ask("counts"))
-
-    def memory(self) -> dict[str, int]:
-        """See `oper.serve.PublishedModel.memory_bytes`."""
-        return dict(self._child.ask("memory"))
-
-    def publication(self) -> str:
-        """The name of its weights, for `oper.attach`."""
-        return str(self._child.ask("publication"))
+        super().__init__(_host, (served, options, run, kind), "the server of the benchmark")
+        self.address: str = self.wait()
 
     def cpu_seconds(self) -> float:
         """Processor time (s) of supervisor and present workers so far."""
-        return sum(map(cpu_seconds, [*self.worker_pids(), self._child.pid]))
+        return sum(map(cpu_seconds, [*self.ask("pids"), self.pid]))
 
     def usage(self) -> tuple[int, int]:
         """PSS in bytes and open descriptors of supervisor and workers together."""
-        pids: Sequence[int] = [*self.worker_pids(), self._child.pid]
+        pids: Sequence[int] = [*self.ask("pids"), self.pid]
         return sum(pss_bytes(p) for p in pids), sum(num_descriptors(p) for p in pids)
 
-    def close(self) -> int:
+    def close(self, seconds: float = 90.0) -> int:
         """Drain and end; the exit code."""
-        return self._child.close(90)
+        return super().close(seconds)
 
 
 @contextlib.contextmanager
@@ -229,7 +199,7 @@ def _host(control: Any, served: ServeWork, options: ServeOptions, run: str, kind
         commands: dict[str, Callable[..., Any]] = {
             "pids": lambda: server.worker_pids, "counts": lambda: server.counts,
             "memory": model.memory_bytes, "publication": lambda: model.publication_name,
-            "publish": lambda weights: _swap(server, Path(weights) if weights else sets),
+            "publish": lambda weights="": _swap(server, Path(weights) if weights else sets),
             "follow": lambda: following.append(_Following(server, run)),
             "followed": lambda: following[-1].made,
             "stop_following": lambda: following[-1].stop()}

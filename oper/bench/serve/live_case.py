@@ -77,7 +77,7 @@ class LiveCase:
             entry = {"http": _http, "candidates": _candidates, "publish": _publish,
                      "soak": _soak}[self.kind](live)
             entry |= {"other_busy_cores": round(clock.others(list), 2),
-                      "server_memory_bytes": live.host.memory(),
+                      "server_memory_bytes": live.host.ask("memory"),
                       "separation_of_sets": live.separation, "std_of_scores": live.std}
         entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)
         return {**entry, "case": asdict(self), "niceness": os.nice(0),
@@ -132,11 +132,11 @@ def _running(case: LiveCase, progress: Progress) -> Iterator[_Live]:
                                 num_samples=case.served.num_queries)
         live = _Live(case, host, client, base, progress)
         first = client.learn()
-        host.publish()
+        host.ask("publish")
         second = client.learn()
         live.separation = float(np.abs(first - second).max(axis=1).min())
         live.first, live.std = first, float(first.std())
-        host.publish()
+        host.ask("publish")
         yield live
 
 
@@ -223,7 +223,7 @@ def _http(live: _Live) -> dict[str, Any]:
     case, seen, theirs = live.case, list[Seen](), list[Seen]()
     # The same weights, batches and messages without a network: what the server would reach if
     # requests were in its workers' memory already. LoadGen sends it their numbers.
-    beside = Pool("oper", case.served, BATCHING, live.host.publication())
+    beside = Pool("oper", case.served, BATCHING, live.host.ask("publication"))
     beside.grow(case.workers)
     peer = Host(case.served, case.workers, case.spin_us, kind="torchrec")
     try:
@@ -317,7 +317,7 @@ def _publish(live: _Live) -> dict[str, Any]:
         time.sleep(0.2)
         new: list[Swap] = []
         while time.monotonic() < until and len(swaps) + len(new) < case.swaps:
-            new.append(live.host.publish())
+            new.append(live.host.ask("publish"))
             time.sleep(0.05)
         during.append(live.client.finish(case.seconds))
         if _overlaps(during[-1], new).any():
@@ -365,20 +365,20 @@ def _soak(live: _Live) -> dict[str, Any]:
     while (done := (time.monotonic() - begin) / case.seconds) < 1:
         live.progress(f"{target:.0f} queries/s, {int(done * 10) * 10} %")
         if not killed and done > 0.25:
-            killed = live.host.worker_pids()[0]
+            killed = live.host.ask("pids")[0]
             os.kill(killed, signal.SIGKILL)
         if done > (swaps + 0.5) / _SOAK_SWAPS:
-            live.host.publish()
+            live.host.ask("publish")
             swaps += 1
         with contextlib.suppress(OperError):  # a worker that ends while it is looked at
-            if live.host.counts()["workers"] == case.workers:
+            if live.host.ask("counts")["workers"] == case.workers:
                 samples.append((done, *live.host.usage()))
                 if done > 0.6 and not busy:
-                    busy = {pid: cpu_seconds(pid) for pid in live.host.worker_pids()}
+                    busy = {pid: cpu_seconds(pid) for pid in live.host.ask("pids")}
         time.sleep(min(1.0, case.seconds / 60))
     shares = _shares({pid: cpu_seconds(pid) - before for pid, before in busy.items()})
     seen = live.client.finish(case.seconds)
-    replaced = live.host.counts()["worker_restarts"] == 1 and killed not in live.host.worker_pids()
+    replaced = live.host.ask("counts")["worker_restarts"] == 1 and killed not in live.host.ask("pids")
     growth = _growth(samples)
     errors = _errors(seen)
     kept = seen.begin.size / float(seen.end.max() - seen.begin.min()) / target

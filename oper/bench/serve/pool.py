@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench.core.child import Child, obey
+from oper.bench.core.child import Child, Seat, obey
 from oper.bench.core.memory import cpu_seconds, pss_bytes, unfiled_pss_bytes
 from oper.bench.core.stalls import Stalls, spin
 from oper.bench.serve import loadgen
@@ -39,7 +39,6 @@ from oper.serve.batching import Batcher, PendingRequest
 from oper.serve.options import BatchOptions, publish_options
 from oper.serve.requests import Request, Signature
 from oper.serve.wire import decode_request, encode_request, encode_scores
-from oper.support.processes import end_with_parent
 
 TABLES = "/memfd:oper-tables"  # mappings of published tables
 _PAIRS = 512  # queries of one message
@@ -82,8 +81,8 @@ class Pool:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 process = self._start(_work, (
-                    theirs, self.kind, self._served, self._name, self._batching,
-                    self._as_messages))
+                    theirs.fileno(), self.kind, self._served, self._name, self._batching,
+                    self._as_messages), Seat(sockets=(theirs,)))
             self._workers.append(_Worker(process, ours))
             self._waited_for.append(process)
 
@@ -96,8 +95,8 @@ class Pool:
         while self._waited_for:
             self._waited_for.pop().wait()
 
-    def _start(self, function: Any, arguments: tuple[Any, ...]) -> Child:
-        return Child(function, arguments, f"a process of the serving benchmark ({self.kind})")
+    def _start(self, function: Any, arguments: tuple[Any, ...], seat: Seat | None = None) -> Child:
+        return Child(function, arguments, f"a process of the serving benchmark ({self.kind})", seat)
 
     def configure(self, count: int, threads: int, max_samples: int, variant: str) -> None:
         """Give the models of the first `count` workers so many threads, batches of at most so many
@@ -224,7 +223,6 @@ def _publish(control: Any, served: ServeWork, name: str) -> None:
     """Hold OPER's tables until the other end closes."""
     import oper
 
-    end_with_parent()
     publication = oper.publish(build(served, "cpu"), name, **publish_options(served.rows()))
     give_back_memory()
     control.send(True)
@@ -244,12 +242,12 @@ def _published(publication: Any) -> dict[str, Any]:
             "share_of_rows": {d: round(n / rows.total(), 5) for d, n in rows.items()}}
 
 
-def _work(control: Any, queries: socket.socket, kind: str, served: ServeWork, name: str,
+def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
           batching: BatchOptions, as_messages: bool) -> None:
-    """A worker."""
+    """A worker, and the socket that its queries come by."""
     import torch
 
-    end_with_parent()
+    queries = socket.socket(fileno=number)
     torch.set_num_threads(1)
     library = served.library()
     build(served, "meta")  # imports what the model needs: not part of its memory
