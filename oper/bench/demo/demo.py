@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oper.bench.core import record
 from oper.bench.demo.page import page
 from oper.errors import InvalidInputError, UsageError, fail
 from oper.support.flags import whole
+
+if TYPE_CHECKING:
+    from oper.bench.demo.worker import Training
 
 WORLD_SIZE = 2
 CHECKED_STEPS = 24     # training steps after which weights are compared; a multiple of 8
@@ -24,25 +28,6 @@ MAX_TABLE_ROWS = 250_000
 _CHECKED_BATCH, _MAX_BATCH, _MIN_STEPS = 128, 1024, 64
 _MIN_TIMED, _QUICK_STEPS, _MAX_STEPS = 16, 32, 400  # steps after the checked ones
 _ROWS, _QUICK_ROWS = 400_000, 30_000
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One demo.
-
-    Attributes:
-        folder: where everything is written.
-        data: the click log, or None for a synthetic one.
-        num_rows: rows of a synthetic log.
-        quick: few steps and repetitions.
-        seed: of the synthetic log and the initial weights.
-    """
-
-    folder: Path
-    data: str | None
-    num_rows: int
-    quick: bool
-    seed: int
 
 
 def configure_demo(parser: argparse.ArgumentParser) -> None:
@@ -65,10 +50,8 @@ def run_demo(args: argparse.Namespace) -> int:
         raise UsageError(fail("cannot run the demo", "--rows", args.rows,
                               "nothing with --data, whose log has its own", "leave one out"))
     folder = Path(args.out or tempfile.mkdtemp(prefix="oper-demo-"))
-    rows = args.rows or (_QUICK_ROWS if args.quick else _ROWS)
-    job = Job(folder, args.data, rows, args.quick, args.seed)
     load_before = record.load_average()
-    found = demo(job)
+    found = demo(args, folder)
     command = " ".join(record.command_line(args, "oper", "demo"))
     found = {"benchmark": "demo", "command": command, "versions": record.versions(),
              "machine": {**record.machine(), "load_before": load_before}, **found}
@@ -79,110 +62,92 @@ def run_demo(args: argparse.Namespace) -> int:
     return 0 if found["verified"] else 1
 
 
-def demo(job: Job) -> dict[str, Any]:
-    """All stages; returns what the page and the JSON show.
+def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All stages, in a folder; returns what the page and the JSON show.
 
     Raises:
         OperError: a stage cannot run.
     """
+    from oper.analysis import describe
+    from oper.bench.core.launch import run_workers
+    from oper.bench.demo.worker import Sharded, Unsharded
+    from oper.data import (
+        PreprocessOptions,
+        SyntheticLog,
+        analyze_folder,
+        load_recipe,
+        preprocess,
+        write_synthetic_log,
+    )
+
     # TorchRec's import sets off a remark that means nothing to the reader.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    began = time.monotonic()
-    stages = _Stages()
-    log = stages.run("click log", lambda: _log(job))
-    manifest = stages.run("preprocess", lambda: _preprocess(job, log))
-    skew = stages.run("analyze", lambda: _analyze(job))
-    case = _case(job, manifest)
-    plan = stages.run("plan", lambda: _plan(job, case))
-    two = stages.run("train in two processes: OPER and TorchRec on the same batches",
-                     lambda: _workers("train_sharded", case, WORLD_SIZE))
-    one = stages.run("train the unsharded model in one process",
-                     lambda: _workers("train_unsharded", case, 1))
+    began, is_terminal = time.monotonic(), sys.stderr.isatty()
+    with _stage(1, "click log"):
+        log = args.data
+        if not log:
+            log = str(write_synthetic_log(folder / "synthetic.txt", SyntheticLog(
+                args.rows or (_QUICK_ROWS if args.quick else _ROWS), args.seed),
+                show_progress=is_terminal))
+            print(f"      synthetic log: {log}", file=sys.stderr)
+    with _stage(2, "preprocess"):
+        manifest = preprocess(load_recipe("criteo-kaggle"), [log], folder / "data",
+                              PreprocessOptions(force=True, max_rows=MAX_TABLE_ROWS,
+                                                show_progress=is_terminal))
+    with _stage(3, "analyze"):
+        stats = analyze_folder(folder / "data", show_progress=is_terminal)
+        stats.save(folder / "stats")
+    case = Sharded(str(folder), args.seed, WORLD_SIZE, CHECKED_STEPS,
+                   *_sizes(manifest["rows"]["train"], args.quick))
+    with _stage(4, "plan"):
+        plan = _plan(folder, case)
+    with _stage(5, "train in two processes: OPER and TorchRec on the same batches"):
+        two, = run_workers([case], WORLD_SIZE)
+    with _stage(6, "train the unsharded model in one process"):
+        one, = run_workers([Unsharded(*astuple(case))], 1)
     best = _best(two["sides"], "step")
-    check = {name: _compare(job.folder, name) for name in two["sides"]}
+    check = {name: _compare(folder, name) for name in two["sides"]}
+    quality = {"oper": two["sides"]["oper"], "unsharded": one, "torchrec": two["sides"][best]}
     return {
         "synthetic": bool(manifest["synthetic"]),
         "rows": manifest["rows"]["train"] + manifest["rows"]["valid"],
-        "seconds": round(time.monotonic() - began, 1), "folder": str(job.folder), "log": log,
+        "seconds": round(time.monotonic() - began, 1), "folder": str(folder), "log": log,
         "data": {"rows": manifest["rows"], "bad_rows": manifest["bad_rows"]["count"],
-                 "max_table_rows": MAX_TABLE_ROWS, "skew": skew},
+                 "max_table_rows": MAX_TABLE_ROWS, "skew": describe(stats)},
         "plan_gap": plan["gap"], "plan": plan,
-        "training": {k: case[k] for k in (
-            "num_steps", "batch_size", "checked_batch_size", "world_size", "dim")},
+        "training": {"num_steps": case.num_steps, "batch_size": case.batch_size,
+                     "checked_batch_size": case.checked_batch_size, "world_size": WORLD_SIZE,
+                     "dim": case.dim},
         **_correctness(check, best), **_timings(two["sides"], best),
-        "auc": {"oper": two["sides"]["oper"]["auc"], "unsharded": one["auc"],
-                "torchrec": two["sides"][best]["auc"]},
-        "log_loss": {"oper": two["sides"]["oper"]["log_loss"], "unsharded": one["log_loss"],
-                     "torchrec": two["sides"][best]["log_loss"]},
-        "sides": two["sides"], "page_kind": two["page_kind"],
-        "other_busy_cores": two["other_busy_cores"],
+        **{key: {name: found[key] for name, found in quality.items()}
+           for key in ("auc", "log_loss")}, **two,
     }
 
 
-class _Stages:
-    """Reports on stderr what runs and how long it took."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def run(self, name: str, stage: Callable[[], Any]) -> Any:
-        self._count += 1
-        print(f"[{self._count}/6] {name}", file=sys.stderr, flush=True)
-        began = time.monotonic()
-        result = stage()
-        print(f"      {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-        return result
+@contextlib.contextmanager
+def _stage(number: int, name: str) -> Iterator[None]:
+    """Tells on stderr what runs and how long it took."""
+    print(f"[{number}/6] {name}", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    yield
+    print(f"      {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
 
-def _log(job: Job) -> str:
-    from oper.data import SyntheticLog, write_synthetic_log
-
-    if job.data:
-        return job.data
-    path = write_synthetic_log(job.folder / "synthetic.txt",
-                               SyntheticLog(job.num_rows, job.seed), show_progress=_terminal())
-    print(f"      synthetic log: {path}", file=sys.stderr)
-    return str(path)
-
-
-def _preprocess(job: Job, log: str) -> dict[str, Any]:
-    from oper.data import PreprocessOptions, load_recipe, preprocess
-
-    return preprocess(load_recipe("criteo-kaggle"), [log], job.folder / "data", PreprocessOptions(
-        force=True, max_rows=MAX_TABLE_ROWS, show_progress=_terminal()))
-
-
-def _analyze(job: Job) -> dict[str, Any]:
-    from oper.analysis import describe
-    from oper.data import analyze_folder
-
-    stats = analyze_folder(job.folder / "data", show_progress=_terminal())
-    stats.save(job.folder / "stats")
-    return describe(stats)
-
-
-def _case(job: Job, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the worker processes get: batch size and steps that suit the size of the log."""
-    from oper.bench.demo.worker import MODEL
-
-    train = int(manifest["rows"]["train"])
+def _sizes(rows: int, quick: bool) -> tuple[int, int, int, int]:
+    """Steps, batch size, batch size of checked steps, and rounds that suit the size of the log."""
     batch = _MAX_BATCH
-    while batch > 8 and train < _MIN_STEPS * WORLD_SIZE * batch:
+    while batch > 8 and rows < _MIN_STEPS * WORLD_SIZE * batch:
         batch //= 2
-    epoch = train // (WORLD_SIZE * batch)
+    epoch = rows // (WORLD_SIZE * batch)
     if not epoch:
-        raise InvalidInputError(fail("cannot run the demo", "training rows", train,
+        raise InvalidInputError(fail("cannot run the demo", "training rows", rows,
                                      f">= {WORLD_SIZE * batch}", "use a longer log"))
-    most = _QUICK_STEPS if job.quick else _MAX_STEPS
+    most = _QUICK_STEPS if quick else _MAX_STEPS
     num_steps = CHECKED_STEPS + max(_MIN_TIMED, min(epoch - CHECKED_STEPS, most))
-    return {"folder": str(job.folder), "data": str(job.folder / "data"),
-            "plan": str(job.folder / "plan.json"), "seed": job.seed, "batch_size": batch,
-            "world_size": WORLD_SIZE, "num_steps": num_steps, "checked_steps": CHECKED_STEPS,
-            "checked_batch_size": min(_CHECKED_BATCH, batch),
-            "rounds": 2 if job.quick else 12, "dim": MODEL.dim}
+    return num_steps, batch, min(_CHECKED_BATCH, batch), 2 if quick else 12
 
 
-def _plan(job: Job, case: dict[str, Any]) -> dict[str, Any]:
+def _plan(folder: Path, case: Training) -> dict[str, Any]:
     from oper.data import Folder
     from oper.search.explain.summary import as_json
     from oper.search.planner import plan_problem
@@ -191,10 +156,10 @@ def _plan(job: Job, case: dict[str, Any]) -> dict[str, Any]:
     from oper.topology import Topology
 
     problem = make_problem(
-        Folder.open(case["data"]).tables(case["dim"]), AccessStats.load(job.folder / "stats"),
-        Topology.this_host(WORLD_SIZE), objective="training", batch_size=case["batch_size"])
+        Folder.open(case.data).tables(case.dim), AccessStats.load(folder / "stats"),
+        Topology.this_host(WORLD_SIZE), objective="training", batch_size=case.batch_size)
     plan = plan_problem(problem)
-    plan.save(case["plan"])
+    plan.save(case.plan)
     tiers: dict[str, dict[str, int]] = {}
     for entry in plan.tables:
         for tier in (t for piece in entry.pieces for t in piece.tiers):
@@ -202,14 +167,6 @@ def _plan(job: Job, case: dict[str, Any]) -> dict[str, Any]:
             sums["tiers"] += 1
             sums["rows"] += tier.stop - tier.start
     return as_json(plan, problem) | {"tiers": tiers}
-
-
-def _workers(function: str, case: dict[str, Any], world_size: int) -> dict[str, Any]:
-    from oper.bench.core.launch import run_workers
-    from oper.bench.demo import worker
-
-    (result,) = run_workers(getattr(worker, function), [case], world_size)
-    return result
 
 
 def _best(sides: dict[str, Any], what: str) -> str:
@@ -264,7 +221,3 @@ def _timings(sides: dict[str, Any], best: str) -> dict[str, Any]:
         found |= {f"{prefix}oper_{what}_ms": mine, f"{prefix}torchrec_{what}_ms": other,
                   f"{prefix}ratio_{what}": round(other / mine, 3)}
     return found
-
-
-def _terminal() -> bool:
-    return sys.stderr.isatty()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from oper.bench.core.record import NOISY_CORES, table
+from oper.bench.core.report import NOISY_CORES, table
 from oper.tables import format_bytes
 
 _SHOWN_TABLES = 5

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from oper.bench.core.launch import Progress
 from oper.bench.core.measure import over
 from oper.bench.core.planning import slowest, total
 from oper.bench.tables.sides import Side
-from oper.bench.tables.torchrec_peer import PLAN_KINDS, PeerOptions, build_peer
+from oper.bench.tables.torchrec_peer import PLAN_KINDS, build_peer
 from oper.bench.tables.unsharded import step_on_shares
 from oper.data import Folder, Loader, LoaderOptions
 from oper.data.loading.kjt import torchrec_batch
@@ -36,85 +37,125 @@ _PER_TURN = 8   # steps that one side makes before the next one's turn; the firs
 _NUM_BATCHES = 32  # distinct ones for the embedding collection alone
 
 
-def train_sharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Train OPER and TorchRec's plans on the same batches from the same weights. Collective.
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a demo trains.
 
-    Writes what `compare` needs into the case's folder.
-
-    Returns:
-        By side (``"oper"``, ``"table_wise"``, ``"mixed"``): validation AUC and log loss, and timing
-        of the whole training step, the step and the forward pass of the embedding collection; and
-        how many cores other programs kept busy meanwhile.
+    Attributes:
+        folder: the demo's; what is compared is written there.
+        seed: of the initial weights and the order of the log.
+        world_size: ranks.
+        checked_steps: after which logits and weights are compared.
+        num_steps: in all.
+        batch_size, checked_batch_size: samples per rank, and those of them in checked steps.
+        rounds: of timing the collections alone.
     """
-    progress("building the models: OPER, TorchRec table-wise, TorchRec mixed")
-    sides = {"oper": _oper(case)} | {kind: _torchrec(case, kind) for kind in PLAN_KINDS}
-    clock = record.BusyClock()
-    timed = _train_in_turns(sides, case, progress)
-    busy = [clock.others(total)]
-    results: dict[str, Any] = {}
-    for name, (engine, _) in sides.items():
-        progress(f"validating {name}")
-        results[name] = evaluate_clicks(engine, _batches(case, "valid", *ranks()))
-    progress("timing the embedding collections alone")
-    clock = record.BusyClock()
-    taken = {"train_step": timed, **_time_collections(sides, case)}
-    busy.append(clock.others(total))
-    for what, by_name in taken.items():
-        for name, seconds in by_name.items():
-            results[name][what] = record.summary(np.array(slowest(seconds.tolist())))
-    bags = sides["oper"][1]
-    return {"sides": results, "page_kind": bags.tables.page_kind,
-            "other_busy_cores": round(max(busy), 2)}
+
+    folder: str
+    seed: int
+    world_size: int
+    checked_steps: int
+    num_steps: int
+    batch_size: int
+    checked_batch_size: int
+    rounds: int
+    name: ClassVar[str] = "demo"
+    dim: ClassVar[int] = MODEL.dim
+
+    @property
+    def data(self) -> str:
+        """The preprocessed log."""
+        return str(Path(self.folder) / "data")
+
+    @property
+    def plan(self) -> str:
+        """OPER's plan."""
+        return str(Path(self.folder) / "plan.json")
 
 
-def train_unsharded(case: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Train the unsharded model in one process; writes what `compare` needs.
+@dataclass(frozen=True, slots=True)
+class Sharded(Training):
+    """OPER and TorchRec's plans on the same batches from the same weights."""
 
-    A step takes the ranks' shares one after another and the mean of their losses.
-    """
-    engine = unsharded(_model(case), OPTIMIZERS)
-    logits = []
-    shares = [_training_batches(case, rank) for rank in range(case["world_size"])]
-    for step, batches in enumerate(zip(*shares, strict=True), 1):
-        logits.append(torch.cat([rest[1] for _, rest in step_on_shares(engine, batches)]))
-        if step == case["checked_steps"]:
-            _write(case, "unsharded", logits, engine.module)
-        if step % 50 == 0:
-            progress(f"unsharded: step {step} of {case['num_steps']}")
-    progress("validating the unsharded model")
-    return evaluate_clicks(engine, _batches(case, "valid", 0, 1))
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Train, validate and time. Collective.
+
+        Returns:
+            By side (``"oper"``, ``"table_wise"``, ``"mixed"``): validation AUC and log loss, and
+            timing of the whole training step, the step and the forward pass of the embedding
+            collection; and how many cores other programs kept busy meanwhile.
+        """
+        progress("building the models: OPER, TorchRec table-wise, TorchRec mixed")
+        sides = {"oper": _oper(self)} | {kind: _torchrec(self, kind) for kind in PLAN_KINDS}
+        clock = record.BusyClock()
+        timed = _train_in_turns(sides, self, progress)
+        busy = [clock.others(total)]
+        results: dict[str, Any] = {}
+        for name, (engine, _) in sides.items():
+            progress(f"validating {name}")
+            results[name] = evaluate_clicks(engine, _batches(self, "valid", *ranks()))
+        progress("timing the embedding collections alone")
+        clock = record.BusyClock()
+        taken = {"train_step": timed, **_time_collections(sides, self)}
+        busy.append(clock.others(total))
+        for what, by_name in taken.items():
+            for name, seconds in by_name.items():
+                results[name][what] = record.summary(np.array(slowest(seconds.tolist())))
+        bags = sides["oper"][1]
+        return {"sides": results, "page_kind": bags.tables.page_kind,
+                "other_busy_cores": round(max(busy), 2)}
 
 
-def _model(case: dict[str, Any]) -> nn.Module:
-    folder = Folder.open(case["data"])
-    return build_dlrm(folder.tables(MODEL.dim), len(folder.dense), MODEL, case["seed"])
+@dataclass(frozen=True, slots=True)
+class Unsharded(Training):
+    """The unsharded model in one process."""
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Train and validate; a step takes the ranks' shares one after another and the mean of
+        their losses."""
+        engine = unsharded(_model(self), OPTIMIZERS)
+        logits = []
+        shares = [_training_batches(self, rank) for rank in range(self.world_size)]
+        for step, batches in enumerate(zip(*shares, strict=True), 1):
+            logits.append(torch.cat([rest[1] for _, rest in step_on_shares(engine, batches)]))
+            if step == self.checked_steps:
+                _write(self, "unsharded", logits, engine.module)
+            if step % 50 == 0:
+                progress(f"unsharded: step {step} of {self.num_steps}")
+        progress("validating the unsharded model")
+        return evaluate_clicks(engine, _batches(self, "valid", 0, 1))
 
 
-def _oper(case: dict[str, Any]) -> tuple[Engine, Any]:
+def _model(case: Training) -> nn.Module:
+    folder = Folder.open(case.data)
+    return build_dlrm(folder.tables(MODEL.dim), len(folder.dense), MODEL, case.seed)
+
+
+def _oper(case: Training) -> tuple[Engine, Any]:
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
 
-    config = TrainConfig(data=case["data"], batch_size=case["batch_size"], optimizer=OPTIMIZERS)
-    engine = with_oper(_model(case), config, plan=case["plan"], stats=None)
+    config = TrainConfig(data=case.data, batch_size=case.batch_size, optimizer=OPTIMIZERS)
+    engine = with_oper(_model(case), config, plan=case.plan, stats=None)
     bags = next(m for m in engine.bare.modules() if isinstance(m, ShardedEmbeddingBags))
     return engine, bags
 
 
-def _torchrec(case: dict[str, Any], kind: str) -> tuple[Engine, Any]:
+def _torchrec(case: Training, kind: str) -> tuple[Engine, Any]:
     model = _model(case)
     initial = {name: value.detach() for name, value in model.state_dict().items()}
-    peer = build_peer(model, PeerOptions(kind, case["batch_size"], 1.0, OPTIMIZERS.tables_lr,
-                                         OPTIMIZERS.tables_eps))
+    peer = build_peer(model, kind, case.batch_size, itertools.repeat(1.0),
+                      {"lr": OPTIMIZERS.tables_lr, "eps": OPTIMIZERS.tables_eps})
     peer.model.load_state_dict(initial)  # TorchRec has drawn new tables
     tables = [o for o in peer.optimizers if not isinstance(o, torch.optim.SGD)]
     dense = dense_optimizer(OPTIMIZERS, peer.model)
-    return Engine(peer.model, peer.model, [*tables, dense], collective=True), peer.collection()
+    return Engine(peer.model, peer.model, [*tables, dense], collective=True), peer.collection
 
 
-def _batches(case: dict[str, Any], split: str, rank: int, world_size: int) -> Loader:
+def _batches(case: Training, split: str, rank: int, world_size: int) -> Loader:
     training = split == "train"
-    return Loader(case["data"], split, LoaderOptions(
-        case["batch_size"] * case["world_size"] // world_size, window=1 << 18 if training else 0,
-        seed=case["seed"], drop_last=training, share="batches", rank=rank, world_size=world_size))
+    return Loader(case.data, split, LoaderOptions(
+        case.batch_size * case.world_size // world_size, window=1 << 18 if training else 0,
+        seed=case.seed, drop_last=training, share="batches", rank=rank, world_size=world_size))
 
 
 def _first(batch: Any, size: int) -> Any:
@@ -134,20 +175,20 @@ def _epochs(loader: Loader) -> Iterator[Any]:
         yield from loader
 
 
-def _training_batches(case: dict[str, Any], rank: int) -> Iterator[Any]:
+def _training_batches(case: Training, rank: int) -> Iterator[Any]:
     """A rank's share of the first ``num_steps`` batches, through as many epochs as that takes.
 
     The checked steps come first and use the first ``checked_batch_size`` samples of each share. The
     fewer samples, the less likely is one that meets a ReLU within rounding of its kink, from where
     row-wise Adagrad, which takes a cold row's first step at full length, makes differences large.
     """
-    data = _batches(case, "train", rank, case["world_size"])
-    for step, batch in enumerate(itertools.islice(_epochs(data), case["num_steps"])):
-        checked = step < case["checked_steps"]
-        yield _first(batch, case["checked_batch_size"]) if checked else batch
+    data = _batches(case, "train", rank, case.world_size)
+    for step, batch in enumerate(itertools.islice(_epochs(data), case.num_steps)):
+        checked = step < case.checked_steps
+        yield _first(batch, case.checked_batch_size) if checked else batch
 
 
-def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any],
+def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: Training,
                     progress: Progress) -> dict[str, np.ndarray]:
     """All steps on all sides, turn by turn; returns seconds of the timed ones, float64 [n]."""
     names = list(sides)
@@ -155,7 +196,7 @@ def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any],
     logits: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     batches, done = _training_batches(case, ranks()[0]), 0
     for turn in itertools.count():
-        chunk = list(itertools.islice(batches, min(_PER_TURN, case["num_steps"] - done)))
+        chunk = list(itertools.islice(batches, min(_PER_TURN, case.num_steps - done)))
         if not chunk:
             break
         for name in names[turn % len(names):] + names[:turn % len(names)]:
@@ -167,27 +208,27 @@ def _train_in_turns(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any],
                 into.append(engine.step(next(step))[1][1])
 
             seconds = record.interleave({name: run}, dist.barrier, 1, len(chunk) - 1)[name]
-            if done >= case["checked_steps"]:
+            if done >= case.checked_steps:
                 taken[name].extend(seconds)
         done += len(chunk)
-        if done == case["checked_steps"]:
+        if done == case.checked_steps:
             for name, (engine, _) in sides.items():
                 _write(case, name, logits[name], engine.module)
         if turn % 4 == 3:
-            progress(f"training in two processes: step {done} of {case['num_steps']}")
+            progress(f"training in two processes: step {done} of {case.num_steps}")
     return {name: np.array(values) for name, values in taken.items()}
 
 
-def _write(case: dict[str, Any], name: str, logits: list[torch.Tensor], module: nn.Module) -> None:
+def _write(case: Training, name: str, logits: list[torch.Tensor], module: nn.Module) -> None:
     """Logits and weights after the checked steps, all ranks together. Collective."""
     state = full_state(module)
     joined = [gather_rows(x) for x in logits]
     if ranks()[0] == 0:
-        save_state(Path(case["folder"]) / f"{name}.pt",
+        save_state(Path(case.folder) / f"{name}.pt",
                    {"logits": torch.stack(joined)} | {f"weights/{k}": v for k, v in state.items()})
 
 
-def _time_collections(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any]
+def _time_collections(sides: dict[str, tuple[Engine, Any]], case: Training
                       ) -> dict[str, dict[str, np.ndarray]]:
     """Seconds of a step (forward, backward, update) and of a forward pass without gradient.
 
@@ -195,14 +236,14 @@ def _time_collections(sides: dict[str, tuple[Engine, Any]], case: dict[str, Any]
     output gradient is given.
     """
     data = _batches(case, "valid", *ranks())
-    full = (b for b in data if b.labels.numel() == case["batch_size"])
+    full = (b for b in data if b.labels.numel() == case.batch_size)
     batches = list(itertools.islice(full, _NUM_BATCHES))
-    torch.manual_seed(case["seed"] + ranks()[0])
-    gradient = torch.randn(case["batch_size"], MODEL.dim * len(data.folder.sparse)) * 1e-3
+    torch.manual_seed(case.seed + ranks()[0])
+    gradient = torch.randn(case.batch_size, MODEL.dim * len(data.folder.sparse)) * 1e-3
     # The last optimizer is that of the dense layers. On data-parallel tables TorchRec's update is
     # an optimizer of its own.
     alone = {name: Side(name, bags, bags, engine.optimizers[:-1], gradient, [])
              for name, (engine, bags) in sides.items()}
     return {phase: record.interleave(
         {name: over(batches, getattr(side, phase)) for name, side in alone.items()}, dist.barrier,
-        case["rounds"], _PER_TURN, lead_in=2) for phase in ("step", "forward")}
+        case.rounds, _PER_TURN, lead_in=2) for phase in ("step", "forward")}

@@ -378,7 +378,8 @@ def _soak(live: _Live) -> dict[str, Any]:
         time.sleep(min(1.0, case.seconds / 60))
     shares = _shares({pid: cpu_seconds(pid) - before for pid, before in busy.items()})
     seen = live.client.finish(case.seconds)
-    replaced = live.host.ask("counts")["worker_restarts"] == 1 and killed not in live.host.ask("pids")
+    counts, pids = live.host.ask("counts"), live.host.ask("pids")
+    replaced = counts["worker_restarts"] == 1 and killed not in pids
     growth = _growth(samples)
     errors = _errors(seen)
     kept = seen.begin.size / float(seen.end.max() - seen.begin.min()) / target

@@ -15,7 +15,7 @@ from torch import nn
 
 from oper.bench.core.planning import rows_by_placement
 from oper.bench.core.workload import NO_ID, NUM_DENSE, Workload
-from oper.bench.tables.torchrec_peer import BagsOnly, PeerOptions, build_peer
+from oper.bench.tables.torchrec_peer import BagsOnly, build_peer
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.train.config import DLRMConfig
@@ -286,16 +286,17 @@ def build_torchrec(work: Workload, dense: Dense | None, kind: str, world_size: i
     Args:
         work: the workload.
         dense: what is around the tables; None = the collection alone.
-        kind, machine: see `PeerOptions`.
+        kind, machine: see `build_peer`.
         world_size: ranks.
     """
     collection = make_collection(work, "meta")
-    module = make_dlrm(work, collection, dense) if dense else collection
-    peer = build_peer(module, PeerOptions(
-        kind, work.batch_size // world_size, tuple(map(float, work.bag_lengths)), LEARNING_RATE,
-        EPS, machine or {}))
-    side = Side(kind, peer.model, peer.collection(), peer.optimizers, None, work.features,
-                {"tables": peer.plan, "optimizers": [type(o).__name__ for o in peer.optimizers]})
+    peer = build_peer(make_dlrm(work, collection, dense) if dense else BagsOnly(collection), kind,
+                      work.batch_size // world_size, work.bag_lengths,
+                      {"lr": LEARNING_RATE, "eps": EPS}, machine)
+    placed = {name: f"{where.sharding_type} {where.ranks}"
+              for tables in peer.sharding.plan.values() for name, where in tables.items()}
+    side = Side(kind, peer.model, peer.collection, peer.optimizers, None, work.features,
+                {"tables": placed, "optimizers": [type(o).__name__ for o in peer.optimizers]})
     return side, peer.sharding
 
 
