@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from oper.bench.core.child import obey
-from oper.bench.core.launch import Progress
-from oper.bench.tables.lookup_case import LookupCase, run_case
-from oper.bench.tables.scale_case import ScaleCase, run_scale_case
-from oper.bench.tables.update_case import UpdateCase, run_update_case
+from oper.bench.core.launch import Progress, run_workers
 
 
-def fail(case: str, progress: Progress) -> dict[str, Any]:
-    """A worker function that says what it was given."""
-    raise ValueError(case)
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """A case that says its name."""
 
+    name: str
 
-def measure(case: Any, progress: Progress) -> dict[str, Any]:
-    """A worker function of all cases of lookups."""
-    run = {LookupCase: run_case, UpdateCase: run_update_case, ScaleCase: run_scale_case}
-    return run[type(case)](case, progress)
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Raises ValueError."""
+        raise ValueError(self.name)
 
 
 def doubles(pipe: Any) -> None:
@@ -28,3 +27,14 @@ def doubles(pipe: Any) -> None:
     commands = {"double": lambda x: 2 * x, "end": lambda: os._exit(3)}
     while obey(pipe, commands):
         pass
+
+
+def dies(pipe: Any) -> None:
+    """One that says that it is ready, and is gone."""
+    pipe.send(None)
+
+
+def together(cases: Sequence[Any], world_size: int) -> dict[str, dict[str, Any]]:
+    """Entries by name of cases of several kinds in the same processes, which take long to start."""
+    return {case.name: {"name": case.name, **found} for case, found in zip(
+        cases, run_workers(cases, world_size), strict=True)}

@@ -22,6 +22,7 @@ from oper.bench.cluster.case import Case
 from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, cluster, why_no_quota, why_not
 from oper.bench.core import record
+from oper.bench.core.report import report
 from oper.bench.core.workload import NO_ID, Workload, bags_of, batch_ids, make_kjt
 from oper.errors import InvalidInputError
 from oper.report.bench_page import bench_page
@@ -48,7 +49,8 @@ def _namespaces() -> list[str]:
 
 
 def _run(*cases: Case | LinkChange) -> list[dict[str, Any]]:
-    return list(grid._run_group(cases, as_toml(Topology.this_host(2))))
+    found = grid._run_group(cases, as_toml(Topology.this_host(2)))
+    return [{"name": c.name, **entry} for c, entry in zip(cases, found, strict=True)]
 
 
 @emulated
@@ -75,7 +77,7 @@ def test_two_hosts_measure_and_verify() -> None:
     # What is counted is what is simulated, headers of TCP, its acknowledgements and two barriers.
     assert 1.0 <= entry["bytes_ratio_without_headers"] < entry["bytes_ratio"] < 1.4
     assert entry["dropped_packets"] == 0
-    assert "tiny" in grid.report([entry])
+    assert "tiny" in report([entry], grid.FIGURES)
     value = record.record("cluster", ["oper"], [entry], 0.0) | grid.totals([entry])
     assert "torchrec-any" in bench_page(value)
 
@@ -114,7 +116,7 @@ def test_a_link_drops_while_a_model_trains() -> None:
     assert slow < 28 and all(60 < x < 105 for x in others)
     assert found["step_slow_ms"] > 2 * found["step_before_ms"]
     assert found["ratio_fresh"] < 1.1
-    assert "same rows" in grid.report([found])
+    assert "drops: " in report([found], grid.FIGURES)
     bench_page(record.record("cluster", ["oper"], [found], 0.0) | grid.totals([found]))
 
 
@@ -130,8 +132,8 @@ def test_a_whole_dlrm() -> None:
     assert parted["runtime"] == "oper in parts" and entry["best_peer"] != "oper-micro-batches"
     assert entry["overlap_ratio"] == pytest.approx(
         entry["oper_step_ms"] / parted["executed_ms"], rel=1e-3)
-    assert "hide each other's exchange" in grid.report([entry])
-    assert "tiny" in grid.report([entry]) and grid.totals([entry])["num_predicted"] == 0
+    assert "overlap" in report([entry], grid.FIGURES)
+    assert grid.totals([entry])["num_predicted"] == 0
 
 
 @emulated

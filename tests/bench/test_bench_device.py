@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from oper.bench.core.driver import measured
+from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.device import suite as device
-from oper.bench.device.cases import DeviceCase, draw_inputs, floor_bytes
+from oper.bench.device.cases import draw_inputs, floor_bytes, one_rank_plan
 from oper.bench.device.contenders import open_tables, oper_side
 from oper.bench.device.reference import Reference
 from oper.shmem import library
 from tests.cuda import emulated
 
 WHERE = "cuda" if emulated.has_gpu() else "cpu"
-CASE = DeviceCase("small", Workload((300, 7), 8, 16, 3, 1.05), num_batches=2, rounds=1, per_round=1,
-                  copy_bytes=1 << 20)
+GIVEN: dict[str, Any] = {"num_batches": 2, "rounds": 1, "per_round": 1, "copy_bytes": 1 << 20,
+                         "device": WHERE}
+WORK = Workload((300, 7), 8, 16, 3, 1.05)
+CASE = device.Case("small", WORK, **GIVEN)
 
 
 @pytest.fixture
@@ -30,28 +34,28 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype, exponent", [("float32", 0.0), ("float16", 1.05)])
 def test_a_case_is_measured_and_verified(kernels: None, dtype: str, exponent: float) -> None:
     case = replace(CASE, dtype=dtype, work=replace(CASE.work, exponent=exponent))
-    entry, = device.run([case], WHERE)
+    entry, = measured([case])
     assert entry["verified"] is True, entry["verification"]
     assert {"oper forward", "oper rows", "torch forward"} <= set(entry["verification"])
     for phase in ("forward", "update", "step"):
         assert entry[f"{phase}_fraction_of_floor"] == pytest.approx(
             entry["floor_ms"][phase] / entry[f"oper_{phase}_ms"], rel=0.05, abs=1e-4)
     assert ("location_overhead" in entry) == (exponent == 0)
-    assert "small" in device.report([entry])
+    assert "small" in report([entry], device.FIGURES)
 
 
 def test_a_small_batch_is_replayed(kernels: None) -> None:
-    entry, = device.run([replace(CASE, name="small-graph")], WHERE)
+    entry, = measured([device.GraphCase("small-graph", WORK, **GIVEN)])
     assert entry["verified"] is True
     assert ("forward_us_replayed" in entry) == emulated.has_gpu()
-    assert "small-graph" in device.report([entry])
+    assert "small-graph" in report([entry], device.FIGURES)
 
 
 def test_rows_in_host_memory_are_a_case(kernels: None) -> None:
-    entry, = device.run([replace(CASE, name="lookup-host-small")], WHERE)
+    entry, = measured([device.HostCase("lookup-host-small", WORK, **GIVEN)])
     assert entry["verified"] is True, entry["verification"]
     assert entry["memory_bytes"]["host"][0] > 0
-    assert "lookup-host-small" in device.report([entry])
+    assert "lookup-host-small" in report([entry], device.FIGURES)
 
 
 def test_wrong_rows_are_found(kernels: None) -> None:
@@ -59,7 +63,7 @@ def test_wrong_rows_are_found(kernels: None) -> None:
     inputs = draw_inputs(CASE, where, 0)
     gradient = torch.ones(16, 16, device=where)
     reference = Reference(CASE, where, [inputs], gradient)
-    tables: Any = open_tables(CASE, where, device.one_rank_plan(CASE))
+    tables: Any = open_tables(CASE, where, one_rank_plan(CASE))
     side = oper_side(tables, CASE.tables())
     assert reference.check_lookup(side, inputs)["passed"]
     assert not reference.check_rows(side)["passed"], "rows that were not trained"

@@ -5,23 +5,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from oper.bench.core.launch import run_workers
+from oper.bench.core.driver import measured
+from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
-from oper.bench.dynamic import drift, suite
-from oper.bench.dynamic.case import DynamicCase, run_case
+from oper.bench.dynamic import case as dynamic, drift
+from oper.bench.dynamic.case import DynamicCase
 from oper.bench.tables import train
 from tests.bench import broken
 
 
-def _case(name: str, load: float, pooling: int = 1) -> DynamicCase:
+def _case(name: str, load: float, pooling: int = 1,
+          kind: type[DynamicCase] = DynamicCase) -> DynamicCase:
     work = Workload(num_rows=(3000, 3000), dim=16, batch_size=64, pooling=pooling)
-    return DynamicCase(name, work, num_batches=4, num_stats_batches=4, rounds=2, per_round=2,
-                       load=load)
+    return kind(name, work, num_batches=4, num_stats_batches=4, rounds=2, per_round=2,
+                load=load)
 
 
 def test_cases_are_measured_and_verified() -> None:
-    chosen = [_case("pool3", 0.5, 3), _case("full", 10.0)]
-    half, full = run_workers(run_case, chosen, 2)
+    half, full = measured([_case("pool3", 0.5, 3), _case("full", 10.0)])
     for entry in (half, full):
         assert entry["verified"] is True, entry["verification"]
         assert set(entry["verification"]["max_relative_diff"]) == {"pooled", "rows", "tables"}
@@ -33,25 +34,26 @@ def test_cases_are_measured_and_verified() -> None:
         assert 17 <= entry["bytes_per_slot"] < 24
     assert half["occupied"] == 6000 and half["missed"] == half["evicted_per_step"] == 0
     assert full["occupied"] == 600 and full["missed"] > 0 and full["evicted_per_step"] > 0
-    assert "pool3" in train.report([half, full]) and " NO\n" not in train.report([half, full])
+    text = report([half, full], train.FIGURES)
+    assert "pool3" in text and " NO\n" not in text
 
 
 def test_other_rows_are_found() -> None:
-    (entry,) = run_workers(broken.run_dynamic_case, [_case("spoiled", 10.0)], 2)
+    (entry,) = measured([_case("spoiled", 10.0, kind=broken.BrokenDynamicCase)])
     assert entry["verified"] is False
-    assert "differs from its formulas" in train.report([entry])
+    assert "spoiled is NOT verified; verification: " in report([entry], train.FIGURES)
 
 
 def test_the_cases() -> None:
     names = [c.name for c in train.cases(False, tables="dynamic")]
-    assert names == ["pool1", "pool20", "pool1-load95", "pool1-full"] == list(suite.LOADS)
-    assert [c.num_slots for c in suite.cases(True)] == [100_000, 100_000, 52_632, 45_455]
+    assert names == ["pool1", "pool20", "pool1-load95", "pool1-full"] == list(dynamic.LOADS)
+    assert [c.num_slots for c in dynamic.cases(True)] == [100_000, 100_000, 52_632, 45_455]
 
 
 def test_quality_on_a_log_that_drifts() -> None:
     """Equal bytes, every day but the first counted, and the same scores when it is repeated."""
     (case,) = train.cases(True, tables="drift")
-    entry = drift.run_case(replace(case, num_rows=1500, num_seeds=2, dim=4))
+    (entry,) = measured([replace(case, num_rows=1500, num_seeds=2, dim=4)])
     assert entry["verified"] is True and entry["days"] == 6 and entry["samples"] == 1500
     dynamic = entry["bytes"]["lru"]
     assert dynamic == entry["bytes"]["lfu"] and 0.98 < entry["bytes"]["hashed"] / dynamic <= 1
@@ -62,7 +64,7 @@ def test_quality_on_a_log_that_drifts() -> None:
         assert over == pytest.approx(entry["auc"][name]["mean"] - entry["auc"]["hashed"]["mean"],
                                      abs=2e-6)
         assert all(0 < x < 1 for x in entry["default_share"][name])
-    assert "lfu - hashed" in train.report([entry])
+    assert "auc over lfu hashed" in " ".join(report([entry], train.FIGURES).split())
 
 
 def test_the_first_day_alone_is_known() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from oper.bench.core.driver import measured
+from oper.bench.core.report import report
 from oper.bench.quality import graphs
-from oper.bench.quality.graphs import Case, compare, run_case, simulate
+from oper.bench.quality.graphs import Case, compare, simulate
 
 
 def graph(k: int, *edges: tuple[int, int]) -> np.ndarray:
@@ -49,12 +51,13 @@ def test_users_follow_their_graph() -> None:
 
 
 def test_counts_find_what_shares_invent() -> None:
-    independent, sparse = (run_case(Case(name, edges, num_concepts=5, num_graphs=3, num_users=1500))
-                           for name, edges in (("independent", 0.0), ("sparse", 3.0)))
+    independent, sparse = measured([
+        Case(name, edges, num_concepts=5, num_graphs=3, num_users=1500)
+        for name, edges in (("independent", 0.0), ("sparse", 3.0))])
     assert independent["verified"] and sparse["verified"]
     assert independent["log_counts"]["false_positive_rate"]["mean"] <= 0.05
     assert independent["shares"]["false_positive_rate"]["mean"] > 0.5
     assert independent["log_counts"]["true_positive_rate"] is None
     assert sparse["ratio_shd"] < 0.7
-    text = graphs.report([independent, sparse])
+    text = report([independent, sparse], graphs.FIGURES)
     assert "sparse: shares" in text and "nan" not in text

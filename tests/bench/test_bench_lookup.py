@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from oper.bench.core.launch import run_workers
+from oper.bench.core.driver import measured as measure
+from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.tables import lookup
 from oper.bench.tables.ceiling import UpdateCeiling
-from oper.bench.tables.lookup_case import LookupCase, run_case
+from oper.bench.tables.lookup_case import LookupCase
 from oper.bench.tables.scale_case import ScaleCase
 from oper.bench.tables.unsharded import PEERS
 from oper.bench.tables.update_case import UpdateCase
@@ -35,9 +36,7 @@ Entry = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Entry]:
-    """All cases of two processes, which take longer to start than to measure."""
-    entries = run_workers(helpers.measure, IN_TWO_PROCESSES, 2)
-    return {entry["name"]: entry for entry in entries}
+    return helpers.together(IN_TWO_PROCESSES, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -45,7 +44,7 @@ def test_lookups_are_measured_and_verified(world_size: int, measured: dict[str, 
     if world_size == 2:
         entry = measured["lookup-w2"]
     else:
-        entry, = run_workers(run_case, [LookupCase("lookup-w1", WORK, 1, **SMALL)], 1, 2)
+        entry, = measure([LookupCase("lookup-w1", WORK, 1, **SMALL)])
     assert entry["verified"] is True, entry["verification"]
     assert set(entry["verification"]) == {"oper", "ceiling", "nn_embedding_bag", "fbgemm"}
     assert set(entry["timings"]) == {"oper", "ceiling", *PEERS}
@@ -55,7 +54,7 @@ def test_lookups_are_measured_and_verified(world_size: int, measured: dict[str, 
     assert entry["ratio_forward"] == pytest.approx(fastest / entry["oper_forward_ms"], rel=1e-2)
     for key in ("python_overhead_us", "python_overhead_small_batch_us"):
         assert 0 < entry[key] < 1e5
-    assert entry["name"] in lookup.report([entry])
+    assert entry["name"] in report([entry], lookup.FIGURES)
 
 
 def test_updates_are_measured_and_verified(measured: dict[str, Entry]) -> None:
@@ -65,7 +64,7 @@ def test_updates_are_measured_and_verified(measured: dict[str, Entry]) -> None:
     assert set(entry["timings"]) == {"oper", "fbgemm"}
     assert entry["ratio_update"] == pytest.approx(
         entry["fbgemm_update_ms"] / entry["oper_update_ms"], rel=1e-2)
-    assert entry["name"] in lookup.report([entry])
+    assert entry["name"] in report([entry], lookup.FIGURES)
 
 
 def test_growth_is_measured_and_verified(measured: dict[str, Entry]) -> None:
@@ -78,7 +77,7 @@ def test_growth_is_measured_and_verified(measured: dict[str, Entry]) -> None:
     assert 40 < distinct <= ids
     assert full == pytest.approx(
         ids * (2 * 256 + 8) + bags * 256 + distinct * (4 * 256 + 2 * 64), abs=2)
-    assert "of the axis' best" in lookup.report(entries)
+    assert "scale-dim-64" in report(entries, lookup.FIGURES)
 
 
 def test_growing_tables_are_set_beside_the_bare_machine(measured: dict[str, Entry]) -> None:
@@ -88,7 +87,7 @@ def test_growing_tables_are_set_beside_the_bare_machine(measured: dict[str, Entr
     bare_ms = entry["gather_ceiling_ms"] + entry["update_ceiling_ms"]
     assert entry["ceiling_ns_per_line_byte"] == pytest.approx(
         2e6 * bare_ms / entry["bytes_moved"]["lines"], rel=1e-2)
-    assert "1.00x" in lookup.report([entry])
+    assert "ceiling" in report([entry], lookup.FIGURES)
 
 
 def test_bare_rewrites_touch_what_a_step_updates_and_change_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import make_problem
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
+from tests.bench import helpers
 from tests.support import run_command
 
 KEYS = ("gap", "certificate_checked", "uncapped_bound_us", "bound_method", "proved_gap",
@@ -59,11 +61,11 @@ def test_record_and_table(suite, tmp_path, capsys) -> None:
     assert case["lower_bound_us"] <= case["modelled_step_us"] <= case["best_peer_step_us"]
     assert case["ratio_vs_torchrec"] is None and case["torchrec"] is None
     assert case["proved_gap"] <= case["gap"]
-    assert absent == {"name": "published/absent/8/training/3", "verified": True,
-                      "skipped": "its data is not in the folder named by OPER_DATA"}
+    assert absent["name"] == "published/absent/8/training/3" and absent["verified"]
+    assert absent["skipped"] == "its data is not in the folder named by OPER_DATA"
     out = capsys.readouterr().out
     assert "small/8/training" in out and "skipped published/absent/8/training/3" in out
-    assert "published constants, training, 1 cases, 1 certified: gap median" in out
+    assert "all: published/training" in out
     assert "inference" not in out
     figures, = value["groups"].values()
     assert value["groups"] == {"published/training": figures}
@@ -124,8 +126,8 @@ def test_a_failed_case_keeps_the_others_and_is_run_again_on_resume(
     monkeypatch.setattr(plan, "run_case", fails_at_16)
     assert bench(*words) == 1
     first, broken, last = json.loads(target.read_text())["cases"]
-    assert broken == {"name": "published/small/16/inference/0", "verified": False,
-                      "failed": "RuntimeError: the solver broke"}
+    assert broken["name"] == "published/small/16/inference/0" and not broken["verified"]
+    assert broken["failed"] == "RuntimeError: the solver broke"
     out = capsys.readouterr().out
     assert "failed published/small/16/inference/0: RuntimeError: the solver broke" in out
     asked = []
@@ -178,10 +180,10 @@ def test_torchrec_is_a_peer(suite, tmp_path) -> None:
     assert case["ratio_vs_torchrec"] >= 1
 
 
-def test_a_planner_that_does_not_come_back_is_ended(monkeypatch) -> None:
+def test_a_planner_that_does_not_come_back_is_ended() -> None:
     work = small()
     stated = make_problem(work.tables, work.stats, machine(8), batch_size=512, allow=EVERYTHING)
-    with TorchRecPlanner(10.0) as planner:
+    with closing(TorchRecPlanner(10.0)) as planner:
         planner.time_limit_s = -1.9  # gives up after a tenth of a second
         assert planner.propose(stated) == {}
         assert planner._child is None
@@ -191,15 +193,11 @@ def test_a_planner_that_does_not_come_back_is_ended(monkeypatch) -> None:
     assert planner._child is None
 
 
-def _dies(pipe) -> None:
-    pipe.send(None)  # ready, and then gone
-
-
 def test_a_planner_that_dies_is_no_more_than_one_without_plans(monkeypatch) -> None:
-    monkeypatch.setattr(plan_peer, "_serve", _dies)
+    monkeypatch.setattr(plan_peer, "_serve", helpers.dies)
     work = small()
     stated = make_problem(work.tables, work.stats, machine(8), batch_size=512, allow=EVERYTHING)
-    with TorchRecPlanner(30.0) as planner:
+    with closing(TorchRecPlanner(30.0)) as planner:
         for _ in range(2):
             assert planner.propose(stated) == {}
             assert planner._child is None

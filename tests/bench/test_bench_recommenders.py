@@ -138,7 +138,7 @@ def test_protocols_of_published_tables(tmp_path: Path) -> None:
         if e["model"].startswith(("sasrec", "gru4rec", "hstu")):
             assert e["config"]["steps"] + e["config"]["window"] - 1 == 200
     best = {e["model"]: e["metrics"]["ndcg@10"]["mean"] for e in entries}
-    assert best["ease"] > best["popularity"] and "recall@200 [95 %]" in printed
+    assert best["ease"] > best["popularity"] and "recall@200" in printed
 
     (tmp_path / "movietweetings").mkdir()
     (tmp_path / "movietweetings" / "ratings.dat").write_text(

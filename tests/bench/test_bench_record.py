@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from oper.bench import verbs
 from oper.bench.core import record
+from oper.bench.core.child import Child
+from oper.bench.core.launch import run_workers
 from oper.bench.core.memory import peak_rss_mb
+from oper.bench.core.report import noise_note, report
 from oper.bench.core.workload import Workload, batch_ids, collect_stats
-from oper.bench.tables import train
 from oper.bench.tables.verify import Verdict
 from oper.errors import InvalidInputError, OperError
 from tests.bench import helpers
@@ -47,10 +50,28 @@ def test_record_has_the_agreed_keys(tmp_path) -> None:
 
 def test_disturbed_cases_are_named() -> None:
     quiet = {"name": "a", "other_busy_cores": {"step": 0.02, "forward": 0.0}}
-    assert record.noise_note([quiet]) == ""
+    assert noise_note([quiet]) == ""
     noisy = [quiet, {"name": "b", "other_busy_cores": {"step": 0.0, "forward": 1.0}},
              {"name": "c", "other_busy_cores": 0.5}]
-    assert "b 1.0, c 0.5" in record.noise_note(noisy)
+    assert "b 1.0, c 0.5" in noise_note(noisy)
+
+
+def test_a_report_shows_the_figures_that_are_named() -> None:
+    entries = [
+        {"name": "a", "verified": True, "step_ms": 1234.5, "best": "x", "share": 0.25},
+        {"name": "b", "verified": False, "step_ms": None,
+         "plans": {"oper": {"verification": {"passed": False, "max": 1.0}}}},
+        {"name": "c", "plans": {"p": {"us": {"mean": 1.0, "low": 0.5, "high": 1.5}}, "q": {}}},
+        {"name": "d", "number": 7, "text": "no number"},
+        {"name": "e", "verified": True, "skipped": "no data"}]
+    lines = report(entries, [("step_ms", "best", "share", "absent"), ("plans.*.us",)]).splitlines()
+    assert [line.split() for line in lines] == [
+        ["case", "step", "ms", "best", "share", "verified"], ["-" * len(lines[1])],
+        ["a", "1,234", "x", "0.25", "yes"], ["b", "-", "NO"],
+        ["case", "plans", "us"], ["-" * len(lines[5])], ["c:", "p", "1", "[0.5,", "1.5]"],
+        ["d:", "number", "7"], ["skipped", "e:", "no", "data"],
+        ["b", "is", "NOT", "verified;", "plans.oper.verification:", "{'passed':", "False,",
+         "'max':", "1.0}"]]
 
 
 @pytest.mark.parametrize(("ours", "passed"), [
@@ -80,8 +101,7 @@ def test_batches_are_reproducible_and_statistics_come_from_others() -> None:
 
 def _run(monkeypatch: pytest.MonkeyPatch, words: list[str], verified: bool) -> int:
     entry = {"verified": verified, "name": "ebc-pool1"}
-    monkeypatch.setattr(train, "run", lambda args, chosen: iter([entry] * len(chosen)))
-    monkeypatch.setattr(train, "report", lambda entries: f"{len(entries)}\n")
+    monkeypatch.setattr(verbs, "measured", lambda chosen: iter([entry] * len(chosen)))
     return run_command("bench", *words)
 
 
@@ -94,7 +114,9 @@ def test_an_unverified_case_fails_the_command(monkeypatch, tmp_path, capsys) -> 
     assert value["benchmark"] == "train" and len(value["cases"]) == 2
     assert value["command"] == f"oper bench {' '.join(words[:1] + words[2:4] + words[1:2])} " \
         f"--exchange shared --json {target}".replace("ebc-*", "'ebc-*'")
-    assert "ebc-pool1 done" in capsys.readouterr().err
+    assert all(c["load_before"] >= 0 and c["load_after"] >= 0 for c in value["cases"])
+    out, err = capsys.readouterr()
+    assert "ebc-pool1 done" in err and "ebc-pool1 is NOT verified" in out
 
 
 def test_a_pattern_without_cases_is_an_error(monkeypatch) -> None:
@@ -103,13 +125,11 @@ def test_a_pattern_without_cases_is_an_error(monkeypatch) -> None:
 
 
 def test_a_failing_worker_shows_its_log() -> None:
-    from oper.bench.core.launch import run_workers
     with pytest.raises(OperError, match=r"a benchmark process has failed(.|\n)*Error: of no use"):
-        list(run_workers(helpers.fail, ["of no use"], 1))
+        list(run_workers([helpers.Failing("of no use")], 1))
 
 
 def test_a_helper_process_obeys_and_its_errors_come_out() -> None:
-    from oper.bench.core.child import Child
     child = Child(helpers.doubles, (), "the helper")
     assert child.ask("double", 4) == 8
     with pytest.raises(OperError, match="unsupported operand"):
@@ -131,6 +151,6 @@ def test_peak_memory_is_that_of_the_process_itself() -> None:
 
 
 def test_a_record_that_cannot_be_kept_is_told_before_the_run(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(train, "run", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(verbs, "measured", lambda chosen: pytest.fail("measured"))
     with pytest.raises(InvalidInputError, match="cannot write the result"):
         run_command("bench", "train", "--quick", "--json", tmp_path)

@@ -15,19 +15,23 @@ import numpy as np
 import pytest
 
 from oper.bench.core.child import Child
+from oper.bench.core.driver import measured
 from oper.bench.core.memory import num_descriptors, pss_bytes, unfiled_pss_bytes
+from oper.bench.core.report import report
 from oper.bench.core.stalls import Stalls, spin
 from oper.bench.core.workload import Workload
 from oper.bench.serve import loadgen, suite as serve
 from oper.bench.serve.client import Seen, _Sender
-from oper.bench.serve.delta_case import DeltaCase, _Check, _train, run_delta_case
+from oper.bench.serve.delta_case import DeltaCase, _Check, _train
 from oper.bench.serve.host import Publication, Swap
-from oper.bench.serve.live_case import LiveCase, _growth, _overlaps, run_live_case
+from oper.bench.serve.live_case import LiveCase, _growth, _overlaps
 from oper.bench.serve.models import FLOOR, KINDS, FloorPredictor, ServeWork
 from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import STEP, Search, rate_of, search
 from oper.bench.serve.server_case import _verify
-from oper.bench.serve.tiers_case import TiersCase, run_tiers_case
+from oper.bench.serve.tiers_case import TiersCase
+from oper.bench.tables.lookup_case import LookupCase
+from oper.bench.tables.torchrec_peer import PLAN_KINDS
 from oper.errors import OperError
 from oper.serve.options import BatchOptions
 from oper.serve.wire import HEADER_LENGTH, encode_scores
@@ -249,10 +253,8 @@ def test_contenders_score_alike_and_answer_every_query() -> None:
         for pool in pools.values():
             pool.configure(1, 1, 6, "eager")
             pool.spin(1, 0.05, stalls)
-            with pool.issuing(1) as issue:
-                found = loadgen.run(loadgen.Settings("Server", 50, 0.3, min_queries=8,
-                                                     num_samples=8), issue)
-            assert found.rate > 0
+            assert pool.run(1, loadgen.Settings("Server", 50, 0.3, min_queries=8,
+                                                num_samples=8)).rate > 0
         assert stalls.seconds == pytest.approx(0.15)
     finally:
         for pool in pools.values():
@@ -270,7 +272,7 @@ def test_the_floor_works_as_long_for_every_sample() -> None:
 def test_publications_under_load() -> None:
     case = LiveCase("publish", "publish", SMALL, workers=1, seconds=0.6, swaps=4, run_s=0.3,
                     min_queries=16, max_runs=1, load=0.3)
-    entry = run_live_case(case, lambda _: None)
+    entry, = measured([case])
     assert entry["errors"] == 0
     assert entry["verified"], entry
     assert entry["swaps"] == 4
@@ -282,7 +284,7 @@ def test_publications_under_load() -> None:
 def test_http_has_the_same_in_process_beside_it() -> None:
     case = LiveCase("http-10ms", "http", SMALL, workers=1, seconds=0.3, run_s=0.3, min_queries=64,
                     max_runs=2, votes=1, bound_ms=1e-3, spin_us=50)
-    entry = run_live_case(case, lambda _: None)
+    entry, = measured([case])
     assert entry["verified"], entry
     assert entry["queries_per_s"] == 0  # a microsecond is too little; yet it says what it found
     lowest = min(r[0] for r in entry["capacity"]["http"]["search"])
@@ -296,20 +298,20 @@ def test_http_has_the_same_in_process_beside_it() -> None:
     assert [r["failed"] + r["wrong"] for r in entry["runs"]] == [0] * 3
     assert len(entry["in_process_runs"]) == 3
     assert entry["loadgen"]["min_queries"] == 64 <= min(r["requests"] for r in entry["runs"])
-    assert "in process" in serve.report([entry])
+    assert "in process" in report([entry], serve.FIGURES)
     json.dumps(entry)
 
 
 def test_candidates_are_named_once_and_in_full() -> None:
     case = LiveCase("candidates", "candidates", replace(SMALL, user_features=1), workers=1,
                     seconds=0.3, run_s=0.3, min_queries=64, max_runs=1, votes=1, bound_ms=1e3)
-    entry = run_live_case(case, lambda _: None)
+    entry, = measured([case])
     assert entry["verified"] and entry["max_abs_diff"] < 1e-5 and entry["errors"] == 0, entry
     assert entry["single_ms"] > 0 and entry["full_single_ms"] > 0
     assert {"queries_per_s", "full_queries_per_s", "ratio_full", "cpu_ratio_full"} <= set(entry)
     assert [r["failed"] + r["wrong"] for r in entry["runs"]] == [0] * 6
     assert min(r["requests"] for r in entry["runs"]) >= 64
-    assert "all rows in full" in serve.report([entry])
+    assert "full queries" in report([entry], serve.FIGURES)
     json.dumps(entry)
 
 
@@ -317,7 +319,7 @@ def test_types_by_hotness_beside_int8_rows() -> None:
     work = Workload(num_rows=(5000, 300, 40), dim=16, batch_size=512)
     case = TiersCase("tiers", replace(SMALL, work=work, in_order=True), workers=1,
                      error_budget=5e-4, samples=4096, rounds=2, round_s=0.2)
-    entry = run_tiers_case(case, lambda _: None)
+    entry, = measured([case])
     assert entry["verified"], entry
     assert 0 < entry["error"] <= 5e-4
     assert set(entry["share_of_rows"]) >= {"int8", "int4"}
@@ -326,7 +328,7 @@ def test_types_by_hotness_beside_int8_rows() -> None:
     assert worse["low"] <= worse["mean"] <= worse["high"]
     assert abs(worse["mean"]) <= abs(with_int4["mean"])
     assert entry["samples"] >= 4096 and 0.6 < entry["auc"]["int8"] < 0.9
-    assert "tiers" in serve.report([entry])
+    assert "tiers" in report([entry], serve.FIGURES)
     json.dumps(entry)
 
 
@@ -345,13 +347,13 @@ def test_ids_in_hotness_order_are_those_that_are_scattered() -> None:
 def test_deltas_are_served_under_load() -> None:
     case = DeltaCase("delta", SMALL, workers=1, rate=50.0, deltas=8, every_s=0.05, changed=0.1,
                      quiet_s=0.5, wholes=2)
-    entry = run_delta_case(case, lambda _: None)
+    entry, = measured([case])
     assert entry["verified"] and entry["bit_equal"], entry
     assert (entry["torn"], entry["errors"], entry["deltas"]) == (0, 0, 8)
     assert entry["epochs_seen"] > 1 and entry["least_change_of_scores"] > 0
     for key in ("bytes_share", "time_share", "peak_ratio", "lag_p99_s", "p99_ratio"):
         assert 0 < entry[key] < float("inf"), key
-    assert "8" in serve.report([entry])
+    assert "8" in report([entry], serve.FIGURES)
     json.dumps(entry)
 
 
@@ -436,22 +438,17 @@ def test_the_report_reads_a_record(file: str) -> None:
     if not path.exists():
         pytest.skip("no record yet")
     entries = json.loads(path.read_text())["cases"]
-    text = serve.report(entries)
+    text = report(entries, serve.FIGURES)
     for entry in entries:
         assert entry["name"] in text
 
 
 def test_forwards_are_measured_and_verified_beside_torchrecs_plans() -> None:
 
-    from oper.bench.core.launch import run_workers
-    from oper.bench.core.workload import Workload
-    from oper.bench.tables.lookup_case import LookupCase, run_case
-    from oper.bench.tables.torchrec_peer import PLAN_KINDS
-
     work = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
     case = LookupCase("forward-small", work, torchrec=True, num_batches=4, num_stats_batches=4,
                       rounds=2, per_round=2)
-    entry, = run_workers(run_case, [case], 2)
+    entry, = measured([case])
     assert entry["verified"] is True, entry["verification"]
     assert set(entry["verification"]) == {"oper", *PLAN_KINDS, "nn_embedding_bag", "fbgemm"}
     best = min(entry[f"{kind}_forward_ms"] for kind in PLAN_KINDS)

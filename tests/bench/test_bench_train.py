@@ -5,30 +5,32 @@ from typing import Any
 
 import pytest
 
-from oper.bench.core.launch import run_workers
+from oper.bench.core.driver import measured as measure
+from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.tables import train
 from oper.bench.tables.sides import Dense
-from oper.bench.tables.train_case import TrainCase, run_case
+from oper.bench.tables.train_case import TrainCase
 from oper.train.config import DLRMConfig
-from tests.bench import broken
+from tests.bench import broken, helpers
 
 TINY = Workload(num_rows=(40, 12_000), dim=16, batch_size=64, pooling=3)
 UNEVEN = replace(TINY, lengths=(1, 3))
 CROSS = Dense(DLRMConfig(dense_layers=(16,), over_layers=(16,), cross_layers=2, cross_rank=4))
 KEYS = {"name", "ratio_step", "ratio_forward", "oper_step_ms", "oper_forward_ms",
         "gather_ceiling_gbps", "forward_fraction_of_ceiling", "verified", "bytes_moved",
-        "page_kind", "load_before", "load_after", "plans"}
+        "page_kind", "plans"}
 
 
-def _case(name: str, dense: Dense | None = None, work: Workload = TINY) -> TrainCase:
-    return TrainCase(name, work, dense=dense, num_batches=4, num_stats_batches=4, rounds=2,
-                     per_round=2)
+def _case(name: str, dense: Dense | None = None, work: Workload = TINY,
+          kind: type[TrainCase] = TrainCase) -> TrainCase:
+    return kind(name, work, dense=dense, num_batches=4, num_stats_batches=4, rounds=2,
+                per_round=2)
 
 
 def test_ranks_that_share_no_memory() -> None:
     case = replace(_case("ebc", work=UNEVEN), exchange="collective")
-    (entry,) = run_workers(run_case, [case], 2)
+    (entry,) = measure([case])
     assert entry["verified"] is True, entry["plans"]
     assert "ceiling" not in entry["plans"] and entry["exchange"] == "collective"
     sent = sum(entry["oper_sent_bytes_per_step"].values())
@@ -36,15 +38,16 @@ def test_ranks_that_share_no_memory() -> None:
     assert 0 < sent <= entry["loopback_bytes_per_step"]["oper"]
     assert entry["simulated_equals_sent"] is True
     assert abs(entry["simulated_bytes_per_step"] - sent) <= len(entry["oper_sent_bytes_per_step"])
-    assert "(the same)" in train.report([entry])
+    assert "collective" in report([entry], train.FIGURES)
 
 
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, Any]]:
     """Several cases, one of them with a wrong weight; processes take long to start."""
-    cases = [_case("ebc"), _case("dlrm", Dense()), _case("broken"), _case("dcn", CROSS, UNEVEN),
+    cases = [_case("ebc"), _case("dlrm", Dense()), _case("broken", kind=broken.BrokenTrainCase),
+             _case("dcn", CROSS, UNEVEN),
              _case("dcn-bfloat16", replace(CROSS, dtype="bfloat16"), UNEVEN)]
-    return list(run_workers(broken.run_case, cases, 2))
+    return list(helpers.together(cases, 2).values())
 
 
 def test_two_processes_measure_and_verify(measured: list[dict[str, Any]]) -> None:
@@ -68,7 +71,7 @@ def test_two_processes_measure_and_verify(measured: list[dict[str, Any]]) -> Non
         assert "table_wise" in entry["plans"]["mixed"]["plan"]["tables"]["t1"]
     compared = entries[1]["plans"]["oper"]["verification"]["max_relative_diff"]
     assert set(compared) == {"pooled", "logits", "rows", "dense", "tables"}
-    assert "differs from" not in train.report(entries)
+    assert "NOT verified" not in report(entries, train.FIGURES)
 
 
 def test_a_wrong_weight_is_found(measured: list[dict[str, Any]]) -> None:
@@ -76,8 +79,9 @@ def test_a_wrong_weight_is_found(measured: list[dict[str, Any]]) -> None:
     assert entry["verified"] is False
     assert not entry["plans"]["oper"]["verification"]["passed"]
     assert entry["plans"]["table_wise"]["verification"]["passed"]
-    report = train.report([entry])
-    assert " NO\n" in report and "oper differs from the unsharded model" in report
+    text = report([entry], train.FIGURES)
+    assert " NO\n" in text and "broken is NOT verified; plans.oper.verification: " in text
+    assert "table_wise.verification" not in text
 
 
 def test_cross_networks_in_both_precisions(measured: list[dict[str, Any]]) -> None:
@@ -95,7 +99,8 @@ def test_cross_networks_in_both_precisions(measured: list[dict[str, Any]]) -> No
     rounded, exact = (max(e["plans"]["table_wise"]["verification"]["max_relative_diff"].values())
                       for e in (measured[4], measured[3]))
     assert rounded != exact
-    assert "bfloat16, samples/s per core: OPER" in train.report(measured[3:])
+    text = report(measured[3:], train.FIGURES)
+    assert "bfloat16" in text and "samples" in text
 
 
 def test_mlperf_shapes() -> None:

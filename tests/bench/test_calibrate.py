@@ -17,7 +17,7 @@ from oper.bench.calibrate.calibrate import (
     last_level_cache_bytes,
 )
 from oper.bench.calibrate.network import across_hosts, measure_network, of_hosts
-from oper.bench.calibrate.worker import KINDS, measure, plan_of
+from oper.bench.calibrate.worker import KINDS, Gather, plan_of
 from oper.bench.core.workload import Workload, collect_stats
 from oper.errors import InvalidInputError
 from oper.search import topology_preset
@@ -46,7 +46,7 @@ def true_topology() -> Topology:
 def modelled(work: Workload, kind: str, noise: float = 0.0) -> Sample:
     """A sample as a machine would give it that is exactly what the model says."""
     stats = collect_stats(work, 0, 2, 2)
-    sample = Sample(work, kind, stats, 0.0, 0.0, 60.0, np.zeros((3, 2)))
+    sample = Sample(work, kind, stats, 0.0, 0.0, np.zeros((3, 2)))
     made = true_topology()
     found, = calibrate._modelled(calibrate._stated([sample], made), made)
     clock = np.stack([p.groups.max(axis=0) * 1e6 for p in found.phases])
@@ -184,7 +184,7 @@ def test_bytes_to_several_ranks_wait_for_no_acknowledgement() -> None:
 
 
 def test_a_rank_alone_is_measured() -> None:
-    assert measure({"gather": 1 << 20}, lambda text: None)["read_gbps"] > 0
+    assert Gather(1 << 20).measure(lambda text: None)["read_gbps"] > 0
 
 
 def test_unequal_hosts_are_read_back(tmp_path: Path) -> None:

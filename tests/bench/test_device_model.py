@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from oper.bench import device_model
+from oper.bench.core.report import report
+from oper.bench.device import model as device_model
 from oper.plan import uniform_plan
 from oper.search.problem.presets import topology_preset
 from oper.search.replay.simulate import Bags, Replay
@@ -31,11 +32,12 @@ def test_seconds_are_the_slowest_ranks_bytes_over_published_rates() -> None:
 
 
 def test_a_workload_is_modelled_and_says_so() -> None:
-    shape = (16, 3, 2, 8, "float32", 500)
-    entry = device_model.model("small", shape, 1.05, topology_preset("h200-8"), 0.0)
+    case = device_model.Case("small", (16, 3, 2, 8, "float32", 500), 1.05)
+    entry = case.measure(lambda text: None)
     assert json.loads(json.dumps(entry)) == entry
     assert "nothing measured" in entry["modelled"] and entry["torchrec"] == "left out"
     own = entry["plans"]["oper"]
     assert own["step_us"] > 0 and own["cost_model_step_us"] > 0
     assert own["forward"]["own_bytes"] + own["forward"]["ingress_bytes"] >= 3 * 16 * 8 * 4
-    assert "MODELLED" in device_model.report([entry])
+    assert "small: oper" in report([{"name": "small", **entry}], device_model.FIGURES)
+    assert "nothing measured" in device_model.NOTE

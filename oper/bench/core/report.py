@@ -31,7 +31,7 @@ def report(entries: Sequence[Mapping[str, Any]], tables: Sequence[Sequence[str]]
         text += _table_of(keys, [row for found in rows for row in found])
     for e in left:
         numbers = ", ".join(f"{k} {text_of(v)}" for k, v in e.items() if isinstance(v, int | float))
-        text += f"{e['name']}: {numbers}\n" if numbers else ""
+        text += f"{e['name']}: {numbers}\n" if not {"skipped", "failed"} & e.keys() else ""
     return text + noise_note(entries) + "".join(
         f"{why} {e['name']}: {e[why]}\n" for e in entries for why in ("skipped", "failed")
         if why in e) + "".join(
