@@ -19,8 +19,8 @@ from oper.bench.cluster.contenders import (
     IN_PARTS,
     Contender,
     Planned,
-    contenders,
     plan_all,
+    planner_machine,
 )
 from oper.bench.cluster.network import Links, num_dropped, read_counters
 from oper.bench.core import record
@@ -108,6 +108,7 @@ class _Runner(Run):
         self.links, self.trains = case.links, case.objective == "training"
         self.sides: dict[str, Side] = {}
         self.given: list[Any] = []  # the timed batches
+        self.machine: dict[str, Any] = {}  # what TorchRec's planner is told
 
     def run(self) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -123,10 +124,10 @@ class _Runner(Run):
         problem = make_problem(
             self.work.tables(), stats, topology, objective=self.case.objective,
             batch_size=self.work.batch_size // self.world_size) if self.rank == 0 else None
-        planned: Planned = gather(plan_all(problem) if problem else None)[0]
+        planned: Planned = gather(plan_all(problem, self.work, self.links, topology,
+                                           self.case.whole_model) if problem else None)[0]
         planned_s = time.perf_counter() - planned_s
-        every = contenders(self.work, planned, self.links, topology, self.case.objective,
-                           self.case.whole_model)
+        every, self.machine = planned.contenders, planner_machine(self.links, topology)
         self._prepare_reference()
         screened = self._screen(every, planned, problem)
         seconds, phases, others = self._time(screened)
@@ -244,7 +245,8 @@ class _Runner(Run):
         """Build a side and compare it; why that is not possible, on all ranks alike."""
         reason, side, extra = "", None, None
         try:
-            side, extra = contender.build()
+            side, extra = contender.build(self.work, self.case.objective,
+                                          self.case.whole_model, self.machine)
         except Exception as error:  # what the runtime refuses, or the peer's own planner
             reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         if extra is not None and problem is not None:

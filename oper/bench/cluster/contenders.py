@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +27,14 @@ from oper.bench.tables.torchrec_peer import CPU_PLAN_KINDS
 from oper.errors import OperError
 from oper.plan import Plan
 from oper.search.bound.certificate import not_certified
-from oper.search.cost.model import Evaluation, evaluate
+from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import peers
 from oper.search.planner import plan_problem
 from oper.search.problem.statement import Problem
 from oper.topology import Topology
 
 IN_PARTS = "oper-micro-batches"
+_TORCHREC = "torchrec-"  # before the kind of its plan, in names
 _COMPARED_PARTS = 3  # of a batch, with the unsharded model; how many are timed is measured
 _DENSE_S = 10.0  # DDP is left out where its gradients alone keep a link busy for longer
 
@@ -46,47 +47,63 @@ class Contender:
         name: for the record.
         runtime: what executes it: ``"oper"``, ``"oper in parts"`` (`MicroBatchPipeline`),
             ``"torchrec"`` or ``"torch"``.
-        build: makes what is measured and, for TorchRec, the plan that `from_torchrec` reads.
-            Collective.
+        plan: the plan, where OPER's runtime executes it.
         predicted_ms: modelled step of its plan by OPER's cost model; None where there is none.
         also: peers that propose the very same plan.
-        plan: the plan, where OPER's runtime executes it.
     """
 
     name: str
     runtime: str
-    build: Callable[[], tuple[Side, Any]]
+    plan: Plan | None = None
     predicted_ms: float | None = None
     also: list[str] = field(default_factory=list)
-    plan: Plan | None = None
 
     @property
     def key(self) -> Any:
         """Equal for equal placements."""
-        return self.name if self.plan is None else placement_of(self.plan)
+        return placement_of(self.plan) if self.plan and self.runtime == "oper" else self.name
+
+    def build(self, work: Workload, objective: str, whole_model: bool, machine: Mapping[str, Any]
+              ) -> tuple[Side, Any]:
+        """What is measured and, for TorchRec, the plan that `from_torchrec` reads. Collective.
+
+        Args:
+            work: the workload.
+            objective: ``"training"`` or ``"inference"``.
+            whole_model: a DLRM around the tables.
+            machine: what TorchRec's planner is told, see `planner_machine`.
+        """
+        if self.runtime == "torchrec":
+            return build_torchrec(work, Dense() if whole_model else None,
+                                  self.name.removeprefix(_TORCHREC), world()[1], machine)
+        if self.plan is None:
+            return build_data_parallel(work), None
+        side = build_plan(work, self.plan, objective, whole_model)
+        if self.runtime == "oper in parts":
+            from oper.pipeline import MicroBatchPipeline
+
+            side.name = IN_PARTS
+            side.pipeline = MicroBatchPipeline(side.model, side.optimizers[0], _COMPARED_PARTS)
+        return side, None
 
 
 @dataclass(slots=True)
 class Planned:
-    """The plans that rank 0 has made.
+    """What rank 0 has found out.
 
     Attributes:
-        plans: by contender, OPER's first; plans that are equal are kept once.
-        also: other contenders with the same plan, by the name under which it is kept.
-        predicted_ms: predicted step, by contender.
-        left_out: why a contender has no plan, by name.
+        contenders: all that can run, OPER's plan first; plans that are equal are kept once.
+        left_out: why a contender cannot run, by name.
         lower_bound_ms: of OPER's certificate; None where its plan is not certified.
         phases_ms: modelled phases of OPER's plan.
         binding: binding resource of each phase.
     """
 
-    plans: dict[str, Plan] = field(default_factory=dict)
-    also: dict[str, list[str]] = field(default_factory=dict)
-    predicted_ms: dict[str, float] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    lower_bound_ms: float | None = None
-    phases_ms: dict[str, float] = field(default_factory=dict)
-    binding: dict[str, str] = field(default_factory=dict)
+    contenders: list[Contender]
+    left_out: dict[str, str]
+    lower_bound_ms: float | None
+    phases_ms: dict[str, float]
+    binding: dict[str, str]
 
 
 def placement_of(plan: Plan) -> Any:
@@ -94,84 +111,47 @@ def placement_of(plan: Plan) -> Any:
     return tuple((t.table.name, t.pieces, t.head_ids.tobytes()) for t in plan.tables)
 
 
-def plan_all(problem: Problem) -> Planned:
-    """OPER's plan, as ``oper plan`` chooses it, and those of all peers that fit."""
-    found, known = Planned(), dict[Any, str]()
-    plan = plan_problem(problem)
-    candidates: dict[str, Plan | None] = {"oper": plan}
-    for name, make in peers().items():
-        try:
-            candidates[name] = make(problem, 0)
-        except OperError as error:
-            found.left_out[name] = str(error)
-    for name, candidate in candidates.items():
-        if candidate is None:
-            found.left_out[name] = "its rule finds no placement that fits"
-            continue
-        model = evaluate(candidate, problem)
-        if not model.fits:
-            found.left_out[name] = "its plan does not fit into the memory"
-            continue
-        same = known.setdefault(placement_of(candidate), name)
-        if same != name:
-            found.also.setdefault(same, []).append(name)
-            continue
-        found.plans[name], found.predicted_ms[name] = candidate, model.step_us / 1e3
-        if name == "oper":
-            _explain(found, model)
-    if not not_certified(plan, problem):
-        found.lower_bound_ms = plan.lower_bound_us / 1e3
-    return found
-
-
-def _explain(found: Planned, model: Evaluation) -> None:
-    found.phases_ms = {p.name: round(p.time_us / 1e3, 3) for p in model.phases}
-    found.binding = {p.name: p.binding for p in model.phases}
-
-
-def contenders(work: Workload, planned: Planned, links: Links, topology: Topology,
-               objective: str, whole_model: bool = False) -> list[Contender]:
-    """All that can run, OPER first; why others cannot goes into `planned.left_out`.
+def plan_all(problem: Problem, work: Workload, links: Links, topology: Topology,
+             whole_model: bool) -> Planned:
+    """OPER's plan, as ``oper plan`` chooses it, those of all peers that fit, and other systems.
 
     Steps of a whole DLRM are not predicted: the cost model knows its tables alone.
     """
-    found = [Contender(name, "oper", _oper(work, plan, objective, whole_model),
-                       None if whole_model else planned.predicted_ms[name],
-                       planned.also.get(name, []), plan)
-             for name, plan in planned.plans.items()]
-    machine = planner_machine(links, topology)
-    theirs = [Contender(f"torchrec-{kind}", "torchrec",
-                        _torchrec(work, kind, links, machine, whole_model))
-              for kind in CPU_PLAN_KINDS]
-    found[1:1] = theirs
-    if whole_model:
-        found.append(Contender(IN_PARTS, "oper in parts", _oper_in_parts(work, planned)))
-        return found
+    plan = plan_problem(problem)
+    phases = evaluate(plan, problem).phases
+    found = Planned(
+        [], {}, None if not_certified(plan, problem) else plan.lower_bound_us / 1e3,
+        {p.name: round(p.time_us / 1e3, 3) for p in phases}, {p.name: p.binding for p in phases})
+    known: dict[Any, Contender] = {}
+    for name, make in {"oper": lambda *_: plan, **peers()}.items():
+        try:
+            candidate = make(problem, 0)
+        except OperError as error:
+            found.left_out[name] = str(error)
+            continue
+        model = evaluate(candidate, problem) if candidate else None
+        if model is None or not model.fits:
+            found.left_out[name] = ("its plan does not fit into the memory" if model else
+                                    "its rule finds no placement that fits")
+            continue
+        kept = known.setdefault(placement_of(candidate), Contender(
+            name, "oper", candidate, None if whole_model else model.step_us / 1e3))
+        if kept.name != name:
+            kept.also.append(name)
+    oper, *others = known.values()
+    found.contenders = [oper, *(Contender(_TORCHREC + kind, "torchrec") for kind in CPU_PLAN_KINDS),
+                        *others]
     seconds = _dense_s(work, links, topology)
-    if objective == "inference":
-        planned.left_out["ddp-dense"] = "whole tables on every rank do not fit into the memory"
+    if whole_model:
+        found.contenders.append(Contender(IN_PARTS, "oper in parts", plan))
+    elif problem.objective == "inference":
+        found.left_out["ddp-dense"] = "whole tables on every rank do not fit into the memory"
     elif seconds > _DENSE_S:
-        planned.left_out["ddp-dense"] = (
+        found.left_out["ddp-dense"] = (
             f"its dense gradients alone take {seconds:.0f} s per step on these links")
     else:
-        found.append(Contender("ddp-dense", "torch", lambda: (build_data_parallel(work), None)))
+        found.contenders.append(Contender("ddp-dense", "torch"))
     return found
-
-
-def _oper(work: Workload, plan: Plan, objective: str, whole_model: bool
-          ) -> Callable[[], tuple[Side, Any]]:
-    return lambda: (build_plan(work, plan, objective, whole_model), None)
-
-
-def _oper_in_parts(work: Workload, planned: Planned) -> Callable[[], tuple[Side, Any]]:
-    def build() -> tuple[Side, Any]:
-        from oper.pipeline import MicroBatchPipeline
-
-        side = build_plan(work, planned.plans["oper"], whole_model=True)
-        side.name = IN_PARTS
-        side.pipeline = MicroBatchPipeline(side.model, side.optimizers[0], _COMPARED_PARTS)
-        return side, None
-    return build
 
 
 def build_plan(work: Workload, plan: Plan, objective: str = "training", whole_model: bool = False
@@ -209,12 +189,6 @@ def _collection(work: Workload) -> Any:
         weight = flat[at:at + bag.weight.numel()].view(bag.weight.shape)
         bag.weight, at = torch.nn.Parameter(weight), at + weight.numel()
     return collection
-
-
-def _torchrec(work: Workload, kind: str, links: Links, machine: Mapping[str, Any],
-              whole_model: bool) -> Callable[[], tuple[Side, Any]]:
-    dense = Dense() if whole_model else None
-    return lambda: build_torchrec(work, dense, kind, links.world_size, machine)
 
 
 def planner_machine(links: Links, topology: Topology) -> dict[str, Any]:
