@@ -237,6 +237,15 @@ def test_growth_is_noticed(last: tuple[int, int], grows: bool) -> None:
 # ---- short forms ---------------------------------------------------------------------------------
 
 
+def verified(case: Any) -> dict[str, Any]:
+    """Its entry, which can be written and read by a person."""
+    entry, = measured([case])
+    assert entry["verified"], entry
+    json.dumps(entry)
+    assert case.name in report([entry], serve.FIGURES)
+    return entry
+
+
 def test_contenders_score_alike_and_answer_every_query() -> None:
     pools: dict[str, Pool] = {}
     stalls = Stalls()
@@ -278,14 +287,12 @@ def test_publications_under_load() -> None:
     assert entry["swaps"] == 4
     assert entry["epochs_seen"] > 1
     assert entry["requests_during_swaps"] > 0
-    json.dumps(entry)
 
 
 def test_http_has_the_same_in_process_beside_it() -> None:
     case = LiveCase("http-10ms", "http", SMALL, workers=1, seconds=0.3, run_s=0.3, min_queries=64,
                     max_runs=2, votes=1, bound_ms=1e-3, spin_us=50)
-    entry, = measured([case])
-    assert entry["verified"], entry
+    entry = verified(case)
     assert entry["queries_per_s"] == 0  # a microsecond is too little; yet it says what it found
     lowest = min(r[0] for r in entry["capacity"]["http"]["search"])
     assert entry["target_qps"] == pytest.approx(case.load * lowest, abs=0.1)
@@ -299,28 +306,25 @@ def test_http_has_the_same_in_process_beside_it() -> None:
     assert len(entry["in_process_runs"]) == 3
     assert entry["loadgen"]["min_queries"] == 64 <= min(r["requests"] for r in entry["runs"])
     assert "in process" in report([entry], serve.FIGURES)
-    json.dumps(entry)
 
 
 def test_candidates_are_named_once_and_in_full() -> None:
     case = LiveCase("candidates", "candidates", replace(SMALL, user_features=1), workers=1,
                     seconds=0.3, run_s=0.3, min_queries=64, max_runs=1, votes=1, bound_ms=1e3)
-    entry, = measured([case])
-    assert entry["verified"] and entry["max_abs_diff"] < 1e-5 and entry["errors"] == 0, entry
+    entry = verified(case)
+    assert entry["max_abs_diff"] < 1e-5 and entry["errors"] == 0, entry
     assert entry["single_ms"] > 0 and entry["full_single_ms"] > 0
     assert {"queries_per_s", "full_queries_per_s", "ratio_full", "cpu_ratio_full"} <= set(entry)
     assert [r["failed"] + r["wrong"] for r in entry["runs"]] == [0] * 6
     assert min(r["requests"] for r in entry["runs"]) >= 64
     assert "full queries" in report([entry], serve.FIGURES)
-    json.dumps(entry)
 
 
 def test_types_by_hotness_beside_int8_rows() -> None:
     work = Workload(num_rows=(5000, 300, 40), dim=16, batch_size=512)
     case = TiersCase("tiers", replace(SMALL, work=work, in_order=True), workers=1,
                      error_budget=5e-4, samples=4096, rounds=2, round_s=0.2)
-    entry, = measured([case])
-    assert entry["verified"], entry
+    entry = verified(case)
     assert 0 < entry["error"] <= 5e-4
     assert set(entry["share_of_rows"]) >= {"int8", "int4"}
     assert 0.5 < entry["bytes_ratio"] < 1 and entry["queries_ratio"] > 0
@@ -328,8 +332,6 @@ def test_types_by_hotness_beside_int8_rows() -> None:
     assert worse["low"] <= worse["mean"] <= worse["high"]
     assert abs(worse["mean"]) <= abs(with_int4["mean"])
     assert entry["samples"] >= 4096 and 0.6 < entry["auc"]["int8"] < 0.9
-    assert "tiers" in report([entry], serve.FIGURES)
-    json.dumps(entry)
 
 
 def test_ids_in_hotness_order_are_those_that_are_scattered() -> None:
@@ -347,14 +349,12 @@ def test_ids_in_hotness_order_are_those_that_are_scattered() -> None:
 def test_deltas_are_served_under_load() -> None:
     case = DeltaCase("delta", SMALL, workers=1, rate=50.0, deltas=8, every_s=0.05, changed=0.1,
                      quiet_s=0.5, wholes=2)
-    entry, = measured([case])
-    assert entry["verified"] and entry["bit_equal"], entry
+    entry = verified(case)
+    assert entry["bit_equal"]
     assert (entry["torn"], entry["errors"], entry["deltas"]) == (0, 0, 8)
     assert entry["epochs_seen"] > 1 and entry["least_change_of_scores"] > 0
     for key in ("bytes_share", "time_share", "peak_ratio", "lag_p99_s", "p99_ratio"):
         assert 0 < entry[key] < float("inf"), key
-    assert "8" in report([entry], serve.FIGURES)
-    json.dumps(entry)
 
 
 def test_torn_answers_are_found(tmp_path: Path) -> None:

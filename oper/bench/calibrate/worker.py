@@ -14,7 +14,7 @@ import torch
 from oper.bench.core.launch import Progress
 from oper.bench.core.planning import bytes_read, joint_stats, slowest
 from oper.bench.core.workload import TIMED, Workload, batch_ids
-from oper.bench.tables.ceiling import PREFETCH_ROWS, row_addresses
+from oper.bench.tables.ceiling import Ceiling
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import Group, default_group
@@ -254,30 +254,13 @@ def _gather(group: Group, cache_bytes: int) -> dict[str, Any]:
     """GB/s of all ranks together: rows of 256 bytes from memory, and repeated ones from cache."""
     spec = TableSpec("rows", max(_GATHER_ROWS, 8 * cache_bytes // 256), 64, ("f",))
     tables = _open(uniform_plan([spec], group.world_size), [("f", "rows")], group)
-    address = row_addresses(tables, "rows")
     near = max(1024, cache_bytes // group.world_size // 4 // 256)
     rng = np.random.default_rng(group.rank)
-    found = {"read_gbps": _rate(tables, address[rng.integers(0, spec.num_rows, 1 << 18)]),
-             "cache_gbps": _rate(tables, address[rng.integers(0, near, 1 << 18)])}
+    found = {}
+    for name, num_rows in (("read_gbps", spec.num_rows), ("cache_gbps", near)):
+        ids = rng.integers(0, num_rows, 1 << 18)
+        seconds = Ceiling(tables, [ids[None]], _BAG).tune(tables.barrier, slowest)
+        found[name] = group.world_size * ids.size * 256 / seconds / 1e9
     tables.barrier()
     tables.close()
-    return {k: sum(group.all_gather(v)) for k, v in found.items()}
-
-
-def _rate(tables: ShardedTables, address: np.ndarray) -> float:
-    """This rank's GB/s of gathering `address` while the others do the same; the best distance."""
-    num_bags = address.size // _BAG
-    flat = torch.from_numpy(np.concatenate([address, np.repeat(address[-1:], max(PREFETCH_ROWS))]))
-    offsets = torch.arange(num_bags + 1) * _BAG
-    out = torch.empty(num_bags, 64)
-    seconds = []
-    for prefetch in PREFETCH_ROWS:
-        times = []
-        for _ in range(5):
-            tables.barrier()
-            begin = time.perf_counter()
-            torch.ops.oper.gather_ceiling(flat, offsets, torch.arange(num_bags) * 64, 64, prefetch,
-                                          False, out)
-            times.append(time.perf_counter() - begin)
-        seconds.append(float(np.median(times)))
-    return address.size * 256 / min(slowest(seconds)) / 1e9
+    return found

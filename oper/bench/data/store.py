@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import logging
 import os
 import shutil
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pyarrow import fs
 
+from oper.bench.core.child import Child
 from oper.bench.core.record import elapsed
 from oper.bench.data.cases import log_file
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.reading.store import filesystem, upload
-from oper.errors import MissingDependencyError, OperError, fail
-from oper.support.processes import free_port
+from oper.errors import MissingDependencyError, fail
 
 BUCKET = "oper-bench"
-_WAIT_S = 60.0
 
 
 @contextlib.contextmanager
@@ -31,44 +28,40 @@ def s3_server() -> Iterator[str]:
     """An S3-compatible server on this machine, and a bucket's URL in it, which names the server.
 
     Raises:
-        MissingDependencyError: moto's server is not installed.
+        MissingDependencyError: moto is not installed.
         OperError: it does not start.
     """
-    beside = os.path.dirname(sys.executable)  # of this environment, rather than of another one
-    program = shutil.which("moto_server", path=os.pathsep.join([beside, os.environ["PATH"]]))
-    if program is None:
-        raise MissingDependencyError(fail("cannot start a store", "program", "moto_server",
-                                          "installed", "pip install 'oper[bench]'"))
-    port = free_port()
+    if importlib.util.find_spec("moto") is None:
+        raise MissingDependencyError(fail("cannot start a store", "import", "moto", "installed",
+                                          "pip install 'oper[bench]'"))
     settings = {"AWS_ACCESS_KEY_ID": "oper", "AWS_SECRET_ACCESS_KEY": "oper",
                 "AWS_EC2_METADATA_DISABLED": "true", "no_proxy": "127.0.0.1"}
     before = {name: os.environ.get(name) for name in settings}
-    with subprocess.Popen([program, "-p", str(port)], stdout=subprocess.DEVNULL,
-                          stderr=subprocess.DEVNULL) as server:
-        try:
-            os.environ.update(settings)
-            end = time.monotonic() + _WAIT_S
-            while not _answers(port):
-                if server.poll() is not None or time.monotonic() > end:
-                    raise OperError(fail("cannot start a store", "moto_server", server.poll(),
-                                         f"an answer within {_WAIT_S:g} s", "run it by hand"))
-                time.sleep(0.1)
-            address = f"scheme=http&endpoint_override=127.0.0.1%3A{port}&region=us-east-1"
-            made, path, _ = filesystem(f"s3://{BUCKET}?{address}&allow_bucket_creation=true")
-            made.create_dir(path)
-            yield f"s3://{BUCKET}/{{}}?{address}"
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                if value is not None:
-                    os.environ[name] = value
-            server.kill()
+    server = Child(_serve, (), "the store")
+    try:
+        os.environ.update(settings)
+        address = f"scheme=http&endpoint_override=127.0.0.1%3A{server.wait()}&region=us-east-1"
+        made, path, _ = filesystem(f"s3://{BUCKET}?{address}&allow_bucket_creation=true")
+        made.create_dir(path)
+        yield f"s3://{BUCKET}/{{}}?{address}"
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+        server.close(0)
 
 
-def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-        return True
-    return False
+def _serve(pipe: Any) -> None:
+    """The server, in a process of its own; sends its port."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    pipe.send(server.get_host_and_port()[1])
+    with contextlib.suppress(EOFError, ConnectionError):
+        pipe.recv()
 
 
 def store(num_rows: int, folder: Path) -> dict[str, Any]:

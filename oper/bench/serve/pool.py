@@ -37,7 +37,6 @@ from oper.bench.serve.models import (
 from oper.errors import OperError, fail
 from oper.serve.batching import Batcher, PendingRequest
 from oper.serve.options import BatchOptions, publish_options
-from oper.serve.requests import Request, Signature
 from oper.serve.wire import decode_request, encode_request, encode_scores
 
 TABLES = "/memfd:oper-tables"  # mappings of published tables
@@ -258,7 +257,22 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
     loaded = unfiled_pss_bytes(os.getpid()) - pss_bytes(os.getpid(), TABLES) - before
     warm_up(predictor, library[:8])
     batcher = Batcher(predictor, batching)
-    source = _Messages(library, served.signature) if as_messages else _Requests(library)
+    # Queries are read from messages and answered by them, as over HTTP, or stay where they are.
+    messages = [encode_request(r) for r in library] if as_messages else []
+
+    def done(number: bytes, pending: PendingRequest) -> None:
+        if pending.error is not None:  # a contender that fails must not look fast
+            traceback.print_exception(pending.error)
+            os._exit(1)
+        assert pending.result is not None
+        if messages:
+            encode_scores(*pending.result, served.signature.name)
+        queries.send(number)
+
+    def submit(number: bytes, index: int) -> None:
+        request = decode_request(*messages[index], served.signature) if messages else library[index]
+        batcher.submit(PendingRequest(request, functools.partial(done, number)))
+
     gc.collect()
     gc.freeze()  # as the server's workers do
     control.send(True)
@@ -276,11 +290,12 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
             [predictor.predict(served.query(k))[0] for k in range(first, first + count)])}
     going = True
     while going:
-        _serve(queries, control, batcher, source)
+        _serve(queries, control, batcher, submit)
         going = obey(control, commands)
 
 
-def _serve(queries: socket.socket, control: Any, batcher: Batcher, source: _Requests) -> None:
+def _serve(queries: socket.socket, control: Any, batcher: Batcher,
+           submit: Callable[[bytes, int], None]) -> None:
     """Score queries until there is a command: as the server's workers do, on the thread that reads
     them, in batches of what has come meanwhile."""
     poll = select.poll()
@@ -294,50 +309,9 @@ def _serve(queries: socket.socket, control: Any, batcher: Batcher, source: _Requ
                     pairs = array.array("Q")
                     pairs.frombytes(data)
                     for k in range(0, len(pairs), 2):
-                        answer = functools.partial(_done, queries, source, pairs[k:k + 1].tobytes())
-                        batcher.submit(PendingRequest(source.read(pairs[k + 1]), answer))
+                        submit(pairs[k:k + 1].tobytes(), pairs[k + 1])
                 poll.unregister(queries)  # the other end was closed
         batcher.turn()
         if control.fileno() in ready and not batcher.queued:
             return
 
-
-class _Requests:
-    """Queries as they are in memory."""
-
-    def __init__(self, library: list[Request]) -> None:
-        self._library = library
-
-    def read(self, index: int) -> Request:
-        """A query."""
-        return self._library[index]
-
-    def write(self, scores: np.ndarray, epoch: int) -> None:
-        """Scores stay where they are."""
-
-
-class _Messages(_Requests):
-    """Queries as clients send them, and answers as they get them."""
-
-    def __init__(self, library: list[Request], signature: Signature) -> None:
-        super().__init__(library)
-        self._signature = signature
-        self._messages = [encode_request(r) for r in library]
-
-    def read(self, index: int) -> Request:
-        """A query, checked."""
-        return decode_request(*self._messages[index], self._signature)
-
-    def write(self, scores: np.ndarray, epoch: int) -> None:
-        """Make the answer."""
-        encode_scores(scores, epoch, self._signature.name)
-
-
-def _done(queries: socket.socket, source: _Requests, answer: bytes, pending: PendingRequest
-          ) -> None:
-    if pending.error is not None:  # a contender that fails must not look fast
-        traceback.print_exception(pending.error)
-        os._exit(1)
-    assert pending.result is not None
-    source.write(*pending.result)
-    queries.send(answer)

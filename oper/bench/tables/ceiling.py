@@ -115,13 +115,16 @@ class Ceiling:
         return self.out
 
     def tune(self, align: Callable[[], None], slowest: Callable[[list[float]], list[float]],
-             repeats: int = 6) -> None:
+             repeats: int = 6) -> float:
         """Find the fastest order of bags, prefetch distance and kind of store. Collective.
 
         Args:
             align: brings all ranks to the same point.
             slowest: the maximum over ranks of each of the given numbers.
             repeats: batches per setting; the median counts.
+
+        Returns:
+            Seconds of the slowest rank with the best settings.
         """
         tried, seconds = [], []
         streams = (False, True) if self._dim % 16 == 0 else (False,)
@@ -136,10 +139,12 @@ class Ceiling:
                         times.append(elapsed(functools.partial(self.run, number)))
                     tried.append((order, prefetch, stream))
                     seconds.append(float(np.median(times)))
-        order, self._prefetch, self._stream = tried[int(np.argmin(slowest(seconds)))]
+        seconds = slowest(seconds)
+        order, self._prefetch, self._stream = tried[int(np.argmin(seconds))]
         self._arrange(order, len(self._addresses))
         self._addresses = []
         self.settings = {"order": order, "prefetch_rows": self._prefetch, "stream": self._stream}
+        return min(seconds)
 
     def _arrange(self, order: str, count: int) -> None:
         self._batches = [GatherBatch.make(a, self._pooling, self._dim, order)
