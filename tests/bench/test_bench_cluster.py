@@ -36,8 +36,8 @@ CASE = Case("tiny", Links(2, 50), TINY, num_batches=4, num_stats_batches=4, time
 _BUSY = """
 import subprocess, sys, time
 from oper.bench.cluster.network import Links, cluster
-with cluster(Links(2, 100)) as up:
-    child = subprocess.Popen([*up.seats[0].command, "sleep", "600"])
+with cluster(Links(2, 100)) as seats:
+    child = subprocess.Popen([*seats[0].command, "sleep", "600"])
     print(child.pid, flush=True)
     time.sleep(600)
 """
@@ -87,7 +87,7 @@ def test_two_hosts_measure_and_verify() -> None:
 def test_calibrate_measures_the_links_of_hosts(tmp_path: Path) -> None:
     """Under torchrun on each of two hosts: nobody types the bandwidth."""
     links, target = Links(2, 50), tmp_path / "hosts.toml"
-    with cluster(links) as up:
+    with cluster(links) as seats:
         network.set_rates(links, True)
         started = [subprocess.Popen(
             [*seat.command, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
@@ -95,7 +95,7 @@ def test_calibrate_measures_the_links_of_hosts(tmp_path: Path) -> None:
              f"--master-addr={seat.environment['MASTER_ADDR']}", "-m", "oper", "calibrate",
              "--quick", "-o", str(target)],
             env={**os.environ, "GLOO_SOCKET_IFNAME": network.INTERFACE}, cwd=ROOT)
-            for k, seat in enumerate(up.seats)]
+            for k, seat in enumerate(seats)]
         assert [p.wait(timeout=300) for p in started] == [0, 0]
     found = Topology.from_toml(target)
     assert [d.host for d in found.domains] == [0, 1]
@@ -168,8 +168,8 @@ def test_nothing_is_left(number: signal.Signals) -> None:
     busy.stdout.close()
     if number == signal.SIGKILL:
         assert len(_namespaces()) == 3  # two hosts and a switch
-        with cluster(Links(4, 100, uplink_mbits=50)) as up:
-            assert len(_namespaces()) == 6 and len(up.seats) == 4
+        with cluster(Links(4, 100, uplink_mbits=50)) as seats:
+            assert len(_namespaces()) == 6 and len(seats) == 4
     assert not _namespaces()
     assert select.select([child], [], [], 10)[0]  # what ran on a host has ended
     os.close(child)

@@ -308,11 +308,7 @@ class _Runner(Run):
         for k in range(_COUNTED_STEPS):
             run(k)
         dist.barrier()
-        after = read_counters()
-        mine = [x * is_first / _COUNTED_STEPS for x in (
-            after.sent_bytes - before.sent_bytes, after.sent_packets - before.sent_packets,
-            after.received_bytes - before.received_bytes)]
-        every = gather(mine)
+        every = gather((read_counters() - before) * is_first / _COUNTED_STEPS)
         if self.rank:
             return {}
         assert contender.plan is not None

@@ -18,10 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import numpy as np
 
 from oper.bench.core.child import Seat
 from oper.errors import OperError, fail
@@ -141,24 +143,12 @@ def set_rates(links: Links, is_limited: bool) -> None:
         _run(*words)
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What one network interface has counted since it was made.
-
-    Attributes:
-        sent_bytes, sent_packets, received_bytes: with the headers of all protocols.
-    """
-
-    sent_bytes: int
-    sent_packets: int
-    received_bytes: int
-
-
-def read_counters() -> Counters:
-    """Counters of the interface of the emulated host that this process runs on."""
+def read_counters() -> np.ndarray:
+    """Bytes and packets sent, and bytes received, by the interface of this process' emulated host
+    since it was made, with the headers of all protocols; float64 [3]."""
     folder = Path(f"/sys/class/net/{INTERFACE}/statistics")
-    return Counters(*(int((folder / name).read_text())
-                      for name in ("tx_bytes", "tx_packets", "rx_bytes")))
+    return np.array([float((folder / name).read_text())
+                     for name in ("tx_bytes", "tx_packets", "rx_bytes")])
 
 
 def num_dropped(links: Links) -> int:
@@ -207,22 +197,10 @@ def _make_quota(cores: float) -> Path:
 # -- setting up and taking down --------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Cluster:
-    """A cluster that is up.
-
-    Attributes:
-        links: what it is like.
-        seats: where each rank runs.
-    """
-
-    links: Links
-    seats: list[Seat] = field(default_factory=list)
-
-
 @contextlib.contextmanager
-def cluster(links: Links) -> Iterator[Cluster]:
-    """Namespaces, bridges and unlimited links, which are gone afterwards. One at a time.
+def cluster(links: Links) -> Iterator[list[Seat]]:
+    """Namespaces, bridges and unlimited links, which are gone afterwards; where each rank runs. One
+    at a time.
 
     SIGTERM ends the program as if by `sys.exit` in the meantime, so that they go then, too.
 
@@ -245,7 +223,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _set_up(links: Links) -> Cluster:
+def _set_up(links: Links) -> list[Seat]:
     for rack in range(1 + (links.uplink_mbits > 0)):
         space = _switch_name(rack)
         _run("ip", "netns", "add", space)
@@ -274,7 +252,7 @@ def _set_up(links: Links) -> Cluster:
                        "GLOO_SOCKET_IFNAME": INTERFACE}
         seats.append(Seat(("ip", "netns", "exec", host_name(host)), environment,
                           quota / "cgroup.procs" if quota and host == 0 else None))
-    return Cluster(links, seats)
+    return seats
 
 
 def remove_leftovers() -> None:
