@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from oper.bench.core import record
-from oper.bench.core.driver import measured
+from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.errors import InvalidInputError, fail
 from oper.support.files import check_target

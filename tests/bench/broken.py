@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from oper.bench.core.launch import Progress
-from oper.bench.dynamic.case import DynamicCase
-from oper.bench.dynamic.checks import State
-from oper.bench.tables import train_case
-from oper.bench.tables.train_case import TrainCase
+from oper.bench.dynamic.case import DynamicCase, State
+from oper.bench.tables import train
+from oper.bench.tables.train import TrainCase
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class BrokenTrainCase(TrainCase):
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """As `TrainCase.measure`."""
-        build = train_case.build_oper
+        build = train.build_oper
 
         def build_wrong(*args: Any, **kwargs: Any) -> Any:
             side, reference = build(*args, **kwargs)
@@ -31,7 +30,7 @@ class BrokenTrainCase(TrainCase):
             side.tables.publish()
             return side, reference
 
-        with mock.patch.object(train_case, "build_oper", build_wrong):
+        with mock.patch.object(train, "build_oper", build_wrong):
             return TrainCase.measure(self, progress)
 
 

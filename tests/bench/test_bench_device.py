@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from oper.bench.core.driver import measured
+from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.device import suite as device

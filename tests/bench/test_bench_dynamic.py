@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from oper.bench.core.driver import measured
+from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.dynamic import case as dynamic, drift

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from oper.bench.core.driver import measured
+from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.bench.quality import graphs
 from oper.bench.quality.graphs import Case, compare, simulate

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from oper.bench.core.driver import measured as measure
+from oper.bench.core.launch import measured as measure
 from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.tables import lookup
 from oper.bench.tables.ceiling import UpdateCeiling
-from oper.bench.tables.lookup_case import LookupCase
-from oper.bench.tables.scale_case import ScaleCase
+from oper.bench.tables.lookup import LookupCase, ScaleCase, UpdateCase
 from oper.bench.tables.unsharded import PEERS
-from oper.bench.tables.update_case import UpdateCase
 from oper.plan import uniform_plan
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad

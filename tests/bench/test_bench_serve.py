@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from oper.bench.core.child import Child
-from oper.bench.core.driver import measured
+from oper.bench.core.launch import measured
 from oper.bench.core.memory import num_descriptors, pss_bytes, unfiled_pss_bytes
 from oper.bench.core.report import report
 from oper.bench.core.stalls import Stalls, spin
@@ -30,7 +30,7 @@ from oper.bench.serve.pool import Pool
 from oper.bench.serve.rate_search import STEP, Search, rate_of, search
 from oper.bench.serve.server_case import _verify
 from oper.bench.serve.tiers_case import TiersCase
-from oper.bench.tables.lookup_case import LookupCase
+from oper.bench.tables.lookup import LookupCase
 from oper.bench.tables.torchrec_peer import PLAN_KINDS
 from oper.errors import OperError
 from oper.serve.options import BatchOptions

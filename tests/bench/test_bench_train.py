@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from oper.bench.core.driver import measured as measure
+from oper.bench.core.launch import measured as measure
 from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
 from oper.bench.tables import train
 from oper.bench.tables.sides import Dense
-from oper.bench.tables.train_case import TrainCase
+from oper.bench.tables.train import TrainCase
 from oper.train.config import DLRMConfig
 from tests.bench import broken, helpers
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from search_cases import gpus, problem, space_bound
 
-from oper.bench.core.driver import measured
+from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.bench.plan import suite as bench_plan, workloads as plan_workloads
 from oper.search.cost.model import evaluate

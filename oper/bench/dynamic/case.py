@@ -14,9 +14,8 @@ from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Case, Run, aligner, nothing, on_threads, over, summaries
 from oper.bench.core.planning import chosen_plan, gather
 from oper.bench.core.workload import CHECKED, Workload, batch_ids, make_kjt
-from oper.bench.dynamic.checks import State, compare
-from oper.bench.dynamic.peer import ManagedCollisions
 from oper.bench.tables.sides import OPTIMIZER, make_collection
+from oper.bench.tables.unsharded import EPS, LEARNING_RATE, fbgemm_bags
 from oper.bench.tables.verify import Verdict
 from oper.data.generate.ids import mix64
 from oper.shmem.keys.rules import DynamicTable
@@ -27,6 +26,7 @@ LOADS = {"pool1": 0.5, "pool20": 0.5, "pool1-load95": 0.95, "pool1-full": 1.1}
 FIGURES = (("ratio_static", "dynamic_step_ms", "static_step_ms", "planned_step_ms",
             "ratio_planned", "mch_step_ms", "ratio_mch", "bytes_per_slot", "missed",
             "evicted_per_step"),)
+EVICTION_INTERVAL = 10  # steps after which a map of TorchRec learns what it has seen
 _CHECKED_STEPS = 2
 _FILL_BAGS = 4096  # keys of a table and step while the tables are filled
 
@@ -177,3 +177,103 @@ def _totals(tables: Any) -> dict[str, int]:
     fields: Sequence[str] = ("rows", "occupied", "evicted", "lookups", "missed")
     return {f: sum(getattr(c, f) for c in found) for f in fields} | {
         "num_bytes": tables.keys.num_bytes}
+
+
+class ManagedCollisions:
+    """TorchRec's maps, which learn in every call, and fbgemm's tables behind them, in one process.
+
+    Args:
+        work: the workload, in keys.
+        num_slots: rows of each table.
+        gradient: of a whole batch's output, float32 [B, sum of dims].
+    """
+
+    def __init__(self, work: Workload, num_slots: int, gradient: torch.Tensor) -> None:
+        from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        from torchrec.modules.mc_modules import (
+            LRU_EvictionPolicy,
+            ManagedCollisionCollection,
+            MCHManagedCollisionModule,
+        )
+
+        configs = [EmbeddingBagConfig(name=t.name, num_embeddings=num_slots, embedding_dim=t.dim,
+                                      feature_names=list(t.features)) for t in work.tables()]
+        cpu = torch.device("cpu")
+        self._gradient = gradient
+        self._maps: Any = ManagedCollisionCollection(
+            {c.name: MCHManagedCollisionModule(
+                zch_size=num_slots, device=cpu, eviction_policy=LRU_EvictionPolicy(),
+                eviction_interval=EVICTION_INTERVAL) for c in configs}, configs)
+        self._tables = fbgemm_bags([num_slots] * len(configs), work.dim,
+                                   lambda k: torch.zeros(num_slots, work.dim))
+
+    def learn(self, kjt: Any) -> None:
+        """Show the maps keys until they have learnt them."""
+        for _ in range(EVICTION_INTERVAL):
+            self._maps(kjt)
+
+    def step(self, kjt: Any) -> None:
+        """Map, look up, update."""
+        mapped = self._maps(kjt)
+        out = self._tables(mapped.values(), mapped.offsets())
+        out.backward(self._gradient)
+        self._maps.evict()
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a table holds between two steps.
+
+    Attributes:
+        keys: int64 [n], ascending, those with a row; owners: int64 [n], their rows.
+        rows: float32 [R, D]; squares: float32 [R], row-wise Adagrad's.
+    """
+
+    keys: np.ndarray
+    owners: np.ndarray
+    rows: torch.Tensor
+    squares: torch.Tensor
+
+    @staticmethod
+    def read(tables: Any, name: str) -> State:
+        """A table's state. No rank may be in an update."""
+        records = tables.keys.read(name, "keys", 0, tables.keys.num_records(name, False)).numpy()
+        held = np.flatnonzero(records[:, 2] >= 0)
+        order = np.argsort(records[held, 0], kind="stable")
+        return State(records[held, 0][order], held[order] + 1, tables.read(name),
+                     tables.read(name, part="momentum1"))
+
+    def rows_of(self, keys: np.ndarray) -> torch.Tensor:
+        """Rows of keys of any shape, 0 = none."""
+        if not self.keys.size:
+            return torch.zeros(keys.shape, dtype=torch.int64)
+        at = np.minimum(np.searchsorted(self.keys, keys), self.keys.size - 1)
+        return torch.from_numpy(np.where(self.keys[at] == keys, self.owners[at], 0))
+
+
+def compare(verdict: Verdict, work: Workload, before: State, after: State,
+            batches: Sequence[tuple[np.ndarray, torch.Tensor]], out: torch.Tensor) -> None:
+    """One table's step.
+
+    Args:
+        verdict: takes what was found.
+        work: the workload.
+        before, after: the table's state.
+        batches: by rank, its keys int64 [B * pooling] and the gradient of its output [B, D].
+        out: rank 0's output, float32 [B, D].
+    """
+    rows = [before.rows_of(keys.reshape(-1, work.pooling)) for keys, _ in batches]
+    verdict.compare("pooled", out, before.rows[rows[0]].sum(1))
+    total = torch.zeros_like(before.rows)
+    for of, (_, gradient) in zip(rows, batches, strict=True):
+        total.index_add_(0, of.reshape(-1), gradient.repeat_interleave(work.pooling, dim=0))
+    total /= len(batches)  # the mean of the ranks' losses
+    touched = torch.cat([of.reshape(-1) for of in rows]).unique()
+    # Rows that have gone to other keys since begin anew.
+    kept = np.isin(touched.numpy(), after.owners[~np.isin(after.keys, before.keys)], invert=True)
+    touched = touched[torch.from_numpy(kept)]
+    squares = before.squares[touched] + total[touched].square().mean(1)
+    rate = LEARNING_RATE / (squares.sqrt() + EPS)
+    verdict.compare("rows", after.rows[touched],
+                    before.rows[touched] - rate[:, None] * total[touched])
+    verdict.compare("tables", after.squares[touched], squares)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.bench.core.driver import teller
+from oper.bench.core.launch import teller
 from oper.bench.core.report import text_of
 from oper.bench.core.workload import data_files
 from oper.data import PreprocessOptions, load_recipe, preprocess

@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from scipy.stats import spearmanr
 
 from oper.bench.core.launch import Progress
-from oper.bench.quality.retention import CUSTOMERS_SEED, LOG_SEED, RetentionCase, shop_of
+from oper.rl_rec.intervals import bootstrap, difference
+from oper.rl_rec.simulation.actor_critic import METHODS, train_actor_critic
 from oper.rl_rec.simulation.clicks import click_through_rate
 from oper.rl_rec.simulation.offline import (
     SIMULATOR_CONFIG,
@@ -21,14 +24,27 @@ from oper.rl_rec.simulation.offline import (
     ReturnPolicy,
     clone_behaviour,
     collect_visits,
+    graded_policy,
     graded_visits,
     high_return,
     random_policy,
     train_cdt4rec,
 )
+from oper.rl_rec.simulation.shop import (
+    VISITS,
+    Returning,
+    Shop,
+    load_virtual_taobao,
+    synthetic_shop,
+)
 from oper.support.flags import whole
 
+LOG_SEED, CUSTOMERS_SEED = 5, 1_000_003
 _QUANTILES = (0.1, 0.5, 0.9)  # of the logged visits' clicks that CDT4Rec is asked for
+# Of customers who come back: the log's grade, the quantiles of its returns that CDT4Rec is asked
+# for, and the one that it is compared at, and the Decision Transformer.
+GRADE, QUANTILES, ASKED = "mixed", (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99), 0.9
+_CDT4REC = "cdt4rec"
 FIGURES = (
     ("policies.*.return", "policies.*.visits", "policies.*.cdt4rec_less", "policies.*.by_seed",
      "asked.spearman"),
@@ -115,3 +131,114 @@ def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
     return {**joint, "by_seed": each, "visits": int(pages.size),
             "pages_per_visit": round(float(pages.mean()), 3)}
 
+
+
+# ---- customers who come back ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionCase:
+    """A log of customers who come back.
+
+    Attributes:
+        name: of the case.
+        num_logged: customers in it.
+        num_served: customers of every policy, the same ones.
+        steps: gradient steps of CDT4Rec and of the Decision Transformer.
+        short_steps: of all others, whose steps take a fraction of the time; with half as many
+            customers in a batch.
+        num_seeds: trainings.
+        weights: folder of VirtualTaobao's weights; None = a shop of random networks.
+    """
+
+    name: str = "retention"
+    num_logged: int = 1000
+    num_served: int = 300
+    steps: int = 600
+    short_steps: int = 1500
+    num_seeds: int = 3
+    weights: str | None = None
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Log, train and serve; a seed has a log of its own. What stands in the record."""
+        shop = shop_of(self.weights, Returning())
+
+        def serve(policy: Policy) -> Episodes:
+            torch.manual_seed(CUSTOMERS_SEED)
+            return collect_visits(shop, policy, self.num_served, CUSTOMERS_SEED)
+
+        progress("policies that learn nothing")
+        served = {"random": [serve(random_policy)],
+                  "behaviour": [serve(graded_policy(shop, GRADE))],
+                  "oracle of clicks": [serve(Oracle(shop, 1))],
+                  "oracle of clicks and return": [serve(Oracle(shop, 1, weights=(1.5,)))]}
+        config = SIMULATOR_CONFIG()
+        plain = replace(config, backbone="interleaved", reward_weight=0.0)
+        options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)
+        asked, answered, repeated = [], [], True
+        for seed in range(1, self.num_seeds + 1):
+            progress(f"log {seed}")
+            log = graded_visits(shop, GRADE, self.num_logged, LOG_SEED + 1000 * seed)
+            targets = [high_return(log, q) for q in QUANTILES]
+            progress(f"transformers, seed {seed}")
+            model = train_cdt4rec(log, config, options, seed)
+            answers = [serve(ReturnPolicy(model, target)) for target in targets]
+            chosen = QUANTILES.index(ASKED)
+            again = serve(ReturnPolicy(model, targets[chosen]))
+            repeated &= bool((again.clicks == answers[chosen].clicks).all())
+            asked.append(targets)
+            answered.append([float(e.clicks.mean()) for e in answers])
+            transformer = train_cdt4rec(log, plain, options, seed)
+            found = {_CDT4REC: answers[chosen],
+                     "decision transformer": serve(ReturnPolicy(transformer, targets[chosen]))}
+            progress(f"behaviour cloning and critics, seed {seed}")
+            found["behaviour cloning"] = serve(clone_behaviour(log, short, seed))
+            for method in METHODS:
+                found[method] = serve(train_actor_critic(method, log, short, seed))
+            for name, episodes in found.items():
+                served.setdefault(name, []).append(episodes)
+        assert shop.returning is not None
+        return {"shop": shop.name, "returning": asdict(shop.returning),
+                "case": asdict(self), "seeds": self.num_seeds, "config": asdict(config),
+                "policies": _figures(served, self.num_seeds), "asked": _control(asked, answered),
+                "verified": repeated}
+
+
+def _figures(served: dict[str, list[Episodes]], num_seeds: int) -> dict[str, Any]:
+    """Clicks and visits per customer, with intervals over customers and seeds, by policy.
+
+    A policy that learns nothing has served once, and is the same for every seed.
+    """
+    clicks = {name: np.stack([e.clicks for e in runs * (num_seeds // len(runs))])
+              for name, runs in served.items()}
+    return {name: {"return": bootstrap(clicks[name]).to_json(),
+                   "visits": bootstrap(np.stack([_visits(e) for e in runs])).to_json(),
+                   "cdt4rec_less": difference(clicks[_CDT4REC], clicks[name]).to_json(),
+                   "pages": round(float(np.mean([e.pages.mean() for e in runs])), 3),
+                   "by_seed": [round(float(e.clicks.mean()), 3) for e in runs]}
+            for name, runs in served.items()}
+
+
+def _visits(episodes: Episodes) -> np.ndarray:
+    """Visits of each customer."""
+    counted = torch.where(episodes.steps.valid, episodes.steps.states[..., VISITS], 0)
+    return counted.amax(dim=1).double().numpy()
+
+
+def _control(asked: Sequence[Sequence[float]], answered: Sequence[Sequence[float]]
+             ) -> dict[str, Any]:
+    """How the served return follows the one that was asked for: by seed and quantile."""
+    orders = []
+    for wanted, got in zip(asked, answered, strict=True):
+        _, at = np.unique(wanted, return_index=True)  # a small log has quantiles that are equal
+        orders.append(float(spearmanr(np.array(wanted)[at], np.array(got)[at])[0]))
+    ask, answer = np.array(asked), np.array(answered)
+    return {"quantiles": QUANTILES, "asked": ask.round(3).tolist(),
+            "served": answer.round(3).tolist(), "spearman": [round(x, 4) for x in orders],
+            "relative_error": (np.abs(answer - ask) / ask.clip(min=1)).mean(0).round(4).tolist()}
+
+
+
+def shop_of(weights: str | None, law: Returning | None = None) -> Shop:
+    """VirtualTaobao's shop from its weights, or one of random networks."""
+    return load_virtual_taobao(weights, law) if weights else synthetic_shop(returning=law)

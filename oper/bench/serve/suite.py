@@ -12,7 +12,7 @@ from oper.bench.serve.live_case import LiveCase
 from oper.bench.serve.models import ServeWork
 from oper.bench.serve.server_case import ServerCase
 from oper.bench.serve.tiers_case import TiersCase
-from oper.bench.tables.lookup_case import LookupCase
+from oper.bench.tables.lookup import LookupCase
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.support.flags import number
 

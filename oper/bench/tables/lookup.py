@@ -1,23 +1,41 @@
 """``oper bench lookup``: forward passes of OPER, torch and fbgemm, beside the gather ceiling; and
-backward passes with the update of the tables beside fbgemm's; and how a step's time grows."""
+backward passes with the update of the tables beside fbgemm's; and how a step's time grows.
+
+Forward passes are without gradient, by OPER's read-only tables. Unsharded tables are in one process
+with as many threads as OPER's processes have together.
+"""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from oper.bench.core.measure import Case
-from oper.bench.core.workload import Workload
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from oper.bench.core.launch import Progress
+from oper.bench.core.measure import Call, Case, Run, aligner, nothing, on_threads, over, summaries
+from oper.bench.core.planning import bytes_read, chosen_plan, gather, slowest, total, world
+from oper.bench.core.workload import CHECKED, Workload, batch_ids, make_kjt, timed_ids
 from oper.bench.device import suite
-from oper.bench.tables.lookup_case import LookupCase
-from oper.bench.tables.scale_case import scale_cases
-from oper.bench.tables.unsharded import PEERS
-from oper.bench.tables.update_case import UpdateCase
+from oper.bench.tables.ceiling import Ceiling, UpdateCeiling
+from oper.bench.tables.sides import OPTIMIZER, build_torchrec, make_collection, moved_bytes
+from oper.bench.tables.torchrec_peer import PLAN_KINDS
+from oper.bench.tables.unsharded import PEERS, fbgemm_of, make_peers, whole_batches
+from oper.bench.tables.verify import Verdict
+from oper.plan import uniform_plan
 
 WORLD_SIZES = (1, 2)
 _EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
+_CHECKED_BATCHES, _CHECKED_STEPS = 2, 2
+_OVERHEAD_CALLS = 65
+_LINE = 64  # bytes that memory moves at least
+_CHECKED_BAGS, _CHECKED_TABLES = 32, 8
 FIGURES = (
     *suite.FIGURES,
     ("fastest_peer", "oper_forward_ms", *(f"{peer}_forward_ms" for peer in PEERS), "ratio_forward",
@@ -54,3 +72,339 @@ def cases(quick: bool, device: str = "") -> list[Any]:
     if quick:
         return [replace(case, rounds=6, per_round=3, num_stats_batches=8) for case in found]
     return [*found, *scale_cases()]
+
+
+# ---- forward passes ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LookupCase(Case):
+    """One case.
+
+    Attributes:
+        torchrec: beside TorchRec's plans; else beside the bare gather.
+    """
+
+    torchrec: bool = False
+
+    @torch.no_grad()
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        from oper.sharding import shard
+
+        run, work = Run(self, progress), self.work
+        run.say("drawing batches, planning")
+        plan, plan_s = chosen_plan(work, self.num_stats_batches, "inference")
+        run.say("building")
+        collection = make_collection(work, "cpu")
+        model: Any = shard(collection, plan=plan, objective="inference")
+        peers = make_peers(work, collection, run.everyones_ids()) if run.rank == 0 else {}
+        del collection
+        kjts = [make_kjt(work, x) for x in run.ids()]
+        align = aligner(model.tables)
+        timed: dict[str, Call] = {"oper": over(kjts, lambda kjt: model(kjt).values())}
+        checked = dict(timed)
+        figures: dict[str, Any] = {}
+        if self.torchrec:
+            for kind in PLAN_KINDS:
+                with torch.enable_grad():  # TorchRec puts its optimizers into the backward pass
+                    side = build_torchrec(work, None, kind, run.world_size)[0]
+                timed[kind] = over(kjts, side.forward_values)
+                checked[kind] = over(kjts, side.lookup)
+        else:
+            ceiling = Ceiling(model.tables, run.ids(), work.pooling)
+            ceiling.tune(align, slowest)
+            figures["ceiling"] = ceiling.settings
+            timed["ceiling"] = ceiling.run
+            checked["ceiling"] = ceiling.gathered
+        run.say("comparing with the unsharded collection")
+        verdicts = verify(checked, peers, len(kjts))
+        own = self.threads_per_rank
+        runs = {name: on_threads(own, call) for name, call in timed.items()}
+        for name in PEERS:
+            runs[name] = (on_threads(self.num_threads, peers[name]) if run.rank == 0
+                          else on_threads(own, nothing))
+        timings = summaries(run.time(runs, align))
+        moved = int(total([moved_bytes(work, run.ids())["forward"]])[0])
+        if not self.torchrec:
+            figures |= _overhead(model, kjts, self)
+        return run.finish(model.tables, {
+            **figures, **_figures(timings, moved),
+            "verified": all(v["passed"] for v in verdicts.values()), "verification": verdicts,
+            "bytes_moved": {"forward": moved}, "bytes_read": bytes_read(model.tables),
+            "timings": timings, "threads_of_peers": self.num_threads,
+            "threads_of_unsharded": self.num_threads, "plan_seconds": round(plan_s, 3)})
+
+
+def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]:
+    """Median microseconds of a call outside the kernels, the slower rank's: on the case's batches,
+    which push Python's code out of the caches, and on one of 32 samples, which does not."""
+    work, (_, world_size) = case.work, world()
+    ids = timed_ids(work, 0, world_size, len(kjts))[0].reshape(len(work.num_rows), -1, work.pooling)
+    small = make_kjt(work, ids[:, :32].reshape(len(work.num_rows), -1))
+    align, found = aligner(model.tables), []
+    for batches in (kjts, [small]):
+        spent = []
+        for k in range(_OVERHEAD_CALLS):
+            align()
+            begin = time.perf_counter()
+            model(batches[k % len(batches)]).values()
+            call_s = time.perf_counter() - begin
+            spent.append(call_s - model.tables.phase_ns()["forward"] / 1e9)
+        found.append(1e6 * float(np.median(spent[5:])))
+    cold, warm = slowest(found)
+    return {"python_overhead_us": round(cold, 1), "python_overhead_small_batch_us": round(warm, 1)}
+
+
+def _figures(timings: dict[str, Any], moved: int) -> dict[str, Any]:
+    """The headline numbers; `moved` bytes by all ranks and batch."""
+    ms = {name: t["median_ms"] for name, t in timings.items()}
+    unsharded = min(PEERS, key=ms.__getitem__)
+    ratio = round(ms[unsharded] / ms["oper"], 3)
+    found = {f"{n}_forward_ms": x for n, x in ms.items() if n != "ceiling"}
+    if "ceiling" not in ms:
+        sharded = min(PLAN_KINDS, key=ms.__getitem__)
+        return {"ratio_forward": round(ms[sharded] / ms["oper"], 3), "ratio_unsharded": ratio,
+                "torchrec_best": sharded, "unsharded_best": unsharded, **found}
+    return {**found, "fastest_peer": unsharded, "ratio_forward": ratio,
+            "gather_ceiling_ms": ms["ceiling"],
+            "gather_ceiling_gbps": round(moved / ms["ceiling"] / 1e6, 3),
+            "forward_fraction_of_ceiling": round(ms["ceiling"] / ms["oper"], 4)}
+
+
+def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: int
+           ) -> dict[str, dict[str, Any]]:
+    """Pooled rows of all contenders against the unsharded collection's; verdicts on rank 0.
+
+    Args:
+        lookups: by name, this rank's rows of a batch by its number, features in the order of the
+            configuration.
+        peers: what `make_peers` made on rank 0, nothing elsewhere.
+        num_batches: how many are there.
+    """
+    verdicts = {name: Verdict() for name in (*lookups, "nn_embedding_bag", "fbgemm")}
+    for k in range(min(_CHECKED_BATCHES, num_batches)):
+        found = {name: _all_rows(call(k)) for name, call in lookups.items()}
+        if not peers:
+            continue
+        found["nn_embedding_bag"] = torch.cat(peers["nn_embedding_bag"](k), dim=1)
+        found["fbgemm"] = peers["fbgemm"](k)
+        for name, values in found.items():
+            verdicts[name].compare("pooled", values, peers["ebc"](k))
+    return {name: v.to_json() for name, v in verdicts.items()} if peers else {}
+
+
+def _all_rows(value: torch.Tensor) -> torch.Tensor:
+    """All ranks' tensors, one after another."""
+    _, world_size = world()
+    if world_size == 1:
+        return value
+    found = [torch.empty_like(value) for _ in range(world_size)]
+    dist.all_gather(found, value.contiguous())
+    return torch.cat(found)
+
+
+# ---- updates -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCase(Case):
+    """A case of backward passes; fbgemm's one process takes all the threads."""
+
+    num_batches: int = 16
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        from oper.sharding import shard
+
+        run, work = Run(self, progress), self.work
+        rank, world_size = run.rank, run.world_size
+        run.say("drawing batches, planning")
+        checks = [[batch_ids(work, r, world_size, k, CHECKED) for r in range(world_size)]
+                  for k in range(_CHECKED_STEPS)]
+        plan, _ = chosen_plan(work, self.num_stats_batches, "training")
+        run.say("building")
+        collection = make_collection(work, "cpu")
+        fused = fbgemm_of(collection) if rank == 0 else None
+        model: Any = shard(collection, plan=plan, optimizer=OPTIMIZER)
+        del collection
+        gradient = run.gradient(work.seed, work.batch_size)
+        own_gradient = gradient.chunk(world_size)[rank].clone()
+
+        def contenders(batches: list[list[np.ndarray]]) -> dict[str, Steps]:
+            """The contenders by name, on batches that are given by number and rank."""
+            kjts = [make_kjt(work, x[rank]) for x in batches]
+            found = {"oper": Steps(over(kjts, lambda kjt: model(kjt).values()), own_gradient)}
+            if fused is not None:
+                # The gradient of the mean of the ranks' losses, as OPER takes it.
+                found["fbgemm"] = Steps(over(whole_batches(work, batches), lambda x: fused(*x)),
+                                        gradient / world_size)
+            return found
+
+        run.say(f"comparing tables after {_CHECKED_STEPS} steps")
+        verification = _compare_tables(model, fused, contenders(checks))
+        sides = contenders(run.everyones_ids())
+        own = self.threads_per_rank
+        threads = {"oper": own, "fbgemm": own if rank else self.num_threads}
+        runs, before = (
+            {n: on_threads(threads[n], getattr(sides[n], way) if n in sides else nothing)
+             for n in threads} for way in ("backward", "forward"))
+        timings = summaries(run.time(runs, aligner(model.tables), before=before))
+        moved = moved_bytes(work, run.ids())
+        oper_ms, fbgemm_ms = (timings[n]["median_ms"] for n in threads)
+        return run.finish(model.tables, {
+            "oper_update_ms": oper_ms, "fbgemm_update_ms": fbgemm_ms,
+            "ratio_update": round(fbgemm_ms / oper_ms, 3),
+            "verified": verification["passed"], "verification": {"oper": verification},
+            "bytes_moved": {"update": int(total([moved["step"] - moved["forward"]])[0])},
+            "timings": timings, "threads_of_peers": self.num_threads})
+
+
+class Steps:
+    """Forward passes that remember what the backward pass is for.
+
+    Args:
+        forward: outputs of a batch by its number.
+        gradient: of every output.
+    """
+
+    def __init__(self, forward: Callable[[int], torch.Tensor], gradient: torch.Tensor) -> None:
+        self._forward, self._gradient = forward, gradient
+        self._out: torch.Tensor | None = None
+
+    def forward(self, number: int) -> None:
+        """Look a batch up."""
+        self._out = self._forward(number)
+
+    def backward(self, number: int) -> None:
+        """Backward and update of the last forward pass."""
+        assert self._out is not None
+        self._out.backward(self._gradient)
+        self._out = None
+
+
+def _compare_tables(model: Any, fused: Any, sides: dict[str, Steps]) -> dict[str, Any]:
+    """Whole tables after the same steps of both; a verdict on rank 0."""
+    for number in range(_CHECKED_STEPS):
+        for side in sides.values():
+            side.forward(number)
+            side.backward(number)
+    gather(None)  # nobody reads while others update
+    verdict = Verdict()
+    if fused is not None:
+        names = list(model.tables.specs)
+        for name, weight in zip(names, fused.split_embedding_weights(), strict=True):
+            verdict.compare("tables", model.tables.read(name), weight)
+    gather(None)
+    return verdict.to_json()
+
+
+# ---- growth --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleCase(Case):
+    """One point of one axis; all tables striped over the ranks.
+
+    Attributes:
+        axis: what is varied; step times per byte are compared along it.
+    """
+
+    axis: str = ""
+    num_batches: int = 8
+    rounds: int = 6
+    per_round: int = 4
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        from oper.sharding import shard
+
+        run, work = Run(self, progress), self.work
+        run.say("drawing batches, building")
+        ids = list(run.ids())
+        model: Any = shard(make_collection(work, "meta"), optimizer=OPTIMIZER,
+                           plan=uniform_plan(work.tables(), run.world_size, "striped"))
+        kjts = [make_kjt(work, x) for x in ids]
+        verdict = _compare_bags(model, work, kjts[0], ids[0])
+        gradient = run.gradient(work.seed, work.batch_size // run.world_size)
+        align = aligner(model.tables)
+        step = over(kjts, lambda kjt: model(kjt).values().backward(gradient))
+        timings = summaries(run.time({"oper": step}, align))
+        step_ms, lines = timings["oper"]["median_ms"], int(total([line_bytes(work, ids)])[0])
+        others, limit = dict(run.others), {}
+        if self.axis == "rows":
+            sums = Ceiling(model.tables, ids, work.pooling)
+            sums.tune(align, slowest)
+            update = UpdateCeiling(model.tables, [run.ids(r) for r in range(run.world_size)])
+            bare = summaries(run.time({"gather": sums.run, "update": update.run}, align,
+                                      "ceilings"))
+            timings |= {f"{n} ceiling": x for n, x in bare.items()}
+            ms = {f"{n}_ceiling_ms": x["median_ms"] for n, x in bare.items()}
+            limit = {**ms, "ceiling_ns_per_line_byte": _per_byte(sum(ms.values()), lines)}
+        run.others = others
+        return run.finish(model.tables, {
+            "axis": self.axis, "oper_step_ms": step_ms,
+            "step_ns_per_line_byte": _per_byte(step_ms, lines), **limit,
+            "table_gigabytes": round(sum(work.num_rows) * work.dim * 4 / 1e9, 3),
+            "verified": verdict["passed"], "verification": {"oper": verdict},
+            "bytes_moved": {"lines": lines}, "bytes_read": bytes_read(model.tables),
+            "timings": timings})
+
+
+def scale_cases() -> list[ScaleCase]:
+    """The points of all axes; exponent 1.05, 10 ids a bag but along batches and tables."""
+    def many(num_tables: int, rows: int) -> tuple[int, ...]:
+        return (rows,) * num_tables
+
+    base = Workload(num_rows=many(8, 500_000), pooling=10)
+    points: dict[str, list[tuple[str, Workload]]] = {
+        "rows": [], "batch": [], "tables": [], "dim": []}
+    for size in (0.1, 1.0, 4.0, 12.0):
+        rows = int(size * 1e9 / (8 * base.dim * 4))
+        points["rows"].append((f"{size:g}GB", replace(base, num_rows=many(8, rows))))
+    for batch in (512, 4096, 16_384, 65_536):
+        points["batch"].append((str(batch), replace(base, batch_size=batch, pooling=2)))
+    for number in (2, 26, 128, 856):
+        # As many ids and rows in all.
+        batch = 512 * 856 // number // 2 * 2
+        points["tables"].append((str(number), replace(
+            base, num_rows=many(number, 4_000_000 // number), batch_size=batch, pooling=2)))
+    for dim in (4, 16, 64, 256, 1024):
+        points["dim"].append((str(dim), replace(base, dim=dim, num_rows=many(8, 100_000))))
+    return [ScaleCase(f"scale-{axis}-{label}", work, 2, axis=axis)
+            for axis, found in points.items() for label, work in found]
+
+
+def line_bytes(work: Workload, ids: list[np.ndarray]) -> int:
+    """Bytes of whole cache lines that a rank's step moves, mean over batches.
+
+    As `moved_bytes`, a row or gradient counted as the lines that it takes, its state as one line;
+    and each id once (8 bytes).
+    """
+    row = -(-work.dim * 4 // _LINE) * _LINE
+    found = 0
+    for batch in ids:
+        distinct = sum(np.unique(x).size for x in batch)
+        bags = batch.size // work.pooling
+        found += batch.size * (2 * row + 8) + bags * row + distinct * (4 * row + 2 * _LINE)
+    return found // len(ids)
+
+
+def _per_byte(ms: float, lines: int) -> float:
+    """A rank's nanoseconds for each of its bytes, of the `lines` bytes of all ranks."""
+    return round(ms * 1e6 / lines * world()[1], 5)
+
+
+def _compare_bags(model: Any, work: Workload, kjt: Any, ids: np.ndarray) -> dict[str, Any]:
+    """Sums of some bags against rows that are read one by one."""
+    verdict = Verdict()
+    with torch.no_grad():
+        out = model(kjt).values()
+    for t in range(min(_CHECKED_TABLES, len(work.num_rows))):
+        bags = ids[t][:_CHECKED_BAGS * work.pooling]
+        rows = torch.empty(bags.size, work.dim)
+        model.tables.gather(f"t{t}", bags, "rows", slice(0, work.dim), rows)
+        expected = rows.reshape(-1, work.pooling, work.dim).double().sum(dim=1)
+        found = out[:expected.shape[0], t * work.dim:(t + 1) * work.dim]
+        verdict.compare("pooled", found, expected.float())
+    return verdict.to_json()

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import gc
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch.distributed as dist
+
+from oper.bench.core import record
+from oper.bench.core.launch import Progress
+from oper.bench.core.measure import Case, Run, median_phases, over
+from oper.bench.core.planning import bytes_read, chosen_plan, slowest, total
 from oper.bench.core.workload import Workload
 from oper.bench.device import suite
 from oper.bench.dynamic import case as dynamic, drift
 from oper.bench.tables import model_case
-from oper.bench.tables.sides import Dense
-from oper.bench.tables.train_case import TrainCase
+from oper.bench.tables.ceiling import Ceiling
+from oper.bench.tables.sides import Dense, Side, build_oper, build_torchrec, moved_bytes
+from oper.bench.tables.torchrec_peer import PLAN_KINDS
+from oper.bench.tables.verify import Checks, Reference, Verdict, verify
 from oper.data.generate.published import CRITEO_1TB_DISTINCT, MLPERF_CAP, MLPERF_MULTI_HOT
+from oper.plan import Plan
+from oper.shmem.group.domains import DOMAIN_ENV
 from oper.train.config import DLRMConfig
 
+_PHASE_STEPS = 16
 # MLPerf's models: layers of its reference implementations, ids per bag of its multi-hot data, rows
 # of its tables up to a hundredth of its own limit.
 MLPERF = {
@@ -91,3 +106,185 @@ def configure(parser: argparse.ArgumentParser) -> None:
                              "come and go, beside hashing and a fixed vocabulary")
     parser.add_argument("--exchange", choices=("shared", "collective"), default="shared",
                         help="collective: OPER's ranks act as separate hosts")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainCase(Case):
+    """One case.
+
+    Attributes:
+        dense: what is around the tables of a whole model; None = the collection alone.
+        exchange: ``"shared"``: OPER's ranks share memory. ``"collective"``: each acts as a host of
+            its own and exchanges messages, as TorchRec's ranks do over gloo.
+    """
+
+    dense: Dense | None = None
+    exchange: str = "shared"
+    rounds: int = 20
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        if self.exchange == "collective":
+            os.environ[DOMAIN_ENV] = str(dist.get_rank())
+        else:
+            os.environ.pop(DOMAIN_ENV, None)
+        try:
+            return _TrainRun(self, progress).measure()
+        finally:
+            gc.unfreeze()
+            gc.collect()
+
+class _TrainRun(Run):
+    def __init__(self, case: TrainCase, progress: Progress) -> None:
+        super().__init__(case, progress)
+        self.sides: list[Side] = []
+        self.is_shared = case.exchange == "shared"
+
+    def measure(self) -> dict[str, Any]:
+        self.say("drawing batches")
+        ids, batches = self.ids(), self.batches()
+        self.say("collecting statistics and planning")
+        plan, plan_s = chosen_plan(self.work, self.case.num_stats_batches, "training",
+                                   self.is_shared)
+        checks = Checks.make(self.work, self.rank, self.world_size)
+        reference = self._build(plan, checks)
+        verdicts = verify(self.sides, checks, reference, self.say)
+        reference = None
+        gc.collect()
+        gc.freeze()
+        # The ceiling reads all arenas in place.
+        ceiling = Ceiling(self._tables, ids, self.work.pooling) if self.is_shared else None
+        timings = self._time(batches, ceiling)
+        if ceiling is not None:
+            # Collective where OPER's lookup is.
+            verdict = self._check(ceiling, batches[0])
+            if self.rank == 0:
+                verdicts["ceiling"] = verdict
+        wire = {} if self.is_shared else self._wire_bytes(batches)
+        phases = self._phases(batches)
+        return self.finish(self._tables, {
+            **self._figures(timings, verdicts, ids), "oper_phases_ms": phases,
+            "bytes_read": bytes_read(self._tables), "exchange": self.case.exchange, **wire,
+            **self._throughput(timings["step"]),
+            "ceiling": ceiling.settings if ceiling else None, "plan_seconds": round(plan_s, 3)})
+
+    @property
+    def _tables(self) -> Any:
+        assert self.sides[0].tables is not None
+        return self.sides[0].tables
+
+    def _build(self, plan: Plan, checks: Checks) -> Reference | None:
+        """All contenders, alive together; the unsharded model on rank 0."""
+        dense = self.case.dense
+        self.say("building OPER's side")
+        oper, model = build_oper(self.work, dense, plan, keep_reference=self.rank == 0)
+        self.sides = [oper]
+        for kind in PLAN_KINDS:
+            self.say(f"building TorchRec's {kind} side")
+            self.sides.append(build_torchrec(self.work, dense, kind, self.world_size)[0])
+        if dense is None:
+            self.set_gradient(self.sides, checks.batch(0, self.rank))
+        return None if self.rank else Reference(model, checks)
+
+    def _time(self, batches: Sequence[Any], ceiling: Ceiling | None
+              ) -> dict[str, dict[str, np.ndarray]]:
+        """Seconds by phase and contender, the maximum over ranks of every call."""
+        align = self._tables.barrier
+        if ceiling is not None:
+            self.say("finding the gather ceiling's best settings")
+            ceiling.tune(align, slowest)
+        found = {}
+        for phase in ("step", "forward"):
+            runs = {}
+            for side in self.sides:
+                side.model.train(phase == "step")
+                runs[side.name] = over(batches, side.step if phase == "step" else side.forward)
+            if phase == "forward" and ceiling is not None:
+                runs["ceiling"] = ceiling.run
+            found[phase] = self.time(runs, align, phase)
+        return found
+
+    def _check(self, ceiling: Ceiling, batch: Any) -> dict[str, Any]:
+        """Whether the bare gather has summed the rows that a lookup sums."""
+        ceiling.run(0)
+        verdict = Verdict()
+        verdict.compare("ceiling", ceiling.out, self.sides[0].lookup(batch.sparse_features))
+        return verdict.to_json()
+
+    def _wire_bytes(self, batches: Sequence[Any]) -> dict[str, Any]:
+        """Bytes that all ranks send per training step: by contender, as the loopback interface
+        counts them (with TCP's headers), and OPER's own count by kind."""
+        found: dict[str, Any] = {}
+        self._tables.sent_bytes(reset=True)
+        for side in self.sides:
+            side.model.train()
+            dist.barrier()
+            before = record.loopback_bytes()
+            for k in range(_PHASE_STEPS):
+                side.step(batches[k % len(batches)])
+            dist.barrier()
+            found[side.name] = round((record.loopback_bytes() - before) / _PHASE_STEPS)
+        sent = {kind: sum(to) for kind, to in self._tables.sent_bytes().items()}
+        joint = total(list(sent.values()))
+        return {"loopback_bytes_per_step": found, "oper_sent_bytes_per_step": {
+            kind: round(x / _PHASE_STEPS) for kind, x in zip(sent, joint, strict=True)},
+            **self._simulated_bytes(round(sum(joint)))}
+
+    def _simulated_bytes(self, executed: int) -> dict[str, Any]:
+        """What the simulator says of the bytes that all ranks have sent in the counted steps."""
+        if self.rank:
+            return {}
+        simulated = sum(self.simulated_bytes(self._tables.plan, range(self.world_size), True,
+                                             _PHASE_STEPS))
+        return {"simulated_bytes_per_step": round(simulated / _PHASE_STEPS),
+                "simulated_equals_sent": simulated == executed}
+
+    def _phases(self, batches: Sequence[Any]) -> dict[str, float]:
+        """Where OPER's step goes: median milliseconds by phase, mean over ranks."""
+        tables = self._tables
+        taken = []
+        self.sides[0].model.train()
+        tables.traffic(reset=True)
+        for batch in batches[:_PHASE_STEPS]:
+            tables.barrier()
+            self.sides[0].step(batch)
+            taken.append(list(tables.phase_ns().values()))
+        return median_phases(tables, taken)
+
+    def _throughput(self, seconds: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Of a whole model: samples that a core trains in a second, by contender."""
+        dense = self.case.dense
+        if dense is None:
+            return {}
+        cores = max(self.case.num_threads, self.world_size)
+        per_core = {name: round(self.work.batch_size / float(np.median(s)) / cores, 2)
+                    for name, s in seconds.items()}
+        return {"dense": {"dtype": dense.dtype, **asdict(dense.over(self.work))},
+                "samples_per_core_s": per_core}
+
+    def _figures(self, timings: dict[str, dict[str, np.ndarray]],
+                 verdicts: dict[str, dict[str, Any]], ids: Sequence[np.ndarray]) -> dict[str, Any]:
+        moved = moved_bytes(self.work, ids)
+        joint = {k: int(x) for k, x in zip(moved, total(list(moved.values())), strict=True)}
+        plans: dict[str, Any] = {
+            side.name: {**{phase: record.summary(timings[phase][side.name]) for phase in timings},
+                        "plan": side.plan, "verification": verdicts.get(side.name)}
+            for side in self.sides}
+        best = min(PLAN_KINDS, key=lambda kind: plans[kind]["step"]["median_ms"])
+        median = {phase: {n: float(np.median(s)) for n, s in found.items()}
+                  for phase, found in timings.items()}
+        figures: dict[str, Any] = {}
+        for phase, s in median.items():
+            figures |= {f"ratio_{phase}": round(s[best] / s["oper"], 3),
+                        f"oper_{phase}_ms": plans["oper"][phase]["median_ms"],
+                        f"torchrec_{phase}_ms": plans[best][phase]["median_ms"]}
+        if self.is_shared:
+            plans["ceiling"] = {"forward": record.summary(timings["forward"]["ceiling"]),
+                                "verification": verdicts.get("ceiling")}
+            ceiling = median["forward"]["ceiling"]
+            figures |= {
+                "gather_ceiling_ms": plans["ceiling"]["forward"]["median_ms"],
+                "gather_ceiling_gbps": round(joint["forward"] / ceiling / 1e9, 3),
+                "forward_fraction_of_ceiling": round(ceiling / median["forward"]["oper"], 4)}
+        return {**figures, "torchrec_best": best, "bytes_moved": joint, "plans": plans,
+                "verified": bool(verdicts) and all(v["passed"] for v in verdicts.values())}
