@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import spearmanr
 
+from oper.bench.calibrate.calibrate import spearman
 from oper.bench.core.launch import Progress
 from oper.rl_rec.intervals import bootstrap, difference
 from oper.rl_rec.simulation.actor_critic import METHODS, train_actor_critic
@@ -231,7 +231,7 @@ def _control(asked: Sequence[Sequence[float]], answered: Sequence[Sequence[float
     orders = []
     for wanted, got in zip(asked, answered, strict=True):
         _, at = np.unique(wanted, return_index=True)  # a small log has quantiles that are equal
-        orders.append(float(spearmanr(np.array(wanted)[at], np.array(got)[at])[0]))
+        orders.append(spearman(np.array(wanted)[at], np.array(got)[at]))
     ask, answer = np.array(asked), np.array(answered)
     return {"quantiles": QUANTILES, "asked": ask.round(3).tolist(),
             "served": answer.round(3).tolist(), "spearman": [round(x, 4) for x in orders],
