@@ -73,12 +73,16 @@ class LoadClient(Child):
         served: what it scores.
         connections: requests in flight at most.
         once: queries name the features of their user once.
+
+    Attributes:
+        seen: what its runs have shown.
     """
 
     def __init__(self, address: str, served: ServeWork, connections: int = 64,
                  once: bool = False) -> None:
         super().__init__(_client, (address, served, connections, once),
                          "the client of the benchmark")
+        self.seen: list[Seen] = []
         self.wait(_ANSWER_S)
 
     def cpu_seconds(self) -> float:
@@ -102,13 +106,17 @@ class LoadClient(Child):
 
     def finish(self, seconds: float) -> Seen:
         """What the run has shown; it may take so long."""
-        seen: Seen = self.wait(seconds + 5 * _ANSWER_S)
-        return seen
+        self.seen.append(self.wait(seconds + 5 * _ANSWER_S))
+        return self.seen[-1]
 
     def run(self, settings: loadgen.Settings) -> Seen:
         """A whole run."""
         self.start(settings)
         return self.finish(settings.min_duration_s)
+
+    def result(self, settings: loadgen.Settings) -> loadgen.Result:
+        """LoadGen's verdict on a whole run."""
+        return self.run(settings).result
 
 
 @dataclass(slots=True)

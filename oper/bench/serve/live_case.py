@@ -111,12 +111,12 @@ class _Live:
         case = self.case
         self.progress("looking for the rate that can be sustained")
         loop = replace(self.settings, scenario="Offline", expected_qps=300)
-        guess = self.client.run(loop).result.rate
-        closed = self.client.run(replace(loop, expected_qps=1.4 * guess)).result
+        guess = self.client.result(loop).rate
+        closed = self.client.result(replace(loop, expected_qps=1.4 * guess))
         found = Search(closed.rate, _SUSTAINED_MS, case.max_runs, case.votes)
-        search({"server": found}, lambda _, rate, before: self.client.run(replace(
+        search({"server": found}, lambda _, rate, before: self.client.result(replace(
             self.at(rate, case.run_s), bound_ms=_SUSTAINED_MS, min_queries=case.min_queries,
-            seed=self.settings.seed + before)).result, case.search_s)
+            seed=self.settings.seed + before)), case.search_s)
         rate, result = found.best()
         return rate, {"closed_loop": closed.to_json(), "search": found.to_json(),
                       "p99_bound_ms": _SUSTAINED_MS,
@@ -220,7 +220,7 @@ class _Compared:
 
 def _http(live: _Live) -> dict[str, Any]:
     """Over HTTP, the same in process, and TorchRec's quantised model behind the same front."""
-    case, seen, theirs = live.case, list[Seen](), list[Seen]()
+    case = live.case
     # The same weights, batches and messages without a network: what the server would reach if
     # requests were in its workers' memory already. LoadGen sends it their numbers.
     beside = Pool("oper", case.served, BATCHING, live.host.ask("publication"))
@@ -229,17 +229,17 @@ def _http(live: _Live) -> dict[str, Any]:
     try:
         with client_of(peer, case.name, case.served) as client:
             differ = float(np.abs(client.learn() - live.first).max())
-            compared = _Compared({"http": (_noting(live.client, seen), live.host.cpu_seconds),
+            compared = _Compared({"http": (live.client.result, live.host.cpu_seconds),
                                   "in_process": (functools.partial(beside.run, case.workers),
                                                  beside.cpu_seconds),
-                                  "torchrec": (_noting(client, theirs), peer.cpu_seconds)},
+                                  "torchrec": (client.result, peer.cpu_seconds)},
                                  ("torchrec",))
             compared.measure(live)
             live.beside_s = beside.cpu_seconds() + peer.cpu_seconds() + client.cpu_seconds()
     finally:
         beside.close()
-    last = seen[-_ROUNDS:]
-    errors, peers = _errors(*seen, *theirs), compared.rate("torchrec")
+    last = live.client.seen[-_ROUNDS:]
+    errors, peers = _errors(*live.client.seen, *client.seen), compared.rate("torchrec")
     return {"queries_per_s": compared.rate("http"), "torchrec_queries_per_s": peers,
             "ratio_torchrec": round(compared.rate("http") / peers, 4) if peers else None,
             "torchrec_single_ms": compared.single["torchrec"].latency_ms["p50"],
@@ -257,21 +257,20 @@ def _http(live: _Live) -> dict[str, Any]:
 
 def _candidates(live: _Live) -> dict[str, Any]:
     """Requests that name their user's features once, beside the same with all rows in full."""
-    seen: dict[str, list[Seen]] = {"once": [], "full": []}
     once = LoadClient(live.host.address, live.case.served, once=True)
     try:
         # Only the newest set of weights is in service from here on.
         differ = float(np.abs(once.learn() - live.client.learn()).max())
         compared = _Compared({
-            "once": (_noting(once, seen["once"]), live.host.cpu_seconds),
-            "full": (_noting(live.client, seen["full"]), live.host.cpu_seconds)})
+            "once": (once.result, live.host.cpu_seconds),
+            "full": (live.client.result, live.host.cpu_seconds)})
         compared.measure(live)
         live.beside_s = once.cpu_seconds()
     finally:
         once.close()
-    last = [s for found in seen.values() for s in found[-_ROUNDS:]]
-    errors = _errors(*seen["once"], *seen["full"])
-    rates = {name: compared.rate(name) for name in seen}
+    last = [*once.seen[-_ROUNDS:], *live.client.seen[-_ROUNDS:]]
+    errors = _errors(*once.seen, *live.client.seen)
+    rates = {name: compared.rate(name) for name in compared.sides}
     return {"queries_per_s": rates["once"], "full_queries_per_s": rates["full"],
             "ratio_full": round(rates["once"] / rates["full"], 4) if rates["full"] else None,
             "cpu_ratio_full": compared.saved("once", "full"),
@@ -280,15 +279,6 @@ def _candidates(live: _Live) -> dict[str, Any]:
             "full_single_ms": compared.single["full"].latency_ms["p50"],
             **compared.to_json(live, sum(s.begin.size for s in last) // 2),
             "runs": [_summary(s) for s in last]}
-
-
-def _noting(client: LoadClient, seen: list[Seen]) -> Callable[[loadgen.Settings], loadgen.Result]:
-    """Runs of a client, kept in `seen`."""
-    def run(settings: loadgen.Settings) -> loadgen.Result:
-        seen.append(client.run(settings))
-        return seen[-1].result
-
-    return run
 
 
 def _share(live: _Live) -> tuple[loadgen.Settings, dict[str, Any]]:
