@@ -7,7 +7,6 @@ import fnmatch
 import importlib
 import inspect
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from oper.bench.core import record
@@ -87,7 +86,7 @@ def run_bench(args: argparse.Namespace) -> int:
                                      "change the pattern, or leave --only out to run all cases"))
     if hasattr(module, "possible"):
         chosen = module.possible(args, chosen)
-    known = _resumed(args, [c.name for c in every])
+    known = record.resumed(args.resume, args.json, args.benchmark, [c.name for c in every])
     left = [c for c in chosen if c.name not in known]
     if args.json:
         check_target(args.json)
@@ -121,13 +120,3 @@ def run_bench(args: argparse.Namespace) -> int:
         print(f"record: {args.json}")
     return 0 if all(e.get("verified", True) for e in entries) else 1
 
-
-def _resumed(args: argparse.Namespace, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Entries by name of the record of ``--resume``; raises InvalidInputError."""
-    known = record.resumed(args.resume, args.json, args.benchmark)
-    depths = {name.count("/") for name in names}
-    if not {name.count("/") for name in known} <= depths:
-        raise InvalidInputError(fail("cannot go on from a record", "--resume", args.resume,
-                                     f"cases with names such as {names[0]!r}",
-                                     "name a record of this release, or leave it out"))
-    return known

@@ -178,7 +178,8 @@ def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str, Any]]:
+def resumed(path: str, target: str | None, benchmark: str, names: Sequence[str]
+            ) -> dict[str, dict[str, Any]]:
     """Entries by name of an earlier record, without failed and skipped ones.
 
     Args:
@@ -186,6 +187,7 @@ def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str
             exist yet.
         target: file that this run writes.
         benchmark: whose record it must be.
+        names: of that benchmark's cases; the record's have as many parts.
 
     Raises:
         InvalidInputError: the file is no such record.
@@ -197,6 +199,8 @@ def resumed(path: str, target: str | None, benchmark: str) -> dict[str, dict[str
         found = {e["name"]: e for e in value["cases"] if "failed" not in e and "skipped" not in e}
         if value["benchmark"] != benchmark:
             raise ValueError(f"it is one of {value['benchmark']!r}")
+        if not {n.count("/") for n in found} <= {n.count("/") for n in names}:
+            raise ValueError(f"cases now have names such as {names[0]!r}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InvalidInputError(fail("cannot go on from a record", "--resume", path,
                                      f"a record of oper bench {benchmark}",
