@@ -156,21 +156,6 @@ def _open(plan: Plan, features: list[tuple[str, str]], group: Group) -> ShardedT
     return tables
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One step of this rank.
-
-    Attributes:
-        seconds: of the whole step.
-        phases_ns: by phase of the runtime's clock.
-        delayed: seconds that this rank was ready to run while other programs had its core.
-    """
-
-    seconds: float
-    phases_ns: list[int]
-    delayed: float
-
-
 def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
             group: Group, rounds: int) -> dict[str, Any]:
     """Steps under all plans in turn, so that what disturbs the machine disturbs all of them.
@@ -179,7 +164,7 @@ def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
     """
     features = [(f, f"t{k}") for k, f in enumerate(work.features)]
     tables = {kind: _open(plan, features, group) for kind, plan in plans.items()}
-    taken: dict[str, list[_Step]] = {kind: [] for kind in plans}
+    taken: dict[str, list[tuple[float, list[int], float]]] = {kind: [] for kind in plans}
     gradient = torch.full((batches[0].batch_size, work.dim * len(features)), 1e-3)
     number = 0
     found: dict[str, Any] = {}
@@ -203,15 +188,17 @@ def _rounds(plans: dict[str, Plan], work: Workload, batches: Sequence[Lookup],
     return found
 
 
-def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor) -> _Step:
-    """One step; all ranks begin it together."""
+def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor
+          ) -> tuple[float, list[int], float]:
+    """One step, which all ranks begin together: its seconds, nanoseconds by phase of the runtime's
+    clock, and seconds that this rank was ready to run while other programs had its core."""
     tables.barrier()
     delayed = _run_delay()
     begin = time.perf_counter()
     _, offsets = tables.forward(batch, collective=True)
     tables.apply_gradients(gradient, batch, offsets)
     took = time.perf_counter() - begin
-    return _Step(took, list(tables.phase_ns().values()), _run_delay() - delayed)
+    return took, list(tables.phase_ns().values()), _run_delay() - delayed
 
 
 def _run_delay() -> float:
@@ -222,8 +209,8 @@ def _run_delay() -> float:
         return 0.0
 
 
-def _summary(steps: Sequence[_Step], group: Group) -> dict[str, Any]:
-    """What the undisturbed steps of one plan took. Collective.
+def _summary(steps: Sequence[tuple[float, list[int], float]], group: Group) -> dict[str, Any]:
+    """What the undisturbed steps of one plan, see `_step`, took. Collective.
 
     A step is undisturbed when no rank had to wait for its core for more than `_DELAYED` of it. With
     too few of those, the steps with the shortest waits stand in for them.
@@ -234,12 +221,11 @@ def _summary(steps: Sequence[_Step], group: Group) -> dict[str, Any]:
         ``num_steps``, ``num_undisturbed``, ``delayed`` (mean share of all steps that a rank waited
         for its core) and ``phases_us``, float [W][6] (medians).
     """
-    every = group.all_gather((np.array([s.seconds for s in steps]) * 1e6,
-                              np.array([s.phases_ns for s in steps], float) / 1e3,
-                              np.array([s.delayed for s in steps]) * 1e6))
-    walls, clocks, delays = (np.stack([x[k] for x in every]) for k in range(3))
+    every = group.all_gather([np.array(x, float) for x in zip(*steps, strict=True)])
+    seconds, clocks, delays = (np.stack(x) for x in zip(*every, strict=True))
+    walls = seconds * 1e6
     slowest = walls.max(axis=0)
-    delayed = delays.max(axis=0) / slowest
+    delayed = 1e6 * delays.max(axis=0) / slowest
     limit = max(_DELAYED, float(np.sort(delayed)[min(_FEWEST, slowest.size) - 1]))
     kept = delayed <= limit
     low, middle, high = np.percentile(slowest[kept], [25, 50, 75])
@@ -247,7 +233,7 @@ def _summary(steps: Sequence[_Step], group: Group) -> dict[str, Any]:
             "interval": float(1.57 * (high - low) / np.sqrt(kept.sum()) / middle),
             "num_steps": slowest.size, "num_undisturbed": int((delayed <= _DELAYED).sum()),
             "delayed": float(delayed.mean()),
-            "phases_us": np.median(clocks[:, kept], axis=1).tolist()}
+            "phases_us": (np.median(clocks[:, kept], axis=1) / 1e3).tolist()}
 
 
 def _gather(group: Group, cache_bytes: int) -> dict[str, Any]:
