@@ -68,7 +68,7 @@ def test_a_report_shows_the_figures_that_are_named() -> None:
     assert [line.split() for line in lines] == [
         ["case", "step", "ms", "best", "share", "verified"], ["-" * len(lines[1])],
         ["a", "1,234", "x", "0.25", "yes"], ["b", "-", "NO"],
-        ["case", "plans", "us"], ["-" * len(lines[5])], ["c:", "p", "1", "[0.5,", "1.5]"],
+        ["case", "us"], ["-" * len(lines[5])], ["c:", "p", "1", "[0.5,", "1.5]"],
         ["d:", "number", "7"], ["skipped", "e:", "no", "data"],
         ["b", "is", "NOT", "verified;", "plans.oper.verification:", "{'passed':", "False,",
          "'max':", "1.0}"]]
