@@ -79,10 +79,12 @@ def text_of(value: Any) -> str:
 def _table_of(keys: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     columns = [(key, cells) for key, *cells in zip(("case", *keys, "verified"), *rows, strict=True)
                if any(cells)]
-    heads = [textwrap.wrap(re.sub(r"[_.*]+", " ", key.rpartition("*.")[2]), max(_LEAST_WIDTH, *map(len, cells)),
-                           break_long_words=False) for key, cells in columns]
-    return table(["\n".join(h) for h in heads],
-                 list(zip(*(cells for _, cells in columns), strict=True))) + "\n" if rows else ""
+    heads = []
+    for key, cells in columns:
+        words = re.sub(r"[_.*]+", " ", key.rpartition("*.")[2])  # rows say what stands for the star
+        heads.append("\n".join(textwrap.wrap(words, max(_LEAST_WIDTH, *map(len, cells)),
+                                             break_long_words=False)))
+    return table(heads, list(zip(*(cells for _, cells in columns), strict=True))) + "\n" if rows else ""
 
 
 def _wrong(value: Any, path: str = "") -> Iterator[str]:
