@@ -77,6 +77,8 @@ def text_of(value: Any) -> str:
 
 
 def _table_of(keys: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
     columns = [(key, cells) for key, *cells in zip(("case", *keys, "verified"), *rows, strict=True)
                if any(cells)]
     heads = []
@@ -84,7 +86,7 @@ def _table_of(keys: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         words = re.sub(r"[_.*]+", " ", key.rpartition("*.")[2])  # rows say what stands for the star
         heads.append("\n".join(textwrap.wrap(words, max(_LEAST_WIDTH, *map(len, cells)),
                                              break_long_words=False)))
-    return table(heads, list(zip(*(cells for _, cells in columns), strict=True))) + "\n" if rows else ""
+    return table(heads, list(zip(*(cells for _, cells in columns), strict=True))) + "\n"
 
 
 def _wrong(value: Any, path: str = "") -> Iterator[str]:
