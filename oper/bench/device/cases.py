@@ -20,7 +20,6 @@ from oper.shmem.batch import Lookup
 from oper.tables import TableSpec
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2}
-_COPY_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ class DeviceCase:
         num_batches: distinct batches that are timed in turn.
         rounds, per_round: see `record.interleave`.
         copy_bytes: size of the copy that the bandwidth is measured with.
+        device: where it runs.
     """
 
     name: str
@@ -42,7 +42,8 @@ class DeviceCase:
     num_batches: int = 4
     rounds: int = 10
     per_round: int = 4
-    copy_bytes: int = _COPY_BYTES
+    copy_bytes: int = 4 << 30
+    device: str = "cuda"
 
     def tables(self) -> list[TableSpec]:
         """The tables, with row-wise Adagrad state."""

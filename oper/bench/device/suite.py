@@ -88,13 +88,7 @@ def cases(quick: bool, prefix: str) -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Case(DeviceCase):
-    """All rows in the device's memory.
-
-    Attributes:
-        device: where it runs.
-    """
-
-    device: str = "cuda"
+    """All rows in the device's memory."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Compare and measure; what stands in the record."""

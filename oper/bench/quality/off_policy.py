@@ -20,7 +20,7 @@ from oper.data.recipe import Column, Join, Layout
 from oper.rl_rec.intervals import bootstrap
 from oper.rl_rec.models.base import Histories
 from oper.rl_rec.models.item_to_item import EASEConfig, ItemToItem
-from oper.rl_rec.off_policy.estimators import Groups, OffPolicyEstimates, estimate
+from oper.rl_rec.off_policy.estimators import Groups, estimate
 from oper.rl_rec.off_policy.log import BanditColumns, LoggedBandit, load_bandit
 from oper.rl_rec.off_policy.policies import action_shares, recommender_policy, softmax_policy
 from oper.rl_rec.off_policy.simulated import SimulatedLog, simulate_log
@@ -153,36 +153,28 @@ def _open_bandit(case: Case) -> dict[str, Any]:
                        if name == "random" else action_shares(log, of))
                 for name, of in logs.items()}
     # A visitor is known by its features alone: rows of equal ones are taken together.
-    visitors, truth_visitors = (np.unique(x.context, axis=0, return_inverse=True)[1].reshape(-1)
-                                for x in (log, own))
+    visitors, own_visitors = (np.unique(x.context, axis=0, return_inverse=True)[1].reshape(-1)
+                              for x in (log, own))
     found = estimate(log, policies[case.target], clusters=visitors, samples=case.samples,
                      groups=Groups(log.action_groups, policies[case.log]))
-    truth = _on_policy(own, truth_visitors, case.samples)
-    return {"rows": int(log.actions.size), "clicks": int(log.rewards.sum()),
-            "clusters": int(visitors.max()) + 1,
-            "on_policy": truth["by_visitor"], "on_policy_by_row": truth["by_row"],
-            **_told(found), "verified": all(
-                np.isfinite([i.low, i.mean, i.high]).all() for i in found.intervals.values())}
-
-
-def _on_policy(own: LoggedBandit, visitors: np.ndarray, samples: int) -> dict[str, Any]:
-    """The target's own click rate, with intervals over visitors and over rows."""
+    # The target's own click rate: its log under a policy that shows what was shown.
     shown = np.zeros((own.actions.size, own.num_actions))
     shown[np.arange(own.actions.size), own.actions] = 1.0
-    logged = dataclasses.replace(own, propensities=np.ones(own.actions.size))
-    by_visitor = estimate(logged, shown, clusters=visitors, samples=samples).intervals["ips"]
-    return {"by_visitor": by_visitor.to_json(),
-            "by_row": bootstrap(own.rewards, samples).to_json()}
+    truth = estimate(dataclasses.replace(own, propensities=np.ones(own.actions.size)), shown,
+                     clusters=own_visitors, samples=case.samples).intervals["ips"]
 
-
-def _told(found: OffPolicyEstimates) -> dict[str, Any]:
     def number(x: float) -> float | None:
         return round(x, 6) if np.isfinite(x) else None  # None: as DR
 
-    return {"estimates": {name: i.to_json() for name, i in found.intervals.items()},
+    return {"rows": int(log.actions.size), "clicks": int(log.rewards.sum()),
+            "clusters": int(visitors.max()) + 1, "on_policy": truth.to_json(),
+            "on_policy_by_row": bootstrap(own.rewards, case.samples).to_json(),
+            "estimates": {name: i.to_json() for name, i in found.intervals.items()},
             "threshold": number(found.threshold), "shrinkage": number(found.shrinkage),
             "effective_rows": round(found.effective_rows, 1),
-            "largest_weight": round(found.largest_weight, 2)}
+            "largest_weight": round(found.largest_weight, 2),
+            "verified": all(np.isfinite([i.low, i.mean, i.high]).all()
+                            for i in found.intervals.values())}
 
 
 @functools.cache
