@@ -156,7 +156,7 @@ def test_the_verb_measures_real_processes(tmp_path, monkeypatch, capsys) -> None
                                    ["--check", "{}"], ["-o", "{}"], ["-o", "{}/a.json/b"]])
 def test_what_cannot_be_measured_or_kept_is_told_before(words: list[str], tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(calibrate, "measure_and_fit", lambda *_: pytest.fail("measured"))
     (tmp_path / "a.json").touch()
     words = ["-o", str(tmp_path / "out.toml"), *(w.format(tmp_path) for w in words)]
     with pytest.raises((InvalidInputError, SystemExit)) as error:

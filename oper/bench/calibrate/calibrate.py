@@ -175,12 +175,22 @@ def _run_on_hosts(args: argparse.Namespace) -> int:
 
 
 def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
-                     ) -> tuple[Fit, list[Sample]]:
+                    ) -> tuple[Fit, list[Sample]]:
     """Constants of processes that share this machine, and samples of the workloads `checking`."""
     fitting = workloads(quick, world_size)
+    samples: list[Sample] = []
     with tempfile.TemporaryDirectory(prefix="oper-calibrate-") as folder:
-        works = [(w, _FITTED) for w in fitting] + [(w, KINDS) for w in checking]
-        bandwidth, samples = measure(world_size, works, 4 if quick else 5, Path(folder))
+        cases = [Placements(work, _FITTED if work in fitting else KINDS, 4 if quick else 5,
+                            str(Path(folder) / f"stats-{k}.npz"))
+                 for k, work in enumerate([*fitting, *checking])]
+        bandwidth, *found = run_workers([Gather(last_level_cache_bytes()), *cases], world_size)
+        for case, result in zip(cases, found, strict=True):
+            stats = AccessStats.load(case.stats)
+            for kind, x in result.items():
+                forward, reduce, _, update, _, refresh = np.array(x["phases_us"]).T
+                phases = np.stack([forward, reduce, update + refresh])
+                samples.append(Sample(case.work, kind, stats, x["wall_us"], x["median_us"], phases,
+                                      x["bytes_read"], {k: x[k] for k in _QUALITY}))
     fitted = fit([s for s in samples if s.work in fitting], world_size, bandwidth)
     return fitted, [s for s in samples if s.work in checking]
 
@@ -215,30 +225,6 @@ def held_out(quick: bool, world_size: int) -> list[Workload]:
                   Workload(others, 128, 1024 * world_size, 3, 0.85),
                   Workload(others, 40, 2560 * world_size, 2, 1.0)]
     return found
-
-
-def measure(world_size: int, works: Sequence[tuple[Workload, Sequence[str]]], rounds: int,
-            folder: Path) -> tuple[dict[str, float], list[Sample]]:
-    """Bandwidths (GB/s of all ranks together) and samples, from `world_size` processes at once.
-
-    Args:
-        world_size: processes.
-        works: workloads and placements of each.
-        rounds: see `Placements`.
-        folder: for temporary files.
-    """
-    cases = [Placements(w, tuple(kinds), rounds, str(folder / f"stats-{k}.npz"))
-             for k, (w, kinds) in enumerate(works)]
-    bandwidth, *found = run_workers([Gather(last_level_cache_bytes()), *cases], world_size)
-    samples = []
-    for case, result in zip(cases, found, strict=True):
-        stats = AccessStats.load(case.stats)
-        for kind, x in result.items():
-            forward, reduce, _, update, _, refresh = np.array(x["phases_us"]).T
-            phases = np.stack([forward, reduce, update + refresh])
-            samples.append(Sample(case.work, kind, stats, x["wall_us"], x["median_us"], phases,
-                                  x["bytes_read"], {k: x[k] for k in _QUALITY}))
-    return {k: float(v) for k, v in bandwidth.items()}, samples
 
 
 def last_level_cache_bytes() -> int:
