@@ -143,12 +143,13 @@ def _oper(case: Training) -> tuple[Engine, Any]:
 def _torchrec(case: Training, kind: str) -> tuple[Engine, Any]:
     model = _model(case)
     initial = {name: value.detach() for name, value in model.state_dict().items()}
-    peer = build_peer(model, kind, case.batch_size, itertools.repeat(1.0),
-                      {"lr": OPTIMIZERS.tables_lr, "eps": OPTIMIZERS.tables_eps})
-    peer.model.load_state_dict(initial)  # TorchRec has drawn new tables
-    tables = [o for o in peer.optimizers if not isinstance(o, torch.optim.SGD)]
-    dense = dense_optimizer(OPTIMIZERS, peer.model)
-    return Engine(peer.model, peer.model, [*tables, dense], collective=True), peer.collection
+    sharded, bags, _, optimizers = build_peer(
+        model, kind, case.batch_size, itertools.repeat(1.0),
+        {"lr": OPTIMIZERS.tables_lr, "eps": OPTIMIZERS.tables_eps})
+    sharded.load_state_dict(initial)  # TorchRec has drawn new tables
+    tables = [o for o in optimizers if not isinstance(o, torch.optim.SGD)]
+    dense = dense_optimizer(OPTIMIZERS, sharded)
+    return Engine(sharded, sharded, [*tables, dense], collective=True), bags
 
 
 def _batches(case: Training, split: str, rank: int, world_size: int) -> Loader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,43 +41,33 @@ def row_addresses(tables: ShardedTables, name: str) -> np.ndarray:
     return address
 
 
-@dataclass(frozen=True, slots=True)
-class GatherBatch:
-    """One batch of bare gathers in one order of bags.
+def gather_batch(addresses: np.ndarray, pooling: int, dim: int, order: str
+                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One batch of bare gathers, from the addresses of its rows, int64 [F, B * pooling], key-major.
 
-    Attributes:
-        addresses: int64 [N + surplus], in the order of the bags.
-        offsets: int64 [num_bags + 1].
-        destinations: int64 [num_bags], where in the output each bag goes, in floats.
+    Args:
+        addresses: by feature, sample and place in the bag; 0 = no lookup.
+        pooling: places of a bag.
+        dim: columns of all tables.
+        order: of the bags: ``"feature"`` (all samples of a feature in turn) or ``"sample"``.
+
+    Returns:
+        Addresses int64 [N + surplus] in the order of the bags, offsets int64 [num_bags + 1], and
+        where in the output each bag goes, in floats, int64 [num_bags].
     """
-
-    addresses: torch.Tensor
-    offsets: torch.Tensor
-    destinations: torch.Tensor
-
-    @staticmethod
-    def make(addresses: np.ndarray, pooling: int, dim: int, order: str) -> GatherBatch:
-        """From the addresses of a batch, int64 [F, B * pooling], key-major.
-
-        Args:
-            addresses: by feature, sample and place in the bag; 0 = no lookup.
-            pooling: places of a bag.
-            dim: columns of all tables.
-            order: ``"feature"`` (all samples of a feature in turn) or ``"sample"``.
-        """
-        num_features = addresses.shape[0]
-        bags = addresses.reshape(num_features, -1, pooling)
-        size = bags.shape[1]
-        out = (np.arange(size, dtype=np.int64)[None, :] * num_features
-               + np.arange(num_features, dtype=np.int64)[:, None]) * dim
-        if order == "sample":
-            bags, out = bags.transpose(1, 0, 2), out.T
-        flat = bags[bags != 0]
-        flat = np.concatenate([flat, np.repeat(flat[-1:], max(PREFETCH_ROWS))])
-        offsets = np.zeros(num_features * size + 1, np.int64)
-        np.cumsum((bags != 0).sum(axis=2).reshape(-1), out=offsets[1:])
-        return GatherBatch(torch.from_numpy(flat), torch.from_numpy(offsets),
-                           torch.from_numpy(np.ascontiguousarray(out.reshape(-1))))
+    num_features = addresses.shape[0]
+    bags = addresses.reshape(num_features, -1, pooling)
+    size = bags.shape[1]
+    out = (np.arange(size, dtype=np.int64)[None, :] * num_features
+           + np.arange(num_features, dtype=np.int64)[:, None]) * dim
+    if order == "sample":
+        bags, out = bags.transpose(1, 0, 2), out.T
+    flat = bags[bags != 0]
+    flat = np.concatenate([flat, np.repeat(flat[-1:], max(PREFETCH_ROWS))])
+    offsets = np.zeros(num_features * size + 1, np.int64)
+    np.cumsum((bags != 0).sum(axis=2).reshape(-1), out=offsets[1:])
+    return (torch.from_numpy(flat), torch.from_numpy(offsets),
+            torch.from_numpy(np.ascontiguousarray(out.reshape(-1))))
 
 
 class Ceiling:
@@ -100,13 +89,12 @@ class Ceiling:
         size = batches[0].shape[1] // pooling
         self.out = torch.empty(size, self._dim * len(names))
         self.settings: dict[str, int | str | bool] = {}
-        self._batches: list[GatherBatch] = []
+        self._batches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._prefetch, self._stream = PREFETCH_ROWS[0], False
 
     def run(self, number: int) -> None:
         """Gather batch `number` (modulo the number of batches) into `out`."""
-        b = self._batches[number % len(self._batches)]
-        torch.ops.oper.gather_ceiling(b.addresses, b.offsets, b.destinations, self._dim,
+        torch.ops.oper.gather_ceiling(*self._batches[number % len(self._batches)], self._dim,
                                       self._prefetch, self._stream, self.out)
 
     def gathered(self, number: int) -> torch.Tensor:
@@ -147,7 +135,7 @@ class Ceiling:
         return min(seconds)
 
     def _arrange(self, order: str, count: int) -> None:
-        self._batches = [GatherBatch.make(a, self._pooling, self._dim, order)
+        self._batches = [gather_batch(a, self._pooling, self._dim, order)
                          for a in self._addresses[:count]]
 
 

@@ -48,21 +48,6 @@ class Dense:
         return replace(self.layers, dim=work.dim)
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Intermediate results of a training step; features in the order of the configuration.
-
-    Attributes:
-        pooled: output of the collection, float32 [B, sum of dims].
-        gradient: of the rank's loss by that output, same shape.
-        logits: float32 [B]; None for a collection alone.
-    """
-
-    pooled: torch.Tensor
-    gradient: torch.Tensor
-    logits: torch.Tensor | None
-
-
 @dataclass(slots=True)
 class Side:
     """One contender.
@@ -124,8 +109,14 @@ class Side:
         with torch.no_grad():
             return self.model(features).values()
 
-    def traced_step(self, batch: Any) -> Trace:
-        """A step that also tells what went out of the collection and what came back."""
+    def traced_step(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """A step that also tells what went out of the collection and what came back.
+
+        Returns:
+            Output of the collection, float32 [B, sum of dims], features in the order of the
+            configuration; the gradient of the rank's loss by it; and logits float32 [B], None for a
+            collection alone.
+        """
         seen: dict[str, list[torch.Tensor]] = {"pooled": [], "gradient": []}  # part after part
 
         def in_order(keys: list[str], values: torch.Tensor) -> torch.Tensor:
@@ -142,8 +133,8 @@ class Side:
             out = self.step(batch).detach()
         finally:
             handle.remove()
-        return Trace(torch.cat(seen["pooled"]), torch.cat(seen["gradient"]),
-                     out.float() if self.gradient is None else None)
+        return (torch.cat(seen["pooled"]), torch.cat(seen["gradient"]),
+                out.float() if self.gradient is None else None)
 
     def lookup(self, features: Any) -> torch.Tensor:
         """Pooled embeddings in the order of the configuration, without gradient."""
@@ -290,14 +281,15 @@ def build_torchrec(work: Workload, dense: Dense | None, kind: str, world_size: i
         world_size: ranks.
     """
     collection = make_collection(work, "meta")
-    peer = build_peer(make_dlrm(work, collection, dense) if dense else BagsOnly(collection), kind,
-                      work.batch_size // world_size, work.bag_lengths,
-                      {"lr": LEARNING_RATE, "eps": EPS}, machine)
+    model, bags, sharding, optimizers = build_peer(
+        make_dlrm(work, collection, dense) if dense else BagsOnly(collection), kind,
+        work.batch_size // world_size, work.bag_lengths,
+        {"lr": LEARNING_RATE, "eps": EPS}, machine)
     placed = {name: f"{where.sharding_type} {where.ranks}"
-              for tables in peer.sharding.plan.values() for name, where in tables.items()}
-    side = Side(kind, peer.model, peer.collection, peer.optimizers, None, work.features,
-                {"tables": placed, "optimizers": [type(o).__name__ for o in peer.optimizers]})
-    return side, peer.sharding
+              for tables in sharding.plan.values() for name, where in tables.items()}
+    side = Side(kind, model, bags, optimizers, None, work.features,
+                {"tables": placed, "optimizers": [type(o).__name__ for o in optimizers]})
+    return side, sharding
 
 
 def moved_bytes(work: Workload, ids: Sequence[np.ndarray]) -> dict[str, int]:

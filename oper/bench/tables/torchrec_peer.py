@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,24 +18,6 @@ PLAN_KINDS = ("table_wise", "mixed")
 # Its sharders shard no rows on CPU (no row-wise, table-row-wise or grid sharding).
 CPU_PLAN_KINDS = (*PLAN_KINDS, "column_wise", "any")
 MIXED_MAX_ROWS = 10_000  # tables up to this size are data-parallel in the mixed plan
-
-
-@dataclass(slots=True)
-class Peer:
-    """A model that TorchRec has sharded.
-
-    Attributes:
-        model: the `DistributedModelParallel` model.
-        collection: the sharded embedding bag collection inside it.
-        sharding: TorchRec's own `ShardingPlan`.
-        optimizers: the optimizers that must step after the backward pass: SGD for the dense part,
-            row-wise Adagrad for data-parallel tables (TorchRec does not fuse it there).
-    """
-
-    model: nn.Module
-    collection: nn.Module
-    sharding: Any
-    optimizers: list[torch.optim.Optimizer]
 
 
 class BagsOnly(nn.Module):
@@ -51,7 +32,8 @@ class BagsOnly(nn.Module):
 
 
 def build_peer(module: nn.Module, kind: str, batch_size: int, pooling: Iterable[float],
-               adagrad: Mapping[str, float], machine: Mapping[str, Any] | None = None) -> Peer:
+               adagrad: Mapping[str, float], machine: Mapping[str, Any] | None = None
+               ) -> tuple[nn.Module, nn.Module, Any, list[torch.optim.Optimizer]]:
     """Shard `module` by TorchRec. Collective over the default process group (gloo).
 
     Args:
@@ -66,6 +48,12 @@ def build_peer(module: nn.Module, kind: str, batch_size: int, pooling: Iterable[
             wherever TorchRec fuses it); SGD on the dense part has the same rate.
         machine: what its planner is told of the machine (fields of its `Topology`, bandwidths in
             bytes per millisecond); by default that all ranks share a host.
+
+    Returns:
+        The `DistributedModelParallel` model; the sharded embedding bag collection inside it;
+        TorchRec's own `ShardingPlan`; and the optimizers that must step after the backward pass:
+        row-wise Adagrad for data-parallel tables (TorchRec does not fuse it there), SGD for the
+        dense part.
     """
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
     from torchrec.distributed.planner import ParameterConstraints
@@ -87,7 +75,7 @@ def build_peer(module: nn.Module, kind: str, batch_size: int, pooling: Iterable[
     if dense := [p for n, p in model.named_parameters() if not is_table(n)]:
         optimizers.append(torch.optim.SGD(dense, lr=adagrad["lr"]))
     bags = next(m for m in model.modules() if isinstance(m, ShardedEmbeddingBagCollection))
-    return Peer(model, bags, plan, optimizers)
+    return model, bags, plan, optimizers
 
 
 def _sharding_types(kind: str, num_rows: int) -> list[str] | None:

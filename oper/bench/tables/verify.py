@@ -223,9 +223,9 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
         verdict = Verdict()
         suffix = " of bfloat16" if side.is_bfloat16 else ""
         for step in range(len(checks.ids)):
-            trace = side.traced_step(checks.batch(step, checks.rank))
-            pooled, gradient = _to_rank_0(trace.pooled), _to_rank_0(trace.gradient)
-            logits = None if trace.logits is None else _to_rank_0(trace.logits)
+            pooled, gradient, logits = side.traced_step(checks.batch(step, checks.rank))
+            pooled, gradient = _to_rank_0(pooled), _to_rank_0(gradient)
+            logits = None if logits is None else _to_rank_0(logits)
             if reference is None:
                 continue
             want_pooled, want_logits = reference.step(step, gradient)
