@@ -55,6 +55,7 @@ _FASTEST_CACHE = 50.0  # times memory; where reads from cache show no bytes at a
 _LARGE = 0.1  # relative errors beyond this count linearly
 _IDLE_US = 5.0  # phases below this have done nothing
 _QUALITY = ("interval", "num_steps", "num_undisturbed", "delayed")
+Residuals = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +90,6 @@ class Sample:
         return f"{self.kind}, {self.work.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Constants and how well they fit.
-
-    Attributes:
-        topology: the measured topology.
-        residuals: median and largest relative error of a rank's modelled phase, by phase, and of
-            the modelled step.
-    """
-
-    topology: Topology
-    residuals: dict[str, tuple[float, float]]
-
-
 def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``oper calibrate``."""
     parser.add_argument("-o", "--output", metavar="TOPOLOGY", required=True,
@@ -134,16 +121,18 @@ def run_calibrate(args: argparse.Namespace) -> int:
             "several hosts, started by torchrun", "leave it out, or run on the hosts themselves"))
     load_before = record.load_average()
     checking = held_out(args.quick, args.world_size) if args.check else []
-    fitted, samples = measure_and_fit(args.quick, args.world_size, checking)
-    topology = fitted.topology
-    if args.exchange == "collective":
-        topology = across_hosts(topology, measure_network(args.world_size))
+    fitted, residuals, samples = measure_and_fit(args.quick, args.world_size, checking)
+    topology = fitted if args.exchange == "shared" else across_hosts(
+        fitted, measure_network(args.world_size))
     write_text(args.output, as_toml(topology))
-    print(_report(replace(fitted, topology=topology)), end="")
+    print(as_toml(topology))
+    print(table(["residual", "median", "worst"], [
+        [name, f"{100 * middle:.1f} %", f"{100 * worst:.1f} %"]
+        for name, (middle, worst) in residuals.items()]))
     if args.check:
         value = predicted_against_executed(samples, fitted)
         entry = {"name": f"{args.world_size} processes", **value,
-                 "topology": as_toml(fitted.topology), "residuals": fitted.residuals}
+                 "topology": as_toml(fitted), "residuals": residuals}
         record.write(args.check, record.record(
             "calibrate", record.command_line(args, "oper", "calibrate"), [entry], load_before))
         print(f"predicted against executed, {value['num_plans']} plans: median error "
@@ -163,8 +152,8 @@ def _run_on_hosts(args: argparse.Namespace) -> int:
             "cannot calibrate several hosts", "options", "--check or --exchange",
             "neither under torchrun", "leave them out, or run without torchrun"))
     dist.init_process_group("gloo")
-    topology = measure_hosts(lambda num_ranks: measure_and_fit(args.quick, num_ranks, [])[0]
-                             .topology, args.hosts_per_rack)
+    topology = measure_hosts(lambda num_ranks: measure_and_fit(args.quick, num_ranks, [])[0],
+                             args.hosts_per_rack)
     if dist.get_rank() == 0:
         write_text(args.output, as_toml(topology))
         print(as_toml(topology), end="")
@@ -175,8 +164,9 @@ def _run_on_hosts(args: argparse.Namespace) -> int:
 
 
 def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
-                    ) -> tuple[Fit, list[Sample]]:
-    """Constants of processes that share this machine, and samples of the workloads `checking`."""
+                    ) -> tuple[Topology, Residuals, list[Sample]]:
+    """Constants of processes that share this machine, how well they fit, and samples of the
+    workloads `checking`."""
     fitting = workloads(quick, world_size)
     samples: list[Sample] = []
     with tempfile.TemporaryDirectory(prefix="oper-calibrate-") as folder:
@@ -192,7 +182,7 @@ def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
                 samples.append(Sample(case.work, kind, stats, x["wall_us"], x["median_us"], phases,
                                       x["bytes_read"], {k: x[k] for k in _QUALITY}))
     fitted = fit([s for s in samples if s.work in fitting], world_size, bandwidth)
-    return fitted, [s for s in samples if s.work in checking]
+    return *fitted, [s for s in samples if s.work in checking]
 
 
 def workloads(quick: bool, world_size: int) -> list[Workload]:
@@ -255,7 +245,8 @@ def _modelled(stated: Sequence[tuple[Plan, Problem]], topology: Topology) -> lis
     return [evaluate(plan, replace(problem, machine=machine)) for plan, problem in stated]
 
 
-def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, float]) -> Fit:
+def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, float]
+        ) -> tuple[Topology, Residuals]:
     """Constants by least squares on relative errors; none is negative.
 
     First the phases of every rank give the costs of bytes, ids, rows and tables; reads from cache
@@ -267,6 +258,10 @@ def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, floa
         samples: measured steps.
         world_size: ranks.
         bandwidth: ``read_gbps`` and ``cache_gbps`` of all ranks together in bare gathers.
+
+    Returns:
+        The measured topology; median and largest relative error of a rank's modelled phase, by
+        phase, and of the modelled step.
     """
     base = Topology.this_host(world_size)
     read = bandwidth["read_gbps"]
@@ -298,8 +293,8 @@ def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, floa
     domain = replace(domain, read_gbps=read / memory, link_gbps=read / memory,
                      cross_gbps=read / memory,
                      cache_gbps=read / max(x[0], memory / _FASTEST_CACHE))
-    return Fit(replace(base, domains=(domain,), costs=Costs(**costs)),
-               clock.residuals(phases * slower, barrier))
+    return (replace(base, domains=(domain,), costs=Costs(**costs)),
+            clock.residuals(phases * slower, barrier))
 
 
 def _solve(a: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, float]:
@@ -416,7 +411,7 @@ def nonnegative_least_squares(a: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.asarray(x / scale)
 
 
-def predicted_against_executed(samples: Sequence[Sample], fitted: Fit) -> dict[str, Any]:
+def predicted_against_executed(samples: Sequence[Sample], topology: Topology) -> dict[str, Any]:
     """How well the model predicts steps.
 
     Returns:
@@ -428,7 +423,7 @@ def predicted_against_executed(samples: Sequence[Sample], fitted: Fit) -> dict[s
         the measured medians), ``plans``.
     """
     plans = []
-    models = _modelled(_stated(samples, fitted.topology), fitted.topology)
+    models = _modelled(_stated(samples, topology), topology)
     for s, model in zip(samples, models, strict=True):
         predicted = model.step_us
         plans.append({"name": s.name, "kind": s.kind, "placement_fitted": s.kind in _FITTED,
@@ -496,9 +491,3 @@ def _values_of(d: Domain) -> tuple[tuple[str, Any], ...]:
             ("cache_bytes", d.cache_bytes), ("link_gbps", _rounded(d.link_gbps)),
             ("cross_gbps", _rounded(d.cross_gbps)))
 
-
-def _report(fitted: Fit) -> str:
-    rows = [[name, f"{100 * middle:.1f} %", f"{100 * worst:.1f} %"]
-            for name, (middle, worst) in fitted.residuals.items()]
-    return (as_toml(fitted.topology) + "\n"
-            + table(["residual", "median", "worst"], rows) + "\n")

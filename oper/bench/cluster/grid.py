@@ -122,7 +122,7 @@ def _alone(args: argparse.Namespace) -> str:
     if args.quick:
         return as_toml(Topology.this_host(_CALIBRATED))
     print("  measuring what a rank costs by itself", file=sys.stderr, flush=True)
-    return as_toml(measure_and_fit(True, _CALIBRATED, [])[0].topology)
+    return as_toml(measure_and_fit(True, _CALIBRATED, [])[0])
 
 
 def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
