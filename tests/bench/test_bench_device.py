@@ -31,31 +31,32 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPER_OUTBOX_BYTES", str(1 << 20))
 
 
+def verified(case: device.Case) -> dict[str, Any]:
+    entry, = measured([case])
+    assert entry["verified"] is True, entry["verification"]
+    assert case.name in report([entry], device.FIGURES)
+    return entry
+
+
 @pytest.mark.parametrize("dtype, exponent", [("float32", 0.0), ("float16", 1.05)])
 def test_a_case_is_measured_and_verified(kernels: None, dtype: str, exponent: float) -> None:
     case = replace(CASE, dtype=dtype, work=replace(CASE.work, exponent=exponent))
-    entry, = measured([case])
-    assert entry["verified"] is True, entry["verification"]
+    entry = verified(case)
     assert {"oper forward", "oper rows", "torch forward"} <= set(entry["verification"])
     for phase in ("forward", "update", "step"):
         assert entry[f"{phase}_fraction_of_floor"] == pytest.approx(
             entry["floor_ms"][phase] / entry[f"oper_{phase}_ms"], rel=0.05, abs=1e-4)
     assert ("location_overhead" in entry) == (exponent == 0)
-    assert "small" in report([entry], device.FIGURES)
 
 
 def test_a_small_batch_is_replayed(kernels: None) -> None:
-    entry, = measured([device.GraphCase("small-graph", WORK, **GIVEN)])
-    assert entry["verified"] is True
+    entry = verified(device.GraphCase("small-graph", WORK, **GIVEN))
     assert ("forward_us_replayed" in entry) == emulated.has_gpu()
-    assert "small-graph" in report([entry], device.FIGURES)
 
 
 def test_rows_in_host_memory_are_a_case(kernels: None) -> None:
-    entry, = measured([device.HostCase("lookup-host-small", WORK, **GIVEN)])
-    assert entry["verified"] is True, entry["verification"]
+    entry = verified(device.HostCase("lookup-host-small", WORK, **GIVEN))
     assert entry["memory_bytes"]["host"][0] > 0
-    assert "lookup-host-small" in report([entry], device.FIGURES)
 
 
 def test_wrong_rows_are_found(kernels: None) -> None:

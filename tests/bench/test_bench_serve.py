@@ -7,6 +7,7 @@ import mmap
 import os
 import socketserver
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,39 +77,33 @@ def test_the_search_finds_the_capacity(first: float) -> None:
     assert set(again) == {0, 1}  # another seed when a rate is tried again
 
 
-def test_single_disturbances_decide_nothing() -> None:
-    """Every fifth run is disturbed, at whatever rate: the search may lose a step or two."""
+def searched(run: Callable[[float, int], loadgen.Result], start: float, max_runs: int,
+             votes: int = 2) -> Search:
+    """A search by itself; a run is told its rate and how often it was tried before."""
+    found = Search(start, 10, max_runs, votes)
+    search({"a": found}, lambda _, rate, before: run(rate, before))
+    return found
+
+
+def test_disturbances_decide_nothing() -> None:
+    """Every fifth run is disturbed, at whatever rate: the search may lose a step or two. Where the
+    first one is and there are few, the rate is near the capacity still."""
     for offset in range(5):
         count = iter(range(offset, 1000))
-
-        def run(_: str, rate: float, before: int, count: Any = count) -> loadgen.Result:
-            return (result(False, rate, p99=30) if next(count) % 5 == 0
-                    else at_capacity(rate, 100.0))
-
-        found = Search(60.0, 10, 30)
-        search({"a": found}, run)
+        found = searched(lambda rate, _, count=count: result(False, rate, p99=30)
+                         if next(count) % 5 == 0 else at_capacity(rate, 100.0), 60.0, 30)
         assert 100 / STEP ** 3 < found.best()[0] <= 100, found.to_json()
-
-
-def test_a_disturbance_on_the_way_up_costs_one_run() -> None:
-    """The first run is disturbed, and there are few: the rate found is near the capacity still."""
-    count = iter(range(1000))
-
-    def run(_: str, rate: float, before: int) -> loadgen.Result:
-        return result(False, rate, p99=30) if next(count) == 1 else at_capacity(rate, 100.0)
-
-    found = Search(30.0, 10, 8, votes=3)
-    search({"a": found}, run)
+    few = iter(range(1000))
+    found = searched(lambda rate, _: result(False, rate, p99=30) if next(few) == 1
+                     else at_capacity(rate, 100.0), 30.0, 8, votes=3)
     assert 100 / STEP ** 5 < found.best()[0] <= 100, found.to_json()
 
 
 def test_a_search_ends() -> None:
-    found = Search(5.0, 10, 9)
-    search({"a": found}, lambda *_: result(False, p90=99))
+    found = searched(lambda *_: result(False, p90=99), 5.0, 9)
     assert found.best()[0] == 0
     assert found.runs[-1][0] == 0  # one query per second
-    limited = Search(5.0, 10, 3)
-    search({"a": limited}, lambda *_: result(True, p99=1))
+    limited = searched(lambda *_: result(True, p99=1), 5.0, 3)
     assert len(limited.runs) == 4 and limited.best()[0] == rate_of(limited.runs[-1][0])
     late = Search(5.0, 10, 3)
     search({"a": late}, lambda *_: result(True), seconds=0)
@@ -117,19 +112,12 @@ def test_a_search_ends() -> None:
 
 def test_a_search_that_runs_out_still_confirms_a_rate() -> None:
     """Two lucky runs lead it far up; the rates there fail once they are looked at again."""
-    found = Search(100.0, 10, 12, votes=3)
     lucky = iter([True, True])
-
-    def run(_: str, rate: float, before: int) -> loadgen.Result:
-        if next(lucky, False):
-            return result(True, rate, p99=5)
-        return result(rate <= 90.0 and before != 1, rate, p99=9)
-
-    search({"a": found}, run)
+    found = searched(lambda rate, before: result(True, rate, p99=5) if next(lucky, False)
+                     else result(rate <= 90.0 and before != 1, rate, p99=9), 100.0, 12, votes=3)
     assert 12 < len(found.runs) <= 24
     assert 90 / STEP ** 4 < found.best()[0] <= 90, found.to_json()
-    hopeless = Search(100.0, 10, 12, votes=3)
-    search({"a": hopeless}, lambda *_: result(False))
+    hopeless = searched(lambda *_: result(False), 100.0, 12, votes=3)
     assert len(hopeless.runs) == 24 and hopeless.best()[0] == 0
 
 
