@@ -130,7 +130,7 @@ def plan_all(problem: Problem, work: Workload, links: Links, topology: Topology,
             found.left_out[name] = str(error)
             continue
         model = evaluate(candidate, problem) if candidate else None
-        if model is None or not model.fits:
+        if candidate is None or model is None or not model.fits:
             found.left_out[name] = ("its plan does not fit into the memory" if model else
                                     "its rule finds no placement that fits")
             continue

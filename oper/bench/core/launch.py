@@ -68,13 +68,14 @@ def _here(world_size: int) -> list[Seat]:
 
 def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
     """What rank 0 returns next; what it tells until then is printed."""
-    running = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    running: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
     while running:
-        for pipe in wait(list(running)):
+        ready: list[Any] = wait(list(running))
+        for pipe in ready:
             try:
-                kind, text = pipe.recv()  # type: ignore[union-attr]
+                kind, text = pipe.recv()
             except (EOFError, ConnectionError):
-                rank = running.pop(pipe)  # type: ignore[arg-type]
+                rank = running.pop(pipe)
                 code = workers[rank].close()
                 if code:
                     # The others fail because of it a moment later; the first one knows why.
@@ -84,7 +85,8 @@ def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
                         f"its log ends:\n{log}")) from None
                 continue
             if kind == "result":
-                return json.loads(text)
+                found: dict[str, Any] = json.loads(text)
+                return found
             print(f"  {text}", file=sys.stderr, flush=True)
     raise OperError(fail("the benchmark's processes have ended", "results", 0, "one for each case",
                          "see the log above"))
