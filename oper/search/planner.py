@@ -12,14 +12,13 @@ import numpy as np
 
 from oper.errors import InvalidInputError, PlanInfeasibleError, fail
 from oper.messages import EXACT, MessageBits
-from oper.plan import Piece, Plan, uniform_plan
+from oper.plan import Plan, uniform_plan
 from oper.search.bound.certificate import is_for, proof_of, with_bound
-from oper.search.bound.master import Bound
 from oper.search.bound.subspaces import Subspace, fit, subspaces, tighten
 from oper.search.cost.model import evaluate
 from oper.search.explain.infeasible import explain_bound, explain_plan
 from oper.search.heuristic.groups import plan_with_groups
-from oper.search.heuristic.placing import table_plan
+from oper.search.heuristic.placing import plan_of
 from oper.search.heuristic.search import EFFORTS, Effort, Found, search
 from oper.search.peers.baselines import replicate_or_partition
 from oper.search.problem.constraints import Constraints, check_constraints, violations
@@ -153,7 +152,9 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tup
     if not best[1].evaluation.fits:
         raise explain_plan(problem, best[1].evaluation)
     root_us = min(x.root_us for x in fitting)
-    plan = _assemble(problem, best[0].bound, best[1])
+    tables = best[0].bound.relaxation.tables
+    plan = plan_of(problem, {t.spec.name: pieces for t, pieces in zip(
+        tables, best[1].placements, strict=True)})
     step_us = best[1].evaluation.step_us
     notes = {"constants": problem.topology.source,
              "bound": "whole-table configurations, class means",
@@ -252,17 +253,3 @@ def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, 
                        min(x.lower_bound_us for x in parts), target_gap, seed + 1)
         best = part, min(found, again, key=lambda x: x.score)
     return best
-
-
-def _assemble(problem: Problem, bound: Bound, found: Found) -> Plan:
-    free = {t.spec.name: table_plan(t, pieces)
-            for t, pieces in zip(bound.relaxation.tables, found.placements, strict=True)}
-    entries = []
-    for t in problem.tables:
-        entry = free.get(t.spec.name)
-        if entry is None:
-            tiers = problem.constraints.tables[t.spec.name].tiers or ()
-            entry = table_plan(t, (Piece(0, t.spec.dim, tiers),))
-        entries.append(entry)
-    return Plan(problem.machine.world_size, tuple(entries), problem.objective, problem.batch_size,
-                problem.topology.name)

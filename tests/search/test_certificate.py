@@ -236,11 +236,10 @@ def held_to(plan: Plan, problem: Problem) -> Plan:
     """The plan with what is pinned in place, and owners held to their ranks."""
     entries = []
     for t, entry in zip(problem.tables, plan.tables, strict=True):
-        held = problem.constraints.tables.get(t.spec.name)
-        pieces = entry.pieces
-        if held is not None and held.tiers is not None:
+        held, pieces = problem.held(t.spec.name), entry.pieces
+        if held.tiers is not None:
             pieces = (Piece(0, t.spec.dim, held.tiers),)
-        elif held is not None and held.ranks is not None:
+        elif held.ranks is not None:
             pieces = tuple(replace(p, tiers=tuple(replace(
                 x, placement="owned", ranks=held.ranks[:1], weights=()) for x in p.tiers))
                 for p in pieces)

@@ -47,13 +47,13 @@ def restricted(problem: Problem, plans: Collection[str]) -> Problem:
 
 def may_hold(problem: Problem, name: str, kind: str, rank: int) -> bool:
     """Whether table `name` may be held in a way of `KINDS`, by `rank` where rows have an owner."""
-    places, held = problem.placements_of(name), problem.constraints.tables.get(name)
+    places, ranks = problem.placements_of(name), problem.held(name).ranks
     if kind in (REPLICATED, COPIES):
         return "replicated" in places
     return (("host" if kind == HOST else "device") in problem.memories_of(name)
             and ("push" if kind == PUSH else "pull") in problem.modes_of(name)
             and bool(places & {"striped", "owned"})
-            and (held is None or held.ranks is None or rank in held.ranks))
+            and (ranks is None or rank in ranks))
 
 
 def row_makers(model: CostModel) -> dict[str, Callable[[TableProblem, int, np.ndarray],
@@ -115,8 +115,9 @@ def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
     problem, base = model.problem, model.base()
     pinned = [Tally(np.zeros((NUM_ROWS, model.machine.world_size)), {})]
     for t in problem.tables:
-        held, tiers = problem.constraints.tables.get(t.spec.name), problem.pinned_of(t.spec.name)
-        if held is not None and held.tiers is not None:
+        held = problem.held(t.spec.name)
+        tiers = held.pinned
+        if held.tiers is not None:
             ordered = t.ids_are_positions or len(held.tiers) > 1
             base = base.plus(model.tally(t, (Piece(0, t.spec.dim, held.tiers),), ordered))
         elif tiers:
@@ -221,18 +222,16 @@ def outside_space(plan: Plan, problem: Problem) -> str:
         elif tier.mode == "push" and not _has_width(t, piece):
             return f"{name} pushes columns {piece.start}:{piece.stop}"
     for t in problem.tables:
-        held = problem.constraints.tables.get(t.spec.name)
-        entry = plan.table(t.spec.name)
+        held, entry = problem.held(t.spec.name), plan.table(t.spec.name)
         if any(sum(x.placement == "replicated" and len(x.ranks) == plan.world_size
                    and not _is_pinned(problem, t, x) for x in piece.tiers)
-               > MAX_REPLICATED + len(problem.pinned_of(t.spec.name)) for piece in entry.pieces):
+               > MAX_REPLICATED + len(held.pinned) for piece in entry.pieces):
             return f"table {t.spec.name!r} has more than {MAX_REPLICATED} replicated tiers"
         ordered = is_ordered(t, entry)
-        if held is not None and ordered != _is_taken_as_ordered(t, held, ordered):
+        if ordered != _is_taken_as_ordered(t, held, ordered):
             return (f"table {t.spec.name!r} has {'a' if ordered else 'no'} hotness order, and its "
                     "pinned rows are priced otherwise")
-        if held is not None and held.pinned and not ordered and any(
-                len(p.tiers) > 1 for p in entry.pieces):
+        if held.pinned and not ordered and any(len(p.tiers) > 1 for p in entry.pieces):
             return f"table {t.spec.name!r} has pinned rows, and no hotness order"
     return ""
 
@@ -248,8 +247,8 @@ def _is_taken_as_ordered(t: TableProblem, held: TableConstraint, other: bool) ->
 
 
 def _is_pinned(problem: Problem, t: TableProblem, tier: Tier) -> bool:
-    held = problem.constraints.tables.get(t.spec.name)
-    return held is not None and (held.tiers is not None or tier in held.pinned)
+    held = problem.held(t.spec.name)
+    return held.tiers is not None or tier in held.pinned
 
 
 def _one_per_host(problem: Problem, tier: Tier) -> bool:

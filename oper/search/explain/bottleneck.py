@@ -114,11 +114,10 @@ def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple
 def _placements(problem: Problem, t: TableProblem, tier: Tier, found: Evaluation
                 ) -> Iterator[Tier]:
     """Other placements of a tier that the constraints allow."""
-    held = problem.constraints.tables.get(t.spec.name)
-    if held is not None and (held.tiers is not None or tier in held.pinned):
+    held = problem.held(t.spec.name)
+    if held.tiers is not None or tier in held.pinned:
         return
-    world = range(problem.machine.world_size)
-    owners = tuple(world) if held is None or held.ranks is None else tuple(sorted(set(held.ranks)))
+    world, owners = range(problem.machine.world_size), tuple(problem.owners_of(t.spec.name))
     level = sum((p.groups.max(axis=0) for p in found.phases), np.zeros(len(world)))
     places = problem.placements_of(t.spec.name)
     memories = problem.memories_of(t.spec.name)

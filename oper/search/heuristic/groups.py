@@ -83,7 +83,7 @@ def _units(problem: Problem) -> list[_Unit]:
     for k, of in enumerate(order):
         ranks = set(range(problem.machine.world_size))
         for name in members[of]:
-            c = held.tables.get(name, TableConstraint())
+            c = problem.held(name)
             if c.ranks is not None:
                 ranks &= set(c.ranks)
             if c.tiers is not None:

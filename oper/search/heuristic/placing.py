@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from oper.plan import Piece, TablePlan, Tier
+from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel, Evaluation
 from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
@@ -15,7 +16,7 @@ from oper.search.cost.tally import Tally
 from oper.search.heuristic.annealing import Part, Shard, dealt_options
 from oper.search.heuristic.candidates import Candidate
 from oper.search.problem.machine import copy_sets
-from oper.search.problem.statement import TOUCHED, TableProblem
+from oper.search.problem.statement import TOUCHED, Problem, TableProblem
 
 Placement = tuple[Piece, ...]
 _GOLDEN = 0.6180339887498949
@@ -159,3 +160,14 @@ def table_plan(t: TableProblem, pieces: Placement) -> TablePlan:
     if is_cut(pieces) and not t.ids_are_positions:
         head = t.head_ids[:max(p.tiers[-1].start for p in pieces)]
     return TablePlan(t.spec, pieces, head)
+
+
+def plan_of(problem: Problem, placements: Mapping[str, Placement]) -> Plan:
+    """The plan of a problem whose tables are placed so, by name; others as all of their rows are
+    pinned."""
+    entries = []
+    for t in problem.tables:
+        pinned = (Piece(0, t.spec.dim, problem.held(t.spec.name).tiers or ()),)
+        entries.append(table_plan(t, placements.get(t.spec.name, pinned)))
+    return Plan(problem.machine.world_size, tuple(entries), problem.objective, problem.batch_size,
+                problem.topology.name)

@@ -67,10 +67,8 @@ def _may_divide(problem: Problem, t: TableProblem) -> bool:
 def _neighbours(problem: Problem, t: TableProblem, pieces: Placement, known: Evaluation
                 ) -> Iterator[Placement]:
     """Placements of a table that are one move away, ranges of busy ranks first."""
-    held = problem.constraints.tables.get(t.spec.name)
-    ranks = range(problem.machine.world_size) if held is None or held.ranks is None else held.ranks
     load = sum((x.groups.max(axis=0) for x in known.phases), np.zeros(problem.machine.world_size))
-    idle = sorted(ranks, key=lambda r: (load[r], r))[:_MOST_RANKS]
+    idle = sorted(problem.owners_of(t.spec.name), key=lambda r: (load[r], r))[:_MOST_RANKS]
     ranges = [(i, n) for i, piece in enumerate(pieces) for n, x in enumerate(piece.tiers)
               if _is_range(x)]
     for i, n in sorted(ranges, key=lambda at: -load[pieces[at[0]].tiers[at[1]].ranks[0]]):

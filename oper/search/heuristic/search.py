@@ -143,8 +143,7 @@ def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...],
     relaxation = pool.relaxation
     placements = Placer(relaxation).place(parts, units)
     placements = divide_rows(relaxation, placements, effort.over)
-    held = relaxation.problem.constraints.tables
-    placements = [impose(held.get(t.spec.name), x) for t, x in zip(
+    placements = [impose(relaxation.problem.held(t.spec.name), x) for t, x in zip(
         relaxation.tables, spread_copies(relaxation, placements), strict=True)]
     return Found(placements, evaluated(relaxation, placements))
 

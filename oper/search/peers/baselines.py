@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.plan import Piece, Plan, Tier
 from oper.search.cost.model import evaluate
-from oper.search.heuristic.placing import table_plan
+from oper.search.heuristic.placing import plan_of
 from oper.search.peers.markov import markov_chain
 from oper.search.peers.programs import coverage_milp, extraction_lp
 from oper.search.problem.statement import IDS, Problem, TableProblem
@@ -205,17 +205,16 @@ def _pack(problem: Problem, shards: Sequence[Shard], cost: np.ndarray,
         load[rank] += cost[n]
         held[machine.domain[rank]] += need
         tiers[shard.table].append((shard, rank))
-    entries = []
+    placements = {}
     for k, t in enumerate(problem.tables):
+        pieces = [Piece(s.start, s.stop, (
+            Tier(0, t.spec.num_rows, "owned", (rank,), mode="push"),))
+            for s, rank in sorted(tiers[k], key=lambda x: x[0].start)]
         if k in replicated:
             every = Tier(0, t.spec.num_rows, "replicated", tuple(range(machine.world_size)))
-            entries.append(table_plan(t, (Piece(0, t.spec.dim, (every,)),)))
-            continue
-        pieces = tuple(Piece(s.start, s.stop, (
-            Tier(0, t.spec.num_rows, "owned", (rank,), mode="push"),))
-            for s, rank in sorted(tiers[k], key=lambda x: x[0].start))
-        entries.append(table_plan(t, pieces))
-    return _finish(problem, entries)
+            pieces = [Piece(0, t.spec.dim, (every,))]
+        placements[t.spec.name] = tuple(pieces)
+    return plan_of(problem, placements)
 
 
 # -- rows by hotness, pulled -----------------------------------------------------------------------
@@ -271,10 +270,5 @@ def _prefix(problem: Problem, t: TableProblem, stop: int) -> tuple[Tier, ...]:
 
 
 def _plan(problem: Problem, tiers: Sequence[tuple[Tier, ...]]) -> Plan:
-    return _finish(problem, [table_plan(t, (Piece(0, t.spec.dim, x),))
-                             for t, x in zip(problem.tables, tiers, strict=True)])
-
-
-def _finish(problem: Problem, entries: Sequence[TablePlan]) -> Plan:
-    return Plan(problem.machine.world_size, tuple(entries), problem.objective, problem.batch_size,
-                problem.topology.name)
+    return plan_of(problem, {t.spec.name: (Piece(0, t.spec.dim, x),)
+                             for t, x in zip(problem.tables, tiers, strict=True)})

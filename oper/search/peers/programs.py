@@ -11,7 +11,7 @@ import numpy as np
 from oper.errors import MissingDependencyError, fail
 from oper.plan import MAX_PATTERN, Piece, Plan, Tier
 from oper.search.cost.model import evaluate
-from oper.search.heuristic.placing import table_plan
+from oper.search.heuristic.placing import plan_of
 from oper.search.problem.machine import CROSS_IN, LINK_IN, MEMORY, Machine
 from oper.search.problem.statement import IDS, Problem, TableProblem
 
@@ -52,9 +52,8 @@ def coverage_milp(problem: Problem, seed: int) -> Plan | None:
         found = _solve_coverage(problem, steps, share)
         if found is None:
             return None
-        plan = Plan(world, tuple(table_plan(t, (Piece(0, t.spec.dim, x),))
-                                 for t, x in zip(problem.tables, found, strict=True)),
-                    problem.objective, problem.batch_size, problem.topology.name)
+        plan = plan_of(problem, {t.spec.name: (Piece(0, t.spec.dim, x),)
+                                 for t, x in zip(problem.tables, found, strict=True)})
         if evaluate(plan, problem).fits:
             return plan
     return None
@@ -227,7 +226,7 @@ def _rounded(problem: Problem, of_block: np.ndarray, replicated: np.ndarray,
     ranks = np.flatnonzero(weight)
     even = np.unique(weight[ranks]).size == 1
     weights = () if even else tuple(int(x) for x in weight[ranks])
-    first, entries = 0, []
+    first, placements = 0, {}
     for t in problem.tables:
         blocks = replicated[of_block[first:first + t.edges.size - 1]]
         first += t.edges.size - 1
@@ -235,6 +234,5 @@ def _rounded(problem: Problem, of_block: np.ndarray, replicated: np.ndarray,
         tiers = [Tier(0, stop, "replicated", tuple(range(world)))] if stop else []
         if stop < t.spec.num_rows:
             tiers.append(Tier(stop, t.spec.num_rows, "striped", tuple(ranks.tolist()), weights))
-        entries.append(table_plan(t, (Piece(0, t.spec.dim, tuple(tiers)),)))
-    return Plan(world, tuple(entries), problem.objective, problem.batch_size,
-                problem.topology.name)
+        placements[t.spec.name] = (Piece(0, t.spec.dim, tuple(tiers)),)
+    return plan_of(problem, placements)

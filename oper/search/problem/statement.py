@@ -31,7 +31,12 @@ import numpy as np
 from oper.errors import InvalidInputError, fail
 from oper.messages import EXACT, MessageBits, owners_pool
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Tier
-from oper.search.problem.constraints import Constraints, check_rows, parse_constraints
+from oper.search.problem.constraints import (
+    Constraints,
+    TableConstraint,
+    check_rows,
+    parse_constraints,
+)
 from oper.search.problem.machine import Machine, make_machine
 from oper.search.problem.overlap import Overlap, parse_overlap
 from oper.search.problem.space import EXECUTABLE, check_allow, executed_space, used_by
@@ -203,12 +208,14 @@ class Problem:
                                      f"one of {[t.spec.name for t in self.tables][:8]}",
                                      "state the problem for this model"))
 
+    def held(self, name: str) -> TableConstraint:
+        """What table `name` is held to."""
+        return self.constraints.tables.get(name, TableConstraint())
+
     @property
     def free_tables(self) -> tuple[TableProblem, ...]:
         """The tables of which no constraint pins all rows in a placement of its own."""
-        held = self.constraints.tables
-        return tuple(t for t in self.tables
-                     if t.spec.name not in held or held[t.spec.name].tiers is None)
+        return tuple(t for t in self.tables if self.held(t.spec.name).tiers is None)
 
     def in_need(self) -> Problem:
         """The problem whose plans may use the last resort."""
@@ -220,34 +227,34 @@ class Problem:
 
     def placements_of(self, name: str) -> frozenset[str]:
         """Placements that table `name` may use."""
-        held = self.constraints.tables.get(name)
+        held = self.held(name)
         chosen = self.allow & {"replicated", "striped", "owned"}
-        if held is not None and held.placements is not None:
+        if held.placements is not None:
             chosen &= held.placements
-        owners = None if held is None else held.ranks
-        if owners is not None and len(set(owners)) < self.machine.world_size:
+        if held.ranks is not None and len(set(held.ranks)) < self.machine.world_size:
             chosen -= {"replicated"}
         # Replicas are in device memory.
         return chosen if "device" in self.memories_of(name) else chosen - {"replicated"}
 
     def modes_of(self, name: str) -> frozenset[str]:
         """Exchange modes that table `name` may use."""
-        held = self.constraints.tables.get(name)
-        chosen = self.allow & {"pull", "push"}
-        return chosen if held is None or held.modes is None else chosen & held.modes
+        chosen, modes = self.allow & {"pull", "push"}, self.held(name).modes
+        return chosen if modes is None else chosen & modes
+
+    def owners_of(self, name: str) -> list[int]:
+        """Ranks that may own rows of table `name`, ascending."""
+        ranks = self.held(name).ranks
+        return list(range(self.machine.world_size)) if ranks is None else sorted(set(ranks))
 
     def pinned_of(self, name: str) -> tuple[Tier, ...]:
         """Tiers that some rows of table `name` are pinned to."""
-        held = self.constraints.tables.get(name)
-        return () if held is None else held.pinned
+        return self.held(name).pinned
 
     def memories_of(self, name: str) -> frozenset[str]:
         """Memories that may hold rows of table `name`; in host memory they are only pulled."""
-        held = self.constraints.tables.get(name)
         chosen = {"device"} | (self.allow & {"host"} if self.topology.host_memory_bytes else set())
-        if held is not None and held.memories is not None:
-            chosen &= held.memories
-        return frozenset(chosen)
+        memories = self.held(name).memories
+        return frozenset(chosen if memories is None else chosen & memories)
 
 
 def make_problem(
@@ -299,13 +306,12 @@ def make_problem(
     problem = Problem(entries, machine, objective, batch_size, chosen, held,
                       last_resort=frozenset(in_need))
     for t in specs:
-        if t.name in held.tables:
-            check_rows(t.name, held.tables[t.name], t.num_rows, world_size)
-        pinned = t.name in held.tables and held.tables[t.name].tiers is not None
-        if not pinned and not _may_place(problem, t.name):
+        mine = problem.held(t.name)
+        check_rows(t.name, mine, t.num_rows, world_size)
+        if mine.tiers is None and not _may_place(problem, t.name):
             raise InvalidInputError(
-                fail(f"nothing is left to choose for table {t.name!r}", "constraint",
-                     held.tables[t.name], f"a placement and a mode of {sorted(problem.allow)}",
+                fail(f"nothing is left to choose for table {t.name!r}", "constraint", mine,
+                     f"a placement and a mode of {sorted(problem.allow)}",
                      "relax the constraint or widen `allow`"))
     return problem
 
