@@ -172,8 +172,8 @@ def test_ranks_meet_where_the_runtime_lets_them_wait() -> None:
     timeline = run([STEP, STEP], Schedule(True), 2)
     # Rank 0: 10 + 1 and 40 + 1; rank 1: 30 (its link) + 1 and 8 + 1; then 6 + 1 on rank 1.
     assert timeline.ends_us == pytest.approx([52 + 7, 2 * (52 + 7)])
-    waits = [(e.rank, e.start_us, e.length_us) for e in timeline.events
-             if e.name == "wait" and e.step == 0]
+    waits = [(x.process, x.start_us, x.length_us) for x in timeline.bars
+             if x.name == "wait" and x.args["step"] == 0]
     assert waits == [(1, 40, 12), (0, 56, 3)]
     pushed = run([STEP], Schedule(True, has_push=True), 2)
     assert pushed.ends_us == pytest.approx([31 + 41 + 7])
@@ -187,10 +187,10 @@ def test_ids_run_ahead_beside_dense_compute() -> None:
     # Where one step has much to sort, two windows before it help more than one.
     long = [STEP, STEP, replace(STEP, ids_us=np.array([25.0, 5.0]))]
     two, three = (run(long, Schedule(True, dense_us=20.0, in_flight=k), 2) for k in (2, 3))
-    done = [sum(e.length_us for e in t.events if e.name == "ids ahead" and e.rank == 0)
+    done = [sum(x.length_us for x in t.bars if x.name == "ids ahead" and x.process == 0)
             for t in (two, three)]
     assert done == pytest.approx([15 + 20, 15 + 25])
-    assert any(e.name == "ids ahead" and e.lane == LOOKUPS for e in ahead.events)
+    assert any(x.name == "ids ahead" and x.thread == LOOKUPS for x in ahead.bars)
 
 
 def test_inference_overlaps_lookups_with_dense_compute() -> None:

@@ -29,6 +29,7 @@ from oper.search.cost.tally import (
     HOST_SERVED,
     NUM_RELATIONAL,
     NUM_ROWS,
+    PARTIALS,
     PUSH_IDS,
     RETURNED,
     SERVED,
@@ -71,41 +72,14 @@ class StepLoad:
     ids_us: np.ndarray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Exchange:
-    """Bytes between ranks in one step; float64 [W, W] each, by the rank that has them and the rank
-    that gets them.
-
-    Attributes:
-        rows: distinct rows that a reader pulls.
-        ids: ids that a reader pushes.
-        partials: partial sums, and as many bytes of bag gradients the other way.
-        in_host: rows in host memory, for every id; what another host's ranks would read is unused.
-        host_sent: distinct rows in host memory; what ranks of the owner's host get is unused.
-        gradients: summed gradients of rows.
-        copies: changed rows, to each rank with a copy; those of one domain are counted elsewhere.
-        answers, returned: messages to and from ranks of other hosts, in place of rows, rows in host
-            memory and partial sums, and of gradients of rows and bags; others are unused.
-    """
-
-    rows: np.ndarray
-    in_host: np.ndarray
-    host_sent: np.ndarray
-    ids: np.ndarray
-    partials: np.ndarray
-    gradients: np.ndarray
-    copies: np.ndarray
-    answers: np.ndarray
-    returned: np.ndarray
-
-    @staticmethod
-    def none(world_size: int) -> Exchange:
-        """No bytes."""
-        return Exchange(*(np.zeros((world_size, world_size)) for _ in range(9)))
-
-
 class RealizedLoad:
     """Phases of a step on real batches.
+
+    What ranks exchange is float64 [9, W, W], bytes by relational row of a tally, by the rank that
+    has them, and by the rank that gets them. Bag gradients are as many bytes as partial sums, the
+    other way. Of rows in host memory, what ranks of another host would read there is unused, and so
+    is what the owner's host would be sent; of messages, those within a host; of changed rows, those
+    to copies in one domain, which are counted elsewhere.
 
     Args:
         plan: the plan.
@@ -134,7 +108,8 @@ class RealizedLoad:
         Raises:
             InvalidInputError: a bad batch.
         """
-        rows, exchange = np.zeros((NUM_ROWS, self.world_size)), Exchange.none(self.world_size)
+        rows = np.zeros((NUM_ROWS, self.world_size))
+        exchange = np.zeros((NUM_RELATIONAL, self.world_size, self.world_size))
         for entry in self.plan.tables:
             t = self.problem.table(entry.table.name)
             batches = [table_batch(entry.table, b) for b in ranks]
@@ -156,7 +131,7 @@ class RealizedLoad:
         return StepLoad(phases, rows[BACKWARD_IDS] * self.model.costs.sort_ns / 1e3)
 
     def _piece(self, t: TableProblem, piece: Piece, placed: Placed,
-               batches: Sequence[TableBatch], exchange: Exchange) -> np.ndarray:
+               batches: Sequence[TableBatch], exchange: np.ndarray) -> np.ndarray:
         """Adds to `exchange`; returns each rank's own tally rows, float64 [22, W]."""
         width, world = piece.stop - piece.start, self.world_size
         messages = self.model.messages
@@ -164,39 +139,35 @@ class RealizedLoad:
         rows, own = np.zeros((NUM_ROWS, world)), np.zeros(world)
         for k, tier in enumerate(piece.tiers):
             owner = features[k]
+            out = self.model.tier_rows(t, width, tier, owner)  # [W readers, 22, W owners]
             if tier.mode == "push" and self._pools:
-                out = self.model.tier_rows(t, width, tier, owner)
                 rows += _own(out.mean(axis=0))  # an owner pools for all, a mean times their number
-                exchange.ids.__iadd__(out[:, PUSH_IDS])
+                exchange[PUSH_IDS] += out[:, PUSH_IDS]
                 own += np.diagonal(owner[:, IDS])
             elif tier.placement == "replicated":
-                out = self.model.tier_rows(t, width, tier, owner)
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
                 holds = np.isin(np.arange(world), tier.ranks)
-                exchange.copies.__iadd__(out[0, BROADCAST][:, None] * holds)
+                exchange[BROADCAST] += out[0, BROADCAST][:, None] * holds
                 # As the model has it: ranks that share a memory read and write for themselves.
                 near = self.problem.machine.domain_sum(holds.astype(float))
                 rows[UPDATE_BYTES] += 2 * self.problem.machine.domain_sum(
                     out[0, BROADCAST]) * holds * (near > 1)
                 # A rank without a copy in its domain reads one of its host, else any.
                 read = _nearest(holds, self.problem.machine) * owner[:, TOUCHED].sum(axis=1)
-                exchange.rows.__iadd__(read * (t.spec.row_bytes * width / t.spec.dim))
-                exchange.answers.__iadd__(read * messages.answer_bytes(t, width))
+                exchange[SERVED] += read * (t.spec.row_bytes * width / t.spec.dim)
+                exchange[ANSWERS] += read * messages.answer_bytes(t, width)
             else:
-                out = self.model.tier_rows(t, width, tier, owner)
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
-                exchange.rows.__iadd__(out[:, SERVED].T)
-                exchange.answers.__iadd__(out[:, ANSWERS].T)
-                exchange.in_host.__iadd__(out[:, HOST_SERVED].T)
-                exchange.host_sent.__iadd__(out[:, HOST_SENT].T)
+                for served in (SERVED, ANSWERS, HOST_SERVED, HOST_SENT):
+                    exchange[served] += out[:, served].T
             if tier.mode != "push":
-                exchange.gradients.__iadd__(out[:, GRADS])
-                exchange.returned.__iadd__(out[:, RETURNED])
+                for returned in (GRADS, RETURNED):
+                    exchange[returned] += out[:, returned]
         if placed.has_push:
             sums, bits = _partials(placed, batches, world), messages.bits
-            exchange.partials.__iadd__(sums * width * GRAD_BYTES)
-            exchange.answers.__iadd__(sums * number_bytes(bits.answers, width))
-            exchange.returned.__iadd__(sums.T * number_bytes(bits.gradients, width))
+            exchange[PARTIALS] += sums * width * GRAD_BYTES
+            exchange[ANSWERS] += sums * number_bytes(bits.answers, width)
+            exchange[RETURNED] += sums.T * number_bytes(bits.gradients, width)
             owners = {r for tier in piece.tiers
                       for r in (tier.ranks if tier.mode == "push" else (-1,))}
             has_all = np.array([owners == {r} for r in range(world)])
@@ -220,23 +191,23 @@ class RealizedLoad:
         out[:, :, TOUCHED_ALL] = every.reshape(num_tiers, 1, world)
         return out
 
-    def _exchange(self, units: np.ndarray, x: Exchange) -> None:
+    def _exchange(self, units: np.ndarray, x: np.ndarray) -> None:
         machine = self.problem.machine
         near = machine.domain[:, None] == machine.domain[None, :]
         forward = units[self.model.phases.index("forward")]
-        transfer(forward, x.rows + x.partials, x.answers, machine)
+        transfer(forward, x[SERVED] + x[PARTIALS], x[ANSWERS], machine)
         same = machine.host[:, None] == machine.host[None, :]
-        sent = x.host_sent * ~same
-        forward[HOST_MEMORY] += (x.in_host * same).sum(axis=0) + sent.sum(axis=1)
-        transfer(forward, x.ids, x.ids, machine)
-        forward[MEMORY] += 2 * x.partials.sum(axis=0)
+        sent = x[HOST_SENT] * ~same
+        forward[HOST_MEMORY] += (x[HOST_SERVED] * same).sum(axis=0) + sent.sum(axis=1)
+        transfer(forward, x[PUSH_IDS], x[PUSH_IDS], machine)
+        forward[MEMORY] += 2 * x[PARTIALS].sum(axis=0)
         if self.problem.training:
-            update = units[-1]
-            update[MEMORY] += x.partials.sum(axis=1)
-            update[MEMORY] += (x.gradients * near).sum(axis=0)
-            transfer(update, x.gradients + x.partials.T, x.returned, machine)
-            update[MEMORY] += (x.copies * ~near).sum(axis=0)
-            transfer(update, x.copies, x.copies, machine, reads_source=False)
+            update, gradients = units[-1], x[GRADS] + x[PARTIALS].T
+            update[MEMORY] += x[PARTIALS].sum(axis=1)
+            update[MEMORY] += (x[GRADS] * near).sum(axis=0)
+            transfer(update, gradients, x[RETURNED], machine)
+            update[MEMORY] += (x[BROADCAST] * ~near).sum(axis=0)
+            transfer(update, x[BROADCAST], x[BROADCAST], machine, reads_source=False)
         add_wire(units, machine)
 
 

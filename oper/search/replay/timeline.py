@@ -1,4 +1,4 @@
-"""Steps as events in time: who works, who waits, what runs beside what; as a Chrome trace.
+"""Steps as bars in time: who works, who waits, what runs beside what; as a Chrome trace.
 
 Every rank has two lanes, lookups and dense compute, and one per direction and class of link. A
 training step on a rank: forward (and, with pushed tiers, a barrier), dense compute, backward,
@@ -40,28 +40,6 @@ _LINKS = (LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, RACK_IN, RACK_OUT)
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """One bar of the timeline: what a rank does for some time.
-
-    Attributes:
-        rank: the rank.
-        lane: index in `LANES`: which of its resources is used.
-        name: label.
-        step: number of the training step.
-        start_us, length_us: begin and duration.
-        num_bytes: bytes over the link, or from and to memory.
-    """
-
-    rank: int
-    lane: int
-    name: str
-    step: int
-    start_us: float
-    length_us: float
-    num_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Schedule:
     """How steps follow each other.
 
@@ -86,15 +64,17 @@ class Schedule:
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """Events of a run.
+    """What ranks do in a run.
 
     Attributes:
-        events: in no particular order.
+        bars: what ranks (`process`) do for some time on each of their lanes (`thread`, an index in
+            `LANES`), in no particular order; `args` has the step, and the bytes over the link or
+            from and to memory.
         ends_us: when each step ended on its slowest rank.
     """
 
     world_size: int
-    events: list[Event] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
     ends_us: list[float] = field(default_factory=list)
 
     @property
@@ -104,10 +84,8 @@ class Timeline:
 
     def to_json(self) -> dict[str, Any]:
         """The trace: metadata, then events in order of time."""
-        bars = [Bar(e.rank, e.lane, e.name, LANES[e.lane], e.start_us, e.length_us,
-                    {"step": e.step, "bytes": round(e.num_bytes)}) for e in self.events]
-        used = sorted({(e.rank, e.lane) for e in self.events})
-        return trace_of(bars, {rank: f"rank {rank}" for rank in range(self.world_size)},
+        used = sorted({(x.process, x.thread) for x in self.bars})
+        return trace_of(self.bars, {rank: f"rank {rank}" for rank in range(self.world_size)},
                         {(rank, lane): LANES[lane] for rank, lane in used})
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
@@ -133,8 +111,8 @@ class _Player:
     def add(self, rank: int, lane: int, name: str, step: int, span: tuple[float, float],
             num_bytes: float = 0.0) -> None:
         if span[1] > span[0]:
-            self.timeline.events.append(
-                Event(rank, lane, name, step, span[0], span[1] - span[0], num_bytes))
+            self.timeline.bars.append(Bar(rank, lane, name, LANES[lane], span[0], span[1] - span[0],
+                                          {"step": step, "bytes": round(num_bytes)}))
 
     def phase(self, number: int, phase: Phase, less_us: np.ndarray | float = 0.0) -> None:
         """One phase on all ranks, each from when it is free; `less_us` has been done before."""
