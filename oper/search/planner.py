@@ -74,7 +74,7 @@ def make_plan(
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
         PlanInfeasibleError: nothing fits; names need, capacity and the smallest relaxation.
-        MissingDependencyError: highspy is not installed.
+        MissingDependencyError: the planner's native library cannot be used.
     """
     problem = make_problem(tables, stats, topology, objective=objective, batch_size=batch_size,
                            allow=allow, constraints=constraints)

@@ -13,9 +13,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import highspy
 import numpy as np
 
-from oper.errors import MissingDependencyError, OperError, fail
+from oper.errors import OperError, fail
 from oper.search.bound.node import Columns, Configuration, Node
 from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
@@ -150,9 +151,6 @@ def lower_bound(problem: Problem, *, tolerance: float = 1e-4, max_rounds: int = 
         tolerance: relative distance between relaxation and certificate at which to stop.
         max_rounds: rounds of column generation.
         deadline: `time.monotonic()` value after which no further round begins.
-
-    Raises:
-        MissingDependencyError: highspy is not installed.
     """
     return solve_node(Node(Relaxation(CostModel(problem))), tolerance, max_rounds, deadline)
 
@@ -253,7 +251,6 @@ class _Master:
     """
 
     def __init__(self, node: Node, pool: Pool) -> None:
-        highspy = _highspy()
         self.pool = pool
         self.relaxation = relaxation = node.relaxation
         self.highs = highspy.Highs()
@@ -262,7 +259,6 @@ class _Master:
             if self.highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
                 raise OperError(fail("the LP solver refuses an option", name, value, "accepted",
                                      "install the release of highspy that this package names"))
-        self.optimal = highspy.HighsModelStatus.kOptimal
         inf = highspy.kHighsInf
         phases = int(relaxation.phase_of.max()) + 1
         memory = np.flatnonzero(relaxation.phase_of == -1)
@@ -287,7 +283,6 @@ class _Master:
 
     def _begin_at(self, fixed: list[Any], rows: list[Any]) -> None:
         """Begin the simplex where it ended for the plans that these are a part of."""
-        highspy = _highspy()
         status = highspy.HighsBasisStatus
         basis = highspy.HighsBasis()
         known = self.pool.in_basis + [False] * (len(self.pool.table) - len(self.pool.in_basis))
@@ -310,18 +305,19 @@ class _Master:
         row = np.where(row == num_rows, num_rows + np.array(self.pool.table)[indices][column], row)
         starts = np.searchsorted(column, np.arange(len(indices))).astype(np.int32)
         zero = np.zeros(len(indices))
-        self.highs.addCols(len(indices), zero, zero, np.full(len(indices), _highspy().kHighsInf),
+        self.highs.addCols(len(indices), zero, zero, np.full(len(indices), highspy.kHighsInf),
                            row.size, starts, row.astype(np.int32), value)
         self.columns += indices
 
     def solve(self) -> tuple[float, float, np.ndarray] | None:
         """Relaxed step (us), memory overflow and raw prices [R]; None when the solver gave up."""
+        optimal = highspy.HighsModelStatus.kOptimal
         self.highs.run()
-        if self.highs.getModelStatus() != self.optimal:
+        if self.highs.getModelStatus() != optimal:
             # A basis that went numerically wrong is dropped once before giving up.
             self.highs.clearSolver()
             self.highs.run()
-            if self.highs.getModelStatus() != self.optimal:
+            if self.highs.getModelStatus() != optimal:
                 return None
         solution = self.highs.getSolution()
         values = np.array(solution.col_value)
@@ -335,18 +331,8 @@ class _Master:
         self.pool.weight = np.zeros(len(self.pool.table))
         self.pool.weight[self.columns[:values.size]] = np.maximum(values, 0.0)
         basis = self.highs.getBasis()
-        status, basic = list(basis.col_status), _highspy().HighsBasisStatus.kBasic
+        status, basic = list(basis.col_status), highspy.HighsBasisStatus.kBasic
         self.pool.basis = status[:self.num_fixed], list(basis.row_status)
         self.pool.in_basis = [False] * len(self.pool.table)
         for n, x in zip(self.columns, status[self.num_fixed:], strict=False):
             self.pool.in_basis[n] = x == basic
-
-
-def _highspy() -> Any:
-    try:
-        import highspy
-    except ImportError:
-        raise MissingDependencyError(
-            fail("the lower bound needs an LP solver", "module", "highspy", "installed",
-                 "pip install highspy")) from None
-    return highspy

@@ -6,6 +6,8 @@ papers use: access frequencies, sizes, bandwidths.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from oper.errors import MissingDependencyError, fail
@@ -25,9 +27,15 @@ _MAX_WEIGHT = 16
 _SHARES = (1.0, 0.9, 0.75, 0.5, 0.25)
 
 
-def _missing(error: ImportError) -> MissingDependencyError:
-    return MissingDependencyError(fail("cannot solve a baseline's program", "import", str(error),
-                                       "scipy", "pip install 'oper[report]'"))
+def _scipy() -> tuple[Any, Any]:
+    """`scipy.optimize` and `scipy.sparse`."""
+    try:
+        from scipy import optimize, sparse
+    except ImportError as error:
+        raise MissingDependencyError(fail(
+            "cannot solve a baseline's program", "import", str(error), "scipy",
+            "pip install 'oper[report]'")) from error
+    return optimize, sparse
 
 
 # -- RecShard --------------------------------------------------------------------------------------
@@ -62,12 +70,7 @@ def coverage_milp(problem: Problem, seed: int) -> Plan | None:
 def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
                     ) -> list[tuple[Tier, ...]] | None:
     """Tiers of every table; None where the program has no solution."""
-    try:
-        from scipy import sparse
-        from scipy.optimize import Bounds, LinearConstraint, milp
-    except ImportError as error:
-        raise _missing(error) from error
-    machine = problem.machine
+    (optimize, sparse), machine = _scipy(), problem.machine
     world, num_tables, num_steps = machine.world_size, len(problem.tables), len(steps)
     stops = np.array([_stops(t, steps) for t in problem.tables])  # [T, K]
     row = np.array([float(t.spec.row_bytes) for t in problem.tables])[:, None]
@@ -92,13 +95,13 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
     held = held + sparse.vstack([dealt] * world)
     one = sparse.coo_array((np.ones(cells), (t, index)), (num_tables, cells + 1))
     room = share * machine.capacity_bytes[machine.domain] / machine.num_near
-    found = milp(
+    most = max(float(room.max()), 1.0)
+    found = optimize.milp(
         np.append(np.zeros(cells), 1.0),
-        constraints=[LinearConstraint(time_rows.tocsr(), -np.inf, 0.0),
-                     LinearConstraint(held / max(float(room.max()), 1.0), -np.inf,
-                                      room / max(float(room.max()), 1.0)),
-                     LinearConstraint(one.tocsr(), 1.0, 1.0)],
-        bounds=Bounds(0.0, np.append(np.ones(cells), np.inf)),
+        constraints=[optimize.LinearConstraint(time_rows.tocsr(), -np.inf, 0.0),
+                     optimize.LinearConstraint(held / most, -np.inf, room / most),
+                     optimize.LinearConstraint(one.tocsr(), 1.0, 1.0)],
+        bounds=optimize.Bounds(0.0, np.append(np.ones(cells), np.inf)),
         integrality=np.append(np.ones(cells), 0.0),
         options={"time_limit": _SECONDS, "mip_rel_gap": _MIP_GAP})
     if found.x is None:
@@ -164,11 +167,7 @@ def _heat_classes(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 def _solve_extraction(problem: Problem, share: float
                       ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Class of every block, replicated share by class [H], and rows by rank of the others [W]."""
-    try:
-        from scipy.optimize import linprog
-    except ImportError as error:
-        raise _missing(error) from error
-    machine = problem.machine
+    (optimize, _), machine = _scipy(), problem.machine
     of_block, held, read = _heat_classes(problem)
     world, classes = machine.world_size, held.size
     rows, limit = _extraction_rows(machine, held, read, share, problem.training)
@@ -178,8 +177,8 @@ def _solve_extraction(problem: Problem, share: float
         equal[h, classes + h * world:classes + (h + 1) * world] = 1.0
     cost = np.zeros(rows.shape[1])
     cost[-1] = 1.0
-    found = linprog(cost, A_ub=rows, b_ub=limit, A_eq=equal, b_eq=np.ones(classes),
-                    bounds=(0, None), method="highs")
+    found = optimize.linprog(cost, A_ub=rows, b_ub=limit, A_eq=equal, b_eq=np.ones(classes),
+                             bounds=(0, None), method="highs")
     if found.x is None:
         return None
     part = found.x[classes:-1].reshape(classes, world)
