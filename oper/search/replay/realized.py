@@ -164,7 +164,8 @@ class RealizedLoad:
                 for returned in (GRADS, RETURNED):
                     exchange[returned] += out[:, returned]
         if placed.has_push:
-            sums, bits = _partials(placed, batches, world), messages.bits
+            sums = np.stack([placed.pooled(b)[1] for b in batches], axis=1)  # by owner and reader
+            bits = messages.bits
             exchange[PARTIALS] += sums * width * GRAD_BYTES
             exchange[ANSWERS] += sums * number_bytes(bits.answers, width)
             exchange[RETURNED] += sums.T * number_bytes(bits.gradients, width)
@@ -250,15 +251,4 @@ def _own(rows: np.ndarray) -> np.ndarray:
     """Tally rows without those between ranks; float64 [22, W]."""
     out = rows.copy()
     out[:NUM_RELATIONAL] = 0.0
-    return out
-
-
-def _partials(placed: Placed, batches: Sequence[TableBatch], world: int) -> np.ndarray:
-    """Partial sums by owner and reader, float64 [W, W]."""
-    out = np.zeros((world, world))
-    for reader, batch in enumerate(batches):
-        tier, owner = placed.resolve(batch.ids)
-        pushed = placed.pushed(tier)
-        pairs = np.unique(owner[pushed] * max(1, batch.num_bags) + batch.bags[pushed])
-        out[:, reader] = np.bincount(pairs // max(1, batch.num_bags), minlength=world)
     return out

@@ -128,6 +128,17 @@ class Placed:
         """bool [n], whether `rank` has a copy of the rows of a tier number (int64 [n])."""
         return self._holds[rank][tier]
 
+    def pooled(self, batch: TableBatch, reader: int | None = None
+               ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, and bags with any of them, that each owner pools of a batch: all that are pushed, or
+        those that a reader asks for; int64 [W] each."""
+        tier, owner = self.resolve(batch.ids)
+        pushed = self.pushed(tier) if reader is None else self.pushed_by(reader, tier)
+        world, num_bags = len(self._holds), max(1, batch.num_bags)
+        pairs = np.unique(owner[pushed] * num_bags + batch.bags[pushed])
+        return (np.bincount(owner[pushed], minlength=world),
+                np.bincount(pairs // num_bags, minlength=world))
+
 
 class Replay:
     """Counts what the ranks read of their batches under a plan.
@@ -206,14 +217,12 @@ def _count_forward(counts: np.ndarray, placed: Placed, reader: int, batch: Table
         counts[KIND["weight_rows"], reader] += np.bincount(seen, minlength=world)
     if not placed.has_push:
         return
-    asked = np.bincount(owner[pushed], minlength=world)
+    asked, bags = placed.pooled(batch, reader)
     counts[KIND["ids"], :, reader] += asked
     if batch.weighted:
         counts[KIND["id_weights"], :, reader] += asked
     np.fill_diagonal(counts[KIND["pooled_rows"]], counts[KIND["pooled_rows"]].diagonal() + asked)
-    bags = np.unique(owner[pushed] * max(1, batch.num_bags) + batch.bags[pushed])
-    counts[KIND["partial_sums"], reader] += np.bincount(bags // max(1, batch.num_bags),
-                                                        minlength=world)
+    counts[KIND["partial_sums"], reader] += bags
 
 
 def _count_once(counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch) -> None:
@@ -231,12 +240,11 @@ def _count_once(counts: np.ndarray, placed: Placed, reader: int, batch: TableBat
 def _count_gradients(counts: np.ndarray, placed: Placed, sender: int, batch: TableBatch,
                      passes: int) -> None:
     world = counts.shape[1]
-    ids, number = np.unique(batch.ids, return_counts=True)
-    tier, owner = placed.resolve(ids)
-    pushed = placed.pushed_by(sender, tier)
-    counts[KIND["gradient_rows"], :, sender] += passes * np.bincount(owner[~pushed],
+    tier, owner = placed.resolve(np.unique(batch.ids))
+    pulled = ~placed.pushed_by(sender, tier)
+    counts[KIND["gradient_rows"], :, sender] += passes * np.bincount(owner[pulled],
                                                                      minlength=world)
-    asked = np.bincount(owner[pushed], number[pushed], minlength=world).astype(np.int64)
+    asked, _ = placed.pooled(batch, sender)
     counts[KIND["gradient_ids"], :, sender] += asked
     counts[KIND["bag_gradients"], :, sender] += asked
     if batch.weighted:
