@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from oper.errors import InvalidInputError, PlanInfeasibleError, fail
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan, uniform_plan
 from oper.search.bound.certificate import is_for, proof_of, with_bound
-from oper.search.bound.subspaces import Subspace, fit, subspaces, tighten
+from oper.search.bound.subspaces import BRIEFLY, PATIENTLY, Subspace, fit, subspaces, tighten
 from oper.search.cost.model import evaluate
 from oper.search.explain.infeasible import explain_bound, explain_plan
 from oper.search.heuristic.groups import plan_with_groups
@@ -146,7 +145,9 @@ def _not_slower(plan: Plan, start: Plan | None, problem: Problem) -> Plan:
 
 def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tuple[Plan, _Proof]:
     """The search and the bound, without the constraints that bind several tables."""
-    parts = _subspaces(problem, budget.deadline)
+    parts = subspaces(problem, budget.deadline)
+    if not fit(parts):
+        raise explain_bound(problem, parts[0].bound)
     fitting = [x for x in parts if not x.bound.is_infeasible]
     best = _search_subspaces(fitting, budget, target_gap, seed)
     if not best[1].evaluation.fits:
@@ -182,7 +183,7 @@ def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_wo
     step_us = evaluate(plan, problem).step_us
     parts = subspaces(problem, deadline)
     nodes = tighten([x for x in parts if not x.bound.is_infeasible], max_work, step_us,
-                    step_us / (1 + goal_gap), deadline, partial(Subspace.prove, patiently=True))
+                    step_us / (1 + goal_gap), deadline, PATIENTLY)
     proof = _proof(parts)
     lower_us = _proved_us(proof)
     if is_for(plan, problem) and plan.lower_bound_us > lower_us:
@@ -207,14 +208,6 @@ def _proof(parts: list[Subspace]) -> _Proof:
 def _proved_us(proof: _Proof) -> float:
     cutoff_us = proof["cutoff_us"]
     return float(min(proof["bound_us"], np.inf if cutoff_us is None else cutoff_us))
-
-
-def _subspaces(problem: Problem, deadline: float | None) -> list[Subspace]:
-    """The parts of the space; raises PlanInfeasibleError where none fits the memory."""
-    parts = subspaces(problem, deadline)
-    if not fit(parts):
-        raise explain_bound(problem, parts[0].bound)
-    return parts
 
 
 def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, seed: int
@@ -246,7 +239,7 @@ def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, 
     for turn in range(2):
         part, found = best
         tighten(parts, budget.max_work, found.step_us, found.step_us / (1 + target_gap),
-                budget.deadline, Subspace.prove)
+                budget.deadline, BRIEFLY)
         if turn == 1 or is_enough() or found.step_us <= part.lower_bound_us:
             break
         again = search(part.lowest(budget.num_starts), budget,

@@ -20,7 +20,7 @@ from oper.search.bound.branching import SearchTree
 from oper.search.bound.master import solve_node
 from oper.search.bound.node import Node
 from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.subspaces import Subspace, subspaces, tighten
+from oper.search.bound.subspaces import BRIEFLY, subspaces, tighten
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.heuristic.placing import table_plan
 from oper.search.planner import _proof, _proved_us, plan_problem, tighten_bound
@@ -161,7 +161,7 @@ def shown(problem: Problem, factor: float, max_work: int) -> tuple[float, float]
     branching, microseconds."""
     parts = subspaces(problem, None)
     step_us = factor * min(x.lower_bound_us for x in parts)
-    tighten(parts, max_work, step_us, step_us, None, Subspace.prove)
+    tighten(parts, max_work, step_us, step_us, None, BRIEFLY)
     proof = _proof(parts)
     checked = _Proof(problem, proof)
     bounds = [x for part in proof["parts"] for x in checked.part(part)]
