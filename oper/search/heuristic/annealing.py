@@ -462,20 +462,12 @@ class Annealing:
 
 
 def _layout(found: dict[str, np.ndarray], count: int) -> dict[int, list[Shard]]:
+    """Pieces by part, from one entry per piece and owner."""
     out: dict[int, list[Shard]] = {}
-    piece = found["piece"][:count]
-    for start, stop in zip(*_runs(piece), strict=True):
-        at = slice(start, stop)
+    ends = np.flatnonzero(np.diff(found["piece"][:count])) + 1
+    for at in np.split(np.arange(count), ends) if count else ():
         weights = found["weight"][at] // np.gcd.reduce(found["weight"][at])
-        out.setdefault(int(found["table"][start]), []).append(
-            (int(found["width"][start]), tuple(found["rank"][at].tolist()),
+        out.setdefault(int(found["table"][at[0]]), []).append(
+            (int(found["width"][at[0]]), tuple(found["rank"][at].tolist()),
              () if (weights == 1).all() else tuple(weights.tolist())))
     return out
-
-
-def _runs(values: np.ndarray) -> tuple[list[int], list[int]]:
-    """Where runs of equal values begin and end."""
-    if not values.size:
-        return [], []
-    edges = np.flatnonzero(np.diff(values)) + 1
-    return [0, *edges.tolist()], [*edges.tolist(), values.size]
