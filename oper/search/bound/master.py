@@ -51,19 +51,21 @@ class Pool:
     basis: tuple[list[Any], list[Any]] | None = None
     in_basis: list[bool] = field(default_factory=list)
 
-    def add(self, columns: Columns, wanted: np.ndarray) -> list[int]:
-        """Add the configurations of the tables `wanted` that are new; returns their indices."""
-        new = []
+    def add(self, columns: Columns, wanted: np.ndarray) -> bool:
+        """Add the configurations of the tables `wanted` that are new; whether there are any."""
+        before = len(self.table)
         for k in wanted.tolist():
             found = columns.configurations[k]
-            if found is None or (key := (k, *(p.key for p in found))) in self.known:
-                continue
-            new.append(len(self.table))
-            self.known[key] = None
-            self.table.append(k)
-            self.configuration.append(found)
-            self.resources.append(columns.resources[k])
-        return new
+            if found is not None and (key := (k, *(p.key for p in found))) not in self.known:
+                self._append(key, k, found, columns.resources[k])
+        return len(self.table) > before
+
+    def _append(self, key: tuple[Any, ...], table: int, found: Configuration,
+                resources: np.ndarray) -> None:
+        self.known[key] = None
+        self.table.append(table)
+        self.configuration.append(found)
+        self.resources.append(resources)
 
     def least_costs(self, prices: np.ndarray, num_tables: int) -> np.ndarray:
         """What each table's cheapest configuration costs at `prices`; float64 [T]."""
@@ -91,10 +93,7 @@ class Pool:
         known = list(self.known)
         for i in np.flatnonzero(keep).tolist():
             n = at[i]
-            out.known[known[n]] = None
-            out.table.append(self.table[n])
-            out.configuration.append(self.configuration[n])
-            out.resources.append(rows[i])
+            out._append(known[n], self.table[n], self.configuration[n], rows[i])
             out.in_basis.append(self.in_basis[n])
         out.basis = self.basis
         return out
@@ -196,10 +195,10 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
             best, best_prices = found, prices
         if relaxed - best <= tolerance * abs(relaxed):
             break
-        new = pool.add(columns, everything)
-        if not new or (deadline is not None and time.monotonic() > deadline):
+        is_new = pool.add(columns, everything)
+        if not is_new or (deadline is not None and time.monotonic() > deadline):
             break
-        master.add(new)
+        master.add_columns()
     master.store_weights()
     full = None if over <= 0 or solved is None else _full(node, solved[2])
     if full is not None:
@@ -276,8 +275,8 @@ class _Master:
         scale = max(1.0, float(first[relaxation.phase_of >= 0].sum()) * len(relaxation.tables))
         self.highs.addCol(_ELASTIC * scale, 0.0, inf, memory.size, memory.astype(np.int32),
                           -np.ones(memory.size))
-        self.columns: list[int] = []
-        self.add(list(range(len(pool.table))))
+        self.num_columns = 0  # of the pool, which come first there
+        self.add_columns()
         if pool.basis is not None:
             self._begin_at(*pool.basis)
 
@@ -292,22 +291,21 @@ class _Master:
         basis.valid = basis.alien = True
         self.highs.setBasis(basis)
 
-    def add(self, indices: list[int]) -> None:
-        """Add pool columns to the LP."""
-        if not indices:
-            return
+    def add_columns(self) -> None:
+        """Add the pool's columns that are new to the LP."""
+        tables = np.array(self.pool.table)[self.num_columns:]
         # The resources, and a 1 in the convexity row of the column's table.
-        num_rows = self.relaxation.num_rows
-        dense = np.ones((len(indices), num_rows + 1))
-        dense[:, :num_rows] = [self.pool.resources[k] for k in indices]
+        num_rows, number = self.relaxation.num_rows, tables.size
+        dense = np.ones((number, num_rows + 1))
+        dense[:, :num_rows] = self.pool.resources[self.num_columns:]
         column, row = np.nonzero(dense)
         value = dense[column, row]
-        row = np.where(row == num_rows, num_rows + np.array(self.pool.table)[indices][column], row)
-        starts = np.searchsorted(column, np.arange(len(indices))).astype(np.int32)
-        zero = np.zeros(len(indices))
-        self.highs.addCols(len(indices), zero, zero, np.full(len(indices), highspy.kHighsInf),
+        row = np.where(row == num_rows, num_rows + tables[column], row)
+        starts = np.searchsorted(column, np.arange(number)).astype(np.int32)
+        zero = np.zeros(number)
+        self.highs.addCols(number, zero, zero, np.full(number, highspy.kHighsInf),
                            row.size, starts, row.astype(np.int32), value)
-        self.columns += indices
+        self.num_columns += number
 
     def solve(self) -> tuple[float, float, np.ndarray] | None:
         """Relaxed step (us), memory overflow and raw prices [R]; None when the solver gave up."""
@@ -329,10 +327,9 @@ class _Master:
         """Write the last primal solution into the pool."""
         values = np.array(self.highs.getSolution().col_value)[self.num_fixed:]
         self.pool.weight = np.zeros(len(self.pool.table))
-        self.pool.weight[self.columns[:values.size]] = np.maximum(values, 0.0)
+        self.pool.weight[:values.size] = np.maximum(values, 0.0)
         basis = self.highs.getBasis()
         status, basic = list(basis.col_status), highspy.HighsBasisStatus.kBasic
         self.pool.basis = status[:self.num_fixed], list(basis.row_status)
-        self.pool.in_basis = [False] * len(self.pool.table)
-        for n, x in zip(self.columns, status[self.num_fixed:], strict=False):
-            self.pool.in_basis[n] = x == basic
+        known = [x == basic for x in status[self.num_fixed:]]
+        self.pool.in_basis = known + [False] * (len(self.pool.table) - len(known))
