@@ -187,7 +187,7 @@ class Relaxation:
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None],
                                 (NUM_ROWS, NUM_ROWS, self.model.machine.world_size))
         #: float64 [22, R], what a unit of each tally row on every rank asks.
-        self.every = np.concatenate([rows.of_tally(Tally(every, {})), owners.every], axis=-1)
+        self.every = np.concatenate([rows.of_tally(Tally(every)), owners.every], axis=-1)
 
     def _build_charges(self) -> None:
         model, costs = self.model, self.model.costs

@@ -66,11 +66,7 @@ class ResourceRows:
         self.phase_of = np.concatenate([keep[:, 0], np.full(num_memories, -1)])
         self.unit = np.zeros((num_classes, NUM_ROWS, self.phase_of.size))
         self.unit[:, :, :len(keep)] = time[:, :, keep[:, 0], keep[:, 1], keep[:, 2]]
-        held = np.zeros((num_classes, 2, NUM_ROWS, spread.shape[1]))
-        held[:, 0, HELD] = held[:, 1, HOST_HELD] = spread
-        share = self._memory_share(held)
-        self.unit[:, HELD, len(keep):] = share[:, 0]
-        self.unit[:, HOST_HELD, len(keep):] = share[:, 1]
+        self.unit[:, :, len(keep):] = self._memory_share(unit)
 
     @property
     def first_memory(self) -> int:
@@ -78,8 +74,8 @@ class ResourceRows:
         return len(self.names)
 
     def of_tally(self, tally: Tally) -> np.ndarray:
-        """What a tally asks, or many (rows float64 [..., 22, W]) that have no partial replicas;
-        float64 [..., R]."""
+        """What a tally asks, or many (rows float64 [..., 22, W]) without copies on some of the
+        ranks; float64 [..., R]."""
         time = self._class_means(self.model.units(tally))
         out = np.zeros((*time.shape[:-3], self.phase_of.size))
         for k, (phase, group, rank_class) in enumerate(self.names):

@@ -27,6 +27,8 @@ wait for all of its bytes. Inference is the forward phase alone, with one replic
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from oper.errors import PlanError, fail
@@ -210,8 +212,7 @@ class CostModel:
     def host_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
         """As `shard_rows`, of rows in host memory."""
         out = self.shard_rows(t, width, owner)
-        self._into_host(out, t, width, owner)
-        self._off_device(out, t, width, owner, False)
+        self._into_host(out, t, width, owner, False)
         out[..., HOST_SERVED, :] = owner[..., IDS, :] * row_bytes(t, width)[0]
         out[..., HOST_SENT, :] = out[..., SERVED, :]
         out[..., SERVED, :] = 0.0
@@ -225,8 +226,7 @@ class CostModel:
             out = self.replica_rows(t, width, owner)
             if in_host:
                 row, total = row_bytes(t, width)[0], owner.sum(axis=-1)
-                self._into_host(out, t, width, owner)
-                self._off_device(out, t, width, owner, False)
+                self._into_host(out, t, width, owner, False)
                 out[..., HOST_FORWARD, :] = total[..., IDS, None] * row
                 if self.training:
                     out[..., HOST_UPDATE, :] += total[..., TOUCHED_ALL, None] * row
@@ -235,14 +235,15 @@ class CostModel:
             return (self.host_rows if in_host else self.shard_rows)(t, width, owner)
         out = self.push_rows(t, width, owner)
         if in_host:
-            self._into_host(out, t, width, owner)
-            self._off_device(out, t, width, owner, True)
+            self._into_host(out, t, width, owner, True)
             ids = owner[..., IDS, :] * self.machine.world_size
             out[..., HOST_FORWARD, :] = ids * row_bytes(t, width)[0]
         return out
 
-    def _into_host(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
-        """Moves memory held, and what updates read and write of it, to host memory."""
+    def _into_host(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray,
+                   pushed: bool) -> None:
+        """Moves memory held, and what updates read and write of it, to host memory, and takes the
+        reads of rows off device memory and its caches, which hold no host memory."""
         row, _, state = row_bytes(t, width)
         out[..., HOST_HELD, :] = out[..., HELD, :]
         out[..., HELD, :] = 0.0
@@ -250,16 +251,12 @@ class CostModel:
             update = owner[..., TOUCHED_ALL, :] * 2 * (row + state)
             out[..., HOST_UPDATE, :] = update
             out[..., UPDATE_BYTES, :] = np.maximum(out[..., UPDATE_BYTES, :] - update, 0.0)
-
-    def _off_device(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray,
-                    pushed: bool) -> None:
-        """Takes the reads of rows off device memory and its caches, which hold no host memory."""
         if pushed:
             rows, ids = owner[..., TOUCHED_ALL, :], owner[..., IDS, :] * self.machine.world_size
         else:
             rows, ids = (owner[..., f, :].sum(axis=-1)[..., None] for f in (TOUCHED, IDS))
         again = self.repeat_cost(t, pushed)
-        saved = (rows * self.caching.first(t) + (ids - rows) * again) * row_bytes(t, width)[0]
+        saved = (rows * self.caching.first(t) + (ids - rows) * again) * row
         out[..., FORWARD_BYTES, :] = np.maximum(out[..., FORWARD_BYTES, :] - saved, 0.0)
 
     def own_requests(self, own: np.ndarray, has_all: np.ndarray) -> np.ndarray:
@@ -337,7 +334,7 @@ class CostModel:
         """What every plan pays, all tables together."""
         rows = sum((self.table_rows(t) for t in self.problem.tables),
                    np.zeros((NUM_ROWS, self.machine.world_size)))
-        return Tally(rows, {})
+        return Tally(rows)
 
     def tally(self, t: TableProblem, pieces: tuple[Piece, ...], ordered: bool) -> Tally:
         """Tally of one table's placement, without `table_rows`.
@@ -347,12 +344,12 @@ class CostModel:
             pieces: its column pieces.
             ordered: whether positions are hotness ranks (else ids).
         """
-        total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)), {})
+        total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)))
         for piece in pieces:
             total = total.plus(self.piece_tally(t, piece, ordered))
         split = len(pieces) > 1 and self.training and t.spec.optimizer in ROW_WISE
         rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), t.traffic.num_bags, split)
-        return Tally(rows, total.partial_replicas, total.num_pushed, (len(pieces) - 1) * split)
+        return replace(total, rows=rows, num_split=(len(pieces) - 1) * split)
 
     def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
                     bags: np.ndarray | float, exchanges_squares: bool) -> np.ndarray:
@@ -395,7 +392,7 @@ class CostModel:
         """
         width, world = piece.stop - piece.start, self.machine.world_size
         rows, num_pushed = np.zeros((NUM_ROWS, world)), 0
-        replicas: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        units: np.ndarray | float = 0.0
         pushed_ids, pushed_rows = np.zeros((2, world))
         for tier in piece.tiers:
             if tier.memory == "host" and not self.machine.host_capacity_bytes.any():
@@ -410,28 +407,29 @@ class CostModel:
             if tier.placement != "replicated" or len(tier.ranks) == world:
                 rows += self.tier_rows(t, width, tier, owner)
             else:
-                part, need, send = self.subset_rows(t, width, tier, owner)
-                rows += part
-                key = tuple(sorted(tier.ranks))
-                old = replicas.get(key, (np.zeros(2), np.zeros(world)))
-                replicas[key] = (old[0] + need, old[1] + send)
+                part = self.subset_tally(t, width, tier, owner)
+                rows += part.rows
+                units = units + part.units
         if num_pushed and alone:
             # One partial sum per bag and owner, however many tiers the owner holds.
             rows[PARTIALS] += self.partial_bytes(t, width, pushed_ids)
             has_all = pushed_rows >= t.spec.num_rows * (1 - 1e-12)
             rows[list(self.passes)] += self.own_requests(pushed_ids, has_all)
-        return Tally(rows, replicas, num_pushed)
+        return Tally(rows, units, num_pushed)
 
-    def subset_rows(self, t: TableProblem, width: int, tier: Tier,
-                    owner: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A tier replicated on some ranks: its load vector float64 [22, W] without broadcasts, the
-        bytes that a rank without a copy reads, float64 [2] as in `Tally`, and those that each rank
-        broadcasts, float64 [W]."""
+    def subset_tally(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> Tally:
+        """Tally of a tier replicated on some ranks."""
         rows = self.tier_rows(t, width, tier, owner)
         row, _, state = row_bytes(t, width)
-        send = rows[BROADCAST].copy()
-        rows[BROADCAST] = 0.0
         holds = np.isin(np.arange(self.machine.world_size), tier.ranks).astype(float)
+        units = np.zeros((len(self.phases), len(TERMS), holds.size))
+        each = np.array([row, self.messages.answer_bytes(t, width)])
+        subset_reads(self.machine, units[self.phases.index("forward")], tier.ranks,
+                     owner[TOUCHED].sum() * each)
+        if self.training:
+            broadcast(self.machine, units[-1], rows[BROADCAST], holds)
+        add_wire(units, self.machine)
+        rows[BROADCAST] = 0.0
         rows[UPDATE_NS] *= holds
         copies = owner[ROWS].sum() * row * holds
         held = HOST_HELD if tier.memory == "host" else HELD
@@ -439,8 +437,7 @@ class CostModel:
             rows[held] = copies + owner[ROWS] * (row + state)
         else:
             rows[held] = copies / np.maximum(self.machine.domain_sum(holds), 1.0)
-        each = np.array([row, self.messages.answer_bytes(t, width)])
-        return rows, owner[TOUCHED].sum() * each, send
+        return Tally(rows, units)
 
     def loads(self, rows: np.ndarray) -> np.ndarray:
         """Units per phase, term and rank of tally rows.
@@ -496,15 +493,7 @@ class CostModel:
 
     def units(self, tally: Tally) -> np.ndarray:
         """Units per phase, term and rank of a whole tally; float64 [num_phases, 9, W]."""
-        out = self.loads(tally.rows)
-        more = np.zeros_like(out)
-        for ranks, (need, send) in tally.partial_replicas.items():
-            subset_reads(self.machine, more[self.phases.index("forward")], ranks, need)
-            if self.training:
-                holds = np.isin(np.arange(self.machine.world_size), ranks).astype(float)
-                broadcast(self.machine, more[-1], send, holds)
-        add_wire(more, self.machine)
-        return out + more
+        return np.asarray(self.loads(tally.rows) + tally.units)
 
     def fixed_us(self, tally: Tally) -> list[float]:
         """Fixed microseconds of each phase: a call and a barrier, and one barrier more where

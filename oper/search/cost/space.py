@@ -74,8 +74,7 @@ def copy_tallies(model: CostModel, t: TableProblem) -> list[Tally]:
     tier = Tier(0, t.spec.num_rows, "replicated", ranks)
     for masters in np.eye(NUM_FEATURES):
         owner = np.outer(masters, np.isin(np.arange(model.machine.world_size), ranks))
-        rows, need, send = model.subset_rows(t, t.spec.dim, tier, owner / len(ranks))
-        out.append(Tally(rows, {ranks: (need, send)}))
+        out.append(model.subset_tally(t, t.spec.dim, tier, owner / len(ranks)))
     return out
 
 
@@ -113,7 +112,7 @@ def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
     """What every plan pays: outputs and tables whose rows are all pinned; and in one column piece
     at least, rows that are pinned in tables that are free to choose for the others."""
     problem, base = model.problem, model.base()
-    pinned = [Tally(np.zeros((NUM_ROWS, model.machine.world_size)), {})]
+    pinned = [Tally(np.zeros((NUM_ROWS, model.machine.world_size)))]
     for t in problem.tables:
         held = problem.held(t.spec.name)
         tiers = held.pinned

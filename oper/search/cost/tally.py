@@ -39,28 +39,21 @@ class Tally:
 
     Attributes:
         rows: float64 [22, W], see the constants above.
-        partial_replicas: for replica sets other than all ranks: float64 [2], bytes that each reader
-            needs of them, in rows and in messages from another host; and float64 [W], bytes to
-            broadcast by master.
+        units: float64 [phases, 9, W], units by phase and term of copies on some of the ranks, to
+            and from which ranks send otherwise than rows say; 0.0 where there are none.
         num_pushed: pushed tiers. A plan with any pays one barrier more.
         num_split: column pieces beyond the first, of tables whose optimizer must add up squared
             gradients over columns. A plan with any pays one barrier more.
     """
 
     rows: np.ndarray
-    partial_replicas: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]
+    units: np.ndarray | float = 0.0
     num_pushed: int = 0
     num_split: int = 0
 
     def plus(self, other: Tally, sign: int = 1) -> Tally:
         """This tally with `other` added (or taken away, `sign=-1`)."""
-        replicas = self.partial_replicas
-        if other.partial_replicas:
-            replicas = dict(replicas)
-            for key, (need, send) in other.partial_replicas.items():
-                old = replicas.get(key, (np.zeros(2), np.zeros(self.rows.shape[1])))
-                replicas[key] = (old[0] + sign * need, old[1] + sign * send)
-        return Tally(self.rows + sign * other.rows, replicas,
+        return Tally(self.rows + sign * other.rows, self.units + sign * other.units,
                      self.num_pushed + sign * other.num_pushed,
                      self.num_split + sign * other.num_split)
 

@@ -23,7 +23,7 @@ from oper.search.bound.master import Bound
 from oper.search.bound.relaxation import Relaxation
 from oper.search.bound.units import ANY_SQUARES, WHOLE
 from oper.search.cost.space import PUSH, SHARD
-from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
+from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS
 from oper.search.heuristic.candidates import Candidate, CandidatePool
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.overlap import RESOLVE
@@ -178,7 +178,7 @@ class Loads:
         """What every plan puts on each rank, without the first pieces of `num_tables` tables;
         float64 [W, G]."""
         model, tally = self.model, self.relaxation.base_tally
-        groups = model.group_us(model.units(Tally(tally.rows, tally.partial_replicas)))
+        groups = model.group_us(model.units(tally))
         groups[:, 0] += groups[:, GROUPS.index("host_memory")]
         groups = groups[:, self.groups]
         groups -= 1e6 * model.hidden[:, None]  # beyond the dense compute that hides it

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -95,11 +96,8 @@ class RealizedLoad:
                                   problem.topology.num_hosts)
         self.placed = {e.table.name: [Placed(e, self.world_size, k, not self._pools)
                                       for k in range(len(e.pieces))] for e in plan.tables}
-        tallies = [self.model.tally(problem.table(e.table.name), e.pieces, True)
-                   for e in plan.tables]
-        self.fixed_us = self.model.fixed_us(Tally(
-            np.zeros((NUM_ROWS, self.world_size)), {}, sum(t.num_pushed for t in tallies),
-            sum(t.num_split for t in tallies)))
+        self.fixed_us = self.model.fixed_us(reduce(Tally.plus, (
+            self.model.tally(problem.table(e.table.name), e.pieces, True) for e in plan.tables)))
         self.has_push = any(p.has_push for ps in self.placed.values() for p in ps)
 
     def step(self, ranks: Sequence[RankBatch]) -> StepLoad:
