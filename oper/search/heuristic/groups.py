@@ -8,10 +8,9 @@ ranks that it may use. Several ways of naming those ranks are tried and the fast
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import permutations
 from typing import TypeVar
-
-import numpy as np
 
 from oper.errors import InvalidInputError, PlanInfeasibleError, fail
 from oper.plan import Plan
@@ -55,117 +54,103 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Pro
     return best, proof
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Tables that are kept together, with the ranks that all of them may use."""
+class _Units:
+    """Tables that are kept together, by one of them that stands for all, the largest units first.
 
-    tables: tuple[str, ...]
-    ranks: tuple[int, ...]
-    num_bytes: float
-    apart: frozenset[int]  # units that may share no rank with this one
+    Attributes:
+        tables: the tables of each.
+        num_bytes: their size.
+        apart: units that may share no rank with it.
+        ranks: those that all of its tables may use.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        held, members = problem.constraints, dict[str, list[str]]()
+        root = units(held)
+        for name, of in root.items():
+            members.setdefault(of, []).append(name)
+        size = {of: float(sum(problem.table(n).spec.num_bytes for n in names))
+                for of, names in members.items()}
+        self.tables = dict(sorted(members.items(), key=lambda x: (-size[x[0]], x[0])))
+        self.num_bytes, self.apart = size, {of: set[str]() for of in members}
+        for group in held.keep_apart:
+            for a, b in permutations(group, 2):
+                self.apart[root[a]].add(root[b])
+        self.ranks = {of: sorted(set.intersection(*(_named(problem, n) for n in names)))
+                      for of, names in members.items()}
 
 
-def _units(problem: Problem) -> list[_Unit]:
-    """Largest first."""
-    held = problem.constraints
-    root = units(held)
-    size = {t.spec.name: float(t.spec.num_bytes) for t in problem.tables}
-    members: dict[str, list[str]] = {}
-    for name, of in root.items():
-        members.setdefault(of, []).append(name)
-    order = sorted(members, key=lambda of: (-sum(size[n] for n in members[of]), of))
-    number = {of: k for k, of in enumerate(order)}
-    apart: list[set[int]] = [set() for _ in order]
-    for group in held.keep_apart:
-        for a in group:
-            apart[number[root[a]]] |= {number[root[b]] for b in group if b != a}
-    out = []
-    for k, of in enumerate(order):
-        ranks = set(range(problem.machine.world_size))
-        for name in members[of]:
-            c = problem.held(name)
-            if c.ranks is not None:
-                ranks &= set(c.ranks)
-            if c.tiers is not None:
-                ranks &= {r for tier in c.tiers for r in tier.ranks}
-        out.append(_Unit(tuple(members[of]), tuple(sorted(ranks)),
-                         sum(size[n] for n in members[of]), frozenset(apart[k])))
-    return out
+def _named(problem: Problem, name: str) -> set[int]:
+    """Ranks that a table may use, or is pinned to."""
+    tiers, ranks = problem.held(name).tiers, set(problem.owners_of(name))
+    return ranks if tiers is None else ranks & {r for tier in tiers for r in tier.ranks}
+
+
+_Ranks = dict[str, tuple[int, ...]]  # by unit
 
 
 def _assignments(problem: Problem) -> Iterator[dict[str, TableConstraint]]:
     """Table constraints that keep the groups; some of them may not fit."""
-    every = _units(problem)
+    every = _Units(problem)
     classes = rank_classes(problem.machine, [
         c.ranks for c in problem.constraints.tables.values() if c.ranks is not None])
-    whole = tuple(range(problem.machine.world_size))
-    seen: set[tuple[tuple[int, ...], ...]] = set()
-    for allowed in (whole, *(tuple(c.tolist()) for c in classes.ranks[:4])):
+    seen: list[_Ranks] = []
+    for allowed in (range(problem.machine.world_size), *(c.tolist() for c in classes.ranks[:4])):
         for choose in (_slices, _single):
-            ranks = choose(problem, every, set(allowed))
-            if ranks is not None and tuple(ranks) not in seen:
-                seen.add(tuple(ranks))
+            ranks = choose(every, set(allowed))
+            if ranks is not None and ranks not in seen:
+                seen.append(ranks)
                 tables = _constrained(problem, every, ranks)
                 if tables is not None:
                     yield tables
 
 
-def _single(problem: Problem, every: list[_Unit], allowed: set[int]
-            ) -> list[tuple[int, ...]] | None:
+def _single(every: _Units, allowed: set[int]) -> _Ranks | None:
     """One rank for each unit, the emptiest that no unit to be kept apart has."""
-    machine = problem.machine
-    load = np.zeros(machine.world_size)
-    out: list[tuple[int, ...]] = []
-    for unit in every:
-        taken = {out[k][0] for k in unit.apart if k < len(out)}
-        free = [r for r in unit.ranks if r in allowed and r not in taken]
+    load, out = dict.fromkeys(allowed, 0.0), _Ranks()
+    for unit in every.tables:
+        taken = {out[x] for x in every.apart[unit] if x in out}
+        free = [r for r in every.ranks[unit] if r in allowed and (r,) not in taken]
         if not free:
             return None
         rank = min(free, key=lambda r: (load[r], r))
-        load[rank] += unit.num_bytes
-        out.append((rank,))
+        load[rank] += every.num_bytes[unit]
+        out[unit] = (rank,)
     return out
 
 
-def _slices(problem: Problem, every: list[_Unit], allowed: set[int]
-            ) -> list[tuple[int, ...]] | None:
+def _slices(every: _Units, allowed: set[int]) -> _Ranks | None:
     """All ranks for each unit, divided by size among those to be kept apart."""
-    colour: list[int] = []
-    for unit in every:
-        used = {colour[k] for k in unit.apart if k < len(colour)}
-        colour.append(next(c for c in range(len(every)) if c not in used)
-                      if unit.apart else -1)
-    num_colours = max(colour) + 1
-    if num_colours > len(allowed):
+    colour: dict[str, int] = {}
+    size: list[float] = []
+    for unit in every.tables:
+        if every.apart[unit]:
+            used = {colour.get(x) for x in every.apart[unit]}
+            colour[unit] = next(c for c in range(len(used) + 1) if c not in used)
+            size += [0.0] * (colour[unit] == len(size))
+            size[colour[unit]] += every.num_bytes[unit]
+    if len(size) > len(allowed):
         return None
-    size = np.array([sum(u.num_bytes for u, c in zip(every, colour, strict=True) if c == k)
-                     for k in range(num_colours)])
-    slices: list[list[int]] = [[] for _ in range(num_colours)]
-    for rank in sorted(allowed):  # a rank to whoever has least for its size; one each at first
-        have = np.array([len(s) for s in slices])
-        if num_colours:
-            slices[int(np.lexsort((np.arange(num_colours), have / np.maximum(size, 1.0),
-                                   have > 0))[0])].append(rank)
-    out = []
-    for unit, c in zip(every, colour, strict=True):
-        ranks = tuple(r for r in unit.ranks if r in (allowed if c < 0 else slices[c]))
-        if not ranks:
-            return None
-        out.append(ranks)
-    return out
+    slices: list[list[int]] = [[] for _ in size]
+    for rank in sorted(allowed) if size else ():  # to whoever has least for its size; one at first
+        slices[min(range(len(size)), key=lambda c: (
+            bool(slices[c]), len(slices[c]) / max(size[c], 1.0)))].append(rank)
+    out = {unit: tuple(r for r in every.ranks[unit] if r in (
+        slices[colour[unit]] if unit in colour else allowed)) for unit in every.tables}
+    return out if all(out.values()) else None
 
 
-def _constrained(problem: Problem, every: list[_Unit], ranks: list[tuple[int, ...]]
+def _constrained(problem: Problem, every: _Units, ranks: _Ranks
                  ) -> dict[str, TableConstraint] | None:
     """The table constraints with these ranks; None where nothing is left to choose."""
     tables = dict(problem.constraints.tables)
-    for unit, chosen in zip(every, ranks, strict=True):
-        for name in unit.tables:
-            c = tables.get(name, TableConstraint())
+    for unit, chosen in ranks.items():
+        for name in every.tables[unit]:
+            c = problem.held(name)
             if c.tiers is not None:
                 continue
             c = replace(c, ranks=chosen)
-            if len(unit.tables) > 1 and len(chosen) > 1:
+            if len(every.tables[unit]) > 1 and len(chosen) > 1:
                 # Every tier on all ranks of the set: neither owners nor short pushed stripes.
                 placements = problem.placements_of(name) - {"owned"}
                 c = replace(c, placements=placements, modes=problem.modes_of(name) & {"pull"})
