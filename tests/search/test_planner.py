@@ -129,7 +129,8 @@ def test_constraints_are_obeyed():
 
 def test_everything_pinned_is_only_scored():
     specs, stats = tables_and_stats(2, 9)
-    held = {"tables": {s.name: {"tiers": (Tier(0, s.num_rows, "owned", (0,)),)} for s in specs}}
+    held = Constraints({s.name: TableConstraint(tiers=(Tier(0, s.num_rows, "owned", (0,)),))
+                        for s in specs})
     plan = make_plan(specs, stats, gpus(2), batch_size=128, constraints=held)
     assert plan.gap <= 1.0 and plan.step_us > 0
     assert all(t.tiers[0].ranks == (0,) for t in plan.tables)

@@ -19,12 +19,21 @@ from itertools import combinations
 from typing import Any
 
 from oper.errors import InvalidInputError, PlanError, fail
-from oper.plan import MEMORIES, PLACEMENTS, Plan, TablePlan, Tier, tier_from_json, tier_to_json
+from oper.plan import (
+    MEMORIES,
+    MODES,
+    PLACEMENTS,
+    Plan,
+    TablePlan,
+    Tier,
+    tier_from_json,
+    tier_to_json,
+)
 from oper.topology import parse_bytes
 
 EVERY_TABLE = "*"  # constrains all tables that have no entry of their own
-_FIELDS = frozenset({"placements", "replicate", "modes", "memories", "ranks", "tiers",
-                     "pinned"})
+_NAMES = ("placements", "modes", "memories")  # fields that are lists of text
+_FIELDS = frozenset({*_NAMES, "replicate", "ranks", "tiers", "pinned"})
 _KEYS = frozenset({"tables", "keep_together", "keep_apart", "memory_bytes", "reserve_bytes"})
 
 
@@ -85,16 +94,13 @@ class Constraints:
 
 
 def _table_json(held: TableConstraint) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for name in ("placements", "modes", "memories"):
-        if getattr(held, name) is not None:
-            value[name] = sorted(getattr(held, name))
+    value: dict[str, Any] = {name: sorted(getattr(held, name)) for name in _NAMES
+                             if getattr(held, name) is not None}
     if held.ranks is not None:
         value["ranks"] = list(held.ranks)
-    if held.tiers is not None:
-        value["tiers"] = [tier_to_json(t) for t in held.tiers]
-    if held.pinned:
-        value["pinned"] = [tier_to_json(t) for t in held.pinned]
+    for name in ("tiers", "pinned"):
+        if getattr(held, name):
+            value[name] = [tier_to_json(t) for t in getattr(held, name)]
     if held.unreplicated:
         value["replicate"] = [list(r) for r in held.unreplicated]
     return value
@@ -158,13 +164,10 @@ def _from_mapping(value: Any) -> Constraints:
         _sizes("reserve_bytes", value.get("reserve_bytes", 0)))
 
 
-def _sizes(label: str, value: Any) -> int | tuple[int, ...]:
+def _sizes(label: str, value: Any) -> Any:
+    """Bytes: one number, or a tuple of them."""
     if isinstance(value, list | tuple):
-        return tuple(_size(label, x) for x in value)
-    return _size(label, value)
-
-
-def _size(label: str, value: Any) -> int:
+        return tuple(_sizes(label, x) for x in value)
     try:
         if isinstance(value, int | str):
             return parse_bytes(value)
@@ -192,13 +195,11 @@ def _table(name: str, value: Any) -> TableConstraint:
                                      "remove the fields that are not known, and those that are "
                                      "null"))
     try:
-        placements, modes, memories, ranks = (
-            list(value[k]) if k in value else None
-            for k in ("placements", "modes", "memories", "ranks"))
-        if not all(isinstance(x, str) for part in (placements, modes, memories)
-                   for x in part or []):
+        chosen = {k: list(value[k]) for k in _NAMES if k in value}
+        if not all(isinstance(x, str) for part in chosen.values() for x in part):
             raise TypeError("placements, modes and memories are lists of text")
-        if not all(type(r) is int for r in ranks or []):
+        ranks = tuple(value["ranks"]) if "ranks" in value else None
+        if not all(type(r) is int for r in ranks or ()):
             raise TypeError("ranks are integers")
         replicate, ranges = value.get("replicate", True), []
         if isinstance(replicate, list | tuple):
@@ -207,17 +208,12 @@ def _table(name: str, value: Any) -> TableConstraint:
                 type(n) is int for r in ranges for n in r):
             raise TypeError("replicate is false, or a list of the row ranges without replicas")
         if replicate is False:
-            placements = [p for p in placements or PLACEMENTS if p != "replicated"]
-        tiers = value.get("tiers")
-        pinned = [t if isinstance(t, Tier) else tier_from_json(t) for t in value.get("pinned", ())]
-        return TableConstraint(
-            None if placements is None else frozenset(placements),
-            None if modes is None else frozenset(modes),
-            None if ranks is None else tuple(ranks),
-            None if tiers is None else tuple(t if isinstance(t, Tier) else tier_from_json(t)
-                                             for t in tiers),
-            None if memories is None else frozenset(memories),
-            tuple(sorted(pinned, key=lambda t: t.start)), tuple(ranges))
+            chosen["placements"] = [p for p in chosen.get("placements", PLACEMENTS)
+                                    if p != "replicated"]
+        tiers = tuple(map(tier_from_json, value["tiers"])) if "tiers" in value else None
+        pinned = sorted(map(tier_from_json, value.get("pinned", ())), key=lambda t: t.start)
+        return TableConstraint(**{k: frozenset(v) for k, v in chosen.items()}, ranks=ranks,
+                               tiers=tiers, pinned=tuple(pinned), unreplicated=tuple(ranges))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidInputError(fail(what, "fields", value, "lists, and tiers as in a plan file",
                                      str(error))) from None
@@ -228,11 +224,10 @@ def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_s
     if name not in known and name != EVERY_TABLE:
         raise InvalidInputError(fail(what, "table", name, f"one of {sorted(known)[:8]}",
                                      "name a table of the model"))
-    for label, chosen, allowed in (("placements", held.placements, set(PLACEMENTS)),
-                                   ("modes", held.modes, {"pull", "push"}),
-                                   ("memories", held.memories, set(MEMORIES)),
-                                   ("ranks", held.ranks, set(range(world_size)))):
-        if chosen is not None and (not chosen or not set(chosen) <= allowed):
+    for label, allowed in (("placements", PLACEMENTS), ("modes", MODES), ("memories", MEMORIES),
+                           ("ranks", range(world_size))):
+        chosen = getattr(held, label)
+        if chosen is not None and (not chosen or not set(chosen) <= set(allowed)):
             raise InvalidInputError(fail(what, label, sorted(chosen),
                                          f"some of {sorted(allowed)[:16]}",
                                          "choose from these, and at least one"))
@@ -257,17 +252,29 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
         rest = [Tier(a, b, "owned", (0,)) for a, b in ((0, x.start), (x.stop, num_rows)) if a < b]
         tiers = tuple(sorted([*rest, x], key=lambda t: t.start))
         TablePlan.check_tiers(what, tiers, num_rows, world_size)
-        for label, allowed, value in (
-                ("placements", held.placements, {x.placement}),
-                ("modes", held.modes, {x.mode} if x.placement != "replicated" else set()),
-                ("memories", held.memories, {x.memory}), ("ranks", held.ranks, set(x.ranks)),
-                ("replicate", None if x.placement != "replicated" else () if any(
-                    a < x.stop and x.start < b for a, b in held.unreplicated) else None,
-                 {"replicated"})):
-            if allowed is not None and not value <= set(allowed):
-                raise InvalidInputError(fail(what, f"pinned rows {x.start}:{x.stop}, {label}",
-                                             sorted(value), f"some of {sorted(allowed)}",
-                                             "change the pin or the other constraint"))
+        wrong = _beyond(held, [x]) + [("replicate", ["replicated"], "no replicas")] * _breaks(
+            held, x)
+        for label, used, allowed in wrong:
+            raise InvalidInputError(fail(what, f"pinned rows {x.start}:{x.stop}, {label}", used,
+                                         allowed, "change the pin or the other constraint"))
+
+
+def _beyond(held: TableConstraint, tiers: Iterable[Tier]) -> list[tuple[str, list[Any], str]]:
+    """What tiers use beyond what a constraint allows: of which kind, what, and what is allowed."""
+    every = list(tiers)
+    used: dict[str, set[Any]] = {
+        "placements": {x.placement for x in every}, "memories": {x.memory for x in every},
+        "modes": {x.mode for x in every if x.placement != "replicated"},
+        "ranks": {r for x in every for r in x.ranks}}
+    return [(label, sorted(values - set(allowed)), f"some of {sorted(allowed)}")
+            for label, values in used.items() if (allowed := getattr(held, label)) is not None
+            and values - set(allowed)]
+
+
+def _breaks(held: TableConstraint, tier: Tier) -> bool:
+    """Whether a tier replicates rows that are held to no replicas."""
+    return tier.placement == "replicated" and any(
+        a < tier.stop and tier.start < b for a, b in held.unreplicated)
 
 
 def _check_groups(value: Constraints, known: Sequence[str]) -> None:
@@ -323,16 +330,9 @@ def violations(plan: Plan, held: Constraints) -> list[str]:
             out += [f"table {name!r} has other tiers than the one pinned on rows {x.start}:{x.stop}"
                     for x in c.pinned if x not in piece.tiers]
             out += [f"table {name!r} replicates rows {x.start}:{x.stop}, some held to no replicas"
-                    for x in piece.tiers if x.placement == "replicated"
-                    and any(a < x.stop and x.start < b for a, b in c.unreplicated)]
-        for label, allowed, used in (
-                ("placements", c.placements, {t.placement for t in tiers}),
-                ("modes", c.modes, {t.mode for t in tiers if t.placement != "replicated"}),
-                ("memories", c.memories, {t.memory for t in tiers}),
-                ("ranks", c.ranks, {r for t in tiers for r in t.ranks})):
-            extra = sorted(used - set(allowed)) if allowed is not None else []
-            if extra:
-                out.append(f"table {name!r} uses {label} {extra}, held to {sorted(allowed or ())}")
+                    for x in piece.tiers if _breaks(c, x)]
+        out += [f"table {name!r} uses {label} {used}, held to {allowed}"
+                for label, used, allowed in _beyond(c, tiers)]
     return out + group_violations(plan, held)
 
 
