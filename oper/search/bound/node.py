@@ -239,7 +239,8 @@ class Node:
             return out
         of, table, kind, mode, amount = _pieces_of(tables, found)
         pushed = mode >= ALL_PUSHED
-        streams = np.where(pushed, self.fit.least_streams[self.fit.place(table, kind)],
+        # In the class where they are least.
+        streams = np.where(pushed, self.fit.streams[self.fit.place(table, kind)].min(axis=1),
                            [p.streams for x in found for p in x])[:, None]
         asked = self.resources_at(amount, table, kind, streams) + (streams - 1.0) * r.piece
         asked += streams * (np.where((mode == TIERS)[:, None], r.tiers[table], 0.0)

@@ -23,7 +23,7 @@ import numpy as np
 from oper.search.bound.inequalities import Load, OwnerRows
 from oper.search.bound.pieces import Pieces
 from oper.search.bound.rows import Option, ResourceRows
-from oper.search.bound.units import ANY_SQUARES, WHOLE, UnitRows
+from oper.search.bound.units import ANY, ANY_SQUARES, WHOLE, UnitRows
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import (
     COPIES,
@@ -154,20 +154,25 @@ class Relaxation:
             self.base[k] -= 1e6 * model.hidden[phase, self.classes.ranks[rank_class]].mean()
         self.fixed_us = sum(model.fixed_us(self.fixed_tally))
 
-    def _block_costs(self) -> np.ndarray:
-        """`coefficients` and `per_stream` without the rows about owners."""
-        rows, tables = self.rows, self.tables
-        out = np.zeros((2, len(tables), len(self.options), NUM_FEATURES, rows.phase_of.size))
-        # Owners are symmetric within a class by construction, readers by definition.
-        asked = {kind: [self.units.mean(x, rows.unit)
-                        for x in self.units.of(kind)[[WHOLE, ANY_SQUARES]]]
-                 for kind in {o.kind for o in self.options} - {COPIES}}
+    def _block_costs(self, owners: OwnerRows) -> np.ndarray:
+        """`coefficients` and `per_stream`, of the rows about owners behind the others."""
+        rows, units, number = self.rows, self.units, self.rows.phase_of.size
+        out = np.zeros((2, len(self.tables), len(self.options), NUM_FEATURES,
+                        number + owners.phase_of.size))
+        for kind in {o.kind for o in self.options} - {COPIES}:
+            of = units.of(kind)
+            # Owners are symmetric within a class by construction, readers by definition.
+            asked = [np.concatenate([units.mean(of[mean], rows.unit),
+                                     units.by_tables(of[alone], owners.asked)], axis=-1)
+                     for mean, alone in ((WHOLE, WHOLE), (ANY_SQUARES, ANY))]  # [C, T, 4, R]
+            for o, option in enumerate(self.options):
+                if option.kind == kind:
+                    out[:, :, o] = [units.by_owner(x, option.rank_class) for x in asked]
         for o, option in enumerate(self.options):
-            if option.kind == COPIES:
-                for k, t in enumerate(tables):
-                    out[0, k, o] = [rows.of_tally(x) for x in copy_tallies(self.model, t)]
-            for n, x in enumerate(asked.get(option.kind, ())):
-                out[n, :, o] = self.units.by_owner(x, option.rank_class)
+            if option.kind == COPIES:  # a rank with a copy reads no less than one that owns nothing
+                for k, t in enumerate(self.tables):
+                    out[0, k, o, :, :number] = [rows.of_tally(x)
+                                                for x in copy_tallies(self.model, t)]
         return out
 
     def _add_inequalities(self, owners: OwnerRows) -> None:
@@ -175,8 +180,7 @@ class Relaxation:
         rows = self.rows
         self.unit = np.concatenate([rows.unit, owners.unit], axis=-1)
         self.inequalities = owners.inequalities
-        self.coefficients, self.per_stream = np.concatenate(
-            [self._block_costs(), owners.coefficients()], axis=-1)
+        self.coefficients, self.per_stream = self._block_costs(owners)
         self.pinned = np.concatenate([self.pinned, np.zeros(len(owners.base))])
         self.base = np.concatenate([self.base, owners.base]) + self.pinned
         self.phase_of = np.concatenate([rows.phase_of, owners.phase_of])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,10 +38,6 @@ class Bottleneck:
     is_cut: bool
     move: str
     saves_us: float
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-able values."""
-        return asdict(self)
 
 
 def describe(tier: Tier) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,10 +88,6 @@ class Serving:
     memory_bytes: int = 0
     replica_share: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON-able values."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topology: Topology,
                  goal: LatencyGoal, constraints: Constraints | Mapping[str, Any] | None = None,
@@ -139,7 +135,7 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
         else:
             low = cap
     notes = {**plan.notes, "latency": {
-        **found.to_json(), "request_rate": goal.request_rate, "bound_ms": goal.bound_ms,
+        **asdict(found), "request_rate": goal.request_rate, "bound_ms": goal.bound_ms,
         "dense_us": list(goal.dense_us), "model": "Poisson arrivals, one queue per rank, "
         "deterministic bulk service with a timer; modelled"}}
     return replace(plan, notes=notes), found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def as_json(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> dic
         "gap": None if why else _number(plan.gap), "not_certified": why or None,
         "verified": None if verdict is None else verdict.certified,
         "imbalance": found.imbalance, "fits": found.fits,
-        "bottlenecks": [x.to_json() for x in bottlenecks(plan, problem)],
+        "bottlenecks": [asdict(x) for x in bottlenecks(plan, problem)],
         "broken_constraints": violations(plan, problem.constraints),
         "replica_share_rows": share_rows, "replica_share_ids": share_ids,
         "domain_bytes": found.domain_bytes.tolist(),
