@@ -9,7 +9,7 @@ caches of rows are read by their reader (`pull`).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,10 +79,19 @@ def score_peers(problem: Problem, seed: int = 0,
 # -- whole tables and columns, pushed --------------------------------------------------------------
 
 
+def _whole(problem: Problem, without: Collection[int] = ()) -> list[Shard]:
+    """Every table but some as one shard."""
+    return [Shard(k, 0, t.spec.dim) for k, t in enumerate(problem.tables) if k not in without]
+
+
+def _small(problem: Problem) -> set[int]:
+    return {k for k, t in enumerate(problem.tables) if t.spec.num_rows <= _SMALL_ROWS}
+
+
 def _random(problem: Problem, seed: int) -> Plan | None:
     rng = np.random.default_rng(seed)
-    order = rng.permutation(len(problem.tables)).tolist()
-    shards = [Shard(k, 0, problem.tables[k].spec.dim) for k in order]
+    shards = _whole(problem)
+    shards = [shards[k] for k in rng.permutation(len(shards)).tolist()]
     return _pack(problem, shards, rng.uniform(size=len(shards)))
 
 
@@ -91,16 +100,15 @@ def _largest_first(cost: Callable[[TableProblem], float]
     """Longest processing time first (Graham 1969): the baselines of DreamShard and NeuroShard."""
 
     def make(problem: Problem, seed: int) -> Plan | None:
-        shards = [Shard(k, 0, t.spec.dim) for k, t in enumerate(problem.tables)]
-        return _pack(problem, shards, np.array([cost(t) for t in problem.tables]))
+        return _pack(problem, _whole(problem), np.array([cost(t) for t in problem.tables]))
 
     return make
 
 
 def _hybrid(problem: Problem, seed: int) -> Plan | None:
     """Small tables data-parallel, the others whole by lookups (TorchRec's usual mix)."""
-    small = {k for k, t in enumerate(problem.tables) if t.spec.num_rows <= _SMALL_ROWS}
-    shards = [Shard(k, 0, t.spec.dim) for k, t in enumerate(problem.tables) if k not in small]
+    small = _small(problem)
+    shards = _whole(problem, small)
     cost = np.array([problem.tables[s.table].total[IDS] * s.stop for s in shards])
     return _pack(problem, shards, cost, small)
 
@@ -112,25 +120,26 @@ def _row_wise(problem: Problem, seed: int) -> Plan | None:
                            for t in problem.tables])
 
 
-def _shard_cost(problem: Problem, shard: Shard) -> float:
-    """HugeCTR's published cost of a shard: memory term by hotness, exchange term by width."""
-    t, width = problem.tables[shard.table], shard.stop - shard.start
+def _shard_costs(problem: Problem, shards: Sequence[Shard]) -> np.ndarray:
+    """HugeCTR's published cost of shards: memory term by hotness, exchange term by width."""
     d = problem.topology.domains[0]
-    read = t.total[IDS] * width / d.read_gbps
     link = d.link_gbps if problem.topology.num_hosts == 1 else d.cross_gbps
-    return float(read + t.traffic.num_bags * width / link)
+    tables = [problem.tables[s.table] for s in shards]
+    width = np.array([s.stop - s.start for s in shards])
+    return np.asarray(np.array([t.total[IDS] for t in tables]) * width / d.read_gbps
+                      + np.array([t.traffic.num_bags for t in tables]) * width / link)
 
 
 def _split_and_place(problem: Problem, seed: int) -> Plan | None:
     """HugeCTR's planner as EMBark describes it: place, halve the costliest shard, and repeat."""
-    small = {k for k, t in enumerate(problem.tables) if t.spec.num_rows <= _SMALL_ROWS}
-    shards = [Shard(k, 0, t.spec.dim) for k, t in enumerate(problem.tables) if k not in small]
+    small = _small(problem)
+    shards = _whole(problem, small)
     best: tuple[float, Plan] | None = None
     for _ in range(_ROUNDS):
-        cost = np.array([_shard_cost(problem, s) for s in shards])
+        cost = _shard_costs(problem, shards)
         plan = _pack(problem, shards, cost, small)
         if plan is not None:
-            peak = _peak(problem, shards, cost)
+            peak = _peak(problem, shards)
             if best is None or peak < best[0]:
                 best = (peak, plan)
         cut = _wide(problem, shards, cost)
@@ -142,24 +151,18 @@ def _split_and_place(problem: Problem, seed: int) -> Plan | None:
 
 def _beam(problem: Problem, seed: int) -> Plan | None:
     """NeuroShard's outer beam over column splits, with the shard cost in place of learned nets."""
-    start = [Shard(k, 0, t.spec.dim) for k, t in enumerate(problem.tables)]
-    beam, seen = [start], []
+    beam, seen = [_whole(problem)], []
     for _ in range(_MAX_COLUMN_CUTS):
         seen += beam
-        grown = []
-        for shards in beam:
-            cost = np.array([_shard_cost(problem, s) for s in shards])
-            grown += [_halved(shards, n) for n in _wide(problem, shards, cost)[:10]]
+        grown = [_halved(shards, n) for shards in beam
+                 for n in _wide(problem, shards, _shard_costs(problem, shards))[:10]]
         if not grown:
             break
-        grown.sort(key=lambda s: _peak(problem, s, np.array([_shard_cost(problem, x) for x in s])))
+        grown.sort(key=lambda x: _peak(problem, x))
         beam = grown[:3]
-    for shards in sorted(seen + beam, key=lambda s: _peak(
-            problem, s, np.array([_shard_cost(problem, x) for x in s]))):
-        plan = _pack(problem, shards, np.array([_shard_cost(problem, x) for x in shards]))
-        if plan is not None:
-            return plan
-    return None
+    plans = (_pack(problem, shards, _shard_costs(problem, shards))
+             for shards in sorted(seen + beam, key=lambda x: _peak(problem, x)))
+    return next((plan for plan in plans if plan is not None), None)
 
 
 def _wide(problem: Problem, shards: Sequence[Shard], cost: np.ndarray) -> list[int]:
@@ -176,10 +179,10 @@ def _halved(shards: Sequence[Shard], n: int) -> list[Shard]:
             *shards[n + 1:]]
 
 
-def _peak(problem: Problem, shards: Sequence[Shard], cost: np.ndarray) -> float:
+def _peak(problem: Problem, shards: Sequence[Shard]) -> float:
     """Largest rank load after packing by cost alone."""
     load = [0.0] * problem.machine.world_size
-    for value in sorted(cost.tolist(), reverse=True):
+    for value in sorted(_shard_costs(problem, shards).tolist(), reverse=True):
         heapq.heapreplace(load, load[0] + value)
     return max(load)
 

@@ -99,27 +99,35 @@ class Machine:
 
     def domain_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over the ranks of one's own domain; float64 [..., W] -> [..., W]."""
-        return _group_sum(values, self.domain, self._domain_starts)
+        return self._sum(values, "domain")
 
     def host_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over the ranks of one's own host; float64 [..., W] -> [..., W]."""
-        return _group_sum(values, self.host, self._host_starts)
+        return self._sum(values, "host")
 
     def rack_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over the ranks of one's own rack; float64 [..., W] -> [..., W]."""
-        return _group_sum(values, self.rack, self._rack_starts)
+        return self._sum(values, "rack")
+
+    def _sum(self, values: np.ndarray, level: str) -> np.ndarray:
+        """Sum over the ranks that are in one's own domain, host or rack."""
+        group, starts = self._groups[level]
+        if starts is not None:
+            return np.add.reduceat(values, starts, axis=-1)[..., group]
+        member = (group[:, None] == np.arange(group.max() + 1)).astype(float)
+        return (values @ member)[..., group]
 
     @cached_property
-    def _domain_starts(self) -> np.ndarray | None:
-        return _starts(self.domain)
-
-    @cached_property
-    def _host_starts(self) -> np.ndarray | None:
-        return _starts(self.host)
-
-    @cached_property
-    def _rack_starts(self) -> np.ndarray | None:
-        return _starts(self.rack)
+    def _groups(self) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
+        """By level, the group of each rank, and where groups begin if they are contiguous. Ranks
+        are numbered through domains in order and domains through hosts, so that only a host that is
+        listed twice is not, and a rack of hosts that do not follow each other."""
+        found: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
+        for level, group in (("domain", self.domain), ("host", self.host), ("rack", self.rack)):
+            starts = np.flatnonzero(np.diff(group, prepend=-1))
+            ascending = starts.size == group[-1] + 1 and (np.diff(group) >= 0).all()
+            found[level] = group, starts if ascending else None
+        return found
 
     def elsewhere_on_host(self, values: np.ndarray) -> np.ndarray:
         """Sum over the other domains of one's own host; float64 [..., W] -> [..., W]."""
@@ -142,22 +150,6 @@ class Machine:
     def per_host(self, values: np.ndarray) -> np.ndarray:
         """Sum per host; float64 [W] -> [num_hosts]."""
         return np.bincount(self.host, values, minlength=self.host_capacity_bytes.size)
-
-
-def _starts(group: np.ndarray) -> np.ndarray | None:
-    """Where groups begin; None where they are not contiguous. Ranks are numbered through domains in
-    order and domains through hosts, so that only a host that is listed twice is such, and a rack
-    of hosts that do not follow each other."""
-    starts = np.flatnonzero(np.diff(group, prepend=-1))
-    ascending = starts.size == group[-1] + 1 and (np.diff(group) >= 0).all()
-    return starts if ascending else None
-
-
-def _group_sum(values: np.ndarray, group: np.ndarray, starts: np.ndarray | None) -> np.ndarray:
-    if starts is not None:
-        return np.add.reduceat(values, starts, axis=-1)[..., group]
-    member = (group[:, None] == np.arange(group.max() + 1)).astype(float)
-    return (values @ member)[..., group]
 
 
 def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
