@@ -196,8 +196,8 @@ def test_every_row_of_the_relaxation_holds_for_plans(name: str) -> None:
             for n, owner in enumerate(owners):
                 rank_class = int(relaxation.classes.of_rank[owner])
                 amount[n, relaxation.options.index(Option(PUSH, rank_class))] = many.tables[n].total
-            asked = node.base + relaxation.resources_of(
-                amount, np.arange(shape[0]), np.ones(shape), np.ones(shape)).sum(axis=0)
+            asked = node.base + Node(relaxation).resources_at(
+                amount, np.arange(shape[0]), np.zeros(shape[0], np.int64)).sum(axis=0)
             phases = evaluate(plan, many).phases
             about = [((phase, GROUPS.index(group)), row, False)
                      for row, (phase, group, _) in enumerate(relaxation.rows.names)]

@@ -166,8 +166,8 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
     pool, relaxation = Pool() if pool is None else pool, node.relaxation
     if not relaxation.tables:
         over = max(0.0, float(node.base[relaxation.phase_of == -1].max()) - 1.0)
-        step = relaxation.step_us(node.base)
         prices = _peaks(relaxation, node.base)
+        step = node.bound_at(prices, np.zeros(0))
         return Bound(step, step, prices, node, pool, over, 0, over > 1e-6)
     if not relaxation.alike and relaxation.pushes.any():
         tolerance = max(tolerance, _SEVERAL)

@@ -303,18 +303,32 @@ class Node:
 
     def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray,
                      others: np.ndarray | float = 1.0) -> np.ndarray:
-        """As `Relaxation.resources_of`, pieces of the types `kind` (int64 [N]), full owners, and
-        `others` streams of rows that are not pushed (float64 [N, 1])."""
+        """What features placed by option ask of the resource rows, charges apart, with full owners.
+
+        Args:
+            amount: float64 [N, M, 4].
+            tables: int64 [N], the table of each entry.
+            kind: int64 [N], type of its pieces.
+            others: float64 [N, 1], columns of the table over those of one piece, of rows that are
+                not pushed.
+
+        Returns:
+            float64 [N, R].
+        """
         r = self.relaxation
-        owner = np.ones((len(tables), len(r.options)))
-        streams, sums = owner * others, np.zeros_like(owner)
+        out, streams = r.unpushed(amount, tables), np.ones((len(tables), len(r.options))) * others
         for o in np.flatnonzero(r.pushes).tolist():
-            n = amount[:, o, IDS] > 0
-            streams[n, o], mass = self.fit.chosen(tables[n], r.options[o].rank_class, kind[n])
-            owner[n, o] = np.maximum(mass, 1e-9)
-            sums[n, o] = self.fit.least_sums(tables[n], r.options[o].rank_class, kind[n],
-                                             amount[n, o])
-        return r.resources_of(amount, tables, streams, owner, sums)
+            n = np.flatnonzero(amount[:, o, IDS] > 0)
+            at = tables[n], r.options[o].rank_class, kind[n]
+            streams[n, o], mass = self.fit.chosen(*at)
+            size = np.maximum(
+                r.pieces.sum_bytes(at[0], amount[n, o, IDS] / r.total_ids[at[0]],
+                                   np.maximum(mass, 1e-9)),
+                self.fit.least_sums(*at, amount[n, o]))
+            out[n] += size[:, None] * r.unit[at[1], PARTIALS]
+        n = np.flatnonzero((streams > 1.0).any(axis=1))
+        out[n] += np.einsum("no,nof,nofr->nr", streams[n] - 1.0, amount[n], r.per_stream[tables[n]])
+        return out
 
     def bound_at(self, prices: np.ndarray, value: np.ndarray) -> float:
         """The lower bound (microseconds) that prices and each table's least cost at them certify.

@@ -38,7 +38,7 @@ from oper.search.cost.space import (
     may_hold,
     most_masters,
 )
-from oper.search.cost.tally import FORWARD_NS, NUM_ROWS, PARTIALS, Tally
+from oper.search.cost.tally import FORWARD_NS, NUM_ROWS, Tally
 from oper.search.problem.machine import first_neighbourhood
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
 
@@ -248,35 +248,7 @@ class Relaxation:
             out[weight > 0] /= max(1.0, float(out @ weight))
         return out
 
-    def step_us(self, total: np.ndarray) -> float:
-        """Modelled step when the resource rows hold `total` (float64 [R], base included)."""
-        return self.fixed_us + sum(
-            max(0.0, float(total[self.phase_of == p].max()))
-            for p in range(int(self.phase_of.max()) + 1))
-
-    def resources_of(self, amount: np.ndarray, tables: np.ndarray, streams: np.ndarray,
-                     owner: np.ndarray, least_sums: np.ndarray | float = 0.0) -> np.ndarray:
-        """What features placed by option ask of the resource rows, charges apart.
-
-        Args:
-            amount: float64 [N, M, 4].
-            tables: int64 [N], the table of each entry.
-            streams: float64 [N, M], columns of the table over those of one piece.
-            owner: float64 [N, M], mass that one owner holds at most, of the table's mass 1.
-            least_sums: float64 [N, M], bytes of partial sums at least.
-
-        Returns:
-            float64 [N, R].
-        """
-        out = np.einsum("nof,nofr->nr", amount, self.coefficients[tables])
-        least_sums = np.broadcast_to(least_sums, streams.shape)
-        for o in np.flatnonzero(self.pushes):
-            n = np.flatnonzero(amount[:, o, IDS] > 0)
-            share = amount[n, o, IDS] / self.total_ids[tables[n]]
-            size = np.maximum(self.pieces.sum_bytes(tables[n], share, owner[n, o]),
-                              least_sums[n, o])
-            out[n] += size[:, None] * self.unit[self.options[o].rank_class, PARTIALS]
-        n = np.flatnonzero((streams > 1.0).any(axis=1))
-        out[n] += np.einsum("no,nof,nofr->nr", streams[n] - 1.0, amount[n],
-                            self.per_stream[tables[n]])
-        return out
+    def unpushed(self, amount: np.ndarray, tables: np.ndarray) -> np.ndarray:
+        """What features by option (float64 [N, M, 4]) of tables (int64 [N]) ask of the resource
+        rows as one piece each, partial sums and charges apart; float64 [N, R]."""
+        return np.asarray(np.einsum("nof,nofr->nr", amount, self.coefficients[tables]))

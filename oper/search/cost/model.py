@@ -55,7 +55,9 @@ from oper.search.cost.tally import (
     HOST_SENT,
     HOST_SERVED,
     HOST_UPDATE,
+    KERNEL_WIDTHS,
     NUM_ROWS,
+    ODD_PASSES,
     PARTIALS,
     PUSH_IDS,
     RETURNED,
@@ -65,7 +67,6 @@ from oper.search.cost.tally import (
     UPDATE_NS,
     UPDATE_ROWS,
     Tally,
-    odd_passes,
     owned_features,
     row_bytes,
 )
@@ -305,8 +306,13 @@ class CostModel:
             out[..., UPDATE_NS, :] += owner[..., TOUCHED_ALL, :] * self.odd_ns(t, width, 2)
 
     def odd_ns(self, t: TableProblem, width: int, phase: int) -> float:
-        """Nanoseconds per id or row of a table without a kernel of its width; see `odd_passes`."""
-        return odd_passes(t, width, phase) * self.costs.odd_ns
+        """Nanoseconds per id or row in phase 0..2 (forward, backward, update) where the table has
+        no kernel of its width: passes over vectors of the table's own width, of which a piece of
+        `width` columns has a part."""
+        if t.spec.dim in KERNEL_WIDTHS:
+            return 0.0
+        vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
+        return ODD_PASSES[phase] * width * vectors * self.costs.odd_ns
 
     def table_rows(self, t: TableProblem, num_outputs: np.ndarray | None = None) -> np.ndarray:
         """Tally rows that every plan pays for the table: outputs, bag gradients, outbox memory.

@@ -74,17 +74,3 @@ def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) 
     else:
         out[:, pattern] = shares
     return out
-
-
-def odd_passes(t: TableProblem, width: int, phase: int) -> float:
-    """Vectors of a row that passes go over where the table has no kernel of its width.
-
-    Args:
-        t: the table; its own width counts, so that a piece costs in proportion to its columns.
-        width: columns of the piece.
-        phase: 0..2, forward, backward and update.
-    """
-    if t.spec.dim in KERNEL_WIDTHS:
-        return 0.0
-    vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
-    return ODD_PASSES[phase] * width * vectors

@@ -116,7 +116,8 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
     problem = state(_likely_batch(goal, topology))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that there are no statistics: said once
-        problems = {n: state(n) for n in range_of_powers(goal.max_batch)}
+        powers = (1 << k for k in range(goal.max_batch.bit_length()))
+        problems = {n: state(n) for n in sorted({*powers, goal.max_batch})}
     most = plan_problem(problem)
     best = _serving(most, problems, goal)
     if best is None or best.p99_ms > goal.bound_ms:
@@ -158,11 +159,6 @@ def _within(problem: Problem, domain_bytes: float) -> Plan | None:
                                     last_resort=frozenset()))
     except PlanInfeasibleError:
         return None
-
-
-def range_of_powers(largest: int) -> list[int]:
-    """1, 2, 4, ... and `largest`."""
-    return sorted({*(1 << k for k in range(largest.bit_length())), largest})
 
 
 def service_us(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal) -> np.ndarray:

@@ -222,8 +222,7 @@ class Annealing:
         dealt = np.where(self.dealt[table][..., None], amount, 0.0)
         features, stay = dealt.sum(axis=1), amount - dealt  # [N, 4], [N, O, 4]
         pushed_ids = dealt[:, relaxation.pushes, IDS].sum(axis=1)
-        one = np.ones(amount.shape[:2])
-        whole = relaxation.resources_of(stay, table, one, one)
+        whole = relaxation.unpushed(stay, table)
         once = np.einsum("nof,nofr->nr", stay, relaxation.per_stream[table])
         tables, class_of = relaxation.tables, loads.class_of
         rows = [np.zeros((table.size, loads.num_classes, NUM_ROWS))] * 5
