@@ -13,13 +13,13 @@ from oper.errors import InvalidInputError, UsageError, fail
 from oper.messages import EXACT, MessageBits
 from oper.plan import OBJECTIVES, Plan
 from oper.search.problem.overlap import overlap_to_json, parse_argument
+from oper.search.problem.presets import topology_preset
 from oper.search.problem.space import EVERYTHING, check_allow, used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.stats import AccessStats
 from oper.support.files import read_json
 from oper.support.flags import number, text_for, whole
 from oper.tables import CODE_BITS, DTYPES, OPTIMIZERS, TableSpec, format_bytes
-from oper.topology import Topology
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +69,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.request_rate is not None or args.latency_bound is not None:
         return _plan_latency(args, stats)
     problem = make_problem(
-        _tables(args, stats), stats, _topology(args), objective=args.objective,
-        batch_size=args.batch_size, allow=_allowed(args.allow),
+        _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
+        objective=args.objective, batch_size=args.batch_size, allow=_allowed(args.allow),
         constraints=None if args.constraints is None else read_constraints(args.constraints))
     problem = replace(with_overlap(problem, parse_argument(args.overlap)),
                       message_bits=_message_bits(args))
@@ -102,7 +102,7 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
                               "two numbers and a comma", "e.g. 200,1.5")) from None
     constraints = None if args.constraints is None else read_constraints(args.constraints)
     plan, serving = plan_latency(
-        _tables(args, stats), stats, _topology(args),
+        _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
         LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample)), constraints,
         _message_bits(args))
     plan.save(args.output)
@@ -199,16 +199,13 @@ def run_verify(args: argparse.Namespace) -> int:
     plan, problem = stated(args, _stats(args))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     found = verify_plan(plan, problem)
-
-    def known(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
     if args.json:
+        value = {"step_us": found.step_us, "bound_us": found.bound_us,
+                 "cutoff_us": found.cutoff_us, "gap": found.gap}
         print(json.dumps({
             "plan": args.plan, "certified": found.certified, "why": found.why or None,
-            "step_us": found.step_us, "bound_us": known(found.bound_us),
-            "cutoff_us": known(found.cutoff_us), "leaves": found.num_leaves,
-            "gap": known(found.gap)}))
+            **{k: x if math.isfinite(x) else None for k, x in value.items()},
+            "leaves": found.num_leaves}))
         return 0 if found.certified else 1
     print(f"step        {found.step_us:12.1f} us   evaluated anew")
     if math.isfinite(found.bound_us):
@@ -255,7 +252,8 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
         raise UsageError(fail(f"cannot price {args.plan!r}", "batch_size", 0,
                               "the samples per rank and step to price it for, which this plan does "
                               "not state", "add --batch-size N"))
-    problem = make_problem([t.table for t in plan.tables], stats, _topology(args),
+    topology = topology_preset(args.topology, args.world_size)
+    problem = make_problem([t.table for t in plan.tables], stats, topology,
                            objective=plan.objective, batch_size=batch_size,
                            constraints=plan.notes.get("constraints"))
     # The space that the plan was made in, and what was written into it by hand.
@@ -305,12 +303,6 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
 
 def _message_bits(args: argparse.Namespace) -> MessageBits:
     return EXACT if args.message_bits is None else MessageBits.from_text(args.message_bits)
-
-
-def _topology(args: argparse.Namespace) -> Topology:
-    from oper.search.problem.presets import topology_preset
-
-    return topology_preset(args.topology, args.world_size)
 
 
 def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
