@@ -359,33 +359,30 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     """The problem's view of one table; raises InvalidInputError when statistics do not fit."""
     found = None if stats is None else table_stats_for(stats, spec.name, spec.num_rows)
     num_features = max(1, len(spec.features))
+    head, in_order, num_blocks, num_touched = np.zeros(0, np.int64), True, 8, spec.num_rows
     if stats is None or found is None or found.num_accesses == 0:
         traffic = Traffic(float(batch_size * num_features), float(batch_size * num_features),
                           np.ones(1), np.ones(1))
         curve = _curve([spec.num_rows], np.full(1, 1 / spec.num_rows), batch_size, world_size,
                        traffic, (1.0, 1.0))
-        edges = np.unique(np.array([0, *_geometric(spec.num_rows, 8), spec.num_rows], np.int64))
-        cumulative = np.stack([np.interp(edges, curve[ROWS], c) for c in curve])
-        none = np.zeros(0, np.int64)
-        return TableProblem(spec, traffic, edges, cumulative, True, none, none,
-                            np.zeros((NUM_FEATURES, 0)))
-    in_order = stats.ids_in_hotness_order
-    rows, probability = _hotness_classes(found, in_order)
-    traffic = _traffic(found, stats.num_samples, num_features, batch_size)
-    log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
-    stretch = _presence_stretch(found, rows, log_miss, traffic.num_bags / batch_size,
-                                (batch_size, batch_size * world_size))
-    curve = _curve(rows, probability, batch_size, world_size, traffic, stretch)
-    num_head = found.head_ids.size
-    num_touched = found.num_touched_rows
-    if not in_order and num_head < spec.num_rows:
-        # Beyond the head nobody knows which row is which: all of it has its mean hotness.
-        curve = curve[:, (curve[ROWS] <= num_head) | (curve[ROWS] == spec.num_rows)]
-        num_touched = num_head
+    else:
+        in_order, num_blocks = stats.ids_in_hotness_order, MAX_BLOCKS
+        rows, probability = _hotness_classes(found, in_order)
+        traffic = _traffic(found, stats.num_samples, num_features, batch_size)
+        log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
+        stretch = _presence_stretch(found, rows, log_miss, traffic.num_bags / batch_size,
+                                    (batch_size, batch_size * world_size))
+        curve = _curve(rows, probability, batch_size, world_size, traffic, stretch)
+        num_touched = found.num_touched_rows
+        if not in_order:
+            head = found.head_ids
+            if head.size < spec.num_rows:
+                # Beyond the head nobody knows which row is which: all of it has its mean hotness.
+                curve = curve[:, (curve[ROWS] <= head.size) | (curve[ROWS] == spec.num_rows)]
+                num_touched = head.size
     edges = np.unique(np.array(
-        [0, *_geometric(num_touched, MAX_BLOCKS), num_touched, spec.num_rows], np.int64))
+        [0, *_geometric(num_touched, num_blocks), num_touched, spec.num_rows], np.int64))
     cumulative = np.stack([np.interp(edges, curve[ROWS], c) for c in curve])
-    head = np.zeros(0, np.int64) if in_order else found.head_ids
     explicit = head[:_NUM_EXPLICIT]
     order = np.argsort(explicit)
     position = np.arange(explicit.size + 1)

@@ -95,10 +95,9 @@ class Timeline:
 
 def run(steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> Timeline:
     """Play the steps one after the other."""
-    player = _Training(steps, schedule, world_size) if schedule.training else _Inference(
-        steps, schedule, world_size)
+    player = _Player(steps, schedule, world_size)
     for number in range(len(steps)):
-        player.play(number)
+        (player.train if schedule.training else player.answer)(number)
     return player.timeline
 
 
@@ -107,6 +106,9 @@ class _Player:
         self.steps, self.schedule = steps, schedule
         self.timeline = Timeline(world_size)
         self.now = np.zeros(world_size)  # when each rank's lookup lane is free
+        #: float64 [steps, W], work that needs a later batch's ids alone and did not run ahead yet.
+        self.left = np.array([s.ids_us for s in steps]).reshape(len(steps), world_size)
+        self.answered: list[np.ndarray] = []  # by batch, when each rank's dense compute ended
 
     def add(self, rank: int, lane: int, name: str, step: int, span: tuple[float, float],
             num_bytes: float = 0.0) -> None:
@@ -134,13 +136,7 @@ class _Player:
             self.add(rank, LOOKUPS, "wait", number, (start, end))
         self.now = np.full(self.now.shape, end)
 
-
-class _Training(_Player):
-    def __init__(self, steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> None:
-        super().__init__(steps, schedule, world_size)
-        self.left = np.array([s.ids_us for s in steps]).reshape(len(steps), world_size)
-
-    def play(self, number: int) -> None:
+    def train(self, number: int) -> None:
         step = self.steps[number]
         forward, backward, update = step.phases[-3:]
         self.phase(number, forward)
@@ -166,13 +162,7 @@ class _Training(_Player):
                 at += length
         self.now = self.now + dense
 
-
-class _Inference(_Player):
-    def __init__(self, steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> None:
-        super().__init__(steps, schedule, world_size)
-        self.answered: list[np.ndarray] = []
-
-    def play(self, number: int) -> None:
+    def answer(self, number: int) -> None:
         before = number - self.schedule.in_flight
         if before >= 0:
             self.now = np.maximum(self.now, self.answered[before])
