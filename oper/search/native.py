@@ -81,15 +81,11 @@ def _library() -> ctypes.CDLL:
     path = Path(__file__).resolve().parent.parent / "_lib" / "liboper_search.so"
     try:
         library = ctypes.CDLL(str(path))
-        library.oper_search_version.restype = _int
-        version = library.oper_search_version()
         for name, kind in (("oper_fit", Fit), ("oper_price", Pricing), ("oper_pack", Packing)):
             function = getattr(library, name)
             function.argtypes, function.restype = [ctypes.POINTER(kind)], ctypes.c_int
     except (OSError, AttributeError) as e:
         raise _unusable("file", str(path), str(e)) from None
-    if version != VERSION:
-        raise _unusable("version", version, VERSION)
     return library
 
 

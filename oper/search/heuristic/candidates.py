@@ -18,7 +18,6 @@ from oper.search.bound.master import Bound
 from oper.search.bound.node import Configuration
 from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import row_bytes
-from oper.search.problem.machine import GROUPS
 from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import NUM_FEATURES, ROWS, TableProblem
 
@@ -159,7 +158,10 @@ class CandidatePool:
         of = np.repeat(list(new), [len(x) for x in new.values()])
         amount = np.concatenate([self._amount(tables[k], x) for k, x in new.items()])
         rows = self.node.resources_at(amount, of, self.node.kinds(amount, of, self.prices))
-        rows += self._tier_costs(of, [x for fresh in new.values() for x in fresh])
+        r, every = self.relaxation, [x for fresh in new.values() for x in fresh]
+        pushes = np.array([r.pushes[list(x.options)].any() for x in every], bool)[:, None]
+        several = np.array([len(x.stops) > 1 for x in every], bool)[:, None]
+        rows += several * np.where(pushes, r.tiers_pushed[of], r.tiers[of])
         begin = 0
         for k, fresh in new.items():
             at = slice(begin, begin + len(fresh))
@@ -167,18 +169,6 @@ class CandidatePool:
             self.candidates[k] = self.candidates[k] + fresh
             self.resources[k] = np.concatenate([self.resources[k], rows[at]])
             self.amounts[k] = np.concatenate([self.amounts[k], amount[at]])
-
-    def _tier_costs(self, tables: np.ndarray, candidates: list[Candidate]) -> np.ndarray:
-        """What several tiers cost the ranks themselves, which the relaxation knows nothing of;
-        float64 [N, R]."""
-        r, model = self.relaxation, self.relaxation.model
-        ns = [model.tiers_ns(bool(r.pushes[list(x.options)].any())) * (len(x.stops) > 1)
-              for x in candidates]
-        local = np.zeros(r.num_rows, bool)
-        for n, (phase, group, _) in enumerate(r.rows.names):
-            local[n] = (model.phases[phase] in ("forward", "backward")
-                        and model.has_local[phase, GROUPS.index(group)])
-        return np.outer(np.array(ns) * r.total_ids[tables] * 1e-3, local)
 
     def add_thresholds(self, count: int) -> None:
         """Candidates that replicate the hottest rows, pull the next, and push the rest, with edges

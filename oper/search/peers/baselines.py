@@ -18,7 +18,7 @@ from oper.plan import Piece, Plan, Tier
 from oper.search.cost.model import evaluate
 from oper.search.heuristic.placing import plan_of
 from oper.search.peers.markov import markov_chain
-from oper.search.peers.programs import coverage_milp, extraction_lp
+from oper.search.peers.programs import coverage_milp, extraction_lp, hot_and_cold
 from oper.search.problem.statement import IDS, Problem, TableProblem
 
 _SMALL_ROWS = 2000  # tables that hybrid plans keep data-parallel
@@ -237,6 +237,7 @@ def _top_mass(problem: Problem, seed: int) -> Plan | None:
 def _threshold(problem: Problem, mass: float | None) -> Plan | None:
     """The largest replicated prefix by a common rule whose plan fits."""
     low, high, best = 0.0, 1.0, None
+    every = tuple(range(problem.machine.world_size))
     cuts = np.array([np.searchsorted(t.cumulative[IDS], (mass or 1.0) * t.total[IDS] - 1e-9)
                      for t in problem.tables])
     heat = [t.blocks[:, IDS] / (np.diff(t.edges) * t.spec.row_bytes) for t in problem.tables]
@@ -248,7 +249,8 @@ def _threshold(problem: Problem, mass: float | None) -> Plan | None:
         for t, h, cut in zip(problem.tables, heat, cuts.tolist(), strict=True):
             colder = np.flatnonzero(h < limit)
             block = min(int(colder[0]) if colder.size else h.size, cut)
-            tiers.append(_prefix(problem, t, int(t.edges[block])))
+            tiers.append(hot_and_cold(t, int(t.edges[block]), Tier(0, 0, "replicated", every),
+                                      Tier(0, 0, "striped", every)))
         plan = _plan(problem, tiers)
         if evaluate(plan, problem).fits:
             best, low = plan, share
@@ -262,14 +264,6 @@ def _threshold(problem: Problem, mass: float | None) -> Plan | None:
 def _chain(problem: Problem, seed: int) -> Plan | None:
     """FlexFlow's Metropolis search over our space and costs, a short chain of it."""
     return markov_chain(problem, seed, _PROPOSALS)
-
-
-def _prefix(problem: Problem, t: TableProblem, stop: int) -> tuple[Tier, ...]:
-    every = tuple(range(problem.machine.world_size))
-    tiers = [Tier(0, stop, "replicated", every)] if stop else []
-    if stop < t.spec.num_rows:
-        tiers.append(Tier(stop, t.spec.num_rows, "striped", every))
-    return tuple(tiers)
 
 
 def _plan(problem: Problem, tiers: Sequence[tuple[Tier, ...]]) -> Plan:

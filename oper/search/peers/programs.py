@@ -6,6 +6,7 @@ papers use: access frequencies, sizes, bandwidths.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,8 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
         return None
     chosen = np.flatnonzero(found.x[:cells] > 0.5)
     ranks = tuple(range(world))
-    return [_split(table, int(stops[n, k[c]]), int(r[c]), ranks)
+    return [hot_and_cold(table, int(stops[n, k[c]]), Tier(0, 0, "owned", (int(r[c]),), mode="push"),
+                         Tier(0, 0, "striped", ranks))
             for n, (table, c) in enumerate(zip(problem.tables, chosen.tolist(), strict=True))]
 
 
@@ -119,11 +121,10 @@ def _stops(t: TableProblem, steps: tuple[float, ...]) -> list[int]:
     return [t.spec.num_rows if s == 1.0 else int(x) for s, x in zip(steps, stops, strict=True)]
 
 
-def _split(t: TableProblem, stop: int, rank: int, ranks: tuple[int, ...]) -> tuple[Tier, ...]:
-    tiers = [Tier(0, stop, "owned", (rank,), mode="push")] if stop else []
-    if stop < t.spec.num_rows:
-        tiers.append(Tier(stop, t.spec.num_rows, "striped", ranks))
-    return tuple(tiers)
+def hot_and_cold(t: TableProblem, stop: int, hot: Tier, cold: Tier) -> tuple[Tier, ...]:
+    """Tiers of a table whose `stop` hottest rows are placed as one, and the others as another."""
+    tiers = replace(hot, start=0, stop=stop), replace(cold, start=stop, stop=t.spec.num_rows)
+    return tuple(x for x in tiers if x.start < x.stop)
 
 
 # -- UGache ----------------------------------------------------------------------------------------
@@ -230,8 +231,7 @@ def _rounded(problem: Problem, of_block: np.ndarray, replicated: np.ndarray,
         blocks = replicated[of_block[first:first + t.edges.size - 1]]
         first += t.edges.size - 1
         stop = round(float(blocks @ np.diff(t.edges)))
-        tiers = [Tier(0, stop, "replicated", tuple(range(world)))] if stop else []
-        if stop < t.spec.num_rows:
-            tiers.append(Tier(stop, t.spec.num_rows, "striped", tuple(ranks.tolist()), weights))
-        placements[t.spec.name] = (Piece(0, t.spec.dim, tuple(tiers)),)
+        tiers = hot_and_cold(t, stop, Tier(0, 0, "replicated", tuple(range(world))),
+                             Tier(0, 0, "striped", tuple(ranks.tolist()), weights))
+        placements[t.spec.name] = (Piece(0, t.spec.dim, tiers),)
     return plan_of(problem, placements)
