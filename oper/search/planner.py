@@ -12,18 +12,18 @@ import numpy as np
 from oper.errors import InvalidInputError, PlanInfeasibleError, fail
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan, uniform_plan
-from oper.search.bound.certificate import is_for, proof_of, with_bound
-from oper.search.bound.subspaces import BRIEFLY, PATIENTLY, Subspace, fit, subspaces, tighten
+from oper.search.branching.subspaces import BRIEFLY, PATIENTLY, Subspace, fit, subspaces, tighten
+from oper.search.certificate.carried import is_for, proof_of, with_bound
 from oper.search.cost.model import evaluate
 from oper.search.explain.infeasible import explain_bound, explain_plan
-from oper.search.heuristic.groups import plan_with_groups
-from oper.search.heuristic.placing import plan_of
-from oper.search.heuristic.search import EFFORTS, Effort, Found, search
 from oper.search.peers.baselines import replicate_or_partition
 from oper.search.problem.constraints import Constraints, check_constraints, violations
 from oper.search.problem.overlap import overlap_to_json
 from oper.search.problem.space import used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
+from oper.search.rounding.groups import plan_with_groups
+from oper.search.rounding.placing import plan_of
+from oper.search.rounding.search import EFFORTS, Effort, Found, search
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology

@@ -139,9 +139,9 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
 
 def run_explain(args: argparse.Namespace) -> int:
     """Print what a plan costs."""
+    from oper.search.certificate.check import verify_plan
     from oper.search.explain import what_if
     from oper.search.explain.summary import as_json, summary
-    from oper.search.verify.check import verify_plan
 
     changes = [what_if.parse_change(text) for text in args.what_if]
     plan, problem = explained(args)
@@ -194,7 +194,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Check the proof of a plan's lower bound; returns 1 where it does not hold."""
-    from oper.search.verify.check import verify_plan
+    from oper.search.certificate.check import verify_plan
 
     plan, problem = stated(args, _stats(args))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
@@ -224,7 +224,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     """The plan of ``oper explain``'s arguments, priced, and the problem that it is judged by."""
-    from oper.search.bound.certificate import is_for, proof_of, with_bound
+    from oper.search.certificate.carried import is_for, proof_of, with_bound
     from oper.search.cost.model import evaluate
     from oper.search.planner import tighten_bound
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from oper.errors import MissingDependencyError, OperError, fail
 from oper.plan import Piece, Tier
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH
 from oper.search.cost.tally import HELD, HOST_HELD, PARTIALS, Tally
-from oper.search.heuristic.placing import Placement, table_tally
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS, TableProblem
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.placing import Placement, table_tally
 
 
 def relaxed_by_cvxpy(relaxation: Relaxation) -> float:

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.bound.master import Bound
-from oper.search.bound.subspaces import PATIENTLY, fit, subspaces, tighten
+from oper.search.branching.subspaces import PATIENTLY, fit, subspaces, tighten
+from oper.search.pricing.master import Bound
 from oper.search.problem.space import EXECUTABLE
 from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats, TableStats

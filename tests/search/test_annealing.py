@@ -10,16 +10,16 @@ import pytest
 from oper.bench.plan import workloads as plan_workloads
 from oper.errors import MissingDependencyError
 from oper.search import native
-from oper.search.bound.master import lower_bound
 from oper.search.cost.model import evaluate
 from oper.search.cost.space import PUSH
 from oper.search.cost.tally import owned_features
-from oper.search.heuristic.annealing import Annealing, Packed
-from oper.search.heuristic.candidates import CandidatePool
-from oper.search.heuristic.placing import Placer, evaluated
 from oper.search.planner import plan_problem
+from oper.search.pricing.master import lower_bound
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import ROWS, Problem, make_problem
+from oper.search.rounding.annealing import Annealing, Packed
+from oper.search.rounding.candidates import CandidatePool
+from oper.search.rounding.placing import Placer, evaluated
 from oper.topology import Costs, Topology
 from tests.search.search_cases import gpus, host, problem, racked, shared, tables_and_stats
 

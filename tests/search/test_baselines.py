@@ -10,12 +10,12 @@ from search_cases import gpus, problem, space_bound
 
 from oper.bench import verbs
 from oper.bench.plan import suite as bench_plan, workloads as plan_workloads
+from oper.search.certificate.check import verify_plan
 from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import peers, score_peers
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING, EXECUTABLE
 from oper.search.problem.statement import make_problem
-from oper.search.verify.check import verify_plan
 
 
 @pytest.mark.parametrize("name", sorted(peers()))

@@ -8,13 +8,13 @@ from hypothesis import given, settings, strategies as st
 from search_cases import KINDS, gpus, host, problem, random_plan, recomputed
 
 from oper.plan import Piece, Tier
-from oper.search.bound.master import lower_bound, solve_node
-from oper.search.bound.node import Node
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel, evaluate
-from oper.search.heuristic.placing import evaluated
 from oper.search.planner import plan_problem
+from oper.search.pricing.master import lower_bound, solve_node
+from oper.search.pricing.node import Node
 from oper.search.problem.space import EVERYTHING, EXECUTABLE
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.placing import evaluated
 from tests.search.oracle import best_of_candidates, relaxed_by_cvxpy, some_placements
 
 TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),

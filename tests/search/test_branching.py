@@ -12,18 +12,18 @@ from search_cases import gpus, host, racked, random_tier, recomputed, shared, ta
 
 from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.bound.branching import SearchTree, _largest, _load_branchings
-from oper.search.bound.master import solve_node
-from oper.search.bound.node import PUSHES, STILL, Node
-from oper.search.bound.pieces import LoadLimits, column_widths
-from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.units import LOCAL
+from oper.search.branching.tree import SearchTree, _largest, _load_branchings
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.cost.space import PUSH
 from oper.search.cost.tally import UPDATE_BYTES, UPDATE_ROWS, owned_features
 from oper.search.planner import plan_problem, tighten_bound
+from oper.search.pricing.master import solve_node
+from oper.search.pricing.node import PUSHES, STILL, Node
 from oper.search.problem.space import COLUMN_STEP, EVERYTHING, MIN_COLUMNS
 from oper.search.problem.statement import IDS, NUM_FEATURES, Problem, make_problem
+from oper.search.relaxation.pieces import LoadLimits, column_widths
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.relaxation.units import LOCAL
 from oper.topology import Domain, Topology
 
 

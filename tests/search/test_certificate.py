@@ -22,11 +22,10 @@ from search_cases import (
 
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem
-from oper.search.bound.certificate import not_certified, problem_digest, with_bound
+from oper.search.certificate.carried import not_certified, problem_digest, with_bound
 from oper.search.cost.model import evaluate
 from oper.search.cost.space import outside_space
 from oper.search.explain.summary import as_json, summary
-from oper.search.heuristic.placing import table_plan
 from oper.search.peers.baselines import peers
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.constraints import violations
@@ -34,6 +33,7 @@ from oper.search.problem.pins import impose
 from oper.search.problem.presets import topology_preset
 from oper.search.problem.space import ACROSS_HOSTS, EVERYTHING, EXECUTABLE
 from oper.search.problem.statement import Problem, with_overlap
+from oper.search.rounding.placing import table_plan
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Costs

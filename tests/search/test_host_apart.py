@@ -11,9 +11,13 @@ from test_branching import pushing_plan, stated
 
 from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.bound.branching import SearchTree
-from oper.search.bound.master import Bound, solve_node
-from oper.search.bound.node import (
+from oper.search.branching.subspaces import _distinguished_load
+from oper.search.branching.tree import SearchTree
+from oper.search.cost.model import CostModel, evaluate
+from oper.search.cost.space import PUSH
+from oper.search.planner import plan_problem, tighten_bound
+from oper.search.pricing.master import Bound, solve_node
+from oper.search.pricing.node import (
     ALL_PUSHED,
     ONE_TIER,
     TIERS,
@@ -21,14 +25,10 @@ from oper.search.bound.node import (
     Node,
     PieceChoice,
 )
-from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.subspaces import _distinguished_load
-from oper.search.cost.model import CostModel, evaluate
-from oper.search.cost.space import PUSH
-from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.machine import GROUPS, neighbourhoods
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, make_problem
+from oper.search.relaxation.relaxation import Relaxation
 from tests.search.oracle import best_of_candidates, some_placements
 
 LOADS = [(0, GROUPS.index("cross_in")), (0, GROUPS.index("cross_out")),

@@ -20,13 +20,13 @@ from search_cases import (
 from oper.errors import PlanInfeasibleError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_plan, make_problem, summary
-from oper.search.bound.master import lower_bound, solve_node
-from oper.search.bound.node import Node
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
 from oper.search.planner import plan_problem
+from oper.search.pricing.master import lower_bound, solve_node
+from oper.search.pricing.node import Node
 from oper.search.problem.machine import CROSS_IN, HOST_MEMORY, LINK_IN
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL
+from oper.search.relaxation.relaxation import Relaxation
 from tests.search.oracle import best_of_candidates, relaxed_by_cvxpy
 from tests.support import run_command
 

@@ -13,15 +13,10 @@ from test_owner_rows import COSTS, loads, owned
 
 from oper.plan import Plan
 from oper.search import evaluate, verify_plan
-from oper.search.bound.inequalities import APART, SPREAD
-from oper.search.bound.node import Node
-from oper.search.bound.pieces import LoadLimits
-from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.rows import Option
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH, hosts_are_alike
-from oper.search.heuristic.placing import table_plan
 from oper.search.planner import plan_problem, tighten_bound
+from oper.search.pricing.node import Node
 from oper.search.problem.digest import problem_digest
 from oper.search.problem.machine import (
     CROSS_IN,
@@ -35,6 +30,11 @@ from oper.search.problem.machine import (
 )
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, make_problem
+from oper.search.relaxation.inequalities import APART, SPREAD
+from oper.search.relaxation.pieces import LoadLimits
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.relaxation.rows import Option
+from oper.search.rounding.placing import table_plan
 from oper.topology import Topology
 from tests.search.oracle import some_placements
 from tests.search.search_cases import KINDS, tables_and_stats

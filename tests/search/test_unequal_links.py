@@ -16,17 +16,17 @@ from test_host_apart import _lopsided
 from oper.bench.plan import workloads as plan_workloads
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem, verify_plan
-from oper.search.bound.branching import SearchTree
-from oper.search.bound.master import solve_node
-from oper.search.bound.node import Node
-from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.subspaces import BRIEFLY, subspaces, tighten
+from oper.search.branching.subspaces import BRIEFLY, subspaces, tighten
+from oper.search.branching.tree import SearchTree
+from oper.search.certificate.check import Proof
 from oper.search.cost.model import CostModel, evaluate
-from oper.search.heuristic.placing import table_plan
 from oper.search.planner import _proof, _proved_us, plan_problem, tighten_bound
+from oper.search.pricing.master import solve_node
+from oper.search.pricing.node import Node
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem
-from oper.search.verify.check import _Proof
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.placing import table_plan
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Rack, Topology
@@ -163,7 +163,7 @@ def shown(problem: Problem, factor: float, max_work: int) -> tuple[float, float]
     step_us = factor * min(x.lower_bound_us for x in parts)
     tighten(parts, max_work, step_us, step_us, None, BRIEFLY)
     proof = _proof(parts)
-    checked = _Proof(problem, proof)
+    checked = Proof(problem, proof)
     bounds = [x for part in proof["parts"] for x in checked.part(part)]
     return _proved_us(proof), min(*bounds, checked.cutoff_us)
 

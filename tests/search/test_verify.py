@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from search_cases import gpus, host, random_plan, space_bound, tables_and_stats
 from test_certificate import KINDS, QUICK, constrained, held_to
 
-import oper.search.verify
+import oper.search.certificate
 from oper.errors import OperError
 from oper.plan import Plan, Tier
 from oper.search import evaluate, make_problem, verify_plan
@@ -196,12 +196,12 @@ def test_no_plan_is_below_what_a_proof_shows(topology: Topology, warm: float, se
 
 
 def test_the_checker_shares_nothing_with_the_search() -> None:
-    folder = Path(oper.search.verify.__file__).parent
+    folder = Path(oper.search.certificate.__file__).parent
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("oper.search"):
                 package = node.module.split(".")[2]
-                assert package in ("problem", "cost", "verify"), f"{path.name}: {node.module}"
+                assert package in ("problem", "cost", "certificate"), f"{path.name}: {node.module}"
 
 
 def test_verb_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,4 +227,4 @@ def test_verb_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     value = json.loads(capsys.readouterr().out)
     assert value["certified"] and value["bound_us"] >= plan.lower_bound_us * (1 - 1e-6)
     assert told("--batch-size", "513") == 1
-    assert "not certified: the proof is for another problem" in capsys.readouterr().out
+    assert "not certified: the bound is for another problem" in capsys.readouterr().out

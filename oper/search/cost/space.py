@@ -256,7 +256,7 @@ def _one_per_host(problem: Problem, tier: Tier) -> bool:
 
 
 def _has_width(t: TableProblem, piece: Piece) -> bool:
-    """Whether the relaxation has pushed pieces of this width (see `oper.search.bound.pieces`)."""
+    """Whether the relaxation has pushed pieces of this width: `oper.search.relaxation.pieces`."""
     width = piece.stop - piece.start
     return width == t.spec.dim or (width >= MIN_COLUMNS and (
         width % COLUMN_STEP == 0 or (t.spec.dim - width) % COLUMN_STEP == 0))

@@ -8,8 +8,8 @@ from itertools import islice
 import numpy as np
 
 from oper.errors import PlanInfeasibleError, fail
-from oper.search.bound.master import Bound, lower_bound
 from oper.search.cost.model import Evaluation
+from oper.search.pricing.master import Bound, lower_bound
 from oper.search.problem.constraints import Constraints, without
 from oper.search.problem.machine import make_machine
 from oper.search.problem.statement import Problem

@@ -10,13 +10,13 @@ import numpy as np
 
 from oper.messages import EXACT
 from oper.plan import Plan
-from oper.search.bound.certificate import not_certified
+from oper.search.certificate.carried import not_certified
+from oper.search.certificate.check import Verdict
 from oper.search.cost.model import Evaluation, Phase, evaluate, is_ordered
 from oper.search.explain.bottleneck import bottlenecks
 from oper.search.problem.constraints import Constraints, violations
 from oper.search.problem.machine import GROUPS, TERMS
 from oper.search.problem.statement import IDS, ROWS, Problem
-from oper.search.verify.check import Verdict
 from oper.support.text import aligned
 from oper.tables import format_bytes
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from oper.plan import Piece, Plan, Tier
 from oper.search.cost.model import evaluate
-from oper.search.heuristic.placing import plan_of
 from oper.search.peers.markov import markov_chain
 from oper.search.peers.programs import coverage_milp, extraction_lp, hot_and_cold
 from oper.search.problem.statement import IDS, Problem, TableProblem
+from oper.search.rounding.placing import plan_of
 
 _SMALL_ROWS = 2000  # tables that hybrid plans keep data-parallel
 _ROUNDS = 20  # splitting rounds, as HugeCTR's planner runs at most

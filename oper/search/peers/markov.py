@@ -17,10 +17,10 @@ import numpy as np
 from oper.plan import Piece, Plan, Tier
 from oper.search.cost.model import CostModel, Evaluation
 from oper.search.cost.space import fixed_tallies
-from oper.search.heuristic.placing import Placement, plan_of, table_tally
 from oper.search.problem.pins import impose
 from oper.search.problem.space import MIN_COLUMNS
 from oper.search.problem.statement import Problem, TableProblem
+from oper.search.rounding.placing import Placement, plan_of, table_tally
 
 _BETA = 50.0  # per cost of the first placement: one that is 2 % of it worse is taken in 1 of e
 _OVERFLOW = 1e3  # a placement that misses memory by x is charged as 1 + 1e3 x of its step

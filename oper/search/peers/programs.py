@@ -14,9 +14,9 @@ import numpy as np
 from oper.errors import MissingDependencyError, fail
 from oper.plan import MAX_PATTERN, Piece, Plan, Tier
 from oper.search.cost.model import evaluate
-from oper.search.heuristic.placing import plan_of
 from oper.search.problem.machine import CROSS_IN, LINK_IN, MEMORY, Machine
 from oper.search.problem.statement import IDS, Problem, TableProblem
+from oper.search.rounding.placing import plan_of
 
 _COVERAGE = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # steps of a table's access distribution
 _MAX_BINARIES = 12_000  # what the solver handles within its time

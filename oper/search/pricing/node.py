@@ -14,13 +14,13 @@ from math import isqrt
 import numpy as np
 
 from oper.search import native
-from oper.search.bound.inequalities import Inequality
-from oper.search.bound.pieces import Fit, LoadLimits
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.space import PUSH
 from oper.search.cost.tally import PARTIALS
 from oper.search.problem.space import COLUMN_STEP
 from oper.search.problem.statement import IDS
+from oper.search.relaxation.inequalities import Inequality
+from oper.search.relaxation.pieces import Fit, LoadLimits
+from oper.search.relaxation.relaxation import Relaxation
 
 #: What a node knows of a table: nothing; that no row of it is pushed; that some row is.
 FREE, STILL, PUSHES = 0, 1, 2

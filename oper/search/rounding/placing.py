@@ -9,14 +9,14 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel, Evaluation
 from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import Tally
-from oper.search.heuristic.annealing import Part, Shard, dealt_options
-from oper.search.heuristic.candidates import Candidate
 from oper.search.problem.machine import copy_sets
 from oper.search.problem.statement import TOUCHED, Problem, TableProblem
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.annealing import Part, Shard, dealt_options
+from oper.search.rounding.candidates import Candidate
 
 Placement = tuple[Piece, ...]
 _GOLDEN = 0.6180339887498949

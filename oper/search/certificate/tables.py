@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from oper.search.certificate.node import FREE, PUSHES, STILL, Node
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import free_blocks, most_masters
 from oper.search.problem.statement import IDS
-from oper.search.verify.node import FREE, PUSHES, STILL, Node
 
 STEP, NARROWEST = 4, 8  # columns: what widths are multiples of, and the least that is pushed
 _POINTS, _LEAST_SHARE = 4800, 1e-7  # at which partial sums are tabulated; chords lie below

@@ -1,7 +1,7 @@
 """The relaxation of a planning problem, and what its tables cost at given prices.
 
-Loads are averaged over classes of equal ranks (see `oper.search.bound.rows`), and tables meet only
-in these resource rows, so that at given prices of the rows each table finds its cheapest
+Loads are averaged over classes of equal ranks (see `oper.search.relaxation.rows`), and tables meet
+only in these resource rows, so that at given prices of the rows each table finds its cheapest
 configuration by itself. A *configuration* cuts a table by columns into pieces, and gives every
 block of rows of a piece an *option*: replicated on all ranks or on one of each host, owned within a
 class (striped or not: the mean is the same), pulled (from device or host memory) or pushed. What a
@@ -20,10 +20,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from oper.search.bound.inequalities import Load, OwnerRows
-from oper.search.bound.pieces import Pieces
-from oper.search.bound.rows import Option, ResourceRows
-from oper.search.bound.units import ANY, ANY_SQUARES, WHOLE, UnitRows
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import (
     COPIES,
@@ -41,6 +37,10 @@ from oper.search.cost.space import (
 from oper.search.cost.tally import FORWARD_NS, NUM_ROWS, Tally
 from oper.search.problem.machine import first_neighbourhood
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
+from oper.search.relaxation.inequalities import Load, OwnerRows
+from oper.search.relaxation.pieces import Pieces
+from oper.search.relaxation.rows import Option, ResourceRows
+from oper.search.relaxation.units import ANY, ANY_SQUARES, WHOLE, UnitRows
 
 
 class Relaxation:

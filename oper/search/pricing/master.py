@@ -17,10 +17,10 @@ import highspy
 import numpy as np
 
 from oper.errors import OperError, fail
-from oper.search.bound.node import Columns, Configuration, Node
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
+from oper.search.pricing.node import Columns, Configuration, Node
 from oper.search.problem.statement import Problem
+from oper.search.relaxation.relaxation import Relaxation
 
 _SEVERAL = 4e-4  # tolerance where ranks differ: prices of several classes are known no closer
 _KEPT = 4  # configurations of a table that a part of a node begins with, beside the solution's

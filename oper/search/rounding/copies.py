@@ -9,11 +9,11 @@ from itertools import pairwise
 import numpy as np
 
 from oper.plan import Tier
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.tally import Tally, row_bytes
-from oper.search.heuristic.placing import Placement, tallied
 from oper.search.problem.machine import copy_sets
 from oper.search.problem.statement import TOUCHED, TableProblem
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.placing import Placement, tallied
 
 #: Parts of a rank's mean load that copies are cut into; a table of one tier pays for its second.
 _COARSE, _FINE = 4, 16

@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from oper.search.bound.pieces import NUM_PIECE_GROUPS, Pieces
-from oper.search.bound.rows import Option, ResourceRows
-from oper.search.bound.units import LOCAL
 from oper.search.cost.space import PUSH
 from oper.search.problem.machine import GROUPS, TERMS, first_neighbourhood, neighbourhoods
+from oper.search.relaxation.pieces import NUM_PIECE_GROUPS, Pieces
+from oper.search.relaxation.rows import Option, ResourceRows
+from oper.search.relaxation.units import LOCAL
 
 Load = tuple[int, int]  # phase and group of terms
 #: Kinds of rows: the load of the piece beside what a rank reads; the same over links, where its

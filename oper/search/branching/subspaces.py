@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from oper.search.bound.branching import SearchTree
-from oper.search.bound.certificate import part_to_json
-from oper.search.bound.master import Bound, solve_node
-from oper.search.bound.node import Node
-from oper.search.bound.relaxation import Relaxation
+from oper.search.branching.proof import part_to_json
+from oper.search.branching.tree import SearchTree
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import hosts_are_alike, may_rest, restricted, splits_pay
+from oper.search.pricing.master import Bound, solve_node
+from oper.search.pricing.node import Node
 from oper.search.problem.machine import GROUPS, neighbourhoods
 from oper.search.problem.space import STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
+from oper.search.relaxation.relaxation import Relaxation
 
 _MANY = 200  # tables, above which less is tried
 _NEGLIGIBLE = 1e-2  # of a step

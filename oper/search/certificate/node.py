@@ -24,7 +24,7 @@ class Node:
         pushes: uint8 [T], what is known, by free table.
         weights: float64 [L, C], prices of a microsecond of a rank of each class by phase and group
             of terms, then of a byte of device and of host memory; see
-            `oper.search.verify.loads.Loads`.
+            `oper.search.certificate.loads.Loads`.
         memory_us: prices of full memories, which every plan may use.
         owner: kind, phase, group and price of rows about the owner of the largest piece.
     """

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from oper.search.certificate.loads import LOCAL, PIECE_GROUPS, Loads, Probe
+from oper.search.certificate.node import APART, READER, SPREAD, Node
+from oper.search.certificate.tables import Asked, TableCosts
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import COPIES, KINDS, PUSH, fixed_tallies, has_copies, may_hold
 from oper.search.cost.tally import FORWARD_NS, HELD, HOST_HELD, NUM_ROWS, PARTIALS
 from oper.search.problem.machine import neighbourhoods
 from oper.search.problem.statement import IDS
-from oper.search.verify.loads import LOCAL, PIECE_GROUPS, Loads, Probe
-from oper.search.verify.node import APART, READER, SPREAD, Node
-from oper.search.verify.tables import Asked, TableCosts
 
 
 class Checker:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.search import native
-from oper.search.bound.units import ANY, LOCAL, WHOLE, UnitRows
 from oper.search.cost.space import PUSH
 from oper.search.cost.tally import PARTIALS
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS, TableProblem
+from oper.search.relaxation.units import ANY, LOCAL, WHOLE, UnitRows
 
 NUM_PIECE_GROUPS = 5  # groups of terms that a pushed piece loads: it is not in host memory
 _RATIO = 1.15  # of the widths that a bound does not tell apart where tables are many

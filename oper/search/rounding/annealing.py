@@ -19,16 +19,16 @@ import numpy as np
 from oper.plan import MAX_PATTERN
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
-from oper.search.bound.master import Bound
-from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.units import ANY_SQUARES, WHOLE
 from oper.search.cost.space import PUSH, SHARD
 from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS
-from oper.search.heuristic.candidates import Candidate, CandidatePool
+from oper.search.pricing.master import Bound
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.relaxation.units import ANY_SQUARES, WHOLE
+from oper.search.rounding.candidates import Candidate, CandidatePool
 
 _SHARES = 96  # parts of a piece at which partial sums are tabulated
 _OWNERS = 48  # of one piece at most

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.search.bound.master import Bound
 from oper.search.cost.model import Evaluation
-from oper.search.heuristic.annealing import Annealing, Packed, Part, dealt_options
-from oper.search.heuristic.candidates import CandidatePool
-from oper.search.heuristic.copies import spread_copies
-from oper.search.heuristic.placing import Placement, Placer, evaluated
-from oper.search.heuristic.ranges import divide_rows
+from oper.search.pricing.master import Bound
 from oper.search.problem.pins import impose
+from oper.search.rounding.annealing import Annealing, Packed, Part, dealt_options
+from oper.search.rounding.candidates import CandidatePool
+from oper.search.rounding.copies import spread_copies
+from oper.search.rounding.placing import Placement, Placer, evaluated
+from oper.search.rounding.ranges import divide_rows
 
 
 @dataclass(frozen=True, slots=True)

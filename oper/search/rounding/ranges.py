@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from oper.plan import Tier
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import Evaluation
-from oper.search.heuristic.placing import Placement, table_tally, tallied
 from oper.search.problem.statement import IDS, Problem, TableProblem
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.placing import Placement, table_tally, tallied
 
 _SHARES = 1.0, 0.5, 0.25, 0.125, 1 / 32, 1 / 128
 _MAX_TIERS = 8  # of a piece

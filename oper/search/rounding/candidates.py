@@ -1,9 +1,9 @@
 """Whole-table configurations as tier boundaries, and the search over them by class means.
 
 A candidate says where the tiers of a table end and which option each takes
-(`oper.search.bound.rows.Option`), but not yet which ranks. Its load on the resource rows is exact
-for the class means, so that candidates can be chosen for all tables before any rank is named: from
-the relaxed solution, then by coordinate descent.
+(`oper.search.relaxation.rows.Option`), but not yet which ranks. Its load on the resource rows is
+exact for the class means, so that candidates can be chosen for all tables before any rank is named:
+from the relaxed solution, then by coordinate descent.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from oper.search.bound.master import Bound
-from oper.search.bound.node import Configuration
 from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import row_bytes
+from oper.search.pricing.master import Bound
+from oper.search.pricing.node import Configuration
 from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import NUM_FEATURES, ROWS, TableProblem
 
