@@ -20,6 +20,7 @@ from search_cases import (
     with_host_memory,
 )
 
+from oper.messages import MessageBits
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem
 from oper.search.certificate.carried import not_certified, problem_digest, with_bound
@@ -41,6 +42,7 @@ from tests.support import run_command
 
 QUICK = settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate],
                  suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(QUICK, max_examples=200)
 
 
 def test_replicas_pinned_on_some_ranks_are_in_the_bound() -> None:
@@ -204,9 +206,11 @@ def constrained(draw: st.DrawFn) -> Problem:
     ranks = st.lists(st.integers(0, world - 1), min_size=1, unique=True)
     tables: dict[str, object] = {}
     for s in specs:
-        kind = draw(st.sampled_from(["free", "free", "ranks", "rows", "tiers", "copies"]))
+        kind = draw(st.sampled_from(["free", "free", "ranks", "owned", "rows", "tiers", "copies"]))
         if kind == "ranks":
             tables[s.name] = {"ranks": draw(ranks)}
+        elif kind == "owned":
+            tables[s.name] = {"placements": ["owned"]}
         elif kind == "copies":
             tables[s.name] = {"replicate": [[0, max(1, s.num_rows // 2)]]}
         elif kind != "free":
@@ -223,13 +227,21 @@ def constrained(draw: st.DrawFn) -> Problem:
                 tier["memory"] = "host"
             tables[s.name] = {"tiers" if kind == "tiers" else "pinned": [tier]}
     allow = draw(st.sampled_from([None, EXECUTABLE, EVERYTHING, ACROSS_HOSTS]))
+    constraints: dict[str, object] = {
+        "tables": tables, "reserve_bytes": draw(st.sampled_from([0, 100_000]))}
+    group = draw(st.lists(st.sampled_from(specs), max_size=3, unique_by=lambda s: s.name))
+    if len(group) > 1:
+        label = draw(st.sampled_from(["keep_together", "keep_apart"]))
+        constraints[label] = [[s.name for s in group]]
     problem = make_problem(
         specs, stats, topology, batch_size=draw(st.integers(1, 2000)), allow=allow,
-        objective=draw(st.sampled_from(["training", "inference"])), constraints={"tables": tables})
-    if draw(st.booleans()):
-        problem = with_overlap(problem, {"forward": [float(draw(st.integers(0, 40)))
-                                                     for _ in range(world)]})
-    return problem.in_need()
+        objective=draw(st.sampled_from(["training", "inference"])), constraints=constraints)
+    phases = ("resolve", "forward", "backward", "update") if problem.training else ("forward",)
+    one = st.floats(0, 300)
+    overlap = draw(st.dictionaries(st.sampled_from(phases), st.one_of(
+        one, st.lists(one, min_size=world, max_size=world))))
+    bits = MessageBits(*draw(st.sampled_from([(32, 32), (8, 8), (16, 16), (16, 8), (32, 8)])))
+    return replace(with_overlap(problem, overlap).in_need(), message_bits=bits)
 
 
 def held_to(plan: Plan, problem: Problem) -> Plan:
@@ -247,7 +259,7 @@ def held_to(plan: Plan, problem: Problem) -> Plan:
     return replace(plan, tables=tuple(entries))
 
 
-@QUICK
+@MANY
 @given(constrained(), st.integers(0, 10**6))
 def test_no_plan_of_the_space_is_below_the_uncapped_bound(problem: Problem, seed: int) -> None:
     bound = space_bound(problem, max_work=420)

@@ -219,17 +219,6 @@ def test_cutting_a_tier_in_two_changes_nothing():
         evaluate(whole, stated).step_us)
 
 
-def test_relabelling_ranks_and_tables_changes_nothing():
-    stated = problem(4, 2, gpus(4))
-    rng = np.random.default_rng(0)
-    plan = random_plan(stated, rng)
-    order = rng.permutation(4)
-    moved = tuple(TablePlan(e.table, tuple(Piece(p.start, p.stop, tuple(
-        Tier(x.start, x.stop, x.placement, tuple(int(order[r]) for r in x.ranks), x.weights)
-        for x in p.tiers)) for p in e.pieces), e.head_ids) for e in reversed(plan.tables))
-    assert evaluate(Plan(4, moved), stated).step_us == pytest.approx(evaluate(plan, stated).step_us)
-
-
 def test_rows_are_counted_once_and_held():
     stated = problem(3, 4, gpus(4))
     plan = random_plan(stated, np.random.default_rng(1), ("striped", "owned"))

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from search_cases import gpus, random_plan, space_bound, tables_and_stats
-from test_simulate import KINDS, draw, stated
+from search_cases import gpus, tables_and_stats
+from test_simulate import draw, stated
 
 from oper import cli
 from oper.messages import EXACT, MessageBits
@@ -17,7 +17,6 @@ from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import SENT
 from oper.search import evaluate, make_plan, make_problem, verify_plan
 from oper.search.cost.messages import Messages
-from oper.search.cost.space import outside_space
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.digest import problem_digest
 from oper.search.problem.machine import CROSS_IN, CROSS_OUT, TERMS
@@ -100,21 +99,6 @@ def test_exact_bits_are_the_problem_of_before() -> None:
 
 
 @pytest.mark.parametrize("bits", BITS, ids=str)
-def test_no_plan_is_below_the_bound(bits: tuple[int, int]) -> None:
-    """Columns, push, replicas and pulled rows, where links bind."""
-    for seed in range(3):
-        specs, stats = tables_and_stats(3, seed, lengths=(4, 20))
-        problem = replace(make_problem(specs, stats, gpus(4, per_host=2), batch_size=512,
-                                       allow=EVERYTHING), message_bits=MessageBits(*bits))
-        bound = space_bound(problem, max_work=840)
-        rng = np.random.default_rng(seed)
-        plans = [p for p in (random_plan(problem, rng, KINDS, max_pieces=2) for _ in range(60))
-                 if not outside_space(p, problem)]
-        steps = [evaluate(p, problem).step_us for p in plans]
-        assert len(steps) > 5 and 0 < bound <= min(steps) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("bits", BITS, ids=str)
 def test_plans_are_certified_with_their_bits(bits: tuple[int, int], tmp_path: Path) -> None:
     specs, stats = tables_and_stats(4, 3, lengths=(4, 20, 50))
     topology = gpus(4, per_host=2)
@@ -170,21 +154,6 @@ def test_replayed_loads_are_the_messages_that_are_sent(bits: tuple[int, int]) ->
         for phase, wanted in ((forward, asked), (update, back)):
             for axis, term in ((1, CROSS_OUT), (0, CROSS_IN)):
                 assert phase.units[term] == pytest.approx(wanted.sum(axis=axis), abs=36)
-
-
-@pytest.mark.parametrize("bits", [(8, 8), (16, 32)], ids=str)
-def test_the_mean_of_many_steps_is_what_the_model_predicts(bits: tuple[int, int]) -> None:
-    problem, chances = hosts(bits)
-    rng = np.random.default_rng(11)
-    for seed in range(4):
-        plan = random_plan(problem, np.random.default_rng(seed), KINDS, max_pieces=2)
-        load = RealizedLoad(plan, problem)
-        steps = [load.step(draw(problem, chances, rng)).phases for _ in range(12)]
-        for k, phase in enumerate(evaluate(plan, problem).phases):
-            units = np.mean([s[k].units for s in steps], axis=0)
-            for n in CROSS:
-                size = max(float(phase.units[n].max()), 1.0)
-                assert np.allclose(units[n], phase.units[n], rtol=0.1, atol=0.05 * size), seed
 
 
 # ---- the command line ----------------------------------------------------------------------------

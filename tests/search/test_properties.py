@@ -84,21 +84,6 @@ def test_plans_place_every_row_once_fit_and_stay_above_the_bound(stated):
         assert (held == 1).all()
 
 
-@QUICK
-@given(problems(), st.integers(0, 1000))
-def test_no_plan_is_below_the_bound(stated, seed):
-    bound = space_bound(stated)
-    modes = {"replicated": set()}  # others are pulled unless they say otherwise
-    kinds = tuple(k for k in KINDS if k.partition("-")[0] in stated.allow
-                  and modes.get(k, {k.partition("-")[2] or "pull"}) <= stated.allow)
-    rng = np.random.default_rng(seed)
-    for _ in range(4):
-        in_host = ("striped", "owned") if "host" in stated.memories_of("t0") else ()
-        plan = random_plan(stated, rng, kinds, 2 if "columns" in stated.allow else 1, in_host)
-        found = evaluate(plan, stated)
-        assert not found.fits or found.step_us >= bound * (1 - 1e-9)
-
-
 def renumbered(topology, order):
     """The topology with its domains in another order, and the new number of every rank."""
     domains, number, at = [], {}, 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from oper.errors import InvalidInputError
+from oper.messages import MessageBits
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.traffic import KIND, link_classes
 from oper.search.cost.evaluation import Phase
@@ -86,14 +88,17 @@ def _one_copy_per_host(plan: Plan, problem: Problem, seed: int) -> Plan:
 
 
 @pytest.mark.parametrize("objective", ["training", "inference"])
-@pytest.mark.parametrize("topology", [
-    gpus(4, per_host=2), host(3), racked(gpus(4, per_host=1), 9.0, 5.0),
-    shared(racked(gpus(6, per_host=2), 9.0, 5.0))], ids=["hosts", "one memory", "racks", "shared"])
-def test_the_mean_of_many_steps_is_what_the_model_predicts(topology: Topology,
+@pytest.mark.parametrize(("topology", "bits"), [
+    (gpus(4, per_host=2), 32), (gpus(4, per_host=2), (8, 8)), (gpus(4, per_host=2), (16, 32)),
+    (host(3), 32), (racked(gpus(4, per_host=1), 9.0, 5.0), 32),
+    (shared(racked(gpus(6, per_host=2), 9.0, 5.0)), 32)],
+    ids=["hosts", "8 bits", "16 bits", "one memory", "racks", "shared"])
+def test_the_mean_of_many_steps_is_what_the_model_predicts(topology: Topology, bits: Any,
                                                            objective: str) -> None:
     costs = Costs(phase_us=2.0, id_ns=1.0, sort_ns=2.0, reduce_ns=3.0, update_ns=4.0, run_ns=5.0,
                   refresh_ns=6.0, tier_ns=7.0, push_ns=8.0, table_us=9.0, warm_share=0.5)
     problem, chances = stated(with_host_memory(replace(topology, costs=costs)), objective)
+    problem = replace(problem, message_bits=MessageBits.parse(bits))
     kinds = KINDS if objective == "training" else KINDS[:3]
     rng = np.random.default_rng(11)
     for seed in range(6):

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from search_cases import gpus, host, random_plan, space_bound, tables_and_stats
-from test_certificate import KINDS, QUICK, constrained, held_to
+from test_certificate import KINDS, MANY, QUICK, constrained, held_to
 
 import oper.search.certificate
-from oper.errors import OperError
+from oper.errors import PlanInfeasibleError
 from oper.plan import Plan, Tier
 from oper.search import evaluate, make_problem, verify_plan
 from oper.search.cost.space import outside_space
@@ -140,14 +140,16 @@ def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
     assert "another problem" in verify_plan(plan, other).why
 
 
-@QUICK
+@MANY
 @given(constrained())
 def test_what_the_planner_certifies_the_checker_does(problem: Problem) -> None:
     """With constraints, pins, unequal ranks, copies, host memory, overlaps and any costs."""
     try:
         plan = plan_problem(problem, time_budget_s=0.5)
-    except OperError:
+    except PlanInfeasibleError as error:
+        assert "smallest relaxation" in str(error) or "without keep_together" in str(error)
         return
+    assert violations(plan, problem.constraints) == [] and evaluate(plan, problem).fits
     found = verify_plan(plan, problem)
     assert found.certified == ("not_certified" not in plan.notes["certificate"]), found.why
 
