@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
 import pytest
 from search_cases import gpus, problem, space_bound, tables_and_stats
 
-from oper.bench import verbs
-from oper.bench.plan import suite as bench_plan, workloads as plan_workloads
+from oper.bench.plan import workloads as plan_workloads
 from oper.search.certificate.check import verify_plan
 from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import peers, score_peers
@@ -103,35 +100,6 @@ def test_lookups_between_hosts_are_pushed_where_that_sends_less():
         pulled = plan_problem(make_problem(made.tables, made.stats, topology, batch_size=4096,
                                            objective="inference", allow=EXECUTABLE))
         assert plan.step_us < (0.9 if pushes else 1.0001) * pulled.step_us
-
-
-def _arguments(*words):
-    parser = argparse.ArgumentParser()
-    verbs.configure_bench(parser)
-    return parser.parse_args(["plan", "--torchrec-seconds", "0", "--prove-seconds", "0", *words])
-
-
-def test_bench_entries_hold_the_named_keys_and_check_themselves():
-    chosen = [c for c in bench_plan.cases(False) if c.name in
-              ("criteo-kaggle/8/training", "criteo-kaggle/8/inference")]
-    entries = list(bench_plan.run(_arguments("--seed", "1"), chosen))
-    assert [e["name"] for e in entries] == [c.name for c in chosen]
-    for e in entries:
-        assert e.keys() >= {"gap", "bound_method", "seconds", "modelled_step_us", "best_peer",
-                            "best_peer_step_us", "ratio_vs_torchrec", "ratio_vs_best_peer",
-                            "lower_bound_us", "peak_rss_mb", "verified"}
-        assert e["verified"] and e["gap"] <= 0.03
-        assert e["ratio_vs_best_peer"] >= 0.9999
-    text = bench_plan.report(entries)
-    assert all(e["name"] in text for e in entries)
-
-
-def test_bench_skips_by_name_without_the_data(monkeypatch):
-    monkeypatch.delenv("OPER_DATA", raising=False)
-    case = next(c for c in bench_plan.cases(False) if c.workload == "avazu")
-    entry = next(iter(bench_plan.run(_arguments(), [case])))
-    assert "OPER_DATA" in entry["skipped"]
-    assert case.name in bench_plan.report([entry])
 
 
 def test_power_law_statistics_add_up():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from search_cases import gpus, host, problem, recomputed
+from search_cases import gpus, host, problem, recomputed, with_host_memory
 
 from oper.plan import Piece, Tier
 from oper.search.cost.model import CostModel
 from oper.search.planner import plan_problem
 from oper.search.pricing.master import lower_bound, solve_node
 from oper.search.pricing.node import Node
-from oper.search.problem.space import EVERYTHING
+from oper.search.problem.space import EVERYTHING, EXECUTABLE
 from oper.search.relaxation.relaxation import Relaxation
 from oper.search.rounding.placing import evaluated
 from tests.search.oracle import best_of_candidates, relaxed_by_cvxpy, some_placements
@@ -21,9 +21,11 @@ TOPOLOGIES = {"host": host(3), "gpus": gpus(4), "hosts": gpus(6, per_host=3),
 
 
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))
-@pytest.mark.parametrize("objective", ["training", "inference"])
-def test_equals_the_readable_statement(name, objective):
-    stated = problem(4, 7, TOPOLOGIES[name], objective)
+@pytest.mark.parametrize(("objective", "in_host"), [
+    ("training", False), ("inference", False), ("inference", True)])
+def test_equals_the_readable_statement(name, objective, in_host):
+    topology = with_host_memory(TOPOLOGIES[name]) if in_host else TOPOLOGIES[name]
+    stated = problem(4, 7, topology, objective, allow=EXECUTABLE | ({"host"} if in_host else set()))
     relaxation = Relaxation(CostModel(stated))
     found = solve_node(Node(relaxation), tolerance=1e-7)
     assert found.lower_bound_us == pytest.approx(relaxed_by_cvxpy(relaxation), rel=1e-6)

@@ -100,18 +100,6 @@ def pushing_plan(problem: Problem, rng: np.random.Generator) -> Plan:
     return Plan(world, tuple(entries), problem.objective, problem.batch_size)
 
 
-@pytest.mark.parametrize("name", sorted(TOPOLOGIES))
-@pytest.mark.parametrize("seed", range(4))
-def test_no_plan_is_below_the_branched_bound(name, seed):
-    problem = stated(seed, name)
-    bound = branched(problem).bound.lower_bound_us
-    rng = np.random.default_rng(seed)
-    for _ in range(20):
-        assert bound <= evaluate(pushing_plan(problem, rng), problem).step_us * (1 + 1e-9)
-    # A plan that was searched for is a far sharper witness than a random one.
-    assert bound <= plan_problem(problem, target_gap=0.0).step_us * (1 + 1e-9)
-
-
 def largest_loads(relaxation: Relaxation, plan: Plan) -> np.ndarray:
     """Largest load of any pushed piece of a plan on its owner; float64 [num_phases, 5]."""
     pieces, world = relaxation.pieces, relaxation.model.machine.world_size

@@ -37,7 +37,7 @@ from oper.search.problem.statement import Problem, with_overlap
 from oper.search.rounding.placing import table_plan
 from oper.stats import AccessStats
 from oper.tables import TableSpec
-from oper.topology import Costs
+from oper.topology import Costs, Domain, Topology
 from tests.support import run_command
 
 QUICK = settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate],
@@ -178,6 +178,13 @@ def test_explain_says_why_there_is_no_bound(tmp_path, capsys) -> None:
     assert value["gap"] >= 0 and value["lower_bound_us"] > plan.lower_bound_us
 
 
+def near_and_far(world: int, domain_bytes: float) -> Topology:
+    """One host, memory domains of two ranks each."""
+    domains = tuple(Domain(tuple(range(r, min(r + 2, world))), 0, int(domain_bytes), 40.0, 120.0,
+                           32 << 20, 2.0, 2.0) for r in range(0, world, 2))
+    return Topology("near-and-far", domains, Costs(2.0, 0.1, 0.1, 0.1, 0.1))
+
+
 @st.composite
 def constrained(draw: st.DrawFn) -> Problem:
     """Small problems with constraints, pins anywhere, unequal ranks and links, overlaps."""
@@ -190,6 +197,7 @@ def constrained(draw: st.DrawFn) -> Problem:
         gpus(world, memory_bytes=memory), host(world, memory * world),
         gpus(world, memory_bytes=memory, per_host=2),
         gpus(world, memory_bytes=2 * memory, slow=world // 2, per_host=2),
+        near_and_far(world, 2 * memory),
         with_host_memory(gpus(world, memory_bytes=memory, per_host=3), 4 * memory)]))
     if draw(st.booleans()):
         domains = tuple(replace(d, cross_gbps=d.cross_gbps * draw(st.sampled_from([0.1, 1.0, 2.0])))
@@ -202,6 +210,7 @@ def constrained(draw: st.DrawFn) -> Problem:
     if draw(st.booleans()):  # as measured, or anything
         costs = {f.name: draw(st.sampled_from([0.0, 1.0, 10.0])) for f in fields(Costs)
                  if f.name not in ("phase_us", "warm_share")}
+        costs["warm_share"] = draw(st.sampled_from([0.0, 0.8]))
         topology = replace(topology, costs=replace(topology.costs, **costs))
     ranks = st.lists(st.integers(0, world - 1), min_size=1, unique=True)
     tables: dict[str, object] = {}
@@ -259,20 +268,27 @@ def held_to(plan: Plan, problem: Problem) -> Plan:
     return replace(plan, tables=tuple(entries))
 
 
-@MANY
-@given(constrained(), st.integers(0, 10**6))
-def test_no_plan_of_the_space_is_below_the_uncapped_bound(problem: Problem, seed: int) -> None:
-    bound = space_bound(problem, max_work=420)
-    rng = np.random.default_rng(seed)
+def placed_steps(problem: Problem, seed: int) -> list[float]:
+    """Steps (us) of random plans of the space, and sometimes of peers', as constraints have them;
+    those that fit."""
+    rng, steps = np.random.default_rng(seed), []
     kinds = tuple(k for k in KINDS if {k.partition("-")[0]} | (
         {k.partition("-")[2] or "pull"} - {"pull"}) <= problem.allow)
     in_host = ("striped", "owned") if problem.topology.host_memory_bytes else ()
-    plans = [held_to(random_plan(problem, rng, kinds, 2 if "columns" in problem.allow else 1,
-                                 in_host), problem) for _ in range(6)]
+    plans = [held_to(random_plan(problem, rng, kinds, 3 if "columns" in problem.allow else 1,
+                                 in_host), problem) for _ in range(8)]
     found = [p(problem, seed % 97) for p in peers().values()] if seed % 4 == 0 else []
     plans += [held_to(x, problem) for x in found if x is not None]
     for plan in plans:
         price = evaluate(plan, problem)
         if price.fits and not violations(plan, problem.constraints) and not outside_space(
                 plan, problem):
-            assert price.step_us >= bound * (1 - 1e-9)
+            steps.append(price.step_us)
+    return steps
+
+
+@MANY
+@given(constrained(), st.integers(0, 10**6))
+def test_no_plan_of_the_space_is_below_the_uncapped_bound(problem: Problem, seed: int) -> None:
+    bound = space_bound(problem, max_work=420)
+    assert min(placed_steps(problem, seed), default=np.inf) >= bound * (1 - 1e-9)

@@ -9,7 +9,7 @@ import pytest
 from search_cases import gpus, problem, space_bound, tables_and_stats
 
 from oper.errors import InvalidInputError, OperError, PlanError, PlanInfeasibleError
-from oper.plan import Plan
+from oper.plan import Plan, Tier
 from oper.search import EXECUTABLE, Constraints, TableConstraint, evaluate, make_plan, make_problem
 from oper.search.planner import plan_problem
 from oper.search.problem.constraints import check_constraints, parse_constraints, violations
@@ -51,10 +51,13 @@ def test_what_makes_no_sense_is_named(value, word):
 def test_json_comes_back_and_one_entry_can_speak_for_all_tables():
     value = {"tables": {"*": {"replicate": False}, "t1": {"ranks": [1]}},
              "keep_apart": [["t0", "t1"]], "memory_bytes": "1GB", "reserve_bytes": [1, 2]}
+    value["tables"]["t0"] = {"tiers": [{"rows": [0, 9], "place": "owned", "ranks": [1]}]}
     held = parse_constraints(value, ["t0", "t1", "t2"], 2)
-    assert held.tables["t2"].placements == {"striped", "owned"}
-    assert held.tables["t1"] == TableConstraint(ranks=(1,))
-    assert held.memory_bytes == 10**9 and held.reserve_bytes == (1, 2)
+    assert held == Constraints(
+        {"t0": TableConstraint(tiers=(Tier(0, 9, "owned", (1,)),)),
+         "t1": TableConstraint(ranks=(1,)),
+         "t2": TableConstraint(placements=frozenset({"striped", "owned"}))},
+        keep_apart=(("t0", "t1"),), memory_bytes=10**9, reserve_bytes=(1, 2))
     assert parse_constraints(held.to_json(), ["t0", "t1", "t2"], 2) == held
     assert Constraints().to_json() == {}
 

@@ -80,24 +80,6 @@ def test_hotness_order_travels_with_tables_that_need_it(tmp_path):
     assert Plan.load(tmp_path / "plan.json").to_text() == plan.to_text()
 
 
-def test_constraints_are_obeyed():
-    specs, stats = tables_and_stats(8, 9)
-    pinned = (Tier(0, specs[2].num_rows, "owned", (1,)),)
-    held = Constraints({
-        "t0": TableConstraint(ranks=(1, 2)), "t1": TableConstraint(frozenset({"owned"})),
-        "t2": TableConstraint(tiers=pinned)}, reserve_bytes=1000)
-    plan = make_plan(specs, stats, gpus(4), batch_size=128, constraints=held)
-    assert {r for tier in plan.table("t0").tiers for r in tier.ranks} <= {1, 2}
-    assert {tier.placement for tier in plan.table("t1").tiers} == {"owned"}
-    assert plan.table("t2").tiers == pinned
-    same = make_plan(specs, stats, gpus(4), batch_size=128, constraints={
-        "tables": {
-            "t0": {"ranks": [1, 2]}, "t1": {"placements": ["owned"]},
-            "t2": {"tiers": [{"rows": [0, specs[2].num_rows], "place": "owned", "ranks": [1]}]}},
-        "reserve_bytes": 1000})
-    assert same.to_text() == plan.to_text()
-
-
 def test_everything_pinned_is_only_scored():
     specs, stats = tables_and_stats(2, 9)
     held = Constraints({s.name: TableConstraint(tiers=(Tier(0, s.num_rows, "owned", (0,)),))
@@ -130,13 +112,6 @@ def test_rows_that_do_not_pack_are_infeasible_although_their_sum_fits():
         make_plan(specs, None, gpus(2, memory_bytes=6000), objective="inference", batch_size=1)
     factor = float(str(caught.value).split("memory per domain times ")[1].split(":")[0])
     assert factor == pytest.approx(8000 / 6000, abs=0.001)
-
-
-def test_reserve_larger_than_memory_is_infeasible():
-    specs, stats = tables_and_stats(2, 1)
-    with pytest.raises(PlanInfeasibleError):
-        make_plan(specs, stats, gpus(2, memory_bytes=1e6), batch_size=1,
-                  constraints={"reserve_bytes": 10**7})
 
 
 @pytest.mark.parametrize(("name", "value"), [

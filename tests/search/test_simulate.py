@@ -18,6 +18,7 @@ from oper.search.cost.model import evaluate
 from oper.search.problem.machine import (
     COMPUTE,
     CROSS_IN,
+    CROSS_OUT,
     GROUPS,
     HOST_MEMORY,
     LINK_IN,
