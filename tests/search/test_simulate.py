@@ -112,6 +112,8 @@ def test_the_mean_of_many_steps_is_what_the_model_predicts(topology: Topology, b
         for k, phase in enumerate(predicted.phases):
             units = np.mean([s[k].units for s in steps], axis=0)
             for n, term in enumerate(TERMS):
+                if bits != 32 and n not in (CROSS_IN, CROSS_OUT):
+                    continue  # what begins a message counts as numbers, also within a host
                 # Host memory is read once per id: what few ids read says little.
                 size = max(float(phase.units[n].max()), 1e4 if n == HOST_MEMORY else 1.0)
                 assert np.allclose(units[n], phase.units[n], rtol=0.1, atol=0.05 * size), (
