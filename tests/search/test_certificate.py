@@ -15,6 +15,7 @@ from search_cases import (
     host,
     racked,
     random_plan,
+    shared,
     space_bound,
     tables_and_stats,
     with_host_memory,
@@ -85,7 +86,10 @@ def test_a_bound_is_for_one_problem() -> None:
               make_problem(specs, stats, gpus(4), batch_size=256,
                            constraints={"tables": {"t0": {"ranks": [1]}}}),
               make_problem(specs, None, gpus(4), batch_size=256),
-              with_overlap(problem, {"update": 3.0})]
+              with_overlap(problem, {"update": 3.0}),
+              *(replace(problem, message_bits=MessageBits(*x)) for x in [(16, 16), (16, 8)]),
+              *(make_problem(specs, stats, t, batch_size=256) for t in (
+                  shared(gpus(4)), *(racked(gpus(4, per_host=1), *x) for x in [(1, 1), (1, 2)])))]
     assert len({problem_digest(x) for x in [problem, *others]}) == len(others) + 1
     for other in others:
         assert "another problem" in not_certified(plan, other)

@@ -104,22 +104,6 @@ def test_host_memory_that_is_too_small_is_named():
     assert found.fits and found.host_bytes[0] > 0.9 * found.host_capacity_bytes[0]
 
 
-def test_more_memory_of_either_kind_is_never_worse():
-    specs, stats, topology = scarce("inference", 0.2)
-    plan, bound = None, np.inf
-    for factor in (1.0, 1.5, 2.5, 6.0):
-        more = with_host_memory(gpus(4, memory_bytes=factor * topology.domains[0].memory_bytes),
-                                topology.host_memory_bytes * factor)
-        stated = make_problem(specs, stats, more, objective="inference", batch_size=256,
-                              allow=WITH_HOST)
-        made = plan_problem(stated, start=plan)
-        if plan is not None:
-            assert made.step_us <= plan.step_us
-            assert plan_problem(stated).step_us <= plan.step_us * (1 + 0.02)
-        assert made.lower_bound_us <= bound * (1 + 1e-4)
-        plan, bound = made, made.lower_bound_us
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("slow", [0, 1])
 def test_bound_optimum_and_search_are_in_order(seed, slow):

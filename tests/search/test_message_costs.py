@@ -17,10 +17,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import SENT
 from oper.search import evaluate, make_plan, make_problem, verify_plan
 from oper.search.cost.messages import Messages
-from oper.search.planner import plan_problem, tighten_bound
-from oper.search.problem.digest import problem_digest
 from oper.search.problem.machine import CROSS_IN, CROSS_OUT, TERMS
-from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem
 from oper.search.replay.realized import RealizedLoad
 from oper.search.replay.wire import WireReplay
@@ -88,13 +85,6 @@ def test_sums_of_other_bits_in_each_direction() -> None:
                     assert min(found[0] - sums, found[1] - bags) == 0
 
 
-def test_exact_bits_are_the_problem_of_before() -> None:
-    problem, _ = hosts(32)
-    assert problem.message_bits == EXACT
-    digests = {problem_digest(hosts(bits)[0]) for bits in (32, *BITS)}
-    assert len(digests) == 1 + len(BITS)
-
-
 # ---- the bound and its proof ---------------------------------------------------------------------
 
 
@@ -115,17 +105,6 @@ def test_plans_are_certified_with_their_bits(bits: tuple[int, int], tmp_path: Pa
     for other in (replace(plan, message_bits=EXACT), exact):
         assert not verify_plan(other, problem).certified
     assert not verify_plan(plan, replace(problem, message_bits=EXACT)).certified
-
-
-def test_a_proof_of_several_leaves() -> None:
-    specs, stats = tables_and_stats(3, 3, lengths=(20, 50), min_rows=5000)
-    specs = [replace(s, dim=64) for s in specs]
-    problem = replace(make_problem(specs, stats, gpus(4, per_host=2), batch_size=4096,
-                                   allow=EVERYTHING), message_bits=MessageBits(32, 8))
-    plan = tighten_bound(plan_problem(problem, target_gap=0.05), problem, max_work=2100)
-    found = verify_plan(plan, problem)
-    assert found.certified and found.num_leaves > 1, found.why
-    assert found.lower_bound_us >= plan.lower_bound_us * (1 - 1e-6)
 
 
 # ---- replays -------------------------------------------------------------------------------------

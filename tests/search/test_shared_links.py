@@ -17,7 +17,6 @@ from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH, hosts_are_alike
 from oper.search.planner import plan_problem
 from oper.search.pricing.node import Node
-from oper.search.problem.digest import problem_digest
 from oper.search.problem.machine import (
     CROSS_IN,
     CROSS_OUT,
@@ -124,12 +123,6 @@ def test_hosts_of_unequal_racks_are_told_apart() -> None:
     assert sizes(racked(gpus(4, per_host=1), 5.0, 5.0)) == [4]
     assert sizes(racked(gpus(4, per_host=1), 5.0, 6.0)) == [2, 2]
     assert sizes(racked(gpus(5, per_host=1), 5.0, 5.0)) == [3, 2]
-
-
-def test_a_proof_is_for_links_as_stated() -> None:
-    digests = {problem_digest(problem(2, 0, t)) for t in (
-        TWO_EACH, shared(TWO_EACH), racked(TWO_EACH, 1.0, 1.0), racked(TWO_EACH, 1.0, 2.0))}
-    assert len(digests) == 4
 
 
 def unequal(topology: Topology, cross: tuple[float, ...], read: tuple[float, ...]) -> Topology:
