@@ -13,7 +13,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from oper.plan import Piece, Tier
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import HELD, HOST_HELD, PARTIALS, Tally
+from oper.search.cost.tally import Row, Tally
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS, TableProblem
 from oper.search.relaxation.relaxation import Relaxation
@@ -57,7 +57,7 @@ def _chords(relaxation: Relaxation) -> np.ndarray:
                 ids = relaxation.features[at, IDS]
                 whole = relaxation.model.partial_bytes(t, t.spec.dim, ids.sum())
                 out[at, o] = np.outer(ids / max(ids.sum(), 1e-300) * whole,
-                                      relaxation.unit[option.rank_class, PARTIALS])
+                                      relaxation.unit[option.rank_class, Row.PARTIALS])
     return out
 
 
@@ -148,6 +148,6 @@ def best_of_candidates(
 def _rank_rows(model: CostModel, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
     """Microseconds per phase of all groups and ranks [P, 5 W], and bytes per domain and host."""
     groups = model.group_us(model.units(tally))
-    held = np.concatenate([model.machine.per_domain(tally.rows[HELD]),
-                           model.machine.per_host(tally.rows[HOST_HELD])])
+    held = np.concatenate([model.machine.per_domain(tally.rows[Row.HELD]),
+                           model.machine.per_host(tally.rows[Row.HOST_HELD])])
     return groups.reshape(groups.shape[0], -1), held

@@ -15,7 +15,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.branching.tree import SearchTree, _largest, _load_branchings
 from oper.search.cost.model import CostModel, evaluate
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import UPDATE_BYTES, UPDATE_ROWS, owned_features
+from oper.search.cost.tally import Row, owned_features
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.pricing.master import solve_node
 from oper.search.pricing.node import PUSHES, STILL, Node
@@ -233,9 +233,9 @@ def test_squares_of_all_pieces_but_one_are_part_of_what_a_piece_costs():
                    for n in range(num))
     true = model.tally(t, pieces, True).rows
     linear = (once - cut) + num * cut
-    assert linear[UPDATE_BYTES, 1] == pytest.approx(
-        true[UPDATE_BYTES, 1] - 4 * true[UPDATE_ROWS, 1] / num)
-    assert linear[UPDATE_ROWS] == pytest.approx(true[UPDATE_ROWS])
+    assert linear[Row.UPDATE_BYTES, 1] == pytest.approx(
+        true[Row.UPDATE_BYTES, 1] - 4 * true[Row.UPDATE_ROWS, 1] / num)
+    assert linear[Row.UPDATE_ROWS] == pytest.approx(true[Row.UPDATE_ROWS])
     whole = (once - cut) + cut
     assert whole == pytest.approx(once)
 

@@ -17,20 +17,25 @@ KERNEL_WIDTHS = (16, 32, 64, 96, 128)
 #: Passes over such a row: pooling; staging and summing; merging, squares, decay and update.
 ODD_PASSES = (1, 2, 4)
 
-# Rows of a tally. Relational: what an owner exchanges with *each* reading rank; rows in host memory
-# are served to ranks of the host (once per id), and sent to those of others (distinct rows).
-SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS, HOST_SERVED, HOST_SENT = range(7)
-# The same rows and gradients as messages to and from a rank of another host.
-ANSWERS, RETURNED = 7, 8
-NUM_RELATIONAL = 9
-# Local: what a rank does by itself, and the bytes it holds.
-(FORWARD_BYTES, FORWARD_IDS, BACKWARD_BYTES, BACKWARD_IDS,
- UPDATE_BYTES, UPDATE_ROWS, HELD) = range(9, 16)
-# The same over the rank's link to host memory.
-HOST_FORWARD, HOST_UPDATE, HOST_HELD = range(16, 19)
-# Nanoseconds of a rank beyond what its ids and rows cost.
-FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(19, 22)
-NUM_ROWS = 22
+
+class Row:
+    """Rows of a tally: what an owner exchanges with *each* reading rank; what a rank does by
+    itself, and the bytes it holds; the same over its link to host memory; and nanoseconds beyond
+    what its ids and rows cost.
+
+    Rows in host memory are served to ranks of the host (once per id), and sent to those of others
+    (distinct rows). Answers, and what is returned, are rows and gradients as messages to and from a
+    rank of another host.
+    """
+
+    SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS, HOST_SERVED, HOST_SENT = range(7)
+    ANSWERS, RETURNED = 7, 8
+    FORWARD_BYTES, FORWARD_IDS, BACKWARD_BYTES, BACKWARD_IDS = range(9, 13)
+    UPDATE_BYTES, UPDATE_ROWS, HELD, HOST_FORWARD, HOST_UPDATE, HOST_HELD = range(13, 19)
+    FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(19, 22)
+
+
+NUM_RELATIONAL, NUM_ROWS = 9, 22  # of rows: the first, and all
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ import numpy as np
 
 from oper.search import native
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import PARTIALS
+from oper.search.cost.tally import Row
 from oper.search.problem.space import COLUMN_STEP
 from oper.search.problem.statement import IDS
 from oper.search.relaxation.inequalities import Inequality
@@ -209,7 +209,7 @@ class Node:
         given = {
             **costs, "starts": r.starts, "features": r.features[:, IDS:].T,
             "ids": r.features[:, IDS], "total_ids": r.total_ids,
-            "price": r.unit[classes, PARTIALS] @ prices,
+            "price": r.unit[classes, Row.PARTIALS] @ prices,
             "own": np.outer(r.asks, r.own[options] @ prices),
             "tiers": r.tiers @ prices, "tiers_pushed": r.tiers_pushed @ prices,
             # Where widths are no multiples, pieces that stay beside others that are pushed are not
@@ -295,7 +295,7 @@ class Node:
                 share = amount[n, o, IDS] / r.total_ids[tables[n]]
                 sums = np.maximum(pieces.sum_bytes(tables[n], share, np.maximum(mass, 1e-9)),
                                   fit.least_sums(*at, amount[n, o]))
-                each = sums * (r.unit[at[1], PARTIALS] @ prices) + (streams - 1.0) * stream[o]
+                each = sums * (r.unit[at[1], Row.PARTIALS] @ prices) + (streams - 1.0) * stream[o]
                 cost[n] += np.where(mass > 0, each, np.inf)
             better = cost < least
             out[better], least[better] = j, cost[better]
@@ -325,7 +325,7 @@ class Node:
                 r.pieces.sum_bytes(at[0], amount[n, o, IDS] / r.total_ids[at[0]],
                                    np.maximum(mass, 1e-9)),
                 self.fit.least_sums(*at, amount[n, o]))
-            out[n] += size[:, None] * r.unit[at[1], PARTIALS]
+            out[n] += size[:, None] * r.unit[at[1], Row.PARTIALS]
         n = np.flatnonzero((streams > 1.0).any(axis=1))
         out[n] += np.einsum("no,nof,nofr->nr", streams[n] - 1.0, amount[n], r.per_stream[tables[n]])
         return out

@@ -19,7 +19,7 @@ import numpy as np
 
 from oper.search import native
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import PARTIALS
+from oper.search.cost.tally import Row
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS, TableProblem
 from oper.search.relaxation.units import ANY, LOCAL, WHOLE, UnitRows
@@ -89,8 +89,8 @@ class Pieces:
         self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
         self.unit = units.own_us[..., :NUM_PIECE_GROUPS]
         #: float64 [C, P, 5], what a byte of partial sums puts on the owner of a piece.
-        self.partial = (self.unit[:, PARTIALS]
-                        - units.read_us[:, PARTIALS, :, None] * self.has_local)
+        self.partial = (self.unit[:, Row.PARTIALS]
+                        - units.read_us[:, Row.PARTIALS, :, None] * self.has_local)
         base = model.group_us(model.loads(base_rows))[..., :NUM_PIECE_GROUPS, :]
         # What every plan puts on the least loaded rank of each class.
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])

@@ -34,7 +34,7 @@ from oper.search.cost.space import (
     may_hold,
     most_masters,
 )
-from oper.search.cost.tally import FORWARD_NS, NUM_ROWS, Tally
+from oper.search.cost.tally import NUM_ROWS, Row, Tally
 from oper.search.problem.machine import first_neighbourhood
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
 from oper.search.relaxation.inequalities import Load, OwnerRows
@@ -207,7 +207,7 @@ class Relaxation:
             else pull for t in self.tables])[:, None]
         self.tiers = ids * still * passes
         self.tiers_pushed = (ids * push * passes
-                             + bags * costs.push_bag_ns * self.every[FORWARD_NS])
+                             + bags * costs.push_bag_ns * self.every[Row.FORWARD_NS])
         own = np.zeros((len(self.options), self.phase_of.size))
         timed = self.rows.phase_of.size  # the owner of a large piece may have none of these ids
         for o in np.flatnonzero(self.pushes):

@@ -18,7 +18,7 @@ import numpy as np
 
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import model_classes
-from oper.search.cost.tally import HELD, HOST_HELD, NUM_ROWS, Tally
+from oper.search.cost.tally import NUM_ROWS, Row, Tally
 from oper.search.problem.machine import GROUPS
 
 
@@ -92,9 +92,10 @@ class ResourceRows:
         """Tally rows [..., 22, W] -> [..., domain classes, then host classes where hosts hold
         rows]: share of the class's capacity."""
         machine, classes = self.model.machine, self.classes
-        groups = [(rows[..., HELD, :], classes.of_domain, machine.domain, machine.capacity_bytes)]
+        groups = [(rows[..., Row.HELD, :], classes.of_domain, machine.domain,
+                   machine.capacity_bytes)]
         if self.uses_host:
-            groups.append((rows[..., HOST_HELD, :], classes.of_host, machine.host,
+            groups.append((rows[..., Row.HOST_HELD, :], classes.of_host, machine.host,
                            machine.host_capacity_bytes))
         out = []
         for held, class_of, of_rank, capacity_bytes in groups:

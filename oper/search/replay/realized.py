@@ -18,25 +18,7 @@ from oper.messages import number_bytes, owners_pool
 from oper.plan import Piece, Plan
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.model import CostModel, Phase
-from oper.search.cost.tally import (
-    ANSWERS,
-    BACKWARD_IDS,
-    BACKWARD_NS,
-    BROADCAST,
-    FORWARD_NS,
-    GRAD_BYTES,
-    GRADS,
-    HOST_SENT,
-    HOST_SERVED,
-    NUM_RELATIONAL,
-    NUM_ROWS,
-    PARTIALS,
-    PUSH_IDS,
-    RETURNED,
-    SERVED,
-    UPDATE_BYTES,
-    Tally,
-)
+from oper.search.cost.tally import GRAD_BYTES, NUM_RELATIONAL, NUM_ROWS, Row, Tally
 from oper.search.problem.machine import (
     CROSS_IN,
     CROSS_OUT,
@@ -126,7 +108,7 @@ class RealizedLoad:
         phases = tuple(Phase(name, units[k], seconds[k], self.fixed_us[k],
                              self.model.hidden[k], self.model.has_local[k])
                        for k, name in enumerate(self.model.phases))
-        return StepLoad(phases, rows[BACKWARD_IDS] * self.model.costs.sort_ns / 1e3)
+        return StepLoad(phases, rows[Row.BACKWARD_IDS] * self.model.costs.sort_ns / 1e3)
 
     def _piece(self, t: TableProblem, piece: Piece, placed: Placed,
                batches: Sequence[TableBatch], exchange: np.ndarray) -> np.ndarray:
@@ -140,37 +122,37 @@ class RealizedLoad:
             out = self.model.tier_rows(t, width, tier, owner)  # [W readers, 22, W owners]
             if tier.mode == "push" and self._pools:
                 rows += _own(out.mean(axis=0))  # an owner pools for all, a mean times their number
-                exchange[PUSH_IDS] += out[:, PUSH_IDS]
+                exchange[Row.PUSH_IDS] += out[:, Row.PUSH_IDS]
                 own += np.diagonal(owner[:, IDS])
             elif tier.placement == "replicated":
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
                 holds = np.isin(np.arange(world), tier.ranks)
-                exchange[BROADCAST] += out[0, BROADCAST][:, None] * holds
+                exchange[Row.BROADCAST] += out[0, Row.BROADCAST][:, None] * holds
                 # As the model has it: ranks that share a memory read and write for themselves.
                 near = self.problem.machine.domain_sum(holds.astype(float))
-                rows[UPDATE_BYTES] += 2 * self.problem.machine.domain_sum(
-                    out[0, BROADCAST]) * holds * (near > 1)
+                rows[Row.UPDATE_BYTES] += 2 * self.problem.machine.domain_sum(
+                    out[0, Row.BROADCAST]) * holds * (near > 1)
                 # A rank without a copy in its domain reads one of its host, else any.
                 read = _nearest(holds, self.problem.machine) * owner[:, TOUCHED].sum(axis=1)
-                exchange[SERVED] += read * (t.spec.row_bytes * width / t.spec.dim)
-                exchange[ANSWERS] += read * messages.answer_bytes(t, width)
+                exchange[Row.SERVED] += read * (t.spec.row_bytes * width / t.spec.dim)
+                exchange[Row.ANSWERS] += read * messages.answer_bytes(t, width)
             else:
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
-                for served in (SERVED, ANSWERS, HOST_SERVED, HOST_SENT):
+                for served in (Row.SERVED, Row.ANSWERS, Row.HOST_SERVED, Row.HOST_SENT):
                     exchange[served] += out[:, served].T
             if tier.mode != "push":
-                for returned in (GRADS, RETURNED):
+                for returned in (Row.GRADS, Row.RETURNED):
                     exchange[returned] += out[:, returned]
         if placed.has_push:
             sums = np.stack([placed.pooled(b)[1] for b in batches], axis=1)  # by owner and reader
             bits = messages.bits
-            exchange[PARTIALS] += sums * width * GRAD_BYTES
-            exchange[ANSWERS] += sums * number_bytes(bits.answers, width)
-            exchange[RETURNED] += sums.T * number_bytes(bits.gradients, width)
+            exchange[Row.PARTIALS] += sums * width * GRAD_BYTES
+            exchange[Row.ANSWERS] += sums * number_bytes(bits.answers, width)
+            exchange[Row.RETURNED] += sums.T * number_bytes(bits.gradients, width)
             owners = {r for tier in piece.tiers
                       for r in (tier.ranks if tier.mode == "push" else (-1,))}
             has_all = np.array([owners == {r} for r in range(world)])
-            rows[[FORWARD_NS, BACKWARD_NS]] += self.model.own_requests(own, has_all)
+            rows[[Row.FORWARD_NS, Row.BACKWARD_NS]] += self.model.own_requests(own, has_all)
         return rows
 
     def _features(self, num_tiers: int, placed: Placed, batches: Sequence[TableBatch]
@@ -194,19 +176,19 @@ class RealizedLoad:
         machine = self.problem.machine
         near = machine.domain[:, None] == machine.domain[None, :]
         forward = units[self.model.phases.index("forward")]
-        transfer(forward, x[SERVED] + x[PARTIALS], x[ANSWERS], machine)
+        transfer(forward, x[Row.SERVED] + x[Row.PARTIALS], x[Row.ANSWERS], machine)
         same = machine.host[:, None] == machine.host[None, :]
-        sent = x[HOST_SENT] * ~same
-        forward[HOST_MEMORY] += (x[HOST_SERVED] * same).sum(axis=0) + sent.sum(axis=1)
-        transfer(forward, x[PUSH_IDS], x[PUSH_IDS], machine)
-        forward[MEMORY] += 2 * x[PARTIALS].sum(axis=0)
+        sent = x[Row.HOST_SENT] * ~same
+        forward[HOST_MEMORY] += (x[Row.HOST_SERVED] * same).sum(axis=0) + sent.sum(axis=1)
+        transfer(forward, x[Row.PUSH_IDS], x[Row.PUSH_IDS], machine)
+        forward[MEMORY] += 2 * x[Row.PARTIALS].sum(axis=0)
         if self.problem.training:
-            update, gradients = units[-1], x[GRADS] + x[PARTIALS].T
-            update[MEMORY] += x[PARTIALS].sum(axis=1)
-            update[MEMORY] += (x[GRADS] * near).sum(axis=0)
-            transfer(update, gradients, x[RETURNED], machine)
-            update[MEMORY] += (x[BROADCAST] * ~near).sum(axis=0)
-            transfer(update, x[BROADCAST], x[BROADCAST], machine, reads_source=False)
+            update, gradients = units[-1], x[Row.GRADS] + x[Row.PARTIALS].T
+            update[MEMORY] += x[Row.PARTIALS].sum(axis=1)
+            update[MEMORY] += (x[Row.GRADS] * near).sum(axis=0)
+            transfer(update, gradients, x[Row.RETURNED], machine)
+            update[MEMORY] += (x[Row.BROADCAST] * ~near).sum(axis=0)
+            transfer(update, x[Row.BROADCAST], x[Row.BROADCAST], machine, reads_source=False)
         add_wire(units, machine)
 
 

@@ -20,7 +20,7 @@ from oper.plan import MAX_PATTERN
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
 from oper.search.cost.space import PUSH, SHARD
-from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS
+from oper.search.cost.tally import NUM_ROWS, Row
 from oper.search.pricing.master import Bound
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.overlap import RESOLVE
@@ -119,7 +119,7 @@ class Loads:
         for c, r in enumerate(ranks):
             room = pool.full * machine.capacity_bytes[machine.domain[r[0]]]
             room /= machine.num_near[r[0]]
-            self.own_unit[c, HELD, -1] = 1.0 / max(room, 1e-3)
+            self.own_unit[c, Row.HELD, -1] = 1.0 / max(room, 1e-3)
         #: float64 [P, G], which loads include the rank's own time in a phase.
         self.own_time = np.zeros((self.num_phases, self.num_loads))
         for p, has_local in enumerate(self.model.has_local):
@@ -186,7 +186,7 @@ class Loads:
         out[:, :-1] = groups.reshape(-1, self.class_of.size).T
         out[:, :-1] -= num_tables * self.piece_us[:-1]
         machine = model.machine
-        held = machine.per_domain(tally.rows[HELD]) / np.maximum(
+        held = machine.per_domain(tally.rows[Row.HELD]) / np.maximum(
             self.full * machine.capacity_bytes, 1e-3)
         out[:, -1] = held[machine.domain]
         return out
@@ -259,7 +259,8 @@ class Annealing:
                     "num_may": may.sum(axis=1), "may": may.astype(np.uint8)}
         return {
             "class_of": class_of[order], "rank_of": order, "base": loads.base(len(tables))[order],
-            "partial": loads.own_unit[:, PARTIALS], "partial_read": loads.read_unit[:, PARTIALS],
+            "partial": loads.own_unit[:, Row.PARTIALS],
+            "partial_read": loads.read_unit[:, Row.PARTIALS],
             "level": np.array([self.bound.phase_us(p) for p in range(loads.num_phases)]),
             "stay": (loads.by_class(whole - once) - (fill - fill_once) / size) / columns,
             "stay_once": loads.by_class(once) - fill_once / size + piece[:, None],
@@ -273,7 +274,7 @@ class Annealing:
             "mate_first": np.cumsum([0, *(x.shape[1] for x in mates)]),
             "mates": place[np.concatenate(mates, axis=1)[0]],
             "mate_level": np.concatenate(mates, axis=1)[1],
-            "partial_mate": loads.mate_unit[:, :, PARTIALS],
+            "partial_mate": loads.mate_unit[:, :, Row.PARTIALS],
             "column_mate": np.einsum("ncq,lcqg->nlcg", rows[0], loads.mate_unit),
             "stream_mate": np.einsum("ncq,lcqg->nlcg", rows[1], loads.mate_unit),
             "column_ids": np.einsum("ncq,cqg->ncg", rows[4], loads.own_unit),
