@@ -14,7 +14,7 @@ from oper.search import EXECUTABLE, evaluate, make_plan, make_problem, summary
 from oper.search.cost.model import CostModel
 from oper.search.planner import plan_problem
 from oper.search.pricing.master import lower_bound
-from oper.search.problem.machine import CROSS_IN, HOST_MEMORY, LINK_IN
+from oper.search.problem.machine import Term
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL
 from oper.search.relaxation.relaxation import Relaxation
 from tests.search.oracle import best_of_candidates
@@ -46,11 +46,11 @@ def test_ranks_read_the_memory_of_their_host_and_owners_send_to_others():
     row, distinct = t.spec.row_bytes, t.total[TOUCHED]
     mine = np.array([1, 1, 1, 0, 0, 0]) * t.total[IDS] * row
     mine[1] += 3 * distinct * row  # for the three ranks of the other host
-    assert forward.units[HOST_MEMORY] == pytest.approx(mine)
-    assert forward.units[CROSS_IN] == pytest.approx([0, 0, 0, *[distinct * row] * 3])
-    assert not forward.units[LINK_IN].any()  # gradients take the links, rows do not
+    assert forward.units[Term.HOST_MEMORY] == pytest.approx(mine)
+    assert forward.units[Term.CROSS_IN] == pytest.approx([0, 0, 0, *[distinct * row] * 3])
+    assert not forward.units[Term.LINK_IN].any()  # gradients take the links, rows do not
     state = t.spec.num_bytes / t.spec.num_rows - row
-    assert update.units[HOST_MEMORY] == pytest.approx(
+    assert update.units[Term.HOST_MEMORY] == pytest.approx(
         [0, t.total[TOUCHED_ALL] * 2 * (row + state), 0, 0, 0, 0], rel=1e-6)
     assert found.host_bytes == pytest.approx([t.total[ROWS] * (row + state), 0], rel=1e-6)
     in_device = evaluate(plan, stated).held_bytes

@@ -17,13 +17,13 @@ from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import SENT
 from oper.search import evaluate, make_plan, make_problem, verify_plan
 from oper.search.cost.messages import Messages
-from oper.search.problem.machine import CROSS_IN, CROSS_OUT, TERMS
+from oper.search.problem.machine import TERMS, Term
 from oper.search.problem.statement import Problem
 from oper.search.replay.realized import RealizedLoad
 from oper.search.replay.wire import WireReplay
 
 BITS = [(8, 8), (16, 16), (16, 8), (8, 32), (32, 8)]
-CROSS = (CROSS_IN, CROSS_OUT)
+CROSS = (Term.CROSS_IN, Term.CROSS_OUT)
 
 
 def hosts(bits: Any, objective: str = "training") -> tuple[Problem, list[np.ndarray]]:
@@ -62,11 +62,11 @@ def test_partial_sums_shrink_and_ids_do_not() -> None:
     (exact, exact_back), num_ids = one_table("push", 32), hosts(32)[0].table("t1").traffic.num_ids
     for bits, factor in (((8, 8), 72 / 256), ((16, 16), 0.5)):
         forward, update = one_table("push", bits)
-        requests = (forward - factor * exact)[CROSS_IN] / (1 - factor)
+        requests = (forward - factor * exact)[Term.CROSS_IN] / (1 - factor)
         assert requests.min() > 0
         assert requests.sum() == pytest.approx(2 * 4.125 * num_ids, rel=1e-9)
-        assert update[CROSS_IN] == pytest.approx(factor * exact_back[CROSS_IN], rel=1e-12)
-        assert update[CROSS_IN].min() > 0
+        assert update[Term.CROSS_IN] == pytest.approx(factor * exact_back[Term.CROSS_IN], rel=1e-12)
+        assert update[Term.CROSS_IN].min() > 0
 
 
 def test_sums_of_other_bits_in_each_direction() -> None:
@@ -131,7 +131,7 @@ def test_replayed_loads_are_the_messages_that_are_sent(bits: tuple[int, int]) ->
         asked = answers + sent["ids"]
         back = sent["gradient_rows"] + sent["bag_gradients"] + sent["refreshed_rows"]
         for phase, wanted in ((forward, asked), (update, back)):
-            for axis, term in ((1, CROSS_OUT), (0, CROSS_IN)):
+            for axis, term in ((1, Term.CROSS_OUT), (0, Term.CROSS_IN)):
                 assert phase.units[term] == pytest.approx(wanted.sum(axis=axis), abs=36)
 
 

@@ -18,11 +18,8 @@ from oper.search.cost.space import PUSH, hosts_are_alike
 from oper.search.planner import plan_problem
 from oper.search.pricing.node import Node
 from oper.search.problem.machine import (
-    CROSS_IN,
-    CROSS_OUT,
     GROUPS,
-    RACK_IN,
-    RACK_OUT,
+    Term,
     first_neighbourhood,
     neighbourhoods,
     rank_classes,
@@ -52,8 +49,9 @@ def test_a_rank_waits_for_all_that_its_links_carry(name: str) -> None:
     for _ in range(4):
         for phase in evaluate(random_plan(many, rng, KINDS, 2), many).phases:
             for terms, of_rank, gbps in (
-                    ((CROSS_IN, CROSS_OUT), machine.host, _host_gbps(topology)),
-                    ((RACK_IN, RACK_OUT), machine.rack, [r.uplink_gbps for r in topology.racks])):
+                    ((Term.CROSS_IN, Term.CROSS_OUT), machine.host, _host_gbps(topology)),
+                    ((Term.RACK_IN, Term.RACK_OUT), machine.rack,
+                     [r.uplink_gbps for r in topology.racks])):
                 if of_rank is machine.host and not topology.hosts_share_links:
                     continue
                 for term in terms:
@@ -79,7 +77,7 @@ def test_a_rank_that_alone_sends_has_its_host_s_whole_link() -> None:
     everyone = tuple(range(8))
     for owners, factor in (((0,), 2.0), ((0, 2, 4, 6), 2.0), ((0, 1), 1.0), (everyone, 1.0)):
         plan = owned(apart, [], owners)  # stripes, pulled
-        own, one = (evaluate(plan, p).phases[0].seconds[CROSS_OUT] for p in (apart, together))
+        own, one = (evaluate(plan, p).phases[0].seconds[Term.CROSS_OUT] for p in (apart, together))
         assert own.max() > 0 and own.max() / one.max() == pytest.approx(factor, rel=0.05)
         assert one[0] == one[1]
 
@@ -100,8 +98,8 @@ def test_racks_of_one_host_each_are_links_of_hosts() -> None:
     rng = np.random.default_rng(4)
     for _ in range(6):
         for phase in evaluate(random_plan(alike, rng, KINDS, 2), alike).phases:
-            assert phase.units[RACK_IN] == pytest.approx(phase.units[CROSS_IN])
-            assert phase.units[RACK_OUT] == pytest.approx(phase.units[CROSS_OUT])
+            assert phase.units[Term.RACK_IN] == pytest.approx(phase.units[Term.CROSS_IN])
+            assert phase.units[Term.RACK_OUT] == pytest.approx(phase.units[Term.CROSS_OUT])
             assert phase.groups[GROUPS.index("rack_in")] == pytest.approx(
                 phase.groups[GROUPS.index("cross_in")])
 
@@ -110,10 +108,11 @@ def test_what_stays_in_a_rack_uses_no_uplink() -> None:
     """Rows of the first rack's ranks go to the second once for each rank there."""
     many = problem(3, 5, racked(gpus(4, per_host=1), 5.0, 5.0), allow=EVERYTHING)
     phase = evaluate(owned(many, [], (0,)), many).phases[0]
-    sent, received = phase.units[CROSS_OUT], phase.units[CROSS_IN]
-    assert phase.units[RACK_OUT] == pytest.approx([sent[0] * 2 / 3, 0, 0, 0])
-    assert phase.units[RACK_IN] == pytest.approx([0, 0, *received[2:]])
-    assert phase.seconds[RACK_OUT] == pytest.approx(np.array([1, 1, 0, 0]) * sent[0] * 2 / 3 / 5e9)
+    sent, received = phase.units[Term.CROSS_OUT], phase.units[Term.CROSS_IN]
+    assert phase.units[Term.RACK_OUT] == pytest.approx([sent[0] * 2 / 3, 0, 0, 0])
+    assert phase.units[Term.RACK_IN] == pytest.approx([0, 0, *received[2:]])
+    assert phase.seconds[Term.RACK_OUT] == pytest.approx(
+        np.array([1, 1, 0, 0]) * sent[0] * 2 / 3 / 5e9)
 
 
 def test_hosts_of_unequal_racks_are_told_apart() -> None:

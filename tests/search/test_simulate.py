@@ -15,18 +15,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.traffic import KIND, link_classes
 from oper.search.cost.evaluation import Phase
 from oper.search.cost.model import evaluate
-from oper.search.problem.machine import (
-    COMPUTE,
-    CROSS_IN,
-    CROSS_OUT,
-    GROUPS,
-    HOST_MEMORY,
-    LINK_IN,
-    LINK_OUT,
-    MEMORY,
-    TERMS,
-    copy_sets,
-)
+from oper.search.problem.machine import GROUPS, TERMS, Term, copy_sets
 from oper.search.problem.statement import Problem, make_problem
 from oper.search.replay.realized import RealizedLoad, StepLoad
 from oper.search.replay.simulate import Bags, RankBatch, Replay
@@ -112,10 +101,10 @@ def test_the_mean_of_many_steps_is_what_the_model_predicts(topology: Topology, b
         for k, phase in enumerate(predicted.phases):
             units = np.mean([s[k].units for s in steps], axis=0)
             for n, term in enumerate(TERMS):
-                if bits != 32 and n not in (CROSS_IN, CROSS_OUT):
+                if bits != 32 and n not in (Term.CROSS_IN, Term.CROSS_OUT):
                     continue  # what begins a message counts as numbers, also within a host
                 # Host memory is read once per id: what few ids read says little.
-                size = max(float(phase.units[n].max()), 1e4 if n == HOST_MEMORY else 1.0)
+                size = max(float(phase.units[n].max()), 1e4 if n == Term.HOST_MEMORY else 1.0)
                 assert np.allclose(units[n], phase.units[n], rtol=0.1, atol=0.05 * size), (
                     seed, phase.name, term)
             assert steps[0][k].fixed_us == phase.fixed_us
@@ -130,10 +119,10 @@ def test_rows_between_two_gpus_are_the_distinct_ones() -> None:
     one = {"f0": Bags(np.array([5, 5, 7, 9]), np.array([3, 1]))}
     load = RealizedLoad(plan, problem).step([one, {}])
     forward, backward, update = load.phases
-    assert forward.units[LINK_IN].tolist() == [3 * spec.row_bytes, 0]
-    assert forward.units[LINK_OUT].tolist() == [0, 3 * spec.row_bytes]
-    assert update.units[LINK_IN].tolist() == [0, 3 * (4 * spec.dim + 4)]  # with their slots
-    assert not backward.units[LINK_IN].any() and not forward.units[CROSS_IN].any()
+    assert forward.units[Term.LINK_IN].tolist() == [3 * spec.row_bytes, 0]
+    assert forward.units[Term.LINK_OUT].tolist() == [0, 3 * spec.row_bytes]
+    assert update.units[Term.LINK_IN].tolist() == [0, 3 * (4 * spec.dim + 4)]  # with their slots
+    assert not backward.units[Term.LINK_IN].any() and not forward.units[Term.CROSS_IN].any()
     counts = Replay(plan).step([one, {}])
     assert counts[0].counts[KIND["rows"], 0].tolist() == [0, 4]
     assert counts[1].counts[KIND["gradient_rows"], 0].tolist() == [3, 0]
@@ -165,8 +154,8 @@ def test_bad_batches_are_refused(bags: Bags, word: str) -> None:
 
 def made(name: str, memory_us: list[float], link_us: list[float]) -> Phase:
     seconds = np.zeros((len(TERMS), 2))
-    seconds[MEMORY] = np.array(memory_us) * 1e-6
-    seconds[LINK_IN] = np.array(link_us) * 1e-6
+    seconds[Term.MEMORY] = np.array(memory_us) * 1e-6
+    seconds[Term.LINK_IN] = np.array(link_us) * 1e-6
     return Phase(name, seconds * 1e9, seconds, 1.0, np.zeros(2),
                  np.arange(len(GROUPS)) == 0)
 
@@ -243,4 +232,4 @@ def test_compute_is_counted() -> None:
     batch = draw(problem, chances, np.random.default_rng(2))
     forward = RealizedLoad(plan, problem).step(batch).phases[0]
     ids = [sum(b.ids.size for b in rank.values()) for rank in batch]
-    assert forward.units[COMPUTE] == pytest.approx([3.0 * n for n in ids])
+    assert forward.units[Term.COMPUTE] == pytest.approx([3.0 * n for n in ids])

@@ -49,7 +49,7 @@ from oper.search.cost.tally import (
     owned_features,
     row_bytes,
 )
-from oper.search.problem.machine import COMPUTE, HOST_MEMORY, MEMORY, TERMS, add_wire, by_group
+from oper.search.problem.machine import TERMS, Term, add_wire, by_group
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 
@@ -441,37 +441,37 @@ class CostModel:
         out = np.zeros(shape)
         first = self.phases.index("forward")
         forward = out[..., first, :, :]
-        forward[..., MEMORY, :] = rows[..., Row.FORWARD_BYTES, :]
-        forward[..., COMPUTE, :] = (rows[..., Row.FORWARD_IDS, :] * costs.id_ns
+        forward[..., Term.MEMORY, :] = rows[..., Row.FORWARD_BYTES, :]
+        forward[..., Term.COMPUTE, :] = (rows[..., Row.FORWARD_IDS, :] * costs.id_ns
                                     + rows[..., Row.FORWARD_NS, :])
         owner_sends(self.machine, forward, rows[..., Row.SERVED, :], rows[..., Row.ANSWERS, :])
         ids, sums = rows[..., Row.PUSH_IDS, :], rows[..., Row.PARTIALS, :]
         owner_receives(self.machine, forward, ids, ids)
         owner_sends(self.machine, forward, sums, sums * self.messages.of_sums)
-        forward[..., MEMORY, :] += 2 * sums.sum(axis=-1, keepdims=True)
+        forward[..., Term.MEMORY, :] += 2 * sums.sum(axis=-1, keepdims=True)
         # Ranks of a host read its memory themselves, each over its own link; for others, owners do.
-        forward[..., HOST_MEMORY, :] = (rows[..., Row.HOST_FORWARD, :]
+        forward[..., Term.HOST_MEMORY, :] = (rows[..., Row.HOST_FORWARD, :]
                                         + self.machine.host_sum(rows[..., Row.HOST_SERVED, :])
                                         + rows[..., Row.HOST_SENT, :]
                                         * (world - self.machine.num_host))
         if self.training:
             backward, update = out[..., first + 1, :, :], out[..., first + 2, :, :]
-            backward[..., MEMORY, :] = rows[..., Row.BACKWARD_BYTES, :]
-            backward[..., COMPUTE, :] = (rows[..., Row.BACKWARD_IDS, :] * costs.reduce_ns
+            backward[..., Term.MEMORY, :] = rows[..., Row.BACKWARD_BYTES, :]
+            backward[..., Term.COMPUTE, :] = (rows[..., Row.BACKWARD_IDS, :] * costs.reduce_ns
                                          + rows[..., Row.BACKWARD_NS, :])
             # The phase before forward resolves ahead; else backward is the one that sorts.
             sorts = out[..., 0 if first else 1, :, :]
-            sorts[..., COMPUTE, :] += rows[..., Row.BACKWARD_IDS, :] * costs.sort_ns
-            update[..., MEMORY, :] = rows[..., Row.UPDATE_BYTES, :]
-            update[..., COMPUTE, :] = (rows[..., Row.UPDATE_ROWS, :] * costs.update_ns
+            sorts[..., Term.COMPUTE, :] += rows[..., Row.BACKWARD_IDS, :] * costs.sort_ns
+            update[..., Term.MEMORY, :] = rows[..., Row.UPDATE_BYTES, :]
+            update[..., Term.COMPUTE, :] = (rows[..., Row.UPDATE_ROWS, :] * costs.update_ns
                                        + rows[..., Row.UPDATE_NS, :])
-            update[..., HOST_MEMORY, :] = rows[..., Row.HOST_UPDATE, :]
+            update[..., Term.HOST_MEMORY, :] = rows[..., Row.HOST_UPDATE, :]
             gradients = rows[..., Row.GRADS, :]
-            update[..., MEMORY, :] += gradients * self.machine.num_near
+            update[..., Term.MEMORY, :] += gradients * self.machine.num_near
             owner_receives(self.machine, update, gradients, rows[..., Row.RETURNED, :])
             # Gradients of the bags that owners pooled.
             owner_receives(self.machine, update, sums, sums * self.messages.of_bags)
-            update[..., MEMORY, :] += sums * world
+            update[..., Term.MEMORY, :] += sums * world
             broadcast(self.machine, update, rows[..., Row.BROADCAST, :], np.ones(int(world)))
         add_wire(out, self.machine)
         return out

@@ -14,7 +14,7 @@ import numpy as np
 from oper.errors import MissingDependencyError, fail
 from oper.plan import MAX_PATTERN, Piece, Plan, Tier
 from oper.search.cost.model import evaluate
-from oper.search.problem.machine import CROSS_IN, LINK_IN, MEMORY, Machine
+from oper.search.problem.machine import Machine, Term
 from oper.search.problem.statement import IDS, Problem, TableProblem
 from oper.search.rounding.placing import plan_of
 
@@ -80,8 +80,8 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
     hits = np.stack([np.interp(s, t.edges, t.cumulative[IDS])
                      for t, s in zip(problem.tables, stops, strict=True)])
     every = np.array([float(t.total[IDS]) for t in problem.tables])[:, None]
-    slow_term = CROSS_IN if problem.topology.num_hosts > 1 else LINK_IN
-    fast, slow = machine.seconds_per_unit[MEMORY], machine.seconds_per_unit[slow_term]
+    slow_term = Term.CROSS_IN if problem.topology.num_hosts > 1 else Term.LINK_IN
+    fast, slow = machine.seconds_per_unit[Term.MEMORY], machine.seconds_per_unit[slow_term]
     # [T, W, K]: cost at the rank, and bytes there; dealt rows count everywhere.
     cost = row[:, None] * (hits[:, None] * fast[:, None] + (every - hits)[:, None] * slow[:, None])
     hot = size * stops / rows
@@ -207,8 +207,8 @@ def _extraction_rows(machine: Machine, held: np.ndarray, read: np.ndarray, share
         add(held * copies / room, np.outer(held, inside) / room, 0.0, 1.0)
     for r in range(world):
         reached = near[r].astype(float)
-        add(read * unit[MEMORY, r], np.outer(read, reached) * unit[MEMORY, r], -1.0, 0.0)
-        for term, afar in ((LINK_IN, host[r] & ~near[r]), (CROSS_IN, ~host[r])):
+        add(read * unit[Term.MEMORY, r], np.outer(read, reached) * unit[Term.MEMORY, r], -1.0, 0.0)
+        for term, afar in ((Term.LINK_IN, host[r] & ~near[r]), (Term.CROSS_IN, ~host[r])):
             if afar.any():
                 add(none, np.outer(read, afar) * unit[term, r], -1.0, 0.0)
                 own = np.zeros(world)

@@ -21,10 +21,15 @@ from oper.topology import Topology
 # top of either direction.
 TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "host_memory",
          "rack_in", "rack_out")
-(MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY,
- RACK_IN, RACK_OUT) = range(len(TERMS))
 EXCHANGES = ("forward", "update")  # phases in which hosts send each other messages
 GROUPS = ("local", *TERMS[2:])
+
+
+class Term:
+    """Numbers of `TERMS`."""
+
+    MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY, RACK_IN, RACK_OUT = (
+        range(len(TERMS)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +76,8 @@ class Machine:
     def shared_terms(self) -> tuple[tuple[int, ...], ...]:
         """Terms of links that several ranks share: those of their host, those of their rack."""
         of_host = self.topology.hosts_share_links and (self.num_host > 1).any()
-        return ((CROSS_IN, CROSS_OUT) if of_host else (),
-                (RACK_IN, RACK_OUT) if self.has_racks else ())
+        return ((Term.CROSS_IN, Term.CROSS_OUT) if of_host else (),
+                (Term.RACK_IN, Term.RACK_OUT) if self.has_racks else ())
 
     @cached_property
     def has_racks(self) -> bool:
@@ -171,18 +176,18 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
     unit = np.zeros((len(TERMS), domain.size))
     for r, k in enumerate(domain):
         d = topology.domains[k]
-        unit[MEMORY, r] = near[r] / (d.read_gbps * 1e9)
-        unit[COMPUTE, r] = 1e-9
-        unit[[LINK_IN, LINK_OUT], r] = 1 / (d.link_gbps * 1e9)
-        unit[[CROSS_IN, CROSS_OUT], r] = 1 / (d.cross_gbps * 1e9)
+        unit[Term.MEMORY, r] = near[r] / (d.read_gbps * 1e9)
+        unit[Term.COMPUTE, r] = 1e-9
+        unit[[Term.LINK_IN, Term.LINK_OUT], r] = 1 / (d.link_gbps * 1e9)
+        unit[[Term.CROSS_IN, Term.CROSS_OUT], r] = 1 / (d.cross_gbps * 1e9)
     if topology.hosts_share_links:
-        of_host = np.bincount(host, 1 / unit[CROSS_IN]) / np.bincount(host)
-        unit[[CROSS_IN, CROSS_OUT]] = 1 / of_host[host]
+        of_host = np.bincount(host, 1 / unit[Term.CROSS_IN]) / np.bincount(host)
+        unit[[Term.CROSS_IN, Term.CROSS_OUT]] = 1 / of_host[host]
     if topology.racks:
         uplink = np.array([x.uplink_gbps for x in topology.racks])
-        unit[[RACK_IN, RACK_OUT]] = in_rack / (uplink[rack] * 1e9)
+        unit[[Term.RACK_IN, Term.RACK_OUT]] = in_rack / (uplink[rack] * 1e9)
     if topology.host_gbps:
-        unit[HOST_MEMORY] = 1 / (topology.host_gbps * 1e9)
+        unit[Term.HOST_MEMORY] = 1 / (topology.host_gbps * 1e9)
     capacity = np.array([d.memory_bytes for d in topology.domains], float)
     capacity -= np.bincount(domain, np.broadcast_to(reserve_bytes, domain.size))
     if memory_bytes is not None:
@@ -202,9 +207,9 @@ def by_group(loads: np.ndarray, has_local: np.ndarray) -> np.ndarray:
     Returns:
         float64 [..., 8, W].
     """
-    local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
+    local = (loads[..., Term.MEMORY, :] + loads[..., Term.COMPUTE, :])[..., None, :]
     out = local * has_local[..., None]
-    out[..., 1:, :] += loads[..., LINK_IN:, :]
+    out[..., 1:, :] += loads[..., Term.LINK_IN:, :]
     return np.asarray(out)
 
 
@@ -215,8 +220,8 @@ def add_wire(units: np.ndarray, machine: Machine) -> None:
         units: float64 [..., 9, W], by term and rank.
         machine: the machine.
     """
-    units[..., COMPUTE, :] += machine.topology.costs.wire_ns * (
-        units[..., CROSS_OUT, :] + units[..., CROSS_IN, :])
+    units[..., Term.COMPUTE, :] += machine.topology.costs.wire_ns * (
+        units[..., Term.CROSS_OUT, :] + units[..., Term.CROSS_IN, :])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,18 +19,7 @@ from oper.plan import Piece, Plan
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.model import CostModel, Phase
 from oper.search.cost.tally import GRAD_BYTES, NUM_RELATIONAL, NUM_ROWS, Row, Tally
-from oper.search.problem.machine import (
-    CROSS_IN,
-    CROSS_OUT,
-    HOST_MEMORY,
-    LINK_IN,
-    LINK_OUT,
-    MEMORY,
-    RACK_IN,
-    RACK_OUT,
-    Machine,
-    add_wire,
-)
+from oper.search.problem.machine import Machine, Term, add_wire
 from oper.search.problem.statement import (
     IDS,
     NUM_FEATURES,
@@ -179,15 +168,15 @@ class RealizedLoad:
         transfer(forward, x[Row.SERVED] + x[Row.PARTIALS], x[Row.ANSWERS], machine)
         same = machine.host[:, None] == machine.host[None, :]
         sent = x[Row.HOST_SENT] * ~same
-        forward[HOST_MEMORY] += (x[Row.HOST_SERVED] * same).sum(axis=0) + sent.sum(axis=1)
+        forward[Term.HOST_MEMORY] += (x[Row.HOST_SERVED] * same).sum(axis=0) + sent.sum(axis=1)
         transfer(forward, x[Row.PUSH_IDS], x[Row.PUSH_IDS], machine)
-        forward[MEMORY] += 2 * x[Row.PARTIALS].sum(axis=0)
+        forward[Term.MEMORY] += 2 * x[Row.PARTIALS].sum(axis=0)
         if self.problem.training:
             update, gradients = units[-1], x[Row.GRADS] + x[Row.PARTIALS].T
-            update[MEMORY] += x[Row.PARTIALS].sum(axis=1)
-            update[MEMORY] += (x[Row.GRADS] * near).sum(axis=0)
+            update[Term.MEMORY] += x[Row.PARTIALS].sum(axis=1)
+            update[Term.MEMORY] += (x[Row.GRADS] * near).sum(axis=0)
             transfer(update, gradients, x[Row.RETURNED], machine)
-            update[MEMORY] += (x[Row.BROADCAST] * ~near).sum(axis=0)
+            update[Term.MEMORY] += (x[Row.BROADCAST] * ~near).sum(axis=0)
             transfer(update, x[Row.BROADCAST], x[Row.BROADCAST], machine, reads_source=False)
         add_wire(units, machine)
 
@@ -206,15 +195,15 @@ def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: 
     """
     host = machine.host[:, None] == machine.host[None, :]
     far = machine.domain[:, None] != machine.domain[None, :]
-    out[LINK_OUT] += (amount * (far & host)).sum(axis=1)
-    out[LINK_IN] += (amount * (far & host)).sum(axis=0)
-    out[CROSS_OUT] += (message * ~host).sum(axis=1)
-    out[CROSS_IN] += (message * ~host).sum(axis=0)
+    out[Term.LINK_OUT] += (amount * (far & host)).sum(axis=1)
+    out[Term.LINK_IN] += (amount * (far & host)).sum(axis=0)
+    out[Term.CROSS_OUT] += (message * ~host).sum(axis=1)
+    out[Term.CROSS_IN] += (message * ~host).sum(axis=0)
     rack = machine.rack[:, None] == machine.rack[None, :]
-    out[RACK_OUT] += (message * ~rack).sum(axis=1)
-    out[RACK_IN] += (message * ~rack).sum(axis=0)
+    out[Term.RACK_OUT] += (message * ~rack).sum(axis=1)
+    out[Term.RACK_IN] += (message * ~rack).sum(axis=0)
     if reads_source:
-        out[MEMORY] += (amount * far).sum(axis=1)
+        out[Term.MEMORY] += (amount * far).sum(axis=1)
 
 
 def _nearest(holds: np.ndarray, machine: Machine) -> np.ndarray:

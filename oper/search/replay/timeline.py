@@ -22,21 +22,13 @@ import numpy as np
 
 from oper.errors import require_fields
 from oper.search.cost.model import Phase
-from oper.search.problem.machine import (
-    CROSS_IN,
-    CROSS_OUT,
-    LINK_IN,
-    LINK_OUT,
-    RACK_IN,
-    RACK_OUT,
-    TERMS,
-)
+from oper.search.problem.machine import TERMS, Term
 from oper.search.replay.realized import StepLoad
 from oper.support.trace_events import Bar, trace_of, write_trace
 
 LANES = ("lookups", "dense", *TERMS[2:])
 LOOKUPS, DENSE = 0, 1
-_LINKS = (LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, RACK_IN, RACK_OUT)
+_LINKS = (Term.LINK_IN, Term.LINK_OUT, Term.CROSS_IN, Term.CROSS_OUT, Term.RACK_IN, Term.RACK_OUT)
 
 
 @dataclass(frozen=True, slots=True)
