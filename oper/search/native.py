@@ -101,7 +101,7 @@ def call(name: str, kind: type[Argument], arrays: dict[str, np.ndarray], **value
     Args:
         name: the function.
         kind: its argument.
-        arrays: C-contiguous arrays by field, int64, float64 or uint8; outputs are written.
+        arrays: by field, int64, float64 or uint8; outputs, which are contiguous, are written.
         values: all other fields, but for the size and the version.
 
     Returns:
@@ -110,7 +110,7 @@ def call(name: str, kind: type[Argument], arrays: dict[str, np.ndarray], **value
     Raises:
         MissingDependencyError: the library is not built, or was built from other sources.
     """
-    assert all(x.flags.c_contiguous for x in arrays.values())
+    arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
     assert arrays.keys() >= {x[0] for x in kind._fields_ if x[1] is _array}, "an array is missing"
     argument = kind(size=ctypes.sizeof(kind), version=VERSION,
                     **{n: x.ctypes.data for n, x in arrays.items()}, **values)

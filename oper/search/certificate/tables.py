@@ -68,7 +68,7 @@ class TableCosts:
     def __init__(self, model: CostModel, may: dict[str, np.ndarray], sizes: np.ndarray) -> None:
         self.model, self.may, self.sizes, problem = model, may, sizes, model.problem
         self.tables = tables = problem.free_tables
-        pinned = [problem.pinned_of(t.spec.name) for t in tables]
+        pinned = [problem.held(t.spec.name).pinned for t in tables]
         #: float64 [T, B, 4], features of blocks without pinned rows, and blocks of nothing.
         self.blocks = np.zeros((len(tables), max((len(t.blocks) for t in tables), default=0), 4))
         for k, t in enumerate(tables):

@@ -81,7 +81,7 @@ def copy_tallies(model: CostModel, t: TableProblem) -> list[Tally]:
 def free_blocks(problem: Problem, t: TableProblem) -> np.ndarray:
     """Features of each block of a table without its pinned rows; float64 [K, 4]."""
     out = t.blocks.copy()
-    for tier in problem.pinned_of(t.spec.name):
+    for tier in problem.held(t.spec.name).pinned:
         out -= np.diff(t.prefix(np.clip(t.edges, tier.start, tier.stop)), axis=1).T
     return np.maximum(out, 0.0)
 
@@ -102,7 +102,7 @@ def most_masters(problem: Problem, t: TableProblem, sizes: np.ndarray) -> np.nda
     """
     if not t.ids_are_positions:
         return np.full(sizes.size, np.inf)
-    tiers = MAX_REPLICATED + len(problem.pinned_of(t.spec.name))
+    tiers = MAX_REPLICATED + len(problem.held(t.spec.name).pinned)
     world = sizes.sum()
     return np.array([tiers * (world - np.delete(sizes, c).min(initial=world - 1))
                      for c in range(sizes.size)], float)
@@ -171,7 +171,7 @@ def has_copies(model: CostModel) -> bool:
 
 def may_rest(problem: Problem, name: str) -> bool:
     """Whether table `name` can be placed without being pushed."""
-    places, pinned = problem.placements_of(name), problem.pinned_of(name)
+    places, pinned = problem.placements_of(name), problem.held(name).pinned
     if sum(x.stop - x.start for x in pinned) == problem.table(name).spec.num_rows:
         return not all(x.mode == "push" and x.placement != "replicated" for x in pinned)
     return "replicated" in places or ("pull" in problem.modes_of(name) and bool(places))

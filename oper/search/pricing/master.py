@@ -10,6 +10,7 @@ sum to at most 1 over each phase certify it without reference to the solver's st
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,19 +227,15 @@ def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
     return prices
 
 
-def _starting_prices(relaxation: Relaxation) -> list[np.ndarray]:
-    """Prices whose answers give the first columns: each group of terms, all alike, and memory."""
-    out = []
+def _starting_prices(relaxation: Relaxation) -> Iterator[np.ndarray]:
+    """Prices whose answers give the first columns: all alike, memory, and each group of terms."""
     memory = relaxation.phase_of == -1
-    even = np.zeros(relaxation.num_rows)
-    even[~memory] = 1.0
-    out.append(relaxation.project_prices(even))
-    out.append(np.where(memory, 1e6, 1e-6))
+    yield relaxation.project_prices(np.where(memory, 0.0, 1.0))
+    yield np.where(memory, 1e6, 1e-6)
     for group in sorted({name[1] for name in relaxation.rows.names}):
         one = np.zeros(relaxation.num_rows)
         one[:len(relaxation.rows.names)] = [name[1] == group for name in relaxation.rows.names]
-        out.append(relaxation.project_prices(one + 1e-6 * ~memory))
-    return out
+        yield relaxation.project_prices(one + 1e-6 * ~memory)
 
 
 class _Master:

@@ -221,8 +221,7 @@ class Node:
                "kind": np.zeros(shape, np.int64), "mode": np.zeros(shape, np.int64),
                "share": np.zeros(shape), "streams": np.zeros(shape),
                "chosen": np.zeros((num_parts, blocks), np.int64)}
-        arrays = {n: np.ascontiguousarray(x) for n, x in given.items()}
-        arrays |= {f"out_{n}": x for n, x in out.items()}
+        arrays = given | {f"out_{n}": x for n, x in out.items()}
         native.call("oper_price", native.Pricing, arrays, num_tables=shape[0],
                     num_options=options.size, num_blocks=blocks, step=COLUMN_STEP,
                     max_parts=num_parts, piece=float(r.piece @ prices),

@@ -30,7 +30,7 @@ import numpy as np
 
 from oper.errors import InvalidInputError, fail
 from oper.messages import EXACT, MessageBits, owners_pool
-from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Tier
+from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES
 from oper.search.problem.constraints import (
     Constraints,
     TableConstraint,
@@ -245,10 +245,6 @@ class Problem:
         """Ranks that may own rows of table `name`, ascending."""
         ranks = self.held(name).ranks
         return list(range(self.machine.world_size)) if ranks is None else sorted(set(ranks))
-
-    def pinned_of(self, name: str) -> tuple[Tier, ...]:
-        """Tiers that some rows of table `name` are pinned to."""
-        return self.held(name).pinned
 
     def memories_of(self, name: str) -> frozenset[str]:
         """Memories that may hold rows of table `name`; in host memory they are only pulled."""

@@ -170,7 +170,6 @@ class Pieces:
                                                                   for t in self.tables]),
                       "narrow": self.narrow, "floor": self.floor - self.hidden, "most": limits.most,
                       "mass": mass, "least_sums": least_sums, "whole": whole}
-            arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
             native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
                         num_loads=self.density.shape[-2], sums=self.native_sums, step=limits.step)
         return Fit(self, mass, least_sums, whole.astype(bool))

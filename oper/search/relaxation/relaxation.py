@@ -91,7 +91,7 @@ class Relaxation:
         self.units = UnitRows(model, self.classes, self.tables)
         # Who has a table's pinned pushed rows may have all of them, whatever pieces of others fit.
         self.asks = np.array([all(x.mode == "pull" or x.placement == "replicated"
-                                  for x in self.problem.pinned_of(t.spec.name))
+                                  for x in self.problem.held(t.spec.name).pinned)
                               for t in self.tables], bool)
         # Pinned pushed rows may be those of the largest piece.
         may = np.zeros((len(self.tables), len(self.classes.ranks)), bool) | ~self.asks[:, None]
@@ -203,7 +203,7 @@ class Relaxation:
         # Pieces of a table pay the same, and what pushes nothing may lie beside pieces, or pinned
         # rows, that are pushed.
         still = np.array([
-            min(pull, push) if self.problem.may_split(t) or self.problem.pinned_of(t.spec.name)
+            min(pull, push) if self.problem.may_split(t) or self.problem.held(t.spec.name).pinned
             else pull for t in self.tables])[:, None]
         self.tiers = ids * still * passes
         self.tiers_pushed = (ids * push * passes

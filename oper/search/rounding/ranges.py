@@ -61,7 +61,7 @@ def divide_rows(relaxation: Relaxation, placements: Sequence[Placement],
 def _may_divide(problem: Problem, t: TableProblem) -> bool:
     places = problem.placements_of(t.spec.name)
     return ("striped" not in places and "owned" in places and problem.machine.world_size > 1
-            and "push" in problem.modes_of(t.spec.name) and not problem.pinned_of(t.spec.name))
+            and "push" in problem.modes_of(t.spec.name) and not problem.held(t.spec.name).pinned)
 
 
 def _neighbours(problem: Problem, t: TableProblem, pieces: Placement, known: Evaluation
