@@ -16,7 +16,7 @@ from oper.messages import EXACT, MessageBits
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import SENT
 from oper.search import evaluate, make_plan, make_problem, verify_plan
-from oper.search.cost.messages import Messages
+from oper.search.cost.tally import Messages
 from oper.search.problem.machine import TERMS, Term
 from oper.search.problem.statement import Problem
 from oper.search.replay.realized import RealizedLoad

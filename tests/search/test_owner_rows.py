@@ -8,7 +8,7 @@ from test_branching import stated
 
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search import evaluate, verify_plan
-from oper.search.certificate import node as proof
+from oper.search.certificate import tables as proof
 from oper.search.certificate.leaf import Checker
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import hosts_are_alike

@@ -14,8 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from oper.search.certificate.loads import LOCAL, PIECE_GROUPS, Loads, Probe
-from oper.search.certificate.node import APART, READER, SPREAD, Node
-from oper.search.certificate.tables import Asked, TableCosts
+from oper.search.certificate.tables import APART, READER, SPREAD, Asked, Node, TableCosts
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import COPIES, KINDS, PUSH, fixed_tallies, has_copies, may_hold
 from oper.search.cost.tally import NUM_ROWS, Row

@@ -37,13 +37,13 @@ from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
 from oper.search.cost.links import broadcast, owner_receives, owner_sends, subset_reads
-from oper.search.cost.messages import Messages
 from oper.search.cost.tally import (
     GRAD_BYTES,
     KERNEL_WIDTHS,
     NUM_ROWS,
     ODD_PASSES,
     SLOT_BYTES,
+    Messages,
     Row,
     Tally,
     owned_features,
