@@ -158,7 +158,6 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tup
         tables, best[1].placements, strict=True)})
     step_us = best[1].evaluation.step_us
     notes = {"constants": problem.topology.source,
-             "bound": "whole-table configurations, class means",
              "bound_method": "branching" if any(x.solved for x in fitting) else "relaxation",
              "bnb_nodes": sum(x.solved for x in fitting),
              "relaxation_us": root_us}

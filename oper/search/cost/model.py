@@ -110,39 +110,33 @@ class CostModel:
         Returns:
             float64 [..., 22, W].
         """
-        row, grad, state = row_bytes(t, width)
+        row, _, state = row_bytes(t, width)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
         out[..., Row.SERVED, :] = owner[..., TOUCHED, :] * row
         out[..., Row.ANSWERS, :] = owner[..., TOUCHED, :] * self.messages.answer_bytes(t, width)
         out[..., Row.HELD, :] = owner[..., ROWS, :] * row
         if self.training:
-            out[..., Row.GRADS, :] = owner[..., TOUCHED, :] * (grad + SLOT_BYTES)
-            out[..., Row.RETURNED, :] = owner[..., TOUCHED, :] * self.messages.gradient_bytes(width)
             out[..., Row.HELD, :] += owner[..., ROWS, :] * state
-        total = owner.sum(axis=-1)
-        self._add_reader(out, t, width, total)
+        self._add_reader(out, t, width, owner)
         # Readers in other domains find each of their rows once before they ask for it.
-        out[..., Row.FORWARD_NS, :] += total[..., IDS, None] * self._per_far_id
+        out[..., Row.FORWARD_NS, :] += out[..., Row.FORWARD_IDS, :] * self._per_far_id
         self._add_update(out, t, width, owner)
         return out
 
     def replica_rows(self, t: TableProblem, width: int, master: np.ndarray) -> np.ndarray:
         """Tally rows of a tier replicated on all ranks; `master` as `owner` in `shard_rows`."""
-        row, grad, state = row_bytes(t, width)
+        row, _, state = row_bytes(t, width)
         out = np.zeros((*master.shape[:-2], NUM_ROWS, master.shape[-1]))
         total = master.sum(axis=-1)
         out[..., Row.HELD, :] = total[..., ROWS, None] * row
         if self.training:
-            out[..., Row.GRADS, :] = master[..., TOUCHED, :] * (grad + SLOT_BYTES)
-            gradient = self.messages.gradient_bytes(width)
-            out[..., Row.RETURNED, :] = master[..., TOUCHED, :] * gradient
             out[..., Row.BROADCAST, :] = master[..., TOUCHED_ALL, :] * (row + SLOT_BYTES)
             # Masters beside the copies.
             out[..., Row.HELD, :] += master[..., ROWS, :] * (row + state)
             out[..., Row.UPDATE_NS, :] = total[..., TOUCHED_ALL, None] * self.costs.refresh_ns
         else:
             out[..., Row.HELD, :] /= self.machine.num_near  # one copy per domain
-        self._add_reader(out, t, width, total)
+        self._add_reader(out, t, width, master)
         self._add_update(out, t, width, master)
         return out
 
@@ -264,9 +258,11 @@ class CostModel:
         """Their bytes in columns of a piece, see `Messages.sum_bytes`."""
         return self.num_sums(t, ids) * self.messages.sum_bytes(width)
 
-    def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, total: np.ndarray) -> None:
+    def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
+        """Adds what the readers of a tier do, and the gradients that they have for its owners."""
         row, grad, _ = row_bytes(t, width)
         again = self.repeat_cost(t, False)
+        total = owner.sum(axis=-1)
         ids, distinct = total[..., IDS, None], total[..., TOUCHED, None]
         first, buffers = self.caching.first(t), self.caching.buffers
         out[..., Row.FORWARD_BYTES, :] += (distinct * first + (ids - distinct) * again) * row
@@ -278,7 +274,10 @@ class CostModel:
             out[..., Row.BACKWARD_BYTES, :] += distinct * grad * buffers + ids * per_id
             out[..., Row.BACKWARD_IDS, :] += ids
             out[..., Row.BACKWARD_NS, :] += (distinct * self.costs.run_ns
-                                         + ids * self.odd_ns(t, width, 1))
+                                             + ids * self.odd_ns(t, width, 1))
+            mine = owner[..., TOUCHED, :]
+            out[..., Row.GRADS, :] = mine * (grad + SLOT_BYTES)
+            out[..., Row.RETURNED, :] = mine * self.messages.gradient_bytes(width)
 
     def _add_update(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
         if self.training:

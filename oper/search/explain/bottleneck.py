@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from oper.plan import Plan, TablePlan, Tier
-from oper.search.cost.model import CostModel, Evaluation, Phase, is_ordered
+from oper.search.cost.model import CostModel, Evaluation, is_ordered
 from oper.search.cost.tally import Tally
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import Problem, TableProblem
@@ -61,13 +61,15 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
         total = total.plus(tallies[t.spec.name])
     found = model.evaluation(total)
     number = int(np.argmax([p.time_us for p in found.phases]))
+    phase = found.phases[number]
     heavy = []
     for t in problem.tables:
         entry = plan.table(t.spec.name)
         for i, piece in enumerate(entry.pieces):
             for n, tier in enumerate(piece.tiers):
                 alone = model.tally(t, (replace(piece, tiers=(tier,)),), is_ordered(t, entry))
-                load = _load_us(model, alone, number, found.phases[number])
+                us = model.group_us(model.units(alone))[number]
+                load = float(us[GROUPS.index(phase.binding), phase.slowest_rank])
                 if load > 0:
                     heavy.append((-load, t.spec.name, i, n))
     out = []
@@ -82,12 +84,6 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
             describe(piece.tiers[n]), -negative, len(entry.pieces) > 1,
             move if saves > 1e-9 * found.step_us else "", saves))
     return out
-
-
-def _load_us(model: CostModel, alone: Tally, number: int, phase: Phase) -> float:
-    """What one tier adds to the binding group of the slowest rank of phase `number`."""
-    us = model.group_us(model.units(alone))
-    return float(us[number, GROUPS.index(phase.binding), phase.slowest_rank])
 
 
 def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple[int, int],

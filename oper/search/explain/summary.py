@@ -106,7 +106,11 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
     lines = [f"{problem.objective} on {topology.name}: {size} ({modelled})",
              f"batch size per rank {problem.batch_size}, {tables} table{'s' * (tables != 1)}, "
              f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}",
-             *_messages(problem), f"step        {found.step_us:12.1f} us"]
+             f"step        {found.step_us:12.1f} us"]
+    bits = problem.message_bits
+    if bits != EXACT:
+        lines.insert(2, f"between hosts answers of {bits.answers} bits, gradients of "
+                        f"{bits.gradients}")
     why = doubt(plan, problem, verdict)
     if why:
         lines.append(f"not certified: {why}")
@@ -118,13 +122,6 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
                   f"gap         {100 * gap:12.3f} %"]
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
     return "\n".join(lines)
-
-
-def _messages(problem: Problem) -> list[str]:
-    """A line about messages that are not exact."""
-    bits = problem.message_bits
-    return [] if bits == EXACT else [
-        f"between hosts answers of {bits.answers} bits, gradients of {bits.gradients}"]
 
 
 def _phases(found: Evaluation) -> str:

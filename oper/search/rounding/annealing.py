@@ -247,7 +247,9 @@ class Annealing:
         places = [loads.model.problem.placements_of(t.spec.name) for t in tables]
         split = np.array([loads.model.problem.may_split(t) for t in tables], bool)
         dim = np.array([t.spec.dim for t in tables])
-        may = np.stack([self._may(k) for k in range(len(tables))])[:, order]
+        good = self.dealt & relaxation.allowed
+        classes = np.array([o.rank_class for o in relaxation.options])
+        may = np.stack([np.isin(class_of[order], classes[x]) for x in good])
         may_split = (dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split
         columns = dim[table][:, None, None]
         piece, asked = self._unseen(pushed_ids, table)
@@ -360,12 +362,6 @@ class Annealing:
         dim = np.array([t.spec.dim for t in self.relaxation.tables], float)[:, None, None, None]
         column = whole / dim
         return [column[0], stream[0], column[1], stream[1]]
-
-    def _may(self, k: int) -> np.ndarray:
-        """Ranks that may own dealt rows of table `k`; bool [W]."""
-        good = [o.rank_class for n, o in enumerate(self.relaxation.options)
-                if self.dealt[k, n] and self.relaxation.allowed[k, n]]
-        return np.isin(self.loads.class_of, good)
 
     def _begin(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Where a search begins, beside `arrays`: pieces' candidates, widths and owners."""

@@ -17,7 +17,6 @@ import numpy as np
 from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import row_bytes
 from oper.search.pricing.master import Bound
-from oper.search.pricing.node import Configuration
 from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import NUM_FEATURES, ROWS, TableProblem
 
@@ -116,7 +115,8 @@ class CandidatePool:
         order = np.lexsort((priced, -pool.weight, table))
         ends = np.searchsorted(table[order], np.arange(len(r.tables) + 1)).tolist()
         mine = [order[a:min(b, a + _POOL)].tolist() for a, b in pairwise(ends)]
-        known = [[from_choice(t, r.plain[_widest(pool.configuration[i])]) for i in at]
+        widest = {i: max(pool.configuration[i], key=lambda p: p.share) for at in mine for i in at}
+        known = [[from_choice(t, r.plain[widest[i].choice]) for i in at]
                  for t, at in zip(r.tables, mine, strict=True)]
         self.add({k: [*x, *(Candidate((r.tables[k].spec.num_rows,), (int(o),))
                             for o in np.unique(r.plain[r.allowed[k]]))]
@@ -288,11 +288,6 @@ class CandidatePool:
     def chosen(self) -> list[Candidate]:
         """The chosen candidate of each table."""
         return [r[p] for r, p in zip(self.candidates, self.pick, strict=True)]
-
-
-def _widest(found: Configuration) -> np.ndarray:
-    """Options of the blocks in most of the columns of a configuration; int64 [K]."""
-    return max(found, key=lambda p: p.share).choice
 
 
 def _mixed(candidates: list[Candidate], weight: np.ndarray) -> list[Candidate]:
