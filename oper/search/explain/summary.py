@@ -53,7 +53,8 @@ def as_json(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> dic
         "batch_size": problem.batch_size, "message_bits": problem.message_bits.to_json(),
         "step_us": found.step_us,
         "lower_bound_us": 0.0 if why else plan.lower_bound_us,
-        "gap": None if why else _number(plan.gap), "not_certified": why or None,
+        "gap": None if why or not math.isfinite(plan.gap) else plan.gap,
+        "not_certified": why or None,
         "verified": None if verdict is None else verdict.certified,
         "imbalance": found.imbalance, "fits": found.fits,
         "bottlenecks": [asdict(x) for x in bottlenecks(plan, problem)],
@@ -84,10 +85,6 @@ def replica_share(plan: Plan, problem: Problem) -> tuple[float, float]:
                 if tier.placement == "replicated":
                     held += part * t.features(tier.start, tier.stop, is_ordered(t, entry))
     return float(held[ROWS] / every[ROWS]), float(held[IDS] / max(every[IDS], 1e-300))
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def doubt(plan: Plan, problem: Problem, verdict: Verdict | None) -> str:

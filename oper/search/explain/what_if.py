@@ -12,7 +12,7 @@ from oper.plan import Plan
 from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
 from oper.search.problem.statement import Problem
-from oper.topology import Domain, Topology
+from oper.topology import Topology
 
 _DOMAIN_FIELDS = {"memory": ("memory_bytes",), "read": ("read_gbps", "cache_gbps"),
                   "link": ("link_gbps",), "cross": ("cross_gbps",)}
@@ -71,18 +71,14 @@ def changed_problem(topology: Topology, batch_size: int, changes: Iterable[Chang
             value = getattr(topology, field) * change.factor
             topology = replace(topology, **{field: type(getattr(topology, field))(value)})
         else:
-            domains = tuple(_scaled(d, change) for d in topology.domains)
-            topology = replace(topology, domains=domains)
+            domains = []
+            for d in topology.domains:
+                scaled = {x: getattr(d, x) * change.factor for x in _DOMAIN_FIELDS[change.name]}
+                domains.append(replace(d, **{x: max(1, int(value)) if x == "memory_bytes" else value
+                                             for x, value in scaled.items()}))
+            topology = replace(topology, domains=tuple(domains))
         topology = replace(topology, name=f"{topology.name} {change.text}", source="assumed")
     return topology, batch_size
-
-
-def _scaled(domain: Domain, change: Change) -> Domain:
-    values: dict[str, Any] = {}
-    for name in _DOMAIN_FIELDS[change.name]:
-        value = getattr(domain, name) * change.factor
-        values[name] = max(1, int(value)) if name == "memory_bytes" else value
-    return replace(domain, **values)
 
 
 def compare(plan: Plan, before: Problem, after: Problem) -> dict[str, Any]:

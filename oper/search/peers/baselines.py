@@ -52,8 +52,10 @@ def peers() -> dict[str, Callable[[Problem, int], Plan | None]]:
         "recshard-coverage-milp": coverage_milp,
         "ugache-replicate-or-partition": lambda p, _: replicate_or_partition(p),
         "ugache-lp": extraction_lp,
-        "flexshard-top-mass": _top_mass,
-        "flexflow-markov-chain": _chain,
+        # FlexShard-like: replicate the rows that take half of each table's accesses.
+        "flexshard-top-mass": lambda p, _: _threshold(p, 0.5),
+        # FlexFlow's Metropolis search over our space and costs, a short chain of it.
+        "flexflow-markov-chain": lambda p, seed: markov_chain(p, seed, _PROPOSALS),
     }
 
 
@@ -229,11 +231,6 @@ def replicate_or_partition(problem: Problem) -> Plan | None:
     return _threshold(problem, None)
 
 
-def _top_mass(problem: Problem, seed: int) -> Plan | None:
-    """FlexShard-like: replicate the rows that take half of each table's accesses."""
-    return _threshold(problem, 0.5)
-
-
 def _threshold(problem: Problem, mass: float | None) -> Plan | None:
     """The largest replicated prefix by a common rule whose plan fits."""
     low, high, best = 0.0, 1.0, None
@@ -259,11 +256,6 @@ def _threshold(problem: Problem, mass: float | None) -> Plan | None:
         else:
             high = share
     return best
-
-
-def _chain(problem: Problem, seed: int) -> Plan | None:
-    """FlexFlow's Metropolis search over our space and costs, a short chain of it."""
-    return markov_chain(problem, seed, _PROPOSALS)
 
 
 def _plan(problem: Problem, tiers: Sequence[tuple[Tier, ...]]) -> Plan:
