@@ -102,7 +102,7 @@ class Pricing {
       if (num_types > 0 && (mode == kAllPushed || !must_)) types(num_types, mode);
     double value = std::min(best_, least_);
     int64_t at = 0;
-    if (is_cut() && num_types > 0 && std::isfinite(value)) {
+    if (p_.columns[k] > 0 && num_types > 0 && std::isfinite(value)) {
       // More than the cheapest type alone, as pieces are whole; less where a table has to push, and does
       // so in some of its pieces. Types on the way that were passed over are looked at after all.
       double whole = whole_widths();
@@ -370,8 +370,6 @@ class Pricing {
       mass += ids[b], total += gain_[b];
     }
   }
-
-  bool is_cut() const { return p_.columns[k_] > 0; }
 
   // The cheapest way to make up a table's columns of pieces, each of a width and at the cost by column
   // that some type has, or that of pushing nothing: pieces are whole, and what is left of a table beside

@@ -140,24 +140,26 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
 def run_explain(args: argparse.Namespace) -> int:
     """Print what a plan costs."""
     from oper.search.certificate.check import verify_plan
-    from oper.search.explain import what_if
+    from oper.search.explain import diff as plan_diff, what_if
     from oper.search.explain.summary import as_json, summary
 
     changes = [what_if.parse_change(text) for text in args.what_if]
     plan, problem = explained(args)
     compared = None
     if args.diff is not None:
-        return _print_diff(args, plan, problem)
+        found = plan_diff.diff(plan, Plan.load(args.diff), problem)
+        print(json.dumps({"plan": args.plan, "other": args.diff, **found}) if args.json
+              else plan_diff.as_text(found, (args.plan, args.diff)).rstrip("\n"))
+        return 0
     if changes:
         topology, batch_size = what_if.changed_problem(problem.topology, problem.batch_size,
                                                        changes)
         after = make_problem([t.table for t in plan.tables], _stats(args), topology,
                              objective=plan.objective, allow=problem.allow, batch_size=batch_size,
                              constraints=problem.constraints)
-        after = replace(after, last_resort=problem.last_resort,
-                        message_bits=problem.message_bits)
-        after = with_overlap(after, overlap_to_json(problem.overlap))
-        compared = what_if.compare(plan, problem, after)
+        compared = what_if.compare(plan, problem, replace(
+            with_overlap(after, overlap_to_json(problem.overlap)),
+            last_resort=problem.last_resort, message_bits=problem.message_bits))
     if args.json:
         value = {"plan": args.plan, **as_json(plan, problem, verify_plan(plan, problem))}
         if compared is not None:
@@ -167,17 +169,6 @@ def run_explain(args: argparse.Namespace) -> int:
         print(what_if.as_text(changes, compared), end="")
     else:
         print(summary(plan, problem, verify_plan(plan, problem)), end="")
-    return 0
-
-
-def _print_diff(args: argparse.Namespace, plan: Plan, problem: Problem) -> int:
-    from oper.search.explain import diff as plan_diff
-
-    found = plan_diff.diff(plan, Plan.load(args.diff), problem)
-    if args.json:
-        print(json.dumps({"plan": args.plan, "other": args.diff, **found}))
-    else:
-        print(plan_diff.as_text(found, (args.plan, args.diff)), end="")
     return 0
 
 
