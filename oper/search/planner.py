@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.errors import PlanInfeasibleError, require
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan, uniform_plan
 from oper.search.branching.subspaces import BRIEFLY, PATIENTLY, Subspace, fit, subspaces, tighten
@@ -92,16 +92,12 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
             started from the one made with less, is never worse.
     """
     started = time.monotonic()
-    if effort not in EFFORTS:
-        raise InvalidInputError(fail("cannot search", "effort", effort, f"one of {sorted(EFFORTS)}",
-                                     "choose one of these"))
-    if not target_gap >= 0 or (time_budget_s is not None and not time_budget_s > 0):  # NaN too
-        raise InvalidInputError(fail("cannot search", "target_gap, time_budget_s",
-                                     (target_gap, time_budget_s), ">= 0 and > 0",
-                                     "give a target gap of 0 or more and a positive time"))
-    if seed < 0:
-        raise InvalidInputError(fail("cannot search", "seed", seed, ">= 0",
-                                     "choose a seed of 0 or more"))
+    require("cannot search", "choose an effort by name, a gap and a seed of 0 or more, and a "
+            "positive time or none",
+            ("effort", effort, effort in EFFORTS, f"one of {sorted(EFFORTS)}"),
+            ("target_gap", target_gap, target_gap >= 0, ">= 0"),  # which NaN is not
+            ("time_budget_s", time_budget_s, time_budget_s is None or time_budget_s > 0, "> 0"),
+            ("seed", seed, seed >= 0, ">= 0"))
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)

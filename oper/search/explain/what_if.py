@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.errors import PlanInfeasibleError, require
 from oper.plan import Plan
 from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
@@ -49,10 +49,9 @@ def parse_change(text: str) -> Change:
     times = re.fullmatch(r"x(\d+(?:\.\d+)?)", amount)
     factor = 1 + float(percent[1]) / 100 if percent else float(times[1]) if times else 0.0
     whole = int(amount) if name == "batch" and amount.isdecimal() else 0
-    if name not in NAMES or (factor <= 0 and whole < 1):
-        raise InvalidInputError(fail("cannot change the problem", "what-if", text,
-                                     f"{_FORM} with a name of {list(NAMES)}, staying above 0",
-                                     "write the change as memory=+10% or batch=8192"))
+    require("cannot change the problem", "write the change as memory=+10% or batch=8192",
+            ("what-if", text, name in NAMES and (factor > 0 or whole >= 1),
+             f"{_FORM} with a name of {list(NAMES)}, staying above 0"))
     return Change(text, name, factor, whole or None)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from oper.errors import InvalidInputError, PlanError, fail
+from oper.errors import InvalidInputError, PlanError, fail, require
 from oper.plan import (
     MEMORIES,
     MODES,
@@ -32,6 +32,7 @@ from oper.plan import (
 from oper.topology import parse_bytes
 
 EVERY_TABLE = "*"  # constrains all tables that have no entry of their own
+_WRONG = "invalid constraints"
 _NAMES = ("placements", "modes", "memories")  # fields that are lists of text
 _FIELDS = frozenset({*_NAMES, "replicate", "ranks", "tiers", "pinned"})
 _KEYS = frozenset({"tables", "keep_together", "keep_apart", "memory_bytes", "reserve_bytes"})
@@ -136,26 +137,21 @@ def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iter
     _check_groups(value, known)
     for label in ("memory_bytes", "reserve_bytes"):
         size = getattr(value, label)
-        wrong = isinstance(size, tuple) and len(size) != world_size
-        if wrong or (size is not None and min(size if isinstance(size, tuple) else (size,)) < 0):
-            raise InvalidInputError(fail("invalid constraints", label, size,
-                                         f">= 0, one number or one for each of {world_size} ranks",
-                                         "give one number for all ranks, or one for each"))
+        each = size if isinstance(size, tuple) else (size or 0,) * world_size
+        require(_WRONG, "give one number for all ranks, or one for each",
+                (label, size, len(each) == world_size and min(each) >= 0,
+                 f">= 0, one number or one for each of {world_size} ranks"))
     return value
 
 
 def _from_mapping(value: Any) -> Constraints:
-    if not isinstance(value, Mapping) or set(value) - _KEYS:
-        raise InvalidInputError(fail(
-            "invalid constraints", "keys", sorted(map(str, value)) if isinstance(value, Mapping)
-            else value, f"an object with some of {sorted(_KEYS)}",
-            "remove the keys that are not known"))
+    is_mapping = isinstance(value, Mapping)
+    require(_WRONG, "remove the keys that are not known",
+            ("keys", sorted(map(str, value)) if is_mapping else value,
+             is_mapping and not set(value) - _KEYS, f"an object with some of {sorted(_KEYS)}"))
     tables = value.get("tables", {})
-    if not isinstance(tables, Mapping):
-        raise InvalidInputError(fail("invalid constraints", "tables", tables,
-                                     "table names and what each is held to",
-                                     "map table names to constraints, as in {\"item\": "
-                                     "{\"ranks\": [0]}}"))
+    require(_WRONG, "map table names to constraints, as in {\"item\": {\"ranks\": [0]}}",
+            ("tables", tables, isinstance(tables, Mapping), "table names and what each is held to"))
     return Constraints(
         {k: v if isinstance(v, TableConstraint) else _table(k, v) for k, v in tables.items()},
         _groups("keep_together", value.get("keep_together", ())),
@@ -173,27 +169,24 @@ def _sizes(label: str, value: Any) -> Any:
             return parse_bytes(value)
     except InvalidInputError:
         pass
-    raise InvalidInputError(fail("invalid constraints", label, value,
-                                 "bytes >= 0 or text like '2GB'",
+    raise InvalidInputError(fail(_WRONG, label, value, "bytes >= 0 or text like '2GB'",
                                  "write a number of bytes, or text with a unit"))
 
 
 def _groups(label: str, value: Any) -> tuple[tuple[str, ...], ...]:
-    listed = isinstance(value, list | tuple)
-    if not listed or not all(isinstance(group, list | tuple)
-                             and all(isinstance(name, str) for name in group) for group in value):
-        raise InvalidInputError(fail("invalid constraints", label, value,
-                                     "a list of lists of table names",
-                                     "write groups as [[\"user\", \"item\"]]"))
+    is_right = isinstance(value, list | tuple) and all(
+        isinstance(group, list | tuple) and all(isinstance(name, str) for name in group)
+        for group in value)
+    require(_WRONG, "write groups as [[\"user\", \"item\"]]",
+            (label, value, is_right, "a list of lists of table names"))
     return tuple(tuple(group) for group in value)
 
 
 def _table(name: str, value: Any) -> TableConstraint:
     what = f"invalid constraint of table {name!r}"
-    if not isinstance(value, Mapping) or set(value) - _FIELDS or None in value.values():
-        raise InvalidInputError(fail(what, "fields", value, f"some of {sorted(_FIELDS)}",
-                                     "remove the fields that are not known, and those that are "
-                                     "null"))
+    require(what, "remove the fields that are not known, and those that are null",
+            ("fields", value, isinstance(value, Mapping) and not set(value) - _FIELDS
+             and None not in value.values(), f"some of {sorted(_FIELDS)}"))
     try:
         chosen = {k: list(value[k]) for k in _NAMES if k in value}
         if not all(isinstance(x, str) for part in chosen.values() for x in part):
@@ -221,32 +214,31 @@ def _table(name: str, value: Any) -> TableConstraint:
 
 def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_size: int) -> None:
     what = f"invalid constraint of table {name!r}"
-    if name not in known and name != EVERY_TABLE:
-        raise InvalidInputError(fail(what, "table", name, f"one of {sorted(known)[:8]}",
-                                     "name a table of the model"))
+    require(what, "name a table of the model",
+            ("table", name, name in known or name == EVERY_TABLE, f"one of {sorted(known)[:8]}"))
     for label, allowed in (("placements", PLACEMENTS), ("modes", MODES), ("memories", MEMORIES),
                            ("ranks", range(world_size))):
         chosen = getattr(held, label)
-        if chosen is not None and (not chosen or not set(chosen) <= set(allowed)):
-            raise InvalidInputError(fail(what, label, sorted(chosen),
-                                         f"some of {sorted(allowed)[:16]}",
-                                         "choose from these, and at least one"))
+        require(what, "choose from these, and at least one",
+                (label, chosen and sorted(chosen), chosen is None or (
+                    bool(chosen) and set(chosen) <= set(allowed)),
+                 f"some of {sorted(allowed)[:16]}"))
 
 
 def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int) -> None:
     """Raise InvalidInputError when what a constraint says of some rows contradicts itself."""
     what = f"invalid constraint of table {name!r}"
-    if held.tiers is not None and (held.pinned or held.unreplicated):
-        raise InvalidInputError(fail(what, "tiers, pinned, replicate", "both given",
-                                     "all tiers, or what some rows are held to", "leave one out"))
+    require(what, "leave one out", (
+        "tiers, pinned, replicate", "both given",
+        held.tiers is None or not (held.pinned or held.unreplicated),
+        "all tiers, or what some rows are held to"))
     for label, ranges in (("pinned", [(x.start, x.stop) for x in held.pinned]),
                           ("replicate", list(held.unreplicated))):
         ends = [n for r in ranges for n in r]
-        if ends != sorted(ends) or any(a >= b for a, b in ranges) or (
-                ends and not 0 <= ends[0] <= ends[-1] <= num_rows):
-            raise InvalidInputError(fail(what, label, ranges,
-                                         f"row ranges within 0..{num_rows} that do not overlap",
-                                         "order the ranges, and keep them inside the table"))
+        is_right = ends == sorted(ends) and all(a < b for a, b in ranges) and (
+            not ends or 0 <= ends[0] <= ends[-1] <= num_rows)
+        require(what, "order the ranges, and keep them inside the table", (
+            label, ranges, is_right, f"row ranges within 0..{num_rows} that do not overlap"))
     for x in held.pinned:
         # A tier is checked as a plan's would be: padded to a whole table, it must make one.
         rest = [Tier(a, b, "owned", (0,)) for a, b in ((0, x.start), (x.stop, num_rows)) if a < b]
@@ -254,9 +246,9 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
         TablePlan.check_tiers(what, tiers, num_rows, world_size)
         wrong = _beyond(held, [x]) + [("replicate", ["replicated"], "no replicas")] * _breaks(
             held, x)
-        for label, used, allowed in wrong:
-            raise InvalidInputError(fail(what, f"pinned rows {x.start}:{x.stop}, {label}", used,
-                                         allowed, "change the pin or the other constraint"))
+        require(what, "change the pin or the other constraint", *(
+            (f"pinned rows {x.start}:{x.stop}, {label}", used, False, allowed)
+            for label, used, allowed in wrong))
 
 
 def _beyond(held: TableConstraint, tiers: Iterable[Tier]) -> list[tuple[str, list[Any], str]]:
@@ -280,15 +272,13 @@ def _breaks(held: TableConstraint, tier: Tier) -> bool:
 def _check_groups(value: Constraints, known: Sequence[str]) -> None:
     for label, groups in (("keep_together", value.keep_together), ("keep_apart", value.keep_apart)):
         for group in groups:
-            if len(set(group)) != len(group) or len(group) < 2 or not set(group) <= set(known):
-                raise InvalidInputError(fail("invalid constraints", label, group,
-                                             f"two or more of {sorted(known)[:8]}",
-                                             "name two or more different tables of the problem"))
+            require(_WRONG, "name two or more different tables of the problem",
+                    (label, group, 2 <= len(group) == len(set(group) & set(known)),
+                     f"two or more of {sorted(known)[:8]}"))
     root = units(value)
-    for pair in (p for group in value.keep_apart for p in combinations(group, 2)):
-        if root[pair[0]] == root[pair[1]]:
-            raise InvalidInputError(fail("invalid constraints", "keep_together, keep_apart", pair,
-                                         "one of the two", "remove one"))
+    require(_WRONG, "remove one", *(
+        ("keep_together, keep_apart", pair, root[pair[0]] != root[pair[1]], "one of the two")
+        for group in value.keep_apart for pair in combinations(group, 2)))
 
 
 def units(value: Constraints) -> dict[str, str]:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require
 from oper.messages import EXACT, MessageBits, owners_pool
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES
 from oper.search.problem.constraints import (
@@ -304,11 +304,10 @@ def make_problem(
     for t in specs:
         mine = problem.held(t.name)
         check_rows(t.name, mine, t.num_rows, world_size)
-        if mine.tiers is None and not _may_place(problem, t.name):
-            raise InvalidInputError(
-                fail(f"nothing is left to choose for table {t.name!r}", "constraint", mine,
-                     f"a placement and a mode of {sorted(problem.allow)}",
-                     "relax the constraint or widen `allow`"))
+        require(f"nothing is left to choose for table {t.name!r}",
+                "relax the constraint or widen `allow`",
+                ("constraint", mine, mine.tiers is not None or _may_place(problem, t.name),
+                 f"a placement and a mode of {sorted(problem.allow)}"))
     return problem
 
 
@@ -338,16 +337,13 @@ def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem
 
 def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
     what = "cannot state the problem"
-    if not isinstance(topology, Topology):
-        raise InvalidInputError(fail(what, "topology", topology, "an oper.Topology",
-                                     "make one with Topology.from_toml, or by name with "
-                                     "oper.search.topology_preset"))
-    if objective not in OBJECTIVES:
-        raise InvalidInputError(fail(what, "objective", objective, EXPECTED_OBJECTIVE,
-                                     "say whether the model trains or only infers"))
-    if not isinstance(batch_size, numbers.Integral) or not 1 <= int(batch_size) < 2**31:
-        raise InvalidInputError(fail(what, "batch_size", batch_size, "an integer >= 1 and < 2^31",
-                                     "pass the samples per rank and step"))
+    require(what, "make one with Topology.from_toml, or by name with oper.search.topology_preset",
+            ("topology", topology, isinstance(topology, Topology), "an oper.Topology"))
+    require(what, "say whether the model trains or only infers",
+            ("objective", objective, objective in OBJECTIVES, EXPECTED_OBJECTIVE))
+    is_right = isinstance(batch_size, numbers.Integral) and 1 <= int(batch_size) < 2**31
+    require(what, "pass the samples per rank and step",
+            ("batch_size", batch_size, is_right, "an integer >= 1 and < 2^31"))
 
 
 def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,

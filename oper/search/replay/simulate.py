@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require
 from oper.messages import owners_pool
 from oper.plan import Plan, TablePlan
 from oper.rows.directory import TableDirectory
@@ -69,11 +69,10 @@ def table_batch(table: TableSpec, batch: RankBatch) -> TableBatch:
     ids = np.concatenate([p.ids for p in parts]) if parts else np.zeros(0, np.int64)
     lengths = np.concatenate([p.lengths for p in parts]) if parts else np.zeros(0, np.int64)
     for feature, part in zip([f for f in table.features if f in batch], parts, strict=True):
-        if (part.lengths.size and part.lengths.min() < 0) or part.lengths.sum() != part.ids.size:
-            raise InvalidInputError(fail(f"cannot replay feature {feature!r}", "sum(lengths)",
-                                         int(part.lengths.sum()),
-                                         f"{part.ids.size} with no negative length",
-                                         "correct the batch"))
+        total = int(part.lengths.sum())
+        require(f"cannot replay feature {feature!r}", "correct the batch", (
+            "sum(lengths)", total, total == part.ids.size and bool((part.lengths >= 0).all()),
+            f"{part.ids.size} with no negative length"))
     if ids.size and not 0 <= ids.min() <= ids.max() < table.num_rows:
         bad = ids[(ids < 0) | (ids >= table.num_rows)][0]
         raise InvalidInputError(fail(f"cannot replay lookups in table {table.name!r}", "id",
@@ -81,6 +80,12 @@ def table_batch(table: TableSpec, batch: RankBatch) -> TableBatch:
                                      "replay data that the plan was made for"))
     return TableBatch(ids, np.repeat(np.arange(lengths.size), lengths), int(lengths.size),
                       any(p.weighted for p in parts), any(p.trains_weights for p in parts))
+
+
+def require_batches(ranks: Sequence[RankBatch], world_size: int) -> None:
+    """Raise InvalidInputError unless there is one batch per rank."""
+    require("cannot replay a step", "pass every rank's batch",
+            ("batches", len(ranks), len(ranks) == world_size, f"one per rank, {world_size}"))
 
 
 class Placed:
@@ -179,9 +184,7 @@ class Replay:
     def counts(self, ranks: Sequence[RankBatch]) -> Iterator[np.ndarray]:
         """int64 [13, W, W] by kind, reader and peer, for one piece after the other."""
         world = self.plan.world_size
-        if len(ranks) != world:
-            raise InvalidInputError(fail("cannot replay a step", "batches", len(ranks),
-                                         f"one per rank, {world}", "pass every rank's batch"))
+        require_batches(ranks, world)
         for entry in self.plan.tables:
             batches = [table_batch(entry.table, b) for b in ranks]
             pieces = [Placed(entry, world, k, not self._pools) for k in range(len(entry.pieces))]

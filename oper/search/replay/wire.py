@@ -10,12 +10,18 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import require
 from oper.messages import MessageBits, number_bytes, owners_pool
 from oper.plan import Piece, Plan
 from oper.rows.directory import needs_across
 from oper.rows.traffic import ROW_WISE, SENT
-from oper.search.replay.simulate import Placed, RankBatch, TableBatch, table_batch
+from oper.search.replay.simulate import (
+    Placed,
+    RankBatch,
+    TableBatch,
+    require_batches,
+    table_batch,
+)
 from oper.tables import TableSpec
 
 _KIND = {name: k for k, name in enumerate(SENT)}
@@ -54,10 +60,9 @@ class WireReplay:
 
     def __init__(self, plan: Plan, domain_of: Sequence[int], training: bool | None = None, *,
                  clipped: Collection[str] = ()) -> None:
-        if len(domain_of) != plan.world_size:
-            raise InvalidInputError(fail("cannot replay the exchange", "domain_of",
-                                         list(domain_of)[:16], f"one per rank, {plan.world_size}",
-                                         "pass the domains of this plan's ranks"))
+        require("cannot replay the exchange", "pass the domains of this plan's ranks", (
+            "domain_of", list(domain_of)[:16], len(domain_of) == plan.world_size,
+            f"one per rank, {plan.world_size}"))
         self.plan, self.clipped = plan, clipped
         self.training = plan.objective == "training" if training is None else training
         domains = np.asarray(domain_of)
@@ -79,9 +84,7 @@ class WireReplay:
             InvalidInputError: another number of batches than ranks, or a bad batch.
         """
         world = self.plan.world_size
-        if len(ranks) != world:
-            raise InvalidInputError(fail("cannot replay a step", "batches", len(ranks),
-                                         f"one per rank, {world}", "pass every rank's batch"))
+        require_batches(ranks, world)
         sent = np.zeros((len(SENT), world, world), np.int64)
         rounds, trains_weights = 0, False
         for entry, pieces in zip(self.plan.tables, self._placed, strict=True):
