@@ -6,9 +6,10 @@ class when the topology (and what the constraints say of single ranks) looks the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -278,14 +279,16 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
     key_of_host = {host: (found, of_rack.get(host)) for host, found in of_host.items()}
     domain_keys = [(of_domain[k], key_of_host[d.host]) for k, d in enumerate(domains)]
     rank_keys = [(domain_keys[k], marks[r]) for r, k in enumerate(machine.domain.tolist())]
-    numbers = {key: i for i, key in enumerate(dict.fromkeys(rank_keys))}
-    domain_numbers = {key: i for i, key in enumerate(dict.fromkeys(domain_keys))}
-    host_keys = [key_of_host[host] for host in sorted(of_host)]
-    host_numbers = {key: i for i, key in enumerate(dict.fromkeys(host_keys))}
-    of_rank = np.array([numbers[k] for k in rank_keys], np.int64)
-    return RankClasses(of_rank, tuple(np.flatnonzero(of_rank == c) for c in range(len(numbers))),
-                       np.array([domain_numbers[k] for k in domain_keys], np.int64),
-                       np.array([host_numbers[k] for k in host_keys], np.int64))
+    of_rank = _numbered(rank_keys)
+    ranks = tuple(np.flatnonzero(of_rank == c) for c in range(int(of_rank.max()) + 1))
+    return RankClasses(of_rank, ranks, _numbered(domain_keys),
+                       _numbered([key_of_host[h] for h in sorted(of_host)]))
+
+
+def _numbered(keys: Sequence[Any]) -> np.ndarray:
+    """Numbers of keys in the order in which these first come, equal ones alike; int64 [N]."""
+    numbers = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[k] for k in keys], np.int64)
 
 
 def neighbourhoods(machine: Machine) -> tuple[np.ndarray, str]:

@@ -371,17 +371,23 @@ class Annealing:
         amount = np.stack([x[p] for x, p in zip(self.pool.amounts, self.pool.pick.tolist(),
                                                 strict=True)])
         kinds = self.bound.node.kinds(amount, np.arange(num_tables), self.bound.prices)
-        cuts = np.array([self._first_cut(k, amount[k], int(kinds[k])) for k in range(num_tables)],
-                        np.int64)
         dim = np.array([t.spec.dim for t in self.relaxation.tables])
+        owners, widths = np.ones(num_tables, np.int64), dim.copy()  # as the relaxation has pieces
+        for o in np.flatnonzero(self.relaxation.pushes)[::-1].tolist():  # by the first of options
+            k = np.flatnonzero(amount[:, o, IDS] > 0)
+            streams, mass = self.bound.node.fit.chosen(
+                k, self.relaxation.options[o].rank_class, kinds[k])
+            share = amount[k, o, IDS] / self.relaxation.total_ids[k] / np.maximum(mass, 1e-3)
+            owners[k] = np.clip(np.ceil(share - 1e-2), 1, _OWNERS)
+            widths[k] = -(-dim[k] // np.ceil(streams - 1e-2).astype(np.int64))
         size = arrays["column"][self.first[:-1] + chosen].max(axis=(1, 2)) * dim
         num_parts = arrays["first"].size
         times = num_parts // num_tables
         width = np.zeros(num_parts, np.int64)
         width[:num_tables] = dim
         return {"order": np.argsort(-size, kind="stable"),
-                "first_owners": np.tile(cuts[:, 0], times), "part_width": width,
-                "first_width": np.tile(cuts[:, 1], times), "candidate": np.tile(chosen, times),
+                "first_owners": np.tile(owners, times), "part_width": width,
+                "first_width": np.tile(widths, times), "candidate": np.tile(chosen, times),
                 "units": np.full(world, max(1 + (2 * world <= MAX_PATTERN), _UNITS // world))}
 
     def run(self, max_moves: int, goal_us: float, seed: int, seconds: float = 0.0,
@@ -443,18 +449,6 @@ class Annealing:
         return float(sum(self.relaxation.model.fixed_us(replace(
             base, num_pushed=base.num_pushed + num_pushed,
             num_split=base.num_split + num_split))))
-
-    def _first_cut(self, k: int, amount: np.ndarray, kind: int) -> tuple[int, int]:
-        """Owners per piece, and columns of each piece, as the relaxation would have them."""
-        relaxation, t = self.relaxation, self.relaxation.tables[k]
-        for o, option in enumerate(relaxation.options):
-            if option.kind == PUSH and amount[o, IDS] > 0:
-                streams, mass = self.bound.node.fit.chosen(np.array([k]), option.rank_class,
-                                                           np.array([kind]))
-                share = amount[o, IDS] / t.total[IDS] / max(float(mass[0]), 1e-3)
-                pieces = int(np.ceil(streams[0] - 1e-2))
-                return int(np.clip(np.ceil(share - 1e-2), 1, _OWNERS)), -(-t.spec.dim // pieces)
-        return 1, t.spec.dim
 
 
 def _layout(found: dict[str, np.ndarray], count: int) -> dict[int, list[Shard]]:
