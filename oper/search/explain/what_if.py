@@ -70,11 +70,12 @@ def changed_problem(topology: Topology, batch_size: int, changes: Iterable[Chang
             value = getattr(topology, field) * change.factor
             topology = replace(topology, **{field: type(getattr(topology, field))(value)})
         else:
-            domains = []
+            domains, fields = [], _DOMAIN_FIELDS[change.name]
             for d in topology.domains:
-                scaled = {x: getattr(d, x) * change.factor for x in _DOMAIN_FIELDS[change.name]}
-                domains.append(replace(d, **{x: max(1, int(value)) if x == "memory_bytes" else value
-                                             for x, value in scaled.items()}))
+                scaled: dict[str, Any] = {x: getattr(d, x) * change.factor for x in fields}
+                if "memory_bytes" in scaled:
+                    scaled["memory_bytes"] = max(1, int(scaled["memory_bytes"]))
+                domains.append(replace(d, **scaled))
             topology = replace(topology, domains=tuple(domains))
         topology = replace(topology, name=f"{topology.name} {change.text}", source="assumed")
     return topology, batch_size
