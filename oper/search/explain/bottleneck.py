@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -92,22 +91,20 @@ def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple
     i, n = place
     best = ("", np.inf)
     for tier in _placements(model.problem, t, entry.pieces[i].tiers[n], found):
-        tiers = list(entry.pieces[i].tiers)
-        tiers[n] = tier
         pieces = list(entry.pieces)
-        pieces[i] = replace(pieces[i], tiers=tuple(tiers))
+        tiers = pieces[i].tiers
+        pieces[i] = replace(pieces[i], tiers=(*tiers[:n], tier, *tiers[n + 1:]))
         after = model.evaluation(rest.plus(model.tally(t, tuple(pieces), is_ordered(t, entry))))
         if (after.fits or not found.fits) and after.step_us < best[1]:
             best = (describe(tier), after.step_us)
     return best
 
 
-def _placements(problem: Problem, t: TableProblem, tier: Tier, found: Evaluation
-                ) -> Iterator[Tier]:
+def _placements(problem: Problem, t: TableProblem, tier: Tier, found: Evaluation) -> list[Tier]:
     """Other placements of a tier that the constraints allow."""
     held = problem.held(t.spec.name)
     if held.tiers is not None or tier in held.pinned:
-        return
+        return []
     world, owners = range(problem.machine.world_size), tuple(problem.owners_of(t.spec.name))
     level = sum((p.groups.max(axis=0) for p in found.phases), np.zeros(len(world)))
     places = problem.placements_of(t.spec.name)
@@ -125,6 +122,4 @@ def _placements(problem: Problem, t: TableProblem, tier: Tier, found: Evaluation
             made.append(replace(plain, placement="striped", ranks=owners[::-1], mode=mode))
     if "replicated" in places:
         made.append(replace(plain, placement="replicated", ranks=tuple(world), mode="pull"))
-    for one in made:
-        if one != tier:
-            yield one
+    return [one for one in made if one != tier]

@@ -113,7 +113,9 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
                               batch_size=batch_size, constraints=constraints)
         return replace(stated, message_bits=message_bits)
 
-    problem = state(_likely_batch(goal, topology))
+    # The placement is made for the samples that a rank sees in half of the bound.
+    likely = int(goal.request_rate / topology.world_size * goal.bound_ms / 2e3)
+    problem = state(max(1, min(goal.max_batch, likely)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that there are no statistics: said once
         powers = (1 << k for k in range(goal.max_batch.bit_length()))
@@ -140,12 +142,6 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
         "dense_us": list(goal.dense_us), "model": "Poisson arrivals, one queue per rank, "
         "deterministic bulk service with a timer; modelled"}}
     return replace(plan, notes=notes), found
-
-
-def _likely_batch(goal: LatencyGoal, topology: Topology) -> int:
-    """Samples that a rank sees in half of the bound: what the placement is made for."""
-    per_rank = goal.request_rate / topology.world_size
-    return max(1, min(goal.max_batch, int(per_rank * goal.bound_ms / 2e3)))
 
 
 def _within(problem: Problem, domain_bytes: float) -> Plan | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from oper.messages import EXACT
-from oper.plan import Plan
+from oper.plan import Plan, Tier
 from oper.search.certificate.carried import not_certified
 from oper.search.certificate.check import Verdict
 from oper.search.cost.model import Evaluation, Phase, evaluate, is_ordered
@@ -177,20 +178,18 @@ def _memory(found: Evaluation, problem: Problem) -> str:
 
 def _tables(plan: Plan, problem: Problem) -> str:
     share_rows, share_ids = replica_share(plan, problem)
-    kinds: dict[str, int] = {}
-    for entry in plan.tables:
-        for piece in entry.pieces:
-            for tier in piece.tiers:
-                name = tier.placement
-                if name != "replicated":
-                    name += f" {tier.mode}"
-                if name == "replicated" and len(tier.ranks) < plan.world_size:
-                    name = "replicated per host"
-                name += f" ({tier.notation()})" + " in host memory" * (tier.memory == "host")
-                kinds[name] = kinds.get(name, 0) + 1
+    kinds = Counter(_kind(tier, plan.world_size) for entry in plan.tables
+                    for piece in entry.pieces for tier in piece.tiers)
     text = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
     return (f"tiers: {text}\n{KEY}\nreplicas: {100 * share_rows:.2f} % of the rows, "
             f"{100 * share_ids:.2f} % of the lookups")
+
+
+def _kind(tier: Tier, world_size: int) -> str:
+    how = "" if tier.placement == "replicated" else f" {tier.mode}"
+    per_host = " per host" * (tier.placement == "replicated" and len(tier.ranks) < world_size)
+    memory = " in host memory" * (tier.memory == "host")
+    return f"{tier.placement}{how}{per_host} ({tier.notation()}){memory}"
 
 
 def _heaviest(plan: Plan, problem: Problem, found: Evaluation) -> str:

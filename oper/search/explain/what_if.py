@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from oper.topology import Topology
 
 _DOMAIN_FIELDS = {"memory": ("memory_bytes",), "read": ("read_gbps", "cache_gbps"),
                   "link": ("link_gbps",), "cross": ("cross_gbps",)}
-_HOST_FIELDS = {"host-memory": "host_memory_bytes", "host-link": "host_gbps"}
+_HOST_FIELDS = {"host-memory": ("host_memory_bytes",), "host-link": ("host_gbps",)}
 NAMES = (*_DOMAIN_FIELDS, *_HOST_FIELDS, "batch")
 _FORM = "NAME=+10%, NAME=-10% or NAME=x1.5 (batch=4096 as well)"
 
@@ -66,19 +66,18 @@ def changed_problem(topology: Topology, batch_size: int, changes: Iterable[Chang
             batch_size = change.value or max(1, round(batch_size * change.factor))
             continue
         if change.name in _HOST_FIELDS:
-            field = _HOST_FIELDS[change.name]
-            value = getattr(topology, field) * change.factor
-            topology = replace(topology, **{field: type(getattr(topology, field))(value)})
+            topology = _scaled(topology, _HOST_FIELDS, change)
         else:
-            domains, fields = [], _DOMAIN_FIELDS[change.name]
-            for d in topology.domains:
-                scaled: dict[str, Any] = {x: getattr(d, x) * change.factor for x in fields}
-                if "memory_bytes" in scaled:
-                    scaled["memory_bytes"] = max(1, int(scaled["memory_bytes"]))
-                domains.append(replace(d, **scaled))
-            topology = replace(topology, domains=tuple(domains))
+            topology = replace(topology, domains=tuple(
+                _scaled(d, _DOMAIN_FIELDS, change) for d in topology.domains))
         topology = replace(topology, name=f"{topology.name} {change.text}", source="assumed")
     return topology, batch_size
+
+
+def _scaled(of: Any, fields: Mapping[str, Sequence[str]], change: Change) -> Any:
+    """A topology, or a domain, with the quantities of a change multiplied."""
+    new = {n: getattr(of, n) * change.factor for n in fields[change.name]}
+    return replace(of, **{n: int(x) if n.endswith("_bytes") else x for n, x in new.items()})
 
 
 def compare(plan: Plan, before: Problem, after: Problem) -> dict[str, Any]:

@@ -130,11 +130,6 @@ class Bound:
         """What the prices belong to."""
         return self.node.relaxation
 
-    def phase_us(self, phase: int) -> float:
-        """What the relaxed solution puts on a phase."""
-        total = self.total()
-        return max(0.0, float(total[self.relaxation.phase_of == phase].max()))
-
     def total(self) -> np.ndarray:
         """What the relaxed solution asks of the resource rows, base included; float64 [R]."""
         if not self.pool.resources:

@@ -329,7 +329,8 @@ def violations(plan: Plan, held: Constraints) -> list[str]:
 def group_violations(plan: Plan, held: Constraints) -> list[str]:
     """Groups whose tables are not together, or not apart."""
     names = units(held)
-    on = {name: _ranks_of(plan.table(name)) for name in names}
+    on = {name: frozenset(r for piece in plan.table(name).pieces for tier in piece.tiers
+                          for r in tier.ranks) for name in names}
     out = [f"keep_together {list(group)}: not on the same ranks" for group in held.keep_together
            if len({on[name] for name in group}) > 1]
     for group in held.keep_apart:
@@ -345,7 +346,3 @@ def check_constraints(plan: Plan, held: Constraints) -> None:
     if broken:
         raise PlanError(fail("the plan breaks its constraints", "broken", broken[:4], "none",
                              "plan again or relax them"))
-
-
-def _ranks_of(entry: TablePlan) -> frozenset[int]:
-    return frozenset(r for piece in entry.pieces for tier in piece.tiers for r in tier.ranks)

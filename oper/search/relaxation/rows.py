@@ -49,7 +49,9 @@ class ResourceRows:
     def __init__(self, model: CostModel, distinguished: list[list[int]]) -> None:
         self.model = model
         self.classes = model_classes(model, distinguished)
-        self.uses_host = _uses_host(model)
+        pinned = [x for c in model.problem.constraints.tables.values() for x in c.tiers or ()]
+        self.uses_host = bool(model.machine.host_capacity_bytes.any() and (
+            "host" in model.problem.allow or any(x.memory == "host" for x in pinned)))
         num_classes = len(self.classes.ranks)
         spread = np.stack([np.bincount(r, minlength=model.machine.world_size) / r.size
                            for r in self.classes.ranks])  # [C, W], one unit dealt over each
@@ -104,9 +106,3 @@ class ResourceRows:
             out += [held[..., class_of[of_rank] == k].sum(axis=-1) / capacity[k]
                     for k in range(capacity.size)]
         return np.stack(out, axis=-1)
-
-
-def _uses_host(model: CostModel) -> bool:
-    tiers = [tier for c in model.problem.constraints.tables.values() for tier in c.tiers or ()]
-    return bool(model.machine.host_capacity_bytes.any() and (
-        "host" in model.problem.allow or any(x.memory == "host" for x in tiers)))

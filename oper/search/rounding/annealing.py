@@ -122,9 +122,9 @@ class Loads:
             self.own_unit[c, Row.HELD, -1] = 1.0 / max(room, 1e-3)
         #: float64 [P, G], which loads include the rank's own time in a phase.
         self.own_time = np.zeros((self.num_phases, self.num_loads))
-        for p, has_local in enumerate(self.model.has_local):
-            at = p * self.groups.size
-            self.own_time[p, at:at + self.groups.size] = has_local[self.groups]
+        self.own_time[:, :-1] = np.reshape(
+            np.eye(self.num_phases)[..., None] * self.model.has_local[:, self.groups],
+            (self.num_phases, -1))
         looks = np.array([name != RESOLVE for name in self.model.phases], float)
         self.piece_us = self.model.costs.table_us * (looks @ self.own_time)
         self.read_unit = self.by_class(self.relaxation.unit)  # the mean, its owner's load included
@@ -253,6 +253,7 @@ class Annealing:
         may_split = (dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split
         columns = dim[table][:, None, None]
         piece, asked = self._unseen(pushed_ids, table)
+        relaxed = self.bound.total()
         num_rows = np.array([t.spec.num_rows for t in tables], float)
         parts = 2 if may_split.any() else 1
         of_parts = {"first": self.first[:-1], "num_candidates": np.diff(self.first),
@@ -263,7 +264,8 @@ class Annealing:
             "class_of": class_of[order], "rank_of": order, "base": loads.base(len(tables))[order],
             "partial": loads.own_unit[:, Row.PARTIALS],
             "partial_read": loads.read_unit[:, Row.PARTIALS],
-            "level": np.array([self.bound.phase_us(p) for p in range(loads.num_phases)]),
+            "level": np.array([max(0.0, relaxed[relaxation.phase_of == p].max())
+                               for p in range(loads.num_phases)]),
             "stay": (loads.by_class(whole - once) - (fill - fill_once) / size) / columns,
             "stay_once": loads.by_class(once) - fill_once / size + piece[:, None],
             "fill": (fill - fill_once) / columns, "fill_once": fill_once,
@@ -299,16 +301,12 @@ class Annealing:
         several = np.array([len(r.stops) > 1 for r in of])
         pushes = pushed_ids > 0
         tiers = ids * several * np.where(pushes, model.tiers_ns(True), model.tiers_ns(False))
-        piece = np.tile(self.loads.piece_us, (table.size, 1))
-        asked = np.zeros_like(piece)
-        for name, own_time in zip(model.phases, self.loads.own_time, strict=True):
-            if name in ("forward", "backward"):
-                piece += np.outer(tiers * 1e-3, own_time)
-                asked += np.outer(pushed_ids * model.costs.push_ns * 1e-3, own_time)
-            if name == "forward":
-                bag_us = bags * (several & pushes) * model.costs.push_bag_ns * 1e-3
-                piece += np.outer(bag_us, own_time)
-        return piece, asked
+        bag_us = bags * (several & pushes) * model.costs.push_bag_ns * 1e-3
+        own_time = self.loads.own_time
+        exchanges = own_time[[x in ("forward", "backward") for x in model.phases]].sum(axis=0)
+        piece = self.loads.piece_us + np.outer(tiers * 1e-3, exchanges) + np.outer(
+            bag_us, own_time[model.phases.index("forward")])
+        return piece, np.outer(pushed_ids * model.costs.push_ns * 1e-3, exchanges)
 
     def _heads(self) -> tuple[np.ndarray, np.ndarray]:
         """The hottest rows that each candidate pushes: their places in its first pushed tier (int64

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
+from operator import itemgetter
 
 import numpy as np
 
@@ -38,23 +39,11 @@ class Candidate:
         return self.options[int(np.searchsorted(self.stops, position, side="right"))]
 
 
-def from_choice(t: TableProblem, choice: np.ndarray) -> Candidate:
-    """The candidate of an option per block (int64 [K]), adjacent equal options merged."""
-    last = np.flatnonzero(np.append(np.diff(choice) != 0, True))
-    return Candidate(tuple(int(p) for p in t.edges[last + 1]), tuple(int(o) for o in choice[last]))
-
-
 def _merged(tiers: Iterable[tuple[int, int]]) -> Candidate:
     """The candidate of tiers, by end and option, with adjacent equal options merged."""
-    stops: list[int] = []
-    options: list[int] = []
-    for stop, option in tiers:
-        if options and options[-1] == option:
-            stops[-1] = stop
-        else:
-            stops.append(stop)
-            options.append(option)
-    return Candidate(tuple(stops), tuple(options))
+    last = {n: tier for n, (_, alike) in enumerate(groupby(tiers, itemgetter(1)))
+            for tier in alike}
+    return Candidate(*map(tuple, zip(*last.values(), strict=True)))
 
 
 def join(first: Candidate, second: Candidate, position: int) -> Candidate:
@@ -116,7 +105,8 @@ class CandidatePool:
         ends = np.searchsorted(table[order], np.arange(len(r.tables) + 1)).tolist()
         mine = [order[a:min(b, a + _POOL)].tolist() for a, b in pairwise(ends)]
         widest = {i: max(pool.configuration[i], key=lambda p: p.share) for at in mine for i in at}
-        known = [[from_choice(t, r.plain[widest[i].choice]) for i in at]
+        known = [[_merged(zip(t.edges[1:].tolist(), r.plain[widest[i].choice].tolist(),
+                              strict=True)) for i in at]
                  for t, at in zip(r.tables, mine, strict=True)]
         self.add({k: [*x, *(Candidate((r.tables[k].spec.num_rows,), (int(o),))
                             for o in np.unique(r.plain[r.allowed[k]]))]
