@@ -41,9 +41,8 @@ class Candidate:
 
 def _merged(tiers: Iterable[tuple[int, int]]) -> Candidate:
     """The candidate of tiers, by end and option, with adjacent equal options merged."""
-    last = {n: tier for n, (_, alike) in enumerate(groupby(tiers, itemgetter(1)))
-            for tier in alike}
-    return Candidate(*map(tuple, zip(*last.values(), strict=True)))
+    last = [list(alike)[-1] for _, alike in groupby(tiers, itemgetter(1))]
+    return Candidate(*map(tuple, zip(*last, strict=True)))
 
 
 def join(first: Candidate, second: Candidate, position: int) -> Candidate:
