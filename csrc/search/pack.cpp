@@ -168,10 +168,6 @@ class Packing : private PackMoves {
 }  // namespace
 }  // namespace oper::search
 
-extern "C" __attribute__((visibility("default"))) int64_t oper_search_version() {
-  return kSearchVersion;
-}
-
 extern "C" __attribute__((visibility("default"))) int oper_pack(OperPacking* packing) {
   if (!is_known(*packing)) return 1;
   oper::search::Packing run(*packing);

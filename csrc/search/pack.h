@@ -1,4 +1,4 @@
-// The search over owners of pushed rows, called from oper/search/heuristic/annealing.py.
+// The search over owners of pushed rows, called from oper/search/rounding/annealing.py.
 #pragma once
 
 #include <cstdint>

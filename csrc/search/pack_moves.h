@@ -79,6 +79,15 @@ class PackMoves : protected PackState {
     return best;
   }
 
+  // Owners of weight 1 for a piece, as many as wanted, or as are found.
+  void pick_owners(Piece& x, int wanted) {
+    while (x.owners < wanted) {
+      const int64_t r = pick_rank(x.table, 4);
+      if (r < 0 || std::find(x.rank, x.rank + x.owners, int(r)) != x.rank + x.owners) return;
+      x.add_owner(r, 1);
+    }
+  }
+
   int pick_piece() {
     if (pieces_.size() == free_.size()) return -1;
     const int64_t r = random_.unit() < 0.5 ? busiest(random_.below(P)) : random_.below(W);
@@ -232,11 +241,9 @@ class PackMoves : protected PackState {
     Piece y = x;
     y.owners = 0, y.total = 0;
     const int wanted = random_.unit() < 0.5 ? x.owners : 1;
-    for (int i = 0; i < wanted; ++i) {
-      const int64_t r = pick_rank(x.table, 4);
-      if (r < 0 || std::find(y.rank, y.rank + y.owners, int(r)) != y.rank + y.owners) return false;
-      y.add_owner(r, wanted == x.owners ? x.weight[i] : 1);
-    }
+    pick_owners(y, wanted);
+    if (y.owners < wanted) return false;
+    if (wanted == x.owners) std::copy(x.weight, x.weight + wanted, y.weight), y.total = x.total;
     x.width -= d, y.width = d;
     replace(id, x), insert(y);
     return true;
@@ -398,12 +405,7 @@ class PackMoves : protected PackState {
     }
     Piece y;
     y.table = int(to), y.width = d;
-    const int wanted = 1 + int(random_.below(random_.unit() < 0.7 ? 1 : max_owners(to)));
-    for (int i = 0; i < wanted; ++i) {
-      const int64_t r = pick_rank(to, 4);
-      if (r < 0 || std::find(y.rank, y.rank + y.owners, int(r)) != y.rank + y.owners) break;
-      y.add_owner(r, 1);
-    }
+    pick_owners(y, 1 + int(random_.below(random_.unit() < 0.7 ? 1 : max_owners(to))));
     if (y.owners == 0) return false;
     insert(y);
     return true;

@@ -293,67 +293,38 @@ class PackState {
 
   // -- pieces -------------------------------------------------------------------------------------
 
-  int new_piece(const Piece& x) {
-    int id;
-    if (free_.empty()) {
-      id = int(pieces_.size());
-      pieces_.push_back(x);
-    } else {
-      id = free_.back();
-      free_.pop_back();
-      pieces_[id] = x;
-    }
-    return id;
-  }
-
   // Put a piece into the state, take it out, or change its width and owners; `undo` undoes them.
   void insert(const Piece& x) {
-    const int id = new_piece(x);
-    deal(pieces_[id]);
-    link(id);
-    carry(none(x.table), pieces_[id]);
-    log_.push_back({id, kInserted, none(x.table)});
+    if (free_.empty()) {
+      free_.push_back(int(pieces_.size()));
+      pieces_.emplace_back();
+    }
+    replace(free_.back(), x);
   }
   void erase(int id) {
-    const Piece& x = pieces_[id];
-    carry(x, none(x.table));
-    log_.push_back({id, kErased, x});
-    unlink(id);
-    free_.push_back(id);
+    Piece nothing;
+    nothing.table = pieces_[id].table;
+    replace(id, nothing);
   }
   void replace(int id, Piece x) {
-    deal(x);
+    if (x.owners > 0) deal(x);
     carry(pieces_[id], x);
-    log_.push_back({id, kReplaced, pieces_[id]});
-    relink(id, x);
+    log_.push_back({id, pieces_[id]});
+    link(id, x);
   }
-  static Piece none(int table) {
-    Piece x;
-    x.table = table;
-    return x;
-  }
-  void link(int id) {
-    of_table_[pieces_[id].table].push_back(id);
-    recut_.push_back(pieces_[id].table);
-    link_owners(id, none(pieces_[id].table), pieces_[id]);
-  }
-  void unlink(int id) {
-    drop(of_table_[pieces_[id].table], id);
-    recut_.push_back(pieces_[id].table);
-    link_owners(id, pieces_[id], none(pieces_[id].table));
-  }
-  void relink(int id, const Piece& x) {
-    link_owners(id, pieces_[id], x);
-    pieces_[id] = x;
-  }
-  void link_owners(int id, const Piece& from, const Piece& to) {
+  // A piece becomes `x`; where one has no owners, it is not in the state, and the last of `free_`.
+  void link(int id, const Piece& x) {
+    Piece& was = pieces_[id];
     const auto differs = [&](int i) {
-      return i >= from.owners || i >= to.owners || from.rank[i] != to.rank[i];
+      return i >= was.owners || i >= x.owners || was.rank[i] != x.rank[i];
     };
-    for (int i = 0; i < from.owners; ++i)
-      if (differs(i)) drop(on_rank_[from.rank[i]], id), --owns_[from.table * W + from.rank[i]];
-    for (int i = 0; i < to.owners; ++i)
-      if (differs(i)) on_rank_[to.rank[i]].push_back(id), ++owns_[to.table * W + to.rank[i]];
+    for (int i = 0; i < was.owners; ++i)
+      if (differs(i)) drop(on_rank_[was.rank[i]], id), --owns_[was.table * W + was.rank[i]];
+    for (int i = 0; i < x.owners; ++i)
+      if (differs(i)) on_rank_[x.rank[i]].push_back(id), ++owns_[x.table * W + x.rank[i]];
+    if (was.owners == 0) of_table_[x.table].push_back(id), free_.pop_back(), recut_.push_back(x.table);
+    if (x.owners == 0) drop(of_table_[was.table], id), free_.push_back(id), recut_.push_back(was.table);
+    was = x;
   }
   static void drop(std::vector<int>& list, int id) {
     const auto at = std::find(list.rbegin(), list.rend(), id);  // often the last one
@@ -364,7 +335,7 @@ class PackState {
   void begin_move() {
     ++stamp_;
     saved_rank_.clear(), saved_load_.clear();
-    log_.clear(), candidates_log_.clear(), widths_log_.clear();
+    log_.clear(), numbers_log_.clear();
     saved_every_ = every_, saved_fill_ = fill_;
     refilled_ = {-1, -1};
   }
@@ -374,20 +345,8 @@ class PackState {
     for (const int64_t r : saved_rank_) flatten(r);
   }
   void undo() {
-    for (auto it = log_.rbegin(); it != log_.rend(); ++it) {
-      if (it->change == kReplaced) {
-        relink(it->id, it->before);
-      } else if (it->change == kInserted) {
-        unlink(it->id);
-        free_.push_back(it->id);
-      } else {
-        link(new_piece(it->before));
-      }
-    }
-    for (auto it = candidates_log_.rbegin(); it != candidates_log_.rend(); ++it)
-      candidate_[it->first] = it->second;
-    for (auto it = widths_log_.rbegin(); it != widths_log_.rend(); ++it)
-      width_[it->first] = it->second;
+    for (auto it = log_.rbegin(); it != log_.rend(); ++it) link(it->first, it->second);
+    for (auto it = numbers_log_.rbegin(); it != numbers_log_.rend(); ++it) *it->first = it->second;
     for (size_t i = 0; i < saved_rank_.size(); ++i) {
       std::memcpy(load(saved_rank_[i]), &saved_load_[i * G], G * sizeof(double));
       flatten(saved_rank_[i]);
@@ -408,16 +367,17 @@ class PackState {
 
   void set_candidate(int64_t k, int64_t candidate) {  // its pieces are out
     settle_cuts(k);
-    candidates_log_.push_back({k, candidate_[k]});
-    add_stay(k, -1);
-    candidate_[k] = candidate;
-    add_stay(k, 1);
+    set_number(k, candidate_[k], candidate);
   }
 
   void set_width(int64_t k, int64_t width) {  // its pieces are out, or will follow
-    widths_log_.push_back({k, width_[k]});
+    set_number(k, width_[k], width);
+  }
+
+  void set_number(int64_t k, int64_t& number, int64_t value) {  // what rows of part k that stay ask by
+    numbers_log_.push_back({&number, number});
     add_stay(k, -1);
-    width_[k] = width;
+    number = value;
     add_stay(k, 1);
   }
 
@@ -457,13 +417,6 @@ class PackState {
     finish_move();
   }
 
-  enum Kind { kInserted, kErased, kReplaced };
-  struct Logged {
-    int id;
-    Kind change;
-    Piece before;
-  };
-
   OperPacking& p_;
   Random random_;
   int groups_;
@@ -478,9 +431,10 @@ class PackState {
   std::vector<double> counted_cuts_;
   std::vector<std::vector<int>> of_table_, on_rank_;
   std::vector<uint8_t> owns_;
-  std::vector<std::pair<int64_t, int64_t>> block_, candidates_log_, widths_log_;
+  std::vector<std::pair<int64_t, int64_t>> block_;
   std::vector<int64_t> saved_rank_, saved_mark_;
-  std::vector<Logged> log_;
+  std::vector<std::pair<int, Piece>> log_;  // pieces as they were before a move
+  std::vector<std::pair<int64_t*, int64_t>> numbers_log_;  // and candidates and widths
   int64_t stamp_ = 0;
   double energy_ = 0, step_ = 0;
   State best_;

@@ -102,7 +102,7 @@ class Pricing {
       if (num_types > 0 && (mode == kAllPushed || !must_)) types(num_types, mode);
     double value = std::min(best_, least_);
     int64_t at = 0;
-    if (is_cut() && num_types > 0 && std::isfinite(value)) {
+    if (p_.columns[k] > 0 && num_types > 0 && std::isfinite(value)) {
       // More than the cheapest type alone, as pieces are whole; less where a table has to push, and does
       // so in some of its pieces. Types on the way that were passed over are looked at after all.
       double whole = whole_widths();
@@ -238,7 +238,7 @@ class Pricing {
     for (const int64_t m : of_class_) full = std::max(full, full_of(j, m)), price = std::min(price, p_.price[m]);
     cheapest_classes(false);
     int64_t end = n_;
-    walk(p_.ids + begin_, n_, full, price, [&](int64_t count, double found) {
+    walk(full, price, [&](int64_t count, double found) {
       if (must && count < n_) return;
       least = std::min(least, found);
       if (count >= 0 && found < cheapest) cheapest = found, end = count;
@@ -345,43 +345,31 @@ class Pricing {
     return full * std::floor(ids / full * (1 - kRounding));
   }
 
-  // Order the blocks by gain per id.
-  void by_slope(const double* ids, int64_t n) {
-    for (int64_t b = 0; b < n; ++b) {
+  // Order the blocks by gain per id; `look` sees what each prefix costs, and parts of a block that fill
+  // owners, as of -1 blocks.
+  template <class Look>
+  void walk(double full, double price, Look look) {
+    const double* ids = p_.ids + begin_;
+    for (int64_t b = 0; b < n_; ++b) {
       order_[b] = int(b);
       slope_[b] = ids[b] > 0 ? gain_[b] / ids[b] : gain_[b] < 0 ? -kInfinity : kInfinity;
     }
     std::stable_sort(order_.begin(), order_.end(),
                      [&](int a, int b) { return slope_[a] < slope_[b]; });
-  }
-
-  // Least cost of the prefixes, and of parts of a block that fill owners; `look` sees them all, the
-  // latter as of -1 blocks.
-  template <class Look>
-  double walk(const double* ids, int64_t n, double full, double price, Look look) {
-    by_slope(ids, n);
-    double mass = 0, total = 0, least = 0;
-    for (int64_t count = 0; count <= n; ++count) {
-      const double found = total + (mass > 0 ? price * sums_of(full, mass) : 0.0);
-      least = std::min(least, found);
-      look(count, found);
-      if (count == n) break;
+    double mass = 0, total = 0;
+    for (int64_t count = 0; count <= n_; ++count) {
+      look(count, total + (mass > 0 ? price * sums_of(full, mass) : 0.0));
+      if (count == n_) break;
       const int b = order_[count];
       // What lies between is concave, and so is what lies between the first and last of these.
       const double last = full_before(full, mass + ids[b]);
       for (const double at : {std::min(last, full * (std::floor(mass / full) + 1)), last}) {
-        if (at > mass && at < mass + ids[b]) {
-          const double inside = total + gain_[b] * (at - mass) / ids[b] + price * sums_of(full, at);
-          least = std::min(least, inside);
-          look(-1, inside);
-        }
+        if (at > mass && at < mass + ids[b])
+          look(-1, total + gain_[b] * (at - mass) / ids[b] + price * sums_of(full, at));
       }
       mass += ids[b], total += gain_[b];
     }
-    return least;
   }
-
-  bool is_cut() const { return p_.columns[k_] > 0; }
 
   // The cheapest way to make up a table's columns of pieces, each of a width and at the cost by column
   // that some type has, or that of pushing nothing: pieces are whole, and what is left of a table beside
@@ -423,44 +411,47 @@ class Pricing {
     return least;
   }
 
-  // A kind on the path that only a bound is known of; -1 if there is none.
-  int64_t passed_over() const {
+  // `look` sees the steps of the path that `whole_widths` found, from its end.
+  template <class Look>
+  void along_path(Look look) const {
     int64_t lane = lane_;
     for (int64_t at = p_.columns[k_] / p_.step; at > 0;) {
       const Step& x = steps_[kLanes * at + lane];
-      if (x.kind >= 0 && !kinds_[x.kind].is_exact) return x.kind;
+      look(x);
       at -= x.width, lane = x.lane;
     }
-    return -1;
+  }
+
+  // A kind on the path that only a bound is known of; -1 if there is none.
+  int64_t passed_over() const {
+    int64_t kind = -1;
+    along_path([&](const Step& x) {
+      if (kind < 0 && x.kind >= 0 && !kinds_[x.kind].is_exact) kind = x.kind;
+    });
+    return kind;
   }
 
   // What the sets on the path cost; their bounds may be lower.
   double path_cost() const {
     const double columns = double(p_.columns[k_] / p_.step);
     double cost = 0;
-    int64_t lane = lane_;
-    for (int64_t at = p_.columns[k_] / p_.step; at > 0;) {
-      const Step& x = steps_[kLanes * at + lane];
+    along_path([&](const Step& x) {
       const double whole = x.kind < 0 ? still_cost(columns / double(x.width)) : kinds_[x.kind].cost;
       cost += double(x.width) / columns * whole;
-      at -= x.width, lane = x.lane;
-    }
+    });
     return cost;
   }
 
-  // Write the parts of the path that `whole_widths` found; returns how many.
+  // Write the parts of the path; returns how many.
   int64_t path_parts() {
     const int64_t count = p_.columns[k_] / p_.step;
     std::vector<std::pair<std::pair<int64_t, int64_t>, int64_t>> parts;  // kind and width; how often
-    int64_t lane = lane_;
-    for (int64_t at = count; at > 0;) {
-      const Step& x = steps_[kLanes * at + lane];
+    along_path([&](const Step& x) {
       const std::pair<int64_t, int64_t> piece{x.kind, x.width};
       auto same = std::find_if(parts.begin(), parts.end(), [&](const auto& y) { return y.first == piece; });
       if (same == parts.end()) parts.push_back({piece, 1});
       else ++same->second;
-      at -= x.width, lane = x.lane;
-    }
+    });
     int64_t number = 0;
     for (const auto& [piece, times] : parts)
       number = part(number, double(times * piece.second) / double(count), piece.first,

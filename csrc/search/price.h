@@ -1,4 +1,4 @@
-// Pushed pieces in the lower bound, called from oper/search/bound/pieces.py and oper/search/bound/node.py.
+// Pushed pieces in the lower bound, called from oper/search/relaxation/pieces.py and oper/search/pricing/node.py.
 #pragma once
 
 #include <cstdint>

@@ -7,13 +7,13 @@ import os
 from oper.plan import Plan
 from oper.report import figures
 from oper.report.page import Plot, Table, Text, render
+from oper.search.certificate.check import Verdict, verify_plan
 from oper.search.cost.model import Evaluation, evaluate
 from oper.search.explain.bottleneck import bottlenecks
 from oper.search.explain.summary import KEY, doubt, replica_share, summary
 from oper.search.peers.baselines import peers
 from oper.search.problem.machine import TERMS
 from oper.search.problem.statement import Problem
-from oper.search.verify.check import Verdict, verify_plan
 from oper.support.files import write_text
 from oper.tables import format_bytes
 

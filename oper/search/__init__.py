@@ -1,7 +1,8 @@
 """From access statistics and a topology to a plan with a certified lower bound.
 
-`problem` -> `bound` -> `heuristic` -> `Plan`. The names below load on first use; solvers load only
-when a search runs.
+`problem` and `cost` state it; `relaxation`, `pricing` and `branching` bound it; `rounding` makes
+the plan; `certificate` checks the bound. The names below load on first use; solvers load only when
+a search runs.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ _PUBLIC, __getattr__, __dir__ = lazy_exports(__name__, {
     "oper.search.planner": ("make_plan",),
     "oper.search.problem.statement": ("make_problem", "Problem"),
     "oper.search.cost.model": ("evaluate", "Evaluation"),
-    "oper.search.bound.master": ("lower_bound",),
+    "oper.search.pricing.master": ("lower_bound",),
     "oper.search.explain.summary": ("summary",),
     "oper.search.problem.constraints": ("Constraints", "TableConstraint"),
     "oper.search.problem.space": ("EXECUTABLE", "EVERYTHING", "executed_space"),
     "oper.search.problem.presets": ("topology_preset",),
-    "oper.search.verify.check": ("verify_plan", "Verdict"),
+    "oper.search.certificate.check": ("verify_plan", "Verdict"),
 })
 
 __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
-    from oper.search.bound.master import lower_bound as lower_bound
+    from oper.search.certificate.check import Verdict as Verdict, verify_plan as verify_plan
     from oper.search.cost.model import Evaluation as Evaluation, evaluate as evaluate
     from oper.search.explain.summary import summary as summary
     from oper.search.planner import make_plan as make_plan
+    from oper.search.pricing.master import lower_bound as lower_bound
     from oper.search.problem.constraints import (
         Constraints as Constraints,
         TableConstraint as TableConstraint,
@@ -40,4 +42,3 @@ if TYPE_CHECKING:
         executed_space as executed_space,
     )
     from oper.search.problem.statement import Problem as Problem, make_problem as make_problem
-    from oper.search.verify.check import Verdict as Verdict, verify_plan as verify_plan

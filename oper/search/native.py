@@ -81,15 +81,11 @@ def _library() -> ctypes.CDLL:
     path = Path(__file__).resolve().parent.parent / "_lib" / "liboper_search.so"
     try:
         library = ctypes.CDLL(str(path))
-        library.oper_search_version.restype = _int
-        version = library.oper_search_version()
         for name, kind in (("oper_fit", Fit), ("oper_price", Pricing), ("oper_pack", Packing)):
             function = getattr(library, name)
             function.argtypes, function.restype = [ctypes.POINTER(kind)], ctypes.c_int
     except (OSError, AttributeError) as e:
         raise _unusable("file", str(path), str(e)) from None
-    if version != VERSION:
-        raise _unusable("version", version, VERSION)
     return library
 
 
@@ -105,7 +101,7 @@ def call(name: str, kind: type[Argument], arrays: dict[str, np.ndarray], **value
     Args:
         name: the function.
         kind: its argument.
-        arrays: C-contiguous arrays by field, int64, float64 or uint8; outputs are written.
+        arrays: by field, int64, float64 or uint8; outputs, which are contiguous, are written.
         values: all other fields, but for the size and the version.
 
     Returns:
@@ -114,7 +110,7 @@ def call(name: str, kind: type[Argument], arrays: dict[str, np.ndarray], **value
     Raises:
         MissingDependencyError: the library is not built, or was built from other sources.
     """
-    assert all(x.flags.c_contiguous for x in arrays.values())
+    arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
     assert arrays.keys() >= {x[0] for x in kind._fields_ if x[1] is _array}, "an array is missing"
     argument = kind(size=ctypes.sizeof(kind), version=VERSION,
                     **{n: x.ctypes.data for n, x in arrays.items()}, **values)

@@ -5,27 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.errors import PlanInfeasibleError, require
 from oper.messages import EXACT, MessageBits
-from oper.plan import Piece, Plan, uniform_plan
-from oper.search.bound.certificate import is_for, proof_of, with_bound
-from oper.search.bound.master import Bound
-from oper.search.bound.subspaces import Subspace, fit, subspaces, tighten
+from oper.plan import Plan, uniform_plan
+from oper.search.branching.subspaces import BRIEFLY, PATIENTLY, Subspace, fit, subspaces, tighten
+from oper.search.certificate.carried import is_for, proof_of, with_bound
 from oper.search.cost.model import evaluate
 from oper.search.explain.infeasible import explain_bound, explain_plan
-from oper.search.heuristic.groups import plan_with_groups
-from oper.search.heuristic.placing import table_plan
-from oper.search.heuristic.search import EFFORTS, Effort, Found, search
 from oper.search.peers.baselines import replicate_or_partition
 from oper.search.problem.constraints import Constraints, check_constraints, violations
 from oper.search.problem.overlap import overlap_to_json
 from oper.search.problem.space import used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
+from oper.search.rounding.groups import plan_with_groups
+from oper.search.rounding.placing import plan_of
+from oper.search.rounding.search import EFFORTS, Effort, Found, search
 from oper.stats import AccessStats
 from oper.tables import TableSpec
 from oper.topology import Topology
@@ -75,7 +73,7 @@ def make_plan(
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
         PlanInfeasibleError: nothing fits; names need, capacity and the smallest relaxation.
-        MissingDependencyError: highspy is not installed.
+        MissingDependencyError: the planner's native library cannot be used.
     """
     problem = make_problem(tables, stats, topology, objective=objective, batch_size=batch_size,
                            allow=allow, constraints=constraints)
@@ -94,16 +92,12 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
             started from the one made with less, is never worse.
     """
     started = time.monotonic()
-    if effort not in EFFORTS:
-        raise InvalidInputError(fail("cannot search", "effort", effort, f"one of {sorted(EFFORTS)}",
-                                     "choose one of these"))
-    if not target_gap >= 0 or (time_budget_s is not None and not time_budget_s > 0):  # NaN too
-        raise InvalidInputError(fail("cannot search", "target_gap, time_budget_s",
-                                     (target_gap, time_budget_s), ">= 0 and > 0",
-                                     "give a target gap of 0 or more and a positive time"))
-    if seed < 0:
-        raise InvalidInputError(fail("cannot search", "seed", seed, ">= 0",
-                                     "choose a seed of 0 or more"))
+    require("cannot search", "choose an effort by name, a gap and a seed of 0 or more, and a "
+            "positive time or none",
+            ("effort", effort, effort in EFFORTS, f"one of {sorted(EFFORTS)}"),
+            ("target_gap", target_gap, target_gap >= 0, ">= 0"),  # which NaN is not
+            ("time_budget_s", time_budget_s, time_budget_s is None or time_budget_s > 0, "> 0"),
+            ("seed", seed, seed >= 0, ">= 0"))
     budget = EFFORTS[effort]
     if time_budget_s is not None:
         budget = replace(budget, deadline=started + time_budget_s)
@@ -147,16 +141,19 @@ def _not_slower(plan: Plan, start: Plan | None, problem: Problem) -> Plan:
 
 def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tuple[Plan, _Proof]:
     """The search and the bound, without the constraints that bind several tables."""
-    parts = _subspaces(problem, budget.deadline)
+    parts = subspaces(problem, budget.deadline)
+    if not fit(parts):
+        raise explain_bound(problem, parts[0].bound)
     fitting = [x for x in parts if not x.bound.is_infeasible]
     best = _search_subspaces(fitting, budget, target_gap, seed)
     if not best[1].evaluation.fits:
         raise explain_plan(problem, best[1].evaluation)
     root_us = min(x.root_us for x in fitting)
-    plan = _assemble(problem, best[0].bound, best[1])
+    tables = best[0].bound.relaxation.tables
+    plan = plan_of(problem, {t.spec.name: pieces for t, pieces in zip(
+        tables, best[1].placements, strict=True)})
     step_us = best[1].evaluation.step_us
     notes = {"constants": problem.topology.source,
-             "bound": "whole-table configurations, class means",
              "bound_method": "branching" if any(x.solved for x in fitting) else "relaxation",
              "bnb_nodes": sum(x.solved for x in fitting),
              "relaxation_us": root_us}
@@ -181,7 +178,7 @@ def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_wo
     step_us = evaluate(plan, problem).step_us
     parts = subspaces(problem, deadline)
     nodes = tighten([x for x in parts if not x.bound.is_infeasible], max_work, step_us,
-                    step_us / (1 + goal_gap), deadline, partial(Subspace.prove, patiently=True))
+                    step_us / (1 + goal_gap), deadline, PATIENTLY)
     proof = _proof(parts)
     lower_us = _proved_us(proof)
     if is_for(plan, problem) and plan.lower_bound_us > lower_us:
@@ -206,14 +203,6 @@ def _proof(parts: list[Subspace]) -> _Proof:
 def _proved_us(proof: _Proof) -> float:
     cutoff_us = proof["cutoff_us"]
     return float(min(proof["bound_us"], np.inf if cutoff_us is None else cutoff_us))
-
-
-def _subspaces(problem: Problem, deadline: float | None) -> list[Subspace]:
-    """The parts of the space; raises PlanInfeasibleError where none fits the memory."""
-    parts = subspaces(problem, deadline)
-    if not fit(parts):
-        raise explain_bound(problem, parts[0].bound)
-    return parts
 
 
 def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, seed: int
@@ -245,24 +234,10 @@ def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, 
     for turn in range(2):
         part, found = best
         tighten(parts, budget.max_work, found.step_us, found.step_us / (1 + target_gap),
-                budget.deadline, Subspace.prove)
+                budget.deadline, BRIEFLY)
         if turn == 1 or is_enough() or found.step_us <= part.lower_bound_us:
             break
         again = search(part.lowest(budget.num_starts), budget,
                        min(x.lower_bound_us for x in parts), target_gap, seed + 1)
         best = part, min(found, again, key=lambda x: x.score)
     return best
-
-
-def _assemble(problem: Problem, bound: Bound, found: Found) -> Plan:
-    free = {t.spec.name: table_plan(t, pieces)
-            for t, pieces in zip(bound.relaxation.tables, found.placements, strict=True)}
-    entries = []
-    for t in problem.tables:
-        entry = free.get(t.spec.name)
-        if entry is None:
-            tiers = problem.constraints.tables[t.spec.name].tiers or ()
-            entry = table_plan(t, (Piece(0, t.spec.dim, tiers),))
-        entries.append(entry)
-    return Plan(problem.machine.world_size, tuple(entries), problem.objective, problem.batch_size,
-                problem.topology.name)

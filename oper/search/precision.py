@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.errors import PlanInfeasibleError, fail, require
 from oper.search.problem.statement import IDS, TableProblem, make_table
 from oper.stats import AccessStats
 from oper.tables import TableSpec, bytes_of_row
@@ -109,9 +109,8 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
         PlanInfeasibleError: the widest types lose more than that.
     """
     what = "cannot choose types of rows"
-    if not (isinstance(error_budget, int | float) and 0 < error_budget < math.inf):
-        raise InvalidInputError(fail(what, "error_budget", error_budget, "a number > 0",
-                                     "pass for example 1e-4"))
+    is_right = isinstance(error_budget, int | float) and 0 < error_budget < math.inf
+    require(what, "pass for example 1e-4", ("error_budget", error_budget, is_right, "a number > 0"))
     found = {t.name: _sums(t, stats, errors[t.name]) for t in tables}
     energy = sum(t.energy for t in found.values())
     allowed = error_budget * energy
@@ -146,10 +145,10 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
 def _sums(spec: TableSpec, stats: AccessStats | None, errors: RowErrors) -> _Table:
     problem = blocks_of(spec, stats)
     rows, lookups = np.diff(errors.edges), problem.blocks[:, IDS]
-    if not np.array_equal(problem.edges, errors.edges):
-        raise InvalidInputError(fail(f"cannot choose types of table {spec.name!r}", "edges",
-                                     errors.edges[:4].tolist(), f"{problem.edges[:4].tolist()}...",
-                                     "measure the errors by the same statistics"))
+    require(f"cannot choose types of table {spec.name!r}",
+            "measure the errors by the same statistics",
+            ("edges", errors.edges[:4].tolist(), np.array_equal(problem.edges, errors.edges),
+             f"{problem.edges[:4].tolist()}..."))
     dtypes = [dtype for dtype in ROW_TYPES if dtype in errors.squared]
 
     def sums(each: np.ndarray) -> np.ndarray:

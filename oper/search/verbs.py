@@ -13,13 +13,13 @@ from oper.errors import InvalidInputError, UsageError, fail
 from oper.messages import EXACT, MessageBits
 from oper.plan import OBJECTIVES, Plan
 from oper.search.problem.overlap import overlap_to_json, parse_argument
+from oper.search.problem.presets import topology_preset
 from oper.search.problem.space import EVERYTHING, check_allow, used_features
 from oper.search.problem.statement import Problem, make_problem, with_overlap
 from oper.stats import AccessStats
 from oper.support.files import read_json
 from oper.support.flags import number, text_for, whole
 from oper.tables import CODE_BITS, DTYPES, OPTIMIZERS, TableSpec, format_bytes
-from oper.topology import Topology
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +69,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.request_rate is not None or args.latency_bound is not None:
         return _plan_latency(args, stats)
     problem = make_problem(
-        _tables(args, stats), stats, _topology(args), objective=args.objective,
-        batch_size=args.batch_size, allow=_allowed(args.allow),
+        _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
+        objective=args.objective, batch_size=args.batch_size, allow=_allowed(args.allow),
         constraints=None if args.constraints is None else read_constraints(args.constraints))
     problem = replace(with_overlap(problem, parse_argument(args.overlap)),
                       message_bits=_message_bits(args))
@@ -102,7 +102,7 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
                               "two numbers and a comma", "e.g. 200,1.5")) from None
     constraints = None if args.constraints is None else read_constraints(args.constraints)
     plan, serving = plan_latency(
-        _tables(args, stats), stats, _topology(args),
+        _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
         LatencyGoal(args.request_rate, args.latency_bound, (fixed, per_sample)), constraints,
         _message_bits(args))
     plan.save(args.output)
@@ -139,25 +139,27 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
 
 def run_explain(args: argparse.Namespace) -> int:
     """Print what a plan costs."""
-    from oper.search.explain import what_if
+    from oper.search.certificate.check import verify_plan
+    from oper.search.explain import diff as plan_diff, what_if
     from oper.search.explain.summary import as_json, summary
-    from oper.search.verify.check import verify_plan
 
     changes = [what_if.parse_change(text) for text in args.what_if]
     plan, problem = explained(args)
     compared = None
     if args.diff is not None:
-        return _print_diff(args, plan, problem)
+        found = plan_diff.diff(plan, Plan.load(args.diff), problem)
+        print(json.dumps({"plan": args.plan, "other": args.diff, **found}) if args.json
+              else plan_diff.as_text(found, (args.plan, args.diff)).rstrip("\n"))
+        return 0
     if changes:
         topology, batch_size = what_if.changed_problem(problem.topology, problem.batch_size,
                                                        changes)
         after = make_problem([t.table for t in plan.tables], _stats(args), topology,
                              objective=plan.objective, allow=problem.allow, batch_size=batch_size,
                              constraints=problem.constraints)
-        after = replace(after, last_resort=problem.last_resort,
-                        message_bits=problem.message_bits)
-        after = with_overlap(after, overlap_to_json(problem.overlap))
-        compared = what_if.compare(plan, problem, after)
+        compared = what_if.compare(plan, problem, replace(
+            with_overlap(after, overlap_to_json(problem.overlap)),
+            last_resort=problem.last_resort, message_bits=problem.message_bits))
     if args.json:
         value = {"plan": args.plan, **as_json(plan, problem, verify_plan(plan, problem))}
         if compared is not None:
@@ -167,17 +169,6 @@ def run_explain(args: argparse.Namespace) -> int:
         print(what_if.as_text(changes, compared), end="")
     else:
         print(summary(plan, problem, verify_plan(plan, problem)), end="")
-    return 0
-
-
-def _print_diff(args: argparse.Namespace, plan: Plan, problem: Problem) -> int:
-    from oper.search.explain import diff as plan_diff
-
-    found = plan_diff.diff(plan, Plan.load(args.diff), problem)
-    if args.json:
-        print(json.dumps({"plan": args.plan, "other": args.diff, **found}))
-    else:
-        print(plan_diff.as_text(found, (args.plan, args.diff)), end="")
     return 0
 
 
@@ -194,21 +185,18 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Check the proof of a plan's lower bound; returns 1 where it does not hold."""
-    from oper.search.verify.check import verify_plan
+    from oper.search.certificate.check import verify_plan
 
     plan, problem = stated(args, _stats(args))
     problem = with_overlap(problem, parse_argument(args.overlap) or plan.notes.get("overlap_us"))
     found = verify_plan(plan, problem)
-
-    def known(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
     if args.json:
+        value = {"step_us": found.step_us, "bound_us": found.bound_us,
+                 "cutoff_us": found.cutoff_us, "gap": found.gap}
         print(json.dumps({
             "plan": args.plan, "certified": found.certified, "why": found.why or None,
-            "step_us": found.step_us, "bound_us": known(found.bound_us),
-            "cutoff_us": known(found.cutoff_us), "leaves": found.num_leaves,
-            "gap": known(found.gap)}))
+            **{k: x if math.isfinite(x) else None for k, x in value.items()},
+            "leaves": found.num_leaves}))
         return 0 if found.certified else 1
     print(f"step        {found.step_us:12.1f} us   evaluated anew")
     if math.isfinite(found.bound_us):
@@ -227,7 +215,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
     """The plan of ``oper explain``'s arguments, priced, and the problem that it is judged by."""
-    from oper.search.bound.certificate import is_for, proof_of, with_bound
+    from oper.search.certificate.carried import is_for, proof_of, with_bound
     from oper.search.cost.model import evaluate
     from oper.search.planner import tighten_bound
 
@@ -255,7 +243,8 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
         raise UsageError(fail(f"cannot price {args.plan!r}", "batch_size", 0,
                               "the samples per rank and step to price it for, which this plan does "
                               "not state", "add --batch-size N"))
-    problem = make_problem([t.table for t in plan.tables], stats, _topology(args),
+    topology = topology_preset(args.topology, args.world_size)
+    problem = make_problem([t.table for t in plan.tables], stats, topology,
                            objective=plan.objective, batch_size=batch_size,
                            constraints=plan.notes.get("constraints"))
     # The space that the plan was made in, and what was written into it by hand.
@@ -305,12 +294,6 @@ def _add_tables(parser: argparse.ArgumentParser) -> None:
 
 def _message_bits(args: argparse.Namespace) -> MessageBits:
     return EXACT if args.message_bits is None else MessageBits.from_text(args.message_bits)
-
-
-def _topology(args: argparse.Namespace) -> Topology:
-    from oper.search.problem.presets import topology_preset
-
-    return topology_preset(args.topology, args.world_size)
 
 
 def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
+import cvxpy as cp
 import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
 
-from oper.errors import MissingDependencyError, OperError, fail
 from oper.plan import Piece, Tier
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import HELD, HOST_HELD, PARTIALS, Tally
-from oper.search.heuristic.placing import Placement, table_tally
+from oper.search.cost.tally import Row, Tally
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS, TableProblem
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.placing import Placement, table_tally
 
 
 def relaxed_by_cvxpy(relaxation: Relaxation) -> float:
@@ -25,16 +26,7 @@ def relaxed_by_cvxpy(relaxation: Relaxation) -> float:
     Every block divides itself over the options. Partial sums of pushed blocks enter by their chord,
     which lies below them, so that this optimum never exceeds the column-generation one, and equals
     it where nothing may be pushed.
-
-    Raises:
-        MissingDependencyError: cvxpy is not installed.
-        OperError: the solver found no optimum.
     """
-    try:
-        import cvxpy as cp
-    except ImportError:
-        raise MissingDependencyError(fail("the readable statement needs cvxpy", "module", "cvxpy",
-                                          "installed", "pip install 'oper[plan]'")) from None
     num_phases = int(relaxation.phase_of.max()) + 1
     num_blocks, num_options = relaxation.features.shape[0], len(relaxation.options)
     share = cp.Variable((num_blocks, num_options), nonneg=True)
@@ -51,9 +43,7 @@ def relaxed_by_cvxpy(relaxation: Relaxation) -> float:
         constraints.append(load[row] <= (1.0 if phase < 0 else phase_time[phase]))
     problem = cp.Problem(cp.Minimize(cp.sum(phase_time) + relaxation.fixed_us), constraints)
     problem.solve(solver=cp.HIGHS)
-    if problem.status != cp.OPTIMAL:
-        raise OperError(fail("the relaxation has no optimum", "status", problem.status, "optimal",
-                             "check that the tables fit"))
+    assert problem.status == cp.OPTIMAL
     return float(problem.value)
 
 
@@ -67,7 +57,7 @@ def _chords(relaxation: Relaxation) -> np.ndarray:
                 ids = relaxation.features[at, IDS]
                 whole = relaxation.model.partial_bytes(t, t.spec.dim, ids.sum())
                 out[at, o] = np.outer(ids / max(ids.sum(), 1e-300) * whole,
-                                      relaxation.unit[option.rank_class, PARTIALS])
+                                      relaxation.unit[option.rank_class, Row.PARTIALS])
     return out
 
 
@@ -110,17 +100,7 @@ def best_of_candidates(
 
     Returns:
         The step (us) and the candidate chosen for each table.
-
-    Raises:
-        MissingDependencyError: SciPy is not installed.
-        OperError: no choice fits.
     """
-    try:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-    except ImportError as error:
-        raise MissingDependencyError(fail("the best of candidates needs SciPy", "import",
-                                          str(error), "scipy",
-                                          "pip install 'oper[plan]'")) from error
     model = relaxation.model
     pairs = [(k, c) for k, placements in enumerate(candidates) for c in range(len(placements))]
     tallies = [table_tally(model, relaxation.tables[k], candidates[k][c]) for k, c in pairs]
@@ -160,9 +140,7 @@ def best_of_candidates(
     integrality = np.concatenate([np.ones(size), np.zeros(num_phases), np.ones(2)])
     found = milp(cost, constraints=constraints, bounds=Bounds(0.0, upper), integrality=integrality,
                  options={"mip_rel_gap": 0.0})
-    if found.x is None:
-        raise OperError(fail("no choice of candidates fits", "status", found.status, "a solution",
-                             "allow more memory"))
+    assert found.x is not None, "no choice of candidates fits"
     picks = {k: c for (k, c), x in zip(pairs, found.x, strict=False) if x > 0.5}
     return float(found.fun) + relaxation.fixed_us, [picks[k] for k in range(len(candidates))]
 
@@ -170,6 +148,6 @@ def best_of_candidates(
 def _rank_rows(model: CostModel, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
     """Microseconds per phase of all groups and ranks [P, 5 W], and bytes per domain and host."""
     groups = model.group_us(model.units(tally))
-    held = np.concatenate([model.machine.per_domain(tally.rows[HELD]),
-                           model.machine.per_host(tally.rows[HOST_HELD])])
+    held = np.concatenate([model.machine.per_domain(tally.rows[Row.HELD]),
+                           model.machine.per_host(tally.rows[Row.HOST_HELD])])
     return groups.reshape(groups.shape[0], -1), held

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.bound.master import Bound
-from oper.search.bound.subspaces import Subspace, fit, subspaces, tighten
+from oper.search.branching.subspaces import PATIENTLY, fit, subspaces, tighten
+from oper.search.pricing.master import Bound
 from oper.search.problem.space import EXECUTABLE
 from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats, TableStats
@@ -154,5 +153,5 @@ def space_bound(stated: Problem, max_work: int = 0) -> float:
         return 0.0
     found = [x for x in parts if not x.bound.is_infeasible]
     if max_work:
-        tighten(found, max_work, np.inf, np.inf, None, partial(Subspace.prove, patiently=True))
+        tighten(found, max_work, np.inf, np.inf, None, PATIENTLY)
     return min(x.lower_bound_us for x in found)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from search_cases import gpus, problem, space_bound
+from search_cases import gpus, problem, space_bound, tables_and_stats
 
 from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.bench.plan import suite as bench_plan, workloads as plan_workloads
+from oper.search.certificate.check import verify_plan
 from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import peers, score_peers
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING, EXECUTABLE
 from oper.search.problem.statement import make_problem
-from oper.search.verify.check import verify_plan
 
 
 @pytest.mark.parametrize("name", sorted(peers()))
@@ -62,22 +62,16 @@ def test_peers_that_do_not_fit_say_so():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("objective", ["training", "inference"])
 def test_no_peer_beats_the_plan(seed, objective):
-    stated = problem(10, seed, gpus(4), objective)
-    stated = make_problem([t.spec for t in stated.tables], _stats(seed), gpus(4),
-                          objective=objective, batch_size=2048, allow=EVERYTHING)
+    specs, stats = tables_and_stats(10, seed)
+    stated = make_problem(specs, stats, gpus(4), objective=objective, batch_size=2048,
+                          allow=EVERYTHING)
     plan = plan_problem(stated)
     assert plan.lower_bound_us <= plan.step_us
-    scored = {n: s for n, s in score_peers(stated).items()}
+    scored = score_peers(stated)
     if objective == "inference":  # peers that push would need barriers, which serving has not
         scored = {n: s for n, s in scored.items() if n.startswith(("ugache", "flexshard"))}
     assert scored
     assert plan.step_us <= min(scored.values()) * 1.0001
-
-
-def _stats(seed):
-    from search_cases import tables_and_stats
-
-    return tables_and_stats(10, seed)[1]
 
 
 @pytest.mark.parametrize(("length", "exponent", "pushes"), [(40.0, 0.4, True), (1.0, 1.2, False)])

@@ -10,7 +10,7 @@ import pytest
 from search_cases import KINDS, gpus, host, problem, random_plan, tables_and_stats
 
 from oper.errors import PlanError
-from oper.plan import Plan, uniform_plan
+from oper.plan import Plan, Tier, uniform_plan
 from oper.search import evaluate, make_plan, make_problem, summary
 from oper.search.explain.bottleneck import bottlenecks, describe
 from oper.search.explain.diff import as_text, diff
@@ -57,8 +57,6 @@ def test_loads_and_savings_are_what_the_cost_model_says(seed):
 
 def _alternatives(stated, found):
     """Every owner and mode, stripes over all ranks both ways round, replicas."""
-    from oper.plan import Tier
-
     everybody = tuple(range(stated.machine.world_size))
     for mode in ("pull", "push"):
         for r in everybody:
@@ -126,8 +124,6 @@ def test_verb_compares_two_plan_files(tmp_path, capsys):
 
 
 def test_notation():
-    from oper.plan import Tier
-
     assert [describe(t) for t in (
         Tier(0, 1, "owned", (3,)), Tier(0, 1, "striped", (0, 1)),
         Tier(0, 1, "replicated", (0, 1)), Tier(0, 1, "striped", (0, 1), mode="push"))] == [

@@ -15,18 +15,19 @@ from search_cases import (
     host,
     racked,
     random_plan,
+    shared,
     space_bound,
     tables_and_stats,
     with_host_memory,
 )
 
+from oper.messages import MessageBits
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem
-from oper.search.bound.certificate import not_certified, problem_digest, with_bound
+from oper.search.certificate.carried import not_certified, problem_digest, with_bound
 from oper.search.cost.model import evaluate
 from oper.search.cost.space import outside_space
 from oper.search.explain.summary import as_json, summary
-from oper.search.heuristic.placing import table_plan
 from oper.search.peers.baselines import peers
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.constraints import violations
@@ -34,13 +35,15 @@ from oper.search.problem.pins import impose
 from oper.search.problem.presets import topology_preset
 from oper.search.problem.space import ACROSS_HOSTS, EVERYTHING, EXECUTABLE
 from oper.search.problem.statement import Problem, with_overlap
+from oper.search.rounding.placing import table_plan
 from oper.stats import AccessStats
 from oper.tables import TableSpec
-from oper.topology import Costs
+from oper.topology import Costs, Domain, Topology
 from tests.support import run_command
 
 QUICK = settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate],
                  suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(QUICK, max_examples=200)
 
 
 def test_replicas_pinned_on_some_ranks_are_in_the_bound() -> None:
@@ -83,7 +86,10 @@ def test_a_bound_is_for_one_problem() -> None:
               make_problem(specs, stats, gpus(4), batch_size=256,
                            constraints={"tables": {"t0": {"ranks": [1]}}}),
               make_problem(specs, None, gpus(4), batch_size=256),
-              with_overlap(problem, {"update": 3.0})]
+              with_overlap(problem, {"update": 3.0}),
+              *(replace(problem, message_bits=MessageBits(*x)) for x in [(16, 16), (16, 8)]),
+              *(make_problem(specs, stats, t, batch_size=256) for t in (
+                  shared(gpus(4)), *(racked(gpus(4, per_host=1), *x) for x in [(1, 1), (1, 2)])))]
     assert len({problem_digest(x) for x in [problem, *others]}) == len(others) + 1
     for other in others:
         assert "another problem" in not_certified(plan, other)
@@ -176,6 +182,13 @@ def test_explain_says_why_there_is_no_bound(tmp_path, capsys) -> None:
     assert value["gap"] >= 0 and value["lower_bound_us"] > plan.lower_bound_us
 
 
+def near_and_far(world: int, domain_bytes: float) -> Topology:
+    """One host, memory domains of two ranks each."""
+    domains = tuple(Domain(tuple(range(r, min(r + 2, world))), 0, int(domain_bytes), 40.0, 120.0,
+                           32 << 20, 2.0, 2.0) for r in range(0, world, 2))
+    return Topology("near-and-far", domains, Costs(2.0, 0.1, 0.1, 0.1, 0.1))
+
+
 @st.composite
 def constrained(draw: st.DrawFn) -> Problem:
     """Small problems with constraints, pins anywhere, unequal ranks and links, overlaps."""
@@ -188,6 +201,7 @@ def constrained(draw: st.DrawFn) -> Problem:
         gpus(world, memory_bytes=memory), host(world, memory * world),
         gpus(world, memory_bytes=memory, per_host=2),
         gpus(world, memory_bytes=2 * memory, slow=world // 2, per_host=2),
+        near_and_far(world, 2 * memory),
         with_host_memory(gpus(world, memory_bytes=memory, per_host=3), 4 * memory)]))
     if draw(st.booleans()):
         domains = tuple(replace(d, cross_gbps=d.cross_gbps * draw(st.sampled_from([0.1, 1.0, 2.0])))
@@ -200,13 +214,16 @@ def constrained(draw: st.DrawFn) -> Problem:
     if draw(st.booleans()):  # as measured, or anything
         costs = {f.name: draw(st.sampled_from([0.0, 1.0, 10.0])) for f in fields(Costs)
                  if f.name not in ("phase_us", "warm_share")}
+        costs["warm_share"] = draw(st.sampled_from([0.0, 0.8]))
         topology = replace(topology, costs=replace(topology.costs, **costs))
     ranks = st.lists(st.integers(0, world - 1), min_size=1, unique=True)
     tables: dict[str, object] = {}
     for s in specs:
-        kind = draw(st.sampled_from(["free", "free", "ranks", "rows", "tiers", "copies"]))
+        kind = draw(st.sampled_from(["free", "free", "ranks", "owned", "rows", "tiers", "copies"]))
         if kind == "ranks":
             tables[s.name] = {"ranks": draw(ranks)}
+        elif kind == "owned":
+            tables[s.name] = {"placements": ["owned"]}
         elif kind == "copies":
             tables[s.name] = {"replicate": [[0, max(1, s.num_rows // 2)]]}
         elif kind != "free":
@@ -223,24 +240,31 @@ def constrained(draw: st.DrawFn) -> Problem:
                 tier["memory"] = "host"
             tables[s.name] = {"tiers" if kind == "tiers" else "pinned": [tier]}
     allow = draw(st.sampled_from([None, EXECUTABLE, EVERYTHING, ACROSS_HOSTS]))
+    constraints: dict[str, object] = {
+        "tables": tables, "reserve_bytes": draw(st.sampled_from([0, 100_000]))}
+    group = draw(st.lists(st.sampled_from(specs), max_size=3, unique_by=lambda s: s.name))
+    if len(group) > 1:
+        label = draw(st.sampled_from(["keep_together", "keep_apart"]))
+        constraints[label] = [[s.name for s in group]]
     problem = make_problem(
         specs, stats, topology, batch_size=draw(st.integers(1, 2000)), allow=allow,
-        objective=draw(st.sampled_from(["training", "inference"])), constraints={"tables": tables})
-    if draw(st.booleans()):
-        problem = with_overlap(problem, {"forward": [float(draw(st.integers(0, 40)))
-                                                     for _ in range(world)]})
-    return problem.in_need()
+        objective=draw(st.sampled_from(["training", "inference"])), constraints=constraints)
+    phases = ("resolve", "forward", "backward", "update") if problem.training else ("forward",)
+    one = st.floats(0, 300)
+    overlap = draw(st.dictionaries(st.sampled_from(phases), st.one_of(
+        one, st.lists(one, min_size=world, max_size=world))))
+    bits = MessageBits(*draw(st.sampled_from([(32, 32), (8, 8), (16, 16), (16, 8), (32, 8)])))
+    return replace(with_overlap(problem, overlap).in_need(), message_bits=bits)
 
 
 def held_to(plan: Plan, problem: Problem) -> Plan:
     """The plan with what is pinned in place, and owners held to their ranks."""
     entries = []
     for t, entry in zip(problem.tables, plan.tables, strict=True):
-        held = problem.constraints.tables.get(t.spec.name)
-        pieces = entry.pieces
-        if held is not None and held.tiers is not None:
+        held, pieces = problem.held(t.spec.name), entry.pieces
+        if held.tiers is not None:
             pieces = (Piece(0, t.spec.dim, held.tiers),)
-        elif held is not None and held.ranks is not None:
+        elif held.ranks is not None:
             pieces = tuple(replace(p, tiers=tuple(replace(
                 x, placement="owned", ranks=held.ranks[:1], weights=()) for x in p.tiers))
                 for p in pieces)
@@ -248,20 +272,27 @@ def held_to(plan: Plan, problem: Problem) -> Plan:
     return replace(plan, tables=tuple(entries))
 
 
-@QUICK
-@given(constrained(), st.integers(0, 10**6))
-def test_no_plan_of_the_space_is_below_the_uncapped_bound(problem: Problem, seed: int) -> None:
-    bound = space_bound(problem, max_work=420)
-    rng = np.random.default_rng(seed)
+def placed_steps(problem: Problem, seed: int) -> list[float]:
+    """Steps (us) of random plans of the space, and sometimes of peers', as constraints have them;
+    those that fit."""
+    rng, steps = np.random.default_rng(seed), []
     kinds = tuple(k for k in KINDS if {k.partition("-")[0]} | (
         {k.partition("-")[2] or "pull"} - {"pull"}) <= problem.allow)
     in_host = ("striped", "owned") if problem.topology.host_memory_bytes else ()
-    plans = [held_to(random_plan(problem, rng, kinds, 2 if "columns" in problem.allow else 1,
-                                 in_host), problem) for _ in range(6)]
+    plans = [held_to(random_plan(problem, rng, kinds, 3 if "columns" in problem.allow else 1,
+                                 in_host), problem) for _ in range(8)]
     found = [p(problem, seed % 97) for p in peers().values()] if seed % 4 == 0 else []
     plans += [held_to(x, problem) for x in found if x is not None]
     for plan in plans:
         price = evaluate(plan, problem)
         if price.fits and not violations(plan, problem.constraints) and not outside_space(
                 plan, problem):
-            assert price.step_us >= bound * (1 - 1e-9)
+            steps.append(price.step_us)
+    return steps
+
+
+@MANY
+@given(constrained(), st.integers(0, 10**6))
+def test_no_plan_of_the_space_is_below_the_uncapped_bound(problem: Problem, seed: int) -> None:
+    bound = space_bound(problem, max_work=420)
+    assert min(placed_steps(problem, seed), default=np.inf) >= bound * (1 - 1e-9)

@@ -9,7 +9,9 @@ import pytest
 from search_cases import gpus, host, space_bound, tables_and_stats
 
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.search.bound.node import (
+from oper.search.cost.model import CostModel, evaluate
+from oper.search.cost.space import PUSH, REPLICATED, SHARD
+from oper.search.pricing.node import (
     ALL_PUSHED,
     ONE_TIER,
     TIERS,
@@ -18,11 +20,9 @@ from oper.search.bound.node import (
     Node,
     PieceChoice,
 )
-from oper.search.bound.relaxation import Relaxation
-from oper.search.cost.model import CostModel, evaluate
-from oper.search.cost.space import PUSH, REPLICATED, SHARD
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import NUM_FEATURES, Problem, TableProblem, make_problem
+from oper.search.relaxation.relaxation import Relaxation
 from oper.topology import Costs
 
 FIELDS = [f.name for f in fields(Costs) if f.name != "phase_us"]

@@ -11,14 +11,14 @@ from search_cases import gpus, problem, random_plan, space_bound, tables_and_sta
 
 from oper.plan import Piece, Tier
 from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_problem
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import COPIES
-from oper.search.heuristic.copies import spread_copies
 from oper.search.planner import plan_problem
 from oper.search.problem.machine import copy_sets
 from oper.search.problem.space import ACROSS_HOSTS, executed_space, used_features
 from oper.search.problem.statement import TOUCHED
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.copies import spread_copies
 from oper.topology import Topology
 from tests.support import map_tiers
 

@@ -8,7 +8,7 @@ from search_cases import gpus
 
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search import evaluate, make_problem
-from oper.search.problem.machine import CROSS_IN, LINK_IN, LINK_OUT
+from oper.search.problem.machine import Term
 from oper.search.problem.statement import IDS, TOUCHED, TOUCHED_ALL
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
@@ -105,6 +105,6 @@ def test_bytes_on_every_link_are_the_means_of_drawn_batches(kind):
             send("update", reader, owner, sums)  # the owner reduces them
     for phase in found.phases:
         for rank in range(WORLD):
-            close(phase.units[LINK_IN, rank], arrive[phase.name][:, rank])
-            close(phase.units[LINK_OUT, rank], leave[phase.name][:, rank])
-        assert not phase.units[CROSS_IN].any()
+            close(phase.units[Term.LINK_IN, rank], arrive[phase.name][:, rank])
+            close(phase.units[Term.LINK_OUT, rank], leave[phase.name][:, rank])
+        assert not phase.units[Term.CROSS_IN].any()

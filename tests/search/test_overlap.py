@@ -6,8 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings, strategies as st
-from search_cases import KINDS, gpus, host, random_plan, space_bound, tables_and_stats
+from search_cases import KINDS, gpus, host, random_plan, tables_and_stats
 
 from oper.errors import InvalidInputError
 from oper.plan import Plan
@@ -15,7 +14,6 @@ from oper.search import evaluate, make_plan, make_problem
 from oper.search.explain.summary import summary
 from oper.search.planner import plan_problem
 from oper.search.problem.overlap import overlap_to_json, parse_overlap
-from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import with_overlap
 from tests.support import run_command
 
@@ -64,27 +62,6 @@ def test_sorting_ahead_is_a_phase_of_its_own():
     assert after.step_us == pytest.approx(before.step_us - min(7.0, ids * 5e-3))
     # Without a cost per sorted id there is nothing to run ahead.
     assert len(evaluate(plan, stated(gpus(1), {"resolve": 7.0})).phases) == 3
-
-
-@st.composite
-def overlaps(draw, world):
-    one = st.floats(0, 300)
-    each = st.one_of(one, st.lists(one, min_size=world, max_size=world))
-    return draw(st.dictionaries(
-        st.sampled_from(["resolve", "forward", "backward", "update"]), each, min_size=1))
-
-
-@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.generate])
-@given(st.data(), st.integers(0, 1000), st.sampled_from([
-    host(2), gpus(4, slow=2, per_host=2), gpus(3)]))
-def test_no_plan_is_below_the_bound(data, seed, topology):
-    problem = stated(topology, data.draw(overlaps(topology.world_size)), allow=EVERYTHING)
-    bound = space_bound(problem)
-    rng = np.random.default_rng(seed)
-    for _ in range(5):
-        plan = random_plan(problem, rng, KINDS, max_pieces=2)
-        assert evaluate(plan, problem).step_us >= bound * (1 - 1e-9)
-    assert bound * (1 - 1e-9) <= plan_problem(problem, time_budget_s=0.1).step_us
 
 
 @pytest.mark.parametrize("overlap", [

@@ -8,18 +8,18 @@ from test_branching import stated
 
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search import evaluate, verify_plan
-from oper.search.bound.inequalities import APART, READER, SPREAD
-from oper.search.bound.node import Node
-from oper.search.bound.pieces import LoadLimits
-from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.units import LOCAL
+from oper.search.certificate import tables as proof
+from oper.search.certificate.leaf import Checker
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import hosts_are_alike
 from oper.search.planner import plan_problem, tighten_bound
+from oper.search.pricing.node import Node
 from oper.search.problem.machine import GROUPS, first_neighbourhood, neighbourhoods
 from oper.search.problem.statement import Problem, with_overlap
-from oper.search.verify import node as proof
-from oper.search.verify.leaf import Checker
+from oper.search.relaxation.inequalities import APART, READER, SPREAD
+from oper.search.relaxation.pieces import LoadLimits
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.relaxation.units import LOCAL
 
 COSTS = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "update_ns": 10.0,
          "run_ns": 3.0, "wire_ns": 0.3, "warm_share": 0.4}
@@ -102,6 +102,6 @@ def test_owners_that_pool_in_inference_bound_it_as_well(monkeypatch):
     assert Relaxation(CostModel(problem)).inequalities
     plan = tighten_bound(plan_problem(problem, target_gap=0.0), problem, max_work=2000)
     assert verify_plan(plan, problem).certified
-    monkeypatch.setattr("oper.search.bound.inequalities.OwnerRows._rows", lambda *_: iter(()))
+    monkeypatch.setattr("oper.search.relaxation.inequalities.OwnerRows._rows", lambda *_: iter(()))
     without = tighten_bound(plan_problem(problem, target_gap=0.0), problem, max_work=2000)
     assert plan.lower_bound_us >= without.lower_bound_us * (1 - 1e-9)

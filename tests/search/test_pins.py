@@ -11,7 +11,7 @@ from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError
 from oper.plan import Tier
 from oper.search import evaluate, make_problem
 from oper.search.cost.model import CostModel
-from oper.search.cost.tally import HELD
+from oper.search.cost.tally import Row
 from oper.search.planner import plan_problem
 from oper.search.problem.constraints import TableConstraint, parse_constraints, violations
 from oper.search.problem.pins import impose
@@ -82,7 +82,7 @@ def test_contradictions_are_named(held, word):
 def test_a_pin_that_does_not_fit_is_named():
     big, free = stated(None)
     spec = free.table(big).spec
-    buffers = CostModel(free).base().rows[HELD].max()
+    buffers = CostModel(free).base().rows[Row.HELD].max()
     pin = {"rows": [1, spec.num_rows], "place": "owned", "ranks": [1]}
     with pytest.raises(PlanInfeasibleError, match="what some rows of tables"):
         plan_problem(stated({"pinned": [pin]}, memory=buffers + spec.num_bytes / 2)[1])

@@ -49,14 +49,6 @@ def problems(draw, spaces=SPACES):
                         allow=draw(st.sampled_from(spaces)))
 
 
-def owners(tier, position):
-    """Ranks that hold a row of a tier."""
-    if tier.placement == "replicated":
-        return set(tier.ranks)
-    pattern = tier.pattern()
-    return {pattern[(position - tier.start) % len(pattern)]}
-
-
 @QUICK
 @given(problems())
 def test_plans_place_every_row_once_fit_and_stay_above_the_bound(stated):
@@ -78,25 +70,8 @@ def test_plans_place_every_row_once_fit_and_stay_above_the_bound(stated):
         for piece in entry.pieces:
             for tier in piece.tiers:
                 held[tier.start:tier.stop, piece.start:piece.stop] += 1
-                for position in {tier.start, (tier.start + tier.stop) // 2, tier.stop - 1}:
-                    count = len(owners(tier, position))
-                    assert count == (len(tier.ranks) if tier.placement == "replicated" else 1)
+                assert len(set(tier.ranks)) == len(tier.ranks)
         assert (held == 1).all()
-
-
-@QUICK
-@given(problems(), st.integers(0, 1000))
-def test_no_plan_is_below_the_bound(stated, seed):
-    bound = space_bound(stated)
-    modes = {"replicated": set()}  # others are pulled unless they say otherwise
-    kinds = tuple(k for k in KINDS if k.partition("-")[0] in stated.allow
-                  and modes.get(k, {k.partition("-")[2] or "pull"}) <= stated.allow)
-    rng = np.random.default_rng(seed)
-    for _ in range(4):
-        in_host = ("striped", "owned") if "host" in stated.memories_of("t0") else ()
-        plan = random_plan(stated, rng, kinds, 2 if "columns" in stated.allow else 1, in_host)
-        found = evaluate(plan, stated)
-        assert not found.fits or found.step_us >= bound * (1 - 1e-9)
 
 
 def renumbered(topology, order):
@@ -152,17 +127,21 @@ def test_names_change_nothing_in_a_plan():
     assert (one.step_us, one.lower_bound_us) == (two.step_us, two.lower_bound_us)
 
 
-@QUICK
-@given(st.integers(0, 99), st.lists(st.floats(1.02, 3.0), min_size=2, max_size=4))
-def test_adding_memory_never_makes_the_plan_worse(seed, factors):
+@settings(QUICK, max_examples=40)
+@given(st.integers(0, 99), st.lists(st.floats(1.02, 3.0), min_size=2, max_size=4), st.booleans())
+def test_adding_memory_never_makes_the_plan_worse(seed, factors, in_host):
     """Exactly so from the restricted plan; within the certified gap for plans made apart."""
     specs, stats = tables_and_stats(6, seed, max_rows=3000)
     memory = 0.45 * sum(s.num_rows * s.row_bytes for s in specs) + 1e5
     plan, bound = None, np.inf
     for factor in (1.0, *factors):
         memory *= factor
-        stated = make_problem(specs, stats, gpus(4, memory_bytes=memory), batch_size=256,
-                              objective="inference")
+        topology, allow = gpus(4, memory_bytes=memory), EXECUTABLE
+        if in_host:  # of both kinds, of which one alone is too little
+            topology = with_host_memory(gpus(4, memory_bytes=memory / 4), 4 * memory)
+            allow = EXECUTABLE | {"host"}
+        stated = make_problem(specs, stats, topology, batch_size=256, objective="inference",
+                              allow=allow)
         made = plan_problem(stated, start=plan, time_budget_s=0.2)
         assert evaluate(made, stated).fits
         if plan is not None:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from test_branching import TOPOLOGIES, stated
 
-from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.units import ANY, LOCAL, WHOLE
+from oper.search.certificate.leaf import Checker
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import PUSH, REPLICATED, SHARD, row_makers
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS, NUM_FEATURES
-from oper.search.verify.leaf import Checker
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.relaxation.units import ANY, LOCAL, WHOLE
 
 COSTS = {"push_ns": 20.0, "id_ns": 1.0, "far_ns": 5.0, "sort_ns": 2.0, "update_ns": 10.0,
          "run_ns": 3.0, "refresh_ns": 4.0, "wire_ns": 0.3, "odd_ns": 2.0, "warm_share": 0.4}

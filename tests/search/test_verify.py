@@ -13,21 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from search_cases import gpus, host, random_plan, space_bound, tables_and_stats
-from test_certificate import KINDS, QUICK, constrained, held_to
+from search_cases import gpus, tables_and_stats
+from test_certificate import MANY, constrained, placed_steps
 
-import oper.search.verify
-from oper.errors import OperError
+import oper.search.certificate
+from oper.errors import PlanInfeasibleError
 from oper.plan import Plan, Tier
 from oper.search import evaluate, make_problem, verify_plan
-from oper.search.cost.space import outside_space
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.constraints import violations
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem, with_overlap
 from oper.stats import AccessStats
 from oper.tables import TableSpec
-from oper.topology import Costs, Domain, Topology
 from tests.support import run_command
 
 
@@ -140,68 +138,33 @@ def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
     assert "another problem" in verify_plan(plan, other).why
 
 
-@QUICK
-@given(constrained())
-def test_what_the_planner_certifies_the_checker_does(problem: Problem) -> None:
-    """With constraints, pins, unequal ranks, copies, host memory, overlaps and any costs."""
+@MANY
+@given(constrained(), st.integers(0, 10**6))
+def test_what_the_planner_certifies_the_checker_does(problem: Problem, seed: int) -> None:
+    """With constraints, pins, unequal ranks, copies, host memory, overlaps and any costs; no random
+    plan is below what a proof shows."""
     try:
-        plan = plan_problem(problem, time_budget_s=0.5)
-    except OperError:
+        plan = plan_problem(problem, time_budget_s=0.5, seed=seed % 7)
+    except PlanInfeasibleError as error:
+        assert "smallest relaxation" in str(error) or "without keep_together" in str(error)
         return
+    assert violations(plan, problem.constraints) == [] and evaluate(plan, problem).fits
     found = verify_plan(plan, problem)
     assert found.certified == ("not_certified" not in plan.notes["certificate"]), found.why
-
-
-def near_and_far() -> Topology:
-    """One host, two memory domains of two ranks."""
-    domains = tuple(Domain((2 * d, 2 * d + 1), 0, int(8e9), 40.0, 120.0, 32 << 20, 2.0, 2.0)
-                    for d in range(2))
-    return Topology("two-domains", domains, Costs(2.0, 0.1, 0.1, 0.1, 0.1))
-
-
-@pytest.mark.parametrize("topology", [near_and_far(), gpus(4, per_host=2), host(3)],
-                         ids=lambda t: t.name)
-@pytest.mark.parametrize("warm", [0.0, 0.8])
-@QUICK
-@given(seed=st.integers(0, 10**6))
-def test_no_plan_is_below_what_a_proof_shows(topology: Topology, warm: float, seed: int) -> None:
-    """Several domains of several ranks, warm caches, pinned pushed rows; random plans near good
-    ones."""
-    rng = np.random.default_rng(seed)
-    costs = replace(topology.costs, warm_share=warm, tier_ns=float(rng.choice([0.0, 5.0])),
-                    push_tier_ns=float(rng.choice([0.0, 5.0])), push_ns=float(rng.choice([0, 3])))
-    specs, stats = tables_and_stats(int(rng.integers(1, 4)), seed % 997, max_rows=3000,
-                                    lengths=(1, 20, 50))
-    world = topology.world_size
-    tables: dict[str, Any] = {}
-    if rng.random() < 0.5:
-        name, rows = specs[0].name, specs[0].num_rows
-        stop = int(rng.integers(1, rows + 1))
-        kind = "tiers" if stop == rows else "pinned"
-        tables[name] = {kind: [{"rows": [0, stop], "place": "owned", "mode": "push",
-                                "ranks": [int(rng.integers(world))]}]}
-    problem = make_problem(specs, stats, replace(topology, costs=costs), batch_size=512,
-                           allow=EVERYTHING, constraints={"tables": tables})
-    plan = plan_problem(problem, time_budget_s=0.5, seed=seed % 7)
-    plan = tighten_bound(plan, problem, max_work=840)
-    bound = space_bound(problem, max_work=420)
-    found = verify_plan(plan, problem)
-    assert found.certified, found.why
-    for _ in range(8):
-        other = held_to(random_plan(problem, rng, KINDS, 3), problem)
-        price = evaluate(other, problem)
-        if price.fits and not violations(other, problem.constraints) and not outside_space(
-                other, problem):
-            assert price.step_us >= max(found.lower_bound_us, bound) * (1 - 1e-9)
+    if found.certified:
+        plan = tighten_bound(plan, problem, max_work=840)
+        found = verify_plan(plan, problem)
+        assert found.certified, found.why
+        assert min(placed_steps(problem, seed), default=np.inf) >= found.lower_bound_us * (1 - 1e-9)
 
 
 def test_the_checker_shares_nothing_with_the_search() -> None:
-    folder = Path(oper.search.verify.__file__).parent
+    folder = Path(oper.search.certificate.__file__).parent
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("oper.search"):
                 package = node.module.split(".")[2]
-                assert package in ("problem", "cost", "verify"), f"{path.name}: {node.module}"
+                assert package in ("problem", "cost", "certificate"), f"{path.name}: {node.module}"
 
 
 def test_verb_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,4 +190,4 @@ def test_verb_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     value = json.loads(capsys.readouterr().out)
     assert value["certified"] and value["bound_us"] >= plan.lower_bound_us * (1 - 1e-6)
     assert told("--batch-size", "513") == 1
-    assert "not certified: the proof is for another problem" in capsys.readouterr().out
+    assert "not certified: the bound is for another problem" in capsys.readouterr().out

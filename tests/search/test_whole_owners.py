@@ -10,12 +10,12 @@ from hypothesis import given, strategies as st
 from search_cases import gpus, tables_and_stats
 
 from oper.search import native
-from oper.search.bound.node import FREE, PUSHES, STILL
-from oper.search.bound.pieces import Pieces
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import CostModel
+from oper.search.pricing.node import FREE, PUSHES, STILL
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import make_problem
+from oper.search.relaxation.pieces import Pieces
+from oper.search.relaxation.relaxation import Relaxation
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import pytest
 
 from oper.plan import Plan
 from oper.search import evaluate, verify_plan
-from oper.search.heuristic import search
 from oper.search.peers.baselines import peers
 from oper.search.planner import plan_problem
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem, make_problem
+from oper.search.rounding import search
 from oper.tables import OPTIMIZERS
 from tests.search.search_cases import gpus, tables_and_stats
 

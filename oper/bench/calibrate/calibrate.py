@@ -31,7 +31,7 @@ from oper.bench.core.workload import Workload
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan
 from oper.search.cost.model import Evaluation, evaluate
-from oper.search.problem.machine import COMPUTE, MEMORY, make_machine
+from oper.search.problem.machine import Term, make_machine
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import Problem, make_problem
 from oper.stats import AccessStats
@@ -337,8 +337,8 @@ def _columns(stated: Sequence[tuple[Plan, Problem]], topology: Topology
              ) -> tuple[np.ndarray, np.ndarray]:
     """Microseconds of memory and of compute under `topology`; float64 [S, 3, W] each."""
     found = [m.phases for m in _modelled(stated, topology)]
-    return (np.array([[p.seconds[MEMORY] * 1e6 for p in phases] for phases in found]),
-            np.array([[p.seconds[COMPUTE] * 1e6 for p in phases] for phases in found]))
+    return (np.array([[p.seconds[Term.MEMORY] * 1e6 for p in phases] for phases in found]),
+            np.array([[p.seconds[Term.COMPUTE] * 1e6 for p in phases] for phases in found]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,7 +26,7 @@ from oper.bench.tables.sides import (
 from oper.bench.tables.torchrec_peer import CPU_PLAN_KINDS
 from oper.errors import OperError
 from oper.plan import Plan
-from oper.search.bound.certificate import not_certified
+from oper.search.certificate.carried import not_certified
 from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import peers
 from oper.search.planner import plan_problem

@@ -17,13 +17,13 @@ from oper.bench.plan import workloads as plan_workloads
 from oper.bench.plan.torchrec_planner import configure_torchrec, torchrec_planner
 from oper.bench.plan.workloads import Workload
 from oper.plan import OBJECTIVES
-from oper.search.bound.certificate import not_certified
+from oper.search.certificate.carried import not_certified
+from oper.search.certificate.check import verify_plan
 from oper.search.cost.model import evaluate
 from oper.search.peers.baselines import score_peers
 from oper.search.planner import plan_problem, tighten_bound
 from oper.search.problem.space import EVERYTHING
 from oper.search.problem.statement import make_problem
-from oper.search.verify.check import verify_plan
 from oper.support.flags import number, whole
 from oper.topology import Topology
 

@@ -4,43 +4,34 @@ from __future__ import annotations
 
 import numpy as np
 
-from oper.search.problem.machine import (
-    CROSS_IN,
-    CROSS_OUT,
-    LINK_IN,
-    LINK_OUT,
-    MEMORY,
-    RACK_IN,
-    RACK_OUT,
-    Machine,
-)
+from oper.search.problem.machine import Machine, Term
 
 
 def owner_sends(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray) -> None:
     """Every owner sends `amount` (float64 [..., W] bytes) to each rank outside its domain, and
     `message` in its place where that is on another host."""
-    out[..., MEMORY, :] += amount * (m.world_size - m.num_near)
-    out[..., LINK_OUT, :] += amount * (m.num_host - m.num_near)
-    out[..., CROSS_OUT, :] += message * (m.world_size - m.num_host)
-    out[..., LINK_IN, :] += m.elsewhere_on_host(amount)
-    out[..., CROSS_IN, :] += m.other_hosts(message)
+    out[..., Term.MEMORY, :] += amount * (m.world_size - m.num_near)
+    out[..., Term.LINK_OUT, :] += amount * (m.num_host - m.num_near)
+    out[..., Term.CROSS_OUT, :] += message * (m.world_size - m.num_host)
+    out[..., Term.LINK_IN, :] += m.elsewhere_on_host(amount)
+    out[..., Term.CROSS_IN, :] += m.other_hosts(message)
     if m.has_racks:
-        out[..., RACK_OUT, :] += message * (m.world_size - m.num_rack)
-        out[..., RACK_IN, :] += m.other_racks(message)
+        out[..., Term.RACK_OUT, :] += message * (m.world_size - m.num_rack)
+        out[..., Term.RACK_IN, :] += m.other_racks(message)
 
 
 def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray) -> None:
     """Every rank sends `amount[o]` to each owner o outside its domain, from its own memory;
     `message[o]` in its place to another host."""
     on_host = m.elsewhere_on_host(amount)
-    out[..., MEMORY, :] += on_host + m.other_hosts(amount)
-    out[..., LINK_OUT, :] += on_host
-    out[..., CROSS_OUT, :] += m.other_hosts(message)
-    out[..., LINK_IN, :] += amount * (m.num_host - m.num_near)
-    out[..., CROSS_IN, :] += message * (m.world_size - m.num_host)
+    out[..., Term.MEMORY, :] += on_host + m.other_hosts(amount)
+    out[..., Term.LINK_OUT, :] += on_host
+    out[..., Term.CROSS_OUT, :] += m.other_hosts(message)
+    out[..., Term.LINK_IN, :] += amount * (m.num_host - m.num_near)
+    out[..., Term.CROSS_IN, :] += message * (m.world_size - m.num_host)
     if m.has_racks:
-        out[..., RACK_OUT, :] += m.other_racks(message)
-        out[..., RACK_IN, :] += message * (m.world_size - m.num_rack)
+        out[..., Term.RACK_OUT, :] += m.other_racks(message)
+        out[..., Term.RACK_IN, :] += message * (m.world_size - m.num_rack)
 
 
 def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray) -> None:
@@ -48,16 +39,16 @@ def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray
     is. A master writes the copies of other domains."""
     near, host, every = m.domain_sum(holds), m.host_sum(holds), holds.sum()
     # Ranks that share a memory copy for themselves, from all of its masters: a read, a write.
-    out[..., MEMORY, :] += 2 * m.domain_sum(amount) * holds * (near > 1)
-    out[..., LINK_OUT, :] += amount * (host - near)
-    out[..., CROSS_OUT, :] += amount * (every - host)
+    out[..., Term.MEMORY, :] += 2 * m.domain_sum(amount) * holds * (near > 1)
+    out[..., Term.LINK_OUT, :] += amount * (host - near)
+    out[..., Term.CROSS_OUT, :] += amount * (every - host)
     on_host, afar = m.elsewhere_on_host(amount) * holds, m.other_hosts(amount) * holds
-    out[..., LINK_IN, :] += on_host
-    out[..., CROSS_IN, :] += afar
-    out[..., MEMORY, :] += on_host + afar
+    out[..., Term.LINK_IN, :] += on_host
+    out[..., Term.CROSS_IN, :] += afar
+    out[..., Term.MEMORY, :] += on_host + afar
     if m.has_racks:
-        out[..., RACK_OUT, :] += amount * (every - m.rack_sum(holds))
-        out[..., RACK_IN, :] += m.other_racks(amount) * holds
+        out[..., Term.RACK_OUT, :] += amount * (every - m.rack_sum(holds))
+        out[..., Term.RACK_IN, :] += m.other_racks(amount) * holds
 
 
 def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: np.ndarray) -> None:
@@ -68,13 +59,13 @@ def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: np.n
     near, host = m.domain_sum(holds), m.host_sum(holds)
     from_host = ((near == 0) & (host > 0)).astype(float)
     from_afar = (host == 0).astype(float)
-    out[LINK_IN] += row * from_host
-    out[CROSS_IN] += message * from_afar
+    out[Term.LINK_IN] += row * from_host
+    out[Term.CROSS_IN] += message * from_afar
     sent_host = row * m.host_sum(from_host) / np.maximum(host, 1.0) * holds
     asked_afar = from_afar.sum() / holds.sum() * holds
-    out[LINK_OUT] += sent_host
-    out[CROSS_OUT] += message * asked_afar
-    out[MEMORY] += sent_host + row * asked_afar
+    out[Term.LINK_OUT] += sent_host
+    out[Term.CROSS_OUT] += message * asked_afar
+    out[Term.MEMORY] += sent_host + row * asked_afar
     if m.has_racks:  # those of all hosts send alike
-        out[RACK_IN] += message * from_afar * m.other_racks(holds) / holds.sum()
-        out[RACK_OUT] += message * m.other_racks(from_afar) / holds.sum() * holds
+        out[Term.RACK_IN] += message * from_afar * m.other_racks(holds) / holds.sum()
+        out[Term.RACK_OUT] += message * m.other_racks(from_afar) / holds.sum() * holds

@@ -27,6 +27,8 @@ wait for all of its bytes. Inference is the forward phase alone, with one replic
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from oper.errors import PlanError, fail
@@ -35,39 +37,19 @@ from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
 from oper.search.cost.evaluation import Evaluation as Evaluation, Phase as Phase
 from oper.search.cost.links import broadcast, owner_receives, owner_sends, subset_reads
-from oper.search.cost.messages import Messages
 from oper.search.cost.tally import (
-    ANSWERS,
-    BACKWARD_BYTES,
-    BACKWARD_IDS,
-    BACKWARD_NS,
-    BROADCAST,
-    FORWARD_BYTES,
-    FORWARD_IDS,
-    FORWARD_NS,
     GRAD_BYTES,
-    GRADS,
-    HELD,
-    HOST_FORWARD,
-    HOST_HELD,
-    HOST_SENT,
-    HOST_SERVED,
-    HOST_UPDATE,
+    KERNEL_WIDTHS,
     NUM_ROWS,
-    PARTIALS,
-    PUSH_IDS,
-    RETURNED,
-    SERVED,
+    ODD_PASSES,
     SLOT_BYTES,
-    UPDATE_BYTES,
-    UPDATE_NS,
-    UPDATE_ROWS,
+    Messages,
+    Row,
     Tally,
-    odd_passes,
     owned_features,
     row_bytes,
 )
-from oper.search.problem.machine import COMPUTE, HOST_MEMORY, MEMORY, TERMS, add_wire, by_group
+from oper.search.problem.machine import TERMS, Term, add_wire, by_group
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 
@@ -87,7 +69,8 @@ class CostModel:
         self.costs = problem.topology.costs
         self.messages = Messages(problem.message_bits)
         #: Tally rows of nanoseconds by pass over the tables, and of the passes that look at ids.
-        self.every_pass = (FORWARD_NS, BACKWARD_NS, UPDATE_NS)[:3 if problem.training else 1]
+        self.every_pass = (Row.FORWARD_NS, Row.BACKWARD_NS, Row.UPDATE_NS)[
+            :3 if problem.training else 1]
         self.passes = self.every_pass[:2]
         self.training = problem.training
         self.phases = PHASES[problem.objective]
@@ -127,37 +110,33 @@ class CostModel:
         Returns:
             float64 [..., 22, W].
         """
-        row, grad, state = row_bytes(t, width)
+        row, _, state = row_bytes(t, width)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
-        out[..., SERVED, :] = owner[..., TOUCHED, :] * row
-        out[..., ANSWERS, :] = owner[..., TOUCHED, :] * self.messages.answer_bytes(t, width)
-        out[..., HELD, :] = owner[..., ROWS, :] * row
+        out[..., Row.SERVED, :] = owner[..., TOUCHED, :] * row
+        out[..., Row.ANSWERS, :] = owner[..., TOUCHED, :] * self.messages.answer_bytes(t, width)
+        out[..., Row.HELD, :] = owner[..., ROWS, :] * row
         if self.training:
-            out[..., GRADS, :] = owner[..., TOUCHED, :] * (grad + SLOT_BYTES)
-            out[..., RETURNED, :] = owner[..., TOUCHED, :] * self.messages.gradient_bytes(width)
-            out[..., HELD, :] += owner[..., ROWS, :] * state
-        total = owner.sum(axis=-1)
-        self._add_reader(out, t, width, total)
+            out[..., Row.HELD, :] += owner[..., ROWS, :] * state
+        self._add_reader(out, t, width, owner)
         # Readers in other domains find each of their rows once before they ask for it.
-        out[..., FORWARD_NS, :] += total[..., IDS, None] * self._per_far_id
+        out[..., Row.FORWARD_NS, :] += out[..., Row.FORWARD_IDS, :] * self._per_far_id
         self._add_update(out, t, width, owner)
         return out
 
     def replica_rows(self, t: TableProblem, width: int, master: np.ndarray) -> np.ndarray:
         """Tally rows of a tier replicated on all ranks; `master` as `owner` in `shard_rows`."""
-        row, grad, state = row_bytes(t, width)
+        row, _, state = row_bytes(t, width)
         out = np.zeros((*master.shape[:-2], NUM_ROWS, master.shape[-1]))
         total = master.sum(axis=-1)
-        out[..., HELD, :] = total[..., ROWS, None] * row
+        out[..., Row.HELD, :] = total[..., ROWS, None] * row
         if self.training:
-            out[..., GRADS, :] = master[..., TOUCHED, :] * (grad + SLOT_BYTES)
-            out[..., RETURNED, :] = master[..., TOUCHED, :] * self.messages.gradient_bytes(width)
-            out[..., BROADCAST, :] = master[..., TOUCHED_ALL, :] * (row + SLOT_BYTES)
-            out[..., HELD, :] += master[..., ROWS, :] * (row + state)  # masters beside the copies
-            out[..., UPDATE_NS, :] = total[..., TOUCHED_ALL, None] * self.costs.refresh_ns
+            out[..., Row.BROADCAST, :] = master[..., TOUCHED_ALL, :] * (row + SLOT_BYTES)
+            # Masters beside the copies.
+            out[..., Row.HELD, :] += master[..., ROWS, :] * (row + state)
+            out[..., Row.UPDATE_NS, :] = total[..., TOUCHED_ALL, None] * self.costs.refresh_ns
         else:
-            out[..., HELD, :] /= self.machine.num_near  # one copy per domain
-        self._add_reader(out, t, width, total)
+            out[..., Row.HELD, :] /= self.machine.num_near  # one copy per domain
+        self._add_reader(out, t, width, master)
         self._add_update(out, t, width, master)
         return out
 
@@ -172,21 +151,21 @@ class CostModel:
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
         ids, every = owner[..., IDS, :] * world, owner[..., TOUCHED_ALL, :]
         mine = owner[..., IDS, :].sum(axis=-1)[..., None]
-        out[..., PUSH_IDS, :] = owner[..., IDS, :] * REQUEST_BYTES
+        out[..., Row.PUSH_IDS, :] = owner[..., IDS, :] * REQUEST_BYTES
         first = self.caching.first(t)
-        out[..., FORWARD_BYTES, :] = ((every * first + (ids - every) * again) * row
+        out[..., Row.FORWARD_BYTES, :] = ((every * first + (ids - every) * again) * row
                                       + ID_BYTES * (ids + mine))
-        out[..., FORWARD_IDS, :] = ids + mine  # pooled at the owner, resolved at the reader
-        out[..., HELD, :] = owner[..., ROWS, :] * (row + (state if self.training else 0))
+        out[..., Row.FORWARD_IDS, :] = ids + mine  # pooled at the owner, resolved at the reader
+        out[..., Row.HELD, :] = owner[..., ROWS, :] * (row + (state if self.training else 0))
         # A rank that owns all rows of a table reads its own; see `own_requests` for others.
         asked = mine - owner[..., IDS, :]
-        out[..., FORWARD_NS, :] = asked * self.costs.push_ns + ids * self.odd_ns(t, width, 0)
+        out[..., Row.FORWARD_NS, :] = asked * self.costs.push_ns + ids * self.odd_ns(t, width, 0)
         if self.training:
             # Owners reduce what the readers have left for them: per id, and per row and reader.
             runs = owner[..., TOUCHED, :] * world
-            out[..., BACKWARD_NS, :] = asked * self.costs.push_ns
-            out[..., UPDATE_BYTES, :] = ids * again * grad
-            out[..., UPDATE_NS, :] = (ids * (self.costs.sort_ns + self.costs.reduce_ns
+            out[..., Row.BACKWARD_NS, :] = asked * self.costs.push_ns
+            out[..., Row.UPDATE_BYTES, :] = ids * again * grad
+            out[..., Row.UPDATE_NS, :] = (ids * (self.costs.sort_ns + self.costs.reduce_ns
                                              + self.odd_ns(t, width, 1))
                                       + runs * self.costs.run_ns)
         self._add_update(out, t, width, owner)
@@ -204,17 +183,16 @@ class CostModel:
         """
         out = 2 * once - twice
         if self.training and t.spec.optimizer in ROW_WISE and self.problem.may_split(t):
-            out[..., UPDATE_BYTES, :] += SQUARE_BYTES * out[..., UPDATE_ROWS, :]
+            out[..., Row.UPDATE_BYTES, :] += SQUARE_BYTES * out[..., Row.UPDATE_ROWS, :]
         return out
 
     def host_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
         """As `shard_rows`, of rows in host memory."""
         out = self.shard_rows(t, width, owner)
-        self._into_host(out, t, width, owner)
-        self._off_device(out, t, width, owner, False)
-        out[..., HOST_SERVED, :] = owner[..., IDS, :] * row_bytes(t, width)[0]
-        out[..., HOST_SENT, :] = out[..., SERVED, :]
-        out[..., SERVED, :] = 0.0
+        self._into_host(out, t, width, owner, False)
+        out[..., Row.HOST_SERVED, :] = owner[..., IDS, :] * row_bytes(t, width)[0]
+        out[..., Row.HOST_SENT, :] = out[..., Row.SERVED, :]
+        out[..., Row.SERVED, :] = 0.0
         return out
 
     def tier_rows(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> np.ndarray:
@@ -225,42 +203,38 @@ class CostModel:
             out = self.replica_rows(t, width, owner)
             if in_host:
                 row, total = row_bytes(t, width)[0], owner.sum(axis=-1)
-                self._into_host(out, t, width, owner)
-                self._off_device(out, t, width, owner, False)
-                out[..., HOST_FORWARD, :] = total[..., IDS, None] * row
+                self._into_host(out, t, width, owner, False)
+                out[..., Row.HOST_FORWARD, :] = total[..., IDS, None] * row
                 if self.training:
-                    out[..., HOST_UPDATE, :] += total[..., TOUCHED_ALL, None] * row
+                    out[..., Row.HOST_UPDATE, :] += total[..., TOUCHED_ALL, None] * row
             return out
         if tier.mode == "pull":
             return (self.host_rows if in_host else self.shard_rows)(t, width, owner)
         out = self.push_rows(t, width, owner)
         if in_host:
-            self._into_host(out, t, width, owner)
-            self._off_device(out, t, width, owner, True)
+            self._into_host(out, t, width, owner, True)
             ids = owner[..., IDS, :] * self.machine.world_size
-            out[..., HOST_FORWARD, :] = ids * row_bytes(t, width)[0]
+            out[..., Row.HOST_FORWARD, :] = ids * row_bytes(t, width)[0]
         return out
 
-    def _into_host(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
-        """Moves memory held, and what updates read and write of it, to host memory."""
+    def _into_host(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray,
+                   pushed: bool) -> None:
+        """Moves memory held, and what updates read and write of it, to host memory, and takes the
+        reads of rows off device memory and its caches, which hold no host memory."""
         row, _, state = row_bytes(t, width)
-        out[..., HOST_HELD, :] = out[..., HELD, :]
-        out[..., HELD, :] = 0.0
+        out[..., Row.HOST_HELD, :] = out[..., Row.HELD, :]
+        out[..., Row.HELD, :] = 0.0
         if self.training:
             update = owner[..., TOUCHED_ALL, :] * 2 * (row + state)
-            out[..., HOST_UPDATE, :] = update
-            out[..., UPDATE_BYTES, :] = np.maximum(out[..., UPDATE_BYTES, :] - update, 0.0)
-
-    def _off_device(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray,
-                    pushed: bool) -> None:
-        """Takes the reads of rows off device memory and its caches, which hold no host memory."""
+            out[..., Row.HOST_UPDATE, :] = update
+            out[..., Row.UPDATE_BYTES, :] = np.maximum(out[..., Row.UPDATE_BYTES, :] - update, 0.0)
         if pushed:
             rows, ids = owner[..., TOUCHED_ALL, :], owner[..., IDS, :] * self.machine.world_size
         else:
             rows, ids = (owner[..., f, :].sum(axis=-1)[..., None] for f in (TOUCHED, IDS))
         again = self.repeat_cost(t, pushed)
-        saved = (rows * self.caching.first(t) + (ids - rows) * again) * row_bytes(t, width)[0]
-        out[..., FORWARD_BYTES, :] = np.maximum(out[..., FORWARD_BYTES, :] - saved, 0.0)
+        saved = (rows * self.caching.first(t) + (ids - rows) * again) * row
+        out[..., Row.FORWARD_BYTES, :] = np.maximum(out[..., Row.FORWARD_BYTES, :] - saved, 0.0)
 
     def own_requests(self, own: np.ndarray, has_all: np.ndarray) -> np.ndarray:
         """Nanoseconds in which ranks ask themselves for pushed rows; float64 [W].
@@ -284,32 +258,42 @@ class CostModel:
         """Their bytes in columns of a piece, see `Messages.sum_bytes`."""
         return self.num_sums(t, ids) * self.messages.sum_bytes(width)
 
-    def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, total: np.ndarray) -> None:
+    def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
+        """Adds what the readers of a tier do, and the gradients that they have for its owners."""
         row, grad, _ = row_bytes(t, width)
         again = self.repeat_cost(t, False)
+        total = owner.sum(axis=-1)
         ids, distinct = total[..., IDS, None], total[..., TOUCHED, None]
         first, buffers = self.caching.first(t), self.caching.buffers
-        out[..., FORWARD_BYTES, :] += (distinct * first + (ids - distinct) * again) * row
-        out[..., FORWARD_IDS, :] += ids
-        out[..., FORWARD_NS, :] += ids * self.odd_ns(t, width, 0)
+        out[..., Row.FORWARD_BYTES, :] += (distinct * first + (ids - distinct) * again) * row
+        out[..., Row.FORWARD_IDS, :] += ids
+        out[..., Row.FORWARD_NS, :] += ids * self.odd_ns(t, width, 0)
         if self.training:
             # Gradients of a bag are read once from memory (`table_rows`), then from cache per id.
             per_id = 0.0 if t.spec.pooling == "none" else grad * again
-            out[..., BACKWARD_BYTES, :] += distinct * grad * buffers + ids * per_id
-            out[..., BACKWARD_IDS, :] += ids
-            out[..., BACKWARD_NS, :] += (distinct * self.costs.run_ns
-                                         + ids * self.odd_ns(t, width, 1))
+            out[..., Row.BACKWARD_BYTES, :] += distinct * grad * buffers + ids * per_id
+            out[..., Row.BACKWARD_IDS, :] += ids
+            out[..., Row.BACKWARD_NS, :] += (distinct * self.costs.run_ns
+                                             + ids * self.odd_ns(t, width, 1))
+            mine = owner[..., TOUCHED, :]
+            out[..., Row.GRADS, :] = mine * (grad + SLOT_BYTES)
+            out[..., Row.RETURNED, :] = mine * self.messages.gradient_bytes(width)
 
     def _add_update(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
         if self.training:
             row, _, state = row_bytes(t, width)
-            out[..., UPDATE_BYTES, :] += owner[..., TOUCHED_ALL, :] * 2 * (row + state)
-            out[..., UPDATE_ROWS, :] += owner[..., TOUCHED_ALL, :]
-            out[..., UPDATE_NS, :] += owner[..., TOUCHED_ALL, :] * self.odd_ns(t, width, 2)
+            out[..., Row.UPDATE_BYTES, :] += owner[..., TOUCHED_ALL, :] * 2 * (row + state)
+            out[..., Row.UPDATE_ROWS, :] += owner[..., TOUCHED_ALL, :]
+            out[..., Row.UPDATE_NS, :] += owner[..., TOUCHED_ALL, :] * self.odd_ns(t, width, 2)
 
     def odd_ns(self, t: TableProblem, width: int, phase: int) -> float:
-        """Nanoseconds per id or row of a table without a kernel of its width; see `odd_passes`."""
-        return odd_passes(t, width, phase) * self.costs.odd_ns
+        """Nanoseconds per id or row in phase 0..2 (forward, backward, update) where the table has
+        no kernel of its width: passes over vectors of the table's own width, of which a piece of
+        `width` columns has a part."""
+        if t.spec.dim in KERNEL_WIDTHS:
+            return 0.0
+        vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
+        return ODD_PASSES[phase] * width * vectors * self.costs.odd_ns
 
     def table_rows(self, t: TableProblem, num_outputs: np.ndarray | None = None) -> np.ndarray:
         """Tally rows that every plan pays for the table: outputs, bag gradients, outbox memory.
@@ -322,13 +306,13 @@ class CostModel:
         if num_outputs is None:
             num = t.traffic.num_ids if t.spec.pooling == "none" else t.traffic.num_bags
             num_outputs = np.full(self.machine.world_size, num)
-        out[FORWARD_BYTES] = num_outputs * t.spec.dim * GRAD_BYTES * self.caching.buffers
+        out[Row.FORWARD_BYTES] = num_outputs * t.spec.dim * GRAD_BYTES * self.caching.buffers
         if self.training:
-            out[BACKWARD_BYTES] = out[FORWARD_BYTES]
-            out[HELD] = min(t.traffic.num_ids, t.spec.num_rows) * t.spec.dim * GRAD_BYTES
+            out[Row.BACKWARD_BYTES] = out[Row.FORWARD_BYTES]
+            out[Row.HELD] = min(t.traffic.num_ids, t.spec.num_rows) * t.spec.dim * GRAD_BYTES
         out[list(self.every_pass)] += self.costs.table_us * 1e3
         if self.training:
-            out[BACKWARD_NS] += self.costs.sort_table_us * 1e3
+            out[Row.BACKWARD_NS] += self.costs.sort_table_us * 1e3
         return out
 
     # -- plans ------------------------------------------------------------------------------------
@@ -337,7 +321,7 @@ class CostModel:
         """What every plan pays, all tables together."""
         rows = sum((self.table_rows(t) for t in self.problem.tables),
                    np.zeros((NUM_ROWS, self.machine.world_size)))
-        return Tally(rows, {})
+        return Tally(rows)
 
     def tally(self, t: TableProblem, pieces: tuple[Piece, ...], ordered: bool) -> Tally:
         """Tally of one table's placement, without `table_rows`.
@@ -347,12 +331,12 @@ class CostModel:
             pieces: its column pieces.
             ordered: whether positions are hotness ranks (else ids).
         """
-        total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)), {})
+        total = Tally(np.zeros((NUM_ROWS, self.machine.world_size)))
         for piece in pieces:
             total = total.plus(self.piece_tally(t, piece, ordered))
         split = len(pieces) > 1 and self.training and t.spec.optimizer in ROW_WISE
         rows = self.whole_table(pieces, total.rows, float(t.total[IDS]), t.traffic.num_bags, split)
-        return Tally(rows, total.partial_replicas, total.num_pushed, (len(pieces) - 1) * split)
+        return replace(total, rows=rows, num_split=(len(pieces) - 1) * split)
 
     def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
                     bags: np.ndarray | float, exchanges_squares: bool) -> np.ndarray:
@@ -372,9 +356,9 @@ class CostModel:
             pushes = any(x.mode == "push" for p in pieces for x in p.tiers)
             rows[list(self.passes)] += ids * self.tiers_ns(pushes) * len(pieces)
             if pushes:
-                rows[FORWARD_NS] += bags * self.costs.push_bag_ns * len(pieces)
+                rows[Row.FORWARD_NS] += bags * self.costs.push_bag_ns * len(pieces)
         if exchanges_squares:
-            rows[UPDATE_BYTES] += SQUARE_BYTES * rows[UPDATE_ROWS]
+            rows[Row.UPDATE_BYTES] += SQUARE_BYTES * rows[Row.UPDATE_ROWS]
         return rows
 
     def tiers_ns(self, pushes: bool) -> float:
@@ -395,7 +379,7 @@ class CostModel:
         """
         width, world = piece.stop - piece.start, self.machine.world_size
         rows, num_pushed = np.zeros((NUM_ROWS, world)), 0
-        replicas: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        units: np.ndarray | float = 0.0
         pushed_ids, pushed_rows = np.zeros((2, world))
         for tier in piece.tiers:
             if tier.memory == "host" and not self.machine.host_capacity_bytes.any():
@@ -410,37 +394,37 @@ class CostModel:
             if tier.placement != "replicated" or len(tier.ranks) == world:
                 rows += self.tier_rows(t, width, tier, owner)
             else:
-                part, need, send = self.subset_rows(t, width, tier, owner)
-                rows += part
-                key = tuple(sorted(tier.ranks))
-                old = replicas.get(key, (np.zeros(2), np.zeros(world)))
-                replicas[key] = (old[0] + need, old[1] + send)
+                part = self.subset_tally(t, width, tier, owner)
+                rows += part.rows
+                units = units + part.units
         if num_pushed and alone:
             # One partial sum per bag and owner, however many tiers the owner holds.
-            rows[PARTIALS] += self.partial_bytes(t, width, pushed_ids)
+            rows[Row.PARTIALS] += self.partial_bytes(t, width, pushed_ids)
             has_all = pushed_rows >= t.spec.num_rows * (1 - 1e-12)
             rows[list(self.passes)] += self.own_requests(pushed_ids, has_all)
-        return Tally(rows, replicas, num_pushed)
+        return Tally(rows, units, num_pushed)
 
-    def subset_rows(self, t: TableProblem, width: int, tier: Tier,
-                    owner: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A tier replicated on some ranks: its load vector float64 [22, W] without broadcasts, the
-        bytes that a rank without a copy reads, float64 [2] as in `Tally`, and those that each rank
-        broadcasts, float64 [W]."""
+    def subset_tally(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> Tally:
+        """Tally of a tier replicated on some ranks."""
         rows = self.tier_rows(t, width, tier, owner)
         row, _, state = row_bytes(t, width)
-        send = rows[BROADCAST].copy()
-        rows[BROADCAST] = 0.0
         holds = np.isin(np.arange(self.machine.world_size), tier.ranks).astype(float)
-        rows[UPDATE_NS] *= holds
+        units = np.zeros((len(self.phases), len(TERMS), holds.size))
+        each = np.array([row, self.messages.answer_bytes(t, width)])
+        subset_reads(self.machine, units[self.phases.index("forward")], tier.ranks,
+                     owner[TOUCHED].sum() * each)
+        if self.training:
+            broadcast(self.machine, units[-1], rows[Row.BROADCAST], holds)
+        add_wire(units, self.machine)
+        rows[Row.BROADCAST] = 0.0
+        rows[Row.UPDATE_NS] *= holds
         copies = owner[ROWS].sum() * row * holds
-        held = HOST_HELD if tier.memory == "host" else HELD
+        held = Row.HOST_HELD if tier.memory == "host" else Row.HELD
         if self.training:
             rows[held] = copies + owner[ROWS] * (row + state)
         else:
             rows[held] = copies / np.maximum(self.machine.domain_sum(holds), 1.0)
-        each = np.array([row, self.messages.answer_bytes(t, width)])
-        return rows, owner[TOUCHED].sum() * each, send
+        return Tally(rows, units)
 
     def loads(self, rows: np.ndarray) -> np.ndarray:
         """Units per phase, term and rank of tally rows.
@@ -456,36 +440,38 @@ class CostModel:
         out = np.zeros(shape)
         first = self.phases.index("forward")
         forward = out[..., first, :, :]
-        forward[..., MEMORY, :] = rows[..., FORWARD_BYTES, :]
-        forward[..., COMPUTE, :] = (rows[..., FORWARD_IDS, :] * costs.id_ns
-                                    + rows[..., FORWARD_NS, :])
-        owner_sends(self.machine, forward, rows[..., SERVED, :], rows[..., ANSWERS, :])
-        owner_receives(self.machine, forward, rows[..., PUSH_IDS, :], rows[..., PUSH_IDS, :])
-        sums = rows[..., PARTIALS, :]
+        forward[..., Term.MEMORY, :] = rows[..., Row.FORWARD_BYTES, :]
+        forward[..., Term.COMPUTE, :] = (rows[..., Row.FORWARD_IDS, :] * costs.id_ns
+                                    + rows[..., Row.FORWARD_NS, :])
+        owner_sends(self.machine, forward, rows[..., Row.SERVED, :], rows[..., Row.ANSWERS, :])
+        ids, sums = rows[..., Row.PUSH_IDS, :], rows[..., Row.PARTIALS, :]
+        owner_receives(self.machine, forward, ids, ids)
         owner_sends(self.machine, forward, sums, sums * self.messages.of_sums)
-        forward[..., MEMORY, :] += 2 * sums.sum(axis=-1, keepdims=True)
+        forward[..., Term.MEMORY, :] += 2 * sums.sum(axis=-1, keepdims=True)
         # Ranks of a host read its memory themselves, each over its own link; for others, owners do.
-        forward[..., HOST_MEMORY, :] = (rows[..., HOST_FORWARD, :]
-                                        + self.machine.host_sum(rows[..., HOST_SERVED, :])
-                                        + rows[..., HOST_SENT, :] * (world - self.machine.num_host))
+        forward[..., Term.HOST_MEMORY, :] = (rows[..., Row.HOST_FORWARD, :]
+                                        + self.machine.host_sum(rows[..., Row.HOST_SERVED, :])
+                                        + rows[..., Row.HOST_SENT, :]
+                                        * (world - self.machine.num_host))
         if self.training:
             backward, update = out[..., first + 1, :, :], out[..., first + 2, :, :]
-            backward[..., MEMORY, :] = rows[..., BACKWARD_BYTES, :]
-            backward[..., COMPUTE, :] = (rows[..., BACKWARD_IDS, :] * costs.reduce_ns
-                                         + rows[..., BACKWARD_NS, :])
+            backward[..., Term.MEMORY, :] = rows[..., Row.BACKWARD_BYTES, :]
+            backward[..., Term.COMPUTE, :] = (rows[..., Row.BACKWARD_IDS, :] * costs.reduce_ns
+                                         + rows[..., Row.BACKWARD_NS, :])
             # The phase before forward resolves ahead; else backward is the one that sorts.
             sorts = out[..., 0 if first else 1, :, :]
-            sorts[..., COMPUTE, :] += rows[..., BACKWARD_IDS, :] * costs.sort_ns
-            update[..., MEMORY, :] = rows[..., UPDATE_BYTES, :]
-            update[..., COMPUTE, :] = (rows[..., UPDATE_ROWS, :] * costs.update_ns
-                                       + rows[..., UPDATE_NS, :])
-            update[..., HOST_MEMORY, :] = rows[..., HOST_UPDATE, :]
-            update[..., MEMORY, :] += rows[..., GRADS, :] * self.machine.num_near
-            owner_receives(self.machine, update, rows[..., GRADS, :], rows[..., RETURNED, :])
+            sorts[..., Term.COMPUTE, :] += rows[..., Row.BACKWARD_IDS, :] * costs.sort_ns
+            update[..., Term.MEMORY, :] = rows[..., Row.UPDATE_BYTES, :]
+            update[..., Term.COMPUTE, :] = (rows[..., Row.UPDATE_ROWS, :] * costs.update_ns
+                                       + rows[..., Row.UPDATE_NS, :])
+            update[..., Term.HOST_MEMORY, :] = rows[..., Row.HOST_UPDATE, :]
+            gradients = rows[..., Row.GRADS, :]
+            update[..., Term.MEMORY, :] += gradients * self.machine.num_near
+            owner_receives(self.machine, update, gradients, rows[..., Row.RETURNED, :])
             # Gradients of the bags that owners pooled.
             owner_receives(self.machine, update, sums, sums * self.messages.of_bags)
-            update[..., MEMORY, :] += sums * world
-            broadcast(self.machine, update, rows[..., BROADCAST, :], np.ones(int(world)))
+            update[..., Term.MEMORY, :] += sums * world
+            broadcast(self.machine, update, rows[..., Row.BROADCAST, :], np.ones(int(world)))
         add_wire(out, self.machine)
         return out
 
@@ -496,15 +482,7 @@ class CostModel:
 
     def units(self, tally: Tally) -> np.ndarray:
         """Units per phase, term and rank of a whole tally; float64 [num_phases, 9, W]."""
-        out = self.loads(tally.rows)
-        more = np.zeros_like(out)
-        for ranks, (need, send) in tally.partial_replicas.items():
-            subset_reads(self.machine, more[self.phases.index("forward")], ranks, need)
-            if self.training:
-                holds = np.isin(np.arange(self.machine.world_size), ranks).astype(float)
-                broadcast(self.machine, more[-1], send, holds)
-        add_wire(more, self.machine)
-        return out + more
+        return np.asarray(self.loads(tally.rows) + tally.units)
 
     def fixed_us(self, tally: Tally) -> list[float]:
         """Fixed microseconds of each phase: a call and a barrier, and one barrier more where
@@ -524,9 +502,9 @@ class CostModel:
         phases = tuple(Phase(name, units[k], seconds[k], fixed[k], self.hidden[k],
                              self.has_local[k])
                        for k, name in enumerate(self.phases))
-        return Evaluation(phases, tally.rows[HELD], self.machine.per_domain(tally.rows[HELD]),
-                          self.machine.capacity_bytes,
-                          self.machine.per_host(tally.rows[HOST_HELD]),
+        held = tally.rows[Row.HELD]
+        return Evaluation(phases, held, self.machine.per_domain(held), self.machine.capacity_bytes,
+                          self.machine.per_host(tally.rows[Row.HOST_HELD]),
                           self.machine.host_capacity_bytes)
 
 

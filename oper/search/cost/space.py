@@ -47,13 +47,13 @@ def restricted(problem: Problem, plans: Collection[str]) -> Problem:
 
 def may_hold(problem: Problem, name: str, kind: str, rank: int) -> bool:
     """Whether table `name` may be held in a way of `KINDS`, by `rank` where rows have an owner."""
-    places, held = problem.placements_of(name), problem.constraints.tables.get(name)
+    places, ranks = problem.placements_of(name), problem.held(name).ranks
     if kind in (REPLICATED, COPIES):
         return "replicated" in places
     return (("host" if kind == HOST else "device") in problem.memories_of(name)
             and ("push" if kind == PUSH else "pull") in problem.modes_of(name)
             and bool(places & {"striped", "owned"})
-            and (held is None or held.ranks is None or rank in held.ranks))
+            and (ranks is None or rank in ranks))
 
 
 def row_makers(model: CostModel) -> dict[str, Callable[[TableProblem, int, np.ndarray],
@@ -74,15 +74,14 @@ def copy_tallies(model: CostModel, t: TableProblem) -> list[Tally]:
     tier = Tier(0, t.spec.num_rows, "replicated", ranks)
     for masters in np.eye(NUM_FEATURES):
         owner = np.outer(masters, np.isin(np.arange(model.machine.world_size), ranks))
-        rows, need, send = model.subset_rows(t, t.spec.dim, tier, owner / len(ranks))
-        out.append(Tally(rows, {ranks: (need, send)}))
+        out.append(model.subset_tally(t, t.spec.dim, tier, owner / len(ranks)))
     return out
 
 
 def free_blocks(problem: Problem, t: TableProblem) -> np.ndarray:
     """Features of each block of a table without its pinned rows; float64 [K, 4]."""
     out = t.blocks.copy()
-    for tier in problem.pinned_of(t.spec.name):
+    for tier in problem.held(t.spec.name).pinned:
         out -= np.diff(t.prefix(np.clip(t.edges, tier.start, tier.stop)), axis=1).T
     return np.maximum(out, 0.0)
 
@@ -103,7 +102,7 @@ def most_masters(problem: Problem, t: TableProblem, sizes: np.ndarray) -> np.nda
     """
     if not t.ids_are_positions:
         return np.full(sizes.size, np.inf)
-    tiers = MAX_REPLICATED + len(problem.pinned_of(t.spec.name))
+    tiers = MAX_REPLICATED + len(problem.held(t.spec.name).pinned)
     world = sizes.sum()
     return np.array([tiers * (world - np.delete(sizes, c).min(initial=world - 1))
                      for c in range(sizes.size)], float)
@@ -113,10 +112,11 @@ def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
     """What every plan pays: outputs and tables whose rows are all pinned; and in one column piece
     at least, rows that are pinned in tables that are free to choose for the others."""
     problem, base = model.problem, model.base()
-    pinned = [Tally(np.zeros((NUM_ROWS, model.machine.world_size)), {})]
+    pinned = [Tally(np.zeros((NUM_ROWS, model.machine.world_size)))]
     for t in problem.tables:
-        held, tiers = problem.constraints.tables.get(t.spec.name), problem.pinned_of(t.spec.name)
-        if held is not None and held.tiers is not None:
+        held = problem.held(t.spec.name)
+        tiers = held.pinned
+        if held.tiers is not None:
             ordered = t.ids_are_positions or len(held.tiers) > 1
             base = base.plus(model.tally(t, (Piece(0, t.spec.dim, held.tiers),), ordered))
         elif tiers:
@@ -171,7 +171,7 @@ def has_copies(model: CostModel) -> bool:
 
 def may_rest(problem: Problem, name: str) -> bool:
     """Whether table `name` can be placed without being pushed."""
-    places, pinned = problem.placements_of(name), problem.pinned_of(name)
+    places, pinned = problem.placements_of(name), problem.held(name).pinned
     if sum(x.stop - x.start for x in pinned) == problem.table(name).spec.num_rows:
         return not all(x.mode == "push" and x.placement != "replicated" for x in pinned)
     return "replicated" in places or ("pull" in problem.modes_of(name) and bool(places))
@@ -221,18 +221,16 @@ def outside_space(plan: Plan, problem: Problem) -> str:
         elif tier.mode == "push" and not _has_width(t, piece):
             return f"{name} pushes columns {piece.start}:{piece.stop}"
     for t in problem.tables:
-        held = problem.constraints.tables.get(t.spec.name)
-        entry = plan.table(t.spec.name)
+        held, entry = problem.held(t.spec.name), plan.table(t.spec.name)
         if any(sum(x.placement == "replicated" and len(x.ranks) == plan.world_size
                    and not _is_pinned(problem, t, x) for x in piece.tiers)
-               > MAX_REPLICATED + len(problem.pinned_of(t.spec.name)) for piece in entry.pieces):
+               > MAX_REPLICATED + len(held.pinned) for piece in entry.pieces):
             return f"table {t.spec.name!r} has more than {MAX_REPLICATED} replicated tiers"
         ordered = is_ordered(t, entry)
-        if held is not None and ordered != _is_taken_as_ordered(t, held, ordered):
+        if ordered != _is_taken_as_ordered(t, held, ordered):
             return (f"table {t.spec.name!r} has {'a' if ordered else 'no'} hotness order, and its "
                     "pinned rows are priced otherwise")
-        if held is not None and held.pinned and not ordered and any(
-                len(p.tiers) > 1 for p in entry.pieces):
+        if held.pinned and not ordered and any(len(p.tiers) > 1 for p in entry.pieces):
             return f"table {t.spec.name!r} has pinned rows, and no hotness order"
     return ""
 
@@ -248,8 +246,8 @@ def _is_taken_as_ordered(t: TableProblem, held: TableConstraint, other: bool) ->
 
 
 def _is_pinned(problem: Problem, t: TableProblem, tier: Tier) -> bool:
-    held = problem.constraints.tables.get(t.spec.name)
-    return held is not None and (held.tiers is not None or tier in held.pinned)
+    held = problem.held(t.spec.name)
+    return held.tiers is not None or tier in held.pinned
 
 
 def _one_per_host(problem: Problem, tier: Tier) -> bool:
@@ -258,7 +256,7 @@ def _one_per_host(problem: Problem, tier: Tier) -> bool:
 
 
 def _has_width(t: TableProblem, piece: Piece) -> bool:
-    """Whether the relaxation has pushed pieces of this width (see `oper.search.bound.pieces`)."""
+    """Whether the relaxation has pushed pieces of this width: `oper.search.relaxation.pieces`."""
     width = piece.stop - piece.start
     return width == t.spec.dim or (width >= MIN_COLUMNS and (
         width % COLUMN_STEP == 0 or (t.spec.dim - width) % COLUMN_STEP == 0))

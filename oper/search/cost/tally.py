@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from oper.messages import MessageBits, number_bytes
 from oper.plan import Tier
 from oper.search.problem.statement import TableProblem
 from oper.tables import OPTIMIZERS
@@ -17,20 +18,25 @@ KERNEL_WIDTHS = (16, 32, 64, 96, 128)
 #: Passes over such a row: pooling; staging and summing; merging, squares, decay and update.
 ODD_PASSES = (1, 2, 4)
 
-# Rows of a tally. Relational: what an owner exchanges with *each* reading rank; rows in host memory
-# are served to ranks of the host (once per id), and sent to those of others (distinct rows).
-SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS, HOST_SERVED, HOST_SENT = range(7)
-# The same rows and gradients as messages to and from a rank of another host.
-ANSWERS, RETURNED = 7, 8
-NUM_RELATIONAL = 9
-# Local: what a rank does by itself, and the bytes it holds.
-(FORWARD_BYTES, FORWARD_IDS, BACKWARD_BYTES, BACKWARD_IDS,
- UPDATE_BYTES, UPDATE_ROWS, HELD) = range(9, 16)
-# The same over the rank's link to host memory.
-HOST_FORWARD, HOST_UPDATE, HOST_HELD = range(16, 19)
-# Nanoseconds of a rank beyond what its ids and rows cost.
-FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(19, 22)
-NUM_ROWS = 22
+
+class Row:
+    """Rows of a tally: what an owner exchanges with *each* reading rank; what a rank does by
+    itself, and the bytes it holds; the same over its link to host memory; and nanoseconds beyond
+    what its ids and rows cost.
+
+    Rows in host memory are served to ranks of the host (once per id), and sent to those of others
+    (distinct rows). Answers, and what is returned, are rows and gradients as messages to and from a
+    rank of another host.
+    """
+
+    SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS, HOST_SERVED, HOST_SENT = range(7)
+    ANSWERS, RETURNED = 7, 8
+    FORWARD_BYTES, FORWARD_IDS, BACKWARD_BYTES, BACKWARD_IDS = range(9, 13)
+    UPDATE_BYTES, UPDATE_ROWS, HELD, HOST_FORWARD, HOST_UPDATE, HOST_HELD = range(13, 19)
+    FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(19, 22)
+
+
+NUM_RELATIONAL, NUM_ROWS = 9, 22  # of rows: the first, and all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,28 +45,21 @@ class Tally:
 
     Attributes:
         rows: float64 [22, W], see the constants above.
-        partial_replicas: for replica sets other than all ranks: float64 [2], bytes that each reader
-            needs of them, in rows and in messages from another host; and float64 [W], bytes to
-            broadcast by master.
+        units: float64 [phases, 9, W], units by phase and term of copies on some of the ranks, to
+            and from which ranks send otherwise than rows say; 0.0 where there are none.
         num_pushed: pushed tiers. A plan with any pays one barrier more.
         num_split: column pieces beyond the first, of tables whose optimizer must add up squared
             gradients over columns. A plan with any pays one barrier more.
     """
 
     rows: np.ndarray
-    partial_replicas: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]
+    units: np.ndarray | float = 0.0
     num_pushed: int = 0
     num_split: int = 0
 
     def plus(self, other: Tally, sign: int = 1) -> Tally:
         """This tally with `other` added (or taken away, `sign=-1`)."""
-        replicas = self.partial_replicas
-        if other.partial_replicas:
-            replicas = dict(replicas)
-            for key, (need, send) in other.partial_replicas.items():
-                old = replicas.get(key, (np.zeros(2), np.zeros(self.rows.shape[1])))
-                replicas[key] = (old[0] + sign * need, old[1] + sign * send)
-        return Tally(self.rows + sign * other.rows, replicas,
+        return Tally(self.rows + sign * other.rows, self.units + sign * other.units,
                      self.num_pushed + sign * other.num_pushed,
                      self.num_split + sign * other.num_split)
 
@@ -83,15 +82,37 @@ def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) 
     return out
 
 
-def odd_passes(t: TableProblem, width: int, phase: int) -> float:
-    """Vectors of a row that passes go over where the table has no kernel of its width.
+class Messages:
+    """Bytes of what hosts send each other, by the bits that its numbers have.
 
-    Args:
-        t: the table; its own width counts, so that a piece costs in proportion to its columns.
-        width: columns of the piece.
-        phase: 0..2, forward, backward and update.
+    Ranks of one host read each other's rows and gradients as they are. So the cost model keeps two
+    figures of a row that is read elsewhere: its own bytes, which memory and links within a host
+    carry, and those of the message that crosses hosts.
+
+    Attributes:
+        bits: of their numbers.
+        of_sums, of_bags: bytes that partial sums, and the gradients of their bags, take between
+            hosts, over those that `sum_bytes` says.
     """
-    if t.spec.dim in KERNEL_WIDTHS:
-        return 0.0
-    vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
-    return ODD_PASSES[phase] * width * vectors
+
+    def __init__(self, bits: MessageBits) -> None:
+        self.bits = bits
+        self.of_sums, self.of_bags = bits.answers / 32, bits.gradients / 32
+
+    def answer_bytes(self, t: TableProblem, width: int) -> float:
+        """Bytes of `width` columns of a pulled row."""
+        return self.bits.row_bytes(t.spec, width)
+
+    def gradient_bytes(self, width: int) -> float:
+        """Bytes of the gradient of such a row, and of the slot number that it has at its owner."""
+        return number_bytes(self.bits.gradients, width) + SLOT_BYTES
+
+    def sum_bytes(self, width: int) -> float:
+        """Bytes of a partial sum, or of its bag's gradient, in float32.
+
+        What begins a row of codes counts as numbers, so that the shares `of_sums` and `of_bags` of
+        this are exact. Where one direction has codes and the other has none, the other is charged
+        for it as well: a bound prices both by one figure.
+        """
+        return max(number_bytes(b, width) * 32 / b for b in (self.bits.answers,
+                                                              self.bits.gradients))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from oper.plan import Plan, TablePlan, Tier
-from oper.search.cost.model import CostModel, Evaluation, Phase, is_ordered
+from oper.search.cost.model import CostModel, Evaluation, is_ordered
 from oper.search.cost.tally import Tally
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import Problem, TableProblem
@@ -40,10 +38,6 @@ class Bottleneck:
     move: str
     saves_us: float
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON-able values."""
-        return asdict(self)
-
 
 def describe(tier: Tier) -> str:
     """A placement in split / broadcast / partial notation, with its ranks: ``"S@3"``, ``"Bx8"``."""
@@ -66,13 +60,15 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
         total = total.plus(tallies[t.spec.name])
     found = model.evaluation(total)
     number = int(np.argmax([p.time_us for p in found.phases]))
+    phase = found.phases[number]
     heavy = []
     for t in problem.tables:
         entry = plan.table(t.spec.name)
         for i, piece in enumerate(entry.pieces):
             for n, tier in enumerate(piece.tiers):
                 alone = model.tally(t, (replace(piece, tiers=(tier,)),), is_ordered(t, entry))
-                load = _load_us(model, alone, number, found.phases[number])
+                us = model.group_us(model.units(alone))[number]
+                load = float(us[GROUPS.index(phase.binding), phase.slowest_rank])
                 if load > 0:
                     heavy.append((-load, t.spec.name, i, n))
     out = []
@@ -89,36 +85,27 @@ def bottlenecks(plan: Plan, problem: Problem, count: int = 5) -> list[Bottleneck
     return out
 
 
-def _load_us(model: CostModel, alone: Tally, number: int, phase: Phase) -> float:
-    """What one tier adds to the binding group of the slowest rank of phase `number`."""
-    us = model.group_us(model.units(alone))
-    return float(us[number, GROUPS.index(phase.binding), phase.slowest_rank])
-
-
 def _best_move(model: CostModel, t: TableProblem, entry: TablePlan, place: tuple[int, int],
                rest: Tally, found: Evaluation) -> tuple[str, float]:
     """The other placement of one tier with the fastest step that fits, and that step."""
     i, n = place
     best = ("", np.inf)
     for tier in _placements(model.problem, t, entry.pieces[i].tiers[n], found):
-        tiers = list(entry.pieces[i].tiers)
-        tiers[n] = tier
         pieces = list(entry.pieces)
-        pieces[i] = replace(pieces[i], tiers=tuple(tiers))
+        tiers = pieces[i].tiers
+        pieces[i] = replace(pieces[i], tiers=(*tiers[:n], tier, *tiers[n + 1:]))
         after = model.evaluation(rest.plus(model.tally(t, tuple(pieces), is_ordered(t, entry))))
         if (after.fits or not found.fits) and after.step_us < best[1]:
             best = (describe(tier), after.step_us)
     return best
 
 
-def _placements(problem: Problem, t: TableProblem, tier: Tier, found: Evaluation
-                ) -> Iterator[Tier]:
+def _placements(problem: Problem, t: TableProblem, tier: Tier, found: Evaluation) -> list[Tier]:
     """Other placements of a tier that the constraints allow."""
-    held = problem.constraints.tables.get(t.spec.name)
-    if held is not None and (held.tiers is not None or tier in held.pinned):
-        return
-    world = range(problem.machine.world_size)
-    owners = tuple(world) if held is None or held.ranks is None else tuple(sorted(set(held.ranks)))
+    held = problem.held(t.spec.name)
+    if held.tiers is not None or tier in held.pinned:
+        return []
+    world, owners = range(problem.machine.world_size), tuple(problem.owners_of(t.spec.name))
     level = sum((p.groups.max(axis=0) for p in found.phases), np.zeros(len(world)))
     places = problem.placements_of(t.spec.name)
     memories = problem.memories_of(t.spec.name)
@@ -135,6 +122,4 @@ def _placements(problem: Problem, t: TableProblem, tier: Tier, found: Evaluation
             made.append(replace(plain, placement="striped", ranks=owners[::-1], mode=mode))
     if "replicated" in places:
         made.append(replace(plain, placement="replicated", ranks=tuple(world), mode="pull"))
-    for one in made:
-        if one != tier:
-            yield one
+    return [one for one in made if one != tier]

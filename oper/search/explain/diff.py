@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from oper.plan import Plan, TablePlan
 from oper.search.cost.model import Evaluation, evaluate
 from oper.search.explain.bottleneck import describe
@@ -28,7 +30,7 @@ def diff(before: Plan, after: Plan, problem: Problem) -> dict[str, Any]:
     changed = []
     for t in problem.tables:
         old, new = before.table(t.spec.name), after.table(t.spec.name)
-        if _text(old) != _text(new) or not _same_order(old, new):
+        if _text(old) != _text(new) or not np.array_equal(old.head_ids, new.head_ids):
             changed.append({"table": t.spec.name, "before": _text(old), "after": _text(new),
                             "num_bytes": t.spec.num_bytes})
     return {"tables": changed, "num_tables": len(problem.tables),
@@ -36,26 +38,16 @@ def diff(before: Plan, after: Plan, problem: Problem) -> dict[str, Any]:
             "after": _figures(evaluate(after, problem))}
 
 
-def _same_order(old: TablePlan, new: TablePlan) -> bool:
-    return old.head_ids.size == new.head_ids.size and bool((old.head_ids == new.head_ids).all())
-
-
 def _text(entry: TablePlan) -> str:
-    return places(entry, ranks=True)
-
-
-def places(entry: TablePlan, ranks: bool = False) -> str:
-    """Tiers of a table in split / broadcast / partial notation, hottest rows first.
-
-    A column split is written ``S(columns)`` before its pieces. With `ranks`, rank sets are listed.
-    """
+    """Tiers of a table in split / broadcast / partial notation, hottest rows first, with rank sets;
+    a column split is written ``S(columns)`` before its pieces."""
     parts = []
     for piece in entry.pieces:
         columns = "" if len(entry.pieces) == 1 else f"S({piece.start}:{piece.stop}) "
         tiers = " ".join(
             f"{x.stop - x.start}:{describe(x)}"
-            + (f"{list(x.ranks)}" if ranks and len(x.ranks) > 1 else "")
-            + (f"*{list(x.weights)}" if ranks and x.weights else "") for x in piece.tiers)
+            + (f"{list(x.ranks)}" if len(x.ranks) > 1 else "")
+            + (f"*{list(x.weights)}" if x.weights else "") for x in piece.tiers)
         parts.append(columns + tiers)
     return " | ".join(parts)
 
@@ -79,7 +71,8 @@ def as_text(found: dict[str, Any], names: tuple[str, str], max_tables: int = 40)
     lines.append(f"  {'imbalance':<22}{old['imbalance']:>14.3f}{new['imbalance']:>14.3f}")
     lines.append(f"  {'most held by a rank':<22}{format_bytes(old['most_held_bytes']):>14}"
                  f"{format_bytes(new['most_held_bytes']):>14}")
-    lines.append(f"  {'fits':<22}{_yes(old['fits']):>14}{_yes(new['fits']):>14}")
+    lines.append(f"  {'fits':<22}" + "".join(f"{'yes' if x['fits'] else 'no':>14}"
+                                              for x in (old, new)))
     lines.append(f"{len(found['tables'])} of {found['num_tables']} tables are placed otherwise")
     for entry in found["tables"][:max_tables]:
         lines += [f"  {entry['table']} ({format_bytes(entry['num_bytes'])})",
@@ -87,7 +80,3 @@ def as_text(found: dict[str, Any], names: tuple[str, str], max_tables: int = 40)
     if len(found["tables"]) > max_tables:
         lines.append(f"  and {len(found['tables']) - max_tables} more")
     return "\n".join(lines) + "\n"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"

@@ -8,8 +8,8 @@ from itertools import islice
 import numpy as np
 
 from oper.errors import PlanInfeasibleError, fail
-from oper.search.bound.master import Bound, lower_bound
 from oper.search.cost.model import Evaluation
+from oper.search.pricing.master import Bound, lower_bound
 from oper.search.problem.constraints import Constraints, without
 from oper.search.problem.machine import make_machine
 from oper.search.problem.statement import Problem
@@ -39,11 +39,10 @@ def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
 
 def _host_memory(problem: Problem) -> str:
     """Host memory as a way out, where the problem does not allow it and the machine has it."""
-    wider = replace(problem, allow=problem.allow | {"host"})
-    if wider.allow == problem.allow or not problem.topology.host_memory_bytes:
+    if "host" in problem.allow or not problem.topology.host_memory_bytes or not _has_room(
+            replace(problem, allow=problem.allow | {"host"})):
         return ""
-    fits = lower_bound(wider, max_rounds=30).overflow <= 1e-6
-    return "'host' in `allow`, so that host memory holds cold rows, or " if fits else ""
+    return "'host' in `allow`, so that host memory holds cold rows, or "
 
 
 def _blamed(problem: Problem) -> str:
@@ -60,8 +59,11 @@ def _blamed(problem: Problem) -> str:
 def _fits(problem: Problem, held: Constraints) -> bool:
     """Whether perfectly divided rows fit under other constraints."""
     machine = make_machine(problem.topology, held.reserve_bytes, held.memory_bytes)
-    bound = lower_bound(replace(problem, machine=machine, constraints=held), max_rounds=30)
-    return bound.overflow <= 1e-6
+    return _has_room(replace(problem, machine=machine, constraints=held))
+
+
+def _has_room(problem: Problem) -> bool:
+    return lower_bound(problem, max_rounds=30).overflow <= 1e-6
 
 
 def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleError:

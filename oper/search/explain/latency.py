@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,10 +88,6 @@ class Serving:
     memory_bytes: int = 0
     replica_share: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON-able values."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topology: Topology,
                  goal: LatencyGoal, constraints: Constraints | Mapping[str, Any] | None = None,
@@ -117,10 +113,13 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
                               batch_size=batch_size, constraints=constraints)
         return replace(stated, message_bits=message_bits)
 
-    problem = state(_likely_batch(goal, topology))
+    # The placement is made for the samples that a rank sees in half of the bound.
+    likely = int(goal.request_rate / topology.world_size * goal.bound_ms / 2e3)
+    problem = state(max(1, min(goal.max_batch, likely)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that there are no statistics: said once
-        problems = {n: state(n) for n in range_of_powers(goal.max_batch)}
+        powers = (1 << k for k in range(goal.max_batch.bit_length()))
+        problems = {n: state(n) for n in sorted({*powers, goal.max_batch})}
     most = plan_problem(problem)
     best = _serving(most, problems, goal)
     if best is None or best.p99_ms > goal.bound_ms:
@@ -139,16 +138,10 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
         else:
             low = cap
     notes = {**plan.notes, "latency": {
-        **found.to_json(), "request_rate": goal.request_rate, "bound_ms": goal.bound_ms,
+        **asdict(found), "request_rate": goal.request_rate, "bound_ms": goal.bound_ms,
         "dense_us": list(goal.dense_us), "model": "Poisson arrivals, one queue per rank, "
         "deterministic bulk service with a timer; modelled"}}
     return replace(plan, notes=notes), found
-
-
-def _likely_batch(goal: LatencyGoal, topology: Topology) -> int:
-    """Samples that a rank sees in half of the bound: what the placement is made for."""
-    per_rank = goal.request_rate / topology.world_size
-    return max(1, min(goal.max_batch, int(per_rank * goal.bound_ms / 2e3)))
 
 
 def _within(problem: Problem, domain_bytes: float) -> Plan | None:
@@ -162,11 +155,6 @@ def _within(problem: Problem, domain_bytes: float) -> Plan | None:
                                     last_resort=frozenset()))
     except PlanInfeasibleError:
         return None
-
-
-def range_of_powers(largest: int) -> list[int]:
-    """1, 2, 4, ... and `largest`."""
-    return sorted({*(1 << k for k in range(largest.bit_length())), largest})
 
 
 def service_us(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal) -> np.ndarray:

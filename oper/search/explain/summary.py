@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from oper.messages import EXACT
-from oper.plan import Plan
-from oper.search.bound.certificate import not_certified
+from oper.plan import Plan, Tier
+from oper.search.certificate.carried import not_certified
+from oper.search.certificate.check import Verdict
 from oper.search.cost.model import Evaluation, Phase, evaluate, is_ordered
 from oper.search.explain.bottleneck import bottlenecks
 from oper.search.problem.constraints import Constraints, violations
 from oper.search.problem.machine import GROUPS, TERMS
 from oper.search.problem.statement import IDS, ROWS, Problem
-from oper.search.verify.check import Verdict
 from oper.support.text import aligned
 from oper.tables import format_bytes
 
@@ -52,10 +54,11 @@ def as_json(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> dic
         "batch_size": problem.batch_size, "message_bits": problem.message_bits.to_json(),
         "step_us": found.step_us,
         "lower_bound_us": 0.0 if why else plan.lower_bound_us,
-        "gap": None if why else _number(plan.gap), "not_certified": why or None,
+        "gap": None if why or not math.isfinite(plan.gap) else plan.gap,
+        "not_certified": why or None,
         "verified": None if verdict is None else verdict.certified,
         "imbalance": found.imbalance, "fits": found.fits,
-        "bottlenecks": [x.to_json() for x in bottlenecks(plan, problem)],
+        "bottlenecks": [asdict(x) for x in bottlenecks(plan, problem)],
         "broken_constraints": violations(plan, problem.constraints),
         "replica_share_rows": share_rows, "replica_share_ids": share_ids,
         "domain_bytes": found.domain_bytes.tolist(),
@@ -85,10 +88,6 @@ def replica_share(plan: Plan, problem: Problem) -> tuple[float, float]:
     return float(held[ROWS] / every[ROWS]), float(held[IDS] / max(every[IDS], 1e-300))
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def doubt(plan: Plan, problem: Problem, verdict: Verdict | None) -> str:
     """Why the plan's bound is not certified; empty where it is. The checker's word, if it ran."""
     return not_certified(plan, problem) or ("" if verdict is None else verdict.why)
@@ -105,7 +104,11 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
     lines = [f"{problem.objective} on {topology.name}: {size} ({modelled})",
              f"batch size per rank {problem.batch_size}, {tables} table{'s' * (tables != 1)}, "
              f"{format_bytes(sum(t.spec.num_bytes for t in problem.tables))}",
-             *_messages(problem), f"step        {found.step_us:12.1f} us"]
+             f"step        {found.step_us:12.1f} us"]
+    bits = problem.message_bits
+    if bits != EXACT:
+        lines.insert(2, f"between hosts answers of {bits.answers} bits, gradients of "
+                        f"{bits.gradients}")
     why = doubt(plan, problem, verdict)
     if why:
         lines.append(f"not certified: {why}")
@@ -117,13 +120,6 @@ def _headline(plan: Plan, problem: Problem, found: Evaluation, verdict: Verdict 
                   f"gap         {100 * gap:12.3f} %"]
     lines.append(f"imbalance   {found.imbalance:12.3f}     max / mean over ranks")
     return "\n".join(lines)
-
-
-def _messages(problem: Problem) -> list[str]:
-    """A line about messages that are not exact."""
-    bits = problem.message_bits
-    return [] if bits == EXACT else [
-        f"between hosts answers of {bits.answers} bits, gradients of {bits.gradients}"]
 
 
 def _phases(found: Evaluation) -> str:
@@ -182,20 +178,18 @@ def _memory(found: Evaluation, problem: Problem) -> str:
 
 def _tables(plan: Plan, problem: Problem) -> str:
     share_rows, share_ids = replica_share(plan, problem)
-    kinds: dict[str, int] = {}
-    for entry in plan.tables:
-        for piece in entry.pieces:
-            for tier in piece.tiers:
-                name = tier.placement
-                if name != "replicated":
-                    name += f" {tier.mode}"
-                if name == "replicated" and len(tier.ranks) < plan.world_size:
-                    name = "replicated per host"
-                name += f" ({tier.notation()})" + " in host memory" * (tier.memory == "host")
-                kinds[name] = kinds.get(name, 0) + 1
+    kinds = Counter(_kind(tier, plan.world_size) for entry in plan.tables
+                    for piece in entry.pieces for tier in piece.tiers)
     text = ", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
     return (f"tiers: {text}\n{KEY}\nreplicas: {100 * share_rows:.2f} % of the rows, "
             f"{100 * share_ids:.2f} % of the lookups")
+
+
+def _kind(tier: Tier, world_size: int) -> str:
+    how = "" if tier.placement == "replicated" else f" {tier.mode}"
+    per_host = " per host" * (tier.placement == "replicated" and len(tier.ranks) < world_size)
+    memory = " in host memory" * (tier.memory == "host")
+    return f"{tier.placement}{how}{per_host} ({tier.notation()}){memory}"
 
 
 def _heaviest(plan: Plan, problem: Problem, found: Evaluation) -> str:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.errors import PlanInfeasibleError, require
 from oper.plan import Plan
 from oper.search.cost.model import evaluate
 from oper.search.planner import plan_problem
 from oper.search.problem.statement import Problem
-from oper.topology import Domain, Topology
+from oper.topology import Topology
 
 _DOMAIN_FIELDS = {"memory": ("memory_bytes",), "read": ("read_gbps", "cache_gbps"),
                   "link": ("link_gbps",), "cross": ("cross_gbps",)}
-_HOST_FIELDS = {"host-memory": "host_memory_bytes", "host-link": "host_gbps"}
+_HOST_FIELDS = {"host-memory": ("host_memory_bytes",), "host-link": ("host_gbps",)}
 NAMES = (*_DOMAIN_FIELDS, *_HOST_FIELDS, "batch")
 _FORM = "NAME=+10%, NAME=-10% or NAME=x1.5 (batch=4096 as well)"
 
@@ -49,10 +49,9 @@ def parse_change(text: str) -> Change:
     times = re.fullmatch(r"x(\d+(?:\.\d+)?)", amount)
     factor = 1 + float(percent[1]) / 100 if percent else float(times[1]) if times else 0.0
     whole = int(amount) if name == "batch" and amount.isdecimal() else 0
-    if name not in NAMES or (factor <= 0 and whole < 1):
-        raise InvalidInputError(fail("cannot change the problem", "what-if", text,
-                                     f"{_FORM} with a name of {list(NAMES)}, staying above 0",
-                                     "write the change as memory=+10% or batch=8192"))
+    require("cannot change the problem", "write the change as memory=+10% or batch=8192",
+            ("what-if", text, name in NAMES and (factor > 0 or whole >= 1),
+             f"{_FORM} with a name of {list(NAMES)}, staying above 0"))
     return Change(text, name, factor, whole or None)
 
 
@@ -67,22 +66,18 @@ def changed_problem(topology: Topology, batch_size: int, changes: Iterable[Chang
             batch_size = change.value or max(1, round(batch_size * change.factor))
             continue
         if change.name in _HOST_FIELDS:
-            field = _HOST_FIELDS[change.name]
-            value = getattr(topology, field) * change.factor
-            topology = replace(topology, **{field: type(getattr(topology, field))(value)})
+            topology = _scaled(topology, _HOST_FIELDS, change)
         else:
-            domains = tuple(_scaled(d, change) for d in topology.domains)
-            topology = replace(topology, domains=domains)
+            topology = replace(topology, domains=tuple(
+                _scaled(d, _DOMAIN_FIELDS, change) for d in topology.domains))
         topology = replace(topology, name=f"{topology.name} {change.text}", source="assumed")
     return topology, batch_size
 
 
-def _scaled(domain: Domain, change: Change) -> Domain:
-    values: dict[str, Any] = {}
-    for name in _DOMAIN_FIELDS[change.name]:
-        value = getattr(domain, name) * change.factor
-        values[name] = max(1, int(value)) if name == "memory_bytes" else value
-    return replace(domain, **values)
+def _scaled(of: Any, fields: Mapping[str, Sequence[str]], change: Change) -> Any:
+    """A topology, or a domain, with the quantities of a change multiplied."""
+    new = {n: getattr(of, n) * change.factor for n in fields[change.name]}
+    return replace(of, **{n: int(x) if n.endswith("_bytes") else x for n, x in new.items()})
 
 
 def compare(plan: Plan, before: Problem, after: Problem) -> dict[str, Any]:

@@ -9,17 +9,17 @@ caches of rows are read by their reader (`pull`).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from oper.plan import Piece, Plan, TablePlan, Tier
+from oper.plan import Piece, Plan, Tier
 from oper.search.cost.model import evaluate
-from oper.search.heuristic.placing import table_plan
 from oper.search.peers.markov import markov_chain
-from oper.search.peers.programs import coverage_milp, extraction_lp
+from oper.search.peers.programs import coverage_milp, extraction_lp, hot_and_cold
 from oper.search.problem.statement import IDS, Problem, TableProblem
+from oper.search.rounding.placing import plan_of
 
 _SMALL_ROWS = 2000  # tables that hybrid plans keep data-parallel
 _ROUNDS = 20  # splitting rounds, as HugeCTR's planner runs at most
@@ -52,8 +52,10 @@ def peers() -> dict[str, Callable[[Problem, int], Plan | None]]:
         "recshard-coverage-milp": coverage_milp,
         "ugache-replicate-or-partition": lambda p, _: replicate_or_partition(p),
         "ugache-lp": extraction_lp,
-        "flexshard-top-mass": _top_mass,
-        "flexflow-markov-chain": _chain,
+        # FlexShard-like: replicate the rows that take half of each table's accesses.
+        "flexshard-top-mass": lambda p, _: _threshold(p, 0.5),
+        # FlexFlow's Metropolis search over our space and costs, a short chain of it.
+        "flexflow-markov-chain": lambda p, seed: markov_chain(p, seed, _PROPOSALS),
     }
 
 
@@ -79,10 +81,19 @@ def score_peers(problem: Problem, seed: int = 0,
 # -- whole tables and columns, pushed --------------------------------------------------------------
 
 
+def _whole(problem: Problem, without: Collection[int] = ()) -> list[Shard]:
+    """Every table but some as one shard."""
+    return [Shard(k, 0, t.spec.dim) for k, t in enumerate(problem.tables) if k not in without]
+
+
+def _small(problem: Problem) -> set[int]:
+    return {k for k, t in enumerate(problem.tables) if t.spec.num_rows <= _SMALL_ROWS}
+
+
 def _random(problem: Problem, seed: int) -> Plan | None:
     rng = np.random.default_rng(seed)
-    order = rng.permutation(len(problem.tables)).tolist()
-    shards = [Shard(k, 0, problem.tables[k].spec.dim) for k in order]
+    shards = _whole(problem)
+    shards = [shards[k] for k in rng.permutation(len(shards)).tolist()]
     return _pack(problem, shards, rng.uniform(size=len(shards)))
 
 
@@ -91,16 +102,15 @@ def _largest_first(cost: Callable[[TableProblem], float]
     """Longest processing time first (Graham 1969): the baselines of DreamShard and NeuroShard."""
 
     def make(problem: Problem, seed: int) -> Plan | None:
-        shards = [Shard(k, 0, t.spec.dim) for k, t in enumerate(problem.tables)]
-        return _pack(problem, shards, np.array([cost(t) for t in problem.tables]))
+        return _pack(problem, _whole(problem), np.array([cost(t) for t in problem.tables]))
 
     return make
 
 
 def _hybrid(problem: Problem, seed: int) -> Plan | None:
     """Small tables data-parallel, the others whole by lookups (TorchRec's usual mix)."""
-    small = {k for k, t in enumerate(problem.tables) if t.spec.num_rows <= _SMALL_ROWS}
-    shards = [Shard(k, 0, t.spec.dim) for k, t in enumerate(problem.tables) if k not in small]
+    small = _small(problem)
+    shards = _whole(problem, small)
     cost = np.array([problem.tables[s.table].total[IDS] * s.stop for s in shards])
     return _pack(problem, shards, cost, small)
 
@@ -112,25 +122,26 @@ def _row_wise(problem: Problem, seed: int) -> Plan | None:
                            for t in problem.tables])
 
 
-def _shard_cost(problem: Problem, shard: Shard) -> float:
-    """HugeCTR's published cost of a shard: memory term by hotness, exchange term by width."""
-    t, width = problem.tables[shard.table], shard.stop - shard.start
+def _shard_costs(problem: Problem, shards: Sequence[Shard]) -> np.ndarray:
+    """HugeCTR's published cost of shards: memory term by hotness, exchange term by width."""
     d = problem.topology.domains[0]
-    read = t.total[IDS] * width / d.read_gbps
     link = d.link_gbps if problem.topology.num_hosts == 1 else d.cross_gbps
-    return float(read + t.traffic.num_bags * width / link)
+    tables = [problem.tables[s.table] for s in shards]
+    width = np.array([s.stop - s.start for s in shards])
+    return np.asarray(np.array([t.total[IDS] for t in tables]) * width / d.read_gbps
+                      + np.array([t.traffic.num_bags for t in tables]) * width / link)
 
 
 def _split_and_place(problem: Problem, seed: int) -> Plan | None:
     """HugeCTR's planner as EMBark describes it: place, halve the costliest shard, and repeat."""
-    small = {k for k, t in enumerate(problem.tables) if t.spec.num_rows <= _SMALL_ROWS}
-    shards = [Shard(k, 0, t.spec.dim) for k, t in enumerate(problem.tables) if k not in small]
+    small = _small(problem)
+    shards = _whole(problem, small)
     best: tuple[float, Plan] | None = None
     for _ in range(_ROUNDS):
-        cost = np.array([_shard_cost(problem, s) for s in shards])
+        cost = _shard_costs(problem, shards)
         plan = _pack(problem, shards, cost, small)
         if plan is not None:
-            peak = _peak(problem, shards, cost)
+            peak = _peak(problem, shards)
             if best is None or peak < best[0]:
                 best = (peak, plan)
         cut = _wide(problem, shards, cost)
@@ -142,24 +153,18 @@ def _split_and_place(problem: Problem, seed: int) -> Plan | None:
 
 def _beam(problem: Problem, seed: int) -> Plan | None:
     """NeuroShard's outer beam over column splits, with the shard cost in place of learned nets."""
-    start = [Shard(k, 0, t.spec.dim) for k, t in enumerate(problem.tables)]
-    beam, seen = [start], []
+    beam, seen = [_whole(problem)], []
     for _ in range(_MAX_COLUMN_CUTS):
         seen += beam
-        grown = []
-        for shards in beam:
-            cost = np.array([_shard_cost(problem, s) for s in shards])
-            grown += [_halved(shards, n) for n in _wide(problem, shards, cost)[:10]]
+        grown = [_halved(shards, n) for shards in beam
+                 for n in _wide(problem, shards, _shard_costs(problem, shards))[:10]]
         if not grown:
             break
-        grown.sort(key=lambda s: _peak(problem, s, np.array([_shard_cost(problem, x) for x in s])))
+        grown.sort(key=lambda x: _peak(problem, x))
         beam = grown[:3]
-    for shards in sorted(seen + beam, key=lambda s: _peak(
-            problem, s, np.array([_shard_cost(problem, x) for x in s]))):
-        plan = _pack(problem, shards, np.array([_shard_cost(problem, x) for x in shards]))
-        if plan is not None:
-            return plan
-    return None
+    plans = (_pack(problem, shards, _shard_costs(problem, shards))
+             for shards in sorted(seen + beam, key=lambda x: _peak(problem, x)))
+    return next((plan for plan in plans if plan is not None), None)
 
 
 def _wide(problem: Problem, shards: Sequence[Shard], cost: np.ndarray) -> list[int]:
@@ -176,10 +181,10 @@ def _halved(shards: Sequence[Shard], n: int) -> list[Shard]:
             *shards[n + 1:]]
 
 
-def _peak(problem: Problem, shards: Sequence[Shard], cost: np.ndarray) -> float:
+def _peak(problem: Problem, shards: Sequence[Shard]) -> float:
     """Largest rank load after packing by cost alone."""
     load = [0.0] * problem.machine.world_size
-    for value in sorted(cost.tolist(), reverse=True):
+    for value in sorted(_shard_costs(problem, shards).tolist(), reverse=True):
         heapq.heapreplace(load, load[0] + value)
     return max(load)
 
@@ -205,17 +210,16 @@ def _pack(problem: Problem, shards: Sequence[Shard], cost: np.ndarray,
         load[rank] += cost[n]
         held[machine.domain[rank]] += need
         tiers[shard.table].append((shard, rank))
-    entries = []
+    placements = {}
     for k, t in enumerate(problem.tables):
+        pieces = [Piece(s.start, s.stop, (
+            Tier(0, t.spec.num_rows, "owned", (rank,), mode="push"),))
+            for s, rank in sorted(tiers[k], key=lambda x: x[0].start)]
         if k in replicated:
             every = Tier(0, t.spec.num_rows, "replicated", tuple(range(machine.world_size)))
-            entries.append(table_plan(t, (Piece(0, t.spec.dim, (every,)),)))
-            continue
-        pieces = tuple(Piece(s.start, s.stop, (
-            Tier(0, t.spec.num_rows, "owned", (rank,), mode="push"),))
-            for s, rank in sorted(tiers[k], key=lambda x: x[0].start))
-        entries.append(table_plan(t, pieces))
-    return _finish(problem, entries)
+            pieces = [Piece(0, t.spec.dim, (every,))]
+        placements[t.spec.name] = tuple(pieces)
+    return plan_of(problem, placements)
 
 
 # -- rows by hotness, pulled -----------------------------------------------------------------------
@@ -227,14 +231,10 @@ def replicate_or_partition(problem: Problem) -> Plan | None:
     return _threshold(problem, None)
 
 
-def _top_mass(problem: Problem, seed: int) -> Plan | None:
-    """FlexShard-like: replicate the rows that take half of each table's accesses."""
-    return _threshold(problem, 0.5)
-
-
 def _threshold(problem: Problem, mass: float | None) -> Plan | None:
     """The largest replicated prefix by a common rule whose plan fits."""
     low, high, best = 0.0, 1.0, None
+    every = tuple(range(problem.machine.world_size))
     cuts = np.array([np.searchsorted(t.cumulative[IDS], (mass or 1.0) * t.total[IDS] - 1e-9)
                      for t in problem.tables])
     heat = [t.blocks[:, IDS] / (np.diff(t.edges) * t.spec.row_bytes) for t in problem.tables]
@@ -246,7 +246,8 @@ def _threshold(problem: Problem, mass: float | None) -> Plan | None:
         for t, h, cut in zip(problem.tables, heat, cuts.tolist(), strict=True):
             colder = np.flatnonzero(h < limit)
             block = min(int(colder[0]) if colder.size else h.size, cut)
-            tiers.append(_prefix(problem, t, int(t.edges[block])))
+            tiers.append(hot_and_cold(t, int(t.edges[block]), Tier(0, 0, "replicated", every),
+                                      Tier(0, 0, "striped", every)))
         plan = _plan(problem, tiers)
         if evaluate(plan, problem).fits:
             best, low = plan, share
@@ -257,24 +258,6 @@ def _threshold(problem: Problem, mass: float | None) -> Plan | None:
     return best
 
 
-def _chain(problem: Problem, seed: int) -> Plan | None:
-    """FlexFlow's Metropolis search over our space and costs, a short chain of it."""
-    return markov_chain(problem, seed, _PROPOSALS)
-
-
-def _prefix(problem: Problem, t: TableProblem, stop: int) -> tuple[Tier, ...]:
-    every = tuple(range(problem.machine.world_size))
-    tiers = [Tier(0, stop, "replicated", every)] if stop else []
-    if stop < t.spec.num_rows:
-        tiers.append(Tier(stop, t.spec.num_rows, "striped", every))
-    return tuple(tiers)
-
-
 def _plan(problem: Problem, tiers: Sequence[tuple[Tier, ...]]) -> Plan:
-    return _finish(problem, [table_plan(t, (Piece(0, t.spec.dim, x),))
-                             for t, x in zip(problem.tables, tiers, strict=True)])
-
-
-def _finish(problem: Problem, entries: Sequence[TablePlan]) -> Plan:
-    return Plan(problem.machine.world_size, tuple(entries), problem.objective, problem.batch_size,
-                problem.topology.name)
+    return plan_of(problem, {t.spec.name: (Piece(0, t.spec.dim, x),)
+                             for t, x in zip(problem.tables, tiers, strict=True)})

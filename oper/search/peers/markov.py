@@ -9,17 +9,18 @@ the cost model. The chain knows no bound and no bottleneck.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from oper.plan import Piece, Plan, Tier
 from oper.search.cost.model import CostModel, Evaluation
-from oper.search.cost.tally import Tally
-from oper.search.heuristic.placing import Placement, table_plan, table_tally
+from oper.search.cost.space import fixed_tallies
 from oper.search.problem.pins import impose
 from oper.search.problem.space import MIN_COLUMNS
 from oper.search.problem.statement import Problem, TableProblem
+from oper.search.rounding.placing import Placement, plan_of, table_tally
 
 _BETA = 50.0  # per cost of the first placement: one that is 2 % of it worse is taken in 1 of e
 _OVERFLOW = 1e3  # a placement that misses memory by x is charged as 1 + 1e3 x of its step
@@ -35,9 +36,9 @@ def markov_chain(problem: Problem, seed: int, num_proposals: int) -> Plan | None
         seed: equal seeds give equal plans.
         num_proposals: its length.
     """
-    rng = np.random.default_rng(seed)
+    rng, tables = np.random.default_rng(seed), problem.free_tables
     model = CostModel(problem)
-    tables, total = _free(model)
+    total, _ = fixed_tallies(model)
     pieces = [_start(problem, t) for t in tables]
     tallies = [table_tally(model, t, x) for t, x in zip(tables, pieces, strict=True)]
     for tally in tallies:
@@ -58,12 +59,8 @@ def markov_chain(problem: Problem, seed: int, num_proposals: int) -> Plan | None
                 best, least = (list(pieces), found), cost
     if not best[1].fits:
         return None
-    placed = {t.spec.name: p for t, p in zip(tables, best[0], strict=True)}
-    entries = tuple(table_plan(t, placed.get(t.spec.name) or _pinned(problem, t))
-                    for t in problem.tables)
-    return Plan(problem.machine.world_size, entries, problem.objective, problem.batch_size,
-                problem.topology.name, best[1].step_us,
-                notes={"constants": problem.topology.source})
+    plan = plan_of(problem, {t.spec.name: p for t, p in zip(tables, best[0], strict=True)})
+    return replace(plan, step_us=best[1].step_us, notes={"constants": problem.topology.source})
 
 
 def _cost(found: Evaluation) -> float:
@@ -72,33 +69,9 @@ def _cost(found: Evaluation) -> float:
     return found.step_us * (1.0 + _OVERFLOW * over)
 
 
-def _free(model: CostModel) -> tuple[tuple[TableProblem, ...], Tally]:
-    """Tables that are not pinned, and what every plan pays."""
-    problem, total = model.problem, model.base()
-    free = []
-    for t in problem.tables:
-        held = problem.constraints.tables.get(t.spec.name)
-        if held is None or held.tiers is None:
-            free.append(t)
-        else:
-            ordered = t.ids_are_positions or len(held.tiers) > 1
-            total = total.plus(model.tally(t, _pinned(problem, t), ordered))
-    return tuple(free), total
-
-
-def _pinned(problem: Problem, t: TableProblem) -> Placement:
-    return (Piece(0, t.spec.dim, problem.constraints.tables[t.spec.name].tiers or ()),)
-
-
-def _owners(problem: Problem, t: TableProblem) -> list[int]:
-    held = problem.constraints.tables.get(t.spec.name)
-    ranks = None if held is None else held.ranks
-    return list(range(problem.machine.world_size)) if ranks is None else sorted(set(ranks))
-
-
 def _start(problem: Problem, t: TableProblem) -> Placement:
     """Rows over all ranks where that is allowed, as data-parallel is where FlexFlow starts."""
-    places, owners = problem.placements_of(t.spec.name), _owners(problem, t)
+    places, owners = problem.placements_of(t.spec.name), problem.owners_of(t.spec.name)
     mode = "pull" if "pull" in problem.modes_of(t.spec.name) else "push"
     memory = min(problem.memories_of(t.spec.name))  # the device's where that is allowed
     if "striped" in places:
@@ -107,7 +80,7 @@ def _start(problem: Problem, t: TableProblem) -> Placement:
         tier = Tier(0, t.spec.num_rows, "owned", (owners[0],), mode=mode, memory=memory)
     else:
         tier = Tier(0, t.spec.num_rows, "replicated", tuple(owners))
-    return impose(problem.constraints.tables.get(t.spec.name), (Piece(0, t.spec.dim, (tier,)),))
+    return impose(problem.held(t.spec.name), (Piece(0, t.spec.dim, (tier,)),))
 
 
 def _proposal(problem: Problem, t: TableProblem, rng: np.random.Generator) -> Placement:
@@ -117,7 +90,7 @@ def _proposal(problem: Problem, t: TableProblem, rng: np.random.Generator) -> Pl
         parts = int(rng.integers(2, min(_MAX_PIECES, t.spec.dim // MIN_COLUMNS) + 1))
     columns = [round(t.spec.dim * k / parts / 4) * 4 for k in range(parts)] + [t.spec.dim]
     pieces = tuple(Piece(a, b, _tiers(problem, t, rng)) for a, b in pairwise(columns))
-    return impose(problem.constraints.tables.get(t.spec.name), pieces)
+    return impose(problem.held(t.spec.name), pieces)
 
 
 def _tiers(problem: Problem, t: TableProblem, rng: np.random.Generator) -> tuple[Tier, ...]:
@@ -130,7 +103,7 @@ def _tiers(problem: Problem, t: TableProblem, rng: np.random.Generator) -> tuple
 
 def _tier(problem: Problem, t: TableProblem, rng: np.random.Generator, start: int,
           stop: int) -> Tier:
-    owners = _owners(problem, t)
+    owners = problem.owners_of(t.spec.name)
     place = str(rng.choice(sorted(problem.placements_of(t.spec.name))))
     if place == "replicated":
         return Tier(start, stop, place, tuple(range(problem.machine.world_size)))

@@ -6,14 +6,17 @@ papers use: access frequencies, sizes, bandwidths.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from oper.errors import MissingDependencyError, fail
 from oper.plan import MAX_PATTERN, Piece, Plan, Tier
 from oper.search.cost.model import evaluate
-from oper.search.heuristic.placing import table_plan
-from oper.search.problem.machine import CROSS_IN, LINK_IN, MEMORY, Machine
+from oper.search.problem.machine import Machine, Term
 from oper.search.problem.statement import IDS, Problem, TableProblem
+from oper.search.rounding.placing import plan_of
 
 _COVERAGE = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # steps of a table's access distribution
 _MAX_BINARIES = 12_000  # what the solver handles within its time
@@ -25,9 +28,15 @@ _MAX_WEIGHT = 16
 _SHARES = (1.0, 0.9, 0.75, 0.5, 0.25)
 
 
-def _missing(error: ImportError) -> MissingDependencyError:
-    return MissingDependencyError(fail("cannot solve a baseline's program", "import", str(error),
-                                       "scipy", "pip install 'oper[report]'"))
+def _scipy() -> tuple[Any, Any]:
+    """`scipy.optimize` and `scipy.sparse`."""
+    try:
+        from scipy import optimize, sparse
+    except ImportError as error:
+        raise MissingDependencyError(fail(
+            "cannot solve a baseline's program", "import", str(error), "scipy",
+            "pip install 'oper[report]'")) from error
+    return optimize, sparse
 
 
 # -- RecShard --------------------------------------------------------------------------------------
@@ -52,9 +61,8 @@ def coverage_milp(problem: Problem, seed: int) -> Plan | None:
         found = _solve_coverage(problem, steps, share)
         if found is None:
             return None
-        plan = Plan(world, tuple(table_plan(t, (Piece(0, t.spec.dim, x),))
-                                 for t, x in zip(problem.tables, found, strict=True)),
-                    problem.objective, problem.batch_size, problem.topology.name)
+        plan = plan_of(problem, {t.spec.name: (Piece(0, t.spec.dim, x),)
+                                 for t, x in zip(problem.tables, found, strict=True)})
         if evaluate(plan, problem).fits:
             return plan
     return None
@@ -63,12 +71,7 @@ def coverage_milp(problem: Problem, seed: int) -> Plan | None:
 def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
                     ) -> list[tuple[Tier, ...]] | None:
     """Tiers of every table; None where the program has no solution."""
-    try:
-        from scipy import sparse
-        from scipy.optimize import Bounds, LinearConstraint, milp
-    except ImportError as error:
-        raise _missing(error) from error
-    machine = problem.machine
+    (optimize, sparse), machine = _scipy(), problem.machine
     world, num_tables, num_steps = machine.world_size, len(problem.tables), len(steps)
     stops = np.array([_stops(t, steps) for t in problem.tables])  # [T, K]
     row = np.array([float(t.spec.row_bytes) for t in problem.tables])[:, None]
@@ -77,8 +80,8 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
     hits = np.stack([np.interp(s, t.edges, t.cumulative[IDS])
                      for t, s in zip(problem.tables, stops, strict=True)])
     every = np.array([float(t.total[IDS]) for t in problem.tables])[:, None]
-    slow_term = CROSS_IN if problem.topology.num_hosts > 1 else LINK_IN
-    fast, slow = machine.seconds_per_unit[MEMORY], machine.seconds_per_unit[slow_term]
+    slow_term = Term.CROSS_IN if problem.topology.num_hosts > 1 else Term.LINK_IN
+    fast, slow = machine.seconds_per_unit[Term.MEMORY], machine.seconds_per_unit[slow_term]
     # [T, W, K]: cost at the rank, and bytes there; dealt rows count everywhere.
     cost = row[:, None] * (hits[:, None] * fast[:, None] + (every - hits)[:, None] * slow[:, None])
     hot = size * stops / rows
@@ -93,20 +96,21 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
     held = held + sparse.vstack([dealt] * world)
     one = sparse.coo_array((np.ones(cells), (t, index)), (num_tables, cells + 1))
     room = share * machine.capacity_bytes[machine.domain] / machine.num_near
-    found = milp(
+    most = max(float(room.max()), 1.0)
+    found = optimize.milp(
         np.append(np.zeros(cells), 1.0),
-        constraints=[LinearConstraint(time_rows.tocsr(), -np.inf, 0.0),
-                     LinearConstraint(held / max(float(room.max()), 1.0), -np.inf,
-                                      room / max(float(room.max()), 1.0)),
-                     LinearConstraint(one.tocsr(), 1.0, 1.0)],
-        bounds=Bounds(0.0, np.append(np.ones(cells), np.inf)),
+        constraints=[optimize.LinearConstraint(time_rows.tocsr(), -np.inf, 0.0),
+                     optimize.LinearConstraint(held / most, -np.inf, room / most),
+                     optimize.LinearConstraint(one.tocsr(), 1.0, 1.0)],
+        bounds=optimize.Bounds(0.0, np.append(np.ones(cells), np.inf)),
         integrality=np.append(np.ones(cells), 0.0),
         options={"time_limit": _SECONDS, "mip_rel_gap": _MIP_GAP})
     if found.x is None:
         return None
     chosen = np.flatnonzero(found.x[:cells] > 0.5)
     ranks = tuple(range(world))
-    return [_split(table, int(stops[n, k[c]]), int(r[c]), ranks)
+    return [hot_and_cold(table, int(stops[n, k[c]]), Tier(0, 0, "owned", (int(r[c]),), mode="push"),
+                         Tier(0, 0, "striped", ranks))
             for n, (table, c) in enumerate(zip(problem.tables, chosen.tolist(), strict=True))]
 
 
@@ -117,11 +121,10 @@ def _stops(t: TableProblem, steps: tuple[float, ...]) -> list[int]:
     return [t.spec.num_rows if s == 1.0 else int(x) for s, x in zip(steps, stops, strict=True)]
 
 
-def _split(t: TableProblem, stop: int, rank: int, ranks: tuple[int, ...]) -> tuple[Tier, ...]:
-    tiers = [Tier(0, stop, "owned", (rank,), mode="push")] if stop else []
-    if stop < t.spec.num_rows:
-        tiers.append(Tier(stop, t.spec.num_rows, "striped", ranks))
-    return tuple(tiers)
+def hot_and_cold(t: TableProblem, stop: int, hot: Tier, cold: Tier) -> tuple[Tier, ...]:
+    """Tiers of a table whose `stop` hottest rows are placed as one, and the others as another."""
+    tiers = replace(hot, start=0, stop=stop), replace(cold, start=stop, stop=t.spec.num_rows)
+    return tuple(x for x in tiers if x.start < x.stop)
 
 
 # -- UGache ----------------------------------------------------------------------------------------
@@ -165,11 +168,7 @@ def _heat_classes(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 def _solve_extraction(problem: Problem, share: float
                       ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Class of every block, replicated share by class [H], and rows by rank of the others [W]."""
-    try:
-        from scipy.optimize import linprog
-    except ImportError as error:
-        raise _missing(error) from error
-    machine = problem.machine
+    (optimize, _), machine = _scipy(), problem.machine
     of_block, held, read = _heat_classes(problem)
     world, classes = machine.world_size, held.size
     rows, limit = _extraction_rows(machine, held, read, share, problem.training)
@@ -179,8 +178,8 @@ def _solve_extraction(problem: Problem, share: float
         equal[h, classes + h * world:classes + (h + 1) * world] = 1.0
     cost = np.zeros(rows.shape[1])
     cost[-1] = 1.0
-    found = linprog(cost, A_ub=rows, b_ub=limit, A_eq=equal, b_eq=np.ones(classes),
-                    bounds=(0, None), method="highs")
+    found = optimize.linprog(cost, A_ub=rows, b_ub=limit, A_eq=equal, b_eq=np.ones(classes),
+                             bounds=(0, None), method="highs")
     if found.x is None:
         return None
     part = found.x[classes:-1].reshape(classes, world)
@@ -208,8 +207,8 @@ def _extraction_rows(machine: Machine, held: np.ndarray, read: np.ndarray, share
         add(held * copies / room, np.outer(held, inside) / room, 0.0, 1.0)
     for r in range(world):
         reached = near[r].astype(float)
-        add(read * unit[MEMORY, r], np.outer(read, reached) * unit[MEMORY, r], -1.0, 0.0)
-        for term, afar in ((LINK_IN, host[r] & ~near[r]), (CROSS_IN, ~host[r])):
+        add(read * unit[Term.MEMORY, r], np.outer(read, reached) * unit[Term.MEMORY, r], -1.0, 0.0)
+        for term, afar in ((Term.LINK_IN, host[r] & ~near[r]), (Term.CROSS_IN, ~host[r])):
             if afar.any():
                 add(none, np.outer(read, afar) * unit[term, r], -1.0, 0.0)
                 own = np.zeros(world)
@@ -227,14 +226,12 @@ def _rounded(problem: Problem, of_block: np.ndarray, replicated: np.ndarray,
     ranks = np.flatnonzero(weight)
     even = np.unique(weight[ranks]).size == 1
     weights = () if even else tuple(int(x) for x in weight[ranks])
-    first, entries = 0, []
+    first, placements = 0, {}
     for t in problem.tables:
         blocks = replicated[of_block[first:first + t.edges.size - 1]]
         first += t.edges.size - 1
         stop = round(float(blocks @ np.diff(t.edges)))
-        tiers = [Tier(0, stop, "replicated", tuple(range(world)))] if stop else []
-        if stop < t.spec.num_rows:
-            tiers.append(Tier(stop, t.spec.num_rows, "striped", tuple(ranks.tolist()), weights))
-        entries.append(table_plan(t, (Piece(0, t.spec.dim, tuple(tiers)),)))
-    return Plan(world, tuple(entries), problem.objective, problem.batch_size,
-                problem.topology.name)
+        tiers = hot_and_cold(t, stop, Tier(0, 0, "replicated", tuple(range(world))),
+                             Tier(0, 0, "striped", tuple(ranks.tolist()), weights))
+        placements[t.spec.name] = (Piece(0, t.spec.dim, tiers),)
+    return plan_of(problem, placements)

@@ -18,13 +18,23 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from oper.errors import InvalidInputError, PlanError, fail
-from oper.plan import MEMORIES, PLACEMENTS, Plan, TablePlan, Tier, tier_from_json, tier_to_json
+from oper.errors import InvalidInputError, PlanError, fail, require
+from oper.plan import (
+    MEMORIES,
+    MODES,
+    PLACEMENTS,
+    Plan,
+    TablePlan,
+    Tier,
+    tier_from_json,
+    tier_to_json,
+)
 from oper.topology import parse_bytes
 
 EVERY_TABLE = "*"  # constrains all tables that have no entry of their own
-_FIELDS = frozenset({"placements", "replicate", "modes", "memories", "ranks", "tiers",
-                     "pinned"})
+_WRONG = "invalid constraints"
+_NAMES = ("placements", "modes", "memories")  # fields that are lists of text
+_FIELDS = frozenset({*_NAMES, "replicate", "ranks", "tiers", "pinned"})
 _KEYS = frozenset({"tables", "keep_together", "keep_apart", "memory_bytes", "reserve_bytes"})
 
 
@@ -85,16 +95,13 @@ class Constraints:
 
 
 def _table_json(held: TableConstraint) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for name in ("placements", "modes", "memories"):
-        if getattr(held, name) is not None:
-            value[name] = sorted(getattr(held, name))
+    value: dict[str, Any] = {name: sorted(getattr(held, name)) for name in _NAMES
+                             if getattr(held, name) is not None}
     if held.ranks is not None:
         value["ranks"] = list(held.ranks)
-    if held.tiers is not None:
-        value["tiers"] = [tier_to_json(t) for t in held.tiers]
-    if held.pinned:
-        value["pinned"] = [tier_to_json(t) for t in held.pinned]
+    for name in ("tiers", "pinned"):
+        if getattr(held, name):
+            value[name] = [tier_to_json(t) for t in getattr(held, name)]
     if held.unreplicated:
         value["replicate"] = [list(r) for r in held.unreplicated]
     return value
@@ -130,26 +137,21 @@ def parse_constraints(value: Constraints | Mapping[str, Any] | None, names: Iter
     _check_groups(value, known)
     for label in ("memory_bytes", "reserve_bytes"):
         size = getattr(value, label)
-        wrong = isinstance(size, tuple) and len(size) != world_size
-        if wrong or (size is not None and min(size if isinstance(size, tuple) else (size,)) < 0):
-            raise InvalidInputError(fail("invalid constraints", label, size,
-                                         f">= 0, one number or one for each of {world_size} ranks",
-                                         "give one number for all ranks, or one for each"))
+        each = size if isinstance(size, tuple) else (size or 0,) * world_size
+        require(_WRONG, "give one number for all ranks, or one for each",
+                (label, size, len(each) == world_size and min(each) >= 0,
+                 f">= 0, one number or one for each of {world_size} ranks"))
     return value
 
 
 def _from_mapping(value: Any) -> Constraints:
-    if not isinstance(value, Mapping) or set(value) - _KEYS:
-        raise InvalidInputError(fail(
-            "invalid constraints", "keys", sorted(map(str, value)) if isinstance(value, Mapping)
-            else value, f"an object with some of {sorted(_KEYS)}",
-            "remove the keys that are not known"))
+    is_mapping = isinstance(value, Mapping)
+    require(_WRONG, "remove the keys that are not known",
+            ("keys", sorted(map(str, value)) if is_mapping else value,
+             is_mapping and not set(value) - _KEYS, f"an object with some of {sorted(_KEYS)}"))
     tables = value.get("tables", {})
-    if not isinstance(tables, Mapping):
-        raise InvalidInputError(fail("invalid constraints", "tables", tables,
-                                     "table names and what each is held to",
-                                     "map table names to constraints, as in {\"item\": "
-                                     "{\"ranks\": [0]}}"))
+    require(_WRONG, "map table names to constraints, as in {\"item\": {\"ranks\": [0]}}",
+            ("tables", tables, isinstance(tables, Mapping), "table names and what each is held to"))
     return Constraints(
         {k: v if isinstance(v, TableConstraint) else _table(k, v) for k, v in tables.items()},
         _groups("keep_together", value.get("keep_together", ())),
@@ -158,47 +160,39 @@ def _from_mapping(value: Any) -> Constraints:
         _sizes("reserve_bytes", value.get("reserve_bytes", 0)))
 
 
-def _sizes(label: str, value: Any) -> int | tuple[int, ...]:
+def _sizes(label: str, value: Any) -> Any:
+    """Bytes: one number, or a tuple of them."""
     if isinstance(value, list | tuple):
-        return tuple(_size(label, x) for x in value)
-    return _size(label, value)
-
-
-def _size(label: str, value: Any) -> int:
+        return tuple(_sizes(label, x) for x in value)
     try:
         if isinstance(value, int | str):
             return parse_bytes(value)
     except InvalidInputError:
         pass
-    raise InvalidInputError(fail("invalid constraints", label, value,
-                                 "bytes >= 0 or text like '2GB'",
+    raise InvalidInputError(fail(_WRONG, label, value, "bytes >= 0 or text like '2GB'",
                                  "write a number of bytes, or text with a unit"))
 
 
 def _groups(label: str, value: Any) -> tuple[tuple[str, ...], ...]:
-    listed = isinstance(value, list | tuple)
-    if not listed or not all(isinstance(group, list | tuple)
-                             and all(isinstance(name, str) for name in group) for group in value):
-        raise InvalidInputError(fail("invalid constraints", label, value,
-                                     "a list of lists of table names",
-                                     "write groups as [[\"user\", \"item\"]]"))
+    is_right = isinstance(value, list | tuple) and all(
+        isinstance(group, list | tuple) and all(isinstance(name, str) for name in group)
+        for group in value)
+    require(_WRONG, "write groups as [[\"user\", \"item\"]]",
+            (label, value, is_right, "a list of lists of table names"))
     return tuple(tuple(group) for group in value)
 
 
 def _table(name: str, value: Any) -> TableConstraint:
     what = f"invalid constraint of table {name!r}"
-    if not isinstance(value, Mapping) or set(value) - _FIELDS or None in value.values():
-        raise InvalidInputError(fail(what, "fields", value, f"some of {sorted(_FIELDS)}",
-                                     "remove the fields that are not known, and those that are "
-                                     "null"))
+    require(what, "remove the fields that are not known, and those that are null",
+            ("fields", value, isinstance(value, Mapping) and not set(value) - _FIELDS
+             and None not in value.values(), f"some of {sorted(_FIELDS)}"))
     try:
-        placements, modes, memories, ranks = (
-            list(value[k]) if k in value else None
-            for k in ("placements", "modes", "memories", "ranks"))
-        if not all(isinstance(x, str) for part in (placements, modes, memories)
-                   for x in part or []):
+        chosen = {k: list(value[k]) for k in _NAMES if k in value}
+        if not all(isinstance(x, str) for part in chosen.values() for x in part):
             raise TypeError("placements, modes and memories are lists of text")
-        if not all(type(r) is int for r in ranks or []):
+        ranks = tuple(value["ranks"]) if "ranks" in value else None
+        if not all(type(r) is int for r in ranks or ()):
             raise TypeError("ranks are integers")
         replicate, ranges = value.get("replicate", True), []
         if isinstance(replicate, list | tuple):
@@ -207,17 +201,12 @@ def _table(name: str, value: Any) -> TableConstraint:
                 type(n) is int for r in ranges for n in r):
             raise TypeError("replicate is false, or a list of the row ranges without replicas")
         if replicate is False:
-            placements = [p for p in placements or PLACEMENTS if p != "replicated"]
-        tiers = value.get("tiers")
-        pinned = [t if isinstance(t, Tier) else tier_from_json(t) for t in value.get("pinned", ())]
-        return TableConstraint(
-            None if placements is None else frozenset(placements),
-            None if modes is None else frozenset(modes),
-            None if ranks is None else tuple(ranks),
-            None if tiers is None else tuple(t if isinstance(t, Tier) else tier_from_json(t)
-                                             for t in tiers),
-            None if memories is None else frozenset(memories),
-            tuple(sorted(pinned, key=lambda t: t.start)), tuple(ranges))
+            chosen["placements"] = [p for p in chosen.get("placements", PLACEMENTS)
+                                    if p != "replicated"]
+        tiers = tuple(map(tier_from_json, value["tiers"])) if "tiers" in value else None
+        pinned = sorted(map(tier_from_json, value.get("pinned", ())), key=lambda t: t.start)
+        return TableConstraint(**{k: frozenset(v) for k, v in chosen.items()}, ranks=ranks,
+                               tiers=tiers, pinned=tuple(pinned), unreplicated=tuple(ranges))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidInputError(fail(what, "fields", value, "lists, and tiers as in a plan file",
                                      str(error))) from None
@@ -225,63 +214,71 @@ def _table(name: str, value: Any) -> TableConstraint:
 
 def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_size: int) -> None:
     what = f"invalid constraint of table {name!r}"
-    if name not in known and name != EVERY_TABLE:
-        raise InvalidInputError(fail(what, "table", name, f"one of {sorted(known)[:8]}",
-                                     "name a table of the model"))
-    for label, chosen, allowed in (("placements", held.placements, set(PLACEMENTS)),
-                                   ("modes", held.modes, {"pull", "push"}),
-                                   ("memories", held.memories, set(MEMORIES)),
-                                   ("ranks", held.ranks, set(range(world_size)))):
-        if chosen is not None and (not chosen or not set(chosen) <= allowed):
-            raise InvalidInputError(fail(what, label, sorted(chosen),
-                                         f"some of {sorted(allowed)[:16]}",
-                                         "choose from these, and at least one"))
+    require(what, "name a table of the model",
+            ("table", name, name in known or name == EVERY_TABLE, f"one of {sorted(known)[:8]}"))
+    for label, allowed in (("placements", PLACEMENTS), ("modes", MODES), ("memories", MEMORIES),
+                           ("ranks", range(world_size))):
+        chosen = getattr(held, label)
+        require(what, "choose from these, and at least one",
+                (label, chosen and sorted(chosen), chosen is None or (
+                    bool(chosen) and set(chosen) <= set(allowed)),
+                 f"some of {sorted(allowed)[:16]}"))
 
 
 def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int) -> None:
     """Raise InvalidInputError when what a constraint says of some rows contradicts itself."""
     what = f"invalid constraint of table {name!r}"
-    if held.tiers is not None and (held.pinned or held.unreplicated):
-        raise InvalidInputError(fail(what, "tiers, pinned, replicate", "both given",
-                                     "all tiers, or what some rows are held to", "leave one out"))
+    require(what, "leave one out", (
+        "tiers, pinned, replicate", "both given",
+        held.tiers is None or not (held.pinned or held.unreplicated),
+        "all tiers, or what some rows are held to"))
     for label, ranges in (("pinned", [(x.start, x.stop) for x in held.pinned]),
                           ("replicate", list(held.unreplicated))):
         ends = [n for r in ranges for n in r]
-        if ends != sorted(ends) or any(a >= b for a, b in ranges) or (
-                ends and not 0 <= ends[0] <= ends[-1] <= num_rows):
-            raise InvalidInputError(fail(what, label, ranges,
-                                         f"row ranges within 0..{num_rows} that do not overlap",
-                                         "order the ranges, and keep them inside the table"))
+        is_right = ends == sorted(ends) and all(a < b for a, b in ranges) and (
+            not ends or 0 <= ends[0] <= ends[-1] <= num_rows)
+        require(what, "order the ranges, and keep them inside the table", (
+            label, ranges, is_right, f"row ranges within 0..{num_rows} that do not overlap"))
     for x in held.pinned:
         # A tier is checked as a plan's would be: padded to a whole table, it must make one.
         rest = [Tier(a, b, "owned", (0,)) for a, b in ((0, x.start), (x.stop, num_rows)) if a < b]
         tiers = tuple(sorted([*rest, x], key=lambda t: t.start))
         TablePlan.check_tiers(what, tiers, num_rows, world_size)
-        for label, allowed, value in (
-                ("placements", held.placements, {x.placement}),
-                ("modes", held.modes, {x.mode} if x.placement != "replicated" else set()),
-                ("memories", held.memories, {x.memory}), ("ranks", held.ranks, set(x.ranks)),
-                ("replicate", None if x.placement != "replicated" else () if any(
-                    a < x.stop and x.start < b for a, b in held.unreplicated) else None,
-                 {"replicated"})):
-            if allowed is not None and not value <= set(allowed):
-                raise InvalidInputError(fail(what, f"pinned rows {x.start}:{x.stop}, {label}",
-                                             sorted(value), f"some of {sorted(allowed)}",
-                                             "change the pin or the other constraint"))
+        wrong = _beyond(held, [x]) + [("replicate", ["replicated"], "no replicas")] * _breaks(
+            held, x)
+        require(what, "change the pin or the other constraint", *(
+            (f"pinned rows {x.start}:{x.stop}, {label}", used, False, allowed)
+            for label, used, allowed in wrong))
+
+
+def _beyond(held: TableConstraint, tiers: Iterable[Tier]) -> list[tuple[str, list[Any], str]]:
+    """What tiers use beyond what a constraint allows: of which kind, what, and what is allowed."""
+    every = list(tiers)
+    used: dict[str, set[Any]] = {
+        "placements": {x.placement for x in every}, "memories": {x.memory for x in every},
+        "modes": {x.mode for x in every if x.placement != "replicated"},
+        "ranks": {r for x in every for r in x.ranks}}
+    return [(label, sorted(values - set(allowed)), f"some of {sorted(allowed)}")
+            for label, values in used.items() if (allowed := getattr(held, label)) is not None
+            and values - set(allowed)]
+
+
+def _breaks(held: TableConstraint, tier: Tier) -> bool:
+    """Whether a tier replicates rows that are held to no replicas."""
+    return tier.placement == "replicated" and any(
+        a < tier.stop and tier.start < b for a, b in held.unreplicated)
 
 
 def _check_groups(value: Constraints, known: Sequence[str]) -> None:
     for label, groups in (("keep_together", value.keep_together), ("keep_apart", value.keep_apart)):
         for group in groups:
-            if len(set(group)) != len(group) or len(group) < 2 or not set(group) <= set(known):
-                raise InvalidInputError(fail("invalid constraints", label, group,
-                                             f"two or more of {sorted(known)[:8]}",
-                                             "name two or more different tables of the problem"))
+            require(_WRONG, "name two or more different tables of the problem",
+                    (label, group, 2 <= len(group) == len(set(group) & set(known)),
+                     f"two or more of {sorted(known)[:8]}"))
     root = units(value)
-    for pair in (p for group in value.keep_apart for p in combinations(group, 2)):
-        if root[pair[0]] == root[pair[1]]:
-            raise InvalidInputError(fail("invalid constraints", "keep_together, keep_apart", pair,
-                                         "one of the two", "remove one"))
+    require(_WRONG, "remove one", *(
+        ("keep_together, keep_apart", pair, root[pair[0]] != root[pair[1]], "one of the two")
+        for group in value.keep_apart for pair in combinations(group, 2)))
 
 
 def units(value: Constraints) -> dict[str, str]:
@@ -323,23 +320,17 @@ def violations(plan: Plan, held: Constraints) -> list[str]:
             out += [f"table {name!r} has other tiers than the one pinned on rows {x.start}:{x.stop}"
                     for x in c.pinned if x not in piece.tiers]
             out += [f"table {name!r} replicates rows {x.start}:{x.stop}, some held to no replicas"
-                    for x in piece.tiers if x.placement == "replicated"
-                    and any(a < x.stop and x.start < b for a, b in c.unreplicated)]
-        for label, allowed, used in (
-                ("placements", c.placements, {t.placement for t in tiers}),
-                ("modes", c.modes, {t.mode for t in tiers if t.placement != "replicated"}),
-                ("memories", c.memories, {t.memory for t in tiers}),
-                ("ranks", c.ranks, {r for t in tiers for r in t.ranks})):
-            extra = sorted(used - set(allowed)) if allowed is not None else []
-            if extra:
-                out.append(f"table {name!r} uses {label} {extra}, held to {sorted(allowed or ())}")
+                    for x in piece.tiers if _breaks(c, x)]
+        out += [f"table {name!r} uses {label} {used}, held to {allowed}"
+                for label, used, allowed in _beyond(c, tiers)]
     return out + group_violations(plan, held)
 
 
 def group_violations(plan: Plan, held: Constraints) -> list[str]:
     """Groups whose tables are not together, or not apart."""
     names = units(held)
-    on = {name: _ranks_of(plan.table(name)) for name in names}
+    on = {name: frozenset(r for piece in plan.table(name).pieces for tier in piece.tiers
+                          for r in tier.ranks) for name in names}
     out = [f"keep_together {list(group)}: not on the same ranks" for group in held.keep_together
            if len({on[name] for name in group}) > 1]
     for group in held.keep_apart:
@@ -355,7 +346,3 @@ def check_constraints(plan: Plan, held: Constraints) -> None:
     if broken:
         raise PlanError(fail("the plan breaks its constraints", "broken", broken[:4], "none",
                              "plan again or relax them"))
-
-
-def _ranks_of(entry: TablePlan) -> frozenset[int]:
-    return frozenset(r for piece in entry.pieces for tier in piece.tiers for r in tier.ranks)

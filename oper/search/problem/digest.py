@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 import numpy as np
 
-from oper.messages import EXACT
 from oper.search.problem.overlap import overlap_to_json
 from oper.search.problem.statement import Problem
 
@@ -17,17 +16,12 @@ def problem_digest(problem: Problem) -> str:
     """SHA-256 (hexadecimal) of all that a bound depends on: tables, access curves, machine, costs,
     objective, batch size, space, constraints, overlap and bits of messages."""
     machine = problem.machine
-    topology = asdict(problem.topology)
-    for name in ("hosts_share_links", "racks"):
-        if not topology[name]:
-            del topology[name]  # as digests were before they could be stated
-    stated = {"topology": topology, "objective": problem.objective,
+    stated = {"topology": asdict(problem.topology), "objective": problem.objective,
               "batch_size": problem.batch_size, "allow": sorted(problem.allow),
               "constraints": problem.constraints.to_json(),
               "overlap": overlap_to_json(problem.overlap),
-              "tables": [t.spec.to_json() for t in problem.tables]}
-    if problem.message_bits != EXACT:
-        stated["message_bits"] = problem.message_bits.to_json()
+              "tables": [t.spec.to_json() for t in problem.tables],
+              "message_bits": problem.message_bits.to_json()}
     out = hashlib.sha256(json.dumps(stated, sort_keys=True, default=str).encode())
     arrays = [machine.capacity_bytes, machine.host_capacity_bytes]
     for t in problem.tables:

@@ -6,9 +6,10 @@ class when the topology (and what the constraints say of single ranks) looks the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +22,15 @@ from oper.topology import Topology
 # top of either direction.
 TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "host_memory",
          "rack_in", "rack_out")
-(MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY,
- RACK_IN, RACK_OUT) = range(len(TERMS))
 EXCHANGES = ("forward", "update")  # phases in which hosts send each other messages
 GROUPS = ("local", *TERMS[2:])
+
+
+class Term:
+    """Numbers of `TERMS`."""
+
+    MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY, RACK_IN, RACK_OUT = (
+        range(len(TERMS)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +77,8 @@ class Machine:
     def shared_terms(self) -> tuple[tuple[int, ...], ...]:
         """Terms of links that several ranks share: those of their host, those of their rack."""
         of_host = self.topology.hosts_share_links and (self.num_host > 1).any()
-        return ((CROSS_IN, CROSS_OUT) if of_host else (),
-                (RACK_IN, RACK_OUT) if self.has_racks else ())
+        return ((Term.CROSS_IN, Term.CROSS_OUT) if of_host else (),
+                (Term.RACK_IN, Term.RACK_OUT) if self.has_racks else ())
 
     @cached_property
     def has_racks(self) -> bool:
@@ -99,27 +105,35 @@ class Machine:
 
     def domain_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over the ranks of one's own domain; float64 [..., W] -> [..., W]."""
-        return _group_sum(values, self.domain, self._domain_starts)
+        return self._sum(values, "domain")
 
     def host_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over the ranks of one's own host; float64 [..., W] -> [..., W]."""
-        return _group_sum(values, self.host, self._host_starts)
+        return self._sum(values, "host")
 
     def rack_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over the ranks of one's own rack; float64 [..., W] -> [..., W]."""
-        return _group_sum(values, self.rack, self._rack_starts)
+        return self._sum(values, "rack")
+
+    def _sum(self, values: np.ndarray, level: str) -> np.ndarray:
+        """Sum over the ranks that are in one's own domain, host or rack."""
+        group, starts = self._groups[level]
+        if starts is not None:
+            return np.add.reduceat(values, starts, axis=-1)[..., group]
+        member = (group[:, None] == np.arange(group.max() + 1)).astype(float)
+        return (values @ member)[..., group]
 
     @cached_property
-    def _domain_starts(self) -> np.ndarray | None:
-        return _starts(self.domain)
-
-    @cached_property
-    def _host_starts(self) -> np.ndarray | None:
-        return _starts(self.host)
-
-    @cached_property
-    def _rack_starts(self) -> np.ndarray | None:
-        return _starts(self.rack)
+    def _groups(self) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
+        """By level, the group of each rank, and where groups begin if they are contiguous. Ranks
+        are numbered through domains in order and domains through hosts, so that only a host that is
+        listed twice is not, and a rack of hosts that do not follow each other."""
+        found: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
+        for level, group in (("domain", self.domain), ("host", self.host), ("rack", self.rack)):
+            starts = np.flatnonzero(np.diff(group, prepend=-1))
+            ascending = starts.size == group[-1] + 1 and (np.diff(group) >= 0).all()
+            found[level] = group, starts if ascending else None
+        return found
 
     def elsewhere_on_host(self, values: np.ndarray) -> np.ndarray:
         """Sum over the other domains of one's own host; float64 [..., W] -> [..., W]."""
@@ -144,22 +158,6 @@ class Machine:
         return np.bincount(self.host, values, minlength=self.host_capacity_bytes.size)
 
 
-def _starts(group: np.ndarray) -> np.ndarray | None:
-    """Where groups begin; None where they are not contiguous. Ranks are numbered through domains in
-    order and domains through hosts, so that only a host that is listed twice is such, and a rack
-    of hosts that do not follow each other."""
-    starts = np.flatnonzero(np.diff(group, prepend=-1))
-    ascending = starts.size == group[-1] + 1 and (np.diff(group) >= 0).all()
-    return starts if ascending else None
-
-
-def _group_sum(values: np.ndarray, group: np.ndarray, starts: np.ndarray | None) -> np.ndarray:
-    if starts is not None:
-        return np.add.reduceat(values, starts, axis=-1)[..., group]
-    member = (group[:, None] == np.arange(group.max() + 1)).astype(float)
-    return (values @ member)[..., group]
-
-
 def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
                  memory_bytes: int | tuple[int, ...] | None = None) -> Machine:
     """The arrays of `topology`.
@@ -179,18 +177,18 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
     unit = np.zeros((len(TERMS), domain.size))
     for r, k in enumerate(domain):
         d = topology.domains[k]
-        unit[MEMORY, r] = near[r] / (d.read_gbps * 1e9)
-        unit[COMPUTE, r] = 1e-9
-        unit[[LINK_IN, LINK_OUT], r] = 1 / (d.link_gbps * 1e9)
-        unit[[CROSS_IN, CROSS_OUT], r] = 1 / (d.cross_gbps * 1e9)
+        unit[Term.MEMORY, r] = near[r] / (d.read_gbps * 1e9)
+        unit[Term.COMPUTE, r] = 1e-9
+        unit[[Term.LINK_IN, Term.LINK_OUT], r] = 1 / (d.link_gbps * 1e9)
+        unit[[Term.CROSS_IN, Term.CROSS_OUT], r] = 1 / (d.cross_gbps * 1e9)
     if topology.hosts_share_links:
-        of_host = np.bincount(host, 1 / unit[CROSS_IN]) / np.bincount(host)
-        unit[[CROSS_IN, CROSS_OUT]] = 1 / of_host[host]
+        of_host = np.bincount(host, 1 / unit[Term.CROSS_IN]) / np.bincount(host)
+        unit[[Term.CROSS_IN, Term.CROSS_OUT]] = 1 / of_host[host]
     if topology.racks:
         uplink = np.array([x.uplink_gbps for x in topology.racks])
-        unit[[RACK_IN, RACK_OUT]] = in_rack / (uplink[rack] * 1e9)
+        unit[[Term.RACK_IN, Term.RACK_OUT]] = in_rack / (uplink[rack] * 1e9)
     if topology.host_gbps:
-        unit[HOST_MEMORY] = 1 / (topology.host_gbps * 1e9)
+        unit[Term.HOST_MEMORY] = 1 / (topology.host_gbps * 1e9)
     capacity = np.array([d.memory_bytes for d in topology.domains], float)
     capacity -= np.bincount(domain, np.broadcast_to(reserve_bytes, domain.size))
     if memory_bytes is not None:
@@ -210,9 +208,9 @@ def by_group(loads: np.ndarray, has_local: np.ndarray) -> np.ndarray:
     Returns:
         float64 [..., 8, W].
     """
-    local = loads[..., MEMORY:MEMORY + 1, :] + loads[..., COMPUTE:COMPUTE + 1, :]
+    local = (loads[..., Term.MEMORY, :] + loads[..., Term.COMPUTE, :])[..., None, :]
     out = local * has_local[..., None]
-    out[..., 1:, :] += loads[..., LINK_IN:, :]
+    out[..., 1:, :] += loads[..., Term.LINK_IN:, :]
     return np.asarray(out)
 
 
@@ -223,8 +221,8 @@ def add_wire(units: np.ndarray, machine: Machine) -> None:
         units: float64 [..., 9, W], by term and rank.
         machine: the machine.
     """
-    units[..., COMPUTE, :] += machine.topology.costs.wire_ns * (
-        units[..., CROSS_OUT, :] + units[..., CROSS_IN, :])
+    units[..., Term.COMPUTE, :] += machine.topology.costs.wire_ns * (
+        units[..., Term.CROSS_OUT, :] + units[..., Term.CROSS_IN, :])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,14 +279,16 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
     key_of_host = {host: (found, of_rack.get(host)) for host, found in of_host.items()}
     domain_keys = [(of_domain[k], key_of_host[d.host]) for k, d in enumerate(domains)]
     rank_keys = [(domain_keys[k], marks[r]) for r, k in enumerate(machine.domain.tolist())]
-    numbers = {key: i for i, key in enumerate(dict.fromkeys(rank_keys))}
-    domain_numbers = {key: i for i, key in enumerate(dict.fromkeys(domain_keys))}
-    host_keys = [key_of_host[host] for host in sorted(of_host)]
-    host_numbers = {key: i for i, key in enumerate(dict.fromkeys(host_keys))}
-    of_rank = np.array([numbers[k] for k in rank_keys], np.int64)
-    return RankClasses(of_rank, tuple(np.flatnonzero(of_rank == c) for c in range(len(numbers))),
-                       np.array([domain_numbers[k] for k in domain_keys], np.int64),
-                       np.array([host_numbers[k] for k in host_keys], np.int64))
+    of_rank = _numbered(rank_keys)
+    ranks = tuple(np.flatnonzero(of_rank == c) for c in range(int(of_rank.max()) + 1))
+    return RankClasses(of_rank, ranks, _numbered(domain_keys),
+                       _numbered([key_of_host[h] for h in sorted(of_host)]))
+
+
+def _numbered(keys: Sequence[Any]) -> np.ndarray:
+    """Numbers of keys in the order in which these first come, equal ones alike; int64 [N]."""
+    numbers = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[k] for k in keys], np.int64)
 
 
 def neighbourhoods(machine: Machine) -> tuple[np.ndarray, str]:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import require
 
 RESOLVE = "resolve"
 #: By phase, microseconds of dense compute on each rank.
@@ -42,21 +42,19 @@ def parse_overlap(value: Mapping[str, Any] | None, phases: Sequence[str],
     """
     known = [RESOLVE, *phases] if len(phases) > 1 else list(phases)
     what = "invalid overlap with dense compute"
-    if value is not None and not isinstance(value, Mapping):
-        raise InvalidInputError(fail(what, "overlap", value, "microseconds by phase",
-                                     "pass a mapping such as {'update': 400}"))
+    value = {} if value is None else value
+    require(what, "pass a mapping such as {'update': 400}",
+            ("overlap", value, isinstance(value, Mapping), "microseconds by phase"))
     out: Overlap = {}
-    for name, given in (value or {}).items():
-        if name not in known:
-            raise InvalidInputError(fail(what, "phase", name, f"one of {known}",
-                                         "name a phase of the objective"))
+    for name, given in value.items():
+        require(what, "name a phase of the objective",
+                ("phase", name, name in known, f"one of {known}"))
         each = list(given) if isinstance(given, list | tuple) else [given] * world_size
         numbers = all(isinstance(x, int | float) and not isinstance(x, bool)
                       and math.isfinite(x) and x >= 0 for x in each)
-        if not numbers or len(each) != world_size:
-            raise InvalidInputError(fail(what, name, given,
-                                         f"microseconds >= 0, one number or {world_size}",
-                                         "give one number for all ranks, or one for each"))
+        require(what, "give one number for all ranks, or one for each",
+                (name, given, numbers and len(each) == world_size,
+                 f"microseconds >= 0, one number or {world_size}"))
         if any(each):
             out[name] = tuple(float(x) for x in each)
     return out
@@ -76,9 +74,9 @@ def parse_argument(words: Sequence[str]) -> dict[str, Any] | None:
             each = [float(x) for x in text.split(",")]
         except ValueError:
             each = []
-        if not each or name in out:
-            raise InvalidInputError(fail("invalid overlap with dense compute", "overlap", word,
-                                         "PHASE=US or PHASE=US,US,... once per phase",
-                                         "write --overlap once for each phase, as update=400"))
+        require("invalid overlap with dense compute",
+                "write --overlap once for each phase, as update=400",
+                ("overlap", word, bool(each) and name not in out,
+                 "PHASE=US or PHASE=US,US,... once per phase"))
         out[name] = each if len(each) > 1 else each[0]
     return out or None

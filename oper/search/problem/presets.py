@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from importlib import resources
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require
 from oper.topology import Topology
 
 THIS_HOST = "this-host"
@@ -33,16 +33,16 @@ def topology_preset(name: str, world_size: int | None = None) -> Topology:
         InvalidInputError: no such preset or file, or a file that is no topology.
     """
     if name == THIS_HOST:
-        if world_size is not None and not 1 <= world_size <= MAX_THIS_HOST:
-            raise InvalidInputError(fail(
-                f"cannot plan for {THIS_HOST}", "world_size", world_size,
-                f"1..{MAX_THIS_HOST} processes of one machine",
-                "name a topology of several hosts, such as h100-16x8, or a TOML file"))
-        return Topology.this_host(2 if world_size is None else world_size)
+        world_size = 2 if world_size is None else world_size
+        require(f"cannot plan for {THIS_HOST}",
+                "name a topology of several hosts, such as h100-16x8, or a TOML file",
+                ("world_size", world_size, 1 <= world_size <= MAX_THIS_HOST,
+                 f"1..{MAX_THIS_HOST} processes of one machine"))
+        return Topology.this_host(world_size)
     topology = _find(name)
-    if world_size is not None and world_size != topology.world_size:
-        raise InvalidInputError(fail(f"topology {name!r} has a fixed number of ranks", "world_size",
-                                     world_size, f"{topology.world_size}", "leave it out"))
+    require(f"topology {name!r} has a fixed number of ranks", "leave it out",
+            ("world_size", world_size, world_size in (None, topology.world_size),
+             f"{topology.world_size}"))
     return topology
 
 
@@ -65,10 +65,8 @@ def _find(name: str) -> Topology:
 
 def _hosts(kind: str, num_hosts: int, per_host: int) -> Topology:
     """H hosts of N GPUs with the constants of the shipped two-host preset of that kind."""
-    if num_hosts < 1 or per_host < 1:
-        raise InvalidInputError(fail("invalid topology", "hosts, GPUs per host",
-                                     (num_hosts, per_host), ">= 1",
-                                     "name at least one host and one GPU, e.g. h100-2x8"))
+    require("invalid topology", "name at least one host and one GPU, e.g. h100-2x8",
+            ("hosts, GPUs per host", (num_hosts, per_host), min(num_hosts, per_host) >= 1, ">= 1"))
     shipped = _find(f"{kind}-2x8")
     one = shipped.domains[0]
     domains = tuple(replace(one, ranks=(r,), host=r // per_host)

@@ -28,10 +28,15 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require
 from oper.messages import EXACT, MessageBits, owners_pool
-from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Tier
-from oper.search.problem.constraints import Constraints, check_rows, parse_constraints
+from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES
+from oper.search.problem.constraints import (
+    Constraints,
+    TableConstraint,
+    check_rows,
+    parse_constraints,
+)
 from oper.search.problem.machine import Machine, make_machine
 from oper.search.problem.overlap import Overlap, parse_overlap
 from oper.search.problem.space import EXECUTABLE, check_allow, executed_space, used_by
@@ -203,12 +208,14 @@ class Problem:
                                      f"one of {[t.spec.name for t in self.tables][:8]}",
                                      "state the problem for this model"))
 
+    def held(self, name: str) -> TableConstraint:
+        """What table `name` is held to."""
+        return self.constraints.tables.get(name, TableConstraint())
+
     @property
     def free_tables(self) -> tuple[TableProblem, ...]:
         """The tables of which no constraint pins all rows in a placement of its own."""
-        held = self.constraints.tables
-        return tuple(t for t in self.tables
-                     if t.spec.name not in held or held[t.spec.name].tiers is None)
+        return tuple(t for t in self.tables if self.held(t.spec.name).tiers is None)
 
     def in_need(self) -> Problem:
         """The problem whose plans may use the last resort."""
@@ -220,34 +227,30 @@ class Problem:
 
     def placements_of(self, name: str) -> frozenset[str]:
         """Placements that table `name` may use."""
-        held = self.constraints.tables.get(name)
+        held = self.held(name)
         chosen = self.allow & {"replicated", "striped", "owned"}
-        if held is not None and held.placements is not None:
+        if held.placements is not None:
             chosen &= held.placements
-        owners = None if held is None else held.ranks
-        if owners is not None and len(set(owners)) < self.machine.world_size:
+        if held.ranks is not None and len(set(held.ranks)) < self.machine.world_size:
             chosen -= {"replicated"}
         # Replicas are in device memory.
         return chosen if "device" in self.memories_of(name) else chosen - {"replicated"}
 
     def modes_of(self, name: str) -> frozenset[str]:
         """Exchange modes that table `name` may use."""
-        held = self.constraints.tables.get(name)
-        chosen = self.allow & {"pull", "push"}
-        return chosen if held is None or held.modes is None else chosen & held.modes
+        chosen, modes = self.allow & {"pull", "push"}, self.held(name).modes
+        return chosen if modes is None else chosen & modes
 
-    def pinned_of(self, name: str) -> tuple[Tier, ...]:
-        """Tiers that some rows of table `name` are pinned to."""
-        held = self.constraints.tables.get(name)
-        return () if held is None else held.pinned
+    def owners_of(self, name: str) -> list[int]:
+        """Ranks that may own rows of table `name`, ascending."""
+        ranks = self.held(name).ranks
+        return list(range(self.machine.world_size)) if ranks is None else sorted(set(ranks))
 
     def memories_of(self, name: str) -> frozenset[str]:
         """Memories that may hold rows of table `name`; in host memory they are only pulled."""
-        held = self.constraints.tables.get(name)
         chosen = {"device"} | (self.allow & {"host"} if self.topology.host_memory_bytes else set())
-        if held is not None and held.memories is not None:
-            chosen &= held.memories
-        return frozenset(chosen)
+        memories = self.held(name).memories
+        return frozenset(chosen if memories is None else chosen & memories)
 
 
 def make_problem(
@@ -299,14 +302,12 @@ def make_problem(
     problem = Problem(entries, machine, objective, batch_size, chosen, held,
                       last_resort=frozenset(in_need))
     for t in specs:
-        if t.name in held.tables:
-            check_rows(t.name, held.tables[t.name], t.num_rows, world_size)
-        pinned = t.name in held.tables and held.tables[t.name].tiers is not None
-        if not pinned and not _may_place(problem, t.name):
-            raise InvalidInputError(
-                fail(f"nothing is left to choose for table {t.name!r}", "constraint",
-                     held.tables[t.name], f"a placement and a mode of {sorted(problem.allow)}",
-                     "relax the constraint or widen `allow`"))
+        mine = problem.held(t.name)
+        check_rows(t.name, mine, t.num_rows, world_size)
+        require(f"nothing is left to choose for table {t.name!r}",
+                "relax the constraint or widen `allow`",
+                ("constraint", mine, mine.tiers is not None or _may_place(problem, t.name),
+                 f"a placement and a mode of {sorted(problem.allow)}"))
     return problem
 
 
@@ -336,16 +337,13 @@ def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem
 
 def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
     what = "cannot state the problem"
-    if not isinstance(topology, Topology):
-        raise InvalidInputError(fail(what, "topology", topology, "an oper.Topology",
-                                     "make one with Topology.from_toml, or by name with "
-                                     "oper.search.topology_preset"))
-    if objective not in OBJECTIVES:
-        raise InvalidInputError(fail(what, "objective", objective, EXPECTED_OBJECTIVE,
-                                     "say whether the model trains or only infers"))
-    if not isinstance(batch_size, numbers.Integral) or not 1 <= int(batch_size) < 2**31:
-        raise InvalidInputError(fail(what, "batch_size", batch_size, "an integer >= 1 and < 2^31",
-                                     "pass the samples per rank and step"))
+    require(what, "make one with Topology.from_toml, or by name with oper.search.topology_preset",
+            ("topology", topology, isinstance(topology, Topology), "an oper.Topology"))
+    require(what, "say whether the model trains or only infers",
+            ("objective", objective, objective in OBJECTIVES, EXPECTED_OBJECTIVE))
+    is_right = isinstance(batch_size, numbers.Integral) and 1 <= int(batch_size) < 2**31
+    require(what, "pass the samples per rank and step",
+            ("batch_size", batch_size, is_right, "an integer >= 1 and < 2^31"))
 
 
 def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
@@ -353,33 +351,30 @@ def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
     """The problem's view of one table; raises InvalidInputError when statistics do not fit."""
     found = None if stats is None else table_stats_for(stats, spec.name, spec.num_rows)
     num_features = max(1, len(spec.features))
+    head, in_order, num_blocks, num_touched = np.zeros(0, np.int64), True, 8, spec.num_rows
     if stats is None or found is None or found.num_accesses == 0:
         traffic = Traffic(float(batch_size * num_features), float(batch_size * num_features),
                           np.ones(1), np.ones(1))
         curve = _curve([spec.num_rows], np.full(1, 1 / spec.num_rows), batch_size, world_size,
                        traffic, (1.0, 1.0))
-        edges = np.unique(np.array([0, *_geometric(spec.num_rows, 8), spec.num_rows], np.int64))
-        cumulative = np.stack([np.interp(edges, curve[ROWS], c) for c in curve])
-        none = np.zeros(0, np.int64)
-        return TableProblem(spec, traffic, edges, cumulative, True, none, none,
-                            np.zeros((NUM_FEATURES, 0)))
-    in_order = stats.ids_in_hotness_order
-    rows, probability = _hotness_classes(found, in_order)
-    traffic = _traffic(found, stats.num_samples, num_features, batch_size)
-    log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
-    stretch = _presence_stretch(found, rows, log_miss, traffic.num_bags / batch_size,
-                                (batch_size, batch_size * world_size))
-    curve = _curve(rows, probability, batch_size, world_size, traffic, stretch)
-    num_head = found.head_ids.size
-    num_touched = found.num_touched_rows
-    if not in_order and num_head < spec.num_rows:
-        # Beyond the head nobody knows which row is which: all of it has its mean hotness.
-        curve = curve[:, (curve[ROWS] <= num_head) | (curve[ROWS] == spec.num_rows)]
-        num_touched = num_head
+    else:
+        in_order, num_blocks = stats.ids_in_hotness_order, MAX_BLOCKS
+        rows, probability = _hotness_classes(found, in_order)
+        traffic = _traffic(found, stats.num_samples, num_features, batch_size)
+        log_miss = _log_miss(probability, traffic.lengths, traffic.length_share)
+        stretch = _presence_stretch(found, rows, log_miss, traffic.num_bags / batch_size,
+                                    (batch_size, batch_size * world_size))
+        curve = _curve(rows, probability, batch_size, world_size, traffic, stretch)
+        num_touched = found.num_touched_rows
+        if not in_order:
+            head = found.head_ids
+            if head.size < spec.num_rows:
+                # Beyond the head nobody knows which row is which: all of it has its mean hotness.
+                curve = curve[:, (curve[ROWS] <= head.size) | (curve[ROWS] == spec.num_rows)]
+                num_touched = head.size
     edges = np.unique(np.array(
-        [0, *_geometric(num_touched, MAX_BLOCKS), num_touched, spec.num_rows], np.int64))
+        [0, *_geometric(num_touched, num_blocks), num_touched, spec.num_rows], np.int64))
     cumulative = np.stack([np.interp(edges, curve[ROWS], c) for c in curve])
-    head = np.zeros(0, np.int64) if in_order else found.head_ids
     explicit = head[:_NUM_EXPLICIT]
     order = np.argsort(explicit)
     position = np.arange(explicit.size + 1)

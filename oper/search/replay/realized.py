@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -17,36 +18,8 @@ from oper.messages import number_bytes, owners_pool
 from oper.plan import Piece, Plan
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.model import CostModel, Phase
-from oper.search.cost.tally import (
-    ANSWERS,
-    BACKWARD_IDS,
-    BACKWARD_NS,
-    BROADCAST,
-    FORWARD_NS,
-    GRAD_BYTES,
-    GRADS,
-    HOST_SENT,
-    HOST_SERVED,
-    NUM_RELATIONAL,
-    NUM_ROWS,
-    PUSH_IDS,
-    RETURNED,
-    SERVED,
-    UPDATE_BYTES,
-    Tally,
-)
-from oper.search.problem.machine import (
-    CROSS_IN,
-    CROSS_OUT,
-    HOST_MEMORY,
-    LINK_IN,
-    LINK_OUT,
-    MEMORY,
-    RACK_IN,
-    RACK_OUT,
-    Machine,
-    add_wire,
-)
+from oper.search.cost.tally import GRAD_BYTES, NUM_RELATIONAL, NUM_ROWS, Row, Tally
+from oper.search.problem.machine import Machine, Term, add_wire
 from oper.search.problem.statement import (
     IDS,
     NUM_FEATURES,
@@ -71,41 +44,14 @@ class StepLoad:
     ids_us: np.ndarray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Exchange:
-    """Bytes between ranks in one step; float64 [W, W] each, by the rank that has them and the rank
-    that gets them.
-
-    Attributes:
-        rows: distinct rows that a reader pulls.
-        ids: ids that a reader pushes.
-        partials: partial sums, and as many bytes of bag gradients the other way.
-        in_host: rows in host memory, for every id; what another host's ranks would read is unused.
-        host_sent: distinct rows in host memory; what ranks of the owner's host get is unused.
-        gradients: summed gradients of rows.
-        copies: changed rows, to each rank with a copy; those of one domain are counted elsewhere.
-        answers, returned: messages to and from ranks of other hosts, in place of rows, rows in host
-            memory and partial sums, and of gradients of rows and bags; others are unused.
-    """
-
-    rows: np.ndarray
-    in_host: np.ndarray
-    host_sent: np.ndarray
-    ids: np.ndarray
-    partials: np.ndarray
-    gradients: np.ndarray
-    copies: np.ndarray
-    answers: np.ndarray
-    returned: np.ndarray
-
-    @staticmethod
-    def none(world_size: int) -> Exchange:
-        """No bytes."""
-        return Exchange(*(np.zeros((world_size, world_size)) for _ in range(9)))
-
-
 class RealizedLoad:
     """Phases of a step on real batches.
+
+    What ranks exchange is float64 [9, W, W], bytes by relational row of a tally, by the rank that
+    has them, and by the rank that gets them. Bag gradients are as many bytes as partial sums, the
+    other way. Of rows in host memory, what ranks of another host would read there is unused, and so
+    is what the owner's host would be sent; of messages, those within a host; of changed rows, those
+    to copies in one domain, which are counted elsewhere.
 
     Args:
         plan: the plan.
@@ -121,11 +67,8 @@ class RealizedLoad:
                                   problem.topology.num_hosts)
         self.placed = {e.table.name: [Placed(e, self.world_size, k, not self._pools)
                                       for k in range(len(e.pieces))] for e in plan.tables}
-        tallies = [self.model.tally(problem.table(e.table.name), e.pieces, True)
-                   for e in plan.tables]
-        self.fixed_us = self.model.fixed_us(Tally(
-            np.zeros((NUM_ROWS, self.world_size)), {}, sum(t.num_pushed for t in tallies),
-            sum(t.num_split for t in tallies)))
+        self.fixed_us = self.model.fixed_us(reduce(Tally.plus, (
+            self.model.tally(problem.table(e.table.name), e.pieces, True) for e in plan.tables)))
         self.has_push = any(p.has_push for ps in self.placed.values() for p in ps)
 
     def step(self, ranks: Sequence[RankBatch]) -> StepLoad:
@@ -134,7 +77,8 @@ class RealizedLoad:
         Raises:
             InvalidInputError: a bad batch.
         """
-        rows, exchange = np.zeros((NUM_ROWS, self.world_size)), Exchange.none(self.world_size)
+        rows = np.zeros((NUM_ROWS, self.world_size))
+        exchange = np.zeros((NUM_RELATIONAL, self.world_size, self.world_size))
         for entry in self.plan.tables:
             t = self.problem.table(entry.table.name)
             batches = [table_batch(entry.table, b) for b in ranks]
@@ -153,10 +97,10 @@ class RealizedLoad:
         phases = tuple(Phase(name, units[k], seconds[k], self.fixed_us[k],
                              self.model.hidden[k], self.model.has_local[k])
                        for k, name in enumerate(self.model.phases))
-        return StepLoad(phases, rows[BACKWARD_IDS] * self.model.costs.sort_ns / 1e3)
+        return StepLoad(phases, rows[Row.BACKWARD_IDS] * self.model.costs.sort_ns / 1e3)
 
     def _piece(self, t: TableProblem, piece: Piece, placed: Placed,
-               batches: Sequence[TableBatch], exchange: Exchange) -> np.ndarray:
+               batches: Sequence[TableBatch], exchange: np.ndarray) -> np.ndarray:
         """Adds to `exchange`; returns each rank's own tally rows, float64 [22, W]."""
         width, world = piece.stop - piece.start, self.world_size
         messages = self.model.messages
@@ -164,43 +108,40 @@ class RealizedLoad:
         rows, own = np.zeros((NUM_ROWS, world)), np.zeros(world)
         for k, tier in enumerate(piece.tiers):
             owner = features[k]
+            out = self.model.tier_rows(t, width, tier, owner)  # [W readers, 22, W owners]
             if tier.mode == "push" and self._pools:
-                out = self.model.tier_rows(t, width, tier, owner)
                 rows += _own(out.mean(axis=0))  # an owner pools for all, a mean times their number
-                exchange.ids.__iadd__(out[:, PUSH_IDS])
+                exchange[Row.PUSH_IDS] += out[:, Row.PUSH_IDS]
                 own += np.diagonal(owner[:, IDS])
             elif tier.placement == "replicated":
-                out = self.model.tier_rows(t, width, tier, owner)
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
                 holds = np.isin(np.arange(world), tier.ranks)
-                exchange.copies.__iadd__(out[0, BROADCAST][:, None] * holds)
+                exchange[Row.BROADCAST] += out[0, Row.BROADCAST][:, None] * holds
                 # As the model has it: ranks that share a memory read and write for themselves.
                 near = self.problem.machine.domain_sum(holds.astype(float))
-                rows[UPDATE_BYTES] += 2 * self.problem.machine.domain_sum(
-                    out[0, BROADCAST]) * holds * (near > 1)
+                rows[Row.UPDATE_BYTES] += 2 * self.problem.machine.domain_sum(
+                    out[0, Row.BROADCAST]) * holds * (near > 1)
                 # A rank without a copy in its domain reads one of its host, else any.
                 read = _nearest(holds, self.problem.machine) * owner[:, TOUCHED].sum(axis=1)
-                exchange.rows.__iadd__(read * (t.spec.row_bytes * width / t.spec.dim))
-                exchange.answers.__iadd__(read * messages.answer_bytes(t, width))
+                exchange[Row.SERVED] += read * (t.spec.row_bytes * width / t.spec.dim)
+                exchange[Row.ANSWERS] += read * messages.answer_bytes(t, width)
             else:
-                out = self.model.tier_rows(t, width, tier, owner)
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
-                exchange.rows.__iadd__(out[:, SERVED].T)
-                exchange.answers.__iadd__(out[:, ANSWERS].T)
-                exchange.in_host.__iadd__(out[:, HOST_SERVED].T)
-                exchange.host_sent.__iadd__(out[:, HOST_SENT].T)
+                for served in (Row.SERVED, Row.ANSWERS, Row.HOST_SERVED, Row.HOST_SENT):
+                    exchange[served] += out[:, served].T
             if tier.mode != "push":
-                exchange.gradients.__iadd__(out[:, GRADS])
-                exchange.returned.__iadd__(out[:, RETURNED])
+                for returned in (Row.GRADS, Row.RETURNED):
+                    exchange[returned] += out[:, returned]
         if placed.has_push:
-            sums, bits = _partials(placed, batches, world), messages.bits
-            exchange.partials.__iadd__(sums * width * GRAD_BYTES)
-            exchange.answers.__iadd__(sums * number_bytes(bits.answers, width))
-            exchange.returned.__iadd__(sums.T * number_bytes(bits.gradients, width))
+            sums = np.stack([placed.pooled(b)[1] for b in batches], axis=1)  # by owner and reader
+            bits = messages.bits
+            exchange[Row.PARTIALS] += sums * width * GRAD_BYTES
+            exchange[Row.ANSWERS] += sums * number_bytes(bits.answers, width)
+            exchange[Row.RETURNED] += sums.T * number_bytes(bits.gradients, width)
             owners = {r for tier in piece.tiers
                       for r in (tier.ranks if tier.mode == "push" else (-1,))}
             has_all = np.array([owners == {r} for r in range(world)])
-            rows[[FORWARD_NS, BACKWARD_NS]] += self.model.own_requests(own, has_all)
+            rows[[Row.FORWARD_NS, Row.BACKWARD_NS]] += self.model.own_requests(own, has_all)
         return rows
 
     def _features(self, num_tiers: int, placed: Placed, batches: Sequence[TableBatch]
@@ -220,23 +161,23 @@ class RealizedLoad:
         out[:, :, TOUCHED_ALL] = every.reshape(num_tiers, 1, world)
         return out
 
-    def _exchange(self, units: np.ndarray, x: Exchange) -> None:
+    def _exchange(self, units: np.ndarray, x: np.ndarray) -> None:
         machine = self.problem.machine
         near = machine.domain[:, None] == machine.domain[None, :]
         forward = units[self.model.phases.index("forward")]
-        transfer(forward, x.rows + x.partials, x.answers, machine)
+        transfer(forward, x[Row.SERVED] + x[Row.PARTIALS], x[Row.ANSWERS], machine)
         same = machine.host[:, None] == machine.host[None, :]
-        sent = x.host_sent * ~same
-        forward[HOST_MEMORY] += (x.in_host * same).sum(axis=0) + sent.sum(axis=1)
-        transfer(forward, x.ids, x.ids, machine)
-        forward[MEMORY] += 2 * x.partials.sum(axis=0)
+        sent = x[Row.HOST_SENT] * ~same
+        forward[Term.HOST_MEMORY] += (x[Row.HOST_SERVED] * same).sum(axis=0) + sent.sum(axis=1)
+        transfer(forward, x[Row.PUSH_IDS], x[Row.PUSH_IDS], machine)
+        forward[Term.MEMORY] += 2 * x[Row.PARTIALS].sum(axis=0)
         if self.problem.training:
-            update = units[-1]
-            update[MEMORY] += x.partials.sum(axis=1)
-            update[MEMORY] += (x.gradients * near).sum(axis=0)
-            transfer(update, x.gradients + x.partials.T, x.returned, machine)
-            update[MEMORY] += (x.copies * ~near).sum(axis=0)
-            transfer(update, x.copies, x.copies, machine, reads_source=False)
+            update, gradients = units[-1], x[Row.GRADS] + x[Row.PARTIALS].T
+            update[Term.MEMORY] += x[Row.PARTIALS].sum(axis=1)
+            update[Term.MEMORY] += (x[Row.GRADS] * near).sum(axis=0)
+            transfer(update, gradients, x[Row.RETURNED], machine)
+            update[Term.MEMORY] += (x[Row.BROADCAST] * ~near).sum(axis=0)
+            transfer(update, x[Row.BROADCAST], x[Row.BROADCAST], machine, reads_source=False)
         add_wire(units, machine)
 
 
@@ -254,15 +195,15 @@ def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: 
     """
     host = machine.host[:, None] == machine.host[None, :]
     far = machine.domain[:, None] != machine.domain[None, :]
-    out[LINK_OUT] += (amount * (far & host)).sum(axis=1)
-    out[LINK_IN] += (amount * (far & host)).sum(axis=0)
-    out[CROSS_OUT] += (message * ~host).sum(axis=1)
-    out[CROSS_IN] += (message * ~host).sum(axis=0)
+    out[Term.LINK_OUT] += (amount * (far & host)).sum(axis=1)
+    out[Term.LINK_IN] += (amount * (far & host)).sum(axis=0)
+    out[Term.CROSS_OUT] += (message * ~host).sum(axis=1)
+    out[Term.CROSS_IN] += (message * ~host).sum(axis=0)
     rack = machine.rack[:, None] == machine.rack[None, :]
-    out[RACK_OUT] += (message * ~rack).sum(axis=1)
-    out[RACK_IN] += (message * ~rack).sum(axis=0)
+    out[Term.RACK_OUT] += (message * ~rack).sum(axis=1)
+    out[Term.RACK_IN] += (message * ~rack).sum(axis=0)
     if reads_source:
-        out[MEMORY] += (amount * far).sum(axis=1)
+        out[Term.MEMORY] += (amount * far).sum(axis=1)
 
 
 def _nearest(holds: np.ndarray, machine: Machine) -> np.ndarray:
@@ -279,15 +220,4 @@ def _own(rows: np.ndarray) -> np.ndarray:
     """Tally rows without those between ranks; float64 [22, W]."""
     out = rows.copy()
     out[:NUM_RELATIONAL] = 0.0
-    return out
-
-
-def _partials(placed: Placed, batches: Sequence[TableBatch], world: int) -> np.ndarray:
-    """Partial sums by owner and reader, float64 [W, W]."""
-    out = np.zeros((world, world))
-    for reader, batch in enumerate(batches):
-        tier, owner = placed.resolve(batch.ids)
-        pushed = placed.pushed(tier)
-        pairs = np.unique(owner[pushed] * max(1, batch.num_bags) + batch.bags[pushed])
-        out[:, reader] = np.bincount(pairs // max(1, batch.num_bags), minlength=world)
     return out

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require
 from oper.messages import owners_pool
 from oper.plan import Plan, TablePlan
 from oper.rows.directory import TableDirectory
@@ -69,11 +69,10 @@ def table_batch(table: TableSpec, batch: RankBatch) -> TableBatch:
     ids = np.concatenate([p.ids for p in parts]) if parts else np.zeros(0, np.int64)
     lengths = np.concatenate([p.lengths for p in parts]) if parts else np.zeros(0, np.int64)
     for feature, part in zip([f for f in table.features if f in batch], parts, strict=True):
-        if (part.lengths.size and part.lengths.min() < 0) or part.lengths.sum() != part.ids.size:
-            raise InvalidInputError(fail(f"cannot replay feature {feature!r}", "sum(lengths)",
-                                         int(part.lengths.sum()),
-                                         f"{part.ids.size} with no negative length",
-                                         "correct the batch"))
+        total = int(part.lengths.sum())
+        require(f"cannot replay feature {feature!r}", "correct the batch", (
+            "sum(lengths)", total, total == part.ids.size and bool((part.lengths >= 0).all()),
+            f"{part.ids.size} with no negative length"))
     if ids.size and not 0 <= ids.min() <= ids.max() < table.num_rows:
         bad = ids[(ids < 0) | (ids >= table.num_rows)][0]
         raise InvalidInputError(fail(f"cannot replay lookups in table {table.name!r}", "id",
@@ -81,6 +80,12 @@ def table_batch(table: TableSpec, batch: RankBatch) -> TableBatch:
                                      "replay data that the plan was made for"))
     return TableBatch(ids, np.repeat(np.arange(lengths.size), lengths), int(lengths.size),
                       any(p.weighted for p in parts), any(p.trains_weights for p in parts))
+
+
+def require_batches(ranks: Sequence[RankBatch], world_size: int) -> None:
+    """Raise InvalidInputError unless there is one batch per rank."""
+    require("cannot replay a step", "pass every rank's batch",
+            ("batches", len(ranks), len(ranks) == world_size, f"one per rank, {world_size}"))
 
 
 class Placed:
@@ -128,6 +133,17 @@ class Placed:
         """bool [n], whether `rank` has a copy of the rows of a tier number (int64 [n])."""
         return self._holds[rank][tier]
 
+    def pooled(self, batch: TableBatch, reader: int | None = None
+               ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, and bags with any of them, that each owner pools of a batch: all that are pushed, or
+        those that a reader asks for; int64 [W] each."""
+        tier, owner = self.resolve(batch.ids)
+        pushed = self.pushed(tier) if reader is None else self.pushed_by(reader, tier)
+        world, num_bags = len(self._holds), max(1, batch.num_bags)
+        pairs = np.unique(owner[pushed] * num_bags + batch.bags[pushed])
+        return (np.bincount(owner[pushed], minlength=world),
+                np.bincount(pairs // num_bags, minlength=world))
+
 
 class Replay:
     """Counts what the ranks read of their batches under a plan.
@@ -168,9 +184,7 @@ class Replay:
     def counts(self, ranks: Sequence[RankBatch]) -> Iterator[np.ndarray]:
         """int64 [13, W, W] by kind, reader and peer, for one piece after the other."""
         world = self.plan.world_size
-        if len(ranks) != world:
-            raise InvalidInputError(fail("cannot replay a step", "batches", len(ranks),
-                                         f"one per rank, {world}", "pass every rank's batch"))
+        require_batches(ranks, world)
         for entry in self.plan.tables:
             batches = [table_batch(entry.table, b) for b in ranks]
             pieces = [Placed(entry, world, k, not self._pools) for k in range(len(entry.pieces))]
@@ -206,14 +220,12 @@ def _count_forward(counts: np.ndarray, placed: Placed, reader: int, batch: Table
         counts[KIND["weight_rows"], reader] += np.bincount(seen, minlength=world)
     if not placed.has_push:
         return
-    asked = np.bincount(owner[pushed], minlength=world)
+    asked, bags = placed.pooled(batch, reader)
     counts[KIND["ids"], :, reader] += asked
     if batch.weighted:
         counts[KIND["id_weights"], :, reader] += asked
     np.fill_diagonal(counts[KIND["pooled_rows"]], counts[KIND["pooled_rows"]].diagonal() + asked)
-    bags = np.unique(owner[pushed] * max(1, batch.num_bags) + batch.bags[pushed])
-    counts[KIND["partial_sums"], reader] += np.bincount(bags // max(1, batch.num_bags),
-                                                        minlength=world)
+    counts[KIND["partial_sums"], reader] += bags
 
 
 def _count_once(counts: np.ndarray, placed: Placed, reader: int, batch: TableBatch) -> None:
@@ -231,12 +243,11 @@ def _count_once(counts: np.ndarray, placed: Placed, reader: int, batch: TableBat
 def _count_gradients(counts: np.ndarray, placed: Placed, sender: int, batch: TableBatch,
                      passes: int) -> None:
     world = counts.shape[1]
-    ids, number = np.unique(batch.ids, return_counts=True)
-    tier, owner = placed.resolve(ids)
-    pushed = placed.pushed_by(sender, tier)
-    counts[KIND["gradient_rows"], :, sender] += passes * np.bincount(owner[~pushed],
+    tier, owner = placed.resolve(np.unique(batch.ids))
+    pulled = ~placed.pushed_by(sender, tier)
+    counts[KIND["gradient_rows"], :, sender] += passes * np.bincount(owner[pulled],
                                                                      minlength=world)
-    asked = np.bincount(owner[pushed], number[pushed], minlength=world).astype(np.int64)
+    asked, _ = placed.pooled(batch, sender)
     counts[KIND["gradient_ids"], :, sender] += asked
     counts[KIND["bag_gradients"], :, sender] += asked
     if batch.weighted:

@@ -1,4 +1,4 @@
-"""Steps as events in time: who works, who waits, what runs beside what; as a Chrome trace.
+"""Steps as bars in time: who works, who waits, what runs beside what; as a Chrome trace.
 
 Every rank has two lanes, lookups and dense compute, and one per direction and class of link. A
 training step on a rank: forward (and, with pushed tiers, a barrier), dense compute, backward,
@@ -22,43 +22,13 @@ import numpy as np
 
 from oper.errors import require_fields
 from oper.search.cost.model import Phase
-from oper.search.problem.machine import (
-    CROSS_IN,
-    CROSS_OUT,
-    LINK_IN,
-    LINK_OUT,
-    RACK_IN,
-    RACK_OUT,
-    TERMS,
-)
+from oper.search.problem.machine import TERMS, Term
 from oper.search.replay.realized import StepLoad
 from oper.support.trace_events import Bar, trace_of, write_trace
 
 LANES = ("lookups", "dense", *TERMS[2:])
 LOOKUPS, DENSE = 0, 1
-_LINKS = (LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, RACK_IN, RACK_OUT)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One bar of the timeline: what a rank does for some time.
-
-    Attributes:
-        rank: the rank.
-        lane: index in `LANES`: which of its resources is used.
-        name: label.
-        step: number of the training step.
-        start_us, length_us: begin and duration.
-        num_bytes: bytes over the link, or from and to memory.
-    """
-
-    rank: int
-    lane: int
-    name: str
-    step: int
-    start_us: float
-    length_us: float
-    num_bytes: float = 0.0
+_LINKS = (Term.LINK_IN, Term.LINK_OUT, Term.CROSS_IN, Term.CROSS_OUT, Term.RACK_IN, Term.RACK_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +56,17 @@ class Schedule:
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """Events of a run.
+    """What ranks do in a run.
 
     Attributes:
-        events: in no particular order.
+        bars: what ranks (`process`) do for some time on each of their lanes (`thread`, an index in
+            `LANES`), in no particular order; `args` has the step, and the bytes over the link or
+            from and to memory.
         ends_us: when each step ended on its slowest rank.
     """
 
     world_size: int
-    events: list[Event] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
     ends_us: list[float] = field(default_factory=list)
 
     @property
@@ -104,10 +76,8 @@ class Timeline:
 
     def to_json(self) -> dict[str, Any]:
         """The trace: metadata, then events in order of time."""
-        bars = [Bar(e.rank, e.lane, e.name, LANES[e.lane], e.start_us, e.length_us,
-                    {"step": e.step, "bytes": round(e.num_bytes)}) for e in self.events]
-        used = sorted({(e.rank, e.lane) for e in self.events})
-        return trace_of(bars, {rank: f"rank {rank}" for rank in range(self.world_size)},
+        used = sorted({(x.process, x.thread) for x in self.bars})
+        return trace_of(self.bars, {rank: f"rank {rank}" for rank in range(self.world_size)},
                         {(rank, lane): LANES[lane] for rank, lane in used})
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
@@ -117,10 +87,9 @@ class Timeline:
 
 def run(steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> Timeline:
     """Play the steps one after the other."""
-    player = _Training(steps, schedule, world_size) if schedule.training else _Inference(
-        steps, schedule, world_size)
+    player = _Player(steps, schedule, world_size)
     for number in range(len(steps)):
-        player.play(number)
+        (player.train if schedule.training else player.answer)(number)
     return player.timeline
 
 
@@ -129,12 +98,15 @@ class _Player:
         self.steps, self.schedule = steps, schedule
         self.timeline = Timeline(world_size)
         self.now = np.zeros(world_size)  # when each rank's lookup lane is free
+        #: float64 [steps, W], work that needs a later batch's ids alone and did not run ahead yet.
+        self.left = np.array([s.ids_us for s in steps]).reshape(len(steps), world_size)
+        self.answered: list[np.ndarray] = []  # by batch, when each rank's dense compute ended
 
     def add(self, rank: int, lane: int, name: str, step: int, span: tuple[float, float],
             num_bytes: float = 0.0) -> None:
         if span[1] > span[0]:
-            self.timeline.events.append(
-                Event(rank, lane, name, step, span[0], span[1] - span[0], num_bytes))
+            self.timeline.bars.append(Bar(rank, lane, name, LANES[lane], span[0], span[1] - span[0],
+                                          {"step": step, "bytes": round(num_bytes)}))
 
     def phase(self, number: int, phase: Phase, less_us: np.ndarray | float = 0.0) -> None:
         """One phase on all ranks, each from when it is free; `less_us` has been done before."""
@@ -156,13 +128,7 @@ class _Player:
             self.add(rank, LOOKUPS, "wait", number, (start, end))
         self.now = np.full(self.now.shape, end)
 
-
-class _Training(_Player):
-    def __init__(self, steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> None:
-        super().__init__(steps, schedule, world_size)
-        self.left = np.array([s.ids_us for s in steps]).reshape(len(steps), world_size)
-
-    def play(self, number: int) -> None:
+    def train(self, number: int) -> None:
         step = self.steps[number]
         forward, backward, update = step.phases[-3:]
         self.phase(number, forward)
@@ -188,13 +154,7 @@ class _Training(_Player):
                 at += length
         self.now = self.now + dense
 
-
-class _Inference(_Player):
-    def __init__(self, steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> None:
-        super().__init__(steps, schedule, world_size)
-        self.answered: list[np.ndarray] = []
-
-    def play(self, number: int) -> None:
+    def answer(self, number: int) -> None:
         before = number - self.schedule.in_flight
         if before >= 0:
             self.now = np.maximum(self.now, self.answered[before])

@@ -10,12 +10,18 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import require
 from oper.messages import MessageBits, number_bytes, owners_pool
-from oper.plan import Plan
+from oper.plan import Piece, Plan
 from oper.rows.directory import needs_across
 from oper.rows.traffic import ROW_WISE, SENT
-from oper.search.replay.simulate import Placed, RankBatch, TableBatch, table_batch
+from oper.search.replay.simulate import (
+    Placed,
+    RankBatch,
+    TableBatch,
+    require_batches,
+    table_batch,
+)
 from oper.tables import TableSpec
 
 _KIND = {name: k for k, name in enumerate(SENT)}
@@ -24,25 +30,19 @@ _HEAD_UNIT_BYTES = 1024  # of which it has whole ones
 
 
 class _Sizes:
-    """Bytes of rows and gradients of one column piece on the wire; arrays take whole words."""
+    """Bytes of rows and gradients of one column piece on the wire."""
 
-    def __init__(self, table: TableSpec, width: int, bits: MessageBits) -> None:
+    def __init__(self, table: TableSpec, piece: Piece, bits: MessageBits) -> None:
+        width = piece.stop - piece.start
         self.row = table.row_bytes * width // table.dim
-        self._answer = int(bits.row_bytes(table, width))
-        self._sum = number_bytes(bits.answers, width)
-        self._gradient = number_bytes(bits.gradients, width)
+        self.answer = int(bits.row_bytes(table, width))
+        self.sum = number_bytes(bits.answers, width)
+        self.gradient = number_bytes(bits.gradients, width)
 
-    def rows(self, number: int) -> int:
-        """Of so many rows."""
-        return (number * self._answer + 3) // 4 * 4
 
-    def sums(self, number: int) -> int:
-        """Of so many partial sums."""
-        return (number * self._sum + 3) // 4 * 4
-
-    def gradients(self, number: int) -> int:
-        """Of so many gradients."""
-        return (number * self._gradient + 3) // 4 * 4
+def _words(number: np.ndarray, num_bytes: int) -> np.ndarray:
+    """Bytes of arrays of so many numbers of so many bytes each: whole words; int64 [W] of both."""
+    return np.asarray((number * num_bytes + 3) // 4 * 4)
 
 
 class WireReplay:
@@ -60,10 +60,9 @@ class WireReplay:
 
     def __init__(self, plan: Plan, domain_of: Sequence[int], training: bool | None = None, *,
                  clipped: Collection[str] = ()) -> None:
-        if len(domain_of) != plan.world_size:
-            raise InvalidInputError(fail("cannot replay the exchange", "domain_of",
-                                         list(domain_of)[:16], f"one per rank, {plan.world_size}",
-                                         "pass the domains of this plan's ranks"))
+        require("cannot replay the exchange", "pass the domains of this plan's ranks", (
+            "domain_of", list(domain_of)[:16], len(domain_of) == plan.world_size,
+            f"one per rank, {plan.world_size}"))
         self.plan, self.clipped = plan, clipped
         self.training = plan.objective == "training" if training is None else training
         domains = np.asarray(domain_of)
@@ -85,29 +84,26 @@ class WireReplay:
             InvalidInputError: another number of batches than ranks, or a bad batch.
         """
         world = self.plan.world_size
-        if len(ranks) != world:
-            raise InvalidInputError(fail("cannot replay a step", "batches", len(ranks),
-                                         f"one per rank, {world}", "pass every rank's batch"))
+        require_batches(ranks, world)
         sent = np.zeros((len(SENT), world, world), np.int64)
         rounds, trains_weights = 0, False
         for entry, pieces in zip(self.plan.tables, self._placed, strict=True):
             table = entry.table
             batches = [table_batch(table, b) for b in ranks]
             trains_weights |= any(b.trains_weights for b in batches)
+            touched = np.unique(np.concatenate([b.ids for b in batches]))
             for piece, placed in zip(entry.pieces, pieces, strict=True):
-                sizes = _Sizes(table, piece.stop - piece.start, self.plan.message_bits)
+                sizes = _Sizes(table, piece, self.plan.message_bits)
                 for rank, batch in enumerate(batches):
                     self._lookup(sent, placed, sizes, rank, batch)
                     if self.training:
                         self._gradients(sent, placed, sizes, rank, batch)
-            if self.training:
-                touched = np.unique(np.concatenate([b.ids for b in batches]))
-                mine = self._rounds(table, len(pieces))
+                if self.training:
+                    self._refreshes(sent, placed, sizes, touched)
+            if self.training and len(pieces) > 1:
+                mine = int(table.name in self.clipped) + int(table.optimizer in ROW_WISE)
                 rounds = max(rounds, mine)
                 self._squares(sent, pieces, touched, mine)
-                for piece, placed in zip(entry.pieces, pieces, strict=True):
-                    sizes = _Sizes(table, piece.stop - piece.start, self.plan.message_bits)
-                    self._refreshes(sent, placed, sizes, touched)
         # Where owners pool rows of pushed tiers, those of pulled tiers travel in the same phases.
         phases = 2 if self._has_push else int(self._needs.gathers)
         if self.training:
@@ -126,47 +122,34 @@ class WireReplay:
         self._rows(sent, sizes, reader, (batch.ids, owner), ~near & ~pushed)
         if self.training and batch.trains_weights:
             self._rows(sent, sizes, reader, (batch.ids, owner), ~near)
-        for peer, ids, bags in _requests(owner, batch.bags, pushed):
-            sent[_KIND["ids"], reader, peer] += 4 * ids + (ids + 31) // 32 * 4
-            if batch.weighted:
-                sent[_KIND["id_weights"], reader, peer] += 4 * ids
-            sent[_KIND["partial_sums"], peer, reader] += sizes.sums(bags)
+        asked, bags = placed.pooled(batch, reader)
+        sent[_KIND["ids"], reader] += 4 * asked + (asked + 31) // 32 * 4
+        if batch.weighted:
+            sent[_KIND["id_weights"], reader] += 4 * asked
+        sent[_KIND["partial_sums"], :, reader] += _words(bags, sizes.sum)
 
     @staticmethod
     def _rows(sent: np.ndarray, sizes: _Sizes, reader: int, of: tuple[np.ndarray, np.ndarray],
               asked: np.ndarray) -> None:
         """Rows that a reader asks for: ids and their owners, and which of them."""
-        ids, first = np.unique(of[0][asked], return_index=True)
+        _, first = np.unique(of[0][asked], return_index=True)
         number = np.bincount(of[1][asked][first], minlength=sent.shape[1])
-        assert number.sum() == ids.size
-        for peer in np.flatnonzero(number).tolist():
-            sent[_KIND["row_ids"], reader, peer] += 4 * number[peer]
-            sent[_KIND["rows"], peer, reader] += sizes.rows(int(number[peer]))
+        sent[_KIND["row_ids"], reader] += 4 * number
+        sent[_KIND["rows"], :, reader] += _words(number, sizes.answer)
 
     @staticmethod
     def _gradients(sent: np.ndarray, placed: Placed, sizes: _Sizes, sender: int,
                    batch: TableBatch) -> None:
-        ids = np.unique(batch.ids)
-        tier, owner = placed.resolve(ids)
+        tier, owner = placed.resolve(np.unique(batch.ids))
         number = np.bincount(owner[~placed.pushed_by(sender, tier)], minlength=sent.shape[1])
-        for peer in np.flatnonzero(number).tolist():
-            sent[_KIND["gradient_rows"], sender, peer] += (
-                4 * number[peer] + sizes.gradients(int(number[peer])))
+        sent[_KIND["gradient_rows"], sender] += 4 * number + _words(number, sizes.gradient)
         # Owners keep the ids of the forward pass, which are those of the backward pass.
-        tier, owner = placed.resolve(batch.ids)
-        for peer, _, bags in _requests(owner, batch.bags, placed.pushed_by(sender, tier)):
-            sent[_KIND["bag_gradients"], sender, peer] += sizes.gradients(bags)
-
-    def _rounds(self, table: TableSpec, num_pieces: int) -> int:
-        """How often owners of column pieces exchange squares."""
-        if num_pieces == 1:
-            return 0
-        return int(table.name in self.clipped) + int(table.optimizer in ROW_WISE)
+        _, bags = placed.pooled(batch, sender)
+        sent[_KIND["bag_gradients"], sender] += _words(bags, sizes.gradient)
 
     def _squares(self, sent: np.ndarray, pieces: Sequence[Placed], touched: np.ndarray,
                  rounds: int) -> None:
-        if not rounds:
-            return
+        """The sums of squares that owners of column pieces exchange, so often."""
         owners = [p.resolve(touched)[1] for p in pieces]
         for mine in owners:
             for peer in range(self.plan.world_size):
@@ -180,14 +163,4 @@ class WireReplay:
         for peer in range(self.plan.world_size):
             number = np.bincount(owner[placed.held(peer, tier)], minlength=self.plan.world_size)
             sent[_KIND["refreshed_rows"], :, peer] += np.where(
-                number > 0, 4 * (number + 1) + (number * sizes.row + 3) // 4 * 4, 0)
-
-
-def _requests(owner: np.ndarray, bags: np.ndarray, pushed: np.ndarray
-              ) -> list[tuple[int, int, int]]:
-    """Owner, ids and distinct bags of what a reader asks each owner to pool."""
-    found = []
-    for peer in np.unique(owner[pushed]).tolist():
-        mine = bags[pushed & (owner == peer)]
-        found.append((peer, int(mine.size), int(np.unique(mine).size)))
-    return found
+                number > 0, 4 * (number + 1) + _words(number, sizes.row), 0)

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from oper.search.certificate.loads import LOCAL, PIECE_GROUPS, Loads, Probe
+from oper.search.certificate.tables import APART, READER, SPREAD, Asked, Node, TableCosts
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import COPIES, KINDS, PUSH, fixed_tallies, has_copies, may_hold
-from oper.search.cost.tally import FORWARD_NS, HELD, HOST_HELD, NUM_ROWS, PARTIALS
+from oper.search.cost.tally import NUM_ROWS, Row
 from oper.search.problem.machine import neighbourhoods
 from oper.search.problem.statement import IDS
-from oper.search.verify.loads import LOCAL, PIECE_GROUPS, Loads, Probe
-from oper.search.verify.node import APART, READER, SPREAD, Node
-from oper.search.verify.tables import Asked, TableCosts
 
 
 class Checker:
@@ -50,12 +49,12 @@ class Checker:
         #: Loads of a byte of partial sums, and of an id pushed to its owner; [C, 2, ...].
         one = probe.units(NUM_ROWS)
         asks = model.costs.push_ns * one[:, list(model.passes)].sum(axis=1)
-        self.owned = probe.loads(np.stack([one[:, PARTIALS], asks], axis=1))
+        self.owned = probe.loads(np.stack([one[:, Row.PARTIALS], asks], axis=1))
         #: Loads on every rank of one more piece, 1 ns in every pass, and a pushed bag; [1, 3, ...].
         every = np.zeros((1, 3, NUM_ROWS, model.machine.world_size))
         every[0, 0, list(model.every_pass)] = model.costs.table_us * 1e3
         every[0, 1, list(model.passes)] = 1.0
-        every[0, 2, FORWARD_NS] = model.costs.push_bag_ns
+        every[0, 2, Row.FORWARD_NS] = model.costs.push_bag_ns
         self.charges = probe.loads(every)
         whole, pinned = fixed_tallies(model)
         self.base = base = whole.plus(pinned)
@@ -63,7 +62,7 @@ class Checker:
         groups = model.group_us(model.units(base)) - hidden[:, None]
         #: float64 [L, C], load of every plan on the ranks of each class, less the dense compute
         #: that hides it.
-        self.visible = probe.by_class(groups, base.rows[[HELD, HOST_HELD]])
+        self.visible = probe.by_class(groups, base.rows[[Row.HELD, Row.HOST_HELD]])
         #: float64 [C, P, 5], what every plan puts on each rank of a class; [C, P], what hides it.
         floor = model.group_us(model.units(whole))[:, :PIECE_GROUPS]
         self.floor = np.stack([floor[..., r].min(axis=-1) for r in self.classes.ranks])

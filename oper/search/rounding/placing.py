@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from oper.plan import Piece, TablePlan, Tier
-from oper.search.bound.relaxation import Relaxation
+from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.cost.model import CostModel, Evaluation
 from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import Tally
-from oper.search.heuristic.annealing import Part, Shard, dealt_options
-from oper.search.heuristic.candidates import Candidate
 from oper.search.problem.machine import copy_sets
-from oper.search.problem.statement import TOUCHED, TableProblem
+from oper.search.problem.statement import TOUCHED, Problem, TableProblem
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.annealing import Part, Shard, dealt_options
+from oper.search.rounding.candidates import Candidate
 
 Placement = tuple[Piece, ...]
 _GOLDEN = 0.6180339887498949
@@ -57,27 +58,33 @@ class Placer:
         start = 0
         for stop, option in zip(candidate.stops, candidate.options, strict=True):
             if shard is not None and self.dealt[k, option]:
-                tier = self._dealt(k, start, stop, option, *shard[1:])
+                tier = self._owned(k, start, stop, option, *shard[1:])
             else:
                 tier = self._ordered(
-                    k, width, self._uneven(k, start, stop, option, units) or self._template(
+                    k, width, self._uneven(k, start, stop, option, units) or self._even(
                         k, start, stop, option), len(candidate.stops) > 1)
             tiers.append(tier)
             start = stop
         return tuple(tiers)
 
-    def _template(self, k: int, start: int, stop: int, option: int) -> Tier:
+    def _even(self, k: int, start: int, stop: int, option: int) -> Tier:
         """The tier with every rank it may use."""
         chosen = self.relaxation.options[option]
-        placements = self.problem.placements_of(self.relaxation.tables[k].spec.name)
         if chosen.kind == REPLICATED:
             return Tier(start, stop, "replicated", tuple(range(self.world)))
         if chosen.kind == COPIES:  # dealt over the ranks of hosts by `spread_copies`
             return Tier(start, stop, "replicated", copy_sets(self.problem.machine)[0])
-        ranks = tuple(int(r) for r in self.relaxation.classes.ranks[chosen.rank_class])
+        ranks = self.relaxation.classes.ranks[chosen.rank_class]
+        return self._owned(k, start, stop, option, tuple(ranks.tolist()))
+
+    def _owned(self, k: int, start: int, stop: int, option: int, ranks: tuple[int, ...],
+               weights: tuple[int, ...] = ()) -> Tier:
+        """The tier on these owners; where no stripe may divide it, on one of them."""
+        placements = self.problem.placements_of(self.relaxation.tables[k].spec.name)
         owned = "striped" not in placements or (len(ranks) == 1 and "owned" in placements)
-        return Tier(start, stop, "owned" if owned else "striped", ranks, mode=_mode(chosen.kind),
-                    memory="host" if chosen.kind == HOST else "device")
+        kind = self.relaxation.options[option].kind
+        return Tier(start, stop, "owned" if owned else "striped", ranks, weights,
+                    "push" if kind == PUSH else "pull", "host" if kind == HOST else "device")
 
     def _ordered(self, k: int, width: int, tier: Tier, several: bool) -> Tier:
         """The tier with its ranks in the order of what they serve so far beyond their share, least
@@ -110,18 +117,7 @@ class Placer:
             units = np.diff(np.floor(ends + k * _GOLDEN % 1.0), prepend=0).astype(np.int64)
         has = units > 0
         weights = tuple(units[has].tolist()) if has.sum() > 1 else ()
-        return self._dealt(k, start, stop, option, tuple(ranks[has].tolist()), weights)
-
-    def _dealt(self, k: int, start: int, stop: int, option: int, ranks: tuple[int, ...],
-               weights: tuple[int, ...]) -> Tier:
-        placements = self.problem.placements_of(self.relaxation.tables[k].spec.name)
-        owned = len(ranks) == 1 and "owned" in placements
-        return Tier(start, stop, "owned" if owned else "striped", ranks, weights,
-                    _mode(self.relaxation.options[option].kind))
-
-
-def _mode(kind: str) -> str:
-    return "push" if kind == PUSH else "pull"
+        return self._owned(k, start, stop, option, tuple(ranks[has].tolist()), weights)
 
 
 def _pieces(parts: list[Part]) -> list[tuple[int, Candidate, Shard | None]]:
@@ -159,3 +155,14 @@ def table_plan(t: TableProblem, pieces: Placement) -> TablePlan:
     if is_cut(pieces) and not t.ids_are_positions:
         head = t.head_ids[:max(p.tiers[-1].start for p in pieces)]
     return TablePlan(t.spec, pieces, head)
+
+
+def plan_of(problem: Problem, placements: Mapping[str, Placement]) -> Plan:
+    """The plan of a problem whose tables are placed so, by name; others as all of their rows are
+    pinned."""
+    entries = []
+    for t in problem.tables:
+        pinned = (Piece(0, t.spec.dim, problem.held(t.spec.name).tiers or ()),)
+        entries.append(table_plan(t, placements.get(t.spec.name, pinned)))
+    return Plan(problem.machine.world_size, tuple(entries), problem.objective, problem.batch_size,
+                problem.topology.name)

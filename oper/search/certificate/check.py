@@ -8,7 +8,7 @@ than the cutoff, a step that was known and that only faster plans were bounded b
 
 Nothing of the search or of its relaxation is used: the branchings are seen to hold all plans by
 their form, and the bound of every leaf is computed anew from the problem's statement and the cost
-model (`oper.search.verify.leaf`).
+model (`oper.search.certificate.leaf`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,10 @@ from typing import Any
 import numpy as np
 
 from oper.plan import Plan
-from oper.search.cost.model import CostModel, evaluate
-from oper.search.cost.space import (
-    hosts_are_alike,
-    may_rest,
-    no_solution,
-    restricted,
-    splits_pay,
-)
-from oper.search.problem.digest import problem_digest
-from oper.search.problem.machine import GROUPS, neighbourhoods
-from oper.search.problem.space import PLANS, STILL, WITH_COLUMNS, WITH_ROWS
-from oper.search.problem.statement import Problem
-from oper.search.verify.leaf import Checker
-from oper.search.verify.loads import PIECE_GROUPS
-from oper.search.verify.node import (
+from oper.search.certificate.carried import ROUNDING, not_certified, proof_of
+from oper.search.certificate.leaf import Checker
+from oper.search.certificate.loads import PIECE_GROUPS
+from oper.search.certificate.tables import (
     APART,
     FREE,
     KINDS,
@@ -44,8 +33,11 @@ from oper.search.verify.node import (
     STILL as PUSHES_NOTHING,
     Node,
 )
-
-_ROUNDING = 1e-6  # of a bound: prices in files have seven digits
+from oper.search.cost.model import CostModel, evaluate
+from oper.search.cost.space import hosts_are_alike, may_rest, restricted, splits_pay
+from oper.search.problem.machine import GROUPS, neighbourhoods
+from oper.search.problem.space import PLANS, STILL, WITH_COLUMNS, WITH_ROWS
+from oper.search.problem.statement import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,50 +92,41 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
     Raises:
         PlanError: the plan is for other tables or another number of ranks.
     """
-    found = evaluate(plan, problem)
-    noted = plan.notes.get("certificate")
-    noted = noted if isinstance(noted, dict) else {}
-    step_us = found.step_us
-    why = ""
-    if noted.get("not_certified"):
-        why = str(noted["not_certified"])
-    elif "parts" not in noted:
+    step_us, proof = evaluate(plan, problem).step_us, proof_of(plan)
+    why = not_certified(plan, problem)
+    if not why and "parts" not in proof:
         why = "the plan carries no proof: plan again with this release"
-    elif noted.get("problem") != problem_digest(problem):
-        why = ("the proof is for another problem: its tables, statistics, machine, batch size, "
-               "space, constraints, overlap or bits of messages differ")
-    elif not (why := no_solution(plan, problem, found)) and not math.isclose(
-            plan.step_us, step_us, rel_tol=_ROUNDING):
+    if not why and not math.isclose(plan.step_us, step_us, rel_tol=ROUNDING):
         why = (f"the file says a step of {plan.step_us:.6g} us, and its placement takes "
                f"{step_us:.6g}")
     if why:
         return Verdict(False, why, step_us)
     try:
-        proof = _Proof(problem, noted)
-        bounds = [bound for part in noted["parts"] for bound in proof.part(part)]
-        proof.check_all_plans()
+        checked = Proof(problem, proof)
+        bounds = [bound for part in proof["parts"] for bound in checked.part(part)]
+        checked.check_all_plans()
     except _NotShown as hole:
         return Verdict(False, str(hole), step_us)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         return Verdict(False, f"the proof cannot be read: {type(error).__name__}: {error}", step_us)
-    out = Verdict(True, "", step_us, min(bounds, default=math.inf), proof.cutoff_us, len(bounds))
+    out = Verdict(True, "", step_us, min(bounds, default=math.inf), checked.cutoff_us, len(bounds))
     lower_us = out.lower_bound_us
-    if not lower_us >= plan.lower_bound_us * (1 - _ROUNDING):
+    if not lower_us >= plan.lower_bound_us * (1 - ROUNDING):
         why = (f"the file says a bound of {plan.lower_bound_us:.6g} us, and its prices show "
                f"{lower_us:.6g}")
-    elif lower_us > step_us * (1 + _ROUNDING):
+    elif lower_us > step_us * (1 + ROUNDING):
         why = (f"the bound of {lower_us:.6g} us is above the step of {step_us:.6g} us: an error of "
                "the planner or of this checker, please report it")
     return replace(out, certified=not why, why=why)
 
 
-class _Proof:
+class Proof:
     """A proof as it is read."""
 
-    def __init__(self, problem: Problem, noted: dict[str, Any]) -> None:
+    def __init__(self, problem: Problem, value: dict[str, Any]) -> None:
         self.problem, self.model = problem, CostModel(problem)
         self.covered: set[str] = set()
-        cutoff_us = noted["cutoff_us"]
+        cutoff_us = value["cutoff_us"]
         self.cutoff_us = math.inf if cutoff_us is None else float(cutoff_us)
 
     def part(self, value: dict[str, Any]) -> Iterator[float]:

@@ -10,16 +10,18 @@ sum to at most 1 over each phase certify it without reference to the solver's st
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import highspy
 import numpy as np
 
-from oper.errors import MissingDependencyError, OperError, fail
-from oper.search.bound.node import Columns, Configuration, Node
-from oper.search.bound.relaxation import Relaxation
+from oper.errors import OperError, fail
 from oper.search.cost.model import CostModel
+from oper.search.pricing.node import Columns, Configuration, Node
 from oper.search.problem.statement import Problem
+from oper.search.relaxation.relaxation import Relaxation
 
 _SEVERAL = 4e-4  # tolerance where ranks differ: prices of several classes are known no closer
 _KEPT = 4  # configurations of a table that a part of a node begins with, beside the solution's
@@ -50,19 +52,21 @@ class Pool:
     basis: tuple[list[Any], list[Any]] | None = None
     in_basis: list[bool] = field(default_factory=list)
 
-    def add(self, columns: Columns, wanted: np.ndarray) -> list[int]:
-        """Add the configurations of the tables `wanted` that are new; returns their indices."""
-        new = []
+    def add(self, columns: Columns, wanted: np.ndarray) -> bool:
+        """Add the configurations of the tables `wanted` that are new; whether there are any."""
+        before = len(self.table)
         for k in wanted.tolist():
             found = columns.configurations[k]
-            if found is None or (key := (k, *(p.key for p in found))) in self.known:
-                continue
-            new.append(len(self.table))
-            self.known[key] = None
-            self.table.append(k)
-            self.configuration.append(found)
-            self.resources.append(columns.resources[k])
-        return new
+            if found is not None and (key := (k, *(p.key for p in found))) not in self.known:
+                self._append(key, k, found, columns.resources[k])
+        return len(self.table) > before
+
+    def _append(self, key: tuple[Any, ...], table: int, found: Configuration,
+                resources: np.ndarray) -> None:
+        self.known[key] = None
+        self.table.append(table)
+        self.configuration.append(found)
+        self.resources.append(resources)
 
     def least_costs(self, prices: np.ndarray, num_tables: int) -> np.ndarray:
         """What each table's cheapest configuration costs at `prices`; float64 [T]."""
@@ -90,10 +94,7 @@ class Pool:
         known = list(self.known)
         for i in np.flatnonzero(keep).tolist():
             n = at[i]
-            out.known[known[n]] = None
-            out.table.append(self.table[n])
-            out.configuration.append(self.configuration[n])
-            out.resources.append(rows[i])
+            out._append(known[n], self.table[n], self.configuration[n], rows[i])
             out.in_basis.append(self.in_basis[n])
         out.basis = self.basis
         return out
@@ -129,11 +130,6 @@ class Bound:
         """What the prices belong to."""
         return self.node.relaxation
 
-    def phase_us(self, phase: int) -> float:
-        """What the relaxed solution puts on a phase."""
-        total = self.total()
-        return max(0.0, float(total[self.relaxation.phase_of == phase].max()))
-
     def total(self) -> np.ndarray:
         """What the relaxed solution asks of the resource rows, base included; float64 [R]."""
         if not self.pool.resources:
@@ -150,9 +146,6 @@ def lower_bound(problem: Problem, *, tolerance: float = 1e-4, max_rounds: int = 
         tolerance: relative distance between relaxation and certificate at which to stop.
         max_rounds: rounds of column generation.
         deadline: `time.monotonic()` value after which no further round begins.
-
-    Raises:
-        MissingDependencyError: highspy is not installed.
     """
     return solve_node(Node(Relaxation(CostModel(problem))), tolerance, max_rounds, deadline)
 
@@ -169,8 +162,8 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
     pool, relaxation = Pool() if pool is None else pool, node.relaxation
     if not relaxation.tables:
         over = max(0.0, float(node.base[relaxation.phase_of == -1].max()) - 1.0)
-        step = relaxation.step_us(node.base)
         prices = _peaks(relaxation, node.base)
+        step = node.bound_at(prices, np.zeros(0))
         return Bound(step, step, prices, node, pool, over, 0, over > 1e-6)
     if not relaxation.alike and relaxation.pushes.any():
         tolerance = max(tolerance, _SEVERAL)
@@ -198,10 +191,10 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
             best, best_prices = found, prices
         if relaxed - best <= tolerance * abs(relaxed):
             break
-        new = pool.add(columns, everything)
-        if not new or (deadline is not None and time.monotonic() > deadline):
+        is_new = pool.add(columns, everything)
+        if not is_new or (deadline is not None and time.monotonic() > deadline):
             break
-        master.add(new)
+        master.add_columns()
     master.store_weights()
     full = None if over <= 0 or solved is None else _full(node, solved[2])
     if full is not None:
@@ -229,19 +222,15 @@ def _peaks(relaxation: Relaxation, total: np.ndarray) -> np.ndarray:
     return prices
 
 
-def _starting_prices(relaxation: Relaxation) -> list[np.ndarray]:
-    """Prices whose answers give the first columns: each group of terms, all alike, and memory."""
-    out = []
+def _starting_prices(relaxation: Relaxation) -> Iterator[np.ndarray]:
+    """Prices whose answers give the first columns: all alike, memory, and each group of terms."""
     memory = relaxation.phase_of == -1
-    even = np.zeros(relaxation.num_rows)
-    even[~memory] = 1.0
-    out.append(relaxation.project_prices(even))
-    out.append(np.where(memory, 1e6, 1e-6))
+    yield relaxation.project_prices(np.where(memory, 0.0, 1.0))
+    yield np.where(memory, 1e6, 1e-6)
     for group in sorted({name[1] for name in relaxation.rows.names}):
         one = np.zeros(relaxation.num_rows)
         one[:len(relaxation.rows.names)] = [name[1] == group for name in relaxation.rows.names]
-        out.append(relaxation.project_prices(one + 1e-6 * ~memory))
-    return out
+        yield relaxation.project_prices(one + 1e-6 * ~memory)
 
 
 class _Master:
@@ -253,7 +242,6 @@ class _Master:
     """
 
     def __init__(self, node: Node, pool: Pool) -> None:
-        highspy = _highspy()
         self.pool = pool
         self.relaxation = relaxation = node.relaxation
         self.highs = highspy.Highs()
@@ -262,7 +250,6 @@ class _Master:
             if self.highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
                 raise OperError(fail("the LP solver refuses an option", name, value, "accepted",
                                      "install the release of highspy that this package names"))
-        self.optimal = highspy.HighsModelStatus.kOptimal
         inf = highspy.kHighsInf
         phases = int(relaxation.phase_of.max()) + 1
         memory = np.flatnonzero(relaxation.phase_of == -1)
@@ -280,14 +267,13 @@ class _Master:
         scale = max(1.0, float(first[relaxation.phase_of >= 0].sum()) * len(relaxation.tables))
         self.highs.addCol(_ELASTIC * scale, 0.0, inf, memory.size, memory.astype(np.int32),
                           -np.ones(memory.size))
-        self.columns: list[int] = []
-        self.add(list(range(len(pool.table))))
+        self.num_columns = 0  # of the pool, which come first there
+        self.add_columns()
         if pool.basis is not None:
             self._begin_at(*pool.basis)
 
     def _begin_at(self, fixed: list[Any], rows: list[Any]) -> None:
         """Begin the simplex where it ended for the plans that these are a part of."""
-        highspy = _highspy()
         status = highspy.HighsBasisStatus
         basis = highspy.HighsBasis()
         known = self.pool.in_basis + [False] * (len(self.pool.table) - len(self.pool.in_basis))
@@ -297,31 +283,31 @@ class _Master:
         basis.valid = basis.alien = True
         self.highs.setBasis(basis)
 
-    def add(self, indices: list[int]) -> None:
-        """Add pool columns to the LP."""
-        if not indices:
-            return
+    def add_columns(self) -> None:
+        """Add the pool's columns that are new to the LP."""
+        tables = np.array(self.pool.table)[self.num_columns:]
         # The resources, and a 1 in the convexity row of the column's table.
-        num_rows = self.relaxation.num_rows
-        dense = np.ones((len(indices), num_rows + 1))
-        dense[:, :num_rows] = [self.pool.resources[k] for k in indices]
+        num_rows, number = self.relaxation.num_rows, tables.size
+        dense = np.ones((number, num_rows + 1))
+        dense[:, :num_rows] = self.pool.resources[self.num_columns:]
         column, row = np.nonzero(dense)
         value = dense[column, row]
-        row = np.where(row == num_rows, num_rows + np.array(self.pool.table)[indices][column], row)
-        starts = np.searchsorted(column, np.arange(len(indices))).astype(np.int32)
-        zero = np.zeros(len(indices))
-        self.highs.addCols(len(indices), zero, zero, np.full(len(indices), _highspy().kHighsInf),
+        row = np.where(row == num_rows, num_rows + tables[column], row)
+        starts = np.searchsorted(column, np.arange(number)).astype(np.int32)
+        zero = np.zeros(number)
+        self.highs.addCols(number, zero, zero, np.full(number, highspy.kHighsInf),
                            row.size, starts, row.astype(np.int32), value)
-        self.columns += indices
+        self.num_columns += number
 
     def solve(self) -> tuple[float, float, np.ndarray] | None:
         """Relaxed step (us), memory overflow and raw prices [R]; None when the solver gave up."""
+        optimal = highspy.HighsModelStatus.kOptimal
         self.highs.run()
-        if self.highs.getModelStatus() != self.optimal:
+        if self.highs.getModelStatus() != optimal:
             # A basis that went numerically wrong is dropped once before giving up.
             self.highs.clearSolver()
             self.highs.run()
-            if self.highs.getModelStatus() != self.optimal:
+            if self.highs.getModelStatus() != optimal:
                 return None
         solution = self.highs.getSolution()
         values = np.array(solution.col_value)
@@ -333,20 +319,9 @@ class _Master:
         """Write the last primal solution into the pool."""
         values = np.array(self.highs.getSolution().col_value)[self.num_fixed:]
         self.pool.weight = np.zeros(len(self.pool.table))
-        self.pool.weight[self.columns[:values.size]] = np.maximum(values, 0.0)
+        self.pool.weight[:values.size] = np.maximum(values, 0.0)
         basis = self.highs.getBasis()
-        status, basic = list(basis.col_status), _highspy().HighsBasisStatus.kBasic
+        status, basic = list(basis.col_status), highspy.HighsBasisStatus.kBasic
         self.pool.basis = status[:self.num_fixed], list(basis.row_status)
-        self.pool.in_basis = [False] * len(self.pool.table)
-        for n, x in zip(self.columns, status[self.num_fixed:], strict=False):
-            self.pool.in_basis[n] = x == basic
-
-
-def _highspy() -> Any:
-    try:
-        import highspy
-    except ImportError:
-        raise MissingDependencyError(
-            fail("the lower bound needs an LP solver", "module", "highspy", "installed",
-                 "pip install highspy")) from None
-    return highspy
+        known = [x == basic for x in status[self.num_fixed:]]
+        self.pool.in_basis = known + [False] * (len(self.pool.table) - len(known))

@@ -14,13 +14,13 @@ from math import isqrt
 import numpy as np
 
 from oper.search import native
-from oper.search.bound.inequalities import Inequality
-from oper.search.bound.pieces import Fit, LoadLimits
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import PARTIALS
+from oper.search.cost.tally import Row
 from oper.search.problem.space import COLUMN_STEP
 from oper.search.problem.statement import IDS
+from oper.search.relaxation.inequalities import Inequality
+from oper.search.relaxation.pieces import Fit, LoadLimits
+from oper.search.relaxation.relaxation import Relaxation
 
 #: What a node knows of a table: nothing; that no row of it is pushed; that some row is.
 FREE, STILL, PUSHES = 0, 1, 2
@@ -209,7 +209,7 @@ class Node:
         given = {
             **costs, "starts": r.starts, "features": r.features[:, IDS:].T,
             "ids": r.features[:, IDS], "total_ids": r.total_ids,
-            "price": r.unit[classes, PARTIALS] @ prices,
+            "price": r.unit[classes, Row.PARTIALS] @ prices,
             "own": np.outer(r.asks, r.own[options] @ prices),
             "tiers": r.tiers @ prices, "tiers_pushed": r.tiers_pushed @ prices,
             # Where widths are no multiples, pieces that stay beside others that are pushed are not
@@ -221,8 +221,7 @@ class Node:
                "kind": np.zeros(shape, np.int64), "mode": np.zeros(shape, np.int64),
                "share": np.zeros(shape), "streams": np.zeros(shape),
                "chosen": np.zeros((num_parts, blocks), np.int64)}
-        arrays = {n: np.ascontiguousarray(x) for n, x in given.items()}
-        arrays |= {f"out_{n}": x for n, x in out.items()}
+        arrays = given | {f"out_{n}": x for n, x in out.items()}
         native.call("oper_price", native.Pricing, arrays, num_tables=shape[0],
                     num_options=options.size, num_blocks=blocks, step=COLUMN_STEP,
                     max_parts=num_parts, piece=float(r.piece @ prices),
@@ -239,7 +238,8 @@ class Node:
             return out
         of, table, kind, mode, amount = _pieces_of(tables, found)
         pushed = mode >= ALL_PUSHED
-        streams = np.where(pushed, self.fit.least_streams[self.fit.place(table, kind)],
+        # In the class where they are least.
+        streams = np.where(pushed, self.fit.streams[self.fit.place(table, kind)].min(axis=1),
                            [p.streams for x in found for p in x])[:, None]
         asked = self.resources_at(amount, table, kind, streams) + (streams - 1.0) * r.piece
         asked += streams * (np.where((mode == TIERS)[:, None], r.tiers[table], 0.0)
@@ -294,7 +294,7 @@ class Node:
                 share = amount[n, o, IDS] / r.total_ids[tables[n]]
                 sums = np.maximum(pieces.sum_bytes(tables[n], share, np.maximum(mass, 1e-9)),
                                   fit.least_sums(*at, amount[n, o]))
-                each = sums * (r.unit[at[1], PARTIALS] @ prices) + (streams - 1.0) * stream[o]
+                each = sums * (r.unit[at[1], Row.PARTIALS] @ prices) + (streams - 1.0) * stream[o]
                 cost[n] += np.where(mass > 0, each, np.inf)
             better = cost < least
             out[better], least[better] = j, cost[better]
@@ -302,18 +302,32 @@ class Node:
 
     def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray,
                      others: np.ndarray | float = 1.0) -> np.ndarray:
-        """As `Relaxation.resources_of`, pieces of the types `kind` (int64 [N]), full owners, and
-        `others` streams of rows that are not pushed (float64 [N, 1])."""
+        """What features placed by option ask of the resource rows, charges apart, with full owners.
+
+        Args:
+            amount: float64 [N, M, 4].
+            tables: int64 [N], the table of each entry.
+            kind: int64 [N], type of its pieces.
+            others: float64 [N, 1], columns of the table over those of one piece, of rows that are
+                not pushed.
+
+        Returns:
+            float64 [N, R].
+        """
         r = self.relaxation
-        owner = np.ones((len(tables), len(r.options)))
-        streams, sums = owner * others, np.zeros_like(owner)
+        out, streams = r.unpushed(amount, tables), np.ones((len(tables), len(r.options))) * others
         for o in np.flatnonzero(r.pushes).tolist():
-            n = amount[:, o, IDS] > 0
-            streams[n, o], mass = self.fit.chosen(tables[n], r.options[o].rank_class, kind[n])
-            owner[n, o] = np.maximum(mass, 1e-9)
-            sums[n, o] = self.fit.least_sums(tables[n], r.options[o].rank_class, kind[n],
-                                             amount[n, o])
-        return r.resources_of(amount, tables, streams, owner, sums)
+            n = np.flatnonzero(amount[:, o, IDS] > 0)
+            at = tables[n], r.options[o].rank_class, kind[n]
+            streams[n, o], mass = self.fit.chosen(*at)
+            size = np.maximum(
+                r.pieces.sum_bytes(at[0], amount[n, o, IDS] / r.total_ids[at[0]],
+                                   np.maximum(mass, 1e-9)),
+                self.fit.least_sums(*at, amount[n, o]))
+            out[n] += size[:, None] * r.unit[at[1], Row.PARTIALS]
+        n = np.flatnonzero((streams > 1.0).any(axis=1))
+        out[n] += np.einsum("no,nof,nofr->nr", streams[n] - 1.0, amount[n], r.per_stream[tables[n]])
+        return out
 
     def bound_at(self, prices: np.ndarray, value: np.ndarray) -> float:
         """The lower bound (microseconds) that prices and each table's least cost at them certify.

@@ -8,13 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from oper.plan import Piece, Tier
-from oper.search.bound.relaxation import Relaxation
-from oper.search.cost.model import CostModel
+from oper.plan import Tier
 from oper.search.cost.tally import Tally, row_bytes
-from oper.search.heuristic.placing import Placement, tallied
 from oper.search.problem.machine import copy_sets
 from oper.search.problem.statement import TOUCHED, TableProblem
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.placing import Placement, tallied
 
 #: Parts of a rank's mean load that copies are cut into; a table of one tier pays for its second.
 _COARSE, _FINE = 4, 16
@@ -38,20 +37,30 @@ def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> li
     model, tables = relaxation.model, relaxation.tables
     sets = copy_sets(model.machine)
     found = [(k, i, n) for k, pieces in enumerate(placements) for i, piece in enumerate(pieces)
-             for n, tier in enumerate(piece.tiers) if sets and _is_first(tier, sets)]
+             for n, tier in enumerate(piece.tiers)
+             if sets and tier.placement == "replicated" and set(tier.ranks) == set(sets[0])]
     if not found:
         return list(placements)
-    weight = [_weight(tables[k], placements[k][i], n) for k, i, n in found]
+    weight = []  # bytes that ranks without the copy read
+    for k, i, n in found:
+        piece, tier = placements[k][i], placements[k][i].tiers[n]
+        touched = float(tables[k].features(tier.start, tier.stop, True)[TOUCHED])
+        weight.append(touched * row_bytes(tables[k], piece.stop - piece.start)[0])
     mean = max(sum(weight), 1e-30) / len(sets)
     parts: list[_Part] = []
     for (k, i, n), w in zip(found, weight, strict=True):
         fine = _FINE if len(placements[k][i].tiers) > 1 else _COARSE
         count = max(1, min(int(np.ceil(fine * w / mean)), len(sets), _MAX_SETS))
         parts += [(k, i, n, x) for x in _cut(tables[k], placements[k][i].tiers[n], count)]
-    loads = np.stack([_loads(model, model.piece_tally(
-        tables[k], replace(placements[k][i], tiers=(x,)), True)) for k, i, n, x in parts])
-    total = _loads(model, tallied(relaxation, _with(placements, parts, [sets[0]] * len(parts))))
-    return _with(placements, parts, [sets[x] for x in _dealt(loads, total, sets)])
+
+    def loads(tally: Tally) -> np.ndarray:
+        """Microseconds by phase and by group of terms that run beside each other; [P, 8, W]."""
+        return model.group_us(model.units(tally))
+
+    each = np.stack([loads(model.piece_tally(
+        tables[k], replace(placements[k][i], tiers=(x,)), True)) for k, i, _, x in parts])
+    total = loads(tallied(relaxation, _with(placements, parts, [sets[0]] * len(parts))))
+    return _with(placements, parts, [sets[x] for x in _dealt(each, total, sets)])
 
 
 def _with(placements: Sequence[Placement], parts: Sequence[_Part],
@@ -63,11 +72,6 @@ def _with(placements: Sequence[Placement], parts: Sequence[_Part],
     return [tuple(replace(p, tiers=tuple(
         y for n, x in enumerate(p.tiers) for y in cut.get((k, i, n), [x])))
         for i, p in enumerate(pieces)) for k, pieces in enumerate(placements)]
-
-
-def _loads(model: CostModel, tally: Tally) -> np.ndarray:
-    """Microseconds by phase and by group of terms that run beside each other; float64 [P, 8, W]."""
-    return model.group_us(model.units(tally))
 
 
 def _dealt(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
@@ -96,17 +100,6 @@ def _dealt(loads: np.ndarray, total: np.ndarray, sets: list[tuple[int, ...]]) ->
         if (at == before).all():
             break
     return at.tolist()
-
-
-def _is_first(tier: Tier, sets: list[tuple[int, ...]]) -> bool:
-    return tier.placement == "replicated" and set(tier.ranks) == set(sets[0])
-
-
-def _weight(t: TableProblem, piece: Piece, n: int) -> float:
-    """Bytes that ranks without the copy read."""
-    tier = piece.tiers[n]
-    touched = t.features(tier.start, tier.stop, True)[TOUCHED]
-    return float(touched * row_bytes(t, piece.stop - piece.start)[0])
 
 
 def _cut(t: TableProblem, tier: Tier, count: int) -> list[Tier]:

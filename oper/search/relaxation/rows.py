@@ -18,7 +18,7 @@ import numpy as np
 
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import model_classes
-from oper.search.cost.tally import HELD, HOST_HELD, NUM_ROWS, Tally
+from oper.search.cost.tally import NUM_ROWS, Row, Tally
 from oper.search.problem.machine import GROUPS
 
 
@@ -49,7 +49,9 @@ class ResourceRows:
     def __init__(self, model: CostModel, distinguished: list[list[int]]) -> None:
         self.model = model
         self.classes = model_classes(model, distinguished)
-        self.uses_host = _uses_host(model)
+        pinned = [x for c in model.problem.constraints.tables.values() for x in c.tiers or ()]
+        self.uses_host = bool(model.machine.host_capacity_bytes.any() and (
+            "host" in model.problem.allow or any(x.memory == "host" for x in pinned)))
         num_classes = len(self.classes.ranks)
         spread = np.stack([np.bincount(r, minlength=model.machine.world_size) / r.size
                            for r in self.classes.ranks])  # [C, W], one unit dealt over each
@@ -66,11 +68,7 @@ class ResourceRows:
         self.phase_of = np.concatenate([keep[:, 0], np.full(num_memories, -1)])
         self.unit = np.zeros((num_classes, NUM_ROWS, self.phase_of.size))
         self.unit[:, :, :len(keep)] = time[:, :, keep[:, 0], keep[:, 1], keep[:, 2]]
-        held = np.zeros((num_classes, 2, NUM_ROWS, spread.shape[1]))
-        held[:, 0, HELD] = held[:, 1, HOST_HELD] = spread
-        share = self._memory_share(held)
-        self.unit[:, HELD, len(keep):] = share[:, 0]
-        self.unit[:, HOST_HELD, len(keep):] = share[:, 1]
+        self.unit[:, :, len(keep):] = self._memory_share(unit)
 
     @property
     def first_memory(self) -> int:
@@ -78,8 +76,8 @@ class ResourceRows:
         return len(self.names)
 
     def of_tally(self, tally: Tally) -> np.ndarray:
-        """What a tally asks, or many (rows float64 [..., 22, W]) that have no partial replicas;
-        float64 [..., R]."""
+        """What a tally asks, or many (rows float64 [..., 22, W]) without copies on some of the
+        ranks; float64 [..., R]."""
         time = self._class_means(self.model.units(tally))
         out = np.zeros((*time.shape[:-3], self.phase_of.size))
         for k, (phase, group, rank_class) in enumerate(self.names):
@@ -96,9 +94,10 @@ class ResourceRows:
         """Tally rows [..., 22, W] -> [..., domain classes, then host classes where hosts hold
         rows]: share of the class's capacity."""
         machine, classes = self.model.machine, self.classes
-        groups = [(rows[..., HELD, :], classes.of_domain, machine.domain, machine.capacity_bytes)]
+        groups = [(rows[..., Row.HELD, :], classes.of_domain, machine.domain,
+                   machine.capacity_bytes)]
         if self.uses_host:
-            groups.append((rows[..., HOST_HELD, :], classes.of_host, machine.host,
+            groups.append((rows[..., Row.HOST_HELD, :], classes.of_host, machine.host,
                            machine.host_capacity_bytes))
         out = []
         for held, class_of, of_rank, capacity_bytes in groups:
@@ -107,9 +106,3 @@ class ResourceRows:
             out += [held[..., class_of[of_rank] == k].sum(axis=-1) / capacity[k]
                     for k in range(capacity.size)]
         return np.stack(out, axis=-1)
-
-
-def _uses_host(model: CostModel) -> bool:
-    tiers = [tier for c in model.problem.constraints.tables.values() for tier in c.tiers or ()]
-    return bool(model.machine.host_capacity_bytes.any() and (
-        "host" in model.problem.allow or any(x.memory == "host" for x in tiers)))

@@ -1,24 +1,23 @@
 """Whole-table configurations as tier boundaries, and the search over them by class means.
 
 A candidate says where the tiers of a table end and which option each takes
-(`oper.search.bound.rows.Option`), but not yet which ranks. Its load on the resource rows is exact
-for the class means, so that candidates can be chosen for all tables before any rank is named: from
-the relaxed solution, then by coordinate descent.
+(`oper.search.relaxation.rows.Option`), but not yet which ranks. Its load on the resource rows is
+exact for the class means, so that candidates can be chosen for all tables before any rank is named:
+from the relaxed solution, then by coordinate descent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
+from operator import itemgetter
 
 import numpy as np
 
-from oper.search.bound.master import Bound
-from oper.search.bound.node import Configuration
 from oper.search.cost.space import COPIES, HOST, PUSH, REPLICATED, SHARD
 from oper.search.cost.tally import row_bytes
-from oper.search.problem.machine import GROUPS
+from oper.search.pricing.master import Bound
 from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import NUM_FEATURES, ROWS, TableProblem
 
@@ -40,29 +39,19 @@ class Candidate:
         return self.options[int(np.searchsorted(self.stops, position, side="right"))]
 
 
-def from_choice(t: TableProblem, choice: np.ndarray) -> Candidate:
-    """The candidate of an option per block (int64 [K]), adjacent equal options merged."""
-    last = np.flatnonzero(np.append(np.diff(choice) != 0, True))
-    return Candidate(tuple(int(p) for p in t.edges[last + 1]), tuple(int(o) for o in choice[last]))
+def _merged(tiers: Iterable[tuple[int, int]]) -> Candidate:
+    """The candidate of tiers, by end and option, with adjacent equal options merged."""
+    last = [list(alike)[-1] for _, alike in groupby(tiers, itemgetter(1))]
+    return Candidate(*map(tuple, zip(*last, strict=True)))
 
 
 def join(first: Candidate, second: Candidate, position: int) -> Candidate:
     """`first` below `position`, `second` from there on."""
-    stops: list[int] = []
-    options: list[int] = []
-    for candidate, low, high in ((first, 0, position), (second, position, second.stops[-1])):
-        start = 0
-        for stop, option in zip(candidate.stops, candidate.options, strict=True):
-            begin, end = max(start, low), min(stop, high)
-            start = stop
-            if end <= begin:
-                continue
-            if options and options[-1] == option:
-                stops[-1] = end
-            else:
-                stops.append(end)
-                options.append(option)
-    return Candidate(tuple(stops), tuple(options))
+    before = [(min(stop, position), option) for (start, stop), option in zip(
+        pairwise((0, *first.stops)), first.options, strict=True) if start < position]
+    behind = [(stop, option) for stop, option in zip(second.stops, second.options, strict=True)
+              if stop > position]
+    return _merged([*before, *behind])
 
 
 class CandidatePool:
@@ -114,7 +103,9 @@ class CandidatePool:
         order = np.lexsort((priced, -pool.weight, table))
         ends = np.searchsorted(table[order], np.arange(len(r.tables) + 1)).tolist()
         mine = [order[a:min(b, a + _POOL)].tolist() for a, b in pairwise(ends)]
-        known = [[from_choice(t, r.plain[_widest(pool.configuration[i])]) for i in at]
+        widest = {i: max(pool.configuration[i], key=lambda p: p.share) for at in mine for i in at}
+        known = [[_merged(zip(t.edges[1:].tolist(), r.plain[widest[i].choice].tolist(),
+                              strict=True)) for i in at]
                  for t, at in zip(r.tables, mine, strict=True)]
         self.add({k: [*x, *(Candidate((r.tables[k].spec.num_rows,), (int(o),))
                             for o in np.unique(r.plain[r.allowed[k]]))]
@@ -124,7 +115,7 @@ class CandidatePool:
         # Parts may differ in the class of the master copies alone, which is one candidate.
         several = [k for k, weight in shared.items()
                    if weight.size > 1 and len(self.candidates[k]) > 1]
-        self.add({k: crossings(r.tables[k], self.candidates[k][0], self.candidates[k][1], 12)
+        self.add({k: crossings(self.candidates[k][0], self.candidates[k][1], 12)
                   for k in several})
         self._add_mixtures({k: (known[k][:shared[k].size], shared[k]) for k in several})
 
@@ -133,7 +124,7 @@ class CandidatePool:
         picks it: where two of them differ in rows of equal hotness alone, it asks for the same of
         all resources."""
         before = {k: len(self.candidates[k]) for k in parts}
-        self.add({k: _mixed(self.relaxation.tables[k], *x) for k, x in parts.items()})
+        self.add({k: _mixed(*x) for k, x in parts.items()})
         for k, (candidates, weight) in parts.items():
             at = [self.candidates[k].index(_simplified(self.relaxation.tables[k], x))
                   for x in candidates]
@@ -156,7 +147,10 @@ class CandidatePool:
         of = np.repeat(list(new), [len(x) for x in new.values()])
         amount = np.concatenate([self._amount(tables[k], x) for k, x in new.items()])
         rows = self.node.resources_at(amount, of, self.node.kinds(amount, of, self.prices))
-        rows += self._tier_costs(of, [x for fresh in new.values() for x in fresh])
+        r, every = self.relaxation, [x for fresh in new.values() for x in fresh]
+        pushes = np.array([r.pushes[list(x.options)].any() for x in every], bool)[:, None]
+        several = np.array([len(x.stops) > 1 for x in every], bool)[:, None]
+        rows += several * np.where(pushes, r.tiers_pushed[of], r.tiers[of])
         begin = 0
         for k, fresh in new.items():
             at = slice(begin, begin + len(fresh))
@@ -164,18 +158,6 @@ class CandidatePool:
             self.candidates[k] = self.candidates[k] + fresh
             self.resources[k] = np.concatenate([self.resources[k], rows[at]])
             self.amounts[k] = np.concatenate([self.amounts[k], amount[at]])
-
-    def _tier_costs(self, tables: np.ndarray, candidates: list[Candidate]) -> np.ndarray:
-        """What several tiers cost the ranks themselves, which the relaxation knows nothing of;
-        float64 [N, R]."""
-        r, model = self.relaxation, self.relaxation.model
-        ns = [model.tiers_ns(bool(r.pushes[list(x.options)].any())) * (len(x.stops) > 1)
-              for x in candidates]
-        local = np.zeros(r.num_rows, bool)
-        for n, (phase, group, _) in enumerate(r.rows.names):
-            local[n] = (model.phases[phase] in ("forward", "backward")
-                        and model.has_local[phase, GROUPS.index(group)])
-        return np.outer(np.array(ns) * r.total_ids[tables] * 1e-3, local)
 
     def add_thresholds(self, count: int) -> None:
         """Candidates that replicate the hottest rows, pull the next, and push the rest, with edges
@@ -241,13 +223,17 @@ class CandidatePool:
 
     def choose(self, k: int) -> bool:
         """Pick table `k`'s best candidate given all others; whether the score fell."""
-        rest = self.total - self.resources[k][self.pick[k]]
-        scores = self.scores(rest + self.resources[k])
+        totals = self._totals(k)
+        scores = self.scores(totals)
         best = int(scores.argmin())
         if scores[best] >= scores[self.pick[k]] - 1e-12 * abs(scores[best]):
             return False
-        self.pick[k], self.total = best, rest + self.resources[k][best]
+        self.pick[k], self.total = best, totals[best]
         return True
+
+    def _totals(self, k: int) -> np.ndarray:
+        """What all tables ask with each candidate of table `k`; float64 [N, R]."""
+        return np.asarray(self.total - self.resources[k][self.pick[k]] + self.resources[k])
 
     def descend(self, rng: np.random.Generator, target: float, max_sweeps: int = 8) -> None:
         """Coordinate descent over tables until nothing improves or `target` (us) is reached."""
@@ -267,11 +253,9 @@ class CandidatePool:
             spread = np.array([np.ptp(r, axis=0).sum() for r in self.resources])
             for k in np.argsort(-spread)[:64].tolist():
                 current = self.candidates[k][self.pick[k]]
-                rest = self.total - self.resources[k][self.pick[k]]
-                near = np.argsort(self.scores(rest + self.resources[k]))[:4]
-                t = self.relaxation.tables[k]
+                near = np.argsort(self.scores(self._totals(k)))[:4]
                 self.add({k: [c for n in near.tolist() if n != self.pick[k]
-                              for c in crossings(t, current, self.candidates[k][n], 6)]})
+                              for c in crossings(current, self.candidates[k][n], 6)]})
                 self.choose(k)
             self.descend(rng, target)
             if self.score > before * (1 - 1e-5):
@@ -283,53 +267,49 @@ class CandidatePool:
         limit = max(limit, self.score * (1 + 1e-6))
         for k, candidates in enumerate(self.candidates):
             size = np.array([len(r.stops) for r in candidates])
-            rest = self.total - self.resources[k][self.pick[k]]
-            scores = self.scores(rest + self.resources[k])
+            totals = self._totals(k)
+            scores = self.scores(totals)
             order = np.lexsort((scores, size))
             best = int(order[scores[order] <= limit][0])
             if size[best] < size[self.pick[k]]:
-                self.pick[k], self.total = best, rest + self.resources[k][best]
+                self.pick[k], self.total = best, totals[best]
 
     def chosen(self) -> list[Candidate]:
         """The chosen candidate of each table."""
         return [r[p] for r, p in zip(self.candidates, self.pick, strict=True)]
 
 
-def _widest(found: Configuration) -> np.ndarray:
-    """Options of the blocks in most of the columns of a configuration; int64 [K]."""
-    return max(found, key=lambda p: p.share).choice
-
-
-def _mixed(t: TableProblem, candidates: list[Candidate], weight: np.ndarray) -> list[Candidate]:
+def _mixed(candidates: list[Candidate], weight: np.ndarray) -> list[Candidate]:
     """Candidates between some, each with its share `weight` (float64 [N]) of the rows."""
     rest, mixed = float(weight[0]), [candidates[0]]
     for candidate, more in zip(candidates[1:], weight[1:].tolist(), strict=True):
         rest += more
         part = more / rest
-        mixed = [m for first in mixed[:2] for m in (at_share(t, first, candidate, 1 - part),
-                                                    at_share(t, candidate, first, part))]
+        mixed = [m for first in mixed[:2] for m in (at_share(first, candidate, 1 - part),
+                                                    at_share(candidate, first, part))]
     return mixed
 
 
-def at_share(t: TableProblem, first: Candidate, second: Candidate, share: float) -> Candidate:
+def at_share(first: Candidate, second: Candidate, share: float) -> Candidate:
     """`first` for the hottest `share` of the rows in which they differ, `second` for the others."""
-    cuts = sorted({0, *first.stops, *second.stops})
-    differ = [(a, b) for a, b in pairwise(cuts) if first.option_at(a) != second.option_at(a)]
+    differ = _differing(first, second)
     left = share * sum(b - a for a, b in differ)
     for a, b in differ:
         if left <= b - a:
-            position = a + round(left)
-            return join(first, second, position) if 0 < position < cuts[-1] else (
-                second if position == 0 else first)
+            return join(first, second, a + round(left))
         left -= b - a
     return first
 
 
-def crossings(t: TableProblem, first: Candidate, second: Candidate, count: int) -> list[Candidate]:
-    """Candidates that change from one to the other at `count` positions where the two differ."""
+def _differing(first: Candidate, second: Candidate) -> list[tuple[int, int]]:
+    """Ranges of rows that two candidates place otherwise."""
     cuts = sorted({0, *first.stops, *second.stops})
-    differ = [(a, b) for a, b in pairwise(cuts)
-              if first.option_at(a) != second.option_at(a)]
+    return [(a, b) for a, b in pairwise(cuts) if first.option_at(a) != second.option_at(a)]
+
+
+def crossings(first: Candidate, second: Candidate, count: int) -> list[Candidate]:
+    """Candidates that change from one to the other at `count` positions where the two differ."""
+    differ = _differing(first, second)
     if not differ:
         return []
     low, high = differ[0][0], differ[-1][1]
@@ -342,17 +322,9 @@ def crossings(t: TableProblem, first: Candidate, second: Candidate, count: int) 
 
 def _simplified(t: TableProblem, candidate: Candidate) -> Candidate:
     """`candidate` with MAX_REPLICATED tiers at most: those with fewest rows join a neighbour."""
-    stops, options = list(candidate.stops), list(candidate.options)
-    while len(stops) > MAX_REPLICATED:
-        rows = np.diff(t.prefix(np.array([0, *stops], float))[ROWS])
-        k = int(rows.argmin())
+    while len(candidate.stops) > MAX_REPLICATED:
+        rows = np.diff(t.prefix(np.array([0, *candidate.stops], float))[ROWS])
+        k, options = int(rows.argmin()), list(candidate.options)
         options[k] = options[k - 1] if k else options[1]
-        merged: tuple[list[int], list[int]] = ([], [])
-        for stop, option in zip(stops, options, strict=True):
-            if merged[1] and merged[1][-1] == option:
-                merged[0][-1] = stop
-            else:
-                merged[0].append(stop)
-                merged[1].append(option)
-        stops, options = merged
-    return Candidate(tuple(stops), tuple(options))
+        candidate = _merged(zip(candidate.stops, options, strict=True))
+    return candidate

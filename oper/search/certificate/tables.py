@@ -26,12 +26,41 @@ import numpy as np
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import free_blocks, most_masters
 from oper.search.problem.statement import IDS
-from oper.search.verify.node import FREE, PUSHES, STILL, Node
 
 STEP, NARROWEST = 4, 8  # columns: what widths are multiples of, and the least that is pushed
 _POINTS, _LEAST_SHARE = 4800, 1e-7  # at which partial sums are tabulated; chords lie below
 _BISECTIONS = 40
 _ROUNDING = 1e-9
+#: What a node knows of a table: nothing, that no row of it is pushed, that some row is.
+FREE, STILL, PUSHES = 0, 1, 2
+#: Kinds of rows about the rank that owns the piece with the largest load in a phase and group: the
+#: load beside what a rank reads; the same over links, where its host is spared what it owns; and
+#: with the first host's ranks as classes of their own, taken to be where that piece is.
+KINDS = READER, SPREAD, APART = "reader", "spread", "apart"
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """Some of the plans, and prices for which they bound the step.
+
+    Attributes:
+        least, most: float64 [P, 5], between which the largest load of any one piece lies.
+        step_us: what the phases together take at most, fixed costs apart.
+        pushes: uint8 [T], what is known, by free table.
+        weights: float64 [L, C], prices of a microsecond of a rank of each class by phase and group
+            of terms, then of a byte of device and of host memory; see
+            `oper.search.certificate.loads.Loads`.
+        memory_us: prices of full memories, which every plan may use.
+        owner: kind, phase, group and price of rows about the owner of the largest piece.
+    """
+
+    least: np.ndarray
+    most: np.ndarray
+    step_us: float
+    pushes: np.ndarray
+    weights: np.ndarray
+    memory_us: float = 0.0
+    owner: tuple[tuple[str, int, int, float], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +97,7 @@ class TableCosts:
     def __init__(self, model: CostModel, may: dict[str, np.ndarray], sizes: np.ndarray) -> None:
         self.model, self.may, self.sizes, problem = model, may, sizes, model.problem
         self.tables = tables = problem.free_tables
-        pinned = [problem.pinned_of(t.spec.name) for t in tables]
+        pinned = [problem.held(t.spec.name).pinned for t in tables]
         #: float64 [T, B, 4], features of blocks without pinned rows, and blocks of nothing.
         self.blocks = np.zeros((len(tables), max((len(t.blocks) for t in tables), default=0), 4))
         for k, t in enumerate(tables):

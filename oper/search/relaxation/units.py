@@ -80,14 +80,14 @@ class UnitRows:
         """Units of the features of every table's rows, held in one of the ways of `row_makers`;
         float64 [3, 2, C, T, 4, 20], see WHOLE."""
         if kind not in self._known:
-            make, found = row_makers(self.model)[kind], []
-            for t in self.tables:
+            make = row_makers(self.model)[kind]
+            found = np.zeros((3, 2, self.sizes.size, len(self.tables), NUM_FEATURES, NUM_ROWS))
+            for k, t in enumerate(self.tables):
                 once, twice = (self._divided(make(t, w, self._unit))[..., None]
                                for w in (t.spec.dim, 2 * t.spec.dim))
-                found.append(np.stack([once, 2 * once - twice,
-                                       self.model.cut_rows(t, once, twice)])[..., 0])
-            none = np.zeros((3, 2, self.sizes.size, 0, NUM_FEATURES, NUM_ROWS))
-            self._known[kind] = np.stack(found, axis=3) if found else none
+                found[:, :, :, k] = np.stack([once, 2 * once - twice,
+                                              self.model.cut_rows(t, once, twice)])[..., 0]
+            self._known[kind] = found
         return self._known[kind]
 
     def _divided(self, rows: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import COPIES, copy_tallies, model_classes, row_makers
-from oper.search.cost.tally import HELD, HOST_HELD
+from oper.search.cost.tally import Row
 from oper.search.problem.machine import GROUPS, first_neighbourhood, neighbourhoods
 from oper.search.problem.statement import NUM_FEATURES, TableProblem
 
@@ -77,7 +77,7 @@ class Probe:
 
     def loads(self, rows: np.ndarray) -> Loads:
         """Loads of tally rows, float64 [..., C, F, 22, W]."""
-        return self._loads(self.model.loads(rows), rows[..., [HELD, HOST_HELD], :])
+        return self._loads(self.model.loads(rows), rows[..., [Row.HELD, Row.HOST_HELD], :])
 
     def table(self, t: TableProblem, kind: str) -> Loads:
         """Loads of the features of one table's rows, held in a way of
@@ -91,7 +91,7 @@ class Probe:
             tallies = copy_tallies(self.model, t)
             return self._loads(*(np.stack([x, 0 * x])[:, None] for x in (
                 np.stack([self.model.units(x) for x in tallies]),
-                np.stack([x.rows[[HELD, HOST_HELD]] for x in tallies]))))
+                np.stack([x.rows[[Row.HELD, Row.HOST_HELD]] for x in tallies]))))
         make, owner = row_makers(self.model)[kind], self.units(NUM_FEATURES)
         once, twice = make(t, t.spec.dim, owner), make(t, 2 * t.spec.dim, owner)
         # Owners of the columns of a row exchange squares, which no load of a piece counts.

@@ -26,12 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from oper.search.bound.pieces import NUM_PIECE_GROUPS, Pieces
-from oper.search.bound.rows import Option, ResourceRows
-from oper.search.bound.units import ANY, LOCAL, WHOLE
-from oper.search.cost.space import COPIES, PUSH
+from oper.search.cost.space import PUSH
 from oper.search.problem.machine import GROUPS, TERMS, first_neighbourhood, neighbourhoods
-from oper.search.problem.statement import NUM_FEATURES
+from oper.search.relaxation.pieces import NUM_PIECE_GROUPS, Pieces
+from oper.search.relaxation.rows import Option, ResourceRows
+from oper.search.relaxation.units import LOCAL
 
 Load = tuple[int, int]  # phase and group of terms
 #: Kinds of rows: the load of the piece beside what a rank reads; the same over links, where its
@@ -80,7 +79,7 @@ class OwnerRows:
 
     def __init__(self, rows: ResourceRows, pieces: Pieces, options: list[Option],
                  distinguished: Load | None) -> None:
-        self.pieces, self.options, self.tables = pieces, options, pieces.tables
+        self.pieces, self.options = pieces, options
         self.model, self.units = rows.model, pieces.units
         self.inequalities = [Inequality(rows.phase_of.size + n, *x)
                              for n, x in enumerate(self._rows(distinguished))]
@@ -101,23 +100,10 @@ class OwnerRows:
         # Loads exceed the phases by the dense compute that hides them, at most.
         self.base = (floor[self._at] - times * pieces.hidden.max(axis=0)[phase, 0]
                      + (times - 1.0) * pieces.has_local[self._at] * floor[phase, LOCAL])
-        self.unit = self._asked(units.each)
-        self.every = self._asked(units.every).min(axis=0)
+        self.unit = self.asked(units.each)
+        self.every = self.asked(units.every).min(axis=0)
 
-    def coefficients(self) -> np.ndarray:
-        """What a unit of each feature asks by option, in one id stream, and what every further one
-        adds; float64 [2, T, M, 4, O]."""
-        out = np.zeros((2, len(self.tables), len(self.options), NUM_FEATURES, len(self._own)))
-        # A rank with a copy reads no less than one that owns nothing: 0 for copies.
-        for kind in {o.kind for o in self.options if self.inequalities} - {COPIES}:
-            for n, units in enumerate(self.units.of(kind)[[WHOLE, ANY]]):
-                asked = self.units.by_tables(units, self._asked)  # [C, T, 4, O]
-                for o, option in enumerate(self.options):
-                    if option.kind == kind:
-                        out[n, :, o] = self.units.by_owner(asked, option.rank_class)
-        return out
-
-    def _asked(self, units: np.ndarray) -> np.ndarray:
+    def asked(self, units: np.ndarray) -> np.ndarray:
         """What units ask of the rows, by their loads on the ranks seen from their owner: own time
         on the rank where that is least, over links the bytes that ranks of other neighbourhoods
         read, over the fastest ones; for the distinguished host, what its other ranks have there.
@@ -130,6 +116,8 @@ class OwnerRows:
         Returns:
             float64 [C, ..., O].
         """
+        if not self.inequalities:
+            return np.zeros((*units.shape[1:-1], 0))
         loads = self.units.loads(units, by_rank=True)
         out = np.zeros((*loads.shape[:-3], len(self._own)))
         own = self.units.group_us(loads)[..., LOCAL, :].min(axis=(0, -1))

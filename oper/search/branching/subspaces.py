@@ -8,27 +8,29 @@ apart, and each bound has its barriers added. Cutting what is not pushed only co
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from oper.search.bound.branching import SearchTree
-from oper.search.bound.certificate import part_to_json
-from oper.search.bound.master import Bound, solve_node
-from oper.search.bound.node import Node
-from oper.search.bound.relaxation import Relaxation
+from oper.search.branching.proof import part_to_json
+from oper.search.branching.tree import SearchTree
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import hosts_are_alike, may_rest, restricted, splits_pay
+from oper.search.pricing.master import Bound, solve_node
+from oper.search.pricing.node import Node
 from oper.search.problem.machine import GROUPS, neighbourhoods
 from oper.search.problem.space import STILL, WITH_COLUMNS, WITH_ROWS
 from oper.search.problem.statement import Problem
+from oper.search.relaxation.relaxation import Relaxation
 
 _MANY = 200  # tables, above which less is tried
 _NEGLIGIBLE = 1e-2  # of a step
 _MANY_HOSTS = 4  # above which planning looks at none of them apart where ranks differ
 _MANY_CLASSES = 2  # of ranks, above which prices with a distinguished host take too long
 _OVERFLOW = 1e-6  # of a memory, up to which a relaxed solution fits
+#: Whether the host of the largest piece is looked at apart, which gives no solutions to search
+#: from: never, where that takes little time, or wherever it may gain something.
+NEVER, BRIEFLY, PATIENTLY = range(3)
 
 
 class Subspace:
@@ -41,8 +43,8 @@ class Subspace:
 
     Attributes:
         trees: what the bound comes from: the first has relaxed solutions to begin a search from, a
-            second the host of the largest piece apart; that is missing before `prove`, or where it
-            is no other relaxation.
+            second the host of the largest piece apart; that is missing where nobody asked for it,
+            or where it is no other relaxation.
         extra_us: barriers that every plan of the part pays and the relaxation does not see.
         cutoff_us: the least known step that any node was bounded below; slower plans may be
             missing.
@@ -106,26 +108,18 @@ class Subspace:
         self.plans = (*plans, *self.plans)
         return True
 
-    def tighten(self, max_nodes: int, step_us: float, goal_us: float,
-                deadline: float | None) -> None:
-        """Raise the bound; only plans faster than `step_us` count."""
-        self._run(self.trees[0], max_nodes, step_us, goal_us, deadline)
-
-    def prove(self, max_nodes: int, step_us: float, goal_us: float, deadline: float | None,
-              patiently: bool = False) -> None:
-        """As `tighten`, for the bound alone, with the host of the largest piece apart where that
-        may gain something; where it takes long as well, if `patiently`."""
+    def branch(self, step_us: float, goal_us: float, deadline: float | None, apart: int) -> None:
+        """Branch once to raise the bound; only plans faster than `step_us` count. `apart`: NEVER,
+        BRIEFLY or PATIENTLY."""
         if len(self.trees) == 1 and self._distinguished is not None and (
-                not self.trees[0].is_single and (patiently or _is_short(self.bound.relaxation))):
+                not self.trees[0].is_single) and (apart == PATIENTLY or (
+                    apart == BRIEFLY and _is_short(self.bound.relaxation))):
             model = CostModel(self.bound.relaxation.problem)
             self.trees.append(SearchTree(solve_node(
                 Node(Relaxation(model, self._distinguished)), deadline=deadline)))
-        self._run(self.trees[-1], max_nodes, step_us, goal_us, deadline)
-
-    def _run(self, tree: SearchTree, max_nodes: int, step_us: float, goal_us: float,
-             deadline: float | None) -> None:
         self.cutoff_us = min(self.cutoff_us, step_us)
-        tree.run(max_nodes, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
+        tree = self.trees[0 if apart == NEVER else -1]
+        tree.run(1, step_us=step_us - self.extra_us, goal_us=goal_us - self.extra_us,
                  deadline=deadline)
 
     def lowest(self, number: int) -> list[Bound]:
@@ -161,15 +155,15 @@ def fit(parts: list[Subspace]) -> bool:
 
 
 def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float,
-            deadline: float | None, raise_: Callable[..., None] = Subspace.tighten) -> int:
-    """Raise the bound of whichever part holds it down, by `Subspace.tighten` or `Subspace.prove`,
-    for about so much work (see `SearchTree`); returns the nodes solved."""
+            deadline: float | None, apart: int = NEVER) -> int:
+    """Raise the bound of whichever part holds it down, by `Subspace.branch`, for about so much work
+    (see `SearchTree`); returns the nodes solved."""
     before = sum(x.solved for x in parts)
     end = max_work + sum(x.work for x in parts)
     while sum(x.work for x in parts) < end:
         lowest = min(parts, key=lambda x: x.lower_bound_us)
         solved, known = lowest.solved, lowest.lower_bound_us
-        raise_(lowest, 1, step_us, goal_us, deadline)
+        lowest.branch(step_us, goal_us, deadline, apart)
         if lowest.solved == solved and lowest.lower_bound_us <= known:
             break
     return sum(x.solved for x in parts) - before

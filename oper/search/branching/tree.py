@@ -19,12 +19,12 @@ from itertools import count
 
 import numpy as np
 
-from oper.search.bound.inequalities import Load
-from oper.search.bound.master import Bound, solve_node
-from oper.search.bound.node import FREE, PUSHES, STILL, Node, pushes_rows
-from oper.search.bound.pieces import NUM_PIECE_GROUPS
+from oper.search.pricing.master import Bound, solve_node
+from oper.search.pricing.node import FREE, PUSHES, STILL, Node, pushes_rows
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS
+from oper.search.relaxation.inequalities import Load
+from oper.search.relaxation.pieces import NUM_PIECE_GROUPS
 
 _NARROW = 0.0005  # what pieces may exceed their phase by, as a share of the step
 _SLIM = 1.04  # largest over least load, from which a node is branched on at the same load again

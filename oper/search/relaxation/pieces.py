@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from oper.search import native
-from oper.search.bound.units import ANY, LOCAL, WHOLE, UnitRows
 from oper.search.cost.space import PUSH
-from oper.search.cost.tally import PARTIALS
+from oper.search.cost.tally import Row
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS, TableProblem
+from oper.search.relaxation.units import ANY, LOCAL, WHOLE, UnitRows
 
 NUM_PIECE_GROUPS = 5  # groups of terms that a pushed piece loads: it is not in host memory
 _RATIO = 1.15  # of the widths that a bound does not tell apart where tables are many
@@ -89,8 +89,8 @@ class Pieces:
         self.has_local = model.has_local[:, :NUM_PIECE_GROUPS]
         self.unit = units.own_us[..., :NUM_PIECE_GROUPS]
         #: float64 [C, P, 5], what a byte of partial sums puts on the owner of a piece.
-        self.partial = (self.unit[:, PARTIALS]
-                        - units.read_us[:, PARTIALS, :, None] * self.has_local)
+        self.partial = (self.unit[:, Row.PARTIALS]
+                        - units.read_us[:, Row.PARTIALS, :, None] * self.has_local)
         base = model.group_us(model.loads(base_rows))[..., :NUM_PIECE_GROUPS, :]
         # What every plan puts on the least loaded rank of each class.
         hidden = np.stack([1e6 * model.hidden[:, r].max(axis=-1) for r in classes.ranks])
@@ -170,7 +170,6 @@ class Pieces:
                                                                   for t in self.tables]),
                       "narrow": self.narrow, "floor": self.floor - self.hidden, "most": limits.most,
                       "mass": mass, "least_sums": least_sums, "whole": whole}
-            arrays = {n: np.ascontiguousarray(x) for n, x in arrays.items()}
             native.call("oper_fit", native.Fit, arrays, num_tables=shape[0], num_classes=shape[1],
                         num_loads=self.density.shape[-2], sums=self.native_sums, step=limits.step)
         return Fit(self, mass, least_sums, whole.astype(bool))
@@ -264,14 +263,16 @@ class Fit:
         whole: bool [T, C], whether the table fits the class as one piece.
 
     Attributes:
-        least_streams: float64 [N], id streams of each type in the class where they are least.
+        streams: float64 [N, C], id streams of each type.
     """
 
     def __init__(self, pieces: Pieces, mass: np.ndarray, least_sums: np.ndarray,
                  whole: np.ndarray) -> None:
-        self._pieces, self.mass, self._least_sums, self.whole = pieces, mass, least_sums, whole
-        any_whole = np.repeat(whole.any(axis=1), np.diff(pieces.first))
-        self.least_streams = np.where(any_whole, 1.0, pieces.streams)
+        self._pieces, self.whole = pieces, whole
+        one = np.repeat(whole, np.diff(pieces.first), axis=0)
+        self.streams = np.where(one, 1.0, pieces.streams[:, None])
+        self.mass = np.where(one, 1.0, mass)
+        self._least_sums = np.where(one[..., None], 0.0, least_sums)
 
     def types(self, classes: np.ndarray) -> dict[str, np.ndarray]:
         """Types of every table in some classes (int64 [M]), as `OperPricing` has them."""
@@ -281,13 +282,12 @@ class Fit:
         sizes = np.where(whole, 1, np.diff(p.first)[table])
         first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         of = np.repeat(np.arange(sizes.size), sizes)
-        at, c, one = p.first[table[of]] + np.arange(of.size) - first[of], rank_class[of], whole[of]
+        at, c = p.first[table[of]] + np.arange(of.size) - first[of], rank_class[of]
         # What fits as a whole row has the least streams, whatever its width is.
         narrowest = np.minimum.reduceat(p.narrow, p.first[:-1])[table[of]]
-        return {"first": first, "streams": np.where(one, 1.0, p.streams[at]),
-                "mass": np.where(one, 1.0, self.mass[at, c]),
-                "least_sums": np.where(one[:, None], 0.0, self._least_sums[at, c]),
-                "narrowest": np.where(one, narrowest, p.narrow[at])}
+        return {"first": first, "streams": self.streams[at, c], "mass": self.mass[at, c],
+                "least_sums": self._least_sums[at, c],
+                "narrowest": np.where(whole[of], narrowest, p.narrow[at])}
 
     def place(self, tables: np.ndarray, kind: np.ndarray) -> np.ndarray:
         """Place of type `kind` (int64 [N]) of each table in arrays by type; int64 [N]."""
@@ -305,14 +305,12 @@ class Fit:
         Returns:
             float64 [N] each; mass 0 where no such piece fits.
         """
-        at, whole = self.place(tables, kind), self.whole[tables, c]
-        return (np.where(whole, 1.0, self._pieces.streams[at]),
-                np.where(whole, 1.0, self.mass[at, c]))
+        at = self.place(tables, kind), c
+        return self.streams[at], self.mass[at]
 
     def least_sums(self, tables: np.ndarray, c: int, kind: np.ndarray, features: np.ndarray
                    ) -> np.ndarray:
         """Lower bound of the bytes of partial sums that rows of some features (float64 [N, 4])
         cause, within what owners may be loaded with; float64 [N], other arguments as `chosen`."""
-        each = np.where(self.whole[tables, c][:, None], 0.0,
-                        self._least_sums[self.place(tables, kind), c])
+        each = self._least_sums[self.place(tables, kind), c]
         return np.asarray((each * features[:, IDS:]).sum(axis=1))

@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from oper.plan import Tier
-from oper.search.bound.relaxation import Relaxation
 from oper.search.cost.model import Evaluation
-from oper.search.heuristic.placing import Placement, table_tally, tallied
 from oper.search.problem.statement import IDS, Problem, TableProblem
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.rounding.placing import Placement, table_tally, tallied
 
 _SHARES = 1.0, 0.5, 0.25, 0.125, 1 / 32, 1 / 128
 _MAX_TIERS = 8  # of a piece
@@ -61,16 +61,14 @@ def divide_rows(relaxation: Relaxation, placements: Sequence[Placement],
 def _may_divide(problem: Problem, t: TableProblem) -> bool:
     places = problem.placements_of(t.spec.name)
     return ("striped" not in places and "owned" in places and problem.machine.world_size > 1
-            and "push" in problem.modes_of(t.spec.name) and not problem.pinned_of(t.spec.name))
+            and "push" in problem.modes_of(t.spec.name) and not problem.held(t.spec.name).pinned)
 
 
 def _neighbours(problem: Problem, t: TableProblem, pieces: Placement, known: Evaluation
                 ) -> Iterator[Placement]:
     """Placements of a table that are one move away, ranges of busy ranks first."""
-    held = problem.constraints.tables.get(t.spec.name)
-    ranks = range(problem.machine.world_size) if held is None or held.ranks is None else held.ranks
     load = sum((x.groups.max(axis=0) for x in known.phases), np.zeros(problem.machine.world_size))
-    idle = sorted(ranks, key=lambda r: (load[r], r))[:_MOST_RANKS]
+    idle = sorted(problem.owners_of(t.spec.name), key=lambda r: (load[r], r))[:_MOST_RANKS]
     ranges = [(i, n) for i, piece in enumerate(pieces) for n, x in enumerate(piece.tiers)
               if _is_range(x)]
     for i, n in sorted(ranges, key=lambda at: -load[pieces[at[0]].tiers[at[1]].ranks[0]]):

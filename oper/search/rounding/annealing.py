@@ -19,16 +19,16 @@ import numpy as np
 from oper.plan import MAX_PATTERN
 from oper.rows.traffic import ROW_WISE
 from oper.search import native
-from oper.search.bound.master import Bound
-from oper.search.bound.relaxation import Relaxation
-from oper.search.bound.units import ANY_SQUARES, WHOLE
 from oper.search.cost.space import PUSH, SHARD
-from oper.search.cost.tally import HELD, NUM_ROWS, PARTIALS, Tally
-from oper.search.heuristic.candidates import Candidate, CandidatePool
+from oper.search.cost.tally import NUM_ROWS, Row
+from oper.search.pricing.master import Bound
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.space import COLUMN_STEP, MIN_COLUMNS
 from oper.search.problem.statement import IDS, ROWS
+from oper.search.relaxation.relaxation import Relaxation
+from oper.search.relaxation.units import ANY_SQUARES, WHOLE
+from oper.search.rounding.candidates import Candidate, CandidatePool
 
 _SHARES = 96  # parts of a piece at which partial sums are tabulated
 _OWNERS = 48  # of one piece at most
@@ -119,12 +119,12 @@ class Loads:
         for c, r in enumerate(ranks):
             room = pool.full * machine.capacity_bytes[machine.domain[r[0]]]
             room /= machine.num_near[r[0]]
-            self.own_unit[c, HELD, -1] = 1.0 / max(room, 1e-3)
+            self.own_unit[c, Row.HELD, -1] = 1.0 / max(room, 1e-3)
         #: float64 [P, G], which loads include the rank's own time in a phase.
         self.own_time = np.zeros((self.num_phases, self.num_loads))
-        for p, has_local in enumerate(self.model.has_local):
-            at = p * self.groups.size
-            self.own_time[p, at:at + self.groups.size] = has_local[self.groups]
+        self.own_time[:, :-1] = np.reshape(
+            np.eye(self.num_phases)[..., None] * self.model.has_local[:, self.groups],
+            (self.num_phases, -1))
         looks = np.array([name != RESOLVE for name in self.model.phases], float)
         self.piece_us = self.model.costs.table_us * (looks @ self.own_time)
         self.read_unit = self.by_class(self.relaxation.unit)  # the mean, its owner's load included
@@ -178,7 +178,7 @@ class Loads:
         """What every plan puts on each rank, without the first pieces of `num_tables` tables;
         float64 [W, G]."""
         model, tally = self.model, self.relaxation.base_tally
-        groups = model.group_us(model.units(Tally(tally.rows, tally.partial_replicas)))
+        groups = model.group_us(model.units(tally))
         groups[:, 0] += groups[:, GROUPS.index("host_memory")]
         groups = groups[:, self.groups]
         groups -= 1e6 * model.hidden[:, None]  # beyond the dense compute that hides it
@@ -186,7 +186,7 @@ class Loads:
         out[:, :-1] = groups.reshape(-1, self.class_of.size).T
         out[:, :-1] -= num_tables * self.piece_us[:-1]
         machine = model.machine
-        held = machine.per_domain(tally.rows[HELD]) / np.maximum(
+        held = machine.per_domain(tally.rows[Row.HELD]) / np.maximum(
             self.full * machine.capacity_bytes, 1e-3)
         out[:, -1] = held[machine.domain]
         return out
@@ -222,8 +222,7 @@ class Annealing:
         dealt = np.where(self.dealt[table][..., None], amount, 0.0)
         features, stay = dealt.sum(axis=1), amount - dealt  # [N, 4], [N, O, 4]
         pushed_ids = dealt[:, relaxation.pushes, IDS].sum(axis=1)
-        one = np.ones(amount.shape[:2])
-        whole = relaxation.resources_of(stay, table, one, one)
+        whole = relaxation.unpushed(stay, table)
         once = np.einsum("nof,nofr->nr", stay, relaxation.per_stream[table])
         tables, class_of = relaxation.tables, loads.class_of
         rows = [np.zeros((table.size, loads.num_classes, NUM_ROWS))] * 5
@@ -248,10 +247,13 @@ class Annealing:
         places = [loads.model.problem.placements_of(t.spec.name) for t in tables]
         split = np.array([loads.model.problem.may_split(t) for t in tables], bool)
         dim = np.array([t.spec.dim for t in tables])
-        may = np.stack([self._may(k) for k in range(len(tables))])[:, order]
+        good = self.dealt & relaxation.allowed
+        classes = np.array([o.rank_class for o in relaxation.options])
+        may = np.stack([np.isin(class_of[order], classes[x]) for x in good])
         may_split = (dim % COLUMN_STEP == 0) & (dim >= 2 * MIN_COLUMNS) & split
         columns = dim[table][:, None, None]
         piece, asked = self._unseen(pushed_ids, table)
+        relaxed = self.bound.total()
         num_rows = np.array([t.spec.num_rows for t in tables], float)
         parts = 2 if may_split.any() else 1
         of_parts = {"first": self.first[:-1], "num_candidates": np.diff(self.first),
@@ -260,8 +262,10 @@ class Annealing:
                     "num_may": may.sum(axis=1), "may": may.astype(np.uint8)}
         return {
             "class_of": class_of[order], "rank_of": order, "base": loads.base(len(tables))[order],
-            "partial": loads.own_unit[:, PARTIALS], "partial_read": loads.read_unit[:, PARTIALS],
-            "level": np.array([self.bound.phase_us(p) for p in range(loads.num_phases)]),
+            "partial": loads.own_unit[:, Row.PARTIALS],
+            "partial_read": loads.read_unit[:, Row.PARTIALS],
+            "level": np.array([max(0.0, relaxed[relaxation.phase_of == p].max())
+                               for p in range(loads.num_phases)]),
             "stay": (loads.by_class(whole - once) - (fill - fill_once) / size) / columns,
             "stay_once": loads.by_class(once) - fill_once / size + piece[:, None],
             "fill": (fill - fill_once) / columns, "fill_once": fill_once,
@@ -274,7 +278,7 @@ class Annealing:
             "mate_first": np.cumsum([0, *(x.shape[1] for x in mates)]),
             "mates": place[np.concatenate(mates, axis=1)[0]],
             "mate_level": np.concatenate(mates, axis=1)[1],
-            "partial_mate": loads.mate_unit[:, :, PARTIALS],
+            "partial_mate": loads.mate_unit[:, :, Row.PARTIALS],
             "column_mate": np.einsum("ncq,lcqg->nlcg", rows[0], loads.mate_unit),
             "stream_mate": np.einsum("ncq,lcqg->nlcg", rows[1], loads.mate_unit),
             "column_ids": np.einsum("ncq,cqg->ncg", rows[4], loads.own_unit),
@@ -297,16 +301,12 @@ class Annealing:
         several = np.array([len(r.stops) > 1 for r in of])
         pushes = pushed_ids > 0
         tiers = ids * several * np.where(pushes, model.tiers_ns(True), model.tiers_ns(False))
-        piece = np.tile(self.loads.piece_us, (table.size, 1))
-        asked = np.zeros_like(piece)
-        for name, own_time in zip(model.phases, self.loads.own_time, strict=True):
-            if name in ("forward", "backward"):
-                piece += np.outer(tiers * 1e-3, own_time)
-                asked += np.outer(pushed_ids * model.costs.push_ns * 1e-3, own_time)
-            if name == "forward":
-                bag_us = bags * (several & pushes) * model.costs.push_bag_ns * 1e-3
-                piece += np.outer(bag_us, own_time)
-        return piece, asked
+        bag_us = bags * (several & pushes) * model.costs.push_bag_ns * 1e-3
+        own_time = self.loads.own_time
+        exchanges = own_time[[x in ("forward", "backward") for x in model.phases]].sum(axis=0)
+        piece = self.loads.piece_us + np.outer(tiers * 1e-3, exchanges) + np.outer(
+            bag_us, own_time[model.phases.index("forward")])
+        return piece, np.outer(pushed_ids * model.costs.push_ns * 1e-3, exchanges)
 
     def _heads(self) -> tuple[np.ndarray, np.ndarray]:
         """The hottest rows that each candidate pushes: their places in its first pushed tier (int64
@@ -361,12 +361,6 @@ class Annealing:
         column = whole / dim
         return [column[0], stream[0], column[1], stream[1]]
 
-    def _may(self, k: int) -> np.ndarray:
-        """Ranks that may own dealt rows of table `k`; bool [W]."""
-        good = [o.rank_class for n, o in enumerate(self.relaxation.options)
-                if self.dealt[k, n] and self.relaxation.allowed[k, n]]
-        return np.isin(self.loads.class_of, good)
-
     def _begin(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Where a search begins, beside `arrays`: pieces' candidates, widths and owners."""
         num_tables, world = len(self.candidates), self.loads.class_of.size
@@ -375,17 +369,23 @@ class Annealing:
         amount = np.stack([x[p] for x, p in zip(self.pool.amounts, self.pool.pick.tolist(),
                                                 strict=True)])
         kinds = self.bound.node.kinds(amount, np.arange(num_tables), self.bound.prices)
-        cuts = np.array([self._first_cut(k, amount[k], int(kinds[k])) for k in range(num_tables)],
-                        np.int64)
         dim = np.array([t.spec.dim for t in self.relaxation.tables])
+        owners, widths = np.ones(num_tables, np.int64), dim.copy()  # as the relaxation has pieces
+        for o in np.flatnonzero(self.relaxation.pushes)[::-1].tolist():  # by the first of options
+            k = np.flatnonzero(amount[:, o, IDS] > 0)
+            streams, mass = self.bound.node.fit.chosen(
+                k, self.relaxation.options[o].rank_class, kinds[k])
+            share = amount[k, o, IDS] / self.relaxation.total_ids[k] / np.maximum(mass, 1e-3)
+            owners[k] = np.clip(np.ceil(share - 1e-2), 1, _OWNERS)
+            widths[k] = -(-dim[k] // np.ceil(streams - 1e-2).astype(np.int64))
         size = arrays["column"][self.first[:-1] + chosen].max(axis=(1, 2)) * dim
         num_parts = arrays["first"].size
         times = num_parts // num_tables
         width = np.zeros(num_parts, np.int64)
         width[:num_tables] = dim
         return {"order": np.argsort(-size, kind="stable"),
-                "first_owners": np.tile(cuts[:, 0], times), "part_width": width,
-                "first_width": np.tile(cuts[:, 1], times), "candidate": np.tile(chosen, times),
+                "first_owners": np.tile(owners, times), "part_width": width,
+                "first_width": np.tile(widths, times), "candidate": np.tile(chosen, times),
                 "units": np.full(world, max(1 + (2 * world <= MAX_PATTERN), _UNITS // world))}
 
     def run(self, max_moves: int, goal_us: float, seed: int, seconds: float = 0.0,
@@ -448,34 +448,14 @@ class Annealing:
             base, num_pushed=base.num_pushed + num_pushed,
             num_split=base.num_split + num_split))))
 
-    def _first_cut(self, k: int, amount: np.ndarray, kind: int) -> tuple[int, int]:
-        """Owners per piece, and columns of each piece, as the relaxation would have them."""
-        relaxation, t = self.relaxation, self.relaxation.tables[k]
-        for o, option in enumerate(relaxation.options):
-            if option.kind == PUSH and amount[o, IDS] > 0:
-                streams, mass = self.bound.node.fit.chosen(np.array([k]), option.rank_class,
-                                                           np.array([kind]))
-                share = amount[o, IDS] / t.total[IDS] / max(float(mass[0]), 1e-3)
-                pieces = int(np.ceil(streams[0] - 1e-2))
-                return int(np.clip(np.ceil(share - 1e-2), 1, _OWNERS)), -(-t.spec.dim // pieces)
-        return 1, t.spec.dim
-
 
 def _layout(found: dict[str, np.ndarray], count: int) -> dict[int, list[Shard]]:
+    """Pieces by part, from one entry per piece and owner."""
     out: dict[int, list[Shard]] = {}
-    piece = found["piece"][:count]
-    for start, stop in zip(*_runs(piece), strict=True):
-        at = slice(start, stop)
+    ends = np.flatnonzero(np.diff(found["piece"][:count])) + 1
+    for at in np.split(np.arange(count), ends) if count else ():
         weights = found["weight"][at] // np.gcd.reduce(found["weight"][at])
-        out.setdefault(int(found["table"][start]), []).append(
-            (int(found["width"][start]), tuple(found["rank"][at].tolist()),
+        out.setdefault(int(found["table"][at[0]]), []).append(
+            (int(found["width"][at[0]]), tuple(found["rank"][at].tolist()),
              () if (weights == 1).all() else tuple(weights.tolist())))
     return out
-
-
-def _runs(values: np.ndarray) -> tuple[list[int], list[int]]:
-    """Where runs of equal values begin and end."""
-    if not values.size:
-        return [], []
-    edges = np.flatnonzero(np.diff(values)) + 1
-    return [0, *edges.tolist()], [*edges.tolist(), values.size]

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.search.bound.master import Bound
 from oper.search.cost.model import Evaluation
-from oper.search.heuristic.annealing import Annealing, Packed, Part, dealt_options
-from oper.search.heuristic.candidates import CandidatePool
-from oper.search.heuristic.copies import spread_copies
-from oper.search.heuristic.placing import Placement, Placer, evaluated
-from oper.search.heuristic.ranges import divide_rows
+from oper.search.pricing.master import Bound
 from oper.search.problem.pins import impose
+from oper.search.rounding.annealing import Annealing, Packed, Part, dealt_options
+from oper.search.rounding.candidates import CandidatePool
+from oper.search.rounding.copies import spread_copies
+from oper.search.rounding.placing import Placement, Placer, evaluated
+from oper.search.rounding.ranges import divide_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
     probes = sorted(probes, key=lambda x: x[0].step_us)[:-(-len(probes) // _CONTINUED)]
     if probes[0][0].step_us > goal and not effort.over():
         with ThreadPoolExecutor(_CHAINS) as threads:
-            longer = list(threads.map(lambda n: probes[n][1].continued(probes[n][0], n),
-                                      range(len(probes))))
+            longer = list(threads.map(lambda n: probes[n][1].run(
+                _CONTINUATION, probes[n][0], effort.num_probes + n), range(len(probes))))
         probes = [(x, start) for x, (_, start) in zip(longer, probes, strict=True)]
     return [_found(start.pool, x.parts, x.units, effort) for x, start in probes]
 
@@ -143,8 +143,7 @@ def _found(pool: CandidatePool, parts: list[list[Part]], units: tuple[int, ...],
     relaxation = pool.relaxation
     placements = Placer(relaxation).place(parts, units)
     placements = divide_rows(relaxation, placements, effort.over)
-    held = relaxation.problem.constraints.tables
-    placements = [impose(held.get(t.spec.name), x) for t, x in zip(
+    placements = [impose(relaxation.problem.held(t.spec.name), x) for t, x in zip(
         relaxation.tables, spread_copies(relaxation, placements), strict=True)]
     return Found(placements, evaluated(relaxation, placements))
 
@@ -167,16 +166,13 @@ class _Start:
         with ThreadPoolExecutor(_CHAINS) as threads:
             while len(found) < most:
                 seeds = range(len(found), min(len(found) + _CHAINS, most))
-                found += threads.map(lambda n: self._run(_PROBE, None, n), seeds)
+                found += threads.map(lambda n: self.run(_PROBE, None, n), seeds)
                 if min(x.step_us for x in found) <= self.goal or self.effort.over():
                     break
         return found
 
-    def continued(self, found: Packed, number: int) -> Packed:
-        """What a longer one makes of `found`, the `number`-th such."""
-        return self._run(_CONTINUATION, found, self.effort.num_probes + number)
-
-    def _run(self, share: float, start: Packed | None, number: int) -> Packed:
+    def run(self, share: float, start: Packed | None, number: int) -> Packed:
+        """The `number`-th annealing, a share of all moves, from `start` or from the beginning."""
         deadline = self.effort.deadline
         left = 0.0 if deadline is None else max(0.05, deadline - time.monotonic())
         return self._annealing.run(round(share * self._moves), self.goal, 1000 * self.seed + number,

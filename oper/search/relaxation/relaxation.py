@@ -1,7 +1,7 @@
 """The relaxation of a planning problem, and what its tables cost at given prices.
 
-Loads are averaged over classes of equal ranks (see `oper.search.bound.rows`), and tables meet only
-in these resource rows, so that at given prices of the rows each table finds its cheapest
+Loads are averaged over classes of equal ranks (see `oper.search.relaxation.rows`), and tables meet
+only in these resource rows, so that at given prices of the rows each table finds its cheapest
 configuration by itself. A *configuration* cuts a table by columns into pieces, and gives every
 block of rows of a piece an *option*: replicated on all ranks or on one of each host, owned within a
 class (striped or not: the mean is the same), pulled (from device or host memory) or pushed. What a
@@ -20,10 +20,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from oper.search.bound.inequalities import Load, OwnerRows
-from oper.search.bound.pieces import Pieces
-from oper.search.bound.rows import Option, ResourceRows
-from oper.search.bound.units import ANY_SQUARES, WHOLE, UnitRows
 from oper.search.cost.model import CostModel
 from oper.search.cost.space import (
     COPIES,
@@ -38,9 +34,13 @@ from oper.search.cost.space import (
     may_hold,
     most_masters,
 )
-from oper.search.cost.tally import FORWARD_NS, NUM_ROWS, PARTIALS, Tally
+from oper.search.cost.tally import NUM_ROWS, Row, Tally
 from oper.search.problem.machine import first_neighbourhood
 from oper.search.problem.statement import IDS, NUM_FEATURES, ROWS
+from oper.search.relaxation.inequalities import Load, OwnerRows
+from oper.search.relaxation.pieces import Pieces
+from oper.search.relaxation.rows import Option, ResourceRows
+from oper.search.relaxation.units import ANY, ANY_SQUARES, WHOLE, UnitRows
 
 
 class Relaxation:
@@ -91,7 +91,7 @@ class Relaxation:
         self.units = UnitRows(model, self.classes, self.tables)
         # Who has a table's pinned pushed rows may have all of them, whatever pieces of others fit.
         self.asks = np.array([all(x.mode == "pull" or x.placement == "replicated"
-                                  for x in self.problem.pinned_of(t.spec.name))
+                                  for x in self.problem.held(t.spec.name).pinned)
                               for t in self.tables], bool)
         # Pinned pushed rows may be those of the largest piece.
         may = np.zeros((len(self.tables), len(self.classes.ranks)), bool) | ~self.asks[:, None]
@@ -154,20 +154,25 @@ class Relaxation:
             self.base[k] -= 1e6 * model.hidden[phase, self.classes.ranks[rank_class]].mean()
         self.fixed_us = sum(model.fixed_us(self.fixed_tally))
 
-    def _block_costs(self) -> np.ndarray:
-        """`coefficients` and `per_stream` without the rows about owners."""
-        rows, tables = self.rows, self.tables
-        out = np.zeros((2, len(tables), len(self.options), NUM_FEATURES, rows.phase_of.size))
-        # Owners are symmetric within a class by construction, readers by definition.
-        asked = {kind: [self.units.mean(x, rows.unit)
-                        for x in self.units.of(kind)[[WHOLE, ANY_SQUARES]]]
-                 for kind in {o.kind for o in self.options} - {COPIES}}
+    def _block_costs(self, owners: OwnerRows) -> np.ndarray:
+        """`coefficients` and `per_stream`, of the rows about owners behind the others."""
+        rows, units, number = self.rows, self.units, self.rows.phase_of.size
+        out = np.zeros((2, len(self.tables), len(self.options), NUM_FEATURES,
+                        number + owners.phase_of.size))
+        for kind in {o.kind for o in self.options} - {COPIES}:
+            of = units.of(kind)
+            # Owners are symmetric within a class by construction, readers by definition.
+            asked = [np.concatenate([units.mean(of[mean], rows.unit),
+                                     units.by_tables(of[alone], owners.asked)], axis=-1)
+                     for mean, alone in ((WHOLE, WHOLE), (ANY_SQUARES, ANY))]  # [C, T, 4, R]
+            for o, option in enumerate(self.options):
+                if option.kind == kind:
+                    out[:, :, o] = [units.by_owner(x, option.rank_class) for x in asked]
         for o, option in enumerate(self.options):
-            if option.kind == COPIES:
-                for k, t in enumerate(tables):
-                    out[0, k, o] = [rows.of_tally(x) for x in copy_tallies(self.model, t)]
-            for n, x in enumerate(asked.get(option.kind, ())):
-                out[n, :, o] = self.units.by_owner(x, option.rank_class)
+            if option.kind == COPIES:  # a rank with a copy reads no less than one that owns nothing
+                for k, t in enumerate(self.tables):
+                    out[0, k, o, :, :number] = [rows.of_tally(x)
+                                                for x in copy_tallies(self.model, t)]
         return out
 
     def _add_inequalities(self, owners: OwnerRows) -> None:
@@ -175,8 +180,7 @@ class Relaxation:
         rows = self.rows
         self.unit = np.concatenate([rows.unit, owners.unit], axis=-1)
         self.inequalities = owners.inequalities
-        self.coefficients, self.per_stream = np.concatenate(
-            [self._block_costs(), owners.coefficients()], axis=-1)
+        self.coefficients, self.per_stream = self._block_costs(owners)
         self.pinned = np.concatenate([self.pinned, np.zeros(len(owners.base))])
         self.base = np.concatenate([self.base, owners.base]) + self.pinned
         self.phase_of = np.concatenate([rows.phase_of, owners.phase_of])
@@ -187,7 +191,7 @@ class Relaxation:
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None],
                                 (NUM_ROWS, NUM_ROWS, self.model.machine.world_size))
         #: float64 [22, R], what a unit of each tally row on every rank asks.
-        self.every = np.concatenate([rows.of_tally(Tally(every, {})), owners.every], axis=-1)
+        self.every = np.concatenate([rows.of_tally(Tally(every)), owners.every], axis=-1)
 
     def _build_charges(self) -> None:
         model, costs = self.model, self.model.costs
@@ -199,11 +203,11 @@ class Relaxation:
         # Pieces of a table pay the same, and what pushes nothing may lie beside pieces, or pinned
         # rows, that are pushed.
         still = np.array([
-            min(pull, push) if self.problem.may_split(t) or self.problem.pinned_of(t.spec.name)
+            min(pull, push) if self.problem.may_split(t) or self.problem.held(t.spec.name).pinned
             else pull for t in self.tables])[:, None]
         self.tiers = ids * still * passes
         self.tiers_pushed = (ids * push * passes
-                             + bags * costs.push_bag_ns * self.every[FORWARD_NS])
+                             + bags * costs.push_bag_ns * self.every[Row.FORWARD_NS])
         own = np.zeros((len(self.options), self.phase_of.size))
         timed = self.rows.phase_of.size  # the owner of a large piece may have none of these ids
         for o in np.flatnonzero(self.pushes):
@@ -244,35 +248,7 @@ class Relaxation:
             out[weight > 0] /= max(1.0, float(out @ weight))
         return out
 
-    def step_us(self, total: np.ndarray) -> float:
-        """Modelled step when the resource rows hold `total` (float64 [R], base included)."""
-        return self.fixed_us + sum(
-            max(0.0, float(total[self.phase_of == p].max()))
-            for p in range(int(self.phase_of.max()) + 1))
-
-    def resources_of(self, amount: np.ndarray, tables: np.ndarray, streams: np.ndarray,
-                     owner: np.ndarray, least_sums: np.ndarray | float = 0.0) -> np.ndarray:
-        """What features placed by option ask of the resource rows, charges apart.
-
-        Args:
-            amount: float64 [N, M, 4].
-            tables: int64 [N], the table of each entry.
-            streams: float64 [N, M], columns of the table over those of one piece.
-            owner: float64 [N, M], mass that one owner holds at most, of the table's mass 1.
-            least_sums: float64 [N, M], bytes of partial sums at least.
-
-        Returns:
-            float64 [N, R].
-        """
-        out = np.einsum("nof,nofr->nr", amount, self.coefficients[tables])
-        least_sums = np.broadcast_to(least_sums, streams.shape)
-        for o in np.flatnonzero(self.pushes):
-            n = np.flatnonzero(amount[:, o, IDS] > 0)
-            share = amount[n, o, IDS] / self.total_ids[tables[n]]
-            size = np.maximum(self.pieces.sum_bytes(tables[n], share, owner[n, o]),
-                              least_sums[n, o])
-            out[n] += size[:, None] * self.unit[self.options[o].rank_class, PARTIALS]
-        n = np.flatnonzero((streams > 1.0).any(axis=1))
-        out[n] += np.einsum("no,nof,nofr->nr", streams[n] - 1.0, amount[n],
-                            self.per_stream[tables[n]])
-        return out
+    def unpushed(self, amount: np.ndarray, tables: np.ndarray) -> np.ndarray:
+        """What features by option (float64 [N, M, 4]) of tables (int64 [N]) ask of the resource
+        rows as one piece each, partial sums and charges apart; float64 [N, R]."""
+        return np.asarray(np.einsum("nof,nofr->nr", amount, self.coefficients[tables]))

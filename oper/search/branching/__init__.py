@@ -1,0 +1,1 @@
+"""Branch and bound over parts of the space, and the proof that its trees make."""

@@ -1,0 +1,1 @@
+"""Column generation: what tables cost at given prices, and the master that finds the prices."""

@@ -1,0 +1,1 @@
+"""The relaxed problem: resource rows, what configurations ask of them, pushed pieces."""

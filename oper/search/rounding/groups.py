@@ -1,0 +1,160 @@
+"""Tables kept together or apart: a plan that breaks a group is made again with ranks named for it.
+
+The relaxation leaves groups out, so that its bound holds for every plan that keeps them. The search
+places table by table; a group is kept by giving each of its tables, before the search, the only
+ranks that it may use. Several ways of naming those ranks are tried and the fastest plan is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import permutations
+from typing import TypeVar
+
+from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.plan import Plan
+from oper.search.problem.constraints import TableConstraint, group_violations, units
+from oper.search.problem.machine import rank_classes
+from oper.search.problem.statement import Problem
+
+Proof = TypeVar("Proof")
+
+
+def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Proof]]
+                     ) -> tuple[Plan, Proof]:
+    """A plan of a problem whose constraints may bind several tables at once, and the proof of the
+    bound of all plans, whatever ranks they name for the groups.
+
+    Args:
+        problem: the problem.
+        make: plan and proof of a problem without looking at `keep_together` and `keep_apart`.
+
+    Raises:
+        PlanInfeasibleError: nothing fits, or no way of naming ranks keeps every group.
+    """
+    held = problem.constraints
+    plan, proof = make(problem)
+    if not group_violations(plan, held):
+        return plan, proof
+    best: Plan | None = None
+    for tables in _assignments(problem):
+        try:
+            found, _ = make(replace(problem, constraints=replace(held, tables=tables)))
+        except (PlanInfeasibleError, InvalidInputError):
+            continue  # these ranks are too few, or leave nothing to choose
+        if not group_violations(found, held) and (best is None or found.step_us < best.step_us):
+            best = found
+    if best is None:
+        raise PlanInfeasibleError(fail(
+            f"no plan fits {problem.topology.name!r} and keeps its groups", "broken",
+            group_violations(plan, held), "ranks for every group within memory and pinned ranks",
+            "without keep_together and keep_apart it fits: remove a table from a group, or pin "
+            "fewer tables"))
+    return best, proof
+
+
+class _Units:
+    """Tables that are kept together, by one of them that stands for all, the largest units first.
+
+    Attributes:
+        tables: the tables of each.
+        num_bytes: their size.
+        apart: units that may share no rank with it.
+        ranks: those that all of its tables may use.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        held, members = problem.constraints, dict[str, list[str]]()
+        root = units(held)
+        for name, of in root.items():
+            members.setdefault(of, []).append(name)
+        size = {of: float(sum(problem.table(n).spec.num_bytes for n in names))
+                for of, names in members.items()}
+        self.tables = dict(sorted(members.items(), key=lambda x: (-size[x[0]], x[0])))
+        self.num_bytes, self.apart = size, {of: set[str]() for of in members}
+        for group in held.keep_apart:
+            for a, b in permutations(group, 2):
+                self.apart[root[a]].add(root[b])
+        self.ranks = {of: sorted(set.intersection(*(_named(problem, n) for n in names)))
+                      for of, names in members.items()}
+
+
+def _named(problem: Problem, name: str) -> set[int]:
+    """Ranks that a table may use, or is pinned to."""
+    tiers, ranks = problem.held(name).tiers, set(problem.owners_of(name))
+    return ranks if tiers is None else ranks & {r for tier in tiers for r in tier.ranks}
+
+
+_Ranks = dict[str, tuple[int, ...]]  # by unit
+
+
+def _assignments(problem: Problem) -> Iterator[dict[str, TableConstraint]]:
+    """Table constraints that keep the groups; some of them may not fit."""
+    every = _Units(problem)
+    classes = rank_classes(problem.machine, [
+        c.ranks for c in problem.constraints.tables.values() if c.ranks is not None])
+    seen: list[_Ranks] = []
+    for allowed in (range(problem.machine.world_size), *(c.tolist() for c in classes.ranks[:4])):
+        for choose in (_slices, _single):
+            ranks = choose(every, set(allowed))
+            if ranks is not None and ranks not in seen:
+                seen.append(ranks)
+                tables = _constrained(problem, every, ranks)
+                if tables is not None:
+                    yield tables
+
+
+def _single(every: _Units, allowed: set[int]) -> _Ranks | None:
+    """One rank for each unit, the emptiest that no unit to be kept apart has."""
+    load, out = dict.fromkeys(allowed, 0.0), _Ranks()
+    for unit in every.tables:
+        taken = {out[x] for x in every.apart[unit] if x in out}
+        free = [r for r in every.ranks[unit] if r in allowed and (r,) not in taken]
+        if not free:
+            return None
+        rank = min(free, key=lambda r: (load[r], r))
+        load[rank] += every.num_bytes[unit]
+        out[unit] = (rank,)
+    return out
+
+
+def _slices(every: _Units, allowed: set[int]) -> _Ranks | None:
+    """All ranks for each unit, divided by size among those to be kept apart."""
+    colour: dict[str, int] = {}
+    size: list[float] = []
+    for unit in every.tables:
+        if every.apart[unit]:
+            used = {colour.get(x) for x in every.apart[unit]}
+            colour[unit] = next(c for c in range(len(used) + 1) if c not in used)
+            size += [0.0] * (colour[unit] == len(size))
+            size[colour[unit]] += every.num_bytes[unit]
+    if len(size) > len(allowed):
+        return None
+    slices: list[list[int]] = [[] for _ in size]
+    for rank in sorted(allowed) if size else ():  # to whoever has least for its size; one at first
+        slices[min(range(len(size)), key=lambda c: (
+            bool(slices[c]), len(slices[c]) / max(size[c], 1.0)))].append(rank)
+    out = {unit: tuple(r for r in every.ranks[unit] if r in (
+        slices[colour[unit]] if unit in colour else allowed)) for unit in every.tables}
+    return out if all(out.values()) else None
+
+
+def _constrained(problem: Problem, every: _Units, ranks: _Ranks
+                 ) -> dict[str, TableConstraint] | None:
+    """The table constraints with these ranks; None where nothing is left to choose."""
+    tables = dict(problem.constraints.tables)
+    for unit, chosen in ranks.items():
+        for name in every.tables[unit]:
+            c = problem.held(name)
+            if c.tiers is not None:
+                continue
+            c = replace(c, ranks=chosen)
+            if len(every.tables[unit]) > 1 and len(chosen) > 1:
+                # Every tier on all ranks of the set: neither owners nor short pushed stripes.
+                placements = problem.placements_of(name) - {"owned"}
+                c = replace(c, placements=placements, modes=problem.modes_of(name) & {"pull"})
+                if not c.placements or not c.modes:
+                    return None
+            tables[name] = c
+    return tables

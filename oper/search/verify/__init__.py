@@ -1,1 +1,0 @@
-"""Checking a plan's certificate, without the code that made it."""
