@@ -172,14 +172,6 @@ def parquet_log(path: Path, ids: pa.Array) -> str:
     return str(path)
 
 
-def test_a_column_of_integers_and_texts_is_refused(tmp_path: Path) -> None:
-    logs = [parquet_log(tmp_path / "a.parquet", pa.array([1, 2, 3, 4])),
-            parquet_log(tmp_path / "b.parquet", pa.array(["1", "2", "3", "4"]))]
-    with pytest.raises(InvalidInputError, match="'id' raw: types='integers and texts'"):
-        preprocess(generic_recipe("parquet", Choice(["id"], "y")), logs, tmp_path / "out",
-                   PreprocessOptions(raw_ids=True))
-
-
 def test_the_number_that_stands_for_a_missing_field_is_refused(tmp_path: Path) -> None:
     log = parquet_log(tmp_path / "a.parquet", pa.array([1, 2, MISSING, None]))
     with pytest.raises(InvalidInputError, match=f"'id' raw: id={MISSING}"):

@@ -146,12 +146,18 @@ def transformed(column: Column, values: np.ndarray) -> np.ndarray:
 
 def ids(column: Column, array: pa.Array) -> Ids:
     """Raw values of a sparse column; raises MalformedError."""
+    array = _typed(array)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-        return Ids(_whole(column, array.flatten()), lengths.astype(np.int32))
+        return Ids(_whole(column, _typed(array.flatten())), lengths.astype(np.int32))
     if column.multi:
         return _split(column, array)
     return Ids(_whole(column, _prepared(column, array)))
+
+
+def _typed(array: pa.Array) -> pa.Array:
+    """The same array, as texts where its writer has met no value and given it no type."""
+    return array.cast(pa.binary()) if pa.types.is_null(array.type) else array
 
 
 def _split(column: Column, array: pa.Array) -> Ids:

@@ -169,11 +169,22 @@ def _arrow_columns(recipe: Recipe, layout: Layout, table: pa.Table, path: str
 
 _OBJECT_TYPES = {"string": pa.string(), "among": pa.string(), "iso": pa.string(),
                  "iso_zone": pa.string(), "hex32": pa.string()}
+# Of ids: a float64 holds integers below 2^53 only.
+_OBJECT_IDS = {"int": pa.int64(), "uint32": pa.int64(), "uint64": pa.uint64()}
+
+
+def _object_type(column: Column) -> pa.DataType:
+    """What a field of a JSON object is read as."""
+    if column.multi:
+        return pa.string()
+    if column.kind == "sparse" and column.parse in _OBJECT_IDS:
+        return _OBJECT_IDS[column.parse]
+    return _OBJECT_TYPES.get(column.parse, pa.float64())
 
 
 def _read_jsonl(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -> Iterator[Rows]:
     wanted = [c for c in layout.columns if c.kind != "skip"]
-    schema = pa.schema([(c.sources[0], _OBJECT_TYPES.get(c.parse, pa.float64())) for c in wanted])
+    schema = pa.schema([(c.sources[0], _object_type(c)) for c in wanted])
     options = pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
 
     def parse(data: bytes, rows: np.ndarray) -> Rows:

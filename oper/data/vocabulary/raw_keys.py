@@ -40,22 +40,3 @@ class RawKeys:
                 "read the column as texts, whose hashes become the keys"))
         return keys
 
-
-def texts_hashed(column: str, kinds: set[str]) -> bool:
-    """Whether a column's keys are hashes of texts.
-
-    Args:
-        column: for messages.
-        kinds: NumPy kinds of the values of all its chunks; ``""`` where all fields are missing.
-
-    Raises:
-        InvalidInputError: integers in some files and texts in others, so that equal values would
-            have different keys.
-    """
-    is_text = "S" in kinds
-    if is_text and kinds - {"S", ""}:
-        raise InvalidInputError(fail(
-            f"cannot keep the ids of column {column!r} raw", "types", "integers and texts",
-            "one of them in all files, since a text's key is its hash",
-            "convert the files, or read the column as integers"))
-    return is_text
