@@ -11,10 +11,9 @@ from torch import nn
 
 import oper
 from oper.analysis import DistinctSample, HeavyHitters, KeyCounter, counting, forecast
-from oper.analysis.capacity import BUCKET_ROWS, rows_of_keys
+from oper.analysis.capacity import rows_of_keys
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError
-from oper.shmem.keys import places
 from oper.shmem.keys.directories import KeyCounts
 from oper.stats import AccessStats, TableStats
 from tests.integration import module_support
@@ -62,10 +61,6 @@ def test_a_table_does_what_was_foreseen(num_keys: int, num_rows: int, admit_afte
     assert found.default_share == pytest.approx(true.default_share, rel=slack)
     assert found.inserts_per_lookup == pytest.approx(true.admitted / LOOKUPS, rel=slack)
     assert found.evictions_per_lookup == pytest.approx(true.evicted / LOOKUPS, rel=slack, abs=2e-3)
-
-
-def test_buckets_are_those_of_the_directory() -> None:
-    assert places.num_buckets(BUCKET_ROWS) == 1 and places.num_buckets(BUCKET_ROWS + 1) == 2
 
 
 @pytest.mark.parametrize(("num_rows", "admit_after"), [
