@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, UsageError, fail
-from oper.support.files import check_local
+from oper.support.files import check_target
 from oper.support.flags import number, whole
 from oper.support.text import aligned
 
@@ -367,7 +367,7 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
 
 def run_analyze(args: argparse.Namespace) -> int:
     """Run ``oper analyze``; raises OperError."""
-    check_local(args.output)
+    check_target(args.output)
     return _save(_stats(args), args, args.capacity)
 
 
@@ -380,6 +380,9 @@ def _save(stats: AccessStats, args: argparse.Namespace, capacity: int | None = N
     if capacity:
         for name, table in stats.tables.items():
             summary["tables"][name]["forecast"] = asdict(forecast(table, capacity))
+            if table.head_counts[table.head_ids == 0].any():
+                print(f"warning: --capacity takes row 0 of {name!r}, which rare and unseen values "
+                      "share, for one key: count a folder of --raw-ids", file=sys.stderr)
     if args.json:
         print(json.dumps(summary))
     else:
@@ -408,8 +411,13 @@ def _stats(args: argparse.Namespace) -> AccessStats:
             raise UsageError(fail("cannot analyze", f"--{name}", getattr(args, name),
                                   "with --merge", "leave it out"))
     if args.merge:
+        files = [args.folder, *args.more]
+        twice = sorted({f for f in files if files.count(f) > 1})
+        if twice:
+            raise UsageError(fail("cannot add up statistics", "files", twice, "each of them once",
+                                  "name the files of different parts"))
         remap = load_remap(args.remap) if args.remap else None
-        merged = merge_stats((AccessStats.load(p) for p in [args.folder, *args.more]),
+        merged = merge_stats((AccessStats.load(p) for p in files),
                              args.grown or remap is not None)
         return merged if remap is None else renumber_stats(merged, remap)
     if args.counts:
@@ -477,6 +485,6 @@ def run_generate(args: argparse.Namespace) -> int:
     from oper.data.generate.generator import load_workload
     from oper.data.generate.lookups import count_workload
 
-    check_local(args.output)
+    check_target(args.output)
     workload = load_workload(args.workload, args.seed)
     return _save(count_workload(workload, args.samples, args.lookups, sys.stderr.isatty()), args)

@@ -210,6 +210,8 @@ def check_target(path: str | os.PathLike[str]) -> None:
     """Raise InvalidInputError unless a file can be written there; before long work for it."""
     check_local(path)
     target = Path(path).absolute()
+    if target.exists() and not target.is_file() and not target.is_dir():
+        return  # a pipe or device, which is written itself
     folder = next(p for p in target.parents if p.exists())
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InvalidInputError(fail("cannot write the result", "file", os.fspath(path),

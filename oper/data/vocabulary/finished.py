@@ -208,6 +208,11 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
     if hashed:
         raise InvalidInputError(fail(what, "hashed columns", hashed[:8], "none",
                                      "a hash has a row for every value already"))
+    real = [os.path.realpath(f) for f in folders]
+    twice = sorted({f for f in real if real.count(f) > 1})
+    if twice:
+        raise InvalidInputError(fail(what, "folders", twice, "each of them once, since counts are "
+                                     "added up", "name the folders of different days"))
     sources = [_source(what, old, Path(f)) for f in folders]
     if not sources:
         raise InvalidInputError(fail(what, "folders", [], "at least one", "name what was "
