@@ -130,11 +130,18 @@ class Checkpoints:
         """Load the last checkpoint; returns the steps that led to it. Collective.
 
         Raises:
-            InvalidInputError: the run has another order of samples than the saved one.
+            InvalidInputError: the run has another order of samples than the saved one, or data that
+                numbers its rows differently.
         """
         extra = (self._deltas.load().extra if self._deltas is not None else
                  load_checkpoint(self._folder, self._engine.module, self._tables))
         what = f"cannot go on from {str(self._folder)!r}"
+        old, new = str(extra.get("numbering", "")), self._numbering()
+        if old and new and old != new:
+            raise InvalidInputError(fail(
+                what, "numbering of the rows", old, f"{new} of {self._config.data!r}: values have "
+                "other rows than when the run began", "give the data that the run began with, or "
+                "begin anew with --force"))
         step, saved = self._take_dense(extra, what)
         mine = {"global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle}
@@ -155,11 +162,17 @@ class Checkpoints:
                                 remap=self._config.remap or None)
         old, new = str(extra.get("numbering", "")), self._numbering()
         if old and new and (old == new) == bool(self._config.remap):
+            todo = "leave remap out: rows are the same"
+            if old != new:
+                todo = ("set remap to what 'oper vocabulary extend --reorder' wrote in between, or "
+                        "take data of one vocabulary")
+            if old != new and all(x.startswith("raw ids") for x in (old, new)):
+                todo = ("preprocess both alike: a text's key is its hash, another one than that of "
+                        "the same number")
             raise InvalidInputError(fail(
                 f"cannot start from {str(folder)!r}", "numbering of the rows", old,
                 f"{new} of {self._config.data!r}" if old != new else "another one, with a re-map",
-                "set remap to what 'oper vocabulary extend --reorder' wrote in between, or take "
-                "data of one vocabulary" if old != new else "leave remap out: rows are the same"))
+                todo))
         own = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
                for o in self._engine.optimizers]
         step, _ = self._take_dense(extra, f"cannot start from {str(folder)!r}")

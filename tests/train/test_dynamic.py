@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,22 @@ def test_refused_data(raw: Path, tmp_path: Path) -> None:
     preprocess(load_recipe("criteo-kaggle"), [str(log)], tmp_path / "data")
     with pytest.raises(InvalidInputError, match="expected a folder of raw ids"):
         train(config(raw, tmp_path / "a", data=str(tmp_path / "data"), stats=""),
+              show_progress=False)
+
+
+def test_data_of_another_numbering_is_refused(raw: Path, tmp_path: Path) -> None:
+    """As where a column's ids are texts on one day and numbers on the other."""
+    flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
+    train(config(raw, tmp_path / "run", **flags), show_progress=False)
+    shutil.copytree(raw / "data", tmp_path / "data")
+    path = tmp_path / "data" / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"numbering": "raw ids; hashes of texts: C1"}
+    path.write_text(json.dumps(manifest))
+    flags |= {"data": str(path.parent), "max_steps": 2}
+    with pytest.raises(InvalidInputError, match=r"numbering of the rows.*begin anew with --force"):
+        train(config(raw, tmp_path / "run", **flags), show_progress=False, resume=True)
+    with pytest.raises(InvalidInputError, match=r"numbering of the rows.*preprocess both alike"):
+        train(config(raw, tmp_path / "next", **flags, start=str(tmp_path / "run")),
               show_progress=False)
 
 
