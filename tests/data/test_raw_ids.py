@@ -13,7 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from oper.analysis import CountOptions, forecast
-from oper.data import Folder, Loader, LoaderOptions, PreprocessOptions, analyze_folder, preprocess
+from oper.data import (
+    Folder,
+    Loader,
+    LoaderOptions,
+    PreprocessOptions,
+    analyze_folder,
+    preprocess,
+    raw_keys,
+)
 from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing.sequences import write_sequences
 from oper.errors import FileFormatError, InvalidInputError
@@ -93,6 +101,23 @@ def test_keys_are_those_of_the_values(tmp_path: Path, compression: str) -> None:
     assert manifest["problems"] == []
     make(tmp_path, "two", compression=compression, num_workers=2)
     assert parquet_bytes(tmp_path / "two") == parquet_bytes(tmp_path / "out")
+
+
+def test_keys_of_values_from_elsewhere(tmp_path: Path) -> None:
+    rows, _ = make(tmp_path, "out")
+    for k, name in enumerate(("user", "item")):
+        values: list[Any] = [row[k] or None for row in rows]
+        if name == "item":
+            values = [None if v is None else int(v) for v in values]
+        assert raw_keys(values).tolist() == written(tmp_path / "out", name)
+    assert raw_keys([int(row[3]) for row in rows]).tolist() == written(tmp_path / "out", "site")
+    assert raw_keys(["", b"", None, "ü", "ü".encode()]).tolist() == [MISSING] * 3 + (
+        [key_of_text("ü")] * 2)
+    assert raw_keys([-1, np.int8(5)]).tolist() == [-1, 5] and raw_keys([]).shape == (0,)
+    bad: list[list[Any]] = [["7", 7], [1 << 64], [-(1 << 63) - 1], [1.5], ["a\0"], [MISSING]]
+    for values in bad:
+        with pytest.raises(InvalidInputError):
+            raw_keys(values)
 
 
 def test_another_day_has_the_same_keys(tmp_path: Path) -> None:
