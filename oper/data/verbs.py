@@ -76,8 +76,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("files of your own (recipes csv and parquet)")
     own.add_argument("--sparse", metavar="A,B",
                      help="id columns; in CSV files texts, but for A:int, A:uint64, A:hex32, "
-                          "A:integral (ids written 17850.0), A:bins=18/30 (numbers by bins); A:| for "
-                          "fields like 3|17|4")
+                          "A:integral (ids written 17850.0), A:bins=18/30 (numbers by bins); "
+                          "A:| for fields like 3|17|4")
     own.add_argument("--label", metavar="NAME",
                      help="column of 0 and 1, or of what --threshold or --among make 0 and 1 of")
     own.add_argument("--threshold", type=number(-math.inf), metavar="X",
@@ -295,8 +295,8 @@ def configure_sequences(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="folder that 'oper preprocess' wrote")
     parser.add_argument("--by", required=True, metavar="NAME",
                         help="column of users or sessions: each becomes a row of every part that "
-                             "has events of it, the ids of its other columns lists in order of time; "
-                             "rare, unseen and missing users are left out")
+                             "has events of it, the ids of other columns lists in order of "
+                             "time; rare, unseen and missing users are left out")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="NEW",
                         help="folder to write")
     parser.add_argument("--columns", metavar="A,B",
