@@ -18,7 +18,7 @@ from oper.errors import require
 from oper.stats import TableStats
 from oper.tables import KEY_BUCKET_ROWS
 
-_WHAT = "cannot foresee a dynamic table"
+_WHAT = "cannot forecast a dynamic table"
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def test_nothing_was_counted() -> None:
     ({"num_rows": 1}, "num_rows"), ({"num_rows": 9, "admit_after": 0}, "admit_after"),
     ({"num_rows": 9, "eviction": "fifo"}, "eviction")])
 def test_refused_arguments(fields: dict[str, object], name: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"cannot foresee a dynamic table: {name}"):
+    with pytest.raises(InvalidInputError, match=f"cannot forecast a dynamic table: {name}"):
         forecast(counted(log_of(50, size=100)), **fields)  # type: ignore[arg-type]
 
 

@@ -128,9 +128,11 @@ def write_sequences(
     kept = tuple(n for n in folder.sparse if n != by and (columns is None or n in columns))
     for name in (by, *kept, *(columns or ())):
         if name not in single:
+            is_named = name in (by, *(columns or ()))
             raise InvalidInputError(fail(
                 what, "column", name, f"a sparse column of one id per row, of {single}",
-                "name the columns to keep: events of several ids would run into each other"))
+                "name one of them" if is_named else "leave it out, by naming the columns to keep: "
+                "nothing would tell the ids of one event from those of the next"))
     require(what, "choose another length",
             ("min_length", min_length, min_length >= 1, ">= 1"),
             ("max_length", max_length, max_length is None or max_length >= 1, "None or >= 1"))
