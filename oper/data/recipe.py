@@ -349,6 +349,8 @@ def is_number(text: str) -> bool:
         return False
 
 
+_MAX_NAME_BYTES = 200  # of a column, after which files are named
+_NAMES = f"names without '/', of at most {_MAX_NAME_BYTES} bytes, after which files can be named"
 _MAX_COLUMNS = 10_000  # of one entry with numbered names
 
 
@@ -442,8 +444,8 @@ def check_recipe(what: str, recipe: Recipe) -> None:
     one_id_each = {n for n in recipe.sparse if n not in {c.name for c in recipe.crosses}} - {
         c.name for c in (*recipe.columns, *(c for j in recipe.joins for c in j.columns)) if c.multi}
     checks += [
-        ("columns", derived, not any(set(n) & set("/\0") for n in derived),
-         "names without '/', after which files can be named"),
+        ("columns", derived, not any(set(n) & set("/\0") or len(n.encode()) > _MAX_NAME_BYTES
+                                     for n in derived), _NAMES),
         ("kinds of joined columns", [c.kind for j in recipe.joins for c in j.columns],
          all(c.kind in ("sparse", "dense") for j in recipe.joins for c in j.columns),
          "sparse and dense ones"),
@@ -480,8 +482,8 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
          character(layout.quote) and character(layout.escape), "a character or nothing"),
         ("encoding", layout.encoding, layout.encoding in ENCODINGS, f"one of {ENCODINGS}"),
         ("columns", names, len(set(names)) == len(names), "unique names"),
-        ("columns", names, not any(set(n) & set("/\0") for n in names),
-         "names without '/', after which files can be named"),
+        ("columns", names, not any(set(n) & set("/\0") or len(n.encode()) > _MAX_NAME_BYTES
+                                   for n in names), _NAMES),
         ("labels", [c.name for c in labels], len(labels) <= 1, "at most one label column"),
         ("sparse", layout.columns and [c.name for c in layout.of("sparse")],
          bool(layout.of("sparse")), "at least one"),

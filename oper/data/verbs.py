@@ -317,6 +317,8 @@ def run_sequences(args: argparse.Namespace) -> int:
     manifest = write_sequences(
         args.folder, args.output, args.by, columns=_names(args.columns) or None,
         max_length=args.max_length, min_length=args.min_length, compression=args.compression)
+    for problem in manifest["problems"]:
+        print(f"warning: {problem}", file=sys.stderr)
     if args.json:
         print(json.dumps(manifest))
         return 0

@@ -186,6 +186,20 @@ def no_room(error: BaseException | None) -> OSError | None:
 
 
 @contextlib.contextmanager
+def told_of_room(what: str, output: str | os.PathLike[str]) -> Iterator[None]:
+    """A full disk, as an InvalidInputError that begins with `what` and names the output."""
+    try:
+        yield
+    except OSError as error:
+        full = no_room(error)
+        if full is None:
+            raise
+        raise InvalidInputError(
+            fail(what, "output", os.fspath(output), "room for it and for what it is made of on the "
+                 "way", f"{full.strerror}: free some, or choose another disk")) from error
+
+
+@contextlib.contextmanager
 def named(path: str | os.PathLike[str]) -> Iterator[None]:
     """Errors of the system name the path that the user gave, not a temporary file or none."""
     try:

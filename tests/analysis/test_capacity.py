@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 import oper
-from oper.analysis import DistinctSample, HeavyHitters, KeyCounter, counting, forecast
+from oper.analysis import (
+    DistinctSample,
+    HeavyHitters,
+    KeyCounter,
+    counting,
+    distance,
+    forecast,
+)
 from oper.analysis.capacity import rows_of_keys
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError
@@ -120,3 +127,10 @@ def test_a_table_takes_statistics_of_its_keys() -> None:
         bag(torch.from_numpy(keys[:256])[:, None]).sum().backward()
         assert bag.tables.keys.counts("weight").occupied == np.unique(keys[:256]).size
     assert shares["new"] == 1.0 and shares["hot"] < 0.01
+
+
+def test_statistics_of_keys_have_no_distance() -> None:
+    """Of as many keys on two days nobody knows whether they are the same."""
+    table = counted(log_of(500))
+    with pytest.raises(InvalidInputError, match="ids='raw keys'"):
+        distance(table, table)

@@ -272,6 +272,31 @@ def test_parquet_folder_with_lists(tmp_path: Path) -> None:
         (3, 4), manifest["bad_rows"]["first"], strict=True)] == [True, True]
 
 
+def test_views_and_lists_of_one_length(tmp_path: Path) -> None:
+    """Arrow types that other programs write as they are."""
+    table = pa.table({
+        "y": [0, 1], "id": pa.array(["a", None], pa.string_view()),
+        "code": pa.array([b"b", b"c"], pa.binary_view()),
+        "tags": pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2))})
+    pq.write_table(table, tmp_path / "log.parquet")
+    read_back = pq.read_schema(tmp_path / "log.parquet")
+    assert [pa.types.is_string_view(read_back.field("id").type),
+            pa.types.is_fixed_size_list(read_back.field("tags").type)] == [True, True]
+    recipe = generic_recipe("parquet", Choice(["id", "code", "tags"], "y"))
+    _, columns = read(tmp_path, recipe, {"log.parquet": (tmp_path / "log.parquet").read_bytes()})
+    assert columns["id"] == ["a", None] and columns["code"] == ["b", "c"]
+    assert columns["tags"] == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("column", [
+    pa.array([1, 2], pa.timestamp("us")), pa.array([{"a": 1}] * 2), pa.array([[[1]]] * 2)])
+def test_ids_of_types_that_are_none(tmp_path: Path, column: pa.Array) -> None:
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"y": [0, 1], "id": column}), path)
+    with pytest.raises(InvalidInputError, match="type of the id column 'id'"):
+        preprocess(generic_recipe("parquet", Choice(["id"], "y")), [str(path)], tmp_path / "out")
+
+
 @pytest.mark.parametrize("raw", [False, True])
 def test_files_of_which_one_has_no_value(tmp_path: Path, raw: bool) -> None:
     """A writer that has met no value gives a column no type."""

@@ -129,6 +129,15 @@ def test_what_is_in_a_store_is_known_before_work(
             preprocess(CRITEO, [log], out)
 
 
+def test_a_store_that_does_not_answer_is_not_asked_for_long() -> None:
+    def limit(url: str) -> float:
+        return float(store.filesystem(url)[0].retry_time_limit.total_seconds())
+
+    assert limit("gs://anonymous@bucket/log.csv") == 30
+    assert limit("gs://anonymous@bucket/log.csv?scheme=http") == 30
+    assert limit("gs://anonymous@bucket/log.csv?retry_limit_seconds=7") == 7
+
+
 def test_google_cloud_storage(local: Path) -> None:
     """Through pyarrow, which cuts reads into ranges and writes by resumable uploads."""
     with gcs_server() as url:

@@ -168,5 +168,12 @@ def test_the_verb(events: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     rows = Folder.open(out).rows
     assert f"train: {rows['train']} sequences with" in text and f"written: {out}" in text
     assert run("analyze", out, "-o", str(tmp_path / "s.npz")) == 0
+    none = str(tmp_path / "none")
+    run("sequences", str(events), "--by", "user", "--columns", "item", "-o", none,
+        "--min-length", "1000")
+    assert "warning: no user has a sequence in the train part" in capsys.readouterr().err
+    assert len(Folder.open(none).manifest["problems"]) == 2
+    with pytest.raises(InvalidInputError, match="use a URL"):
+        run("sequences", "s3://bucket/events", "--by", "user", "-o", none)
     with pytest.raises(InvalidInputError, match="a new folder"):
         run("sequences", str(events), "--by", "user", "--columns", "item", "-o", out)

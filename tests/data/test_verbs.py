@@ -73,7 +73,7 @@ def test_statistics_of_counts_and_of_parts(
                stats) == 0
     assert AccessStats.load(stats).num_samples == 240
     for words, name in ((["x", "y", "-o", stats], "--merge"),
-                        (["--merge", "x", "y", "x", "-o", stats], "files=\['x'\]"),
+                        (["--merge", "x", "y", "x", "-o", stats], r"files=\['x'\]"),
                         ([str(counts), "-o", stats, "--counts", "--rows", "site"], "--rows")):
         with pytest.raises(InvalidInputError, match=name):
             run("analyze", *words)

@@ -116,6 +116,7 @@ def test_command_line(raw: Path, tmp_path: Path) -> None:
 
 BAD = [({"dynamic.rows": 1}, "dynamic.rows"), ({"dynamic.rows": 0, "dynamic.half_life": 3},
                                                "dynamic.rows"),
+       ({"dynamic.rows": 1 << 32}, "dynamic.rows"),
        ({"dynamic.tables.C1": 1}, "dynamic.tables.C1"), ({"sharding": "none", "stats": ""},
                                                          "sharding"),
        ({"checkpoint_every": 2, "delta_every": 1}, "delta_every"),
@@ -134,6 +135,9 @@ def test_refused_data(raw: Path, tmp_path: Path) -> None:
         train(config(raw, tmp_path / "a", **{"dynamic.rows": 0}), show_progress=False)
     with pytest.raises(InvalidInputError, match=r"dynamic\.tables=\['nobody'\]"):
         train(config(raw, tmp_path / "a", **{"dynamic.tables.nobody": 9}), show_progress=False)
+    with pytest.raises(InvalidInputError, match=r'bytes=.*set tables_on = "meta"'):
+        train(config(raw, tmp_path / "a", **{"dynamic.rows": (1 << 32) - 1, "model.dim": 4096}),
+              show_progress=False)
     log = write_synthetic_log(tmp_path / "log.txt", SyntheticLog(600, 3))
     preprocess(load_recipe("criteo-kaggle"), [str(log)], tmp_path / "data")
     with pytest.raises(InvalidInputError, match="expected a folder of raw ids"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from oper.data.folder import MANIFEST, SPLITS, Folder, reading
 from oper.data.preprocessing.manifest import parts_of
 from oper.data.preprocessing.writing import PartWriter, WriteOptions
 from oper.errors import InvalidInputError, fail, require
-from oper.support.files import check_local, no_room, write_text
+from oper.support.files import check_local, told_of_room, write_text
 
 _ROWS_AT_ONCE = 1 << 20  # that are held in memory, unless they would make too many files
 _MAX_FILES = 256         # open at once
@@ -143,7 +142,7 @@ def write_sequences(
              "none: their events would run into one sequence"))
     options = WriteOptions(compression=compression)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _told_of_room(target), tempfile.TemporaryDirectory(
+    with told_of_room(what, target), tempfile.TemporaryDirectory(
             dir=target.parent, prefix=f".{target.name}.") as work:
         out = Path(work) / "out"
         (out / "vocabulary").mkdir(parents=True)
@@ -163,21 +162,6 @@ def write_sequences(
         write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         os.rename(out, target)
     return manifest
-
-
-@contextlib.contextmanager
-def _told_of_room(target: Path) -> Iterator[None]:
-    """A disk that is full, as an error that names the output."""
-    try:
-        yield
-    except OSError as error:
-        full = no_room(error)
-        if full is None:
-            raise
-        raise InvalidInputError(
-            fail("cannot write sequences", "output", str(target), "room for it and, meanwhile, for "
-                 "the columns of the events that it is made of",
-                 f"{full.strerror}: free some, or choose another disk")) from error
 
 
 def _by_user(made: _Sequences, split: str, work: Path) -> Iterator[pa.Table]:
@@ -216,7 +200,9 @@ def _manifest(made: _Sequences, rows: dict[str, int], options: WriteOptions) -> 
     old = {k: v for k, v in made.folder.manifest.items() if k not in ("vocabulary", "unseen")}
     kept = [n for n in made.folder.sparse if n == made.by or n in made.columns]
     return {
-        **old, "job": "", "rows": rows, "row_group_rows": options.row_group_rows, "problems": [],
+        **old, "job": "", "rows": rows, "row_group_rows": options.row_group_rows,
+        "problems": [f"no user has a sequence in the {split} part" for split in SPLITS
+                     if made.folder.rows[split] and not rows[split]],
         # A sequence spans time buckets.
         "split": {**old["split"], "buckets": 1},
         "columns": {**old["columns"], "sparse": kept, "multi_hot": list(made.columns)},

@@ -113,7 +113,13 @@ def _nobody(_: int) -> None:
 def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None:
     for column, array in columns.values():
         kind = array.type
-        kind = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+        is_list = any(is_one(kind) for is_one in (
+            pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+        kind = kind.value_type if is_list else kind
+        if column.kind == "sparse" and (pa.types.is_nested(kind) or pa.types.is_temporal(kind)):
+            raise InvalidInputError(
+                fail(f"cannot read {path!r}", f"type of the id column {column.name!r}", str(kind),
+                     "integers, texts or lists of these", "convert the column"))
         is_fraction = pa.types.is_floating(kind) or pa.types.is_decimal(kind)
         if column.kind == "sparse" and is_fraction and column.parse in ("string", "hex32"):
             raise InvalidInputError(
