@@ -131,7 +131,8 @@ def test_what_is_in_a_store_is_known_before_work(
 
 def test_a_store_that_does_not_answer_is_not_asked_for_long() -> None:
     def limit(url: str) -> float:
-        return float(store.filesystem(url)[0].retry_time_limit.total_seconds())
+        options = store.filesystem(url)[0].__reduce__()[1][0]
+        return float(options["retry_time_limit"].total_seconds())
 
     assert limit("gs://anonymous@bucket/log.csv") == 30
     assert limit("gs://anonymous@bucket/log.csv?scheme=http") == 30
