@@ -17,6 +17,7 @@ from oper.analysis import (
     counting,
     distance,
     forecast,
+    merge_stats,
 )
 from oper.analysis.capacity import rows_of_keys
 from oper.analysis.presence import Lookups
@@ -129,8 +130,11 @@ def test_a_table_takes_statistics_of_its_keys() -> None:
     assert shares["new"] == 1.0 and shares["hot"] < 0.01
 
 
-def test_statistics_of_keys_have_no_distance() -> None:
+def test_statistics_of_keys_have_no_distance_and_no_sum() -> None:
     """Of as many keys on two days nobody knows whether they are the same."""
     table = counted(log_of(500))
     with pytest.raises(InvalidInputError, match="ids='raw keys'"):
         distance(table, table)
+    stats = AccessStats(500, {"t": table})
+    with pytest.raises(InvalidInputError, match=r"'t': ids='raw keys'.*as one log"):
+        merge_stats([stats, stats])
