@@ -320,9 +320,9 @@ def _sketches(name: str, table: TableStats) -> tuple[HeavyHitters, DistinctSampl
     kept = table.sketch
     if table.new_ids.size:
         raise InvalidInputError(
-            fail(f"cannot merge statistics of table {name!r}", "ids", "raw keys", "row numbers of a "
-                 "vocabulary", "statistics of keys say how many are hot, not which: preprocess and "
-                 "count the days as one log"))
+            fail(f"cannot merge statistics of table {name!r}", "ids", "raw keys",
+                 "row numbers of a vocabulary", "statistics of keys say how many are hot, not "
+                 "which: preprocess and count the days as one log"))
     if kept is None:
         raise InvalidInputError(
             fail(f"cannot merge statistics of table {name!r}", "tail", "modelled",
