@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.files import METADATA
 from oper.integration.checkpoint.saving import load_checkpoint, save_checkpoint
 from oper.integration.checkpoint.survivors import Survivors
-from oper.support.files import write_text
+from oper.support.files import read_json, write_text
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import ranks
@@ -131,11 +132,12 @@ class Checkpoints:
 
         Raises:
             InvalidInputError: the run has another order of samples than the saved one, or data that
-                numbers its rows differently.
+                numbers its rows differently, or other dynamic tables.
         """
+        what = f"cannot go on from {str(self._folder)!r}"
+        self._check_dynamic(self._config.out, what)
         extra = (self._deltas.load().extra if self._deltas is not None else
                  load_checkpoint(self._folder, self._engine.module, self._tables))
-        what = f"cannot go on from {str(self._folder)!r}"
         old, new = str(extra.get("numbering", "")), self._numbering()
         if old and new and old != new:
             raise InvalidInputError(fail(
@@ -158,6 +160,7 @@ class Checkpoints:
         Weights and optimizer states are taken; learning rates and the like are this run's own.
         """
         folder = Path(out) / CHECKPOINT
+        self._check_dynamic(out, f"cannot start from {str(folder)!r}")
         extra = load_checkpoint(folder, self._engine.module, self._tables, grown=True,
                                 remap=self._config.remap or None)
         old, new = str(extra.get("numbering", "")), self._numbering()
@@ -181,6 +184,22 @@ class Checkpoints:
                 group.update(settings)
         _log.info("starting from step %d of %s", step, folder)
 
+    def _check_dynamic(self, out: str | os.PathLike[str], what: str) -> None:
+        """Raise InvalidInputError where a run's dynamic tables cannot go on in those of this one.
+
+        Loading would find out as well, but can tell of sizes and names only.
+        """
+        try:
+            saved = read_json(Path(out) / "config.json", what)["config"]
+            theirs = _places(saved["dynamic"], saved["seed"])
+        except (OSError, FileFormatError, KeyError, TypeError):
+            return  # of a run whose configuration is not there
+        mine = _places(asdict(self._config.dynamic), self._config.seed)
+        if mine != theirs:
+            raise InvalidInputError(fail(
+                what, "dynamic tables", mine, f"{theirs}, as in {os.fspath(out)!r}", "set these "
+                "keys alike: they say where keys lie (oper.KeyedRows moves rows to other tables)"))
+
     def _take_dense(self, extra: dict[str, Any], what: str) -> tuple[int, dict[str, Any]]:
         """Load the dense optimizers' states; returns the step and what the samples depend on."""
         try:
@@ -193,6 +212,14 @@ class Checkpoints:
         for optimizer, state in zip(self._engine.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
         return step, saved
+
+
+def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
+    """What of a configuration says where the keys of dynamic tables lie; nothing of static ones."""
+    if not dynamic["rows"]:
+        return {"dynamic.rows": 0}
+    return {"dynamic.rows": dynamic["rows"], "dynamic.tables": dynamic["tables"],
+            "dynamic.admit_after > 1": dynamic["admit_after"] > 1, "seed": seed}
 
 
 def cut_metrics(path: Path, step: int) -> None:

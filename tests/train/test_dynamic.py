@@ -161,6 +161,21 @@ def test_data_of_another_numbering_is_refused(raw: Path, tmp_path: Path) -> None
               show_progress=False)
 
 
+@pytest.mark.parametrize("change", [
+    {"dynamic.rows": 700}, {"dynamic.tables.C1": 9}, {"dynamic.admit_after": 2}, {"seed": 9}])
+def test_tables_that_cannot_go_on_are_told_by_their_keys(raw: Path, tmp_path: Path,
+                                                         change: dict[str, Any]) -> None:
+    flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
+    train(config(raw, tmp_path / "run", **flags), show_progress=False)
+    words = r"dynamic tables={'dynamic.rows': \d+.*, expected {'dynamic.rows': 600, .*set these"
+    with pytest.raises(InvalidInputError, match=f"cannot go on from.*{words}"):
+        train(config(raw, tmp_path / "run", **flags | change | {"max_steps": 2}),
+              show_progress=False, resume=True)
+    with pytest.raises(InvalidInputError, match=f"cannot start from.*{words}"):
+        train(config(raw, tmp_path / "next", **flags | change, start=str(tmp_path / "run")),
+              show_progress=False)
+
+
 def test_keys_of_a_column_are_numbers_of_64_bits(raw: Path) -> None:
     folder = Folder.open(raw / "data", allow_raw=True)
     part = folder.parts("train")[0]
