@@ -362,8 +362,9 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
                         help="memory for dense counters; tables beyond it are counted in hash "
                              "tables, more slowly (default 2GiB)")
     parser.add_argument("--table-memory", default="256MiB", metavar="SIZE",
-                        help="memory for such a hash table; beyond it heavy hitters are kept "
-                             "with a bounded error and the tail is estimated (default 256MiB)")
+                        help="memory for such a hash table, and for the keys of each column of raw "
+                             "ids; beyond it heavy hitters are kept with a bounded error and the "
+                             "tail is estimated (default 256MiB)")
     parser.add_argument("--capacity", type=whole(2), metavar="N",
                         help="of raw ids: also what a dynamic table of N rows would do with each "
                              "column (modelled; keys admitted at once, the one seen longest ago "
