@@ -71,6 +71,7 @@ def raw_keys(values: Sequence[str | bytes | int | None]) -> np.ndarray:
         raise InvalidInputError(fail("cannot make keys", "values", some[:8], "all integers of 64 "
                                      "bits, or all texts without zero bytes", "convert them"))
     if at:
-        keys[at] = RawKeys("values").lookup(np.array(
-            texts or [v - (1 << 64) if v >> 63 == 1 else v for v in numbers]))[1:]
+        signed = [v - (1 << 64) if v >> 63 == 1 else v for v in numbers]
+        known = np.array(texts) if texts else np.array(signed, np.int64)
+        keys[at] = RawKeys("values").lookup(known)[1:]
     return keys
