@@ -17,6 +17,7 @@ CODE_BITS = {"int8": 8, "int4": 4}
 SCALE_BIAS_BYTES = 4
 DTYPES = (*DTYPE_BYTES, *CODE_BITS)
 POOLINGS = ("sum", "mean", "none")
+KEY_BUCKET_ROWS = 64  # of a dynamic table: a key has its row within one bucket of so many
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import numpy as np
 
 from oper.errors import require
 from oper.stats import TableStats
+from oper.tables import KEY_BUCKET_ROWS
 
-BUCKET_ROWS = 64  # of a dynamic table's directory
-_WHAT = "cannot foresee a dynamic table"
+_WHAT = "cannot forecast a dynamic table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def _held(table: TableStats, num_rows: int, admit_after: int, eviction: str) -> 
 
 def _rows_in_use(num_keys: float, num_rows: int) -> float:
     """Expected rows that keys hold which are hashed into the buckets of `num_rows` rows."""
-    num_buckets = -(-num_rows // BUCKET_ROWS)
+    num_buckets = -(-num_rows // KEY_BUCKET_ROWS)
     mean = num_keys / num_buckets
     if mean == 0:
         return 0.0

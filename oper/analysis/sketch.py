@@ -318,6 +318,11 @@ def _sketches(name: str, table: TableStats) -> tuple[HeavyHitters, DistinctSampl
         sample.add(ids, counts)
         return heavy, sample
     kept = table.sketch
+    if table.new_ids.size:
+        raise InvalidInputError(
+            fail(f"cannot merge statistics of table {name!r}", "ids", "raw keys",
+                 "row numbers of a vocabulary", "statistics of keys say how many are hot, not "
+                 "which: preprocess and count the days as one log"))
     if kept is None:
         raise InvalidInputError(
             fail(f"cannot merge statistics of table {name!r}", "tail", "modelled",

@@ -84,13 +84,17 @@ def distance(old: TableStats, new: TableStats) -> float:
     their tail, so that it is exact where both heads hold all touched rows (`TableStats.is_exact`).
 
     Raises:
-        InvalidInputError: tables of different sizes, or a table without accesses.
+        InvalidInputError: tables of different sizes, a table without accesses, or raw keys.
     """
     if old.num_rows != new.num_rows or not old.num_accesses or not new.num_accesses:
         raise InvalidInputError(
             fail("cannot compare statistics", "num_rows, num_accesses",
                  [(s.num_rows, s.num_accesses) for s in (old, new)],
                  "tables of one size with accesses", "count the same table twice"))
+    if old.new_ids.size or new.new_ids.size:
+        raise InvalidInputError(
+            fail("cannot compare statistics", "ids", "raw keys", "row numbers of a vocabulary",
+                 "statistics of keys say how many are hot, not which: look at their new_ids"))
     ids = np.union1d(old.head_ids, new.head_ids)
     shares = []
     for stats in (old, new):

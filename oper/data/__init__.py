@@ -16,6 +16,7 @@ _PUBLIC, __getattr__, __dir__ = lazy_exports(__name__, {
     "oper.data.generate.synthetic": ("SyntheticLog", "write_synthetic_log"),
     "oper.data.preprocessing.sequences": ("write_sequences",),
     "oper.data.generate.ids": ("power_law_ids",),
+    "oper.data.vocabulary.raw_keys": ("raw_keys",),
 })
 
 __all__ = sorted(_PUBLIC)
@@ -33,3 +34,4 @@ if TYPE_CHECKING:
     from oper.data.preprocessing.run import preprocess as preprocess
     from oper.data.preprocessing.sequences import write_sequences as write_sequences
     from oper.data.recipe import Recipe as Recipe, load_recipe as load_recipe
+    from oper.data.vocabulary.raw_keys import raw_keys as raw_keys

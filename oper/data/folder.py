@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from oper.errors import FileFormatError, InvalidInputError, fail
-from oper.support.files import read_json
+from oper.support.files import check_local, read_json
 from oper.tables import TableSpec
 
 FOLDER_KIND = "oper-preprocessed"
@@ -92,8 +92,9 @@ class Folder:
         Raises:
             FileFormatError: no manifest, a manifest of another kind or version, or an incomplete
                 one.
-            InvalidInputError: raw ids where row numbers are needed.
+            InvalidInputError: a URL, or raw ids where row numbers are needed.
         """
+        check_local(path)
         folder = Path(path)
         what = f"cannot open {os.fspath(path)!r} as a preprocessed folder"
         try:

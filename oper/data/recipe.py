@@ -349,6 +349,8 @@ def is_number(text: str) -> bool:
         return False
 
 
+_MAX_NAME_BYTES = 200  # of a column, after which files are named
+_NAMES = f"names without '/', of at most {_MAX_NAME_BYTES} bytes, after which files can be named"
 _MAX_COLUMNS = 10_000  # of one entry with numbered names
 
 
@@ -415,6 +417,14 @@ def _number(what: str, name: str, value: Any) -> float:
 
 def check_recipe(what: str, recipe: Recipe) -> None:
     """Raise InvalidInputError when a recipe contradicts itself."""
+    require(what, "name one", ("layouts", recipe.layouts, bool(recipe.layouts), "at least one"))
+    written = [recipe.label, recipe.bucket_column, *([recipe.time] if recipe.time else []),
+               *recipe.dense, *recipe.sparse]
+    twice = sorted({n for n in written if written.count(n) > 1})
+    own = {"labels": recipe.label, "time buckets": recipe.bucket_column, "times": recipe.time}
+    require(what, "give the column another name, in a recipe file by name and source",
+            ("columns named twice", twice, not twice, "one column of each name; " + ", ".join(
+                f"{name!r} has the {kind}" for kind, name in own.items() if name)))
     whole = type(recipe.buckets) is int and type(recipe.bucket_seconds) is int
     checks: list[tuple[str, object, bool, str]] = [
         ("layouts", [x.name for x in recipe.layouts],
@@ -434,8 +444,8 @@ def check_recipe(what: str, recipe: Recipe) -> None:
     one_id_each = {n for n in recipe.sparse if n not in {c.name for c in recipe.crosses}} - {
         c.name for c in (*recipe.columns, *(c for j in recipe.joins for c in j.columns)) if c.multi}
     checks += [
-        ("columns", derived, len({*derived, *outputs[0]}) == len(derived) + len(outputs[0])
-         and not any(set(n) & set("/\0") for n in derived), "unique names without '/'"),
+        ("columns", derived, not any(set(n) & set("/\0") or len(n.encode()) > _MAX_NAME_BYTES
+                                     for n in derived), _NAMES),
         ("kinds of joined columns", [c.kind for j in recipe.joins for c in j.columns],
          all(c.kind in ("sparse", "dense") for j in recipe.joins for c in j.columns),
          "sparse and dense ones"),
@@ -472,8 +482,8 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
          character(layout.quote) and character(layout.escape), "a character or nothing"),
         ("encoding", layout.encoding, layout.encoding in ENCODINGS, f"one of {ENCODINGS}"),
         ("columns", names, len(set(names)) == len(names), "unique names"),
-        ("columns", names, not any(set(n) & set("/\0") for n in names),
-         "names without '/', after which files can be named"),
+        ("columns", names, not any(set(n) & set("/\0") or len(n.encode()) > _MAX_NAME_BYTES
+                                   for n in names), _NAMES),
         ("labels", [c.name for c in labels], len(labels) <= 1, "at most one label column"),
         ("sparse", layout.columns and [c.name for c in layout.of("sparse")],
          bool(layout.of("sparse")), "at least one"),

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, UsageError, fail
-from oper.support.files import check_local
+from oper.support.files import check_target
 from oper.support.flags import number, whole
 from oper.support.text import aligned
 
@@ -43,8 +43,9 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                              "'oper vocabulary extend' wrote: equal values get equal ids, values "
                              "that it lacks share row 0 and are counted")
     parser.add_argument("--raw-ids", action="store_true",
-                        help="no vocabulary: ids stay raw 64-bit keys (texts are hashed), for the "
-                             "dynamic tables of 'oper train'")
+                        help="no vocabulary: ids become 64-bit keys for the dynamic tables of "
+                             "'oper train', integers as they are and texts (all ids of CSV files "
+                             "but A:int and the like) as hashes")
     for part in ("valid", "test"):
         parser.add_argument(f"--{part}", metavar="SHARE",
                             help=f"share of the rows, at the end, for the {part} part, e.g. 1/7 or "
@@ -74,8 +75,9 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     own = parser.add_argument_group("files of your own (recipes csv and parquet)")
     own.add_argument("--sparse", metavar="A,B",
-                     help="id columns; A:| for fields like 3|17|4, A:integral for ids written "
-                          "17850.0, A:int, A:uint64, A:hex32, A:bins=18/30 for numbers by bins")
+                     help="id columns; in CSV files texts, but for A:int, A:uint64, A:hex32, "
+                          "A:integral (ids written 17850.0), A:bins=18/30 (numbers by bins); "
+                          "A:| for fields like 3|17|4")
     own.add_argument("--label", metavar="NAME",
                      help="column of 0 and 1, or of what --threshold or --among make 0 and 1 of")
     own.add_argument("--threshold", type=number(-math.inf), metavar="X",
@@ -292,12 +294,13 @@ def configure_sequences(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper sequences``."""
     parser.add_argument("folder", metavar="DIR", help="folder that 'oper preprocess' wrote")
     parser.add_argument("--by", required=True, metavar="NAME",
-                        help="column of users or sessions: each becomes a row, its other ids bags "
-                             "in order of time")
+                        help="column of users or sessions: each becomes a row of every part that "
+                             "has events of it, the ids of other columns lists in order of "
+                             "time; rare, unseen and missing users are left out")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="NEW",
                         help="folder to write")
     parser.add_argument("--columns", metavar="A,B",
-                        help="id columns to keep beside it (default: all)")
+                        help="columns of one id each to keep beside it (default: all)")
     parser.add_argument("--max-length", type=whole(1), metavar="N",
                         help="keep the N latest events of each")
     parser.add_argument("--min-length", type=whole(1), default=1, metavar="N",
@@ -314,6 +317,8 @@ def run_sequences(args: argparse.Namespace) -> int:
     manifest = write_sequences(
         args.folder, args.output, args.by, columns=_names(args.columns) or None,
         max_length=args.max_length, min_length=args.min_length, compression=args.compression)
+    for problem in manifest["problems"]:
+        print(f"warning: {problem}", file=sys.stderr)
     if args.json:
         print(json.dumps(manifest))
         return 0
@@ -357,17 +362,20 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
                         help="memory for dense counters; tables beyond it are counted in hash "
                              "tables, more slowly (default 2GiB)")
     parser.add_argument("--table-memory", default="256MiB", metavar="SIZE",
-                        help="memory for such a hash table; beyond it heavy hitters are kept "
-                             "with a bounded error and the tail is estimated (default 256MiB)")
+                        help="memory for such a hash table, and for the keys of each column of raw "
+                             "ids; beyond it heavy hitters are kept with a bounded error and the "
+                             "tail is estimated (default 256MiB)")
     parser.add_argument("--capacity", type=whole(2), metavar="N",
-                        help="also what dynamic tables of N rows would do with these ids: rows in "
-                             "use, lookups of the default row, inserts and evictions")
+                        help="of raw ids: also what a dynamic table of N rows would do with each "
+                             "column (modelled; keys admitted at once, the one seen longest ago "
+                             "evicted): rows in use, lookups of the default row, inserts and "
+                             "evictions")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run_analyze(args: argparse.Namespace) -> int:
     """Run ``oper analyze``; raises OperError."""
-    check_local(args.output)
+    check_target(args.output)
     return _save(_stats(args), args, args.capacity)
 
 
@@ -380,6 +388,9 @@ def _save(stats: AccessStats, args: argparse.Namespace, capacity: int | None = N
     if capacity:
         for name, table in stats.tables.items():
             summary["tables"][name]["forecast"] = asdict(forecast(table, capacity))
+            if table.head_counts[table.head_ids == 0].any():
+                print(f"warning: --capacity takes row 0 of {name!r}, which rare and unseen values "
+                      "share, for one key: count a folder of --raw-ids", file=sys.stderr)
     if args.json:
         print(json.dumps(summary))
     else:
@@ -408,8 +419,13 @@ def _stats(args: argparse.Namespace) -> AccessStats:
             raise UsageError(fail("cannot analyze", f"--{name}", getattr(args, name),
                                   "with --merge", "leave it out"))
     if args.merge:
+        files = [args.folder, *args.more]
+        twice = sorted({f for f in files if files.count(f) > 1})
+        if twice:
+            raise UsageError(fail("cannot add up statistics", "files", twice, "each of them once",
+                                  "name the files of different parts"))
         remap = load_remap(args.remap) if args.remap else None
-        merged = merge_stats((AccessStats.load(p) for p in [args.folder, *args.more]),
+        merged = merge_stats((AccessStats.load(p) for p in files),
                              args.grown or remap is not None)
         return merged if remap is None else renumber_stats(merged, remap)
     if args.counts:
@@ -429,7 +445,7 @@ def _row_numbers(text: str | None) -> dict[str, int] | None:
 
 
 _HEADINGS = ("table", "rows", "touched", "hottest", "top 1%", "top 10%", "90% in rows", "drift")
-_FORECAST = ("table", "keys", "rows in use", "default row", "inserts", "evictions", "new keys now")
+_FORECAST = ("table", "keys", "rows in use", "default row", "inserts", "evictions", "next is new")
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
@@ -450,7 +466,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
                              *(f"{f[n]:.2%}" for n in ("default_share", "inserts_per_lookup",
                                                        "evictions_per_lookup", "unseen_mass"))])
     if len(foreseen) > 1:
-        print("as dynamic tables (modelled; % of the lookups):")
+        print("as dynamic tables (modelled; keys admitted at once, lru; % of the lookups):")
         print("\n".join(aligned(foreseen)))
     print(f"written: {summary['output']}")
 
@@ -477,6 +493,6 @@ def run_generate(args: argparse.Namespace) -> int:
     from oper.data.generate.generator import load_workload
     from oper.data.generate.lookups import count_workload
 
-    check_local(args.output)
+    check_target(args.output)
     workload = load_workload(args.workload, args.seed)
     return _save(count_workload(workload, args.samples, args.lookups, sys.stderr.isatty()), args)

@@ -186,6 +186,20 @@ def no_room(error: BaseException | None) -> OSError | None:
 
 
 @contextlib.contextmanager
+def told_of_room(what: str, output: str | os.PathLike[str]) -> Iterator[None]:
+    """A full disk, as an InvalidInputError that begins with `what` and names the output."""
+    try:
+        yield
+    except OSError as error:
+        full = no_room(error)
+        if full is None:
+            raise
+        raise InvalidInputError(
+            fail(what, "output", os.fspath(output), "room for it and for what it is made of on the "
+                 "way", f"{full.strerror}: free some, or choose another disk")) from error
+
+
+@contextlib.contextmanager
 def named(path: str | os.PathLike[str]) -> Iterator[None]:
     """Errors of the system name the path that the user gave, not a temporary file or none."""
     try:
@@ -210,6 +224,8 @@ def check_target(path: str | os.PathLike[str]) -> None:
     """Raise InvalidInputError unless a file can be written there; before long work for it."""
     check_local(path)
     target = Path(path).absolute()
+    if target.exists() and not target.is_file() and not target.is_dir():
+        return  # a pipe or device, which is written itself
     folder = next(p for p in target.parents if p.exists())
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise InvalidInputError(fail("cannot write the result", "file", os.fspath(path),

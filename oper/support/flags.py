@@ -22,7 +22,8 @@ def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number {limits}")
+            wanted = f"from {least} to {most}" if value > most else limits
+            raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number {wanted}")
         return value
 
     return parse

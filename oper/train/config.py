@@ -16,6 +16,7 @@ from typing import Any
 from oper.errors import InvalidInputError, UsageError, fail
 from oper.rl_rec.data.catalogue import Catalogue
 from oper.rl_rec.data.interactions import DataOptions
+from oper.rows.directory import MAX_ROWS
 from oper.shmem.keys.rules import DynamicTable
 from oper.support.files import read_toml
 
@@ -134,8 +135,9 @@ class DynamicConfig:
     def __post_init__(self) -> None:
         for name, rows in (("rows", self.rows), *((f"tables.{n}", r)
                                                   for n, r in self.tables.items())):
-            if rows < 2 and (name, rows) != ("rows", 0):
-                raise _bad(f"dynamic.{name}", rows, ">= 2, for the default row and a key")
+            if not 2 <= rows <= MAX_ROWS and (name, rows) != ("rows", 0):
+                raise _bad(f"dynamic.{name}", rows, f"from 2, for the default row and a key, to "
+                           f"{MAX_ROWS}")
         rest = (self.tables, self.admit_after, self.admit_probability, self.eviction,
                 self.half_life, self.time_to_live)
         if not self.rows and rest != ({}, 1, 1.0, "lru", 0, 0):

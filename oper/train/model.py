@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.errors import FileFormatError, MissingDependencyError, fail
+from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError, fail
 from oper.integration.checkpoint.files import load_archive
 from oper.support.files import atomic_write
 from oper.tables import TableSpec
@@ -29,7 +29,12 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
         seed: of the weights; sets torch's generator.
         tables_on: ``"cpu"`` or ``"meta"``.
 
-    ``forward(batch) -> (loss, (loss, logits, labels))`` with `batch` as of `x.
+    ``forward(batch) -> (loss, (loss, logits, labels))`` with batches of
+    `oper.data.Loader`.
+
+    Raises:
+        MissingDependencyError: TorchRec is not installed.
+        InvalidInputError: this process has no memory for the tables.
     """
     try:
         from torchrec.models.dlrm import DLRMTrain
@@ -47,8 +52,16 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
     meta = EmbeddingBagCollection(configs, device=torch.device("meta"))
     dlrm = dlrm_over(meta, num_dense, config)
     if tables_on == "cpu":
-        dlrm.sparse_arch.embedding_bag_collection = EmbeddingBagCollection(
-            configs, device=torch.device("cpu"))
+        try:
+            dlrm.sparse_arch.embedding_bag_collection = EmbeddingBagCollection(
+                configs, device=torch.device("cpu"))
+        except RuntimeError as error:
+            if "allocate" not in str(error):
+                raise
+            raise InvalidInputError(fail(
+                "cannot make the tables", "bytes", sum(4 * t.num_rows * t.dim for t in tables),
+                "no more than the memory of this process", 'lower their rows, or set tables_on = '
+                '"meta", so that every rank makes its shard only')) from None
     return DLRMTrain(dlrm)
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.files import METADATA
 from oper.integration.checkpoint.saving import load_checkpoint, save_checkpoint
 from oper.integration.checkpoint.survivors import Survivors
-from oper.support.files import write_text
+from oper.support.files import read_json, write_text
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import ranks
@@ -130,11 +131,19 @@ class Checkpoints:
         """Load the last checkpoint; returns the steps that led to it. Collective.
 
         Raises:
-            InvalidInputError: the run has another order of samples than the saved one.
+            InvalidInputError: the run has another order of samples than the saved one, or data that
+                numbers its rows differently, or other dynamic tables.
         """
+        what = f"cannot go on from {str(self._folder)!r}"
+        self._check_dynamic(self._config.out, what)
         extra = (self._deltas.load().extra if self._deltas is not None else
                  load_checkpoint(self._folder, self._engine.module, self._tables))
-        what = f"cannot go on from {str(self._folder)!r}"
+        old, new = str(extra.get("numbering", "")), self._numbering()
+        if old and new and old != new:
+            raise InvalidInputError(fail(
+                what, "numbering of the rows", old, f"{new} of {self._config.data!r}: values have "
+                "other rows than when the run began", "give the data that the run began with, or "
+                "begin anew with --force"))
         step, saved = self._take_dense(extra, what)
         mine = {"global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle}
@@ -151,15 +160,22 @@ class Checkpoints:
         Weights and optimizer states are taken; learning rates and the like are this run's own.
         """
         folder = Path(out) / CHECKPOINT
+        self._check_dynamic(out, f"cannot start from {str(folder)!r}")
         extra = load_checkpoint(folder, self._engine.module, self._tables, grown=True,
                                 remap=self._config.remap or None)
         old, new = str(extra.get("numbering", "")), self._numbering()
         if old and new and (old == new) == bool(self._config.remap):
+            todo = "leave remap out: rows are the same"
+            if old != new:
+                todo = ("set remap to what 'oper vocabulary extend --reorder' wrote in between, or "
+                        "take data of one vocabulary")
+            if old != new and all(x.startswith("raw ids") for x in (old, new)):
+                todo = ("preprocess both alike: a text's key is its hash, another one than that of "
+                        "the same number")
             raise InvalidInputError(fail(
                 f"cannot start from {str(folder)!r}", "numbering of the rows", old,
                 f"{new} of {self._config.data!r}" if old != new else "another one, with a re-map",
-                "set remap to what 'oper vocabulary extend --reorder' wrote in between, or take "
-                "data of one vocabulary" if old != new else "leave remap out: rows are the same"))
+                todo))
         own = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
                for o in self._engine.optimizers]
         step, _ = self._take_dense(extra, f"cannot start from {str(folder)!r}")
@@ -167,6 +183,22 @@ class Checkpoints:
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(settings)
         _log.info("starting from step %d of %s", step, folder)
+
+    def _check_dynamic(self, out: str | os.PathLike[str], what: str) -> None:
+        """Raise InvalidInputError where a run's dynamic tables cannot go on in those of this one.
+
+        Loading would find out as well, but can tell of sizes and names only.
+        """
+        try:
+            saved = read_json(Path(out) / "config.json", what)["config"]
+            theirs = _places(saved["dynamic"], saved["seed"])
+        except (OSError, FileFormatError, KeyError, TypeError):
+            return  # of a run whose configuration is not there
+        mine = _places(asdict(self._config.dynamic), self._config.seed)
+        if mine != theirs:
+            raise InvalidInputError(fail(
+                what, "dynamic tables", mine, f"{theirs}, as in {os.fspath(out)!r}", "set these "
+                "keys alike: they say where keys lie (oper.KeyedRows moves rows to other tables)"))
 
     def _take_dense(self, extra: dict[str, Any], what: str) -> tuple[int, dict[str, Any]]:
         """Load the dense optimizers' states; returns the step and what the samples depend on."""
@@ -180,6 +212,14 @@ class Checkpoints:
         for optimizer, state in zip(self._engine.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
         return step, saved
+
+
+def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
+    """What of a configuration says where the keys of dynamic tables lie; nothing of static ones."""
+    if not dynamic["rows"]:
+        return {"dynamic.rows": 0}
+    return {"dynamic.rows": dynamic["rows"], "dynamic.tables": dynamic["tables"],
+            "dynamic.admit_after > 1": dynamic["admit_after"] > 1, "seed": seed}
 
 
 def cut_metrics(path: Path, step: int) -> None:

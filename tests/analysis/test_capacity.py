@@ -10,11 +10,18 @@ import torch
 from torch import nn
 
 import oper
-from oper.analysis import DistinctSample, HeavyHitters, KeyCounter, counting, forecast
-from oper.analysis.capacity import BUCKET_ROWS, rows_of_keys
+from oper.analysis import (
+    DistinctSample,
+    HeavyHitters,
+    KeyCounter,
+    counting,
+    distance,
+    forecast,
+    merge_stats,
+)
+from oper.analysis.capacity import rows_of_keys
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError
-from oper.shmem.keys import places
 from oper.shmem.keys.directories import KeyCounts
 from oper.stats import AccessStats, TableStats
 from tests.integration import module_support
@@ -64,10 +71,6 @@ def test_a_table_does_what_was_foreseen(num_keys: int, num_rows: int, admit_afte
     assert found.evictions_per_lookup == pytest.approx(true.evicted / LOOKUPS, rel=slack, abs=2e-3)
 
 
-def test_buckets_are_those_of_the_directory() -> None:
-    assert places.num_buckets(BUCKET_ROWS) == 1 and places.num_buckets(BUCKET_ROWS + 1) == 2
-
-
 @pytest.mark.parametrize(("num_rows", "admit_after"), [
     (10_001, 1), (10_001, 2), (1_001, 1), (2, 1)])
 def test_rows_have_the_lookups_of_their_keys(num_rows: int, admit_after: int) -> None:
@@ -95,7 +98,7 @@ def test_nothing_was_counted() -> None:
     ({"num_rows": 1}, "num_rows"), ({"num_rows": 9, "admit_after": 0}, "admit_after"),
     ({"num_rows": 9, "eviction": "fifo"}, "eviction")])
 def test_refused_arguments(fields: dict[str, object], name: str) -> None:
-    with pytest.raises(InvalidInputError, match=f"cannot foresee a dynamic table: {name}"):
+    with pytest.raises(InvalidInputError, match=f"cannot forecast a dynamic table: {name}"):
         forecast(counted(log_of(50, size=100)), **fields)  # type: ignore[arg-type]
 
 
@@ -125,3 +128,13 @@ def test_a_table_takes_statistics_of_its_keys() -> None:
         bag(torch.from_numpy(keys[:256])[:, None]).sum().backward()
         assert bag.tables.keys.counts("weight").occupied == np.unique(keys[:256]).size
     assert shares["new"] == 1.0 and shares["hot"] < 0.01
+
+
+def test_statistics_of_keys_have_no_distance_and_no_sum() -> None:
+    """Of as many keys on two days nobody knows whether they are the same."""
+    table = counted(log_of(500))
+    with pytest.raises(InvalidInputError, match="ids='raw keys'"):
+        distance(table, table)
+    stats = AccessStats(500, {"t": table})
+    with pytest.raises(InvalidInputError, match=r"'t': ids='raw keys'.*as one log"):
+        merge_stats([stats, stats])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -18,6 +19,7 @@ from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, pr
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
+from tests.data.test_resuming import parquet_bytes
 from tests.support import run_here
 
 KAGGLE = load_recipe("criteo-kaggle")
@@ -207,6 +209,39 @@ def test_output_is_whole_or_absent_and_never_somebody_elses(
     with pytest.raises(InvalidInputError, match="something else"):
         preprocess(KAGGLE, [path], other, PreprocessOptions(force=True))
     assert (other / "thesis.txt").exists()
+
+
+def test_where_an_output_cannot_or_must_not_go(
+    tmp_path: Path, invent: Any, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before work begins: it ends with putting a whole folder in the place of the output."""
+    path = str(write(tmp_path / "train.txt", invent(60)))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", "../here", str(tmp_path / "here"), "/proc"):
+        with pytest.raises(InvalidInputError, match="neither a mount point nor the current folder"):
+            preprocess(KAGGLE, [path], out)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
+    for _ in range(2):  # an output that is not there yet, and one that is
+        preprocess(KAGGLE, [path], tmp_path / "link", PreprocessOptions(force=True))
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "disk" / "out" / "manifest.json").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "here", "link", "train.txt"]
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_log_inside_the_output_is_refused(tmp_path: Path, scheme: str) -> None:
+    """It would be read, ids as raw values, and removed with the output that is replaced."""
+    pq.write_table(pa.table({"y": [0, 1] * 9, "id": list(range(7, 25))}), tmp_path / "log.parquet")
+    recipe = generic_recipe("parquet", Choice(["id"]))
+    options = PreprocessOptions(raw_ids=True, force=True)
+    log, out = f"{scheme}{tmp_path}", f"{scheme}{tmp_path}/out"
+    preprocess(recipe, [log], out, options)
+    before = parquet_bytes(tmp_path / "out")
+    with pytest.raises(InvalidInputError, match=r"inputs=\['.*/out/train/part-.*outside of the"):
+        preprocess(recipe, [log], out, options)
+    assert parquet_bytes(tmp_path / "out") == before
 
 
 def problems_of(tmp_path: Path, text: str, choice: Choice, **options: Any) -> list[str]:

@@ -16,7 +16,7 @@ from oper.data import PreprocessOptions, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing import run as preprocessing
 from oper.data.recipe import Recipe, recipe_from_dict
-from oper.errors import InvalidInputError, OperError
+from oper.errors import FileFormatError, InvalidInputError, OperError
 from tests.support import run_here
 
 MS = 1_600_000_000_000
@@ -134,3 +134,24 @@ def test_an_empty_text_is_missing_in_parquet_files_too(tmp_path: Path) -> None:
 def test_a_column_that_no_file_can_be_named_after(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="a/b"):
         generic_recipe("parquet", Choice(["a/b"]))
+
+
+@pytest.mark.parametrize(("parse", "value", "advice"), [
+    ("int", "9223372036854775808", "id:uint64"), ("int", "18446744073709551616", "id:string"),
+    ("int", "+7", "id:integral"), ("int", "1_000", "id:string"), ("uint64", "-1", "id:int"),
+    ("hex32", "7", "id:int"), ("int", "7.0", "id:integral")])
+def test_advice_would_help(tmp_path: Path, parse: str, value: str, advice: str) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text(f"id\n{value}\n{value}\n")
+    with pytest.raises(FileFormatError, match=f"pass --sparse {advice}, or"):
+        preprocess(generic_recipe("csv", Choice([f"id:{parse}"])), [str(path)], tmp_path / "out")
+    preprocess(generic_recipe("csv", Choice([advice])), [str(path)], tmp_path / "out")
+
+
+@pytest.mark.parametrize(("data", "words"), [
+    ("y,id\n1,2\n".encode("utf-16"), "look like UTF-16"), (b"y,id\r1,2\r0,3\r", "line feeds")])
+def test_other_encodings_and_line_ends(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "log.csv").write_bytes(data)
+    with pytest.raises(FileFormatError, match=words):
+        preprocess(generic_recipe("csv", Choice(["id"])), [str(tmp_path / "log.csv")],
+                   tmp_path / "out")

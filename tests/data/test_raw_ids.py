@@ -13,7 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from oper.analysis import CountOptions, forecast
-from oper.data import Folder, Loader, LoaderOptions, PreprocessOptions, analyze_folder, preprocess
+from oper.data import (
+    Folder,
+    Loader,
+    LoaderOptions,
+    PreprocessOptions,
+    analyze_folder,
+    preprocess,
+    raw_keys,
+)
 from oper.data.generic import Choice, generic_recipe
 from oper.data.preprocessing.sequences import write_sequences
 from oper.errors import FileFormatError, InvalidInputError
@@ -95,6 +103,23 @@ def test_keys_are_those_of_the_values(tmp_path: Path, compression: str) -> None:
     assert parquet_bytes(tmp_path / "two") == parquet_bytes(tmp_path / "out")
 
 
+def test_keys_of_values_from_elsewhere(tmp_path: Path) -> None:
+    rows, _ = make(tmp_path, "out")
+    for k, name in enumerate(("user", "item")):
+        values: list[Any] = [row[k] or None for row in rows]
+        if name == "item":
+            values = [None if v is None else int(v) for v in values]
+        assert raw_keys(values).tolist() == written(tmp_path / "out", name)
+    assert raw_keys([int(row[3]) for row in rows]).tolist() == written(tmp_path / "out", "site")
+    assert raw_keys(["", b"", None, "ü", "ü".encode()]).tolist() == [MISSING] * 3 + (
+        [key_of_text("ü")] * 2)
+    assert raw_keys([-1, np.int8(5)]).tolist() == [-1, 5] and raw_keys([]).shape == (0,)
+    bad: list[list[Any]] = [["7", 7], [1 << 64], [-(1 << 63) - 1], [1.5], ["a\0"], [MISSING]]
+    for values in bad:
+        with pytest.raises(InvalidInputError):
+            raw_keys(values)
+
+
 def test_another_day_has_the_same_keys(tmp_path: Path) -> None:
     (rows, first), (_, second) = make(tmp_path, "d0"), make(tmp_path, "d1", day=1)
     assert first["numbering"] == second["numbering"]
@@ -170,14 +195,6 @@ def test_raw_ids_have_no_vocabulary(options: dict[str, Any], name: str) -> None:
 def parquet_log(path: Path, ids: pa.Array) -> str:
     pq.write_table(pa.table({"id": ids, "y": [k % 2 for k in range(len(ids))]}), path)
     return str(path)
-
-
-def test_a_column_of_integers_and_texts_is_refused(tmp_path: Path) -> None:
-    logs = [parquet_log(tmp_path / "a.parquet", pa.array([1, 2, 3, 4])),
-            parquet_log(tmp_path / "b.parquet", pa.array(["1", "2", "3", "4"]))]
-    with pytest.raises(InvalidInputError, match="'id' raw: types='integers and texts'"):
-        preprocess(generic_recipe("parquet", Choice(["id"], "y")), logs, tmp_path / "out",
-                   PreprocessOptions(raw_ids=True))
 
 
 def test_the_number_that_stands_for_a_missing_field_is_refused(tmp_path: Path) -> None:

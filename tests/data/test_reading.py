@@ -237,6 +237,7 @@ def test_another_recipe() -> None:
     ({"column": [{"name": "a", "kind": "sparse", "transform": "log1p"}]}, "transform"),
     ({"column": [{"name": "a", "kind": "dense", "first": 1, "last": 2}]}, "first"),
     ({"column": [{"kind": "dense"}]}, "keys"),
+    ({"column": [*COLUMNS, {"name": "ü" * 101, "kind": "sparse"}]}, "at most 200 bytes"),
 ])
 def test_bad_recipes(change: dict[str, Any], word: str) -> None:
     with pytest.raises(InvalidInputError, match=word):

@@ -15,7 +15,7 @@ import pytest
 
 from oper.data import Folder, PreprocessOptions, analyze_folder, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
-from oper.data.recipe import Recipe
+from oper.data.recipe import Recipe, recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError
 from oper.support.files import datasets_root
 from tests.support import real_data
@@ -272,6 +272,65 @@ def test_parquet_folder_with_lists(tmp_path: Path) -> None:
         (3, 4), manifest["bad_rows"]["first"], strict=True)] == [True, True]
 
 
+def test_views_and_lists_of_one_length(tmp_path: Path) -> None:
+    """Arrow types that other programs write as they are."""
+    table = pa.table({
+        "y": [0, 1], "id": pa.array(["a", None], pa.string_view()),
+        "code": pa.array([b"b", b"c"], pa.binary_view()),
+        "tags": pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2))})
+    pq.write_table(table, tmp_path / "log.parquet")
+    read_back = pq.read_schema(tmp_path / "log.parquet")
+    assert [pa.types.is_string_view(read_back.field("id").type),
+            pa.types.is_fixed_size_list(read_back.field("tags").type)] == [True, True]
+    recipe = generic_recipe("parquet", Choice(["id", "code", "tags"], "y"))
+    _, columns = read(tmp_path, recipe, {"log.parquet": (tmp_path / "log.parquet").read_bytes()})
+    assert columns["id"] == ["a", None] and columns["code"] == ["b", "c"]
+    assert columns["tags"] == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("column", [
+    pa.array([1, 2], pa.timestamp("us")), pa.array([{"a": 1}] * 2), pa.array([[[1]]] * 2)])
+def test_ids_of_types_that_are_none(tmp_path: Path, column: pa.Array) -> None:
+    path = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"y": [0, 1], "id": column}), path)
+    with pytest.raises(InvalidInputError, match="type of the id column 'id'"):
+        preprocess(generic_recipe("parquet", Choice(["id"], "y")), [str(path)], tmp_path / "out")
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_files_of_which_one_has_no_value(tmp_path: Path, raw: bool) -> None:
+    """A writer that has met no value gives a column no type."""
+    columns = {"0": ([None] * 4, [[], None] * 2), "1": ([5, 6, 5, None], [[1], [2]] * 2)}
+    for name, (ids, tags) in columns.items():
+        pq.write_table(pa.table({"y": [0, 1] * 2, "id": ids, "tags": tags}),
+                       tmp_path / f"{name}.parquet")
+    assert pq.read_schema(tmp_path / "0.parquet").field("id").type == pa.null()
+    recipe = generic_recipe("parquet", Choice(["id", "tags"], "y"))
+    manifest = preprocess(recipe, [str(tmp_path / "*.parquet")], tmp_path / "out",
+                          PreprocessOptions(valid="0", raw_ids=raw, min_count=None if raw else 1))
+    table = pq.read_table(tmp_path / "out" / "train")
+    missing = manifest["tables"]["id"]["missing_id"]
+    found = table["id"].to_pylist()
+    assert [x == missing for x in found] == [True] * 4 + [False, False, False, True]
+    assert found[4] == found[6] != found[5] and [len(x) for x in table["tags"].to_pylist()] == (
+        [0] * 4 + [1] * 4)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(("ids", "more", "types"), [
+    (["1", "2"], [1, 2], "'texts': .*a.parquet', 'signed integers': "),
+    ([1, 2], pa.array([1, 2], pa.uint64()), "'signed integers': .*'unsigned integers': "),
+    ([[1], [2]], [1, 2], "'lists': .*'one id per row': ")])
+def test_files_of_other_types_are_refused(tmp_path: Path, ids: Any, more: Any, types: str,
+                                          raw: bool) -> None:
+    """Equal values would have different ids, or a reader meet lists where there were none."""
+    for name, column in (("a", ids), ("b", more)):
+        pq.write_table(pa.table({"y": [0, 1], "id": column}), tmp_path / f"{name}.parquet")
+    with pytest.raises(InvalidInputError, match=f"types of column 'id'={{{types}"):
+        preprocess(generic_recipe("parquet", Choice(["id"], "y")), [str(tmp_path)],
+                   tmp_path.parent / f"{tmp_path.name}.out", PreprocessOptions(raw_ids=raw))
+
+
 def test_facts_of_online_retail(tmp_path: Path) -> None:
     path = real_data("online_retail/online_retail.csv.gz")
     manifest = preprocess(load_recipe("online-retail"), [str(path)], tmp_path / "out", ONE_ID_EACH)
@@ -319,6 +378,22 @@ def test_reviews_of_2023_as_json(tmp_path: Path) -> None:
             "r.jsonl": json.dumps(entry).encode() + b"\n"})
         assert columns["label"] == [label] and columns["item"] == ["p"]
         assert columns["time"] == [1588687728]
+
+
+def test_integers_of_64_bits_in_json(tmp_path: Path) -> None:
+    """They are not rounded to the next float64, and several ids of one field are read."""
+    recipe = recipe_from_dict({"name": "own", "format": "jsonl", "column": [
+        {"name": "id", "kind": "sparse", "parse": "int"},
+        {"name": "site", "kind": "sparse", "parse": "uint64"},
+        {"name": "tags", "kind": "sparse", "parse": "int", "multi": "|"}]})
+    ids = [(1 << 53) + 1, 1 << 53, -(1 << 63), (1 << 63) - 1, None, 17]
+    sites = [(1 << 64) - 1, (1 << 64) - 2, 0, 1, None, 3]
+    lines = [{"id": a, "site": b, "tags": "7|8" if a == 17 else ""}
+             for a, b in zip(ids, sites, strict=True)]
+    _, columns = read(tmp_path, recipe, {
+        "log.jsonl": "".join(f"{json.dumps(x)}\n" for x in lines).encode()})
+    assert columns["id"] == ids and columns["site"] == sites
+    assert columns["tags"] == [[]] * 5 + [[7, 8]]
 
 
 def test_text_is_filtered(tmp_path: Path) -> None:

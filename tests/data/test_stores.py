@@ -113,6 +113,32 @@ def test_a_bucket_and_back(local: Path, bucket: str) -> None:
             preprocess(CRITEO, [bucket.format(name)], local / "x")
 
 
+def test_what_is_in_a_store_is_known_before_work(
+    local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, out = str(local / "train.txt"), f"file://{local}/stored"
+    first = preprocess(CRITEO, [log], out)
+    assert parquet_bytes(local / "stored") == parquet_bytes(local / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("oper.data.preprocessing.run.Job.opened", None)
+        assert preprocess(CRITEO, [log], out) == first
+        with pytest.raises(InvalidInputError, match="--force"):
+            preprocess(CRITEO, [log], out, PreprocessOptions(min_count=1))
+        (local / "stored" / "manifest.json").write_text("[1, 2]")
+        with pytest.raises(InvalidInputError, match="something else"):
+            preprocess(CRITEO, [log], out)
+
+
+def test_a_store_that_does_not_answer_is_not_asked_for_long() -> None:
+    def limit(url: str) -> float:
+        options = store.filesystem(url)[0].__reduce__()[1][0]
+        return float(options["retry_time_limit"].total_seconds())
+
+    assert limit("gs://anonymous@bucket/log.csv") == 30
+    assert limit("gs://anonymous@bucket/log.csv?scheme=http") == 30
+    assert limit("gs://anonymous@bucket/log.csv?retry_limit_seconds=7") == 7
+
+
 def test_google_cloud_storage(local: Path) -> None:
     """Through pyarrow, which cuts reads into ranges and writes by resumable uploads."""
     with gcs_server() as url:

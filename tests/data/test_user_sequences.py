@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,48 @@ def test_the_tables_are_those_of_the_events(events: Path, tmp_path: Path) -> Non
                           for n in ("user", old.time)), strict=True)) == last
 
 
+def test_events_of_rare_users_are_not_held_together(
+    events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a row, so that one of the sorted parts would have all of them."""
+    monkeypatch.setattr(sequences, "_ROWS_AT_ONCE", 100)
+    made = sequences._Sequences(Folder.open(events), "user", ("item",), None, 1)
+    tables = list(sequences._by_user(made, "train", tmp_path))
+    assert len(tables) > 1
+    assert {u for t in tables for u in t["user"].to_pylist()} == set(expected(events, "train"))
+
+
+def test_users_that_share_hashed_rows_are_refused(tmp_path: Path) -> None:
+    """Their events would be one sequence; without a collision every row is of one user."""
+    log = tmp_path / "log.csv"
+    log.write_text("user,item\n" + "".join(f"u{k % 30},i{k % 7}\n" for k in range(300)))
+    recipe = generic_recipe("csv", Choice(["user", "item"]))
+    for num_rows in (10, 1 << 20):
+        folder = tmp_path / f"{num_rows}"
+        manifest = preprocess(recipe, [str(log)], folder, PreprocessOptions(hash_rows=num_rows))
+        shared = manifest["tables"]["user"]["num_collisions"]
+        assert bool(shared) == (num_rows == 10)
+        if shared:
+            with pytest.raises(InvalidInputError, match=f"a row={shared}, expected none"):
+                write_sequences(folder, tmp_path / "out", "user")
+        else:
+            assert write_sequences(folder, tmp_path / "out", "user")["rows"]["train"] == 30
+
+
+def test_a_full_disk_is_named(events: Path, tmp_path: Path) -> None:
+    """A file that may not grow; nothing is left behind."""
+    program = ("import resource, signal, sys; from oper.data import write_sequences; "
+               "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); "
+               "write_sequences(sys.argv[1], sys.argv[2], 'user', columns=['item'])")
+    done = subprocess.run([sys.executable, "-c", program, str(events), str(tmp_path / "out")],
+                          capture_output=True, text=True, timeout=120, check=False)
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("oper.errors.InvalidInputError: cannot write sequences: output=")
+    assert str(tmp_path / "out") in message and "File too large" in message
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("options, match", [
     ({"by": "tags"}, "tags"), ({"by": "nobody"}, "nobody"), ({"by": "user"}, "tags"),
     ({"by": "user", "columns": ["n"]}, "'n'"),
@@ -124,5 +168,12 @@ def test_the_verb(events: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     rows = Folder.open(out).rows
     assert f"train: {rows['train']} sequences with" in text and f"written: {out}" in text
     assert run("analyze", out, "-o", str(tmp_path / "s.npz")) == 0
+    none = str(tmp_path / "none")
+    run("sequences", str(events), "--by", "user", "--columns", "item", "-o", none,
+        "--min-length", "1000")
+    assert "warning: no user has a sequence in the train part" in capsys.readouterr().err
+    assert len(Folder.open(none).manifest["problems"]) == 2
+    with pytest.raises(InvalidInputError, match="use a URL"):
+        run("sequences", "s3://bucket/events", "--by", "user", "-o", none)
     with pytest.raises(InvalidInputError, match="a new folder"):
         run("sequences", str(events), "--by", "user", "--columns", "item", "-o", out)

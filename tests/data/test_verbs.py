@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_statistics_of_counts_and_of_parts(
                stats) == 0
     assert AccessStats.load(stats).num_samples == 240
     for words, name in ((["x", "y", "-o", stats], "--merge"),
+                        (["--merge", "x", "y", "x", "-o", stats], r"files=\['x'\]"),
                         ([str(counts), "-o", stats, "--counts", "--rows", "site"], "--rows")):
         with pytest.raises(InvalidInputError, match=name):
             run("analyze", *words)
@@ -98,6 +100,36 @@ def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         done = run_here(*words)
         assert done.returncode == 1 and done.stderr.count("\n") == 1
         assert "oper generate" in done.stderr and "labels" in done.stderr
+
+
+def test_an_output_that_cannot_be_written_is_told_before_counting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs, "_stats", None)
+    (tmp_path / "file").touch()
+    for out in (tmp_path, tmp_path / "file" / "stats"):
+        with pytest.raises(InvalidInputError, match="a name for a file"):
+            run("analyze", "data", "-o", str(out))
+    with pytest.raises(TypeError):  # it goes on to count
+        run("analyze", "data", "-o", os.devnull)
+
+
+def test_capacity_of_row_numbers_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rare values share row 0, which is no key; without them every row is one."""
+    log = tmp_path / "log.csv"
+    log.write_text("user,item\n" + "".join(f"u{k},i{k % 3}\n" for k in range(30)))
+    words = ["csv", str(log), "--sparse", "user,item", "--valid", "0", "-o", str(tmp_path / "out")]
+    run("preprocess", *words)
+    stats = str(tmp_path / "stats")
+    assert run("analyze", str(tmp_path / "out"), "-o", stats, "--capacity", "9") == 0
+    assert [x for x in capsys.readouterr().err.splitlines() if "--capacity" in x] == [
+        "warning: --capacity takes row 0 of 'user', which rare and unseen values share, for one "
+        "key: count a folder of --raw-ids"]
+    run("preprocess", *words, "--force", "--raw-ids")
+    assert run("analyze", str(tmp_path / "out"), "-o", stats, "--capacity", "9") == 0
+    assert "--capacity" not in capsys.readouterr().err
 
 
 def test_urls_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,9 @@ def test_what_does_not_fit_is_refused(days: Days, tmp_path: Path) -> None:
     make(tmp_path, "day1", "d1", vocabulary=tmp_path / "d0")
     with pytest.raises(InvalidInputError, match="new folder"):
         extend(tmp_path / "d0", [tmp_path / "d1"], tmp_path / "d1")
+    with pytest.raises(InvalidInputError, match="each of them once"):
+        extend(tmp_path / "d0", [tmp_path / "d1", tmp_path / "." / "x" / ".." / "d1"],
+               tmp_path / "v")
     path = tmp_path / "d0" / "vocabulary" / "user.parquet"
     table = pq.read_table(path)
     pq.write_table(table.set_column(1, "id", pa.array([1] * len(table), pa.int32())), path)

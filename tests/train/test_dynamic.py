@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,7 @@ def test_command_line(raw: Path, tmp_path: Path) -> None:
 
 BAD = [({"dynamic.rows": 1}, "dynamic.rows"), ({"dynamic.rows": 0, "dynamic.half_life": 3},
                                                "dynamic.rows"),
+       ({"dynamic.rows": 1 << 32}, "dynamic.rows"),
        ({"dynamic.tables.C1": 1}, "dynamic.tables.C1"), ({"sharding": "none", "stats": ""},
                                                          "sharding"),
        ({"checkpoint_every": 2, "delta_every": 1}, "delta_every"),
@@ -133,10 +135,44 @@ def test_refused_data(raw: Path, tmp_path: Path) -> None:
         train(config(raw, tmp_path / "a", **{"dynamic.rows": 0}), show_progress=False)
     with pytest.raises(InvalidInputError, match=r"dynamic\.tables=\['nobody'\]"):
         train(config(raw, tmp_path / "a", **{"dynamic.tables.nobody": 9}), show_progress=False)
+    with pytest.raises(InvalidInputError, match=r'bytes=.*set tables_on = "meta"'):
+        train(config(raw, tmp_path / "a", **{"dynamic.rows": (1 << 32) - 1, "model.dim": 4096}),
+              show_progress=False)
     log = write_synthetic_log(tmp_path / "log.txt", SyntheticLog(600, 3))
     preprocess(load_recipe("criteo-kaggle"), [str(log)], tmp_path / "data")
     with pytest.raises(InvalidInputError, match="expected a folder of raw ids"):
         train(config(raw, tmp_path / "a", data=str(tmp_path / "data"), stats=""),
+              show_progress=False)
+
+
+def test_data_of_another_numbering_is_refused(raw: Path, tmp_path: Path) -> None:
+    """As where a column's ids are texts on one day and numbers on the other."""
+    flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
+    train(config(raw, tmp_path / "run", **flags), show_progress=False)
+    shutil.copytree(raw / "data", tmp_path / "data")
+    path = tmp_path / "data" / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"numbering": "raw ids; hashes of texts: C1"}
+    path.write_text(json.dumps(manifest))
+    flags |= {"data": str(path.parent), "max_steps": 2}
+    with pytest.raises(InvalidInputError, match=r"numbering of the rows.*begin anew with --force"):
+        train(config(raw, tmp_path / "run", **flags), show_progress=False, resume=True)
+    with pytest.raises(InvalidInputError, match=r"numbering of the rows.*preprocess both alike"):
+        train(config(raw, tmp_path / "next", **flags, start=str(tmp_path / "run")),
+              show_progress=False)
+
+
+@pytest.mark.parametrize("change", [
+    {"dynamic.rows": 700}, {"dynamic.tables.C1": 9}, {"dynamic.admit_after": 2}, {"seed": 9}])
+def test_tables_that_cannot_go_on_are_told_by_their_keys(raw: Path, tmp_path: Path,
+                                                         change: dict[str, Any]) -> None:
+    flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
+    train(config(raw, tmp_path / "run", **flags), show_progress=False)
+    words = r"dynamic tables={'dynamic.rows': \d+.*, expected {'dynamic.rows': 600, .*set these"
+    with pytest.raises(InvalidInputError, match=f"cannot go on from.*{words}"):
+        train(config(raw, tmp_path / "run", **flags | change | {"max_steps": 2}),
+              show_progress=False, resume=True)
+    with pytest.raises(InvalidInputError, match=f"cannot start from.*{words}"):
+        train(config(raw, tmp_path / "next", **flags | change, start=str(tmp_path / "run")),
               show_progress=False)
 
 

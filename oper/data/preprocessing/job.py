@@ -21,7 +21,7 @@ from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, SPLITS
 from oper.data.preprocessing.manifest import Outcome, describe
 from oper.data.preprocessing.options import PreprocessOptions
 from oper.data.preprocessing.sharing import is_done, share
-from oper.data.preprocessing.staging import Distinct, Stage, too_many_bad
+from oper.data.preprocessing.staging import Distinct, Stage, kinds_of, too_many_bad
 from oper.data.preprocessing.workfolder import WorkFolder, work_folder
 from oper.data.preprocessing.writing import (
     Split,
@@ -43,12 +43,13 @@ from oper.data.vocabulary.finished import (
     write_unseen,
 )
 from oper.data.vocabulary.merging import RunMerger
-from oper.data.vocabulary.raw_keys import MISSING_KEY, RawKeys, texts_hashed
+from oper.data.vocabulary.raw_keys import MISSING_KEY, RawKeys
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.support.files import read_json, write_text
 
 _log = logging.getLogger(__name__)
 _PLAN = "plan.json"  # in a work folder: what the job was estimated to need
+_RAW_TABLES = "raw.json"  # in a stage: what the manifest tells of columns of raw ids
 
 
 def occupied(target: str, is_ours: bool) -> InvalidInputError:
@@ -146,6 +147,11 @@ class Job:
     def check_target(self) -> None:
         """Raise InvalidInputError where the output folder holds something that is to stay."""
         target = self.target
+        if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
+            raise InvalidInputError(fail(
+                "cannot write the preprocessed folder", "output", str(target),
+                "a folder that a finished one can take the place of, neither a mount point nor "
+                "the current folder", "name a new folder inside it"))
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             return
         is_ours = self.read_manifest().get("kind") == FOLDER_KIND
@@ -252,8 +258,11 @@ class Job:
                      "the files are empty, pass others"))
         if not sum(r["rows"] for r in records):
             raise self._no_training_row()
+        kinds = kinds_of(records, [u.path for u in self.units], self.recipe.sparse)
         if self.options.raw_ids:
-            self._raw_tables(records)
+            self.stage.note(_RAW_TABLES, {
+                name: {"hashed_texts": kind == "S", "missing_id": MISSING_KEY}
+                for name, kind in zip(self.recipe.sparse, kinds, strict=True)})
 
     @staticmethod
     def _no_training_row() -> InvalidInputError:
@@ -360,19 +369,14 @@ class Job:
         os.rename(self.work / "out", self.target)
         self._folder().remove()
 
-    def _tables(self, records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    def _tables(self) -> dict[str, dict[str, Any]]:
         """What the manifest tells of each sparse column's values."""
         if self.options.raw_ids:
-            return self._raw_tables(records)
+            noted: dict[str, dict[str, Any]] = json.loads(
+                (self.work / "stage" / _RAW_TABLES).read_text())
+            return noted
         found = {name: self.vocabulary(name) for name in self.recipe.sparse}
         return {name: asdict(v.facts) for name, v in found.items() if isinstance(v, Vocabulary)}
-
-    def _raw_tables(self, records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """As `_tables`, of raw ids; raises InvalidInputError where files disagree in their type."""
-        return {name: {"hashed_texts": texts_hashed(name, {c["kinds"][k] for r in records
-                                                           for c in r["chunks"]}),
-                       "missing_id": MISSING_KEY}
-                for k, name in enumerate(self.recipe.sparse)}
 
     def manifest(self, split: Split) -> dict[str, Any]:
         """Everything that a reader of the folder needs to know."""
@@ -388,6 +392,6 @@ class Job:
         return describe(Outcome(
             self.recipe, self.paths, self.units, self.options, self.identity(), self.shares,
             self.min_count, self.work / "out",
-            self._tables(records),
+            self._tables(),
             json.loads((self.work / _PLAN).read_text()), self.finished, unseen),
             split, records, rows)

@@ -78,7 +78,7 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
     inputs = [{"path": store.full_name(p), "bytes": store.size(p), "rows": found[p],
                **_about(p)} for p in job.paths]
     sparse = recipe.sparse
-    chunk = next((c for r in records for c in r["chunks"]), None)
+    chunk = next((c for r in records for c in r["chunks"] if c["rows"]), None)
     multi = [n for n, bag in zip(sparse, chunk["bags"] if chunk else [], strict=False) if bag]
     valid, test = job.shares
     joins = [{"file": store.full_name(join.file), "key": join.key,

@@ -17,6 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,13 @@ def preprocess(
     with store.spooled(inputs, _local_target(output)) as names:
         if store.is_url(output):
             return _into_store(recipe, names, os.fspath(output), options)
-        return _preprocess(recipe, names, Path(output), options)
+        return _preprocess(recipe, names, _local_target(output), options)
 
 
 def _local_target(output: str | os.PathLike[str]) -> Path:
     """Where an output is made: itself, or for one in a store a temporary folder of its own."""
     if not store.is_url(output):
-        return Path(output)
+        return Path(os.path.realpath(output))  # a link stays, and what it names is written
     name = hashlib.sha256(store.full_name(os.fspath(output)).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"oper-{os.getuid()}" / name / "out"
 
@@ -93,30 +94,53 @@ def _into_store(recipe: Recipe, inputs: Sequence[str], url: str, options: Prepro
     held = store.files_below(url)
     if there in held:
         with store.open_input(there) as file, contextlib.suppress(ValueError):
-            old = dict(json.load(file))
+            found = json.load(file)
+            old = found if isinstance(found, dict) else {}
     is_ours = old.get("kind") == FOLDER_KIND
     if held and not is_ours:
         raise occupied(store.full_name(url), is_ours)
     _log.info("the output is made in %s (TMPDIR chooses the disk) and then put into the store",
               local.parent)
-    manifest = _preprocess(recipe, inputs, local, options)
-    if old.get("job") != manifest["job"]:
-        if is_ours and not options.force:
-            raise occupied(store.full_name(url), is_ours)
+    manifest = _preprocess(recipe, inputs, local, options, _Place(url, old))
+    if manifest is not old:
         store.remove_below(url)
         store.upload(local, url, [MANIFEST])
     shutil.rmtree(local.parent, ignore_errors=True)
     return manifest
 
 
-def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: PreprocessOptions
-                ) -> dict[str, Any]:
-    """`preprocess` into a local folder, from files that can be read more than once."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in a store an output goes.
+
+    Attributes:
+        url: the folder's.
+        manifest: of the output that is there; empty where none is.
+    """
+
+    url: str
+    manifest: dict[str, Any]
+
+
+def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: PreprocessOptions,
+                place: _Place | None = None) -> dict[str, Any]:
+    """`preprocess` into a local folder, from files that can be read more than once.
+
+    What goes to a `place` whose manifest is that of this very job is not made again: the manifest
+    itself is returned.
+    """
     paths = find_inputs(recipe, inputs)
+    _check_apart(paths, str(output) if place is None else place.url)
     _warn_about_order(paths)
     units = plan_units(recipe, paths, options.layout, options.unit_bytes, options.num_workers)
     finished = None if options.vocabulary is None else FinishedVocabulary.open(options.vocabulary)
     job = Job(recipe, paths, units, output, options, finished)
+    if place and place.manifest and not options.force:
+        if place.manifest.get("job") != job.identity():
+            raise occupied(store.full_name(place.url), True)
+        _log.info("%s is there already, of the same inputs and settings",
+                  store.full_name(place.url))
+        return _told(place.manifest)
     if job.is_there():
         # A process of the same job that comes late, or the same command again.
         _log.info("%s is there already, of the same inputs and settings", job.target)
@@ -152,6 +176,17 @@ def _told(manifest: dict[str, Any]) -> dict[str, Any]:
     for problem in manifest.get("problems", []):
         _log.warning("warning: %s", problem)
     return manifest
+
+
+def _check_apart(paths: Sequence[str], output: str) -> None:
+    """Raise InvalidInputError for inputs inside the output, which would be read as part of the log
+    and, with ``--force``, removed."""
+    folder = store.full_name(output).rstrip("/") + "/"
+    inside = [p for p in paths if store.full_name(
+        p if store.is_url(p) else os.path.realpath(p)).startswith(folder)]
+    if inside:
+        raise InvalidInputError(fail("cannot preprocess", "inputs", inside[:3], "files outside of "
+                                     f"the output {folder!r}", "write to a folder beside the log"))
 
 
 def _warn_about_order(paths: Sequence[str]) -> None:

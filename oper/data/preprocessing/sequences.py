@@ -19,7 +19,7 @@ from oper.data.folder import MANIFEST, SPLITS, Folder, reading
 from oper.data.preprocessing.manifest import parts_of
 from oper.data.preprocessing.writing import PartWriter, WriteOptions
 from oper.errors import InvalidInputError, fail, require
-from oper.support.files import check_local, write_text
+from oper.support.files import check_local, told_of_room, write_text
 
 _ROWS_AT_ONCE = 1 << 20  # that are held in memory, unless they would make too many files
 _MAX_FILES = 256         # open at once
@@ -43,12 +43,17 @@ class _Sequences:
         own = self.folder
         return (own.label, *own.dense, self.by, *self.columns, *([own.time] if own.time else []))
 
+    def single(self, users: np.ndarray) -> np.ndarray:
+        """Which ids are those of one user, bool [n]: rare and unseen users share row 0, and missing
+        ones a row of theirs."""
+        found: np.ndarray = (users > 0) & (users != (self.folder.missing_ids.get(self.by) or -1))
+        return found
+
     def make(self, split: str, table: pa.Table) -> pa.Table:
         """A row for each user of a table that has all of the users' events."""
         own = self.folder
         users = table.column(self.by).to_numpy()
-        # Rare and unseen users share row 0, and missing ones a row of theirs: they are not one.
-        rows = np.flatnonzero((users > 0) & (users != (own.missing_ids.get(self.by) or -1)))
+        rows = np.flatnonzero(self.single(users))
         users = users[rows]
         # By user, then time; events of one second keep the order of the log.
         order = np.argsort(users, kind="stable") if not own.time else np.lexsort(
@@ -108,7 +113,8 @@ def write_sequences(
         there and were.
 
     Raises:
-        InvalidInputError: a column that does not fit, a length, or `output` exists.
+        InvalidInputError: a column that does not fit, users that share hashed rows, a length,
+            `output` exists, or its disk is full.
         FileFormatError: the folder is damaged.
     """
     what = "cannot write sequences"
@@ -121,16 +127,23 @@ def write_sequences(
     kept = tuple(n for n in folder.sparse if n != by and (columns is None or n in columns))
     for name in (by, *kept, *(columns or ())):
         if name not in single:
+            is_named = name in (by, *(columns or ()))
             raise InvalidInputError(fail(
                 what, "column", name, f"a sparse column of one id per row, of {single}",
-                "name the columns to keep: events of several ids would run into each other"))
+                "name one of them" if is_named else "leave it out, by naming the columns to keep: "
+                "nothing would tell the ids of one event from those of the next"))
     require(what, "choose another length",
             ("min_length", min_length, min_length >= 1, ">= 1"),
             ("max_length", max_length, max_length is None or max_length >= 1, "None or >= 1"))
     made = _Sequences(folder, by, kept, max_length, min_length)
+    num_sharing = folder.manifest["tables"][by].get("num_collisions", 0)
+    require(what, "preprocess without --hash",
+            (f"users of {by!r} that share a row", num_sharing, not num_sharing,
+             "none: their events would run into one sequence"))
     options = WriteOptions(compression=compression)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as work:
+    with told_of_room(what, target), tempfile.TemporaryDirectory(
+            dir=target.parent, prefix=f".{target.name}.") as work:
         out = Path(work) / "out"
         (out / "vocabulary").mkdir(parents=True)
         rows = {}
@@ -170,7 +183,9 @@ def _by_user(made: _Sequences, split: str, work: Path) -> Iterator[pa.Table]:
             if batch is None:
                 break
             writers = writers or [pa.ipc.new_stream(file, batch.schema) for file in files]
-            numbers = batch.column(made.by).to_numpy() % count
+            users = batch.column(made.by).to_numpy()
+            # What rare users have done together may be much of the log: it would be held at once.
+            numbers = np.where(made.single(users), users % count, -1)
             for k, writer in enumerate(writers):
                 writer.write_batch(batch.filter(pa.array(numbers == k)))
     for writer in writers:
@@ -185,7 +200,9 @@ def _manifest(made: _Sequences, rows: dict[str, int], options: WriteOptions) -> 
     old = {k: v for k, v in made.folder.manifest.items() if k not in ("vocabulary", "unseen")}
     kept = [n for n in made.folder.sparse if n == made.by or n in made.columns]
     return {
-        **old, "job": "", "rows": rows, "row_group_rows": options.row_group_rows, "problems": [],
+        **old, "job": "", "rows": rows, "row_group_rows": options.row_group_rows,
+        "problems": [f"no user has a sequence in the {split} part" for split in SPLITS
+                     if made.folder.rows[split] and not rows[split]],
         # A sequence spans time buckets.
         "split": {**old["split"], "buckets": 1},
         "columns": {**old["columns"], "sparse": kept, "multi_hot": list(made.columns)},

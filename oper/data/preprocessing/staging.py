@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from oper.data.reading.pagecache import Passing
 from oper.data.reading.readers import Unit, read_unit, where
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
 from oper.data.recipe import Recipe
-from oper.errors import FileFormatError, fail
+from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.support import native
 
 
@@ -236,6 +236,44 @@ class _Arrays:
         self._memory.seek(at + count * dtype.itemsize)
         found = np.frombuffer(self._memory, dtype, count, at).reshape(shape)
         return np.require(found, requirements="A")  # of a file of odd lengths it is a copy
+
+
+_KINDS = {"i": "signed integers", "u": "unsigned integers", "S": "texts"}
+
+
+def kinds_of(records: Sequence[dict[str, Any]], paths: Sequence[str], columns: Sequence[str]
+             ) -> list[str]:
+    """What the values of each sparse column are: NumPy kind ``"i"``, ``"u"`` or ``"S"``, and ``""``
+    where all fields are missing.
+
+    Args:
+        records: of the units.
+        paths: the file of each.
+        columns: names of the sparse columns.
+
+    Raises:
+        InvalidInputError: a column holds values of two kinds, so that equal ones would have
+            different ids, or lists in one file and single values in another.
+    """
+    found = []
+    for k, name in enumerate(columns):
+        kinds: dict[str, str] = {}  # by kind the first file that has it
+        forms: dict[str, str] = {}
+        for record, path in zip(records, paths, strict=True):
+            for chunk in record["chunks"]:
+                if chunk["kinds"][k]:
+                    kinds.setdefault(chunk["kinds"][k], path)
+                if chunk["rows"]:
+                    forms.setdefault("lists" if chunk["bags"][k] else "one id per row", path)
+        named = {_KINDS[kind]: path for kind, path in kinds.items()}
+        for several in (named, forms):
+            if len(several) > 1:
+                raise InvalidInputError(fail(
+                    "cannot preprocess", f"types of column {name!r}", several,
+                    "the same type in all files", "convert the files, so that equal values get "
+                    "equal ids"))
+        found.append(next(iter(kinds), ""))
+    return found
 
 
 def too_many_bad(count: int, max_bad: int, listed: list[str],

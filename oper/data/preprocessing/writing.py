@@ -173,7 +173,7 @@ class Writer:
         """Write a unit whose first row is row `first_row` of the log; returns rows by split."""
         return self._write(number, (
             self._table(Stretch(number, chunk, about, 0, about["rows"]), first_row)
-            for chunk, about in enumerate(self.stage.record(number)["chunks"])))
+            for chunk, about in enumerate(self.stage.record(number)["chunks"]) if about["rows"]))
 
     def write_span(self, number: int, num_units: int, first: int, last: int) -> dict[str, int]:
         """Write the rows of seconds `first` to before `last` of all units in order of time.

@@ -28,9 +28,9 @@ _ARROW_TYPES = {
 EXPECTED = {
     "hex32": "8 digits 0-9a-f or nothing", "uint32": "an integer from 0 to 4294967295 or nothing",
     "uint64": "an integer of at most 64 bits or nothing", "int": "an integer or nothing",
-    "integral": "a whole number or nothing", "float": "a finite number or nothing",
+    "integral": "a whole number below 2^53 or nothing", "float": "a finite number or nothing",
     "bins": "a finite number or nothing",
-    "string": "text of at most 1024 bytes, none of them 0", "binary": "0 or 1",
+    "string": "text of at most 1024 bytes without a zero byte", "binary": "0 or 1",
     "threshold": "a number", "among": "text",
     "unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",
     "iso": "a date and time without zone", "iso_zone": "a date and time with its zone",
@@ -146,12 +146,26 @@ def transformed(column: Column, values: np.ndarray) -> np.ndarray:
 
 def ids(column: Column, array: pa.Array) -> Ids:
     """Raw values of a sparse column; raises MalformedError."""
+    array = _typed(array)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-        return Ids(_whole(column, array.flatten()), lengths.astype(np.int32))
+        return Ids(_whole(column, _typed(array.flatten())), lengths.astype(np.int32))
     if column.multi:
         return _split(column, array)
     return Ids(_whole(column, _prepared(column, array)))
+
+
+def _typed(array: pa.Array) -> pa.Array:
+    """The same array in a type that is read: texts where its writer has met no value and given it
+    no type, or as views; lists of any length where all have the same."""
+    kind = array.type
+    if pa.types.is_null(kind):
+        return array.cast(pa.binary())
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return array.cast(pa.string() if pa.types.is_string_view(kind) else pa.binary())
+    if pa.types.is_fixed_size_list(kind):
+        return array.cast(pa.list_(kind.value_type))
+    return array
 
 
 def _split(column: Column, array: pa.Array) -> Ids:

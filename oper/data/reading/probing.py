@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from oper.data.generic import GENERIC
 from oper.data.preprocessing.staging import too_many_bad
-from oper.data.reading.columns import TOP_SECONDS
+from oper.data.reading.columns import TOP_SECONDS, is_valid
 from oper.data.reading.lines import first_line
 from oper.data.reading.readers import Unit, read_first, where
 from oper.data.reading.rows import BadRow
@@ -94,7 +95,8 @@ def _other_parse(column: Column, value: str) -> tuple[str, str]:
     if column.kind == "dense" and number is not None and column.parse == "int":
         return "", 'parse = "float"'
     if column.kind == "sparse" and column.parse not in ("integral", "string"):
-        parse = "integral" if number is not None and number == int(number) else "string"
+        parse = next((p for p in ("int", "uint64", "integral") if is_valid(
+            replace(column, parse=p), value.encode())), "string")
         return f"--sparse {column.name}:{parse}", f'parse = "{parse}"'
     return "", ""
 

@@ -113,7 +113,13 @@ def _nobody(_: int) -> None:
 def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None:
     for column, array in columns.values():
         kind = array.type
-        kind = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+        is_list = any(is_one(kind) for is_one in (
+            pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+        kind = kind.value_type if is_list else kind
+        if column.kind == "sparse" and (pa.types.is_nested(kind) or pa.types.is_temporal(kind)):
+            raise InvalidInputError(
+                fail(f"cannot read {path!r}", f"type of the id column {column.name!r}", str(kind),
+                     "integers, texts or lists of these", "convert the column"))
         is_fraction = pa.types.is_floating(kind) or pa.types.is_decimal(kind)
         if column.kind == "sparse" and is_fraction and column.parse in ("string", "hex32"):
             raise InvalidInputError(
@@ -169,11 +175,22 @@ def _arrow_columns(recipe: Recipe, layout: Layout, table: pa.Table, path: str
 
 _OBJECT_TYPES = {"string": pa.string(), "among": pa.string(), "iso": pa.string(),
                  "iso_zone": pa.string(), "hex32": pa.string()}
+# Of ids: a float64 holds integers below 2^53 only.
+_OBJECT_IDS = {"int": pa.int64(), "uint32": pa.int64(), "uint64": pa.uint64()}
+
+
+def _object_type(column: Column) -> pa.DataType:
+    """What a field of a JSON object is read as."""
+    if column.multi:
+        return pa.string()
+    if column.kind == "sparse" and column.parse in _OBJECT_IDS:
+        return _OBJECT_IDS[column.parse]
+    return _OBJECT_TYPES.get(column.parse, pa.float64())
 
 
 def _read_jsonl(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -> Iterator[Rows]:
     wanted = [c for c in layout.columns if c.kind != "skip"]
-    schema = pa.schema([(c.sources[0], _OBJECT_TYPES.get(c.parse, pa.float64())) for c in wanted])
+    schema = pa.schema([(c.sources[0], _object_type(c)) for c in wanted])
     options = pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
 
     def parse(data: bytes, rows: np.ndarray) -> Rows:

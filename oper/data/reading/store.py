@@ -24,6 +24,7 @@ from oper.errors import InvalidInputError, fail
 Inputs: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]  # one name or several
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BUFFER_BYTES = 1 << 23  # of a remote file: a request costs more than a few megabytes
+_GCS_RETRY_S = 30
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -42,6 +43,9 @@ def filesystem(url: str) -> tuple[Any, str, str]:
     from pyarrow import fs
 
     plain, mark, query = url.partition("?")
+    if url.lower().startswith(("gs://", "gcs://")) and "retry_limit_seconds" not in query:
+        # Its library would try for a quarter of an hour to reach a store that does not answer.
+        url += ("&" if mark else "?") + f"retry_limit_seconds={_GCS_RETRY_S}"
     try:
         try:
             found, path = fs.FileSystem.from_uri(url.replace(" ", "%20"))

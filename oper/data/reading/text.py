@@ -64,10 +64,15 @@ def parse_options(layout: Layout, **more: Any) -> pacsv.ParseOptions:
 
 
 def split_line(line: str, layout: Layout) -> list[str]:
-    """The fields of one line."""
+    """The fields of one line; raises FileFormatError."""
     if not layout.quote:
         return line.split(layout.separator)
-    return next(csv.reader([line], **_dialect(layout.separator, layout)), [])
+    try:
+        return next(csv.reader([line], **_dialect(layout.separator, layout)), [])
+    except csv.Error as error:  # such as lines that end in carriage returns alone
+        raise FileFormatError(fail(
+            "cannot read the log", "line", line[:80], "fields of quoted text in lines that end in "
+            "line feeds", f"{error}: convert the file")) from None
 
 
 def _dialect(separator: str, layout: Layout) -> dict[str, Any]:
@@ -122,6 +127,8 @@ def _by_header(layout: Layout, header: Sequence[str], path: str
 def _other_separator(layout: Layout, header: Sequence[str]) -> str:
     """What to do about a header that lacks columns."""
     line = layout.separator.join(header)
+    if "\0" in line:
+        return "its zero bytes look like UTF-16: convert it to UTF-8"
     for separator in SEPARATORS:
         names = [name.strip() for name in line.split(separator)]
         if separator != layout.separator and all(

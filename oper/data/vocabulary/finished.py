@@ -33,7 +33,7 @@ from oper.data.vocabulary.building import (
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.rows import remap
-from oper.support.files import check_local, read_json, write_text
+from oper.support.files import check_local, read_json, told_of_room, write_text
 
 VOCABULARY_KIND, VOCABULARY_VERSION = "oper-vocabulary", 1
 _BATCH_ROWS = 1 << 18
@@ -195,7 +195,8 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
         reorder: put all rows into frequency order. Counts of a column's rows are held in memory.
 
     Raises:
-        InvalidInputError: hashed columns, folders of another vocabulary, or `output` exists.
+        InvalidInputError: hashed columns, folders of another vocabulary or named twice, `output`
+            exists, or its disk is full.
         FileFormatError: a folder or vocabulary is damaged.
     """
     what = "cannot extend a vocabulary"
@@ -208,13 +209,19 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
     if hashed:
         raise InvalidInputError(fail(what, "hashed columns", hashed[:8], "none",
                                      "a hash has a row for every value already"))
+    real = [os.path.realpath(f) for f in folders]
+    twice = sorted({f for f in real if real.count(f) > 1})
+    if twice:
+        raise InvalidInputError(fail(what, "folders", twice, "each of them once, since counts are "
+                                     "added up", "name the folders of different days"))
     sources = [_source(what, old, Path(f)) for f in folders]
     if not sources:
         raise InvalidInputError(fail(what, "folders", [], "at least one", "name what was "
                                      "preprocessed with --vocabulary"))
     least = old.min_count if min_count is None else min_count
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as work:
+    with told_of_room(what, target), tempfile.TemporaryDirectory(
+            dir=target.parent, prefix=f".{target.name}.") as work:
         out = Path(work) / "out"
         (out / "vocabulary").mkdir(parents=True)
         facts = {n: _extend_column(old, n, sources, Path(work), (least, max_rows))

@@ -35,8 +35,11 @@ class RunMerger:
         """Add distinct ascending `values` [K] and their counts int64 [K]."""
         if not values.size:
             return
-        self._dtype = np.promote_types(self._dtype or values.dtype, values.dtype)
-        if self._dtype.kind not in "iuS":
+        before = self._dtype or values.dtype
+        self._dtype = np.promote_types(before, values.dtype)
+        # NumPy would write integers as texts.
+        is_mixed = (before.kind == "S") != (values.dtype.kind == "S")
+        if is_mixed or self._dtype.kind not in "iuS":
             raise InvalidInputError(
                 fail("cannot merge values of one column", "types", values.dtype.name,
                      "signed, unsigned or text alike in all files", "convert the files"))

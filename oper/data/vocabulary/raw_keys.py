@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from oper.data.vocabulary.building import hash64
@@ -22,7 +24,8 @@ class RawKeys:
         self._column = column
 
     def lookup(self, values: np.ndarray) -> np.ndarray:
-        """Keys int64 [K + 1] of a missing field and of raw values [K].
+        """Keys int64 [K + 1] of a missing field and of raw values [K], integers or texts as bytes
+        (NumPy kind ``S``).
 
         Raises:
             InvalidInputError: a number that stands for a missing field.
@@ -41,21 +44,34 @@ class RawKeys:
         return keys
 
 
-def texts_hashed(column: str, kinds: set[str]) -> bool:
-    """Whether a column's keys are hashes of texts.
+
+def raw_keys(values: Sequence[str | bytes | int | None]) -> np.ndarray:
+    """The keys that ``oper preprocess --raw-ids`` makes of a column's values, for who asks a model
+    about ids that come from elsewhere than a preprocessed folder (a server, say).
 
     Args:
-        column: for messages.
-        kinds: NumPy kinds of the values of all its chunks; ``""`` where all fields are missing.
+        values: n integers of 64 bits, signed or not, or n texts (UTF-8 where they are bytes), as
+            the column was read: without ``:int`` or the like the ids of a CSV file are texts. None
+            and an empty text stand for a missing field.
+
+    Returns:
+        int64 [n].
 
     Raises:
-        InvalidInputError: integers in some files and texts in others, so that equal values would
-            have different keys.
+        InvalidInputError: integers and texts together, another type, an integer of more than 64
+            bits or the one that stands for a missing field, a text with a zero byte.
     """
-    is_text = "S" in kinds
-    if is_text and kinds - {"S", ""}:
-        raise InvalidInputError(fail(
-            f"cannot keep the ids of column {column!r} raw", "types", "integers and texts",
-            "one of them in all files, since a text's key is its hash",
-            "convert the files, or read the column as integers"))
-    return is_text
+    keys = np.full(len(values), MISSING_KEY, np.int64)
+    at = [k for k, v in enumerate(values) if v is not None and v not in ("", b"")]
+    some = [values[k] for k in at]
+    texts = [v.encode() if isinstance(v, str) else v for v in some if isinstance(v, str | bytes)]
+    numbers = [int(v) for v in some
+               if isinstance(v, int | np.integer) and -1 << 63 <= int(v) < 1 << 64]
+    if max(len(texts), len(numbers)) < len(at) or any(b"\0" in v for v in texts):
+        raise InvalidInputError(fail("cannot make keys", "values", some[:8], "all integers of 64 "
+                                     "bits, or all texts without zero bytes", "convert them"))
+    if at:
+        signed = [v - (1 << 64) if v >> 63 == 1 else v for v in numbers]
+        known = np.array(texts) if texts else np.array(signed, np.int64)
+        keys[at] = RawKeys("values").lookup(known)[1:]
+    return keys

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-_BUCKET_SLOTS, _BUCKET_CANDIDATES = 64, 32
+from oper.tables import KEY_BUCKET_ROWS
+
+_BUCKET_CANDIDATES = 32
 _LOW = np.uint64(0xFFFFFFFF)
 
 
@@ -34,4 +36,4 @@ def num_candidates(num_slots: int) -> int:
 
 def num_buckets(num_slots: int) -> int:
     """Buckets of a directory."""
-    return -(-num_slots // _BUCKET_SLOTS)
+    return -(-num_slots // KEY_BUCKET_ROWS)
