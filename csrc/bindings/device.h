@@ -124,6 +124,8 @@ struct Call {
   Workspace work;
   cudaStream_t stream;
   std::optional<Inbox> inbox = std::nullopt;  // within an update
+
+  Launch launch() const { return {context.view, context.classes, context.optimizers, stream}; }
 };
 
 Handles<Tables>& tables_of_device();

@@ -79,7 +79,7 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
     if (known.keys == keys) return known;
   std::vector<std::vector<int32_t>> users;  // features of each key, in their order
   int32_t feature = 0;
-  for (int32_t logical : context->logical()) {
+  for (int32_t logical : context->logical) {
     const size_t key = static_cast<size_t>(keys.at(static_cast<size_t>(logical)));
     users.resize(std::max(users.size(), key + 1));
     users[key].push_back(feature++);
@@ -176,13 +176,13 @@ void device_context_forget_error(int64_t handle) {
 // The plan's table number of every table in the order of keys.
 std::vector<int64_t> device_context_order(int64_t handle) {
   const auto tables = tables_of(handle);
-  const auto& order = tables->context->order();
+  const auto& order = tables->context->order;
   return {order.begin(), order.end()};
 }
 
 // Whether one rank updates while it reduces, so that it needs no exchange.
 bool device_context_updates_at_once(int64_t handle) {
-  return tables_of(handle)->context->updates_at_once();
+  return tables_of(handle)->context->updates_at_once;
 }
 
 // Pairs and distinct rows of the last batch whose plan the device has made, and in how many passes
@@ -218,7 +218,7 @@ std::vector<Tensor> device_arrays(int64_t handle) {
       own_view(*tables, plan.run_begin, pairs + 1, ScalarType::Int),
       own_view(*tables, plan.num_runs, 1, ScalarType::Long)};
   if (call.inbox) {
-    const int64_t W = call.context.view().world_size, T = call.context.view().num_tables;
+    const int64_t W = call.context.view.world_size, T = call.context.view.num_tables;
     found.push_back(own_view(*tables, call.inbox->list_begin, W * (T + 1), ScalarType::Long));
     found.push_back(own_view(*tables, call.inbox->rows, W * call.inbox->capacity, ScalarType::Int));
   }

@@ -21,7 +21,7 @@ void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int6
   const auto tables = tables_of(handle);
   const Context& context = *tables->context;
   tables->messages = std::make_unique<Messages>(
-      Messages::Setup{context.view().rank, context.near(), context.message_tables(),
+      Messages::Setup{context.view.rank, context.near, context.message_tables,
                       static_cast<int32_t>(bits.at(0)), static_cast<int32_t>(bits.at(1)),
                       static_cast<uint32_t>(collection), kAlignment});
 }
@@ -82,7 +82,7 @@ class PartTable {
     check(cudaMemcpyAsync(parts.data_ptr(), words_.data(), words_.size() * 8,
                           cudaMemcpyHostToDevice, stream),
           "cannot copy what a message is made of");
-    move_parts(tables.context->view(),
+    move_parts(tables.context->view,
                {int64_data(parts), count / WireParts::kWidth, num_numbers_}, packs, stream);
   }
 
@@ -128,14 +128,14 @@ std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor s
 // Lays out mirrors of the outboxes of other domains' ranks, which have only entries for this rank, of the
 // reduced gradients that have come.
 void mirror_outboxes(const Tables& tables, const Tensor& places) {
-  const View& view = tables.context->view();
+  const View& view = tables.context->view;
   const Messages& messages = messages_of(tables);
   const int64_t T = view.num_tables, W = view.world_size, bytes = outbox_header_bytes(T, W);
   std::vector<char> mirrors(messages.far.size() * static_cast<size_t>(bytes));
   for (size_t k = 0; k < messages.far.size(); ++k) {
     const int32_t r = messages.far[k];
     const int64_t first = static_cast<int64_t>(k) * bytes;
-    const int64_t base = reinterpret_cast<int64_t>(tables.context->mirrors()) + first;
+    const int64_t base = reinterpret_cast<int64_t>(tables.context->mirrors) + first;
     const int64_t rows = at(places, 1, r, 0);
     char* const box = mirrors.data() + first;
     uint32_t* const segments = reinterpret_cast<uint32_t*>(box + sizeof(OutboxHeader));
@@ -153,14 +153,14 @@ void mirror_outboxes(const Tables& tables, const Tensor& places) {
     *reinterpret_cast<OutboxHeader*>(box) = {at(places, 0, r, 0) - base, rows - base, runs, 0};
   }
   // Pageable memory, which the driver has read when the call returns.
-  check(cudaMemcpyAsync(tables.context->mirrors(), mirrors.data(), mirrors.size(),
+  check(cudaMemcpyAsync(tables.context->mirrors, mirrors.data(), mirrors.size(),
                         cudaMemcpyHostToDevice, stream_of(*tables.like)),
         "cannot copy the headers of outboxes");
 }
 
 // Tells the refresh of replicas where the masters are that have come.
 void place_masters(const Tables& tables, const Tensor& places) {
-  const int64_t T = tables.context->view().num_tables, W = tables.context->view().world_size;
+  const int64_t T = tables.context->view.num_tables, W = tables.context->view.world_size;
   const Messages& messages = messages_of(tables);
   std::vector<FarMasters> found(static_cast<size_t>(T * W));
   for (int32_t r : messages.far)
@@ -169,7 +169,7 @@ void place_masters(const Tables& tables, const Tensor& places) {
         found[static_cast<size_t>(t * W + r)] = {
             reinterpret_cast<const uint32_t*>(at(places, 0, r, t)) + 1,
             reinterpret_cast<const char*>(at(places, 1, r, t)), n};
-  check(cudaMemcpyAsync(tables.context->far_masters(), found.data(),
+  check(cudaMemcpyAsync(tables.context->far_masters, found.data(),
                         found.size() * sizeof(FarMasters), cudaMemcpyHostToDevice,
                         stream_of(*tables.like)),
         "cannot copy where masters are");
@@ -203,7 +203,7 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
       const bool is_put = x.shape.kind == kSentSquares && x.index == 1;
       if (place == 0 && is_put) {
         place =
-            reinterpret_cast<int64_t>(tables->context->far_squares(x.rank, x.table) +
+            reinterpret_cast<int64_t>(tables->context->far_squares[x.table * messages.world_size() + x.rank] +
                                       messages.round() * messages.limit(x, Messages::kSenderSlots));
       } else if (place == 0 && is_outbox_slots(x)) {
         place = slots;

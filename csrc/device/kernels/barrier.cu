@@ -33,9 +33,8 @@ __global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, int32_t ra
 
 }  // namespace
 
-void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
-                            int32_t world_size, int64_t deadline_ms, const ErrorSink& error,
-                            cudaStream_t stream) {
+void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank, int32_t world_size,
+                     int64_t deadline_ms, const ErrorSink& error, cudaStream_t stream) {
   OPER_LAUNCH(arrive_kernel, 1, (world_size + 31) / 32 * 32, stream, pads, epoch, rank, world_size,
               deadline_ms * 1000000, error);
 }
