@@ -275,7 +275,7 @@ Tensor context_take_changes(int64_t handle, int64_t table) {
   Context& context = context_of(handle);
   STD_TORCH_CHECK(table >= 0 && table < static_cast<int64_t>(context.tables.size()),
                   "internal: no such table");
-  Tensor out = pooled_tensor(ScalarType::Int, 4, {context.num_changes(table)});
+  Tensor out = pooled_tensor(ScalarType::Int, {context.num_changes(table)});
   context.take_changes(table, static_cast<uint32_t*>(out.mutable_data_ptr()));
   return out;
 }

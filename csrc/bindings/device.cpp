@@ -26,11 +26,6 @@ struct Lookup {
   bool pooled;
 };
 
-float* float_data(const Tensor& tensor) {
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, "internal: expected float32");
-  return static_cast<float*>(tensor.data_ptr());
-}
-
 void at(Tables& tables, Point point, int64_t value = 0) {
   if (tables.hook && tables.hook(static_cast<int64_t>(point), value) != 0)
     throw Stopped{kPointFailed, 0};
@@ -338,11 +333,9 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
           "cannot create an event");
     check(cudaEventRecord(prepared->ready, stream), "cannot record an event");
     using Held = std::shared_ptr<Prepared>;
-    const int64_t sizes[] = {sizeof(Held)}, strides[] = {1};
     const Tensor bounds = prepared->bounds;
-    const Tensor held = torch::stable::from_blob(
-        new Held(std::move(prepared)), {sizes, 1}, {strides, 1},
-        torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte,
+    const Tensor held = tensor_at(
+        new Held(std::move(prepared)), {sizeof(Held)}, ScalarType::Byte, kHostMemory,
         [](void* data) { delete static_cast<Held*>(data); });
     return {bounds, held, held, 0, 0};
   } catch (const Stopped& stopped) {

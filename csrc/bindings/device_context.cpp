@@ -194,15 +194,13 @@ std::tuple<int64_t, int64_t, int64_t> device_context_duplication(int64_t handle)
 }
 
 Tensor own_view(const Tables& tables, const void* data, int64_t count, ScalarType type) {
-  const int64_t sizes[] = {count}, strides[] = {1};
 #if defined(OPER_EMULATED)
   const auto kind = torch::headeronly::DeviceType::CPU;
 #else
   const auto kind = torch::headeronly::DeviceType::CUDA;
 #endif
-  return torch::stable::from_blob(
-      const_cast<void*>(data), {sizes, 1}, {strides, 1},
-      torch::stable::Device(kind, static_cast<int32_t>(tables.like->get_device_index())), type);
+  return tensor_at(const_cast<void*>(data), {count}, type,
+                   Device(kind, static_cast<int32_t>(tables.like->get_device_index())));
 }
 
 // Within a step: keys of its plan's pairs (int64, or uint32 as bits of int32), where runs begin, their

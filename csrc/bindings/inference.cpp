@@ -1,17 +1,12 @@
 // torch operators for read-only tables that many processes share; see host/publication.h.
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
 
+#include "common/handles.h"
 #include "common/operators.h"
 #include "host/publication.h"
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace oper::host {
 namespace {
@@ -20,10 +15,7 @@ Control& control_at(int64_t address) { return *reinterpret_cast<Control*>(addres
 
 // Bytes [bytes] of mapped memory; the caller keeps the mapping alive.
 Tensor segment_bytes(int64_t address, int64_t bytes) {
-  const int64_t sizes[] = {bytes}, strides[] = {1};
-  return torch::stable::from_blob(
-      reinterpret_cast<void*>(address), {sizes, 1}, {strides, 1},
-      torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte);
+  return tensor_at(reinterpret_cast<void*>(address), {bytes}, ScalarType::Byte, kHostMemory);
 }
 
 int64_t publication_control_bytes() { return static_cast<int64_t>(sizeof(Control)); }

@@ -32,7 +32,7 @@ enum RefreshColumn {
 struct Description {
   const int64_t *tables, *owner_begin, *tiers, *maps, *features, *refreshes, *touched, *squares,
       *outboxes;
-  int64_t num_tables, num_tiers, num_maps, num_features, num_refreshes;
+  int64_t num_tables, num_maps, num_features, num_refreshes;
   std::vector<const void*> heads;  // where kernels read them: words, positions of each head
   std::vector<int64_t> head_sizes;
   int64_t outbox_bytes;

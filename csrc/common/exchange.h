@@ -30,6 +30,22 @@ struct Status {
   int64_t detail = -1;
 };
 
+// Throws what is not ok.
+inline void raise(const Status& status) {
+  if (status.code != 0) throw status;
+}
+
+// What `body` has thrown, or ok.
+template <class Body>
+Status status_of(Body body) {
+  try {
+    body();
+    return {};
+  } catch (const Status& status) {
+    return status;
+  }
+}
+
 // Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments lie in rank
 // order, sizes in bytes. `phase` is a CollectivePhase. Returns 0, or anything else after an error, which the
 // caller keeps.

@@ -386,6 +386,7 @@ struct Batch {
   bool ids_are_32_bit;
   const float* weights;               // per id, or null
   std::vector<FeatureBags> features;  // [F]
+  int64_t num_rows = 0;               // of the output
   int64_t out_stride;                 // floats between pooled rows
   bool stream = false;                 // write the output past the caches
   const Resolved* resolved = nullptr;  // or null: ids are resolved on the way
@@ -420,34 +421,29 @@ struct DistinctRows {
   int64_t num_rows;
 };
 
-// Runs body(begin, end) over [0, count); provided by the binding (torch's thread pool).
-using ParallelFor = void (*)(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument);
+// The steps of a batch. What stops one is thrown, a Status.
 
 // `collective`: pushed tiers are pooled by their owners (all ranks must take part); otherwise every
 // row is read directly.
-Status forward(Context& context, const Batch& batch, float* out, bool collective,
-               ParallelFor parallel);
+void forward(Context& context, const Batch& batch, float* out, bool collective);
 
 // Id-only work of a batch, which may run ahead of it, on another thread too: `resolved.addresses` and,
 // unless null, `resolved.order`, which has room for `order_bytes(context, batch)`.
 int64_t order_bytes(const Context& context, const Batch& batch);
-Status resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved,
-               ParallelFor parallel);
+void resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved);
 
 // Gradient of the per-sample weights: for every id the dot product of its row with the gradient of
 // its bag. `grad` is laid out as the output of `forward`.
-Status weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
-                       ParallelFor parallel);
+void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out);
 
 // Segment-reduce gradients into the outbox and exchange them; their owners keep the sums of all ranks
 // until the next `backward`. Collective over the ranks. `grad` is laid out as the output of `forward`.
-Status leave(Context& context, const Batch& batch, const float* grad, ParallelFor parallel);
+void leave(Context& context, const Batch& batch, const float* grad);
 
 // In the place of `leave` or `backward` of a rank that cannot take part: no rank makes this update.
-void refuse(Context& context, ParallelFor parallel);
+void refuse(Context& context);
 
 // As `leave`, then update with the sum of all parts, scaled by `gradient_scale`.
-Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
-                ParallelFor parallel);
+void backward(Context& context, const Batch& batch, const float* grad, float gradient_scale);
 
 }  // namespace oper::host

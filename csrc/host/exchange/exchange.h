@@ -45,13 +45,13 @@ class Exchange {
   }
   // Fetches the rows of other domains that the batch needs and fills in their addresses, which hold
   // until the next gather. Collective. `collective` is that of `forward`.
-  Status gather(Batch& batch, Moved kind, bool collective, ParallelFor parallel);
+  void gather(Batch& batch, Moved kind, bool collective);
   // The two halves of a gather whose phases are kRequests and kPartials: lists the rows, and returns
   // -1 or the position of an id that is out of range; and fills in the addresses.
-  int64_t list_far_rows(const Batch& batch, Moved kind, bool collective, ParallelFor parallel);
-  void address_rows(Batch& batch, ParallelFor parallel);
+  int64_t list_far_rows(const Batch& batch, Moved kind, bool collective);
+  void address_rows(Batch& batch);
   // `mine` is an error of this rank, if any; all ranks learn of it.
-  Status synchronize(CollectivePhase phase, const Batch& batch, ParallelFor parallel, Status mine);
+  void synchronize(CollectivePhase phase, const Batch& batch, Status mine);
   Messages messages;
 
  private:
@@ -92,7 +92,7 @@ class Exchange {
     return static_cast<size_t>(peer) * context_.tables.size() + static_cast<size_t>(table);
   }
   // Fills in the counts of what this rank has for the others.
-  void count(CollectivePhase phase, bool weighted, ParallelFor parallel);
+  void count(CollectivePhase phase, bool weighted);
   void count_table(CollectivePhase phase, bool weighted, int64_t table);
   void list_squares(int64_t table);
   void list_refreshes(int64_t table);
@@ -120,8 +120,8 @@ class Exchange {
   // Calls the transport; what it returns. `send_bytes`, `recv_bytes`: [W].
   int64_t transfer(CollectivePhase phase, const void* send, const int64_t* send_bytes, void* recv,
                    const int64_t* recv_bytes);
-  Status exchange_payload(CollectivePhase phase, bool is_reply, ParallelFor parallel);
-  Status failed(Status status);
+  void exchange_payload(CollectivePhase phase, bool is_reply);
+  [[noreturn]] void fail(Status status);
 
   Context& context_;
   ExchangeSetup setup_;

@@ -11,9 +11,9 @@ namespace oper::host {
 
 // ---- what this rank has for others -------------------------------------------------------------
 
-void Exchange::count(CollectivePhase phase, bool weighted, ParallelFor parallel) {
+void Exchange::count(CollectivePhase phase, bool weighted) {
   run_tasks(context_, static_cast<int64_t>(context_.tables.size()),
-            phase != CollectivePhase::kGradients && phase != CollectivePhase::kSquares, parallel,
+            phase != CollectivePhase::kGradients && phase != CollectivePhase::kSquares,
             [&](int64_t t, Scratch&) { count_table(phase, weighted, t); });
 }
 
@@ -289,19 +289,15 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
 
 // ---- rows of other domains ---------------------------------------------------------------------
 
-Status Exchange::gather(Batch& batch, Moved kind, bool collective, ParallelFor parallel) {
-  if (failed_.code != 0) return failed_;
-  const int64_t bad = list_far_rows(batch, kind, collective, parallel);
-  Status status =
-      synchronize(CollectivePhase::kGather, batch, parallel, bad >= 0 ? Status{4, bad} : Status{});
-  if (status.code != 0) return status;
-  status = exchange_payload(CollectivePhase::kGather, true, parallel);
-  if (status.code == 0) address_rows(batch, parallel);
-  return status;
+void Exchange::gather(Batch& batch, Moved kind, bool collective) {
+  raise(failed_);
+  const int64_t bad = list_far_rows(batch, kind, collective);
+  synchronize(CollectivePhase::kGather, batch, bad >= 0 ? Status{4, bad} : Status{});
+  exchange_payload(CollectivePhase::kGather, true);
+  address_rows(batch);
 }
 
-int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
-                                ParallelFor parallel) {
+int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective) {
   const int32_t W = context_.world_size;
   const int64_t num_far = static_cast<int64_t>(far_tables_.size());
   int64_t total = 0;
@@ -316,8 +312,8 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
   }
   int64_t* places = reinterpret_cast<int64_t*>(places_.get(total * 8));
   uint32_t* keys = reinterpret_cast<uint32_t*>(keys_.get(total * 4));
-  std::atomic<int64_t> bad{-1};
-  run_tasks(context_, num_far, total < kSmallBytes / 32, parallel, [&](int64_t k, Scratch& scratch) {
+  Found found;
+  run_tasks(context_, num_far, total < kSmallBytes / 32, [&](int64_t k, Scratch& scratch) {
     const int32_t t = far_tables_[k];
     const Table& table = context_.tables[t];
     FarRows& rows = far_rows_[t];
@@ -327,9 +323,8 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
       return;
     }
     rows = {places + first[k], keys + first[k], 0};
-    const int64_t found =
-        kernels().far_rows(table, batch, kind, collective && table.has_push, rows, scratch);
-    note_bad(bad, found);
+    found.note(
+        kernels().far_rows(table, batch, kind, collective && table.has_push, rows, scratch));
     // From keys, which are in order of owner, to slots.
     std::vector<int64_t>& split = splits_[t];
     split.assign(static_cast<size_t>(W) + 1, 0);
@@ -344,11 +339,11 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
       for (int64_t i = split[r]; i < split[r + 1]; ++i)
         rows.keys[i] -= static_cast<uint32_t>(table.owner_begin[r]);
   });
-  return bad.load();
+  return found.bad.load();
 }
 
-void Exchange::address_rows(Batch& batch, ParallelFor parallel) {
-  run_tasks(context_, static_cast<int64_t>(far_tables_.size()), false, parallel,
+void Exchange::address_rows(Batch& batch) {
+  run_tasks(context_, static_cast<int64_t>(far_tables_.size()), false,
             [&](int64_t k, Scratch& scratch) {
     const int32_t t = far_tables_[k];
     const Table& table = context_.tables[t];

@@ -27,10 +27,10 @@ bool PeerRows::pays(const Table& table, const DistinctRows& rows) const {
          ids * costs_.per_id + distinct * costs_.per_copied_byte * bytes;
 }
 
-Status PeerRows::stage(Context& context, Batch& batch, bool collective, ParallelFor parallel) {
+Status PeerRows::stage(Context& context, Batch& batch, bool collective) {
   const bool counts = choice_ == kMeasured && num_passes_++ % kCountEvery == 0;
-  Found bad;
-  run_tasks(context, static_cast<int64_t>(context.tables.size()), false, parallel,
+  Found found;
+  run_tasks(context, static_cast<int64_t>(context.tables.size()), false,
             [&](int64_t t, Scratch& scratch) {
     const Table& table = context.tables[t];
     if ((!counts && !is_chosen[t]) || (collective && table.has_push)) return;
@@ -39,8 +39,8 @@ Status PeerRows::stage(Context& context, Batch& batch, bool collective, Parallel
     const int64_t total = batch.num_ids(table);
     DistinctRows rows{reinterpret_cast<int64_t*>(places_[t].get(total * 8)),
                       reinterpret_cast<int64_t*>(sources_[t].get(total * 8)), 0, 0};
-    const int64_t found = kernels().distinct_rows(table, batch, context.rank, rows, scratch);
-    if (found >= 0) return bad.note(found);
+    const int64_t bad = kernels().distinct_rows(table, batch, context.rank, rows, scratch);
+    if (bad >= 0) return found.note(bad);
     num_ids[t] = rows.num_ids;
     num_rows[t] = rows.num_rows;
     if (counts) is_chosen[t] = pays(table, rows);
@@ -66,7 +66,7 @@ Status PeerRows::stage(Context& context, Batch& batch, bool collective, Parallel
       place += bags.num_ids();
     }
   });
-  return bad.status();
+  return found.status();
 }
 
 }  // namespace oper::host

@@ -29,7 +29,7 @@ class PeerRows {
   // Copies the rows of the tables where that was chosen, and gives the batch their addresses. Counts
   // duplication now and then. Only under `turn`, which is held until the batch has been looked up: of
   // lookups at once, the others read rows where they are.
-  Status stage(Context& context, Batch& batch, bool collective, ParallelFor parallel);
+  Status stage(Context& context, Batch& batch, bool collective);
   std::mutex turn;
 
   // By table, as last counted: ids of neighbours' rows, and distinct rows among them.

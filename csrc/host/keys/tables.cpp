@@ -6,6 +6,7 @@
 
 #include "host/kernels/kernels.h"
 #include "host/memory.h"
+#include "host/tasks.h"
 
 namespace oper::host {
 
@@ -14,20 +15,6 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kTaskKeys = 4096, kTaskIds = 65536;  // that a thread takes at a time
 constexpr int64_t kSmall = 4096;     // take less time than waking a thread
-
-// Calls body(k) for k in [0, count).
-template <class Body>
-void run_all(int64_t count, bool small, ParallelFor parallel, const Body& body) {
-  const auto some = [](int64_t begin, int64_t end, void* argument) {
-    for (int64_t k = begin; k < end; ++k) (*static_cast<const Body*>(argument))(k);
-  };
-  void* argument = const_cast<void*>(static_cast<const void*>(&body));
-  if (small || count < 2) {
-    some(0, count, argument);
-  } else {
-    parallel(count, some, argument);
-  }
-}
 
 }  // namespace
 
@@ -83,8 +70,7 @@ int64_t KeyTables::num_directory_bytes(const std::vector<KeyTableRules>& rules,
 
 // ---- lookups -------------------------------------------------------------------------------------
 
-std::vector<KeyPart> KeyTables::find(const KeyBatch& batch, int64_t* rows, bool keeps,
-                                     ParallelFor parallel) {
+std::vector<KeyPart> KeyTables::find(const KeyBatch& batch, int64_t* rows, bool keeps) {
   std::vector<int64_t> table_of_key(batch.bounds.size(), -1);
   for (size_t f = 0; f < table_of_.size(); ++f)
     if (table_of_[f] >= 0) table_of_key[static_cast<size_t>(batch.key_of[f])] = table_of_[f];
@@ -120,7 +106,7 @@ std::vector<KeyPart> KeyTables::find(const KeyBatch& batch, int64_t* rows, bool 
       std::copy_n(reinterpret_cast<const int64_t*>(from), count, rows + task.begin);
     }
   };
-  run_all(static_cast<int64_t>(tasks.size()), n < kSmall, parallel, body);
+  run_all(static_cast<int64_t>(tasks.size()), n < kSmall, body);
   missed_.clear();
   for (const Find& task : tasks) {
     if (task.part < 0) continue;
@@ -150,8 +136,7 @@ void KeyTables::give_counting(std::unique_ptr<Counting> counting) {
   counting_.push_back(std::move(counting));
 }
 
-KeyTables::Left KeyTables::leave(const std::vector<SeenBatch>& seen, int64_t* table,
-                                 ParallelFor parallel) {
+KeyTables::Left KeyTables::leave(const std::vector<SeenBatch>& seen, int64_t* table) {
   for (int64_t t = 0; t < num_tables(); ++t)
     if (tables_[static_cast<size_t>(t)].clock >= kLastClock) {
       *table = t;
@@ -165,7 +150,7 @@ KeyTables::Left KeyTables::leave(const std::vector<SeenBatch>& seen, int64_t* ta
   const auto body = [&](int64_t t) {
     if (!leave_table(t, seen, cursor)) full.store(true);
   };
-  run_all(num_tables(), n < kSmall, parallel, body);
+  run_all(num_tables(), n < kSmall, body);
   return full.load() ? Left::kNoRoom : Left::kAll;
 }
 
@@ -244,10 +229,10 @@ bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
 
 // ---- updates -------------------------------------------------------------------------------------
 
-void KeyTables::update(const std::vector<bool>& frozen, ParallelFor parallel) {
+void KeyTables::update(const std::vector<bool>& frozen) {
   for (size_t t = 0; t < tables_.size(); ++t) tables_[t].clock += !frozen[t];
-  count_known(frozen, parallel);
-  const std::vector<KeyChanges> changes = admit_missed(frozen, parallel);
+  count_known(frozen);
+  const std::vector<KeyChanges> changes = admit_missed(frozen);
   int64_t* begin = fresh(rank_);
   NewRow* to = reinterpret_cast<NewRow*>(begin + num_tables() + 1);
   begin[0] = 0;
@@ -264,7 +249,7 @@ void KeyTables::update(const std::vector<bool>& frozen, ParallelFor parallel) {
 }
 
 // One rank's after the other's: a rank has every row once, so that no two threads meet at a slot.
-void KeyTables::count_known(const std::vector<bool>& frozen, ParallelFor parallel) {
+void KeyTables::count_known(const std::vector<bool>& frozen) {
   for (int64_t r = 0; r < num_ranks(); ++r) {
     std::vector<Task> tasks;
     int64_t n = 0;
@@ -283,13 +268,12 @@ void KeyTables::count_known(const std::vector<bool>& frozen, ParallelFor paralle
           seen_at(r) + seen_table(r, task.table)->rows_at);
       table.directory.count(rows + task.begin, task.end - task.begin, table.clock);
     };
-    run_all(static_cast<int64_t>(tasks.size()), n < kSmall, parallel, body);
+    run_all(static_cast<int64_t>(tasks.size()), n < kSmall, body);
   }
 }
 
 // By table. Buckets have nothing to do with each other; changes are put together in their order.
-std::vector<KeyChanges> KeyTables::admit_missed(const std::vector<bool>& frozen,
-                                                ParallelFor parallel) {
+std::vector<KeyChanges> KeyTables::admit_missed(const std::vector<bool>& frozen) {
   std::vector<KeyChanges> result(tables_.size());
   std::vector<std::vector<KeyCount>> keys(tables_.size());
   int64_t n = 0;
@@ -308,7 +292,7 @@ std::vector<KeyChanges> KeyTables::admit_missed(const std::vector<bool>& frozen,
     keys[static_cast<size_t>(t)] =
         tables_[static_cast<size_t>(t)].directory.merge(lists, sizes);
   };
-  run_all(num_tables(), n < kSmall, parallel, merge);
+  run_all(num_tables(), n < kSmall, merge);
   std::vector<Task> tasks;
   for (int64_t t = 0; t < num_tables(); ++t) {
     const std::vector<KeyCount>& of = keys[static_cast<size_t>(t)];
@@ -330,7 +314,7 @@ std::vector<KeyChanges> KeyTables::admit_missed(const std::vector<bool>& frozen,
     table.directory.admit(of + task.begin, of + task.end, table.clock,
                           changes[static_cast<size_t>(k)]);
   };
-  run_all(static_cast<int64_t>(tasks.size()), n < kSmall / 4, parallel, admit);
+  run_all(static_cast<int64_t>(tasks.size()), n < kSmall / 4, admit);
   for (size_t k = 0; k < tasks.size(); ++k)
     result[static_cast<size_t>(tasks[k].table)].add(changes[k]);
   return result;
@@ -349,7 +333,7 @@ std::vector<NewRow> KeyTables::new_rows(std::vector<int64_t>* bounds) const {
   return rows;
 }
 
-void KeyTables::begin(const Context& context, ParallelFor parallel) const {
+void KeyTables::begin(const Context& context) const {
   constexpr int64_t kTaskRows = 128;
   std::vector<int64_t> bounds;
   const std::vector<NewRow> rows = new_rows(&bounds);
@@ -363,7 +347,7 @@ void KeyTables::begin(const Context& context, ParallelFor parallel) const {
     begin_rows(context, tables_[static_cast<size_t>(task.table)].rows, rows.data() + task.begin,
                task.end - task.begin);
   };
-  run_all(static_cast<int64_t>(tasks.size()), false, parallel, body);
+  run_all(static_cast<int64_t>(tasks.size()), false, body);
 }
 
 }  // namespace oper::host

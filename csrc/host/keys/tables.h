@@ -68,20 +68,19 @@ class KeyTables {
 
   // `rows` [ids]: those of keys, and ids of other tables as they are. With `keeps`, the keys without a row
   // are in `missed`, until the next call.
-  std::vector<KeyPart> find(const KeyBatch& batch, int64_t* rows, bool keeps,
-                            ParallelFor parallel);
+  std::vector<KeyPart> find(const KeyBatch& batch, int64_t* rows, bool keeps);
   const std::vector<int64_t>& missed() const { return missed_; }
 
   // ---- updates; in this order, with a barrier after the first and after the second ----
 
   // Leaves for the other ranks what lookups have seen. `table`: whose clock is at its end.
-  Left leave(const std::vector<SeenBatch>& seen, int64_t* table, ParallelFor parallel);
+  Left leave(const std::vector<SeenBatch>& seen, int64_t* table);
   // Takes in, for this rank's buckets, what all ranks have left. Tables that are frozen stay as they are.
-  void update(const std::vector<bool>& frozen, ParallelFor parallel);
+  void update(const std::vector<bool>& frozen);
   // What all ranks' updates have given to new keys, table by table; `bounds` [T + 1].
   std::vector<NewRow> new_rows(std::vector<int64_t>* bounds) const;
   // Gives those rows their first values where this rank has them.
-  void begin(const Context& context, ParallelFor parallel) const;
+  void begin(const Context& context) const;
 
   // ---- state ----
 
@@ -140,8 +139,8 @@ class KeyTables {
   void give_counting(std::unique_ptr<Counting> counting);
   bool leave_table(int64_t table, const std::vector<SeenBatch>& seen,
                    std::atomic<int64_t>& cursor);
-  void count_known(const std::vector<bool>& frozen, ParallelFor parallel);
-  std::vector<KeyChanges> admit_missed(const std::vector<bool>& frozen, ParallelFor parallel);
+  void count_known(const std::vector<bool>& frozen);
+  std::vector<KeyChanges> admit_missed(const std::vector<bool>& frozen);
 
   std::vector<char*> arenas_;
   int64_t rank_, seen_bytes_;

@@ -53,8 +53,7 @@ Status wait_for_domain(Context& context, uint32_t phase, bool refuses) {
   return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
 }
 
-Status synchronize(Context& context, CollectivePhase phase, const Batch& batch,
-                   ParallelFor parallel, Status mine) {
+void synchronize(Context& context, CollectivePhase phase, const Batch& batch, Status mine) {
   if (context.barrier) {
     if (mine.code != 0 && context.exchange) {
       context.barrier->give_up();
@@ -63,7 +62,8 @@ Status synchronize(Context& context, CollectivePhase phase, const Batch& batch,
       if (mine.code == 0) mine = found;
     }
   }
-  return context.exchange ? context.exchange->synchronize(phase, batch, parallel, mine) : mine;
+  if (context.exchange) return context.exchange->synchronize(phase, batch, mine);
+  raise(mine);
 }
 
 }  // namespace oper::host
