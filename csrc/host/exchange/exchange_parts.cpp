@@ -21,8 +21,8 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
   const Table& table = context_.tables[t];
   if (phase == CollectivePhase::kSquares) list_squares(t);
   if (phase == CollectivePhase::kRefreshes) list_refreshes(t);
-  const int64_t* reduced = Context::outbox_begin(context_.outbox_table(context_.rank, t));
-  const int64_t* asked = Context::request_begin(context_.request_table(context_.rank, t));
+  const int64_t* reduced = context_.outbox_table(context_.rank, t)->begin();
+  const int64_t* asked = context_.request_table(context_.rank, t)->begin();
   for (int32_t r : messages.far) {
     uint32_t* counts = messages.counts_to(r, t);
     std::fill(counts, counts + Messages::kCounts, 0u);
@@ -54,9 +54,8 @@ void Exchange::list_bags(int64_t t, int32_t r) {
   std::vector<uint32_t>& distinct = bags_[cell(r, t)];
   distinct.clear();
   RequestTable* entry = context_.request_table(context_.rank, t);
-  const int64_t* begin = Context::request_begin(entry);
-  const uint32_t* bags =
-      reinterpret_cast<const uint32_t*>(context_.outbox[context_.rank] + entry->bags_offset);
+  const int64_t* begin = entry->begin();
+  const uint32_t* bags = context_.in_outbox<uint32_t>(context_.rank, entry->bags_offset);
   for (int64_t i = begin[r]; i < begin[r + 1]; ++i)
     if (distinct.empty() || distinct.back() != bags[i]) distinct.push_back(bags[i]);
 }
@@ -65,14 +64,14 @@ uint32_t Exchange::requests_count(int64_t t, int32_t r, bool weighted) const {
   for (uint32_t age = 0; age < Messages::kKept; ++age)
     if (is_as_before(kept(kAsBefore - age).asked[cell(r, t)], t, r, weighted))
       return kAsBefore - age;
-  const int64_t* begin = Context::request_begin(context_.request_table(context_.rank, t));
+  const int64_t* begin = context_.request_table(context_.rank, t)->begin();
   return static_cast<uint32_t>(begin[r + 1] - begin[r]);
 }
 
 // Whether a rank still has the requests for its rows: those of a forward pass were the same.
 bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool weighted) const {
   RequestTable* entry = context_.request_table(context_.rank, t);
-  const int64_t* begin = Context::request_begin(entry);
+  const int64_t* begin = entry->begin();
   const int64_t n = begin[r + 1] - begin[r];
   if (n != before.n || (n > 0 && weighted != (before.weights != nullptr))) return false;
   const char* base = context_.outbox[context_.rank];
@@ -102,9 +101,8 @@ void Exchange::list_squares(int64_t t) {
   std::vector<uint32_t> slots;
   for (int32_t r = 0; r < context_.world_size; ++r) {
     OutboxTable* entry = context_.outbox_table(r, t);
-    const int64_t* begin = Context::outbox_begin(entry);
-    const uint32_t* in =
-        reinterpret_cast<const uint32_t*>(context_.outbox[r] + entry->slots_offset);
+    const int64_t* begin = entry->begin();
+    const uint32_t* in = context_.in_outbox<uint32_t>(r, entry->slots_offset);
     slots.insert(slots.end(), in + begin[context_.rank], in + begin[context_.rank + 1]);
     if (table.is_pushed)
       slots.insert(slots.end(), table.pushed[r].slots.begin(), table.pushed[r].slots.end());
@@ -179,13 +177,13 @@ Exchange::Source Exchange::source_in_outbox(CollectivePhase phase, int32_t r, in
     return {reinterpret_cast<const char*>(far_rows_[t].keys + splits_[t][r])};
   if (phase == CollectivePhase::kGradients && part < 2) {
     OutboxTable* entry = context_.outbox_table(context_.rank, t);
-    const int64_t first = Context::outbox_begin(entry)[r];
+    const int64_t first = entry->begin()[r];
     if (part == 0) return {base + entry->slots_offset + first * 4};
     return {base + entry->rows_offset + first * gradient, nullptr,
-            reinterpret_cast<const uint32_t*>(base + entry->slots_offset) + first};
+            context_.in_outbox<uint32_t>(context_.rank, entry->slots_offset) + first};
   }
   RequestTable* entry = context_.request_table(context_.rank, t);
-  const int64_t first = Context::request_begin(entry)[r];
+  const int64_t first = entry->begin()[r];
   switch (phase == CollectivePhase::kRequests ? part : part - 2) {
     case 0:
       return {base + entry->slots_offset + first * 4};
@@ -236,7 +234,7 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
     RequestTable* entry = context_.request_table(r, t);
     *entry = {in.slots - base, in.bags - base, in.weights ? in.weights - base : 0,
               gradients ? gradients - base : 0};
-    int64_t* begin = Context::request_begin(entry);
+    int64_t* begin = entry->begin();
     begin[context_.rank] = 0;
     begin[context_.rank + 1] = in.n;
   };
@@ -263,7 +261,7 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
     case CollectivePhase::kGradients: {
       OutboxTable* entry = context_.outbox_table(r, t);
       *entry = {arrays[0] - base, arrays[1] - base};
-      int64_t* begin = Context::outbox_begin(entry);
+      int64_t* begin = entry->begin();
       begin[context_.rank] = 0;
       begin[context_.rank + 1] = counts[0];
       if (table.is_pushed)

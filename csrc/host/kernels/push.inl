@@ -56,7 +56,7 @@ int64_t request_ids(Context& context, int32_t index, const Batch& batch, Scratch
   const int64_t bad = list_pushed<Id>(table, batch, in, scratch);
   if (bad >= 0) return bad;
   RequestTable* entry = context.request_table(context.rank, index);
-  int64_t* begin = Context::request_begin(entry);
+  int64_t* begin = entry->begin();
   std::vector<int64_t> at(static_cast<size_t>(W) + 1, 0);
   for (int64_t i = 0; i < in.n; ++i) ++at[table.owner_of(in.keys[i]) + 1];
   for (int32_t r = 0; r < W; ++r) at[r + 1] += at[r];
@@ -66,10 +66,9 @@ int64_t request_ids(Context& context, int32_t index, const Batch& batch, Scratch
   entry->weights_offset = batch.weights ? context.take_bytes(in.n * 4) : 0;
   if (entry->slots_offset < 0 || entry->bags_offset < 0 || entry->weights_offset < 0)
     return kReduceFull;
-  char* base = context.outbox[context.rank];
-  uint32_t* slots = reinterpret_cast<uint32_t*>(base + entry->slots_offset);
-  uint32_t* bags = reinterpret_cast<uint32_t*>(base + entry->bags_offset);
-  float* weights = reinterpret_cast<float*>(base + entry->weights_offset);
+  uint32_t* slots = context.in_outbox<uint32_t>(context.rank, entry->slots_offset);
+  uint32_t* bags = context.in_outbox<uint32_t>(context.rank, entry->bags_offset);
+  float* weights = context.in_outbox<float>(context.rank, entry->weights_offset);
   for (int64_t i = 0; i < in.n; ++i) {
     const int32_t owner = table.owner_of(in.keys[i]);
     const int64_t to = at[owner]++;
@@ -96,15 +95,13 @@ struct Requests {
 
 Requests requests_of(const Context& context, int32_t index, int32_t reader) {
   RequestTable* entry = context.request_table(reader, index);
-  const int64_t* begin = Context::request_begin(entry);
+  const int64_t* begin = entry->begin();
   const int64_t first = begin[context.rank];
-  const char* base = context.outbox[reader];
-  const float* weights =
-      entry->weights_offset ? reinterpret_cast<const float*>(base + entry->weights_offset) + first
-                            : nullptr;
-  return {reinterpret_cast<const uint32_t*>(base + entry->slots_offset) + first,
-          reinterpret_cast<const uint32_t*>(base + entry->bags_offset) + first, weights,
-          reinterpret_cast<const float*>(base + entry->gradients_offset),
+  return {context.in_outbox<uint32_t>(reader, entry->slots_offset) + first,
+          context.in_outbox<uint32_t>(reader, entry->bags_offset) + first,
+          entry->weights_offset ? context.in_outbox<float>(reader, entry->weights_offset) + first
+                                : nullptr,
+          context.in_outbox<float>(reader, entry->gradients_offset),
           begin[context.rank + 1] - first};
 }
 
@@ -118,8 +115,8 @@ bool pool_for(Context& context, int32_t index, int32_t reader) {
   out->bags_offset = context.take_partial_bytes(out->count * 4);
   out->rows_offset = context.take_partial_bytes(out->count * table.gradient_bytes());
   if (out->bags_offset < 0 || out->rows_offset < 0) return false;
-  uint32_t* bags = reinterpret_cast<uint32_t*>(context.outbox[context.rank] + out->bags_offset);
-  float* rows = reinterpret_cast<float*>(context.outbox[context.rank] + out->rows_offset);
+  uint32_t* bags = context.in_outbox<uint32_t>(context.rank, out->bags_offset);
+  float* rows = context.in_outbox<float>(context.rank, out->rows_offset);
   with_rows(table, [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
     using E = decltype(element);
@@ -188,9 +185,8 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
   std::vector<Partial> partials;
   for (int32_t r = 0; r < context.world_size; ++r) {
     const PartialTable* p = context.partial_table(r, index, context.rank);
-    partials.push_back({reinterpret_cast<const uint32_t*>(context.outbox[r] + p->bags_offset),
-                        reinterpret_cast<const float*>(context.outbox[r] + p->rows_offset), 0,
-                        p->count});
+    partials.push_back({context.in_outbox<uint32_t>(r, p->bags_offset),
+                        context.in_outbox<float>(r, p->rows_offset), 0, p->count});
   }
   const Id* ids = static_cast<const Id*>(batch.ids);
   uint32_t bag = 0;
@@ -238,7 +234,7 @@ bool stage(Context& context, int32_t index, const Batch& batch, const float* gra
   RequestTable* entry = context.request_table(context.rank, index);
   entry->gradients_offset = context.take_bytes(num_bags_of(table, batch) * table.gradient_bytes());
   if (entry->gradients_offset < 0) return false;
-  float* to = reinterpret_cast<float*>(context.outbox[context.rank] + entry->gradients_offset);
+  float* to = context.in_outbox<float>(context.rank, entry->gradients_offset);
   with_row_width(table.dim, [&](auto width) {
     stage_gradients<decltype(width)::value>(table, batch, grad, to);
   });

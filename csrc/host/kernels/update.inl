@@ -259,9 +259,9 @@ std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushe
       continue;
     }
     OutboxTable* entry = context.outbox_table(r, index);
-    const int64_t* begin = Context::outbox_begin(entry);
-    in.push_back({reinterpret_cast<const uint32_t*>(context.outbox[r] + entry->slots_offset),
-                  reinterpret_cast<const float*>(context.outbox[r] + entry->rows_offset),
+    const int64_t* begin = entry->begin();
+    in.push_back({context.in_outbox<uint32_t>(r, entry->slots_offset),
+                  context.in_outbox<float>(r, entry->rows_offset),
                   begin[context.rank], begin[context.rank + 1]});
   }
   return in;

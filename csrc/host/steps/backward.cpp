@@ -38,7 +38,7 @@ void count_gradients(Context& context, bool keeps) {
     const Table& table = context.tables[t];
     for (int32_t r = 0; r < context.world_size; ++r) {
       const int64_t* begin =
-          Context::outbox_begin(context.outbox_table(r, static_cast<int64_t>(t)));
+          context.outbox_table(r, static_cast<int64_t>(t))->begin();
       const int64_t n = begin[context.rank + 1] - begin[context.rank];
       table.counters.add(kGradientRows, r, n * (1 + (keeps ? 0 : table.rounds_of_squares())));
     }

@@ -36,7 +36,7 @@ void count_requests(Context& context, const std::vector<int32_t>& tables, bool i
     const TableCounters& counters = context.tables[t].counters;
     for (int32_t r = 0; r < context.world_size; ++r) {
       RequestTable* entry = context.request_table(r, t);
-      const int64_t* begin = Context::request_begin(entry);
+      const int64_t* begin = entry->begin();
       const int64_t n = begin[context.rank + 1] - begin[context.rank];
       counters.add(is_forward ? kIds : kGradientIds, r, n);
       if (entry->weights_offset) counters.add(is_forward ? kIdWeights : kGradientWeights, r, n);
