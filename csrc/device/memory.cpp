@@ -5,11 +5,12 @@
 #include "device/memory.h"
 
 #include <cuda.h>
-#include <cuda_runtime_api.h>
 #include <unistd.h>
 
 #include <stdexcept>
 #include <string>
+
+#include "device/device.h"
 
 namespace oper::device {
 namespace {
@@ -79,22 +80,25 @@ CUmemAllocationProp properties(int device, bool on_host) {
   return prop;
 }
 
-// Maps one allocation per part at an address of the driver's choice. Handles are given up in any
-// case: the memory lives as long as a mapping does.
-int64_t map(const std::vector<CUmemGenericAllocationHandle>& handles,
-            const std::vector<Part>& parts, int device) {
+// Allocations that are given up in any case: their memory lives as long as a mapping does.
+struct Allocations {
+  std::vector<CUmemGenericAllocationHandle> handles;
+  ~Allocations() {
+    for (CUmemGenericAllocationHandle handle : handles)
+      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
+  }
+};
+
+// Maps one allocation per part at an address of the driver's choice.
+int64_t map(const Allocations& made, const std::vector<Part>& parts, int device) {
   const size_t total = parts.back().begin + parts.back().bytes;
   CUdeviceptr address = 0;
   size_t mapped = 0;
-  const auto give_up_handles = [&] {
-    for (CUmemGenericAllocationHandle handle : handles)
-      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
-  };
   try {
     OPER_DRIVER(cuMemAddressReserve, &address, total, kPartBytes, 0, 0);
     for (; mapped < parts.size(); ++mapped)
-      OPER_DRIVER(cuMemMap, address + parts[mapped].begin, parts[mapped].bytes, 0, handles[mapped],
-                  0);
+      OPER_DRIVER(cuMemMap, address + parts[mapped].begin, parts[mapped].bytes, 0,
+                  made.handles[mapped], 0);
     CUmemAccessDesc access{};
     access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     access.location.id = device;
@@ -104,10 +108,8 @@ int64_t map(const std::vector<CUmemGenericAllocationHandle>& handles,
     for (size_t k = 0; k < mapped; ++k)
       entry<decltype(&cuMemUnmap)>("cuMemUnmap")(address + parts[k].begin, parts[k].bytes);
     if (address) entry<decltype(&cuMemAddressFree)>("cuMemAddressFree")(address, total);
-    give_up_handles();
     throw;
   }
-  give_up_handles();
   return static_cast<int64_t>(address);
 }
 
@@ -116,36 +118,25 @@ int64_t map(const std::vector<CUmemGenericAllocationHandle>& handles,
 SharedMemory create_shared(const ArenaParts& arena, int device) {
   cudaFree(nullptr);  // makes the context current
   const std::vector<Part> parts = cut(arena);
-  std::vector<CUmemGenericAllocationHandle> handles;
+  Allocations allocations;
   SharedMemory made{};
   try {
     for (const Part& part : parts) {
       const CUmemAllocationProp prop = properties(device, part.on_host);
       CUmemGenericAllocationHandle handle{};
       OPER_DRIVER(cuMemCreate, &handle, part.bytes, &prop, 0);
-      handles.push_back(handle);
+      allocations.handles.push_back(handle);
       int fd = -1;
       OPER_DRIVER(cuMemExportToShareableHandle, &fd, handle,
                   CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
       made.fds.push_back(fd);
     }
-  } catch (...) {
-    for (CUmemGenericAllocationHandle handle : handles)
-      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
-    for (int64_t fd : made.fds) close(static_cast<int>(fd));
-    throw;
-  }
-  try {
-    made.address = map(handles, parts, device);
+    made.address = map(allocations, parts, device);
     // Part by part, each of one kind of memory; done before any stream, or a peer, may write there.
-    cudaError_t status = cudaSuccess;
     for (const Part& part : parts)
-      if (status == cudaSuccess)
-        status = cudaMemset(reinterpret_cast<char*>(made.address) + part.begin, 0, part.bytes);
-    if (status == cudaSuccess) status = cudaDeviceSynchronize();
-    if (status != cudaSuccess)
-      throw std::runtime_error(std::string("shared device memory cannot be written: ") +
-                               cudaGetErrorString(status));
+      check(cudaMemset(reinterpret_cast<char*>(made.address) + part.begin, 0, part.bytes),
+            "shared device memory cannot be written");
+    check(cudaDeviceSynchronize(), "shared device memory cannot be written");
   } catch (...) {
     for (int64_t fd : made.fds) close(static_cast<int>(fd));
     throw;
@@ -157,21 +148,15 @@ int64_t attach_shared(const std::vector<int64_t>& fds, const ArenaParts& arena, 
   const std::vector<Part> parts = cut(arena);
   if (fds.size() != parts.size())
     throw std::runtime_error("a peer's arena has another number of parts");
-  std::vector<CUmemGenericAllocationHandle> handles;
-  try {
-    for (int64_t fd : fds) {
-      CUmemGenericAllocationHandle handle{};
-      OPER_DRIVER(cuMemImportFromShareableHandle, &handle,
-                  reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
-                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-      handles.push_back(handle);
-    }
-  } catch (...) {
-    for (CUmemGenericAllocationHandle handle : handles)
-      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
-    throw;
+  Allocations allocations;
+  for (int64_t fd : fds) {
+    CUmemGenericAllocationHandle handle{};
+    OPER_DRIVER(cuMemImportFromShareableHandle, &handle,
+                reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+                CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    allocations.handles.push_back(handle);
   }
-  return map(handles, parts, device);
+  return map(allocations, parts, device);
 }
 
 void release_shared(int64_t address, const ArenaParts& arena) {

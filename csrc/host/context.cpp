@@ -5,31 +5,12 @@
 #include <bit>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include "host/exchange/exchange.h"
 #include "host/kernels/kernels.h"
 #include "host/memory.h"
 
 namespace oper::host {
-
-void Scratch::Block::grow(size_t need) {
-  std::free(data);
-  size = need + need / 4;
-  const size_t unit = size >= kHugePage ? kHugePage : 64;
-  const size_t bytes = round_up(size, unit);
-  data = static_cast<char*>(std::aligned_alloc(unit, bytes));
-  if (data == nullptr) {
-    size = 0;
-    throw std::bad_alloc();
-  }
-  // Sorted and gathered in random order: small pages would need more entries than the processor has.
-  if (unit == kHugePage) want_huge(data, bytes);
-}
-
-Scratch::~Scratch() {
-  for (Block& block : blocks_) std::free(block.data);
-}
 
 std::unique_ptr<FlatTiers> flatten(const TableMap& map) {
   if (map.num_tiers > FlatTiers::kTiers) return nullptr;

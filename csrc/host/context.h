@@ -16,6 +16,7 @@
 #include "host/barrier.h"
 #include "host/counters/phases.h"
 #include "host/counters/traffic.h"
+#include "host/memory.h"
 
 namespace oper::host {
 
@@ -150,10 +151,8 @@ class Scratch {
  public:
   template <class T>
   T* get(int slot, int64_t count) {
-    Block& block = blocks_[slot];
-    const size_t need = static_cast<size_t>(count) * sizeof(T) + 64;
-    if (block.size < need) block.grow(need);
-    return reinterpret_cast<T*>(block.data);
+    return reinterpret_cast<T*>(
+        blocks_[slot].get(count * static_cast<int64_t>(sizeof(T)) + 64));
   }
   // Rows that this thread has read, by kind (kRows, kWeightRows), table and owner.
   int64_t* rows_read(Moved kind, int32_t table) {
@@ -164,17 +163,9 @@ class Scratch {
       : num_tables_(num_tables),
         world_size_(world_size),
         rows_read_(static_cast<size_t>(2 * num_tables * world_size)) {}
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch();
 
  private:
-  struct Block {
-    char* data = nullptr;
-    size_t size = 0;
-    void grow(size_t need);
-  };
-  Block blocks_[6];
+  Buffer blocks_[6];
   int64_t num_tables_, world_size_;
   std::vector<int64_t> rows_read_;
 };

@@ -38,17 +38,20 @@ int64_t last_level_cache_bytes();
 void* pool_take(size_t bytes);
 void pool_give(void* data, size_t bytes);
 
-// Memory that only grows, without keeping its content.
+// Memory that only grows, without keeping its content; at the start of a cache line.
 class Buffer {
  public:
   Buffer() = default;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer();
-  char* get(int64_t bytes);
-  char* data() const { return data_; }
+  char* get(int64_t bytes) {
+    if (bytes > size_ || data_ == nullptr) grow(bytes);
+    return data_;
+  }
 
  private:
+  void grow(int64_t bytes);
   char* data_ = nullptr;
   int64_t size_ = 0;
 };

@@ -3,6 +3,14 @@
 // the register width, no contraction of multiply and add, fixed reduction trees.
 #pragma once
 
+// What kernels.inl needs, in front of the target pragmas: inline functions must stay callable on any
+// processor.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
 #include "host/context.h"
 #include "host/keys/directory.h"
 #include "host/memory.h"
