@@ -156,7 +156,7 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
   Context& context = context_of(handle);
   ExchangeSetup setup;
   setup.messages.near.assign(static_cast<size_t>(context.world_size), false);
-  for (int64_t r : domain) setup.messages.near[static_cast<size_t>(r)] = true;
+  for (int64_t r : domain) setup.messages.near[r] = true;
   const int64_t* data = int64_data(targets);
   for (int64_t k = 0; k < targets.size(0); ++k)
     setup.targets.push_back({static_cast<int32_t>(data[4 * k]),

@@ -225,7 +225,7 @@ int64_t output_rows(const Call& call, const Lookup& x) {
       ids_before_keys(call.prepared.bounds, x.batch_size, call.stream);
   int64_t rows = 0;
   for (int64_t key : keys.keys)
-    rows += begin[static_cast<size_t>(key) + 1] - begin[static_cast<size_t>(key)];
+    rows += begin[key + 1] - begin[key];
   return rows;
 }
 

@@ -117,7 +117,7 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
   made->like = like;
   const OnDevice on(*made);
   std::vector<bool> near(static_cast<size_t>(world_size));
-  for (int64_t r : domain) near[static_cast<size_t>(r)] = true;
+  for (int64_t r : domain) near[r] = true;
   made->context =
       std::make_unique<Context>(description_of(rank, world_size, arrays, outbox_bytes, heads),
                                 Shared{int64_data(pads), arena, arena_bytes, near}, deadline_ms);

@@ -166,7 +166,7 @@ void place_masters(const Tables& tables, const Tensor& places) {
   for (int32_t r : messages.far)
     for (int64_t t = 0; t < T; ++t)
       if (const uint32_t n = messages.counts_from(r, t)[0]; n > 0)  // in front of the slots, too
-        found[static_cast<size_t>(t * W + r)] = {
+        found[t * W + r] = {
             reinterpret_cast<const uint32_t*>(at(places, 0, r, t)) + 1,
             reinterpret_cast<const char*>(at(places, 1, r, t)), n};
   check(cudaMemcpyAsync(tables.context->far_masters, found.data(),

@@ -59,9 +59,7 @@ std::vector<KeyTableRules> rules_of(const Tensor& tables, const Tensor& numbers)
 // Of a rank: bytes of its directories, and of its arena. `seen_bytes`: space for what its batch has seen.
 std::vector<int64_t> keys_num_bytes(int64_t rank, int64_t world_size, int64_t seen_bytes,
                                     Tensor tables, Tensor numbers) {
-  const std::vector<KeyTableRules> rules = rules_of(tables, numbers);
-  return {KeyTables::num_directory_bytes(rules, world_size, rank),
-          KeyTables::num_bytes(rules, world_size, rank, seen_bytes)};
+  return KeyTables::num_bytes(rules_of(tables, numbers), world_size, rank, seen_bytes);
 }
 
 // `arenas`: addresses by rank. `table_of`: by feature of the collection, -1 = none of these.
@@ -116,8 +114,10 @@ std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> rows
                                         std::vector<Tensor> missed, std::vector<Tensor> parts) {
   std::vector<SeenBatch> seen;
   for (size_t k = 0; k < rows.size(); ++k)
-    seen.push_back({int64_data(rows[k]), reinterpret_cast<const KeyPart*>(int64_data(parts[k])),
-                    parts[k].numel() / 4, int64_data(missed[k])});
+    seen.push_back({int64_data(rows[k]),
+                    {reinterpret_cast<const KeyPart*>(int64_data(parts[k])),
+                     static_cast<size_t>(parts[k].numel() / 4)},
+                    int64_data(missed[k])});
   int64_t table = -1;
   const auto left = collections().share(handle)->leave(seen, &table);
   return {static_cast<int64_t>(left), table};

@@ -76,13 +76,13 @@ struct Description {
   HeadMap head_map(int64_t t) const {
     const int64_t k = table(t)[kHead];
     if (k < 0) return {nullptr, nullptr, 0};
-    return {static_cast<const uint64_t*>(heads[static_cast<size_t>(k)]), head(k + 1),
-            head_sizes[static_cast<size_t>(k) + 1]};
+    return {static_cast<const uint64_t*>(heads[k]), head(k + 1),
+            head_sizes[k + 1]};
   }
   HeadIds head_ids(int64_t t) const {
     const int64_t k = table(t)[kHeadIds];
     if (k < 0) return {nullptr, nullptr, 0};
-    return {head(k), head(k + 1), head_sizes[static_cast<size_t>(k)]};
+    return {head(k), head(k + 1), head_sizes[k]};
   }
   Refresh refresh(int64_t k) const {
     const int64_t* x = refreshes + k * kRefreshWidth;
@@ -93,7 +93,7 @@ struct Description {
 
  private:
   const uint32_t* head(int64_t k) const {
-    return static_cast<const uint32_t*>(heads[static_cast<size_t>(k)]);
+    return static_cast<const uint32_t*>(heads[k]);
   }
 };
 

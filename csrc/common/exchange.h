@@ -176,7 +176,7 @@ class Messages {
   }
   int32_t world_size() const { return static_cast<int32_t>(setup_.near.size()); }
   bool is_near(int32_t rank) const { return setup_.near[rank]; }
-  const Table& table(int64_t t) const { return setup_.tables[static_cast<size_t>(t)]; }
+  const Table& table(int64_t t) const { return setup_.tables[t]; }
   CollectivePhase phase() const { return phase_; }  // that is under way
   int32_t round() const { return round_; }  // of squares in this backward pass
 
@@ -237,7 +237,7 @@ class Messages {
     const std::vector<int64_t> bytes(static_cast<size_t>(W), head_width_ * 4);
     if (transfer(heads_out_.data(), bytes.data(), heads_in_.data(), bytes.data()) != 0)
       return {7, -1};
-    for (int32_t r : far) sent_bytes[static_cast<size_t>(kSentHeaders * W + r)] += head_width_ * 4;
+    for (int32_t r : far) sent_bytes[kSentHeaders * W + r] += head_width_ * 4;
     return mine.code != 0 ? mine : look_at_heads();
   }
   // What received slots must be below, or 0: `content` is something else.
@@ -269,7 +269,7 @@ class Messages {
           const int64_t there = shape.wire_bytes(out), back = shape.wire_bytes(in);
           x.sent += there;
           x.send_bytes[r] += there;
-          sent_bytes[static_cast<size_t>(shape.kind * W + r)] += there;
+          sent_bytes[shape.kind * W + r] += there;
           x.received += back;
           x.recv_bytes[r] += back;
           x.expanded += aligned(in * shape.unit, setup_.alignment);
@@ -299,7 +299,7 @@ class Messages {
     return static_cast<size_t>(peer * num_tables_ + table);
   }
   bool is_weighted(int32_t peer) const {
-    return heads_in_[static_cast<size_t>(peer * head_width_ + kWeighted)] != 0;
+    return heads_in_[peer * head_width_ + kWeighted] != 0;
   }
   static int64_t number(const Shape& shape, const uint32_t* counts, bool has_weights) {
     const uint32_t n = counts[shape.count];

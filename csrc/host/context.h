@@ -384,7 +384,7 @@ struct Batch {
   int64_t* offsets = nullptr;
   int64_t num_ids(const Table& table) const {  // through its features
     int64_t n = 0;
-    for (int32_t f : table.features) n += features[static_cast<size_t>(f)].num_ids();
+    for (int32_t f : table.features) n += features[f].num_ids();
     return n;
   }
 };

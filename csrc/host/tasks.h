@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <atomic>
+#include <ranges>
 
 #include "host/context.h"
 #include "host/kernels/kernels.h"
@@ -46,11 +47,12 @@ void run_tasks(Context& context, int64_t count, bool small, const Task& task) {
   }
 }
 
-// Calls body(k) for k in [0, count), a stretch of them on each thread.
-template <class Body>
-void run_all(int64_t count, bool small, const Body& body) {
+// Calls body(x) for all x of `all`, a stretch of them on each thread.
+template <class All, class Body>
+void run_all(All&& all, bool small, const Body& body) {
+  const int64_t count = std::ranges::ssize(all);
   const auto run = [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) body(k);
+    for (int64_t k = begin; k < end; ++k) body(all[k]);
   };
   if (small || count < 2) {
     run(0, count);

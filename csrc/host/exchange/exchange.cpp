@@ -112,7 +112,7 @@ void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
   const int64_t num_parts = static_cast<int64_t>(parts.size());
   char* send = (phase == CollectivePhase::kRequests ? kept(kAsBefore).sent : send_).get(list.sent);
   run_tasks(context_, num_parts, list.sent < kSmallBytes, [&](int64_t k, Scratch&) {
-    const Part& x = parts[static_cast<size_t>(k)];
+    const Part& x = parts[k];
     if (x.out == 0) return;
     const Source from = source(phase, is_reply, x.rank, x.table, x.index);
     if (x.shape.content == Messages::kRuns) {
@@ -139,7 +139,7 @@ void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
     fail({7, -1});
   if (raw != to)
     run_tasks(context_, num_parts, list.expanded < kSmallBytes, [&](int64_t k, Scratch&) {
-      const Part& x = parts[static_cast<size_t>(k)];
+      const Part& x = parts[k];
       if (x.shape.content == Messages::kRuns) {
         unpack_runs(reinterpret_cast<uint32_t*>(to + x.expanded_at), raw + x.in_at, x.in);
       } else {

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <ranges>
+#include <span>
 #include <vector>
 
 #include "host/context.h"
@@ -41,16 +43,15 @@ struct KeyBatch {
 // What a lookup has found: rows of all ids; the keys without a row, part after part.
 struct SeenBatch {
   const int64_t* rows;
-  const KeyPart* parts;
-  int64_t num_parts;
+  std::span<const KeyPart> parts;
   const int64_t* missed;
 };
 
 class KeyTables {
  public:
   // What has happened to a table's keys: of this rank's buckets, and of its lookups.
-  struct Counts {
-    int64_t admitted = 0, evicted = 0, expired = 0, refused = 0, lookups = 0, missed = 0;
+  struct Counts : KeyEvents {
+    int64_t lookups = 0, missed = 0;
   };
   enum class Left { kAll, kNoRoom, kClockAtEnd };
 
@@ -59,10 +60,9 @@ class KeyTables {
   // `table_of`: by feature of the collection, -1 = none of these.
   KeyTables(const std::vector<char*>& arenas, int64_t rank, int64_t seen_bytes,
             const std::vector<KeyTableRules>& rules, std::vector<int64_t> table_of);
-  static int64_t num_bytes(const std::vector<KeyTableRules>& rules, int64_t world_size,
-                           int64_t rank, int64_t seen_bytes);
-  static int64_t num_directory_bytes(const std::vector<KeyTableRules>& rules, int64_t world_size,
-                                     int64_t rank);
+  // Of a rank: bytes of its directories, and of its arena.
+  static std::vector<int64_t> num_bytes(const std::vector<KeyTableRules>& rules, int64_t world_size,
+                                        int64_t rank, int64_t seen_bytes);
 
   // ---- lookups; one at a time ----
 
@@ -118,9 +118,10 @@ class KeyTables {
   static Layout layout(const std::vector<KeyTableRules>& rules, int64_t world_size, int64_t rank,
                        int64_t seen_bytes);
   int64_t num_ranks() const { return static_cast<int64_t>(arenas_.size()); }
+  auto all_tables() const { return std::views::iota(int64_t{0}, num_tables()); }
   int64_t seen_entry_bytes() const { return static_cast<int64_t>(sizeof(SeenTable)) + 8 * (num_ranks() + 1); }
   char* seen_at(int64_t rank) const {
-    return arenas_[static_cast<size_t>(rank)] + layouts_[static_cast<size_t>(rank)].seen;
+    return arenas_[rank] + layouts_[rank].seen;
   }
   SeenTable* seen_table(int64_t rank, int64_t table) const {
     return reinterpret_cast<SeenTable*>(seen_at(rank) + table * seen_entry_bytes());
@@ -128,8 +129,8 @@ class KeyTables {
   static int64_t* seen_begin(SeenTable* entry) { return reinterpret_cast<int64_t*>(entry + 1); }
   // int64 begin[T + 1], then the rows.
   int64_t* fresh(int64_t rank) const {
-    return reinterpret_cast<int64_t*>(arenas_[static_cast<size_t>(rank)] +
-                                      layouts_[static_cast<size_t>(rank)].fresh);
+    return reinterpret_cast<int64_t*>(arenas_[rank] +
+                                      layouts_[rank].fresh);
   }
   const NewRow* fresh_rows(int64_t rank) const {
     return reinterpret_cast<const NewRow*>(fresh(rank) + num_tables() + 1);
