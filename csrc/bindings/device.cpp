@@ -28,7 +28,7 @@ struct Lookup {
 
 void at(Tables& tables, Point point, int64_t value = 0) {
   if (tables.hook && tables.hook(static_cast<int64_t>(point), value) != 0)
-    throw Stopped{kPointFailed, 0};
+    throw Status{kPointFailed, 0};
 }
 
 void barrier(const Call& call) {
@@ -39,7 +39,7 @@ void barrier(const Call& call) {
 // Errors of earlier kernels; between domains the next exchange tells everybody.
 void stop_at_errors(const Tables& tables) {
   const int64_t code = tables.context->error().code;
-  if (code != 0 && !tables.tells) throw Stopped{code, 0};
+  if (code != 0 && !tables.tells) throw Status{code, 0};
 }
 
 // ---- preparation ---------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_i
   const int64_t count = lengths.numel();
   Tensor bounds = tables.empty(count + 1, ScalarType::Long);
   if (count == 0) {
-    if (num_ids != 0) throw Stopped{kIdsWithoutBags, num_ids};
+    if (num_ids != 0) throw Status{kIdsWithoutBags, num_ids};
     check(cudaMemsetAsync(bounds.data_ptr(), 0, 8, stream), "cannot clear device memory");
     return bounds;
   }
@@ -118,7 +118,7 @@ std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor&
       made->max_pairs += made->keys->num_users[k] * (before[k + 1] - before[k]);
   }
   if (x.ids.numel() >= kMostIds || made->max_pairs >= (int64_t{1} << 32) - 1)
-    throw Stopped{kTooManyIds, x.ids.numel()};
+    throw Status{kTooManyIds, x.ids.numel()};
   made->stages_near = pays_to_stage(tables);
   made->by_pair = made->stages_near || tables.gathers;
   made->made_on = stream;
@@ -164,7 +164,7 @@ class UnderWay {
   explicit UnderWay(const Call& call) : tables_(call.tables) {
     // Both wait for the device.
     if ((tables_.exchanges || tables_.counts) && is_captured(call.stream))
-      throw Stopped{kNotInGraphs, 0};
+      throw Status{kNotInGraphs, 0};
     tables_.received = {};
     tables_.current = &call;
   }
@@ -302,12 +302,12 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     if (!is_here(*tables, ids) || !is_here(*tables, lengths) ||
         (weights && !is_here(*tables, *weights)) ||
         !is_fit(ids, lengths, weights, key_of, batch_size))
-      throw Stopped{kBadBatch, -1};
+      throw Status{kBadBatch, -1};
     return forward(*tables, {ids, weights, key_of, batch_size, pooled}, lengths, collective,
                    made_ahead(addresses));
-  } catch (const Stopped& stopped) {
+  } catch (const Status& status) {
     const Tensor none = tables->empty(0, ScalarType::Long);
-    return {none, none, stopped.code, stopped.detail};
+    return {none, none, status.code, status.detail};
   }
 }
 
@@ -338,8 +338,8 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
         new Held(std::move(prepared)), {sizeof(Held)}, ScalarType::Byte, kHostMemory,
         [](void* data) { delete static_cast<Held*>(data); });
     return {bounds, held, held, 0, 0};
-  } catch (const Stopped& stopped) {
-    return {none, none, none, stopped.code, stopped.detail};
+  } catch (const Status& status) {
+    return {none, none, none, status.code, status.detail};
   }
 }
 
@@ -374,8 +374,8 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
     weight_gradient(call.launch(), call.batch, call.work.plan,
                     {float_data(grad), grad.stride(0), 1.0f}, float_data(out), staging);
     return {out, 0, 0};
-  } catch (const Stopped& stopped) {
-    return {out, stopped.code, stopped.detail};
+  } catch (const Status& status) {
+    return {out, status.code, status.detail};
   }
 }
 
@@ -400,11 +400,8 @@ void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t str
     arguments.push_back({optimizer_args(kept), rounding_key(kept)});
   }
   if (wanted == tables.staged) return;
-  if (is_captured(stream)) throw Stopped{kNewArguments, 0};
-  // Pageable memory, which the driver has read when the call returns.
-  check(cudaMemcpyAsync(context.optimizers, arguments.data(),
-                        arguments.size() * sizeof(UpdateArgs), cudaMemcpyHostToDevice, stream),
-        "cannot copy the optimizer's arguments");
+  if (is_captured(stream)) throw Status{kNewArguments, 0};
+  copy_to_device(context.optimizers, arguments, stream, "cannot copy the optimizer's arguments");
   tables.staged = std::move(wanted);
 }
 
@@ -471,8 +468,8 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
            call.work.long_runs, at_once);
     if (!at_once) exchange_gradients(call, scale);
     return {0, 0};
-  } catch (const Stopped& stopped) {
-    return {stopped.code, stopped.detail};
+  } catch (const Status& status) {
+    return {status.code, status.detail};
   }
 }
 

@@ -78,10 +78,7 @@ class PartTable {
     const int64_t count = static_cast<int64_t>(words_.size());
     const cudaStream_t stream = stream_of(*tables.like);
     const Tensor parts = tables.empty(count, ScalarType::Long);
-    // Pageable memory, which the driver has read when the call returns.
-    check(cudaMemcpyAsync(parts.data_ptr(), words_.data(), words_.size() * 8,
-                          cudaMemcpyHostToDevice, stream),
-          "cannot copy what a message is made of");
+    copy_to_device(parts.data_ptr(), words_, stream, "cannot copy what a message is made of");
     move_parts(tables.context->view,
                {int64_data(parts), count / WireParts::kWidth, num_numbers_}, packs, stream);
   }
@@ -152,10 +149,8 @@ void mirror_outboxes(const Tables& tables, const Tensor& places) {
     segments[T * W] = runs;
     *reinterpret_cast<OutboxHeader*>(box) = {at(places, 0, r, 0) - base, rows - base, runs, 0};
   }
-  // Pageable memory, which the driver has read when the call returns.
-  check(cudaMemcpyAsync(tables.context->mirrors, mirrors.data(), mirrors.size(),
-                        cudaMemcpyHostToDevice, stream_of(*tables.like)),
-        "cannot copy the headers of outboxes");
+  copy_to_device(tables.context->mirrors, mirrors, stream_of(*tables.like),
+                 "cannot copy the headers of outboxes");
 }
 
 // Tells the refresh of replicas where the masters are that have come.
@@ -169,10 +164,8 @@ void place_masters(const Tables& tables, const Tensor& places) {
         found[t * W + r] = {
             reinterpret_cast<const uint32_t*>(at(places, 0, r, t)) + 1,
             reinterpret_cast<const char*>(at(places, 1, r, t)), n};
-  check(cudaMemcpyAsync(tables.context->far_masters, found.data(),
-                        found.size() * sizeof(FarMasters), cudaMemcpyHostToDevice,
-                        stream_of(*tables.like)),
-        "cannot copy where masters are");
+  copy_to_device(tables.context->far_masters, found, stream_of(*tables.like),
+                 "cannot copy where masters are");
 }
 
 // Places what has come in return for the last `device_exchange_pack`. `targets`: where arrays go, see
