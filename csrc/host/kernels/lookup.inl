@@ -188,7 +188,7 @@ void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, B
 // Calls body(first bag, last bag, addresses of their rows) for one range of bags after another;
 // returns the first bad id's index in the batch, or -1. Ids are resolved a few at a time, always
 // `kPrefetch` ahead of the bags in hand: while that happens, memory is busy with rows on their way.
-template <Moved kKind, class Id, class Body>
+template <Moved kKind, class Body>
 int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
   if (range.batch.resolved != nullptr && range.bags.rows == nullptr) {
     for_resolved<kKind>(table, range, scratch, body);
@@ -196,7 +196,8 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
   }
   const int64_t* bounds = range.bags.bounds;
   const int64_t first = bounds[range.begin], total = bounds[range.end] - first;
-  const Id* ids = static_cast<const Id*>(range.batch.ids) + first;
+  const int64_t id_bytes = range.batch.ids_are_32_bit ? 4 : 8;
+  const char* ids = static_cast<const char*>(range.batch.ids) + first * id_bytes;
   int64_t room = 8 * kBlockIds;  // of `addresses`, which hold ids [kept, resolved) and what follows
   int64_t* addresses = scratch.get<int64_t>(0, room + kPrefetch);
   int64_t kept = 0, resolved = 0;
@@ -222,9 +223,9 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
         std::copy_n(range.bags.rows + (first - bounds[0]) + resolved, n, to);
       } else {
         // Rows in between keep the processor from seeing that ids are read one after another.
-        prefetch_row(ids + std::min(total, resolved + kIdsAhead),
-                     static_cast<int64_t>(sizeof(Id)) * std::min(n, total - resolved));
-        const int64_t bad = resolve(table.read, ids + resolved, n, total - resolved, to);
+        prefetch_row(ids + id_bytes * std::min(total, resolved + kIdsAhead), id_bytes * n);
+        const int64_t bad =
+            resolve(table.read, range.batch, first + resolved, n, total - resolved, to);
         if (bad >= 0) return first + resolved + bad;
         count_rows(table, to, n, kKind, scratch);
       }
@@ -282,8 +283,7 @@ PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, b
   return found;
 }
 
-template <class Id>
-int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
+int64_t pool_range(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
   const int64_t* bounds = range.bags.bounds;
   const int64_t stride = range.batch.out_stride;
   const float* weights = range.batch.weights;
@@ -291,19 +291,14 @@ int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch&
   const bool lines = reinterpret_cast<uintptr_t>(first) % 64 == 0 && stride % 16 == 0 &&
                      table.dim % 16 == 0;
   const bool stream = range.batch.stream && lines && weights == nullptr;
-  const PoolBlock pool_range =
+  const PoolBlock pool_some =
       pool_block_of(table, bounds[range.end] - bounds[range.begin], weights != nullptr, stream);
-  const int64_t bad = for_blocks<kRows, Id>(
+  const int64_t bad = for_blocks<kRows>(
       table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
-        pool_range(table, rows, bounds + b, weights, end - b, first + b * stride, stride);
+        pool_some(table, rows, bounds + b, weights, end - b, first + b * stride, stride);
       });
   if (stream) finish_streaming();
   return bad;
-}
-
-int64_t pool_range(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
-  return range.batch.ids_are_32_bit ? pool_ids<int32_t>(table, range, out, scratch)
-                                    : pool_ids<int64_t>(table, range, out, scratch);
 }
 
 int64_t pool(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
@@ -317,12 +312,10 @@ int64_t pool(const Table& table, const BagRange& range, float* out, Scratch& scr
   return bad;
 }
 
-template <class Id>
-void weight_gradient_ids(const Table& table, const BagRange& range, const float* grad, float* out,
-                         Scratch& scratch) {
+void weight_gradient(const Table& table, const BagRange& range, const float* grad, float* out,
+                     Scratch& scratch) {
   const int64_t* bounds = range.bags.bounds;
-  for_blocks<kWeightRows, Id>(table, range, scratch, [&](int64_t b, int64_t end,
-                                                        const int64_t* rows) {
+  for_blocks<kWeightRows>(table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
     with_rows(table, [&](auto width, auto element) {
       constexpr int N = decltype(width)::value;
       using E = decltype(element);
@@ -342,22 +335,9 @@ void weight_gradient_ids(const Table& table, const BagRange& range, const float*
   });
 }
 
-void weight_gradient(const Table& table, const BagRange& range, const float* grad, float* out,
-                     Scratch& scratch) {
-  if (range.batch.ids_are_32_bit) {
-    weight_gradient_ids<int32_t>(table, range, grad, out, scratch);
-  } else {
-    weight_gradient_ids<int64_t>(table, range, grad, out, scratch);
-  }
-}
-
 int64_t locate_rows(const Table& table, const BagRange& range, int64_t* addresses) {
   const int64_t first = range.bags.bounds[range.begin];
   const int64_t n = range.bags.bounds[range.end] - first;
-  const void* ids = range.batch.ids;
-  const int64_t bad =
-      range.batch.ids_are_32_bit
-          ? resolve(table.read, static_cast<const int32_t*>(ids) + first, n, n, addresses)
-          : resolve(table.read, static_cast<const int64_t*>(ids) + first, n, n, addresses);
+  const int64_t bad = resolve(table.read, range.batch, first, n, n, addresses);
   return bad < 0 ? bad : first + bad;
 }

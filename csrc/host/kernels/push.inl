@@ -20,14 +20,13 @@ struct PushedIds {
 };
 
 // Returns the first bad id's index, or -1.
-template <class Id>
 int64_t list_pushed(const Table& table, const Batch& batch, PushedIds& out, Scratch& scratch) {
   const int64_t total = batch.num_ids(table);
   out.keys = scratch.get<uint32_t>(2, total);
   out.bags = scratch.get<uint32_t>(3, total);
   out.positions = batch.weights ? scratch.get<int64_t>(4, total) : nullptr;
   int64_t at = 0;
-  const int64_t bad = for_keys<Id>(
+  const int64_t bad = for_keys(
       table, batch, [&](const uint32_t* key, int64_t n, int64_t first, uint32_t bag) {
         if (table.all_pushed) {
           for (int64_t i = 0; i < n; ++i) out.keys[at + i] = key[i];
@@ -48,12 +47,11 @@ int64_t list_pushed(const Table& table, const Batch& batch, PushedIds& out, Scra
   return bad;
 }
 
-template <class Id>
-int64_t request_ids(Context& context, int32_t index, const Batch& batch, Scratch& scratch) {
+int64_t request(Context& context, int32_t index, const Batch& batch, Scratch& scratch) {
   const Table& table = context.tables[index];
   const int32_t W = context.world_size;
   PushedIds in;
-  const int64_t bad = list_pushed<Id>(table, batch, in, scratch);
+  const int64_t bad = list_pushed(table, batch, in, scratch);
   if (bad >= 0) return bad;
   RequestTable* entry = context.request_table(context.rank, index);
   int64_t* begin = entry->begin();
@@ -77,11 +75,6 @@ int64_t request_ids(Context& context, int32_t index, const Batch& batch, Scratch
     if (in.positions) weights[to] = batch.weights[in.positions[i]];
   }
   return kReduceOk;
-}
-
-int64_t request(Context& context, int32_t index, const Batch& batch, Scratch& scratch) {
-  return batch.ids_are_32_bit ? request_ids<int32_t>(context, index, batch, scratch)
-                              : request_ids<int64_t>(context, index, batch, scratch);
 }
 
 // One rank's requests to this rank.
@@ -152,22 +145,17 @@ struct Partial {
   int64_t at, end;
 };
 
-struct IdRange {
-  int64_t first, n;  // in the batch
-};
-
 // Addresses of the rows of ids, 0 for those in pushed tiers.
-template <class Id>
-const int64_t* pulled_rows(const Table& table, const FeatureBags& bags, const Id* ids, IdRange of,
-                           Scratch& scratch) {
-  if (bags.rows != nullptr) return bags.rows + (of.first - bags.bounds[0]);  // of an exchange
-  int64_t* rows = scratch.get<int64_t>(0, 2 * of.n);
-  uint32_t* keys = scratch.get<uint32_t>(1, of.n);
-  resolve(table.home, ids + of.first, of.n, of.n, keys);
-  resolve(table.read, ids + of.first, of.n, of.n, rows);
-  int64_t* read = rows + of.n;  // side by side, to be counted
+const int64_t* pulled_rows(const Table& table, const FeatureBags& bags, const Batch& batch,
+                           int64_t first, int64_t n, Scratch& scratch) {
+  if (bags.rows != nullptr) return bags.rows + (first - bags.bounds[0]);  // of an exchange
+  int64_t* rows = scratch.get<int64_t>(0, 2 * n);
+  uint32_t* keys = scratch.get<uint32_t>(1, n);
+  resolve(table.home, batch, first, n, n, keys);
+  resolve(table.read, batch, first, n, n, rows);
+  int64_t* read = rows + n;  // side by side, to be counted
   int64_t num_read = 0;
-  for (int64_t i = 0; i < of.n; ++i) {
+  for (int64_t i = 0; i < n; ++i) {
     const bool pushed = table.is_pushed_key(keys[i]);
     read[num_read] = rows[i];
     num_read += !pushed;
@@ -177,7 +165,7 @@ const int64_t* pulled_rows(const Table& table, const FeatureBags& bags, const Id
   return rows;
 }
 
-template <int N, class E, class Id>
+template <int N, class E>
 void pool_with_partials(const Context& context, int32_t index, const Batch& batch, float* out,
                         Scratch& scratch) {
   const Table& table = context.tables[index];
@@ -188,7 +176,6 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
     partials.push_back({context.in_outbox<uint32_t>(r, p->bags_offset),
                         context.in_outbox<float>(r, p->rows_offset), 0, p->count});
   }
-  const Id* ids = static_cast<const Id*>(batch.ids);
   uint32_t bag = 0;
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
@@ -197,7 +184,7 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
       Row<N> sum;
       sum.zero(dim);
       if (!table.all_pushed) {
-        const int64_t* rows = pulled_rows(table, bags, ids, {first, n}, scratch);
+        const int64_t* rows = pulled_rows(table, bags, batch, first, n, scratch);
         for (int64_t i = 0; i < n; ++i) {
           if (rows[i] == 0) continue;
           const E* row = reinterpret_cast<const E*>(rows[i]);
@@ -219,13 +206,8 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
 void pool_pushed(const Context& context, int32_t index, const Batch& batch, float* out,
                  Scratch& scratch) {
   with_rows(context.tables[index], [&](auto width, auto element) {
-    constexpr int N = decltype(width)::value;
-    using E = decltype(element);
-    if (batch.ids_are_32_bit) {
-      pool_with_partials<N, E, int32_t>(context, index, batch, out, scratch);
-    } else {
-      pool_with_partials<N, E, int64_t>(context, index, batch, out, scratch);
-    }
+    pool_with_partials<decltype(width)::value, decltype(element)>(context, index, batch, out,
+                                                                  scratch);
   });
 }
 
