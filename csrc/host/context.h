@@ -387,6 +387,11 @@ struct Batch {
     for (int32_t f : table.features) n += features[f].num_ids();
     return n;
   }
+  int64_t num_bags(const Table& table) const {
+    int64_t n = 0;
+    for (int32_t f : table.features) n += features[f].num_bags;
+    return n;
+  }
 };
 
 constexpr int64_t kTaskBags = 1024;  // of a feature, that a thread takes at a time

@@ -116,10 +116,10 @@ void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
     if (x.out == 0) return;
     const Source from = source(phase, is_reply, x.rank, x.table, x.index);
     if (x.shape.content == Messages::kRuns) {
-      pack_runs(send + x.out_at, reinterpret_cast<const uint32_t*>(from.data), x.out);
+      pack_runs(send + x.out_at, static_cast<const uint32_t*>(from.data), x.out);
     } else {
       const Draws draws = draws_of(x, from.names);
-      pack(send + x.out_at, from.data, from.rows,
+      pack(send + x.out_at, static_cast<const char*>(from.data), from.rows,
            {x.out, x.shape.unit, x.shape.bits, from.names ? &draws : nullptr});
     }
   });

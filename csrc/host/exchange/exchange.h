@@ -64,7 +64,7 @@ class Exchange {
   // Where an array comes from: contiguous, or the named rows of a matrix. `names`: what gradients are
   // of, see Draws.
   struct Source {
-    const char* data = nullptr;
+    const void* data = nullptr;
     const uint32_t* rows = nullptr;
     const uint32_t* names = nullptr;
   };
@@ -97,7 +97,6 @@ class Exchange {
   void list_squares(int64_t table);
   void list_refreshes(int64_t table);
   Source source(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table, int part) const;
-  Source source_in_outbox(CollectivePhase phase, int32_t peer, int64_t table, int part) const;
   Draws draws_of(const Part& part, const uint32_t* names) const;
   void keep_requests(const std::vector<Part>& parts, const char* send);
   void list_bags(int64_t table, int32_t peer);

@@ -147,53 +147,42 @@ void Exchange::list_refreshes(int64_t t) {
 Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                                   int part) const {
   const Listed& list = listed_[cell(r, t)];
-  const char* rows = reinterpret_cast<const char*>(context_.tables[t].rows);
+  const char* base = context_.outbox[context_.rank];
+  const Source asked_rows{context_.tables[t].rows, asked_slots_[cell(r, t)]};
   switch (phase) {
     case CollectivePhase::kGather:
-      if (is_reply) return {rows, asked_slots_[cell(r, t)]};
-      return {reinterpret_cast<const char*>(far_rows_[t].keys + splits_[t][r])};
+      if (is_reply) return asked_rows;
+      return {far_rows_[t].keys + splits_[t][r]};
+    case CollectivePhase::kPartials:
+      if (part == 1) return asked_rows;
+      return {base + context_.partial_table(context_.rank, t, r)->rows_offset};
     case CollectivePhase::kSquares:
-      return {part == 0 ? reinterpret_cast<const char*>(list.slots.data() + 1)
-                        : reinterpret_cast<const char*>(list.values.data())};
+      if (part == 0) return {list.slots.data() + 1};
+      return {list.values.data()};
     case CollectivePhase::kRefreshes:
-      if (part == 0) return {reinterpret_cast<const char*>(list.slots.data())};
-      return {rows, list.slots.data() + 1};
-    default:
-      return source_in_outbox(phase, r, t, part);
-  }
-}
-
-Exchange::Source Exchange::source_in_outbox(CollectivePhase phase, int32_t r, int64_t t,
-                                            int part) const {
-  const char* base = context_.outbox[context_.rank];
-  const int64_t gradient = context_.tables[t].gradient_bytes();
-  if (phase == CollectivePhase::kPartials) {
-    if (part == 1)
-      return {reinterpret_cast<const char*>(context_.tables[t].rows), asked_slots_[cell(r, t)]};
-    const PartialTable* entry = context_.partial_table(context_.rank, t, r);
-    return {base + entry->rows_offset};
-  }
-  if (phase == CollectivePhase::kRequests && part == 3)
-    return {reinterpret_cast<const char*>(far_rows_[t].keys + splits_[t][r])};
-  if (phase == CollectivePhase::kGradients && part < 2) {
-    OutboxTable* entry = context_.outbox_table(context_.rank, t);
-    const int64_t first = entry->begin()[r];
-    if (part == 0) return {base + entry->slots_offset + first * 4};
-    return {base + entry->rows_offset + first * gradient, nullptr,
-            context_.in_outbox<uint32_t>(context_.rank, entry->slots_offset) + first};
+      if (part == 0) return {list.slots.data()};
+      return {context_.tables[t].rows, list.slots.data() + 1};
+    case CollectivePhase::kRequests:
+      if (part == 3) return {far_rows_[t].keys + splits_[t][r]};
+      break;
+    case CollectivePhase::kGradients: {
+      OutboxTable* entry = context_.outbox_table(context_.rank, t);
+      const int64_t first = entry->begin()[r];
+      const uint32_t* slots =
+          context_.in_outbox<uint32_t>(context_.rank, entry->slots_offset) + first;
+      if (part == 0) return {slots};
+      if (part == 1)
+        return {base + entry->rows_offset + first * context_.tables[t].gradient_bytes(), nullptr,
+                slots};
+      part -= 2;  // those of requests
+      break;
+    }
   }
   RequestTable* entry = context_.request_table(context_.rank, t);
-  const int64_t first = entry->begin()[r];
-  switch (phase == CollectivePhase::kRequests ? part : part - 2) {
-    case 0:
-      return {base + entry->slots_offset + first * 4};
-    case 1:
-      return {base + entry->bags_offset + first * 4};
-    case 2:
-      return {base + entry->weights_offset + first * 4};
-    default:
-      return {base + entry->gradients_offset, bags_[cell(r, t)].data(), bags_[cell(r, t)].data()};
-  }
+  if (part == 3)
+    return {base + entry->gradients_offset, bags_[cell(r, t)].data(), bags_[cell(r, t)].data()};
+  const int64_t places[] = {entry->slots_offset, entry->bags_offset, entry->weights_offset};
+  return {base + places[part] + entry->begin()[r] * 4};
 }
 
 // ---- whether what others have sent can be ------------------------------------------------------

@@ -150,7 +150,7 @@ int64_t arrange(const Table& table, const Batch& batch, char* base, int64_t plac
   order = TableOrder{};
   order.pairs = order.keys = order.bags = order.positions = TableOrder::kNone;
   order.n = batch.num_ids(table);
-  for (int32_t f : table.features) order.num_bags += batch.features[f].num_bags;
+  order.num_bags = batch.num_bags(table);
   if (table.has_push && table.all_pushed) {  // owners sort them
     order.n = 0;
     order.pair_bytes = 4;

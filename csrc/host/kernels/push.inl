@@ -4,13 +4,6 @@
 // them into one partial sum per bag; the reader adds these in rank order to what it read itself.
 // Backward: the reader publishes the same requests and its bags' gradients; owners reduce them.
 
-// Bags of a table, numbered through its features.
-int64_t num_bags_of(const Table& table, const Batch& batch) {
-  int64_t n = 0;
-  for (int32_t f : table.features) n += batch.features[f].num_bags;
-  return n;
-}
-
 // The ids of a batch in pushed tiers, in input order.
 struct PushedIds {
   uint32_t* keys;      // home keys
@@ -214,7 +207,7 @@ void pool_pushed(const Context& context, int32_t index, const Batch& batch, floa
 bool stage(Context& context, int32_t index, const Batch& batch, const float* grad) {
   const Table& table = context.tables[index];
   RequestTable* entry = context.request_table(context.rank, index);
-  entry->gradients_offset = context.take_bytes(num_bags_of(table, batch) * table.gradient_bytes());
+  entry->gradients_offset = context.take_bytes(batch.num_bags(table) * table.gradient_bytes());
   if (entry->gradients_offset < 0) return false;
   float* to = context.in_outbox<float>(context.rank, entry->gradients_offset);
   with_row_width(table.dim, [&](auto width) {
