@@ -22,8 +22,6 @@ int64_t publication_control_bytes() { return static_cast<int64_t>(sizeof(Control
 
 int64_t publication_slots() { return kReaderSlots; }
 
-void publication_init(int64_t control) { init_control(control_at(control)); }
-
 int64_t publication_epoch(int64_t control) { return control_at(control).epoch.load(); }
 
 void publication_set_epoch(int64_t control, int64_t epoch) {
@@ -101,7 +99,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(segment_bytes, "(int address, int bytes) -> Tensor");
   OPER_OPERATOR(publication_control_bytes, "() -> int");
   OPER_OPERATOR(publication_slots, "() -> int");
-  OPER_OPERATOR(publication_init, "(int control) -> ()");
   OPER_OPERATOR(publication_epoch, "(int control) -> int");
   OPER_OPERATOR(publication_set_epoch, "(int control, int epoch) -> ()");
   OPER_OPERATOR(publication_pin, "(int control, int slot) -> int");

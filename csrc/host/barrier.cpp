@@ -9,6 +9,7 @@
 
 #include <climits>
 
+#include "host/counters/phases.h"
 #include "host/faults.h"
 
 namespace oper::host {
@@ -17,11 +18,7 @@ namespace {
 constexpr uint32_t kRefuses = 1u << 31;  // beside the phase
 constexpr int64_t kSliceMs = 100;  // how often a waiting rank looks whether its peer still lives
 
-int64_t now_ms() {
-  timespec ts;
-  clock_gettime(CLOCK_MONOTONIC, &ts);
-  return ts.tv_sec * 1000 + ts.tv_nsec / 1000000;
-}
+int64_t now_ms() { return PhaseTimes::now_ns() / 1000000; }
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t seen, int64_t ms) {
   const timespec timeout{ms / 1000, (ms % 1000) * 1000000};

@@ -25,6 +25,7 @@ struct alignas(128) ReaderSlot {
   std::atomic<int64_t> in_use[2];  // lookups that read buffer 0 and buffer 1
 };
 
+// Begins as the zeros of a new segment.
 struct Control {
   alignas(128) std::atomic<int64_t> epoch;  // 0: nothing published yet
   ReaderSlot slots[kReaderSlots];
@@ -34,11 +35,6 @@ static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 inline void clear_slot(Control& control, int64_t slot) {
   for (auto& count : control.slots[slot].in_use) count.store(0);
-}
-
-inline void init_control(Control& control) {
-  control.epoch.store(0);
-  for (int64_t slot = 0; slot < kReaderSlots; ++slot) clear_slot(control, slot);
 }
 
 // The epoch that the caller may read until `unpin`; negative, and nothing to unpin, while the buffer

@@ -44,15 +44,11 @@ Exchange::Exchange(Context& context, ExchangeSetup setup)
   mirrors_.resize(static_cast<size_t>(W));
   far_rows_.resize(static_cast<size_t>(T));
   splits_.resize(static_cast<size_t>(T));
-  bags_.resize(static_cast<size_t>(W * T));
+  pairs_.resize(static_cast<size_t>(W * T));
   for (Kept& kept : kept_) {
     kept.asked.resize(static_cast<size_t>(W * T));
     kept.asked_by.resize(static_cast<size_t>(W * T));
   }
-  listed_.resize(static_cast<size_t>(W * T));
-  asked_slots_.resize(static_cast<size_t>(W * T));
-  num_asked_slots_.resize(static_cast<size_t>(W * T));
-  gathered_.resize(static_cast<size_t>(W * T));
   for (int32_t r : messages.far) {
     mirrors_[r].resize(static_cast<size_t>(context.header_bytes()));
     context.outbox[r] = mirrors_[r].data();

@@ -132,11 +132,15 @@ class Exchange {
   Kept kept_[Messages::kKept];
   std::vector<FarRows> far_rows_;             // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
-  std::vector<std::vector<uint32_t>> bags_;   // [W * T] distinct bags of this rank's requests
-  std::vector<Listed> listed_;                // [W * T]
-  std::vector<const uint32_t*> asked_slots_;  // [W * T] of this rank
-  std::vector<uint32_t> num_asked_slots_;     // [W * T]
-  std::vector<const char*> gathered_;         // [W * T] rows
+  // Of one table and another rank.
+  struct Pair {
+    std::vector<uint32_t> bags;             // distinct ones of this rank's requests
+    Listed listed;
+    const uint32_t* asked_slots = nullptr;  // of this rank
+    uint32_t num_asked_slots = 0;
+    const char* gathered = nullptr;         // rows
+  };
+  std::vector<Pair> pairs_;  // [W * T]
   std::vector<std::vector<char>> mirrors_;    // outbox headers of far ranks
   std::vector<std::pair<void*, size_t>> mapped_;
   const uint32_t nothing_[2] = {0, 0};

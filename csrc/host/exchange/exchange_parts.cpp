@@ -31,9 +31,9 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
     if (phase == CollectivePhase::kRequests && table.is_pushed) {
       counts[0] = static_cast<uint32_t>(asked[r + 1] - asked[r]);
       list_bags(t, r);
-      counts[2] = static_cast<uint32_t>(bags_[cell(r, t)].size());
+      counts[2] = static_cast<uint32_t>(pairs_[cell(r, t)].bags.size());
     }
-    if (phase == CollectivePhase::kPartials) counts[1] = num_asked_slots_[cell(r, t)];
+    if (phase == CollectivePhase::kPartials) counts[1] = pairs_[cell(r, t)].num_asked_slots;
     if (phase == CollectivePhase::kPartials && table.is_pushed)
       counts[0] = static_cast<uint32_t>(context_.partial_table(context_.rank, t, r)->count);
     if (phase == CollectivePhase::kGradients) {
@@ -42,16 +42,16 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
       list_bags(t, r);
       counts[1] = requests_count(t, r, weighted);
       // Only the gradients of bags that this owner holds rows of are sent.
-      counts[2] = static_cast<uint32_t>(bags_[cell(r, t)].size());
+      counts[2] = static_cast<uint32_t>(pairs_[cell(r, t)].bags.size());
     }
     if (phase == CollectivePhase::kSquares || phase == CollectivePhase::kRefreshes)
-      counts[0] = listed_[cell(r, t)].slots[0];
+      counts[0] = pairs_[cell(r, t)].listed.slots[0];
   }
 }
 
 // The bags of this rank's requests to a rank, each once: in the order in which it pools them.
 void Exchange::list_bags(int64_t t, int32_t r) {
-  std::vector<uint32_t>& distinct = bags_[cell(r, t)];
+  std::vector<uint32_t>& distinct = pairs_[cell(r, t)].bags;
   distinct.clear();
   RequestTable* entry = context_.request_table(context_.rank, t);
   const int64_t* begin = entry->begin();
@@ -91,8 +91,8 @@ bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool 
 void Exchange::list_squares(int64_t t) {
   const Table& table = context_.tables[t];
   for (int32_t r : messages.far) {
-    listed_[cell(r, t)].slots.assign(1, 0);
-    listed_[cell(r, t)].values.clear();
+    pairs_[cell(r, t)].listed.slots.assign(1, 0);
+    pairs_[cell(r, t)].listed.values.clear();
   }
   if (messages.round() >= table.rounds_of_squares()) return;
   const float* squares =
@@ -121,7 +121,7 @@ void Exchange::list_squares(int64_t t) {
           locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position));
       if (messages.is_near(owner) || done[owner] == static_cast<int32_t>(i)) continue;
       done[owner] = static_cast<int32_t>(i);
-      Listed& list = listed_[cell(owner, t)];
+      Listed& list = pairs_[cell(owner, t)].listed;
       list.slots.push_back(slots[i]);
       list.values.push_back(squares[slots[i]]);
       ++list.slots[0];
@@ -130,11 +130,11 @@ void Exchange::list_squares(int64_t t) {
 }
 
 void Exchange::list_refreshes(int64_t t) {
-  for (int32_t r : messages.far) listed_[cell(r, t)].slots.assign(1, 0);
+  for (int32_t r : messages.far) pairs_[cell(r, t)].listed.slots.assign(1, 0);
   const uint32_t* touched = context_.tables[t].touched[context_.rank];
   for (const ReplicaTarget& target : setup_.targets) {
     if (target.table != t) continue;
-    Listed& list = listed_[cell(target.rank, t)];
+    Listed& list = pairs_[cell(target.rank, t)].listed;
     const uint32_t* end = touched + 1 + touched[0];
     const uint32_t* first =
         std::lower_bound(touched + 1, end, static_cast<uint32_t>(target.slot_begin));
@@ -146,9 +146,9 @@ void Exchange::list_refreshes(int64_t t) {
 
 Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                                   int part) const {
-  const Listed& list = listed_[cell(r, t)];
+  const Listed& list = pairs_[cell(r, t)].listed;
   const char* base = context_.outbox[context_.rank];
-  const Source asked_rows{context_.tables[t].rows, asked_slots_[cell(r, t)]};
+  const Source asked_rows{context_.tables[t].rows, pairs_[cell(r, t)].asked_slots};
   switch (phase) {
     case CollectivePhase::kGather:
       if (is_reply) return asked_rows;
@@ -179,8 +179,8 @@ Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t 
     }
   }
   RequestTable* entry = context_.request_table(context_.rank, t);
-  if (part == 3)
-    return {base + entry->gradients_offset, bags_[cell(r, t)].data(), bags_[cell(r, t)].data()};
+  const uint32_t* bags = pairs_[cell(r, t)].bags.data();
+  if (part == 3) return {base + entry->gradients_offset, bags, bags};
   const int64_t places[] = {entry->slots_offset, entry->bags_offset, entry->weights_offset};
   return {base + places[part] + entry->begin()[r] * 4};
 }
@@ -230,21 +230,21 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
   switch (phase) {
     case CollectivePhase::kGather:
       if (is_reply) {
-        gathered_[cell(r, t)] = arrays[0];
+        pairs_[cell(r, t)].gathered = arrays[0];
       } else {
-        asked_slots_[cell(r, t)] = slots;
+        pairs_[cell(r, t)].asked_slots = slots;
       }
       break;
     case CollectivePhase::kRequests:
       kept(kAsBefore).asked_by[cell(r, t)] = {arrays[0], arrays[1], arrays[2], counts[0]};
       lay_out_requests(kept(kAsBefore).asked_by[cell(r, t)], nullptr);
-      asked_slots_[cell(r, t)] = reinterpret_cast<const uint32_t*>(arrays[3]);
-      num_asked_slots_[cell(r, t)] = counts[1];
+      pairs_[cell(r, t)].asked_slots = reinterpret_cast<const uint32_t*>(arrays[3]);
+      pairs_[cell(r, t)].num_asked_slots = counts[1];
       break;
     case CollectivePhase::kPartials:
-      gathered_[cell(r, t)] = arrays[1];
+      pairs_[cell(r, t)].gathered = arrays[1];
       *context_.partial_table(r, t, context_.rank) = {
-          counts[0], reinterpret_cast<const char*>(bags_[cell(r, t)].data()) - base,
+          counts[0], reinterpret_cast<const char*>(pairs_[cell(r, t)].bags.data()) - base,
           arrays[0] - base};
       break;
     case CollectivePhase::kGradients: {
@@ -339,7 +339,7 @@ void Exchange::address_rows(Batch& batch) {
     int64_t* address = scratch.get<int64_t>(0, rows.num_keys);
     for (int32_t r : messages.far)
       for (int64_t i = splits_[t][r]; i < splits_[t][r + 1]; ++i)
-        address[i] = reinterpret_cast<int64_t>(gathered_[cell(r, t)]) +
+        address[i] = reinterpret_cast<int64_t>(pairs_[cell(r, t)].gathered) +
                      (i - splits_[t][r]) * table.row_bytes();
     int64_t* place = rows.places;
     for (int32_t f : table.features) {
