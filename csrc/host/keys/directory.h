@@ -183,8 +183,8 @@ class KeyDirectory {
   // Reads slots or, with `candidates`, candidate places, of all ranks, starting at number `begin`.
   int64_t num_records(bool candidates) const;
   void read(bool candidates, int64_t begin, int64_t n, KeyRecord* out) const;
-  // Writes the records that this rank owns; with `checks` none. Returns -1, or the index of the first record that cannot
-  // be at its place; then nothing has been written.
+  // Writes the records that this rank owns; with `checks` none. Returns -1, or the index of the first
+  // record that cannot be at its place; then nothing has been written.
   int64_t write(bool candidates, int64_t begin, int64_t n, const KeyRecord* records, bool checks);
 
  private:

@@ -1,5 +1,3 @@
-  raise(found.status());
-  if (resolved.order == nullptr) return;
 // The forward pass of a batch, and its id-only part, which may run ahead of it.
 #include <mutex>
 
@@ -112,7 +110,8 @@ void resolve(Context& context, const Batch& batch, int64_t* addresses, const Res
     const int64_t at = range.bags.bounds[range.begin] - range.bags.bounds[0];
     found.note(kernels().locate(table, range, addresses + resolved.first[f] + at));
   });
-  if (found.bad.load() >= 0 || resolved.order == nullptr) return found.status();
+  raise(found.status());
+  if (resolved.order == nullptr) return;
   const std::vector<int32_t> by_size = largest_first(context, batch);
   TableOrder* orders = reinterpret_cast<TableOrder*>(resolved.order);
   const std::vector<int64_t> memory = order_places(context, batch);

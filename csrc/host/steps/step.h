@@ -1,11 +1,4 @@
-  run_tasks(context, count, small || is_small(batch), [&](int64_t index, Scratch& scratch) {
-    const size_t f =
-        static_cast<size_t>(std::ranges::upper_bound(first, index) - first.begin() - 1);
-    const FeatureBags& bags = batch.features[f];
-    const int64_t begin = (index - first[f]) * kTaskBags;
-    task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kTaskBags), f}, scratch);
-  });
-  run_tasks(context, count, small || is_small(batch), [&]// What the steps of a batch have in common: how their work is cut, and where ranks wait for each other.
+// What the steps of a batch have in common: how their work is cut, and where ranks wait for each other.
 #pragma once
 
 #include <algorithm>
@@ -49,15 +42,13 @@ void run_bag_tasks(Context& context, const Batch& batch, bool small, const Task&
     first.push_back(count);
     count += (bags.num_bags + kTaskBags - 1) / kTaskBags;
   }
-  run_tasks(
-      context, count, small || is_small(batch), [&](int64_t index, Scratch& scratch) {
-        const size_t f = static_cast<size_t>(std::upper_bound(first.begin(), first.end(), index) -
-                                             first.begin() - 1);
-        const FeatureBags& bags = batch.features[f];
-        const int64_t begin = (index - first[f]) * kTaskBags;
-        task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kTaskBags), f},
-             scratch);
-      });
+  run_tasks(context, count, small || is_small(batch), [&](int64_t index, Scratch& scratch) {
+    const size_t f =
+        static_cast<size_t>(std::ranges::upper_bound(first, index) - first.begin() - 1);
+    const FeatureBags& bags = batch.features[f];
+    const int64_t begin = (index - first[f]) * kTaskBags;
+    task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kTaskBags), f}, scratch);
+  });
 }
 
 }  // namespace oper::host
