@@ -6,9 +6,6 @@
 
 #include "bindings/device.h"
 #include "common/operators.h"
-#if !defined(OPER_EMULATED)
-#include "device/memory.h"
-#endif
 
 namespace oper::device {
 
@@ -262,25 +259,6 @@ int64_t device_view(int64_t address, int64_t rows, int64_t columns, int64_t type
   return reinterpret_cast<int64_t>(&view->managed);
 }
 
-#if !defined(OPER_EMULATED)
-// Address of new memory, then the descriptors by which other processes attach it.
-std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> host_ranges,
-                                          int64_t device) {
-  const OnDevice on(device);
-  SharedMemory memory = create_shared({bytes, std::move(host_ranges)}, static_cast<int>(device));
-  memory.fds.insert(memory.fds.begin(), memory.address);
-  return memory.fds;
-}
-int64_t device_memory_attach(std::vector<int64_t> fds, int64_t bytes,
-                             std::vector<int64_t> host_ranges, int64_t device) {
-  const OnDevice on(device);
-  return attach_shared(fds, {bytes, std::move(host_ranges)}, static_cast<int>(device));
-}
-void device_memory_release(int64_t address, int64_t bytes, std::vector<int64_t> host_ranges) {
-  release_shared(address, {bytes, std::move(host_ranges)});
-}
-#endif
-
 void device_barrier(int64_t handle) {
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
@@ -311,12 +289,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_arrays, "(int handle) -> Tensor[]");
   OPER_OPERATOR(device_receive_rows,
                 "(int handle, Tensor ranges, Tensor rows, int num_rows, int num_bytes) -> ()");
-#if !defined(OPER_EMULATED)
-  OPER_OPERATOR(device_memory_create, "(int bytes, int[] host_ranges, int device) -> int[]");
-  OPER_OPERATOR(device_memory_attach,
-                "(int[] fds, int bytes, int[] host_ranges, int device) -> int");
-  OPER_OPERATOR(device_memory_release, "(int address, int bytes, int[] host_ranges) -> ()");
-#endif
   OPER_OPERATOR(device_view, "(int address, int rows, int columns, int type, int index) -> int");
   OPER_OPERATOR(device_barrier, "(int handle) -> ()");
 }
