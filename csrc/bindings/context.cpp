@@ -16,12 +16,6 @@
 
 namespace oper::host {
 
-Handles<Owned>& contexts() {
-  // Never freed: other threads may still be in an operator when the process ends.
-  static auto* instance = new Handles<Owned>;
-  return *instance;
-}
-
 namespace {
 
 // What follows from the home map: this rank's part of each tier, and which keys are pushed.

@@ -125,7 +125,8 @@ struct Call {
   Launch launch() const { return {context.view, context.classes, context.optimizers, stream}; }
 };
 
-Handles<Tables>& tables_of_device();
+// No handle of the host back end is one of these.
+inline Handles<Tables>& tables_of_device() { return all_handles<Tables, int64_t{1} << 32>(); }
 inline std::shared_ptr<Tables> tables_of(int64_t handle) {
   return tables_of_device().share(handle);
 }

@@ -9,13 +9,6 @@
 
 namespace oper::device {
 
-Handles<Tables>& tables_of_device() {
-  // Never freed: other threads may still be in an operator when the process ends. No handle of the
-  // host back end is one of these.
-  static auto* instance = new Handles<Tables>(int64_t{1} << 32);
-  return *instance;
-}
-
 cudaStream_t stream_of(const Tensor& tensor) {
 #if defined(OPER_EMULATED)
   (void)tensor;

@@ -22,10 +22,7 @@ enum TableColumn {
 };
 enum NumberColumn { kBound, kFirstState, kNumberWidth };
 
-Handles<KeyTables>& collections() {
-  static auto* instance = new Handles<KeyTables>;
-  return *instance;
-}
+Handles<KeyTables>& collections() { return all_handles<KeyTables>(); }
 
 std::vector<KeyTableRules> rules_of(const Tensor& tables, const Tensor& numbers) {
   const int64_t T = tables.numel() / kTableWidth;

@@ -17,7 +17,7 @@ struct Owned {
   std::vector<Tensor> keep_alive;  // head maps, referenced and not copied
 };
 
-Handles<Owned>& contexts();
+inline Handles<Owned>& contexts() { return all_handles<Owned>(); }
 inline Context& context_of(int64_t handle) { return contexts().at(handle).context; }
 
 // A tensor of float32, int32, int64 or bytes from the pool of `host/memory.h`; not cleared.

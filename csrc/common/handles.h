@@ -29,7 +29,7 @@ template <class Object>
 class Handles {
  public:
   // `first`: their lowest number, so that one back end's are not taken for another's.
-  explicit Handles(int64_t first = 1) : next_(first) {}
+  explicit Handles(int64_t first) : next_(first) {}
   int64_t add(std::shared_ptr<Object> object) {
     std::lock_guard<std::mutex> lock(mutex_);
     objects_[next_] = std::move(object);
@@ -53,6 +53,14 @@ class Handles {
   std::map<int64_t, std::shared_ptr<Object>> objects_;
   int64_t next_;
 };
+
+// The ones of a process, numbered from `first`. Never freed: other threads may still be in an operator
+// when the process ends.
+template <class Object, int64_t first = 1>
+Handles<Object>& all_handles() {
+  static auto* instance = new Handles<Object>(first);
+  return *instance;
+}
 
 inline const int64_t* int64_data(const Tensor& tensor) {
   STD_TORCH_CHECK(

@@ -17,6 +17,40 @@ OPER_INLINE void add_stored(int64_t at, float weight, int dim, Row<N>& row) {
   }
 }
 
+// In the place of the type of a table's elements: the rows are of several.
+struct Mixed {};
+
+// The ranges of a table, few of them in registers.
+class Ranges {
+ public:
+  explicit OPER_INLINE Ranges(const Table& table) : table_(table) {
+    const size_t n = table.ranges.size();
+    for (size_t k = 0; k < kFew; ++k) {
+      const RowRange& range = table.ranges[std::min(k, n - 1)];
+      begin_[k] = k < n ? range.begin : INT64_MAX;
+      type_[k] = range.type;
+      bytes_[k] = range.row_bytes;
+    }
+    are_few_ = n <= kFew;
+  }
+  OPER_INLINE RowType type(int64_t address) const {
+    return are_few_ ? type_[place(address)] : table_.range_of(address).type;
+  }
+  OPER_INLINE int64_t row_bytes(int64_t address) const {
+    return are_few_ ? bytes_[place(address)] : table_.range_of(address).row_bytes;
+  }
+
+ private:
+  static constexpr size_t kFew = 4;
+  OPER_INLINE int place(int64_t address) const {
+    return (address >= begin_[1]) + (address >= begin_[2]) + (address >= begin_[3]);
+  }
+  const Table& table_;
+  bool are_few_;
+  int64_t begin_[kFew], bytes_[kFew];
+  RowType type_[kFew];
+};
+
 // Rows of codes, in FBGEMM's order: from zero on, and means by a factor.
 template <int N, bool kWeighted, class E>
 OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, const float* w,
@@ -52,11 +86,42 @@ OPER_INLINE void pool_numbers(const Table& table, const int64_t* at, int64_t n, 
   if (table.mean && n > 1) row.divide(static_cast<float>(n), dim);
 }
 
+// Rows of several types in one table, each as in a table of its type; in the order of `pool_codes`.
+template <int N, bool kWeighted>
+OPER_INLINE void pool_mixed(const Table& table, const Ranges& ranges, const int64_t* at, int64_t n,
+                            const float* w, int64_t ahead, Row<N>& row) {
+  const int dim = table.dim;
+  const bool is_short = table.row_bytes() <= 2 * 64;  // then three bytes are in all lines of a row
+  row.zero(dim);
+  for (int64_t i = 0; i < n; ++i) {
+    const char* next = reinterpret_cast<const char*>(at[i + ahead]);
+    const int64_t bytes = ranges.row_bytes(at[i + ahead]);
+    if (is_short) {  // without branches: which rows are hot cannot be foreseen
+      __builtin_prefetch(next, 0, 3);
+      __builtin_prefetch(next + std::min<int64_t>(64, bytes - 1), 0, 3);
+      __builtin_prefetch(next + bytes - 1, 0, 3);
+    } else {
+      prefetch_codes(next, bytes);
+    }
+    const float weight = kWeighted ? w[i] : 1.0f;
+    switch (ranges.type(at[i])) {
+      case RowType::kFloat32: add_stored<N, kWeighted, float>(at[i], weight, dim, row); break;
+      case RowType::kFloat16: add_stored<N, kWeighted, Float16>(at[i], weight, dim, row); break;
+      case RowType::kBFloat16: add_stored<N, kWeighted, BFloat16>(at[i], weight, dim, row); break;
+      case RowType::kInt8: add_stored<N, kWeighted, Int8>(at[i], weight, dim, row); break;
+      case RowType::kInt4: add_stored<N, kWeighted, Int4>(at[i], weight, dim, row); break;
+    }
+  }
+  if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
+}
+
 template <int N, bool kWeighted, bool kStream, bool kNear, class E>
 void pool_block(const Table& table, const int64_t* addresses, const int64_t* offsets,
                 const float* weights, int64_t num_bags, float* out, int64_t stride) {
   const int dim = table.dim;
   const int64_t ahead = rows_ahead(table.row_bytes());
+  constexpr bool kIsMixed = std::is_same_v<E, Mixed>;
+  [[maybe_unused]] const std::conditional_t<kIsMixed, Ranges, const Table&> ranges(table);
   const int64_t* at = addresses;
   for (int64_t b = 0; b < num_bags; ++b) {
     const int64_t n = offsets[b + 1] - offsets[b];
@@ -64,85 +129,13 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
     Row<N> row;  // filled in place: one of any dim is 64 vectors to copy
     if (n == 0) {
       row.zero(dim);
+    } else if constexpr (kIsMixed) {
+      pool_mixed<N, kWeighted>(table, ranges, at, n, w, ahead, row);
     } else if constexpr (kIsCodes<E>) {
       pool_codes<N, kWeighted, E>(table, at, n, w, ahead, row);
     } else {
       pool_numbers<N, kWeighted, kNear, E>(table, at, n, w, ahead, row);
     }
-    at += n;
-    if (kStream) {
-      row.stream(out + b * stride, dim);
-    } else {
-      row.store(out + b * stride, dim);
-    }
-  }
-}
-
-// The ranges of a table, few of them in registers.
-class Ranges {
- public:
-  explicit OPER_INLINE Ranges(const Table& table) : table_(table) {
-    const size_t n = table.ranges.size();
-    for (size_t k = 0; k < kFew; ++k) {
-      const RowRange& range = table.ranges[std::min(k, n - 1)];
-      begin_[k] = k < n ? range.begin : INT64_MAX;
-      type_[k] = range.type;
-      bytes_[k] = range.row_bytes;
-    }
-    are_few_ = n <= kFew;
-  }
-  OPER_INLINE RowType type(int64_t address) const {
-    return are_few_ ? type_[place(address)] : table_.range_of(address).type;
-  }
-  OPER_INLINE int64_t row_bytes(int64_t address) const {
-    return are_few_ ? bytes_[place(address)] : table_.range_of(address).row_bytes;
-  }
-
- private:
-  static constexpr size_t kFew = 4;
-  OPER_INLINE int place(int64_t address) const {
-    return (address >= begin_[1]) + (address >= begin_[2]) + (address >= begin_[3]);
-  }
-  const Table& table_;
-  bool are_few_;
-  int64_t begin_[kFew], bytes_[kFew];
-  RowType type_[kFew];
-};
-
-// Rows of several types in one table, each as in a table of its type; in the order of `pool_codes`.
-template <int N, bool kWeighted, bool kStream>
-void pool_mixed(const Table& table, const int64_t* addresses, const int64_t* offsets,
-                const float* weights, int64_t num_bags, float* out, int64_t stride) {
-  const int dim = table.dim;
-  const int64_t ahead = rows_ahead(table.row_bytes());
-  const bool is_short = table.row_bytes() <= 2 * 64;  // then three bytes are in all lines of a row
-  const Ranges ranges(table);
-  const int64_t* at = addresses;
-  for (int64_t b = 0; b < num_bags; ++b) {
-    const int64_t n = offsets[b + 1] - offsets[b];
-    const float* w = kWeighted ? weights + offsets[b] : nullptr;
-    Row<N> row;
-    row.zero(dim);
-    for (int64_t i = 0; i < n; ++i) {
-      const char* next = reinterpret_cast<const char*>(at[i + ahead]);
-      const int64_t bytes = ranges.row_bytes(at[i + ahead]);
-      if (is_short) {  // without branches: which rows are hot cannot be foreseen
-        __builtin_prefetch(next, 0, 3);
-        __builtin_prefetch(next + std::min<int64_t>(64, bytes - 1), 0, 3);
-        __builtin_prefetch(next + bytes - 1, 0, 3);
-      } else {
-        prefetch_codes(next, bytes);
-      }
-      const float weight = kWeighted ? w[i] : 1.0f;
-      switch (ranges.type(at[i])) {
-        case RowType::kFloat32: add_stored<N, kWeighted, float>(at[i], weight, dim, row); break;
-        case RowType::kFloat16: add_stored<N, kWeighted, Float16>(at[i], weight, dim, row); break;
-        case RowType::kBFloat16: add_stored<N, kWeighted, BFloat16>(at[i], weight, dim, row); break;
-        case RowType::kInt8: add_stored<N, kWeighted, Int8>(at[i], weight, dim, row); break;
-        case RowType::kInt4: add_stored<N, kWeighted, Int4>(at[i], weight, dim, row); break;
-      }
-    }
-    if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
     at += n;
     if (kStream) {
       row.stream(out + b * stride, dim);
@@ -258,17 +251,8 @@ OPER_INLINE bool is_near(const Table& table, int64_t num_ids) {
 // Chosen once for a range of bags, not for every part of it.
 PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, bool stream) {
   PoolBlock found = nullptr;
-  if (!table.ranges.empty()) {
-    with_row_width(table.dim, [&](auto width) {
-      constexpr int N = decltype(width)::value;
-      found = is_weighted ? pool_mixed<N, true, false>
-              : stream    ? pool_mixed<N, false, true>
-                          : pool_mixed<N, false, false>;
-    });
-    return found;
-  }
   const bool near = is_near(table, num_ids);
-  with_readable_rows(table, [&](auto width, auto element) {
+  const auto choose = [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
     constexpr bool kWhole = N != 0;  // rows in registers
     using E = decltype(element);
@@ -279,7 +263,19 @@ PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, b
     } else {
       found = near ? pool_block<N, false, false, kWhole, E> : pool_block<N, false, false, false, E>;
     }
-  });
+  };
+  const auto with_width = [&](auto element) {
+    with_row_width(table.dim, [&](auto width) { choose(width, element); });
+  };
+  if (!table.ranges.empty()) {
+    with_width(Mixed{});
+  } else if (table.row_type == RowType::kInt8) {
+    with_width(Int8{});
+  } else if (table.row_type == RowType::kInt4) {
+    with_width(Int4{});
+  } else {
+    with_rows(table, choose);
+  }
   return found;
 }
 
