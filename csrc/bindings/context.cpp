@@ -189,10 +189,13 @@ void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
 std::vector<int64_t> context_duplication(int64_t handle) {
   Context& context = context_of(handle);
   if (!context.peer_rows) return {};
-  const PeerRows& peers = *context.peer_rows;
-  std::vector<int64_t> result = peers.num_ids;
-  result.insert(result.end(), peers.num_rows.begin(), peers.num_rows.end());
-  result.insert(result.end(), peers.is_chosen.begin(), peers.is_chosen.end());
+  const auto& tables = context.peer_rows->tables;
+  std::vector<int64_t> result(3 * tables.size());
+  for (size_t t = 0; t < tables.size(); ++t) {
+    result[t] = tables[t].num_ids;
+    result[tables.size() + t] = tables[t].num_rows;
+    result[2 * tables.size() + t] = tables[t].is_chosen;
+  }
   return result;
 }
 
