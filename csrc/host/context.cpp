@@ -32,23 +32,6 @@ std::unique_ptr<FlatTiers> flatten(const TableMap& map) {
   return flat;
 }
 
-Scratch* Context::take_scratch() {
-  std::lock_guard<std::mutex> lock(scratch_mutex_);
-  if (scratch_free_.empty()) {
-    scratch_all_.push_back(
-        std::make_unique<Scratch>(static_cast<int64_t>(tables.size()), world_size));
-    return scratch_all_.back().get();
-  }
-  Scratch* scratch = scratch_free_.back();
-  scratch_free_.pop_back();
-  return scratch;
-}
-
-void Context::give_scratch(Scratch* scratch) {
-  std::lock_guard<std::mutex> lock(scratch_mutex_);
-  scratch_free_.push_back(scratch);
-}
-
 void Context::start_counting() {
   const int64_t W = world_size, T = static_cast<int64_t>(tables.size());
   moved_.assign(static_cast<size_t>(kNumMoved * T * W), 0);
@@ -68,13 +51,12 @@ int64_t Context::traced_bytes() const {
 }
 
 std::vector<int64_t> Context::moved() {
-  std::lock_guard<std::mutex> lock(scratch_mutex_);
   std::vector<int64_t> result = moved_;
   const size_t each = tables.size() * static_cast<size_t>(world_size);
-  for (const auto& scratch : scratch_all_)
+  scratches_.for_all([&](Scratch& scratch) {
     for (Moved kind : {kRows, kWeightRows})
-      for (size_t i = 0; i < each; ++i)
-        result[static_cast<size_t>(kind) * each + i] += scratch->rows_read(kind, 0)[i];
+      for (size_t i = 0; i < each; ++i) result[kind * each + i] += scratch.rows_read(kind, 0)[i];
+  });
   return result;
 }
 
@@ -106,13 +88,12 @@ void Context::take_changes(int64_t table, uint32_t* slots) {
 }
 
 void Context::reset_moved() {
-  std::lock_guard<std::mutex> lock(scratch_mutex_);
   std::fill(moved_.begin(), moved_.end(), 0);
   for (auto& passes : num_passes) passes.store(0);
   const size_t each = tables.size() * static_cast<size_t>(world_size);
-  for (const auto& scratch : scratch_all_)
-    for (Moved kind : {kRows, kWeightRows})
-      std::fill_n(scratch->rows_read(kind, 0), each, 0);
+  scratches_.for_all([&](Scratch& scratch) {
+    for (Moved kind : {kRows, kWeightRows}) std::fill_n(scratch.rows_read(kind, 0), each, 0);
+  });
 }
 
 void Context::reset_outbox() {

@@ -241,8 +241,7 @@ struct Context {
   void take_changes(int64_t table, uint32_t* slots);
   // Once tables and outboxes are known.
   void start_counting();
-  Scratch* take_scratch();
-  void give_scratch(Scratch* scratch);
+  auto borrow_scratch() { return scratches_.borrow(num_tables(), int64_t{world_size}); }
   // The outbox is one range of addresses: headers; what is written before an exchange (reduced
   // rows, requests); and, in its second half, partial sums, which a slow reader may still read
   // while the next backward pass fills the first half.
@@ -295,9 +294,7 @@ struct Context {
   void collapse_outbox(int32_t owner_rank);
 
  private:
-  std::mutex scratch_mutex_;
-  std::vector<std::unique_ptr<Scratch>> scratch_all_;
-  std::vector<Scratch*> scratch_free_;
+  Spares<Scratch> scratches_;
   std::vector<int64_t> moved_;
   static int64_t take_from(std::atomic<int64_t>& cursor, int64_t end, int64_t bytes) {
     const int64_t at = cursor.fetch_add((bytes + 63) / 64 * 64);

@@ -36,9 +36,8 @@ template <class Task>
 void run_tasks(Context& context, int64_t count, bool small, const Task& task) {
   std::atomic<int64_t> next{0};
   const auto take_turns = [&](int64_t, int64_t) {
-    Scratch* scratch = context.take_scratch();
+    const auto scratch = context.borrow_scratch();
     for (int64_t i; (i = next.fetch_add(1)) < count;) task(i, *scratch);
-    context.give_scratch(scratch);
   };
   if (small) {
     take_turns(0, count);

@@ -114,19 +114,6 @@ std::vector<KeyPart> KeyTables::find(const KeyBatch& batch, int64_t* rows, bool 
 
 // ---- what a rank has seen ------------------------------------------------------------------------
 
-std::unique_ptr<KeyTables::Counting> KeyTables::take_counting() {
-  std::lock_guard<std::mutex> lock(counting_mutex_);
-  if (counting_.empty()) return std::make_unique<Counting>();
-  std::unique_ptr<Counting> counting = std::move(counting_.back());
-  counting_.pop_back();
-  return counting;
-}
-
-void KeyTables::give_counting(std::unique_ptr<Counting> counting) {
-  std::lock_guard<std::mutex> lock(counting_mutex_);
-  counting_.push_back(std::move(counting));
-}
-
 KeyTables::Left KeyTables::leave(const std::vector<SeenBatch>& seen, int64_t* table) {
   for (int64_t t = 0; t < num_tables(); ++t)
     if (tables_[t].clock >= kLastClock) {
@@ -153,7 +140,7 @@ bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
   for (const SeenBatch& batch : seen)
     for (const KeyPart& part : batch.parts)
       if (part.table == t) most += static_cast<size_t>(part.end - part.begin);
-  std::unique_ptr<Counting> counting = take_counting();
+  const auto counting = countings_.borrow();
   counting->counts.resize(std::max(counting->counts.size(), num_rows));
   counting->rows.resize(std::max(counting->rows.size(), std::min(most, num_rows) + 1));
   uint32_t* counts = counting->counts.data();
@@ -209,7 +196,6 @@ bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
   } else {
     for (int64_t i = 0; i < n; ++i) counts[rows[i]] = 0;
   }
-  give_counting(std::move(counting));
   return fits;
 }
 

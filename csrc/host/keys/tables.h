@@ -136,8 +136,6 @@ class KeyTables {
     return reinterpret_cast<const NewRow*>(fresh(rank) + num_tables() + 1);
   }
   int64_t header_bytes() const { return (num_tables() * seen_entry_bytes() + 63) / 64 * 64; }
-  std::unique_ptr<Counting> take_counting();
-  void give_counting(std::unique_ptr<Counting> counting);
   bool leave_table(int64_t table, const std::vector<SeenBatch>& seen,
                    std::atomic<int64_t>& cursor);
   void count_known(const std::vector<bool>& frozen);
@@ -150,8 +148,7 @@ class KeyTables {
   std::vector<int64_t> table_of_;
   std::vector<int64_t> missed_;
   Buffer missed_buffer_;
-  std::mutex counting_mutex_;
-  std::vector<std::unique_ptr<Counting>> counting_;  // that no thread uses
+  Spares<Counting> countings_;
 };
 
 }  // namespace oper::host
