@@ -203,9 +203,8 @@ std::vector<int64_t> context_duplication(int64_t handle) {
 std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase) {
   Context& context = context_of(handle);
   if (!context.barrier) return {0, -1};
-  int32_t culprit = -1;
-  const auto result = context.barrier->arrive(static_cast<uint32_t>(phase), &culprit);
-  return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
+  const Status found = context.barrier->arrive(static_cast<uint32_t>(phase));
+  return {found.code, found.detail < 0 ? -1 : context.domain[found.detail]};
 }
 
 // Nanoseconds of the last batch by phase, see enum Phase.

@@ -47,10 +47,9 @@ void count_requests(Context& context, const std::vector<int32_t>& tables, bool i
 
 Status wait_for_domain(Context& context, uint32_t phase, bool refuses) {
   const int64_t begin_ns = PhaseTimes::now_ns();
-  int32_t culprit = -1;
-  const Barrier::Result result = context.barrier->arrive(phase, &culprit, refuses);
+  const Status found = context.barrier->arrive(phase, refuses);
   context.times.note(kBarrier, begin_ns, PhaseTimes::now_ns());
-  return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
+  return {found.code, found.detail < 0 ? -1 : context.domain[found.detail]};
 }
 
 void synchronize(Context& context, CollectivePhase phase, const Batch& batch, Status mine) {
