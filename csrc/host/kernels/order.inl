@@ -81,20 +81,31 @@ class OrderMemory {
   Scratch& scratch_;
 };
 
+// Ids side by side, in input order.
+struct BagIds {
+  uint32_t* keys;  // home keys
+  uint32_t* bags;
+  int64_t* positions;  // in the batch; with weights only
+  int64_t n = 0;
+  // All of a bag, the first of them at `first` of the batch.
+  OPER_INLINE void add(const uint32_t* key, int64_t count, int64_t first, uint32_t bag) {
+    const int64_t at = n;
+    for (int64_t i = 0; i < count; ++i) keys[at + i] = key[i];
+    for (int64_t i = 0; i < count; ++i) bags[at + i] = bag;
+    if (positions)
+      for (int64_t i = 0; i < count; ++i) positions[at + i] = first + i;
+    n = at + count;
+  }
+};
+
 // Keys and bags in the order of the input, for tables whose sums fit the cache.
 int64_t arrange_dense(const Table& table, const Batch& batch, OrderMemory& memory,
                       TableOrder& order) {
-  uint32_t* keys = memory.take<uint32_t>(0, order.n, &order.keys);
-  uint32_t* bags = memory.take<uint32_t>(1, order.n, &order.bags);
-  int64_t* positions =
-      batch.weights ? memory.take<int64_t>(5, order.n, &order.positions) : nullptr;
-  int64_t at = 0;
+  BagIds ids{memory.take<uint32_t>(0, order.n, &order.keys),
+             memory.take<uint32_t>(1, order.n, &order.bags),
+             batch.weights ? memory.take<int64_t>(5, order.n, &order.positions) : nullptr};
   return for_keys(table, batch, [&](const uint32_t* key, int64_t n, int64_t first, uint32_t bag) {
-    for (int64_t i = 0; i < n; ++i) keys[at + i] = key[i];
-    for (int64_t i = 0; i < n; ++i) bags[at + i] = bag;
-    if (positions)
-      for (int64_t i = 0; i < n; ++i) positions[at + i] = first + i;
-    at += n;
+    ids.add(key, n, first, bag);
   });
 }
 

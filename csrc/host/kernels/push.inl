@@ -4,46 +4,30 @@
 // them into one partial sum per bag; the reader adds these in rank order to what it read itself.
 // Backward: the reader publishes the same requests and its bags' gradients; owners reduce them.
 
-// The ids of a batch in pushed tiers, in input order.
-struct PushedIds {
-  uint32_t* keys;      // home keys
-  uint32_t* bags;
-  int64_t* positions;  // in the batch; with weights only
-  int64_t n = 0;
-};
-
-// Returns the first bad id's index, or -1.
-int64_t list_pushed(const Table& table, const Batch& batch, PushedIds& out, Scratch& scratch) {
+// The ids of a batch in pushed tiers. Returns the first bad id's index, or -1.
+int64_t list_pushed(const Table& table, const Batch& batch, BagIds& out, Scratch& scratch) {
   const int64_t total = batch.num_ids(table);
   out.keys = scratch.get<uint32_t>(2, total);
   out.bags = scratch.get<uint32_t>(3, total);
   out.positions = batch.weights ? scratch.get<int64_t>(4, total) : nullptr;
-  int64_t at = 0;
-  const int64_t bad = for_keys(
-      table, batch, [&](const uint32_t* key, int64_t n, int64_t first, uint32_t bag) {
-        if (table.all_pushed) {
-          for (int64_t i = 0; i < n; ++i) out.keys[at + i] = key[i];
-          for (int64_t i = 0; i < n; ++i) out.bags[at + i] = bag;
-          if (out.positions)
-            for (int64_t i = 0; i < n; ++i) out.positions[at + i] = first + i;
-          at += n;
-          return;
-        }
-        for (int64_t i = 0; i < n; ++i) {
-          out.keys[at] = key[i];
-          out.bags[at] = bag;
-          if (out.positions) out.positions[at] = first + i;
-          at += table.is_pushed_key(key[i]);
-        }
-      });
-  out.n = at;
-  return bad;
+  out.n = 0;
+  return for_keys(table, batch, [&](const uint32_t* key, int64_t n, int64_t first, uint32_t bag) {
+    if (table.all_pushed) return out.add(key, n, first, bag);
+    int64_t at = out.n;
+    for (int64_t i = 0; i < n; ++i) {
+      out.keys[at] = key[i];
+      out.bags[at] = bag;
+      if (out.positions) out.positions[at] = first + i;
+      at += table.is_pushed_key(key[i]);
+    }
+    out.n = at;
+  });
 }
 
 int64_t request(Context& context, int32_t index, const Batch& batch, Scratch& scratch) {
   const Table& table = context.tables[index];
   const int32_t W = context.world_size;
-  PushedIds in;
+  BagIds in;
   const int64_t bad = list_pushed(table, batch, in, scratch);
   if (bad >= 0) return bad;
   RequestTable* entry = context.request_table(context.rank, index);
