@@ -137,8 +137,8 @@ OPER_DEVICE void clip_and_decay(const View& view, const Table& table, int64_t sl
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) squares_kernel(const MergeArgs a,
                                                                       int32_t round) {
-  __shared__ float buffers[256 * Shape::V * Shape::E];
-  float* buffer = buffers + threadIdx.x / Shape::G * (Shape::G * Shape::V * Shape::E);
+  __shared__ float buffers[kBufferFloats<Shape>];
+  float* buffer = group_buffer<Shape>(buffers);
   const Group<Shape::G> group;
   for_merged_rows<Shape>(a, group, false, [&](int32_t t, int64_t slot, Row<Shape>& g) {
     const Table& table = a.view.tables[t];
@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) squares_kernel(const Merg
 
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) update_kernel(const MergeArgs a) {
-  __shared__ float buffers[256 * Shape::V * Shape::E];
-  float* buffer = buffers + threadIdx.x / Shape::G * (Shape::G * Shape::V * Shape::E);
+  __shared__ float buffers[kBufferFloats<Shape>];
+  float* buffer = group_buffer<Shape>(buffers);
   const Group<Shape::G> group;
   for_merged_rows<Shape>(a, group, true, [&](int32_t t, int64_t slot, Row<Shape>& g) {
     const Table& table = a.view.tables[t];

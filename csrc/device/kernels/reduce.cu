@@ -21,17 +21,6 @@ struct ReduceArgs {
   int32_t runs_per_group;  // at most the group's lanes
 };
 
-template <class Shape>
-constexpr int kRowFloats = Shape::G * Shape::V * Shape::E;
-
-// A row of shared memory for each group of the block.
-template <class Shape>
-OPER_DEVICE float* group_buffer(float* buffers) {
-  return buffers + threadIdx.x / Shape::G * kRowFloats<Shape>;
-}
-template <class Shape>
-constexpr int kBufferFloats = 256 / Shape::G * kRowFloats<Shape>;
-
 // Rows of fp32 numbers that a group loads before it adds the first of them.
 template <class Shape>
 constexpr int kInFlight = Shape::V * Shape::E >= 32 || Shape::V > 4 ? 1 : 4 / Shape::V;

@@ -37,8 +37,8 @@ bool are_below(const char* slots, int64_t n, int64_t end) {
 
 }  // namespace
 
-Exchange::Exchange(Context& context, ExchangeSetup setup)
-    : messages(with_tables(setup.messages, context)), context_(context), setup_(std::move(setup)) {
+Exchange::Exchange(Context& context, ExchangeSetup wanted)
+    : setup(std::move(wanted)), messages(with_tables(setup.messages, context)), context_(context) {
   const int32_t W = context.world_size;
   const int64_t T = static_cast<int64_t>(context.tables.size());
   mirrors_.resize(static_cast<size_t>(W));
@@ -89,7 +89,7 @@ int64_t Exchange::transfer(CollectivePhase phase, const void* send, const int64_
                            void* recv, const int64_t* recv_bytes) {
   const int64_t begin_ns = PhaseTimes::now_ns();
   const int64_t error =
-      setup_.transport(static_cast<int64_t>(phase), send, send_bytes, recv, recv_bytes);
+      setup.transport(static_cast<int64_t>(phase), send, send_bytes, recv, recv_bytes);
   int64_t sent = 0;
   for (int32_t r : messages.far) sent += send_bytes[r];
   context_.times.note(kExchange, begin_ns, PhaseTimes::now_ns(), sent);
@@ -179,7 +179,7 @@ void Exchange::keep_requests(const std::vector<Part>& parts, const char* send) {
 
 void Exchange::synchronize(CollectivePhase phase, const Batch& batch, Status mine) {
   raise(failed_);
-  if (phase == CollectivePhase::kRefreshes && !setup_.refreshes) {
+  if (phase == CollectivePhase::kRefreshes && !setup.refreshes) {
     if (mine.code != 0) fail(mine);
     return;
   }

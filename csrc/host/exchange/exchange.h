@@ -35,10 +35,6 @@ class Exchange {
   Exchange(Context& context, ExchangeSetup setup);
   ~Exchange();
 
-  // Whether forward passes need rows of other domains. `pools`: owners pool those of pushed tiers.
-  bool gathers(bool pools) const { return pools ? setup_.pulls : setup_.gathers; }
-  // Whether ranks read replicas of their neighbours.
-  bool shares_replicas() const { return setup_.shares_replicas; }
   // Whether some rows of a table cannot be addressed; `pulled`: some of those that no owner pools.
   bool has_far_rows(const Table& table, bool pulled) const {
     return (pulled ? pulls_far_ : is_far_)[table.index];
@@ -52,6 +48,7 @@ class Exchange {
   void address_rows(Batch& batch);
   // `mine` is an error of this rank, if any; all ranks learn of it.
   void synchronize(CollectivePhase phase, const Batch& batch, Status mine);
+  const ExchangeSetup setup;
   Messages messages;
 
  private:
@@ -123,7 +120,6 @@ class Exchange {
   [[noreturn]] void fail(Status status);
 
   Context& context_;
-  ExchangeSetup setup_;
   std::vector<int32_t> far_tables_;  // tables with rows that this rank cannot address
   std::vector<bool> is_far_;         // [T] whether it is one of these
   std::vector<bool> pulls_far_;      // [T] whether some of these rows are in pulled tiers

@@ -27,7 +27,7 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
     uint32_t* counts = messages.counts_to(r, t);
     std::fill(counts, counts + Messages::kCounts, 0u);
     if (phase == CollectivePhase::kGather) counts[0] = num_far_rows(r, t);
-    if (phase == CollectivePhase::kRequests && setup_.pulls) counts[1] = num_far_rows(r, t);
+    if (phase == CollectivePhase::kRequests && setup.pulls) counts[1] = num_far_rows(r, t);
     if (phase == CollectivePhase::kRequests && table.is_pushed) {
       counts[0] = static_cast<uint32_t>(asked[r + 1] - asked[r]);
       list_bags(t, r);
@@ -132,7 +132,7 @@ void Exchange::list_squares(int64_t t) {
 void Exchange::list_refreshes(int64_t t) {
   for (int32_t r : messages.far) pairs_[cell(r, t)].listed.slots.assign(1, 0);
   const uint32_t* touched = context_.tables[t].touched[context_.rank];
-  for (const ReplicaTarget& target : setup_.targets) {
+  for (const ReplicaTarget& target : setup.targets) {
     if (target.table != t) continue;
     Listed& list = pairs_[cell(target.rank, t)].listed;
     const uint32_t* end = touched + 1 + touched[0];

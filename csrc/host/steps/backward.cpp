@@ -89,7 +89,7 @@ void collect(Context& context, const Batch& batch, const float* grad, bool keeps
 
 void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out) {
   Batch found = batch;
-  if (context.exchange && context.exchange->gathers(false))
+  if (context.exchange && context.exchange->setup.gathers)
     context.exchange->gather(found, kWeightRows, false);
   // The pieces of a split table, and several features of one key, add to the same numbers: in order,
   // on one thread.
@@ -151,7 +151,7 @@ void backward(Context& context, const Batch& batch, const float* grad, float gra
   refresh_replicas(context);
   // Neighbours read them too.
   Status status;
-  if (context.exchange && context.exchange->shares_replicas() && context.barrier)
+  if (context.exchange && context.exchange->setup.shares_replicas && context.barrier)
     status = wait_for_domain(context, kSharing);
   context.count_pass(1);
   clock.end(kRefresh);

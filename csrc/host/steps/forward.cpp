@@ -24,7 +24,7 @@ void pool_direct(Context& context, const Batch& batch, float* out, Found& found,
 // carries much of the one carries little of the other, and nobody waits for it twice.
 void forward_with_push(Context& context, Batch& batch, float* out) {
   Exchange* const exchange = context.exchange.get();
-  const bool pulls = exchange && exchange->gathers(true);
+  const bool pulls = exchange && exchange->setup.pulls;
   const auto is_awaited = [&](const Table& table) {
     return pulls && exchange->has_far_rows(table, true);
   };
@@ -82,7 +82,7 @@ std::vector<int64_t> order_places(const Context& context, const Batch& batch) {
 void forward(Context& context, const Batch& batch, float* out, bool collective) {
   Batch found = batch;
   const bool pushes = collective && context.has_push;
-  if (!pushes && context.exchange && context.exchange->gathers(false))
+  if (!pushes && context.exchange && context.exchange->setup.gathers)
     context.exchange->gather(found, kRows, collective);
   std::unique_lock<std::mutex> copies;
   if (context.peer_rows) copies = std::unique_lock(context.peer_rows->turn, std::try_to_lock);
