@@ -195,9 +195,10 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
       int64_t& place = at(targets, x);
       const bool is_put = x.shape.kind == kSentSquares && x.index == 1;
       if (place == 0 && is_put) {
-        place =
-            reinterpret_cast<int64_t>(tables->context->far_squares[x.table * messages.world_size() + x.rank] +
-                                      messages.round() * messages.limit(x, Messages::kSenderSlots));
+        const int64_t cell = x.table * messages.world_size() + x.rank;
+        place = reinterpret_cast<int64_t>(tables->context->far_squares[cell] +
+                                          messages.round() *
+                                              messages.limit(x, Messages::kSenderSlots));
       } else if (place == 0 && is_outbox_slots(x)) {
         place = slots;
         slots += 4 * x.in;
