@@ -32,7 +32,6 @@ static_assert(kPrefetch <= kAddressesAhead);
 #include "host/exchange/peer_rows.inl"
 #include "host/exchange/exchange.inl"
 #include "host/keys/find.inl"
-#include "host/kernels/ceiling.inl"
 
 }  // namespace OPER_KERNELS
 
