@@ -1,44 +1,46 @@
-// torch operators for the ceilings that benchmarks set beside lookups and updates; see host/ceiling.h.
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
+// torch operators for the ceilings that benchmarks set beside lookups and updates.
+#include "common/handles.h"
 #include "common/operators.h"
-#include "host/ceiling.h"
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+#include "host/kernels/kernels.h"
 
 namespace oper::host {
 namespace {
 
 constexpr int64_t kGrain = 256;  // bags that a thread takes at least
 
-const int64_t* checked(const Tensor& tensor, const char* name) {
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Long && tensor.is_contiguous(),
-                  "gather_ceiling: ", name, " is not a contiguous int64 tensor");
-  return static_cast<const int64_t*>(tensor.data_ptr());
-}
-
 void gather_ceiling(Tensor addresses, Tensor offsets, Tensor destinations, int64_t dim,
                     int64_t prefetch, bool stream, Tensor out) {
   const int64_t num_bags = destinations.numel();
-  GatherJob job{checked(addresses, "addresses"), checked(offsets, "offsets"),
-                checked(destinations, "destinations"), static_cast<float*>(out.data_ptr()),
-                dim, prefetch, stream};
-  STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float && out.is_contiguous() &&
+  const GatherJob job{int64_data(addresses), int64_data(offsets), int64_data(destinations),
+                      float_data(out), dim, prefetch, stream};
+  STD_TORCH_CHECK(out.is_contiguous() &&
                       out.numel() >= num_bags * dim && offsets.numel() == num_bags + 1 &&
-                      prefetch >= 0 && addresses.numel() >= job.offsets[num_bags] + prefetch,
+                      prefetch >= 0 && dim <= 1024 &&
+                      addresses.numel() >= job.offsets[num_bags] + prefetch,
                   "gather_ceiling: shapes of addresses, offsets, destinations and out disagree");
-  torch::stable::parallel_for(0, num_bags, kGrain,
-                              [&job](int64_t begin, int64_t end) { gather(job, begin, end); });
+  torch::stable::parallel_for(0, num_bags, kGrain, [&job](int64_t begin, int64_t end) {
+    kernels().gather(job, begin, end);
+  });
 }
 
+// Of places to read and write again as they are, one word of every line: no other thread may write
+// there. `addresses` [N + prefetch], the surplus writable ones.
 void rewrite_ceiling(Tensor addresses, int64_t bytes, int64_t prefetch) {
-  const RewriteJob job{checked(addresses, "addresses"), bytes, prefetch};
+  constexpr int64_t kLine = 64;
+  const int64_t* const places = int64_data(addresses);
   STD_TORCH_CHECK(bytes > 0 && bytes % 4 == 0 && prefetch >= 0 && addresses.numel() >= prefetch,
                   "rewrite_ceiling: bytes and prefetch do not fit the addresses");
-  torch::stable::parallel_for(0, addresses.numel() - prefetch, kGrain,
-                              [&job](int64_t begin, int64_t end) { rewrite(job, begin, end); });
+  const auto rewrite = [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      for (int64_t line = 0; line < bytes; line += kLine)
+        __builtin_prefetch(reinterpret_cast<const char*>(places[i + prefetch]) + line, 1, 3);
+      for (int64_t line = 0; line < bytes; line += kLine) {
+        volatile int32_t* word = reinterpret_cast<volatile int32_t*>(places[i] + line);
+        *word = *word;
+      }
+    }
+  };
+  torch::stable::parallel_for(0, addresses.numel() - prefetch, kGrain, rewrite);
 }
 
 }  // namespace

@@ -16,12 +16,6 @@
 
 namespace oper::host {
 
-Handles<Owned>& contexts() {
-  // Never freed: other threads may still be in an operator when the process ends.
-  static auto* instance = new Handles<Owned>;
-  return *instance;
-}
-
 namespace {
 
 // What follows from the home map: this rank's part of each tier, and which keys are pushed.
@@ -38,9 +32,9 @@ void fill_home(Table& table, int32_t rank) {
       if (r == rank) table.home_tiers.push_back(std::move(part));
     }
   }
-  const auto is_push = [](bool x) { return x; };
-  table.is_pushed = std::any_of(table.pushes.begin(), table.pushes.end(), is_push);
-  table.all_pushed = std::all_of(table.pushes.begin(), table.pushes.end(), is_push);
+  const auto num_pushed = std::ranges::count(table.pushes, 1);
+  table.is_pushed = num_pushed > 0;
+  table.all_pushed = num_pushed == static_cast<int64_t>(table.pushes.size());
   const bool owns_all = table.owner_begin[rank + 1] - table.owner_begin[rank] == table.home.num_rows;
   table.has_push = table.is_pushed && !(table.all_pushed && owns_all);
 }
@@ -56,8 +50,7 @@ void fill_ranges(Table& table, const Description& d, const int64_t* x) {
     for (int64_t i = 0; i < std::min(y[kReadPeriod], stop - y[kStart]); ++i)
       found.push_back({d.maps[y[kReadAt] + i], type, bytes_of_row(type, table.dim)});
   }
-  std::sort(found.begin(), found.end(),
-            [](const RowRange& a, const RowRange& b) { return a.begin < b.begin; });
+  std::ranges::sort(found, {}, &RowRange::begin);
   for (const RowRange& range : found)
     if (table.ranges.empty() || table.ranges.back().type != range.type)
       table.ranges.push_back(range);
@@ -68,9 +61,7 @@ void fill_ranges(Table& table, const Description& d, const int64_t* x) {
 }
 
 void fill_tables(Context& context, const Description& d) {
-  const int64_t* maps = context.map_storage.data();
   const int64_t T = d.num_tables, W = d.world_size;
-  context.tier_storage.resize(static_cast<size_t>(2 * T));
   context.tables.resize(static_cast<size_t>(T));
   for (int64_t t = 0; t < T; ++t) {
     const int64_t* x = d.table(t);
@@ -79,36 +70,25 @@ void fill_tables(Context& context, const Description& d) {
     table.mean = static_cast<int32_t>(x[kMean]);
     table.row_type = static_cast<RowType>(x[kRowType]);
     fill_ranges(table, d, x);
+    table.row_columns = static_cast<int32_t>(x[kRowColumns]);
     table.first_column = static_cast<int32_t>(x[kFirstColumn]);
     table.rows = reinterpret_cast<char*>(x[kRowAddress]);
     table.momentum1 = reinterpret_cast<float*>(x[kMomentum1]);
     table.momentum2 = reinterpret_cast<float*>(x[kMomentum2]);
-    table.owner_begin.assign(d.owner_begin + t * (W + 1), d.owner_begin + (t + 1) * (W + 1));
+    table.owner_begin.assign(d.owners(t), d.owners(t) + W + 1);
     for (int64_t r = 0; r < W; ++r) {
       table.touched.push_back(reinterpret_cast<uint32_t*>(d.touched[t * W + r]));
       table.squares.push_back(reinterpret_cast<float*>(d.squares[t * W + r]));
     }
-    table.has_replicas = false;
-    auto& read = context.tier_storage[2 * t];
-    auto& home = context.tier_storage[2 * t + 1];
-    for (int64_t k = x[kTierBegin]; k < x[kTierEnd]; ++k) {
-      const int64_t* y = d.tiers + k * kTierWidth;
-      read.push_back(tier_map(maps, d.num_maps, y[kStart], y[kReadAt], y[kReadPeriod]));
-      home.push_back(tier_map(maps, d.num_maps, y[kStart], y[kHomeAt], y[kHomePeriod]));
-      table.pushes.push_back(y[kPush] != 0);
-    }
+    table.pushes = d.pushes(t);
     table.pushed.resize(static_cast<size_t>(W));
-    table.row_columns = static_cast<int32_t>(x[kRowColumns]);
-    for (int64_t p = 0; p < T; ++p)
-      if (d.table(p)[kLogical] == x[kLogical] && table.dim != table.row_columns)
-        table.pieces.push_back(static_cast<int32_t>(p));
+    table.pieces = d.pieces(t);
     table.head_ids = d.head_ids(t);
-    const int32_t n = static_cast<int32_t>(read.size());
-    table.read = TableMap{x[kNumRows], n, read.data(), d.head_map(t), nullptr};
-    table.home = TableMap{x[kNumRows], n, home.data(), d.head_map(t), nullptr};
     for (TableMap* map : {&table.read, &table.home}) {
-      context.flat_storage.push_back(flatten(*map));
-      map->flat = context.flat_storage.back().get();
+      const std::vector<TierMap>& tiers = context.tier_storage.emplace_back(d.tier_maps(
+          t, map == &table.read ? kReadAt : kHomeAt, context.map_storage.data()));
+      *map = {x[kNumRows], static_cast<int32_t>(tiers.size()), tiers.data(), d.head_map(t), nullptr};
+      map->flat = context.flat_storage.emplace_back(flatten(*map)).get();
     }
     fill_home(table, context.rank);
     context.has_push |= table.is_pushed;
@@ -170,7 +150,7 @@ void context_set_exchange(int64_t handle, std::vector<int64_t> domain, Tensor ta
   Context& context = context_of(handle);
   ExchangeSetup setup;
   setup.messages.near.assign(static_cast<size_t>(context.world_size), false);
-  for (int64_t r : domain) setup.messages.near[static_cast<size_t>(r)] = true;
+  for (int64_t r : domain) setup.messages.near[r] = true;
   const int64_t* data = int64_data(targets);
   for (int64_t k = 0; k < targets.size(0); ++k)
     setup.targets.push_back({static_cast<int32_t>(data[4 * k]),
@@ -209,10 +189,13 @@ void context_set_pull(int64_t handle, int64_t choice, Tensor costs) {
 std::vector<int64_t> context_duplication(int64_t handle) {
   Context& context = context_of(handle);
   if (!context.peer_rows) return {};
-  const PeerRows& peers = *context.peer_rows;
-  std::vector<int64_t> result = peers.num_ids;
-  result.insert(result.end(), peers.num_rows.begin(), peers.num_rows.end());
-  result.insert(result.end(), peers.is_chosen.begin(), peers.is_chosen.end());
+  const auto& tables = context.peer_rows->tables;
+  std::vector<int64_t> result(3 * tables.size());
+  for (size_t t = 0; t < tables.size(); ++t) {
+    result[t] = tables[t].num_ids;
+    result[tables.size() + t] = tables[t].num_rows;
+    result[2 * tables.size() + t] = tables[t].is_chosen;
+  }
   return result;
 }
 
@@ -220,9 +203,8 @@ std::vector<int64_t> context_duplication(int64_t handle) {
 std::tuple<int64_t, int64_t> context_barrier(int64_t handle, int64_t phase) {
   Context& context = context_of(handle);
   if (!context.barrier) return {0, -1};
-  int32_t culprit = -1;
-  const auto result = context.barrier->arrive(static_cast<uint32_t>(phase), &culprit);
-  return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
+  const Status found = context.barrier->arrive(static_cast<uint32_t>(phase));
+  return {found.code, found.detail < 0 ? -1 : context.domain[found.detail]};
 }
 
 // Nanoseconds of the last batch by phase, see enum Phase.
@@ -275,7 +257,7 @@ Tensor context_take_changes(int64_t handle, int64_t table) {
   Context& context = context_of(handle);
   STD_TORCH_CHECK(table >= 0 && table < static_cast<int64_t>(context.tables.size()),
                   "internal: no such table");
-  Tensor out = pooled_tensor(ScalarType::Int, 4, {context.num_changes(table)});
+  Tensor out = pooled_tensor(ScalarType::Int, {context.num_changes(table)});
   context.take_changes(table, static_cast<uint32_t*>(out.mutable_data_ptr()));
   return out;
 }

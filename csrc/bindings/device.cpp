@@ -26,14 +26,9 @@ struct Lookup {
   bool pooled;
 };
 
-float* float_data(const Tensor& tensor) {
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, "internal: expected float32");
-  return static_cast<float*>(tensor.data_ptr());
-}
-
 void at(Tables& tables, Point point, int64_t value = 0) {
   if (tables.hook && tables.hook(static_cast<int64_t>(point), value) != 0)
-    throw Stopped{kPointFailed, 0};
+    throw Status{kPointFailed, 0};
 }
 
 void barrier(const Call& call) {
@@ -44,7 +39,7 @@ void barrier(const Call& call) {
 // Errors of earlier kernels; between domains the next exchange tells everybody.
 void stop_at_errors(const Tables& tables) {
   const int64_t code = tables.context->error().code;
-  if (code != 0 && !tables.tells) throw Stopped{code, 0};
+  if (code != 0 && !tables.tells) throw Status{code, 0};
 }
 
 // ---- preparation ---------------------------------------------------------------------------------
@@ -54,7 +49,7 @@ Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_i
   const int64_t count = lengths.numel();
   Tensor bounds = tables.empty(count + 1, ScalarType::Long);
   if (count == 0) {
-    if (num_ids != 0) throw Stopped{kIdsWithoutBags, num_ids};
+    if (num_ids != 0) throw Status{kIdsWithoutBags, num_ids};
     check(cudaMemsetAsync(bounds.data_ptr(), 0, 8, stream), "cannot clear device memory");
     return bounds;
   }
@@ -62,13 +57,13 @@ Tensor make_bounds_of(const Tables& tables, const Tensor& lengths, int64_t num_i
   const Tensor scratch = tables.empty(scratch_bytes, ScalarType::Byte);
   sum_lengths({lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, count, num_ids},
               static_cast<int64_t*>(bounds.data_ptr()), scratch.data_ptr(), scratch_bytes,
-              tables.context->view().error, stream);
+              tables.context->view.error, stream);
   return bounds;
 }
 
 // Whether rows of peers are fetched once per batch; reads host memory only.
 bool pays_to_stage(const Tables& tables) {
-  if (tables.context->view().world_size == 1) return false;
+  if (tables.context->view.world_size == 1) return false;
   if (tables.pull >= 0) return tables.pull > 0;
   const int64_t* found = tables.context->duplication();
   return static_cast<double>(found[0]) > kDuplication * static_cast<double>(found[1]);
@@ -123,7 +118,7 @@ std::shared_ptr<Prepared> prepare(Tables& tables, const Lookup& x, const Tensor&
       made->max_pairs += made->keys->num_users[k] * (before[k + 1] - before[k]);
   }
   if (x.ids.numel() >= kMostIds || made->max_pairs >= (int64_t{1} << 32) - 1)
-    throw Stopped{kTooManyIds, x.ids.numel()};
+    throw Status{kTooManyIds, x.ids.numel()};
   made->stages_near = pays_to_stage(tables);
   made->by_pair = made->stages_near || tables.gathers;
   made->made_on = stream;
@@ -138,9 +133,9 @@ Call call_of(Tables& tables, const Lookup& x, Prepared& prepared, cudaStream_t s
   Workspace work = lay_out(*tables.context, batch, prepared.workspace.data_ptr());
   STD_TORCH_CHECK(work.bytes <= prepared.workspace.numel(), "internal: the workspace is too small");
   STD_TORCH_CHECK(
-      bits_for(static_cast<uint64_t>(tables.context->view().num_features)) + work.plan.bag_bits <=
+      bits_for(static_cast<uint64_t>(tables.context->view.num_features)) + work.plan.bag_bits <=
           32,
-      "a batch of ", x.batch_size, " samples with ", tables.context->view().num_features,
+      "a batch of ", x.batch_size, " samples with ", tables.context->view.num_features,
       " features is too large: samples times features must stay below 2^32");
   if (prepared.is_swapped) work.plan.swap_spare();
   return {tables, *tables.context, prepared, batch, work, stream};
@@ -149,7 +144,7 @@ Call call_of(Tables& tables, const Lookup& x, Prepared& prepared, cudaStream_t s
 // Resolves and sorts the ids, unless that is done.
 void plan(Call& call) {
   if (call.prepared.is_planned) return;
-  make_plan(call.context.view(), call.context.num_keys(), call.batch, call.work.plan, call.stream);
+  make_plan(call.launch(), call.context.num_keys, call.batch, call.work.plan);
   call.prepared.is_planned = true;
   call.prepared.is_swapped = call.work.plan.is_swapped;
 }
@@ -169,7 +164,7 @@ class UnderWay {
   explicit UnderWay(const Call& call) : tables_(call.tables) {
     // Both wait for the device.
     if ((tables_.exchanges || tables_.counts) && is_captured(call.stream))
-      throw Stopped{kNotInGraphs, 0};
+      throw Status{kNotInGraphs, 0};
     tables_.received = {};
     tables_.current = &call;
   }
@@ -186,7 +181,7 @@ class UnderWay {
 
 // Room for the rows of peers.
 int64_t near_bytes(const Call& call) {
-  const int64_t most = call.context.max_row_bytes();
+  const int64_t most = call.context.max_row_bytes;
   const int64_t max_pairs = call.batch.max_pairs, rows = call.context.duplication()[1];
   const int64_t wanted = rows > 0 ? std::min(max_pairs, rows + rows / 4 + 1024) : max_pairs;
   return std::min<int64_t>(wanted * ((most + kStagingUnit - 1) / kStagingUnit * kStagingUnit),
@@ -197,7 +192,6 @@ int64_t near_bytes(const Call& call) {
 // domains, which the point asks for. Where rows find no room they are read where they are.
 Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory) {
   Tables& tables = call.tables;
-  const View& view = call.context.view();
   const bool near = call.prepared.stages_near && point != Point::kWeightRows;
   const int64_t first = near ? near_bytes(call) : 0;
   at(tables, point, first);
@@ -210,13 +204,13 @@ Staging stage_rows(const Call& call, Point point, std::optional<Tensor>* memory)
                   "internal: too much staging memory");
   clear_staging(call.batch, call.work.plan, call.stream);
   if (far.ranges)
-    place_far_rows(view, call.work.plan,
+    place_far_rows(call.launch(), call.work.plan,
                    {int64_data(*far.ranges), far.ranges->size(0), far.num_rows,
                     static_cast<const char*>(far.rows->data_ptr())},
-                   staging, call.stream);
+                   staging);
   if (first > 0)
-    stage(view, call.context.classes(), call.batch, call.work.plan, {staging.data, first},
-          point == Point::kPulledRows, call.stream);
+    stage(call.launch(), call.batch, call.work.plan, {staging.data, first},
+          point == Point::kPulledRows);
   return staging;
 }
 
@@ -231,15 +225,13 @@ int64_t output_rows(const Call& call, const Lookup& x) {
       ids_before_keys(call.prepared.bounds, x.batch_size, call.stream);
   int64_t rows = 0;
   for (int64_t key : keys.keys)
-    rows += begin[static_cast<size_t>(key) + 1] - begin[static_cast<size_t>(key)];
+    rows += begin[key + 1] - begin[key];
   return rows;
 }
 
 // Owners pool what they hold of each bag; adds their sums to `out`.
 void forward_push(const Call& call, const Output& out) {
   Tables& tables = call.tables;
-  const View& view = call.context.view();
-  const auto& classes = call.context.classes();
   // Not the batch plan's memory, which may hold a batch that was resolved ahead.
   const Tensor memory = tables.empty(call.work.bytes, ScalarType::Byte);
   Workspace work = lay_out(call.context, call.batch, memory.data_ptr());
@@ -251,15 +243,15 @@ void forward_push(const Call& call, const Output& out) {
   };
   const std::optional<Tensor> requests = tables.requests, partials = tables.partials;
   find_messages();
-  publish_requests(view, call.batch, work.plan, push, call.stream);
+  publish_requests(call.launch(), call.batch, work.plan, push);
   at(tables, Point::kRequests);  // with other domains: puts mirrors in the place of both
   barrier(call);
   find_messages();
-  pool_for_readers(view, classes, push, call.stream);
+  pool_for_readers(call.launch(), push);
   at(tables, Point::kPartials);
   barrier(call);
   find_messages();
-  add_partials(view, classes, call.batch, work.plan, push, out, call.stream);
+  add_partials(call.launch(), call.batch, work.plan, push, out);
   tables.requests = requests;
   tables.partials = partials;
 }
@@ -273,22 +265,21 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> forward(Tables& tables, const Looku
     prepared = prepare(tables, x, make_bounds_of(tables, lengths, x.ids.numel(), stream), stream);
   Call call = call_of(tables, x, *prepared, stream);
   const UnderWay under_way(call);
-  const View& view = call.context.view();
   const int64_t columns =
-      x.pooled ? call.context.output_columns() : call.context.unpooled_columns();
+      x.pooled ? call.context.output_columns : call.context.unpooled_columns;
   const Tensor out = torch::stable::new_empty(*tables.like, {output_rows(call, x), columns},
                                               ScalarType::Float);
   const Output output{static_cast<float*>(out.data_ptr()), columns};
   // What is staged goes by the plan; now and then it is made for its duplication.
   if (prepared->by_pair || tables.counts ||
-      (view.world_size > 1 && tables.num_forward % kMeasuredEvery == 0))
+      (call.context.view.world_size > 1 && tables.num_forward % kMeasuredEvery == 0))
     plan(call);
   ++tables.num_forward;
-  const bool pushes = collective && call.context.has_push() && x.pooled;
-  if (!x.pooled) lay_out_features(view, call.batch, call.work.plan, stream);
+  const bool pushes = collective && call.context.has_push && x.pooled;
+  if (!x.pooled) lay_out_features(call.launch(), call.batch, call.work.plan);
   std::optional<Tensor> memory;
   const Staging staging = stage_rows(call, pushes ? Point::kPulledRows : Point::kRows, &memory);
-  pool(view, call.context.classes(), call.batch, call.work.plan, output, staging, pushes, stream);
+  pool(call.launch(), call.batch, call.work.plan, output, staging, pushes);
   if (pushes) forward_push(call, output);
   if (collective) tables.kept = prepared;
   return {out, prepared->bounds, 0, 0};
@@ -311,12 +302,12 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     if (!is_here(*tables, ids) || !is_here(*tables, lengths) ||
         (weights && !is_here(*tables, *weights)) ||
         !is_fit(ids, lengths, weights, key_of, batch_size))
-      throw Stopped{kBadBatch, -1};
+      throw Status{kBadBatch, -1};
     return forward(*tables, {ids, weights, key_of, batch_size, pooled}, lengths, collective,
                    made_ahead(addresses));
-  } catch (const Stopped& stopped) {
+  } catch (const Status& status) {
     const Tensor none = tables->empty(0, ScalarType::Long);
-    return {none, none, stopped.code, stopped.detail};
+    return {none, none, status.code, status.detail};
   }
 }
 
@@ -342,15 +333,13 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
           "cannot create an event");
     check(cudaEventRecord(prepared->ready, stream), "cannot record an event");
     using Held = std::shared_ptr<Prepared>;
-    const int64_t sizes[] = {sizeof(Held)}, strides[] = {1};
     const Tensor bounds = prepared->bounds;
-    const Tensor held = torch::stable::from_blob(
-        new Held(std::move(prepared)), {sizes, 1}, {strides, 1},
-        torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte,
+    const Tensor held = tensor_at(
+        new Held(std::move(prepared)), {sizeof(Held)}, ScalarType::Byte, kHostMemory,
         [](void* data) { delete static_cast<Held*>(data); });
     return {bounds, held, held, 0, 0};
-  } catch (const Stopped& stopped) {
-    return {none, none, none, stopped.code, stopped.detail};
+  } catch (const Status& status) {
+    return {none, none, none, status.code, status.detail};
   }
 }
 
@@ -382,11 +371,11 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
     if (prepared->by_pair || tables->counts) plan(call);
     std::optional<Tensor> memory;
     const Staging staging = stage_rows(call, Point::kWeightRows, &memory);
-    weight_gradient(call.context.view(), call.batch, call.work.plan,
-                    {float_data(grad), grad.stride(0), 1.0f}, float_data(out), staging, stream);
+    weight_gradient(call.launch(), call.batch, call.work.plan,
+                    {float_data(grad), grad.stride(0), 1.0f}, float_data(out), staging);
     return {out, 0, 0};
-  } catch (const Stopped& stopped) {
-    return {out, stopped.code, stopped.detail};
+  } catch (const Status& status) {
+    return {out, status.code, status.detail};
   }
 }
 
@@ -395,7 +384,7 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
 // Copies the optimizers' arguments to the device when they have changed.
 void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t stream) {
   const Context& context = *tables.context;
-  const std::vector<int32_t>& order = context.order();
+  const std::vector<int32_t>& order = context.order;
   STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
                       optimizers.numel() == static_cast<int64_t>(order.size()) * kOptimizerWidth,
                   "internal: optimizers must be float64 [T, ", int64_t{kOptimizerWidth}, "]");
@@ -406,28 +395,23 @@ void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t str
     const double* x = from + order[t] * kOptimizerWidth;
     wanted.insert(wanted.end(), x, x + kOptimizerWidth);
     // Only rows of 16 bits are rounded by the number of the step.
-    if (context.are_fp32()[t]) wanted.back() = 0.0;
+    if (context.message_tables[t].row_type == RowType::kFloat32) wanted.back() = 0.0;
     const double* kept = wanted.data() + t * kOptimizerWidth;
     arguments.push_back({optimizer_args(kept), rounding_key(kept)});
   }
   if (wanted == tables.staged) return;
-  if (is_captured(stream)) throw Stopped{kNewArguments, 0};
-  // Pageable memory, which the driver has read when the call returns.
-  check(cudaMemcpyAsync(context.optimizers(), arguments.data(),
-                        arguments.size() * sizeof(UpdateArgs), cudaMemcpyHostToDevice, stream),
-        "cannot copy the optimizer's arguments");
+  if (is_captured(stream)) throw Status{kNewArguments, 0};
+  copy_to_device(context.optimizers, arguments, stream, "cannot copy the optimizer's arguments");
   tables.staged = std::move(wanted);
 }
 
 Inbox inbox_of(Tables& tables, cudaStream_t stream) {
-  int64_t bytes = 0;
-  lay_out_inbox(*tables.context, nullptr, &bytes);
+  const Context& context = *tables.context;
   const bool is_new = !tables.inbox;
-  if (is_new) tables.inbox = tables.empty(bytes, ScalarType::Byte);
-  const Inbox inbox = lay_out_inbox(*tables.context, tables.inbox->data_ptr(), &bytes);
+  if (is_new) tables.inbox = tables.empty(lay_out_inbox(context, nullptr).bytes, ScalarType::Byte);
+  const Inbox inbox = lay_out_inbox(context, tables.inbox->data_ptr());
   if (is_new)
-    check(cudaMemsetAsync(inbox.heads, 0xff, static_cast<size_t>(4 * tables.context->own_rows()),
-                          stream),
+    check(cudaMemsetAsync(inbox.heads, 0xff, static_cast<size_t>(4 * context.own_rows), stream),
           "cannot clear device memory");
   return inbox;
 }
@@ -435,9 +419,6 @@ Inbox inbox_of(Tables& tables, cudaStream_t stream) {
 // From the outboxes to updated rows and replicas.
 void exchange_gradients(Call& call, float scale) {
   Tables& tables = call.tables;
-  const View& view = call.context.view();
-  const auto& classes = call.context.classes();
-  const UpdateArgs* optimizers = call.context.optimizers();
   call.inbox = inbox_of(tables, call.stream);
   const Inbox& inbox = *call.inbox;
   // A step that does not come to its end leaves chains behind.
@@ -445,18 +426,17 @@ void exchange_gradients(Call& call, float scale) {
   tables.inbox = std::nullopt;
   at(tables, Point::kGradients);
   barrier(call);
-  collect(view, inbox, call.stream);
+  collect(call.launch(), inbox);
   at(tables, Point::kCollected);
   for (int64_t round = 0; round < tables.num_squares; ++round) {
-    merge_squares(view, classes, inbox, scale, optimizers, static_cast<int32_t>(round),
-                  call.stream);
+    merge_squares(call.launch(), inbox, scale, static_cast<int32_t>(round));
     at(tables, Point::kSquares, round);
     barrier(call);
   }
-  merge_and_update(view, classes, inbox, scale, optimizers, call.stream);
+  merge_and_update(call.launch(), inbox, scale);
   barrier(call);
   at(tables, Point::kUpdated);
-  refresh(view, call.stream);
+  refresh(call.launch());
   if (tables.shares) barrier(call);
   tables.inbox = std::move(memory);
 }
@@ -481,16 +461,15 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
     const UnderWay under_way(call);
     plan(call);
     stage_optimizers(*tables, optimizers, stream);
-    const bool at_once = call.context.updates_at_once();
+    const bool at_once = call.context.updates_at_once;
     if (at_once) at(*tables, Point::kCollected);
     const float scale = static_cast<float>(gradient_scale);
-    reduce(call.context.view(), call.context.classes(), call.batch, call.work.plan,
-           {float_data(grad), grad.stride(0), scale}, call.work.long_runs,
-           call.context.optimizers(), at_once, stream);
+    reduce(call.launch(), call.batch, call.work.plan, {float_data(grad), grad.stride(0), scale},
+           call.work.long_runs, at_once);
     if (!at_once) exchange_gradients(call, scale);
     return {0, 0};
-  } catch (const Stopped& stopped) {
-    return {stopped.code, stopped.detail};
+  } catch (const Status& status) {
+    return {status.code, status.detail};
   }
 }
 

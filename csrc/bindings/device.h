@@ -19,11 +19,8 @@
 
 namespace oper::device {
 
-// Thrown by a step that cannot go on; its operator returns both.
-struct Stopped {
-  int64_t code, detail;
-};
-// Codes beside those of ErrorWord, see `raise_found` in oper/shmem/device/steps.py.
+// Codes of a Status, which a step that cannot go on throws, beside those of ErrorWord; see `raise_found` in
+// oper/shmem/device/steps.py.
 enum Code : int64_t {
   kPointFailed = 11,   // a point has kept its error
   kNotInGraphs = 12,   // the step waits for the device, which a graph cannot
@@ -124,14 +121,23 @@ struct Call {
   Workspace work;
   cudaStream_t stream;
   std::optional<Inbox> inbox = std::nullopt;  // within an update
+
+  Launch launch() const { return {context.view, context.classes, context.optimizers, stream}; }
 };
 
-Handles<Tables>& tables_of_device();
+// No handle of the host back end is one of these.
+inline Handles<Tables>& tables_of_device() { return all_handles<Tables, int64_t{1} << 32>(); }
 inline std::shared_ptr<Tables> tables_of(int64_t handle) {
   return tables_of_device().share(handle);
 }
 
 cudaStream_t stream_of(const Tensor& tensor);
+// From pageable memory, which the driver has read when the call returns.
+template <class T>
+void copy_to_device(void* to, const std::vector<T>& from, cudaStream_t stream, const char* what) {
+  check(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice, stream),
+        what);
+}
 bool is_captured(cudaStream_t stream);
 
 // Launches go to a device while this lives.

@@ -6,18 +6,8 @@
 
 #include "bindings/device.h"
 #include "common/operators.h"
-#if !defined(OPER_EMULATED)
-#include "device/memory.h"
-#endif
 
 namespace oper::device {
-
-Handles<Tables>& tables_of_device() {
-  // Never freed: other threads may still be in an operator when the process ends. No handle of the
-  // host back end is one of these.
-  static auto* instance = new Handles<Tables>(int64_t{1} << 32);
-  return *instance;
-}
 
 cudaStream_t stream_of(const Tensor& tensor) {
 #if defined(OPER_EMULATED)
@@ -79,7 +69,7 @@ const KeyMap& Tables::key_map(const Tensor& key_of) {
     if (known.keys == keys) return known;
   std::vector<std::vector<int32_t>> users;  // features of each key, in their order
   int32_t feature = 0;
-  for (int32_t logical : context->logical()) {
+  for (int32_t logical : context->logical) {
     const size_t key = static_cast<size_t>(keys.at(static_cast<size_t>(logical)));
     users.resize(std::max(users.size(), key + 1));
     users[key].push_back(feature++);
@@ -117,7 +107,7 @@ int64_t device_context_create(int64_t rank, int64_t world_size, std::vector<Tens
   made->like = like;
   const OnDevice on(*made);
   std::vector<bool> near(static_cast<size_t>(world_size));
-  for (int64_t r : domain) near[static_cast<size_t>(r)] = true;
+  for (int64_t r : domain) near[r] = true;
   made->context =
       std::make_unique<Context>(description_of(rank, world_size, arrays, outbox_bytes, heads),
                                 Shared{int64_data(pads), arena, arena_bytes, near}, deadline_ms);
@@ -176,13 +166,13 @@ void device_context_forget_error(int64_t handle) {
 // The plan's table number of every table in the order of keys.
 std::vector<int64_t> device_context_order(int64_t handle) {
   const auto tables = tables_of(handle);
-  const auto& order = tables->context->order();
+  const auto& order = tables->context->order;
   return {order.begin(), order.end()};
 }
 
 // Whether one rank updates while it reduces, so that it needs no exchange.
 bool device_context_updates_at_once(int64_t handle) {
-  return tables_of(handle)->context->updates_at_once();
+  return tables_of(handle)->context->updates_at_once;
 }
 
 // Pairs and distinct rows of the last batch whose plan the device has made, and in how many passes
@@ -194,15 +184,13 @@ std::tuple<int64_t, int64_t, int64_t> device_context_duplication(int64_t handle)
 }
 
 Tensor own_view(const Tables& tables, const void* data, int64_t count, ScalarType type) {
-  const int64_t sizes[] = {count}, strides[] = {1};
 #if defined(OPER_EMULATED)
   const auto kind = torch::headeronly::DeviceType::CPU;
 #else
   const auto kind = torch::headeronly::DeviceType::CUDA;
 #endif
-  return torch::stable::from_blob(
-      const_cast<void*>(data), {sizes, 1}, {strides, 1},
-      torch::stable::Device(kind, static_cast<int32_t>(tables.like->get_device_index())), type);
+  return tensor_at(const_cast<void*>(data), {count}, type,
+                   Device(kind, static_cast<int32_t>(tables.like->get_device_index())));
 }
 
 // Within a step: keys of its plan's pairs (int64, or uint32 as bits of int32), where runs begin, their
@@ -218,7 +206,7 @@ std::vector<Tensor> device_arrays(int64_t handle) {
       own_view(*tables, plan.run_begin, pairs + 1, ScalarType::Int),
       own_view(*tables, plan.num_runs, 1, ScalarType::Long)};
   if (call.inbox) {
-    const int64_t W = call.context.view().world_size, T = call.context.view().num_tables;
+    const int64_t W = call.context.view.world_size, T = call.context.view.num_tables;
     found.push_back(own_view(*tables, call.inbox->list_begin, W * (T + 1), ScalarType::Long));
     found.push_back(own_view(*tables, call.inbox->rows, W * call.inbox->capacity, ScalarType::Int));
   }
@@ -264,25 +252,6 @@ int64_t device_view(int64_t address, int64_t rows, int64_t columns, int64_t type
   return reinterpret_cast<int64_t>(&view->managed);
 }
 
-#if !defined(OPER_EMULATED)
-// Address of new memory, then the descriptors by which other processes attach it.
-std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> host_ranges,
-                                          int64_t device) {
-  const OnDevice on(device);
-  SharedMemory memory = create_shared({bytes, std::move(host_ranges)}, static_cast<int>(device));
-  memory.fds.insert(memory.fds.begin(), memory.address);
-  return memory.fds;
-}
-int64_t device_memory_attach(std::vector<int64_t> fds, int64_t bytes,
-                             std::vector<int64_t> host_ranges, int64_t device) {
-  const OnDevice on(device);
-  return attach_shared(fds, {bytes, std::move(host_ranges)}, static_cast<int>(device));
-}
-void device_memory_release(int64_t address, int64_t bytes, std::vector<int64_t> host_ranges) {
-  release_shared(address, {bytes, std::move(host_ranges)});
-}
-#endif
-
 void device_barrier(int64_t handle) {
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
@@ -313,12 +282,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(device_arrays, "(int handle) -> Tensor[]");
   OPER_OPERATOR(device_receive_rows,
                 "(int handle, Tensor ranges, Tensor rows, int num_rows, int num_bytes) -> ()");
-#if !defined(OPER_EMULATED)
-  OPER_OPERATOR(device_memory_create, "(int bytes, int[] host_ranges, int device) -> int[]");
-  OPER_OPERATOR(device_memory_attach,
-                "(int[] fds, int bytes, int[] host_ranges, int device) -> int");
-  OPER_OPERATOR(device_memory_release, "(int address, int bytes, int[] host_ranges) -> ()");
-#endif
   OPER_OPERATOR(device_view, "(int address, int rows, int columns, int type, int index) -> int");
   OPER_OPERATOR(device_barrier, "(int handle) -> ()");
 }

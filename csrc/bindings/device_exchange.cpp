@@ -21,7 +21,7 @@ void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int6
   const auto tables = tables_of(handle);
   const Context& context = *tables->context;
   tables->messages = std::make_unique<Messages>(
-      Messages::Setup{context.view().rank, context.near(), context.message_tables(),
+      Messages::Setup{context.view.rank, context.near, context.message_tables,
                       static_cast<int32_t>(bits.at(0)), static_cast<int32_t>(bits.at(1)),
                       static_cast<uint32_t>(collection), kAlignment});
 }
@@ -78,11 +78,8 @@ class PartTable {
     const int64_t count = static_cast<int64_t>(words_.size());
     const cudaStream_t stream = stream_of(*tables.like);
     const Tensor parts = tables.empty(count, ScalarType::Long);
-    // Pageable memory, which the driver has read when the call returns.
-    check(cudaMemcpyAsync(parts.data_ptr(), words_.data(), words_.size() * 8,
-                          cudaMemcpyHostToDevice, stream),
-          "cannot copy what a message is made of");
-    move_parts(tables.context->view(),
+    copy_to_device(parts.data_ptr(), words_, stream, "cannot copy what a message is made of");
+    move_parts(tables.context->view,
                {int64_data(parts), count / WireParts::kWidth, num_numbers_}, packs, stream);
   }
 
@@ -128,14 +125,14 @@ std::vector<Tensor> device_exchange_pack(int64_t handle, bool is_reply, Tensor s
 // Lays out mirrors of the outboxes of other domains' ranks, which have only entries for this rank, of the
 // reduced gradients that have come.
 void mirror_outboxes(const Tables& tables, const Tensor& places) {
-  const View& view = tables.context->view();
+  const View& view = tables.context->view;
   const Messages& messages = messages_of(tables);
   const int64_t T = view.num_tables, W = view.world_size, bytes = outbox_header_bytes(T, W);
   std::vector<char> mirrors(messages.far.size() * static_cast<size_t>(bytes));
   for (size_t k = 0; k < messages.far.size(); ++k) {
     const int32_t r = messages.far[k];
     const int64_t first = static_cast<int64_t>(k) * bytes;
-    const int64_t base = reinterpret_cast<int64_t>(tables.context->mirrors()) + first;
+    const int64_t base = reinterpret_cast<int64_t>(tables.context->mirrors) + first;
     const int64_t rows = at(places, 1, r, 0);
     char* const box = mirrors.data() + first;
     uint32_t* const segments = reinterpret_cast<uint32_t*>(box + sizeof(OutboxHeader));
@@ -152,27 +149,23 @@ void mirror_outboxes(const Tables& tables, const Tensor& places) {
     segments[T * W] = runs;
     *reinterpret_cast<OutboxHeader*>(box) = {at(places, 0, r, 0) - base, rows - base, runs, 0};
   }
-  // Pageable memory, which the driver has read when the call returns.
-  check(cudaMemcpyAsync(tables.context->mirrors(), mirrors.data(), mirrors.size(),
-                        cudaMemcpyHostToDevice, stream_of(*tables.like)),
-        "cannot copy the headers of outboxes");
+  copy_to_device(tables.context->mirrors, mirrors, stream_of(*tables.like),
+                 "cannot copy the headers of outboxes");
 }
 
 // Tells the refresh of replicas where the masters are that have come.
 void place_masters(const Tables& tables, const Tensor& places) {
-  const int64_t T = tables.context->view().num_tables, W = tables.context->view().world_size;
+  const int64_t T = tables.context->view.num_tables, W = tables.context->view.world_size;
   const Messages& messages = messages_of(tables);
   std::vector<FarMasters> found(static_cast<size_t>(T * W));
   for (int32_t r : messages.far)
     for (int64_t t = 0; t < T; ++t)
       if (const uint32_t n = messages.counts_from(r, t)[0]; n > 0)  // in front of the slots, too
-        found[static_cast<size_t>(t * W + r)] = {
+        found[t * W + r] = {
             reinterpret_cast<const uint32_t*>(at(places, 0, r, t)) + 1,
             reinterpret_cast<const char*>(at(places, 1, r, t)), n};
-  check(cudaMemcpyAsync(tables.context->far_masters(), found.data(),
-                        found.size() * sizeof(FarMasters), cudaMemcpyHostToDevice,
-                        stream_of(*tables.like)),
-        "cannot copy where masters are");
+  copy_to_device(tables.context->far_masters, found, stream_of(*tables.like),
+                 "cannot copy where masters are");
 }
 
 // Places what has come in return for the last `device_exchange_pack`. `targets`: where arrays go, see
@@ -202,9 +195,10 @@ Tensor device_exchange_place(int64_t handle, Tensor received, Tensor targets) {
       int64_t& place = at(targets, x);
       const bool is_put = x.shape.kind == kSentSquares && x.index == 1;
       if (place == 0 && is_put) {
-        place =
-            reinterpret_cast<int64_t>(tables->context->far_squares(x.rank, x.table) +
-                                      messages.round() * messages.limit(x, Messages::kSenderSlots));
+        const int64_t cell = x.table * messages.world_size() + x.rank;
+        place = reinterpret_cast<int64_t>(tables->context->far_squares[cell] +
+                                          messages.round() *
+                                              messages.limit(x, Messages::kSenderSlots));
       } else if (place == 0 && is_outbox_slots(x)) {
         place = slots;
         slots += 4 * x.in;

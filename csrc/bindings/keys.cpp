@@ -9,12 +9,11 @@
 
 #include "bindings/lookup.h"
 #include "common/operators.h"
+#include "host/kernels/kernels.h"
 #include "host/keys/tables.h"
 
 namespace oper::host {
 namespace {
-
-constexpr int64_t kBadLengths = 5;  // as in bindings/lookup.cpp
 
 // Columns of what Python tells of a table; oper/shmem/keys/directories.py has them in this order.
 enum TableColumn {
@@ -23,10 +22,7 @@ enum TableColumn {
 };
 enum NumberColumn { kBound, kFirstState, kNumberWidth };
 
-Handles<KeyTables>& collections() {
-  static auto* instance = new Handles<KeyTables>;
-  return *instance;
-}
+Handles<KeyTables>& collections() { return all_handles<KeyTables>(); }
 
 std::vector<KeyTableRules> rules_of(const Tensor& tables, const Tensor& numbers) {
   const int64_t T = tables.numel() / kTableWidth;
@@ -60,9 +56,7 @@ std::vector<KeyTableRules> rules_of(const Tensor& tables, const Tensor& numbers)
 // Of a rank: bytes of its directories, and of its arena. `seen_bytes`: space for what its batch has seen.
 std::vector<int64_t> keys_num_bytes(int64_t rank, int64_t world_size, int64_t seen_bytes,
                                     Tensor tables, Tensor numbers) {
-  const std::vector<KeyTableRules> rules = rules_of(tables, numbers);
-  return {KeyTables::num_directory_bytes(rules, world_size, rank),
-          KeyTables::num_bytes(rules, world_size, rank, seen_bytes)};
+  return KeyTables::num_bytes(rules_of(tables, numbers), world_size, rank, seen_bytes);
 }
 
 // `arenas`: addresses by rank. `table_of`: by feature of the collection, -1 = none of these.
@@ -76,31 +70,13 @@ int64_t keys_open(std::vector<int64_t> arenas, int64_t rank, int64_t seen_bytes,
       addresses, rank, seen_bytes, rules_of(tables, numbers), std::move(table_of)));
 }
 
-// Where the ids of each key begin, and the end; false when the lengths do not fit the ids.
-template <class Length>
-bool bounds_of(const Length* lengths, int64_t num_keys, int64_t batch_size, int64_t num_ids,
-               std::vector<int64_t>* bounds) {
-  Length signs = 0;
-  bounds->assign(1, 0);
-  for (int64_t key = 0; key < num_keys; ++key) {
-    int64_t sum = 0;
-    for (const Length* at = lengths + key * batch_size; at < lengths + (key + 1) * batch_size;
-         ++at) {
-      sum += *at;
-      signs |= *at;
-    }
-    bounds->push_back(bounds->back() + sum);
-  }
-  return signs >= 0 && bounds->back() == num_ids;
-}
-
 // int64, of a vector of such numbers.
 template <class Value>
 Tensor tensor_of(const std::vector<Value>& values, int64_t columns) {
   static_assert(sizeof(Value) % 8 == 0);
   const int64_t n = static_cast<int64_t>(values.size());
-  Tensor out = columns == 1 ? pooled_tensor(ScalarType::Long, 8, {n})
-                            : pooled_tensor(ScalarType::Long, 8, {n, columns});
+  Tensor out = columns == 1 ? pooled_tensor(ScalarType::Long, {n})
+                            : pooled_tensor(ScalarType::Long, {n, columns});
   std::copy(values.begin(), values.end(), static_cast<Value*>(out.mutable_data_ptr()));
   return out;
 }
@@ -111,20 +87,21 @@ std::tuple<Tensor, Tensor, Tensor, int64_t> keys_find(int64_t handle, Tensor ids
                                                       Tensor key_of, int64_t batch_size,
                                                       bool keeps) {
   const auto tables = collections().share(handle);
-  const Tensor none = pooled_tensor(ScalarType::Long, 8, {0});
+  const Tensor none = pooled_tensor(ScalarType::Long, {0});
   if (batch_size == 0 || !is_fit(ids, lengths, std::nullopt, key_of, batch_size))
     return {none, none, none, kBadBatch};
   KeyBatch batch{ids.data_ptr(), ids.scalar_type() == ScalarType::Int, int64_data(key_of), {}};
   const int64_t num_keys = lengths.numel() / batch_size;
-  const bool fits =
-      lengths.scalar_type() == ScalarType::Int
-          ? bounds_of(static_cast<const int32_t*>(lengths.data_ptr()), num_keys, batch_size,
-                      ids.numel(), &batch.bounds)
-          : bounds_of(int64_data(lengths), num_keys, batch_size, ids.numel(), &batch.bounds);
-  if (!fits) return {none, none, none, kBadLengths};
-  Tensor rows = pooled_tensor(ScalarType::Long, 8, {ids.numel()});
+  // Of the bounds of bags those that every key begins with.
+  const Tensor offsets = pooled_tensor(ScalarType::Long, {lengths.numel() + 1});
+  int64_t* const bounds = static_cast<int64_t*>(offsets.mutable_data_ptr());
+  if (kernels().start_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, num_keys,
+                             batch_size, bounds) != ids.numel())
+    return {none, none, none, kBadLengths};
+  for (int64_t key = 0; key <= num_keys; ++key) batch.bounds.push_back(bounds[key * batch_size]);
+  Tensor rows = pooled_tensor(ScalarType::Long, {ids.numel()});
   const std::vector<KeyPart> parts = tables->find(
-      batch, static_cast<int64_t*>(rows.mutable_data_ptr()), keeps, parallel_over_tasks);
+      batch, static_cast<int64_t*>(rows.mutable_data_ptr()), keeps);
   if (!keeps) return {rows, none, none, 0};
   return {rows, tensor_of(tables->missed(), 1), tensor_of(parts, 4), 0};
 }
@@ -134,10 +111,12 @@ std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> rows
                                         std::vector<Tensor> missed, std::vector<Tensor> parts) {
   std::vector<SeenBatch> seen;
   for (size_t k = 0; k < rows.size(); ++k)
-    seen.push_back({int64_data(rows[k]), reinterpret_cast<const KeyPart*>(int64_data(parts[k])),
-                    parts[k].numel() / 4, int64_data(missed[k])});
+    seen.push_back({int64_data(rows[k]),
+                    {reinterpret_cast<const KeyPart*>(int64_data(parts[k])),
+                     static_cast<size_t>(parts[k].numel() / 4)},
+                    int64_data(missed[k])});
   int64_t table = -1;
-  const auto left = collections().share(handle)->leave(seen, &table, parallel_over_tasks);
+  const auto left = collections().share(handle)->leave(seen, &table);
   return {static_cast<int64_t>(left), table};
 }
 
@@ -146,7 +125,7 @@ void keys_update(int64_t handle, std::vector<int64_t> frozen) {
   const auto tables = collections().share(handle);
   std::vector<bool> is_frozen(static_cast<size_t>(tables->num_tables()));
   for (int64_t t : frozen) is_frozen.at(static_cast<size_t>(t)) = true;
-  tables->update(is_frozen, parallel_over_tasks);
+  tables->update(is_frozen);
 }
 
 // int64 [n, 2]: rows that have begun anew, and the keys that have them; or -row and the key that has lost
@@ -159,7 +138,7 @@ std::tuple<Tensor, std::vector<int64_t>> keys_new(int64_t handle) {
 
 // First values of those rows, in the tables of a context.
 void keys_begin(int64_t handle, int64_t context) {
-  collections().share(handle)->begin(context_of(context), parallel_over_tasks);
+  collections().share(handle)->begin(context_of(context));
 }
 
 int64_t keys_clock(int64_t handle, int64_t table) {
@@ -186,7 +165,7 @@ Tensor keys_read(int64_t handle, int64_t table, bool candidates, int64_t begin, 
   const KeyDirectory& directory = tables->directory(table);
   STD_TORCH_CHECK(0 <= begin && begin <= end && end <= directory.num_records(candidates),
                   "internal: no such records");
-  Tensor out = pooled_tensor(ScalarType::Long, 8, {end - begin, 3});
+  Tensor out = pooled_tensor(ScalarType::Long, {end - begin, 3});
   directory.read(candidates, begin, end - begin, static_cast<KeyRecord*>(out.mutable_data_ptr()));
   return out;
 }
@@ -205,7 +184,7 @@ int64_t keys_write(int64_t handle, int64_t table, bool candidates, int64_t begin
 // float32 [n, dim], the first values of the rows of keys, int64 [n].
 Tensor keys_draw(Tensor keys, int64_t seed, int64_t dim, double bound) {
   const int64_t n = keys.numel();
-  Tensor out = pooled_tensor(ScalarType::Float, 4, {n, dim});
+  Tensor out = pooled_tensor(ScalarType::Float, {n, dim});
   for (int64_t i = 0; i < n; ++i)
     draw_row(int64_data(keys)[i], static_cast<uint64_t>(seed), 0, dim, static_cast<float>(bound),
              static_cast<float*>(out.mutable_data_ptr()) + i * dim);

@@ -22,32 +22,16 @@
 
 namespace oper::host {
 
-Tensor pooled_tensor(ScalarType type, size_t item, std::vector<int64_t> sizes) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t count = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    strides[i] = count;
-    count *= sizes[i];
-  }
-  const size_t bytes = static_cast<size_t>(count) * item;
-  void* data = pool_take(bytes);
-  return torch::stable::from_blob(
-      data, {sizes.data(), sizes.size()}, {strides.data(), strides.size()},
-      torch::stable::Device(torch::headeronly::DeviceType::CPU), type,
-      [bytes](void* block) { pool_give(block, bytes); });
-}
-
-void parallel_over_tasks(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument) {
-  torch::stable::parallel_for(0, count, 1,
-                              [=](int64_t begin, int64_t end) { body(begin, end, argument); });
+Tensor pooled_tensor(ScalarType type, const std::vector<int64_t>& sizes) {
+  const size_t item = type == ScalarType::Long ? 8 : type == ScalarType::Byte ? 1 : 4;
+  const size_t bytes = std::accumulate(sizes.begin(), sizes.end(), item, std::multiplies<>{});
+  return tensor_at(pool_take(bytes), sizes, type, kHostMemory,
+                   [bytes](void* block) { pool_give(block, bytes); });
 }
 
 namespace {
 
 // ---- lookups -----------------------------------------------------------------------------------
-
-// Status codes that Python turns into errors, after those of `Status`.
-constexpr int64_t kBadLengths = 5;  // a negative length, or lengths do not add up to the ids
 
 template <class Length>
 bool offsets_from(const Length* lengths, int64_t n, int64_t total, int64_t* out) {
@@ -85,13 +69,11 @@ struct Lookup {
 
 // Pooled: features side by side in the columns of one row per sample. Unpooled: one row per id,
 // feature after feature.
-Batch make_batch(const Context& context, const Lookup& lookup, int64_t* num_rows) {
+Batch make_batch(const Context& context, const Lookup& lookup) {
   Batch batch;
   batch.ids = lookup.ids.data_ptr();
   batch.ids_are_32_bit = lookup.ids.scalar_type() == ScalarType::Int;
-  batch.weights = lookup.weights.has_value()
-                      ? static_cast<const float*>(lookup.weights->data_ptr())
-                      : nullptr;
+  batch.weights = lookup.weights ? float_data(*lookup.weights) : nullptr;
   const int64_t* offsets = int64_data(lookup.offsets);
   const int64_t* key_of = int64_data(lookup.key_of);
   const int64_t B = lookup.batch_size;
@@ -115,14 +97,14 @@ Batch make_batch(const Context& context, const Lookup& lookup, int64_t* num_rows
         {ones + bounds[0], n, first * context.unpooled_columns + feature.start});
   }
   batch.out_stride = lookup.pooled ? context.output_columns : context.unpooled_columns;
-  *num_rows = rows;
+  batch.num_rows = rows;
   return batch;
 }
 
 // Bounds of bags, int64 [n + 1]; false when the lengths do not fit the ids.
 bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
   const int64_t n = lengths.numel();
-  *offsets = pooled_tensor(ScalarType::Long, 8, {n + 1});
+  *offsets = pooled_tensor(ScalarType::Long, {n + 1});
   int64_t* data = static_cast<int64_t*>(offsets->data_ptr());
   return lengths.scalar_type() == ScalarType::Int
              ? offsets_from(static_cast<const int32_t*>(lengths.data_ptr()), n, num_ids, data)
@@ -152,15 +134,15 @@ int64_t number_addresses(const Batch& batch, Resolved* resolved) {
   return n;
 }
 
-// What `lookup_resolve` has found, for a batch.
-Resolved resolved_batch(const Batch& batch, const Tensor& addresses,
-                        const std::optional<Tensor>& order) {
+// What `lookup_resolve` has found, for a batch; nothing where that was not called.
+std::optional<Resolved> resolved_batch(const Batch& batch, const std::optional<Tensor>& addresses,
+                                       const std::optional<Tensor>& order) {
+  if (!addresses) return std::nullopt;
   Resolved resolved;
-  resolved.addresses = int64_data(addresses);
-  resolved.order =
-      order.has_value() && order->numel() > 0 ? static_cast<char*>(order->data_ptr()) : nullptr;
+  resolved.addresses = int64_data(*addresses);
+  resolved.order = order && order->numel() > 0 ? static_cast<char*>(order->data_ptr()) : nullptr;
   const int64_t n = number_addresses(batch, &resolved);
-  STD_TORCH_CHECK(addresses.numel() == n + kAddressesAhead,
+  STD_TORCH_CHECK(addresses->numel() == n + kAddressesAhead,
                   "internal: a resolved batch that is used with another batch");
   return resolved;
 }
@@ -175,17 +157,16 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
   Tensor offsets;
   if (!make_offsets(lengths, ids.numel(), &offsets))
     return {offsets, offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
-  int64_t rows = 0;
-  const Batch batch =
-      make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
+  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled});
   Resolved resolved;
   const int64_t n = number_addresses(batch, &resolved);
-  Tensor addresses = pooled_tensor(ScalarType::Long, 8, {n + kAddressesAhead});
+  Tensor addresses = pooled_tensor(ScalarType::Long, {n + kAddressesAhead});
   const int64_t bytes = with_order ? order_bytes(context, batch) : 0;
-  Tensor order = pooled_tensor(ScalarType::Byte, 1, {bytes});
+  Tensor order = pooled_tensor(ScalarType::Byte, {bytes});
   resolved.order = with_order ? static_cast<char*>(order.data_ptr()) : nullptr;
   int64_t* data = static_cast<int64_t*>(addresses.data_ptr());
-  const Status status = resolve(context, batch, data, resolved, parallel_over_tasks);
+  const Status status =
+      status_of([&] { resolve(context, batch, data, resolved); });
   std::fill(data + n, data + n + kAddressesAhead, n > 0 ? data[n - 1] : 0);
   context.times.note(kResolve, begin_ns, PhaseTimes::now_ns());
   return {offsets, addresses, order, status.code, status.detail};
@@ -199,7 +180,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   PhaseClock clock(context);
   Tensor offsets;
   if (!is_fit(ids, lengths, weights, key_of, batch_size)) {
-    offsets = pooled_tensor(ScalarType::Long, 8, {0});
+    offsets = pooled_tensor(ScalarType::Long, {0});
     return {offsets, offsets, kBadBatch, -1};
   }
   const int64_t n = lengths.numel();
@@ -211,7 +192,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   if (known_offsets.has_value()) {
     offsets = *known_offsets;
   } else if (on_the_way) {
-    offsets = pooled_tensor(ScalarType::Long, 8, {n + 1});
+    offsets = pooled_tensor(ScalarType::Long, {n + 1});
     int64_t* data = static_cast<int64_t*>(offsets.data_ptr());
     if (kernels().start_bounds(lengths.data_ptr(), are_32_bit, n / batch_size, batch_size, data) !=
         ids.numel())
@@ -219,25 +200,21 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   } else if (!make_offsets(lengths, ids.numel(), &offsets)) {
     return {offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
   }
-  int64_t rows = 0;
-  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
-  Resolved resolved;
-  if (addresses.has_value()) {
-    resolved = resolved_batch(batch, *addresses, std::nullopt);
-    batch.resolved = &resolved;
-  }
+  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled});
+  const std::optional<Resolved> resolved = resolved_batch(batch, addresses, std::nullopt);
+  batch.resolved = resolved ? &*resolved : nullptr;
   if (on_the_way) {
     batch.lengths = lengths.data_ptr();
     batch.lengths_are_32_bit = are_32_bit;
     batch.offsets = static_cast<int64_t*>(offsets.data_ptr());
   }
-  Tensor out = pooled_tensor(ScalarType::Float, 4, {rows, batch.out_stride});
+  Tensor out = pooled_tensor(ScalarType::Float, {batch.num_rows, batch.out_stride});
   // Outputs of all ranks together that would not stay in the cache until they are used, beside the rows
   // on their way. Measured with a pass over the output on two cores: past the cache took 10 % less time
   // from a fifth of it on, 5 % more at a tenth.
-  batch.stream = rows * batch.out_stride * 4 * context.world_size > last_level_cache_bytes() / 4;
+  batch.stream = batch.num_rows * batch.out_stride * 4 * context.world_size > last_level_cache_bytes() / 4;
   const Status status =
-      forward(context, batch, static_cast<float*>(out.data_ptr()), collective, parallel_over_tasks);
+      status_of([&] { forward(context, batch, float_data(out), collective); });
   clock.end(kForward);  // with the offsets
   return {out, offsets, status.code, status.detail};
 }
@@ -280,14 +257,14 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_interaction(
   check_interaction(context, dense);
   const int64_t size = dense.size(0), dim = dense.size(1);
   const int64_t rows = context.output_columns / dim + 1;
-  Tensor offsets, out = pooled_tensor(ScalarType::Float, 4, {size, dim + rows * (rows - 1) / 2});
+  Tensor offsets, out = pooled_tensor(ScalarType::Float, {size, dim + rows * (rows - 1) / 2});
   if (!make_offsets(lengths, ids.numel(), &offsets))
     return {out, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
-  int64_t unused = 0;
-  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true}, &unused);
-  const Status status = forward_interaction(
-      context, batch, static_cast<const float*>(dense.data_ptr()), static_cast<int32_t>(dim),
-      static_cast<float*>(out.data_ptr()), parallel_over_tasks);
+  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true});
+  const Status status = status_of([&] {
+    forward_interaction(context, batch, float_data(dense), static_cast<int32_t>(dim),
+                        float_data(out));
+  });
   return {out, offsets, status.code, status.detail};
 }
 
@@ -300,24 +277,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t> lookup_shared_inter
   check_interaction(context, dense);
   const int64_t size = dense.size(0), dim = dense.size(1);
   STD_TORCH_CHECK(first.numel() == size, "internal: a user for every sample");
-  Tensor user_of = pooled_tensor(ScalarType::Long, 8, {size});
+  Tensor user_of = pooled_tensor(ScalarType::Long, {size});
   const SharedBags shared = shared_bags(first, shared_keys, key_of,
                                         static_cast<int64_t*>(user_of.data_ptr()));
   const int64_t common = shared.count(), own = key_of.numel() - common + 1;
   Tensor offsets;
-  Tensor users = pooled_tensor(ScalarType::Float, 4,
+  Tensor users = pooled_tensor(ScalarType::Float,
                                {static_cast<int64_t>(shared.begins.size()) - 1,
                                 common * (common - 1) / 2});
-  Tensor out = pooled_tensor(ScalarType::Float, 4,
-                             {size, dim + own * common + own * (own - 1) / 2});
+  Tensor out = pooled_tensor(ScalarType::Float,
+                               {size, dim + own * common + own * (own - 1) / 2});
   if (!make_offsets(lengths, ids.numel(), &offsets))
     return {users, out, user_of, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
-  int64_t unused = 0;
-  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true}, &unused);
-  const Status status = forward_shared_interaction(
-      context, batch, shared, static_cast<const float*>(dense.data_ptr()), static_cast<int32_t>(dim),
-      static_cast<float*>(users.data_ptr()), static_cast<float*>(out.data_ptr()),
-      parallel_over_tasks);
+  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, size, true});
+  const Status status = status_of([&] {
+    forward_shared_interaction(context, batch, shared, float_data(dense), static_cast<int32_t>(dim),
+                               float_data(users), float_data(out));
+  });
   return {users, out, user_of, offsets, status.code, status.detail};
 }
 
@@ -325,13 +301,10 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
                                                             Tensor offsets, Tensor weights,
                                                             Tensor key_of, int64_t batch_size) {
   Context& context = context_of(handle);
-  int64_t rows = 0;
-  const Batch batch =
-      make_batch(context, {ids, offsets, key_of, weights, batch_size, true}, &rows);
+  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, true});
   Tensor out = torch::stable::new_zeros(weights, {ids.numel()});
   const Status status =
-      weight_gradient(context, batch, static_cast<const float*>(grad.data_ptr()),
-                      static_cast<float*>(out.data_ptr()), parallel_over_tasks);
+      status_of([&] { weight_gradient(context, batch, float_data(grad), float_data(out)); });
   return {out, status.code, status.detail};
 }
 
@@ -352,24 +325,21 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
     context.tables[t].optimizer = optimizer_args(x);
     context.tables[t].rounding = rounding_key(x);
   }
-  int64_t rows = 0;
-  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, &rows);
+  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled});
   // The output's layout, but for a gradient that is a slice of wider rows.
-  if (rows > 0) batch.out_stride = grad.stride(0);
-  Resolved resolved;
-  if (addresses.has_value()) {
-    resolved = resolved_batch(batch, *addresses, order);
-    batch.resolved = &resolved;
-  }
-  const float* gradients = static_cast<const float*>(grad.data_ptr());
-  const Status status = updates ? backward(context, batch, gradients,
-                                           static_cast<float>(gradient_scale), parallel_over_tasks)
-                                : leave(context, batch, gradients, parallel_over_tasks);
+  if (batch.num_rows > 0) batch.out_stride = grad.stride(0);
+  const std::optional<Resolved> resolved = resolved_batch(batch, addresses, order);
+  batch.resolved = resolved ? &*resolved : nullptr;
+  const float* gradients = float_data(grad);
+  const Status status = status_of([&] {
+    if (!updates) return leave(context, batch, gradients);
+    backward(context, batch, gradients, static_cast<float>(gradient_scale));
+  });
   return {status.code, status.detail};
 }
 
 // See `refuse` in host/context.h.
-void lookup_refuse(int64_t handle) { refuse(context_of(handle), parallel_over_tasks); }
+void lookup_refuse(int64_t handle) { refuse(context_of(handle)); }
 
 // Forgets the parts of a batch that were exchanged since the last update.
 void lookup_forget(int64_t handle) { context_of(handle).num_left = 0; }
@@ -403,10 +373,7 @@ int64_t collapse_segment(int64_t address, int64_t bytes) {
 // View [rows, columns] of mapped memory, elements of a `RowType`; the caller keeps the mapping alive.
 Tensor segment_view(int64_t address, int64_t rows, int64_t columns, int64_t type) {
   constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
-  const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
-  return torch::stable::from_blob(
-      reinterpret_cast<void*>(address), {sizes, 2}, {strides, 2},
-      torch::stable::Device(torch::headeronly::DeviceType::CPU), kTypes[type]);
+  return tensor_at(reinterpret_cast<void*>(address), {rows, columns}, kTypes[type], kHostMemory);
 }
 
 std::string kernel_name() { return kernels().name; }

@@ -12,21 +12,15 @@
 
 namespace oper::host {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 struct Owned {
   Context context;
   std::vector<Tensor> keep_alive;  // head maps, referenced and not copied
 };
 
-Handles<Owned>& contexts();
+inline Handles<Owned>& contexts() { return all_handles<Owned>(); }
 inline Context& context_of(int64_t handle) { return contexts().at(handle).context; }
 
-// A tensor from the pool of `host/memory.h`, `item` bytes an element; not cleared.
-Tensor pooled_tensor(ScalarType type, size_t item, std::vector<int64_t> sizes);
-
-// A `ParallelFor` of torch's threads.
-void parallel_over_tasks(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument);
+// A tensor of float32, int32, int64 or bytes from the pool of `host/memory.h`; not cleared.
+Tensor pooled_tensor(ScalarType type, const std::vector<int64_t>& sizes);
 
 }  // namespace oper::host

@@ -9,11 +9,7 @@
 namespace oper::host {
 namespace {
 
-Handles<Sockets>& all_sockets() {
-  // Never freed: other threads may still be in an operator when the process ends.
-  static auto* instance = new Handles<Sockets>;
-  return *instance;
-}
+Handles<Sockets>& all_sockets() { return all_handles<Sockets>(); }
 
 // `connections`: file descriptors by rank, -1 for this one.
 int64_t sockets_open(std::vector<int64_t> connections) {

@@ -1,8 +1,5 @@
 // torch operators for samples that share bags: each distinct bag is pooled once, and its row then stands for
 // all samples that have it.
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstring>
 #include <vector>
 
@@ -54,7 +51,7 @@ int64_t kind_of_rows(Tensor rows, std::vector<int64_t> limits) {
   bool are_own = true;
   for (int64_t f = 0; f < features; ++f) {
     const int64_t* row = int64_data(rows) + f * count;
-    const auto limit = static_cast<uint64_t>(limits[static_cast<size_t>(f)]);
+    const auto limit = static_cast<uint64_t>(limits[f]);
     bool is_outside = false;
     for (int64_t b = 0; b < count; ++b) {
       is_outside |= static_cast<uint64_t>(row[b]) >= limit;
@@ -69,9 +66,9 @@ int64_t kind_of_rows(Tensor rows, std::vector<int64_t> limits) {
 Tensor spread_rows(Tensor pooled, Tensor rows, std::vector<int64_t> ends) {
   const Samples samples = samples_of(pooled, rows, std::move(ends));
   const int64_t columns = samples.columns();
-  Tensor out = pooled_tensor(ScalarType::Float, 4, {samples.count, columns});
-  const auto* from = static_cast<const float*>(pooled.data_ptr());
-  auto* to = static_cast<float*>(out.data_ptr());
+  Tensor out = pooled_tensor(ScalarType::Float, {samples.count, columns});
+  const float* from = float_data(pooled);
+  float* to = float_data(out);
   torch::stable::parallel_for(0, samples.count, kSamples, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b)
       samples.of(b, 0, samples.features(), [&](int64_t row, int64_t first, int64_t last) {
@@ -87,9 +84,9 @@ Tensor spread_rows(Tensor pooled, Tensor rows, std::vector<int64_t> ends) {
 Tensor gather_rows(Tensor gradient, Tensor rows, std::vector<int64_t> ends, int64_t num_rows) {
   const Samples samples = samples_of(gradient, rows, std::move(ends));
   const int64_t columns = samples.columns();
-  Tensor out = pooled_tensor(ScalarType::Float, 4, {num_rows, columns});
-  const auto* from = static_cast<const float*>(gradient.data_ptr());
-  auto* to = static_cast<float*>(out.data_ptr());
+  Tensor out = pooled_tensor(ScalarType::Float, {num_rows, columns});
+  const float* from = float_data(gradient);
+  float* to = float_data(out);
   std::memset(to, 0, sizeof(float) * static_cast<size_t>(num_rows * columns));
   const int64_t grain = samples.count < kSamples ? samples.features() : 1;
   torch::stable::parallel_for(0, samples.features(), grain, [&](int64_t begin, int64_t end) {

@@ -2,6 +2,7 @@
 // (KernelMaps), as both back ends read them.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <vector>
 
@@ -31,23 +32,57 @@ enum RefreshColumn {
 struct Description {
   const int64_t *tables, *owner_begin, *tiers, *maps, *features, *refreshes, *touched, *squares,
       *outboxes;
-  int64_t num_tables, num_tiers, num_maps, num_features, num_refreshes;
+  int64_t num_tables, num_maps, num_features, num_refreshes;
   std::vector<const void*> heads;  // where kernels read them: words, positions of each head
   std::vector<int64_t> head_sizes;
   int64_t outbox_bytes;
   int32_t rank, world_size;
 
   const int64_t* table(int64_t t) const { return tables + t * kTableWidth; }
+  // First home key of each rank's rows of a table, and the end; [W + 1].
+  const int64_t* owners(int64_t t) const { return owner_begin + t * (world_size + 1); }
+  int64_t num_slots(int64_t t, int64_t rank) const {
+    return owners(t)[rank + 1] - owners(t)[rank];
+  }
+  // Tiers of a table by its read or home maps (`which`: kReadAt, kHomeAt). `at`: where kernels read the
+  // maps, int64 [2, num_maps], bases and steps.
+  std::vector<TierMap> tier_maps(int64_t t, TierColumn which, const int64_t* at) const {
+    std::vector<TierMap> found;
+    for (int64_t k = table(t)[kTierBegin]; k < table(t)[kTierEnd]; ++k) {
+      const int64_t* x = tiers + k * kTierWidth;
+      const int64_t* bases = at + x[which];
+      const uint64_t period = static_cast<uint64_t>(x[which + 1]);
+      found.push_back({x[kStart], x[which + 1],
+                       std::has_single_bit(period) ? std::countr_zero(period) : -1,
+                       (uint64_t{1} << 63) / period + 1, bases, bases + num_maps});
+    }
+    return found;
+  }
+  // By tier: whether it is pushed.
+  std::vector<uint8_t> pushes(int64_t t) const {
+    std::vector<uint8_t> found;
+    for (int64_t k = table(t)[kTierBegin]; k < table(t)[kTierEnd]; ++k)
+      found.push_back(tiers[k * kTierWidth + kPush] != 0);
+    return found;
+  }
+  bool is_piece(int64_t t) const { return table(t)[kDim] != table(t)[kRowColumns]; }
+  // The column pieces of a row, in the order of columns; empty where it is in one.
+  std::vector<int32_t> pieces(int64_t t) const {
+    std::vector<int32_t> found;
+    for (int64_t p = 0; p < num_tables && is_piece(t); ++p)
+      if (table(p)[kLogical] == table(t)[kLogical]) found.push_back(static_cast<int32_t>(p));
+    return found;
+  }
   HeadMap head_map(int64_t t) const {
     const int64_t k = table(t)[kHead];
     if (k < 0) return {nullptr, nullptr, 0};
-    return {static_cast<const uint64_t*>(heads[static_cast<size_t>(k)]), head(k + 1),
-            head_sizes[static_cast<size_t>(k) + 1]};
+    return {static_cast<const uint64_t*>(heads[k]), head(k + 1),
+            head_sizes[k + 1]};
   }
   HeadIds head_ids(int64_t t) const {
     const int64_t k = table(t)[kHeadIds];
     if (k < 0) return {nullptr, nullptr, 0};
-    return {head(k), head(k + 1), head_sizes[static_cast<size_t>(k)]};
+    return {head(k), head(k + 1), head_sizes[k]};
   }
   Refresh refresh(int64_t k) const {
     const int64_t* x = refreshes + k * kRefreshWidth;
@@ -58,23 +93,9 @@ struct Description {
 
  private:
   const uint32_t* head(int64_t k) const {
-    return static_cast<const uint32_t*>(heads[static_cast<size_t>(k)]);
+    return static_cast<const uint32_t*>(heads[k]);
   }
 };
-
-// `maps`: int64 [2, num_maps], bases and steps; `at`: where this tier's begin.
-inline TierMap tier_map(const int64_t* maps, int64_t num_maps, int64_t start, int64_t at,
-                        int64_t period) {
-  TierMap tier;
-  tier.start = start;
-  tier.period = period;
-  tier.shift =
-      (period & (period - 1)) == 0 ? __builtin_ctzll(static_cast<uint64_t>(period)) : -1;
-  tier.magic = (uint64_t{1} << 63) / static_cast<uint64_t>(period) + 1;
-  tier.base = maps + at;
-  tier.step = maps + num_maps + at;
-  return tier;
-}
 
 // One row of the optimizers' float64 [T, kOptimizerWidth].
 inline OptimizerArgs optimizer_args(const double* x) {

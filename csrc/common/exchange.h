@@ -30,6 +30,22 @@ struct Status {
   int64_t detail = -1;
 };
 
+// Throws what is not ok.
+inline void raise(const Status& status) {
+  if (status.code != 0) throw status;
+}
+
+// What `body` has thrown, or ok.
+template <class Body>
+Status status_of(Body body) {
+  try {
+    body();
+    return {};
+  } catch (const Status& status) {
+    return status;
+  }
+}
+
 // Sends segment r of `send` to rank r and receives segment r of `recv` from it; segments lie in rank
 // order, sizes in bytes. `phase` is a CollectivePhase. Returns 0, or anything else after an error, which the
 // caller keeps.
@@ -160,7 +176,7 @@ class Messages {
   }
   int32_t world_size() const { return static_cast<int32_t>(setup_.near.size()); }
   bool is_near(int32_t rank) const { return setup_.near[rank]; }
-  const Table& table(int64_t t) const { return setup_.tables[static_cast<size_t>(t)]; }
+  const Table& table(int64_t t) const { return setup_.tables[t]; }
   CollectivePhase phase() const { return phase_; }  // that is under way
   int32_t round() const { return round_; }  // of squares in this backward pass
 
@@ -178,8 +194,8 @@ class Messages {
   std::vector<int64_t> last_phases() const {
     std::vector<int64_t> found;
     for (int32_t r = 0; r < world_size(); ++r) {
-      const uint32_t* head = heads_in_.data() + r * head_width_;
-      found.insert(found.end(), {head[kSequence], head[kPhase], head[kCollection]});
+      const Head& head = head_from(r);
+      found.insert(found.end(), {head.sequence, head.phase, head.collection});
     }
     return found;
   }
@@ -208,20 +224,14 @@ class Messages {
     const int32_t W = world_size();
     weighted_ = weighted;
     ++sequence_;
-    for (int32_t r = 0; r < W; ++r) {
-      uint32_t* head = heads_out_.data() + r * head_width_;
-      head[kPhase] = static_cast<uint32_t>(phase_);
-      head[kSequence] = sequence_;
-      head[kCode] = static_cast<uint32_t>(mine.code);
-      head[kCulprit] = static_cast<uint32_t>(mine.detail);
-      head[kWeighted] = weighted;
-      head[kWire] = wire();
-      head[kCollection] = setup_.collection;
-    }
+    const Head head{static_cast<uint32_t>(phase_), sequence_, static_cast<uint32_t>(mine.code),
+                    static_cast<uint32_t>(mine.detail), weighted, wire(), setup_.collection, 0};
+    for (int32_t r = 0; r < W; ++r)
+      *reinterpret_cast<Head*>(heads_out_.data() + r * head_width_) = head;
     const std::vector<int64_t> bytes(static_cast<size_t>(W), head_width_ * 4);
     if (transfer(heads_out_.data(), bytes.data(), heads_in_.data(), bytes.data()) != 0)
       return {7, -1};
-    for (int32_t r : far) sent_bytes[static_cast<size_t>(kSentHeaders * W + r)] += head_width_ * 4;
+    for (int32_t r : far) sent_bytes[kSentHeaders * W + r] += head_width_ * 4;
     return mine.code != 0 ? mine : look_at_heads();
   }
   // What received slots must be below, or 0: `content` is something else.
@@ -253,7 +263,7 @@ class Messages {
           const int64_t there = shape.wire_bytes(out), back = shape.wire_bytes(in);
           x.sent += there;
           x.send_bytes[r] += there;
-          sent_bytes[static_cast<size_t>(shape.kind * W + r)] += there;
+          sent_bytes[shape.kind * W + r] += there;
           x.received += back;
           x.recv_bytes[r] += back;
           x.expanded += aligned(in * shape.unit, setup_.alignment);
@@ -267,13 +277,19 @@ class Messages {
   // As oper/shmem/exchange/host.py packs them too. Heads are of whole kHeadUnit words, so that ranks
   // which meet with different tables, or for different things, can tell who is elsewhere: of a message
   // of another size than expected the transport can only say that it is one.
-  enum Head { kPhase, kSequence, kCode, kCulprit, kWeighted, kWire, kCollection, kSpare, kHeadWidth };
+  struct Head {
+    uint32_t phase, sequence, code, culprit, weighted, wire, collection, spare;
+  };
+  static constexpr int64_t kHeadWidth = sizeof(Head) / 4;
   static constexpr int64_t kHeadUnit = 256;
   // What a rank was asked for in the last forward pass, and has to answer.
   struct Asked {
     uint32_t num_bags = 0, num_rows = 0;
   };
 
+  const Head& head_from(int32_t peer) const {
+    return *reinterpret_cast<const Head*>(heads_in_.data() + peer * head_width_);
+  }
   static int64_t aligned(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
   // Both directions' bits, for the head.
   uint32_t wire() const {
@@ -283,7 +299,7 @@ class Messages {
     return static_cast<size_t>(peer * num_tables_ + table);
   }
   bool is_weighted(int32_t peer) const {
-    return heads_in_[static_cast<size_t>(peer * head_width_ + kWeighted)] != 0;
+    return head_from(peer).weighted != 0;
   }
   static int64_t number(const Shape& shape, const uint32_t* counts, bool has_weights) {
     const uint32_t n = counts[shape.count];
@@ -328,19 +344,19 @@ class Messages {
     const int32_t W = world_size();
     Status found;
     for (int32_t r = W - 1; r >= 0; --r) {
-      const uint32_t* head = heads_in_.data() + r * head_width_;
-      if (head[kCode] == 0) continue;
-      const bool by_another = (head[kCode] == 1 || head[kCode] == 2 || head[kCode] == 6) &&
-                              head[kCulprit] < static_cast<uint32_t>(W);
-      found = {by_another ? static_cast<int64_t>(head[kCode]) : 6,
-               by_another ? static_cast<int32_t>(head[kCulprit]) : r};
+      const Head& head = head_from(r);
+      if (head.code == 0) continue;
+      const bool by_another = (head.code == 1 || head.code == 2 || head.code == 6) &&
+                              head.culprit < static_cast<uint32_t>(W);
+      found = {by_another ? static_cast<int64_t>(head.code) : 6,
+               by_another ? static_cast<int32_t>(head.culprit) : r};
       if (!by_another) break;  // the one that all the others speak of
     }
     if (found.code != 0) return found;
     for (int32_t r = 0; r < W; ++r) {
-      const uint32_t* head = heads_in_.data() + r * head_width_;
-      if (head[kPhase] != static_cast<uint32_t>(phase_) || head[kSequence] != sequence_ ||
-          head[kCollection] != setup_.collection || head[kWire] != wire())
+      const Head& head = head_from(r);
+      if (head.phase != static_cast<uint32_t>(phase_) || head.sequence != sequence_ ||
+          head.collection != setup_.collection || head.wire != wire())
         return {8, r};
     }
     for (int32_t r : far)

@@ -2,14 +2,17 @@
 // integers, and what they ask of a batch.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -18,6 +21,7 @@
 namespace oper {
 
 using torch::headeronly::ScalarType;
+using torch::stable::Device;
 using torch::stable::Tensor;
 
 // Objects that Python holds by number.
@@ -25,7 +29,7 @@ template <class Object>
 class Handles {
  public:
   // `first`: their lowest number, so that one back end's are not taken for another's.
-  explicit Handles(int64_t first = 1) : next_(first) {}
+  explicit Handles(int64_t first) : next_(first) {}
   int64_t add(std::shared_ptr<Object> object) {
     std::lock_guard<std::mutex> lock(mutex_);
     objects_[next_] = std::move(object);
@@ -50,12 +54,37 @@ class Handles {
   int64_t next_;
 };
 
+// The ones of a process, numbered from `first`. Never freed: other threads may still be in an operator
+// when the process ends.
+template <class Object, int64_t first = 1>
+Handles<Object>& all_handles() {
+  static auto* instance = new Handles<Object>(first);
+  return *instance;
+}
+
 inline const int64_t* int64_data(const Tensor& tensor) {
   STD_TORCH_CHECK(
       tensor.scalar_type() == ScalarType::Long && tensor.is_contiguous(),
       "internal: expected a contiguous int64 tensor");
   return static_cast<const int64_t*>(tensor.data_ptr());
 }
+
+inline float* float_data(const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float, "internal: expected float32");
+  return static_cast<float*>(tensor.data_ptr());
+}
+
+// Contiguous, of memory that `deleter` gives back or, without one, the caller keeps.
+template <class... Deleter>
+Tensor tensor_at(void* data, const std::vector<int64_t>& sizes, ScalarType type, Device device,
+                 Deleter... deleter) {
+  std::vector<int64_t> strides(sizes.size());
+  std::exclusive_scan(sizes.rbegin(), sizes.rend(), strides.rbegin(), int64_t{1},
+                      std::multiplies<>{});
+  return torch::stable::from_blob(data, {sizes.data(), sizes.size()},
+                                  {strides.data(), strides.size()}, device, type, deleter...);
+}
+inline const Device kHostMemory(torch::headeronly::DeviceType::CPU);
 
 // What Python tells of a rank's tables: `arrays` and `heads` of KernelMaps, which the caller keeps.
 inline Description description_of(int64_t rank, int64_t world_size,
@@ -68,7 +97,6 @@ inline Description description_of(int64_t rank, int64_t world_size,
   STD_TORCH_CHECK(arrays.size() == std::size(places), "internal: not the arrays of KernelMaps");
   for (size_t k = 0; k < arrays.size(); ++k) *places[k] = int64_data(arrays[k]);
   d.num_tables = arrays[0].size(0);
-  d.num_tiers = arrays[2].size(0);
   d.num_maps = arrays[3].numel() / 2;
   d.num_features = arrays[4].size(0);
   d.num_refreshes = arrays[5].size(0);
@@ -82,7 +110,9 @@ inline Description description_of(int64_t rank, int64_t world_size,
   return d;
 }
 
-constexpr int64_t kBadBatch = 10;  // status of a batch that is not what `is_fit` asks for
+// Status codes of batches, after those of `Status`.
+constexpr int64_t kBadLengths = 5;  // a negative length, or lengths do not add up to the ids
+constexpr int64_t kBadBatch = 10;   // not what `is_fit` asks for
 
 inline bool is_vector(const Tensor& value) {
   return value.dim() == 1 && value.is_contiguous();

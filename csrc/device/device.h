@@ -39,9 +39,6 @@ struct RowClass {
   int32_t group_lanes() const { return lanes > 0 ? lanes : 32; }
 };
 
-// Lanes and vectors for rows of `dim` columns (1 to 1,024).
-void choose_shape(RowClass& row_class, int32_t dim);
-
 // As HomeTier in csrc/common/home_tiers.h.
 struct HomePart {
   int64_t slot_begin, slot_end, start, period;
@@ -234,6 +231,14 @@ struct Output {
 
 // ---- steps; what CUDA refuses is thrown ----------------------------------------------------------
 
+// What all steps of a rank take.
+struct Launch {
+  const View& view;
+  const std::vector<RowClass>& classes;
+  const UpdateArgs* optimizers;  // [T] in the order of keys
+  cudaStream_t stream;
+};
+
 // Copies of the rows of peers that a batch reads, each once. `plan.places` says which pairs have one.
 struct Staging {
   char* data;     // null: none
@@ -243,9 +248,8 @@ constexpr int64_t kStagingUnit = 16;
 constexpr uint32_t kNotStaged = ~0u;
 // No row is staged yet; before the others.
 void clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t stream);
-void stage(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
-                  const BatchPlan& plan, const Staging& staging, bool skip_pushed,
-                  cudaStream_t stream);
+void stage(const Launch& on, const Batch& batch, const BatchPlan& plan, const Staging& staging,
+           bool skip_pushed);
 
 // Rows of other memory domains, as they were received: ranges of runs of the batch plan.
 struct FarRows {
@@ -256,8 +260,8 @@ struct FarRows {
   const char* rows;
 };
 // Copies them to where aligned loads find them.
-void place_far_rows(const View& view, const BatchPlan& plan, const FarRows& far,
-                           const Staging& staging, cudaStream_t stream);
+void place_far_rows(const Launch& on, const BatchPlan& plan, const FarRows& far,
+                    const Staging& staging);
 
 // Arrays of numbers that go into a message, side by side, or come out of one. In this rank's memory
 // their entries lie side by side, too, or where `kRows` says.
@@ -278,24 +282,19 @@ void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream
 
 // Pools every bag. `skip_pushed`: leave out rows of pushed tiers, and do not divide the means of
 // tables that have such tiers.
-void pool(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
-                 const BatchPlan& plan, const Output& out, const Staging& staging,
-                 bool skip_pushed, cudaStream_t stream);
+void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Output& out,
+          const Staging& staging, bool skip_pushed);
 // Only feature_begin, output_begin and tile_begin; `pool` of an unpooled batch needs them.
-void lay_out_features(const View& view, const Batch& batch, const BatchPlan& plan,
-                             cudaStream_t stream);
+void lay_out_features(const Launch& on, const Batch& batch, const BatchPlan& plan);
 // Gradient of the per-sample weights, float [num_ids].
-void weight_gradient(const View& view, const Batch& batch, const BatchPlan& plan,
-                            const Gradient& grad, float* out, const Staging& staging,
-                            cudaStream_t stream);
+void weight_gradient(const Launch& on, const Batch& batch, const BatchPlan& plan, const Gradient& grad,
+                     float* out, const Staging& staging);
 
-void make_plan(const View& view, int64_t num_keys, const Batch& batch, BatchPlan& plan,
-               cudaStream_t stream);
+void make_plan(const Launch& on, int64_t num_keys, const Batch& batch, BatchPlan& plan);
 
 // Sums gradients by row. One rank: and updates; else into the outbox.
-void reduce(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
-                   const BatchPlan& plan, const Gradient& grad, const LongRuns& long_runs,
-                   const UpdateArgs* optimizers, bool update_at_once, cudaStream_t stream);
+void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const Gradient& grad,
+            const LongRuns& long_runs, bool update_at_once);
 
 // What all ranks left for this one: entries, in chains of those of one row. Entry number
 // r * capacity + i is the i-th of rank r's list.
@@ -306,25 +305,21 @@ struct Inbox {
   uint32_t* next;       // [W * capacity] another entry of the same row, or kNoEntry
   uint32_t* heads;      // [own rows] an entry of the row; kNoEntry between steps
   int64_t capacity;     // entries of one rank
+  int64_t bytes;        // of all this
 };
-void collect(const View& view, const Inbox& inbox, cudaStream_t stream);
+void collect(const Launch& on, const Inbox& inbox);
 // Sums of squares of merged gradients, for column pieces under row-wise optimizers.
 // `round`: row-wise clipping needs them of the gradients as merged (round 0) before the optimizer
 // needs them of the clipped ones.
-void merge_squares(const View& view, const std::vector<RowClass>& classes,
-                          const Inbox& inbox, float gradient_scale,
-                          const UpdateArgs* optimizers, int32_t round, cudaStream_t stream);
-void merge_and_update(const View& view, const std::vector<RowClass>& classes,
-                             const Inbox& inbox, float gradient_scale,
-                             const UpdateArgs* optimizers, cudaStream_t stream);
+void merge_squares(const Launch& on, const Inbox& inbox, float gradient_scale, int32_t round);
+void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale);
 // Copies updated rows of replicated tiers into this rank's copies.
-void refresh(const View& view, cudaStream_t stream);
+void refresh(const Launch& on);
 
 // Waits until all ranks have come as often as this one. `pads`: [W] each rank's words, of which
 // rank r writes word r; `epoch`: this rank's count, in its own memory.
-void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
-                            int32_t world_size, int64_t deadline_ms, const ErrorSink& error,
-                            cudaStream_t stream);
+void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank, int32_t world_size,
+                     int64_t deadline_ms, const ErrorSink& error, cudaStream_t stream);
 
 // Push: what a reader asks of the owners, in its symmetric memory.
 struct RequestHeader {
@@ -337,13 +332,10 @@ struct PushPlan : SortedPairs {  // keys of 64 bits
   int64_t request_bytes, partial_bytes;
   uint32_t* slots;
 };
-void publish_requests(const View& view, const Batch& batch, const BatchPlan& plan,
-                      PushPlan& push, cudaStream_t stream);
-void pool_for_readers(const View& view, const std::vector<RowClass>& classes,
-                             const PushPlan& push, cudaStream_t stream);
-void add_partials(const View& view, const std::vector<RowClass>& classes,
-                         const Batch& batch, const BatchPlan& plan, const PushPlan& push,
-                         const Output& out, cudaStream_t stream);
+void publish_requests(const Launch& on, const Batch& batch, const BatchPlan& plan, PushPlan& push);
+void pool_for_readers(const Launch& on, const PushPlan& push);
+void add_partials(const Launch& on, const Batch& batch, const BatchPlan& plan, const PushPlan& push,
+                  const Output& out);
 
 // ---- sort.cu ------------------------------------------------------------------------------------
 
@@ -360,8 +352,8 @@ struct Lengths {
   bool are_32_bit;
   int64_t count, num_ids;
 };
-void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch,
-                        int64_t scratch_bytes, const ErrorSink& error, cudaStream_t stream);
+void sum_lengths(const Lengths& lengths, int64_t* bounds, void* scratch, int64_t scratch_bytes,
+                 const ErrorSink& error, cudaStream_t stream);
 
 // Blocks of `per_block` groups for `groups` of them, at most what keeps the device busy.
 int blocks_for(int64_t groups, int64_t per_block);

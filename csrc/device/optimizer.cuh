@@ -27,6 +27,16 @@ OPER_DEVICE int64_t id_at_position(const Table& table, int64_t position) {
          });
 }
 
+// A row of shared memory for each group of a block: floats of one, of all of them, and this group's.
+template <class Shape>
+constexpr int kRowFloats = Shape::G * Shape::V * Shape::E;
+template <class Shape>
+constexpr int kBufferFloats = 256 / Shape::G * kRowFloats<Shape>;
+template <class Shape>
+OPER_DEVICE float* group_buffer(float* buffers) {
+  return buffers + threadIdx.x / Shape::G * kRowFloats<Shape>;
+}
+
 template <class Shape>
 class RowOptimizer {
  public:

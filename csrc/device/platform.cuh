@@ -7,8 +7,6 @@
 #if defined(OPER_EMULATED)
 #include "emulation.h"
 #else
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 // `kernel`: in parentheses where its name has a comma. Throws what the launch has met.
 #define OPER_LAUNCH(kernel, grid, block, stream, ...)                \

@@ -9,6 +9,7 @@
 
 #include <climits>
 
+#include "host/counters/phases.h"
 #include "host/faults.h"
 
 namespace oper::host {
@@ -17,11 +18,7 @@ namespace {
 constexpr uint32_t kRefuses = 1u << 31;  // beside the phase
 constexpr int64_t kSliceMs = 100;  // how often a waiting rank looks whether its peer still lives
 
-int64_t now_ms() {
-  timespec ts;
-  clock_gettime(CLOCK_MONOTONIC, &ts);
-  return ts.tv_sec * 1000 + ts.tv_nsec / 1000000;
-}
+int64_t now_ms() { return PhaseTimes::now_ns() / 1000000; }
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t seen, int64_t ms) {
   const timespec timeout{ms / 1000, (ms % 1000) * 1000000};
@@ -76,44 +73,34 @@ Barrier::~Barrier() {
   if (mine.absent.compare_exchange_strong(present, kClosed)) futex_wake_all(&mine.epoch);
 }
 
-Barrier::Result Barrier::arrive(uint32_t phase, int32_t* culprit, bool refuses) {
-  if (failed_ == Result::kOk) {
-    reach(FaultPoint::kBarrier);
-    const uint32_t target = ++epoch_;
-    BarrierLine& mine = lines_[rank_];
-    mine.phase[target & 1].store(phase | (refuses ? kRefuses : 0), std::memory_order_relaxed);
-    // seq_cst on both sides: either the waker sees the sleeper or the sleeper sees the epoch.
-    mine.epoch.store(target, std::memory_order_seq_cst);
-    if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&mine.epoch);
-    reach(FaultPoint::kBarrier);  // before and after arrival
-    int32_t other = -1, refused = refuses ? rank_ : -1;  // who came for something else, or for nothing
-    for (int32_t k = 1; k < world_size_ && failed_ == Result::kOk; ++k) {
-      const int32_t peer = (rank_ + k) % world_size_;
-      failed_ = wait_for(peer, target);
-      if (failed_ != Result::kOk) culprit_ = peer;
-      const uint32_t word = lines_[peer].phase[target & 1].load(std::memory_order_relaxed);
-      if ((word & ~kRefuses) != phase) other = peer;
-      if ((word & kRefuses) != 0 && (refused < 0 || peer < refused)) refused = peer;
-    }
-    // A peer that has given up while this rank still waited for another one updates nothing: this rank
-    // must not, either. Whoever gives up looks afterwards who had arrived (oper/shmem/counters/progress.py):
-    // of the two at least one sees the other.
-    for (int32_t r = 0; r < world_size_ && failed_ == Result::kOk; ++r) {
-      if (r == rank_ || lines_[r].absent.load(std::memory_order_seq_cst) != kGaveUp) continue;
-      failed_ = Result::kPeerGaveUp;
-      culprit_ = r;
-    }
-    // Only when all are there do all of them see the same words.
-    if (failed_ == Result::kOk && other >= 0) {
-      failed_ = Result::kOtherPhase;
-      culprit_ = other;
-    }
-    if (failed_ == Result::kOk && refused >= 0) {
-      *culprit = refused;
-      return Result::kRefused;
-    }
+Status Barrier::arrive(uint32_t phase, bool refuses) {
+  if (failed_.code != kOk) return failed_;
+  reach(FaultPoint::kBarrier);
+  const uint32_t target = ++epoch_;
+  BarrierLine& mine = lines_[rank_];
+  mine.phase[target & 1].store(phase | (refuses ? kRefuses : 0), std::memory_order_relaxed);
+  // seq_cst on both sides: either the waker sees the sleeper or the sleeper sees the epoch.
+  mine.epoch.store(target, std::memory_order_seq_cst);
+  if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&mine.epoch);
+  reach(FaultPoint::kBarrier);  // before and after arrival
+  int32_t other = -1, refused = refuses ? rank_ : -1;  // who came for something else, or for nothing
+  for (int32_t k = 1; k < world_size_ && failed_.code == kOk; ++k) {
+    const int32_t peer = (rank_ + k) % world_size_;
+    if (const Result found = wait_for(peer, target); found != kOk) failed_ = {found, peer};
+    const uint32_t word = lines_[peer].phase[target & 1].load(std::memory_order_relaxed);
+    if ((word & ~kRefuses) != phase) other = peer;
+    if ((word & kRefuses) != 0 && (refused < 0 || peer < refused)) refused = peer;
   }
-  *culprit = culprit_;
+  // A peer that has given up while this rank still waited for another one updates nothing: this rank
+  // must not, either. Whoever gives up looks afterwards who had arrived (oper/shmem/counters/progress.py):
+  // of the two at least one sees the other.
+  for (int32_t r = 0; r < world_size_ && failed_.code == kOk; ++r) {
+    if (r == rank_ || lines_[r].absent.load(std::memory_order_seq_cst) != kGaveUp) continue;
+    failed_ = {kPeerGaveUp, r};
+  }
+  // Only when all are there do all of them see the same words.
+  if (failed_.code == kOk && other >= 0) failed_ = {kOtherPhase, other};
+  if (failed_.code == kOk && refused >= 0) return {kRefused, refused};
   return failed_;
 }
 
@@ -122,9 +109,7 @@ void Barrier::give_up(int64_t verdict) {
   if (verdict != 0) mine.verdict.store(verdict, std::memory_order_seq_cst);
   mine.absent.store(kGaveUp, std::memory_order_seq_cst);
   futex_wake_all(&mine.epoch);
-  if (failed_ != Result::kOk) return;
-  failed_ = Result::kPeerGaveUp;
-  culprit_ = rank_;
+  if (failed_.code == kOk) failed_ = {kPeerGaveUp, rank_};
 }
 
 void Barrier::note_update(bool begins) {
@@ -149,8 +134,8 @@ Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
   // A peer that arrived here and gave up, since somebody came too late, goes no further: nor does
   // this rank, which would update rows that the peer never will.
   const auto here = [&] {
-    return line.absent.load(std::memory_order_relaxed) == kGaveUp ? Result::kPeerGaveUp
-                                                                 : Result::kOk;
+    return line.absent.load(std::memory_order_relaxed) == kGaveUp ? kPeerGaveUp
+                                                                 : kOk;
   };
   for (int i = 0; i < spins_; ++i) {
     if (reached(line.epoch.load(std::memory_order_acquire), target)) return here();
@@ -166,18 +151,18 @@ Barrier::Result Barrier::wait_for(int32_t peer, uint32_t target) {
     line.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (reached(line.epoch.load(std::memory_order_acquire), target)) return here();
     const uint32_t absent = line.absent.load(std::memory_order_seq_cst);
-    if (absent == kGaveUp) return Result::kPeerGaveUp;
+    if (absent == kGaveUp) return kPeerGaveUp;
     if (absent == kClosed) {
       // It may have arrived just before it closed.
-      if (reached(line.epoch.load(std::memory_order_acquire), target)) return Result::kOk;
-      return Result::kPeerClosed;
+      if (reached(line.epoch.load(std::memory_order_acquire), target)) return kOk;
+      return kPeerClosed;
     }
     if (has_exited(pidfds_[peer])) {
       // It may have arrived just before it ended.
-      if (reached(line.epoch.load(std::memory_order_acquire), target)) return Result::kOk;
-      return Result::kPeerLost;
+      if (reached(line.epoch.load(std::memory_order_acquire), target)) return kOk;
+      return kPeerLost;
     }
-    if (now_ms() - start >= deadline_ms_) return Result::kDeadline;
+    if (now_ms() - start >= deadline_ms_) return kDeadline;
   }
 }
 

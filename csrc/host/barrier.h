@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/exchange.h"
+
 namespace oper::host {
 
 // One cache line pair per rank in the shared control segment, so that waiting ranks do not
@@ -30,7 +32,7 @@ enum Absence : uint32_t { kPresent = 0, kGaveUp = 1, kClosed = 2 };
 
 class Barrier {
  public:
-  enum class Result : int64_t {
+  enum Result : int64_t {
     kOk = 0,
     kPeerLost = 1,
     kDeadline = 2,
@@ -50,10 +52,10 @@ class Barrier {
   Barrier& operator=(const Barrier&) = delete;
 
   // Everything written by any rank before its arrive() is seen by all ranks after theirs. `phase`
-  // says what for, and must be the same on all ranks. On failure `culprit` names the rank that is
+  // says what for, and must be the same on all ranks. Returns a Result and, on failure, the rank that is
   // missing, or one that came for something else. A failed barrier stays failed.
-  // With `refuses` all ranks get kRefused, the lowest one that refuses as culprit, and may go on.
-  Result arrive(uint32_t phase, int32_t* culprit, bool refuses = false);
+  // With `refuses` all ranks get kRefused and the lowest one that refuses, and may go on.
+  Status arrive(uint32_t phase, bool refuses = false);
 
   // This rank will not arrive any more: whoever waits for it fails at once and finds `verdict`.
   void give_up(int64_t verdict = 0);
@@ -73,8 +75,7 @@ class Barrier {
   uint32_t epoch_ = 0;
   int spins_;
   int process_;
-  Result failed_ = Result::kOk;
-  int32_t culprit_ = -1;
+  Status failed_;
 };
 
 }  // namespace oper::host

@@ -5,31 +5,12 @@
 #include <bit>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include "host/exchange/exchange.h"
 #include "host/kernels/kernels.h"
 #include "host/memory.h"
 
 namespace oper::host {
-
-void Scratch::Block::grow(size_t need) {
-  std::free(data);
-  size = need + need / 4;
-  const size_t unit = size >= kHugePage ? kHugePage : 64;
-  const size_t bytes = round_up(size, unit);
-  data = static_cast<char*>(std::aligned_alloc(unit, bytes));
-  if (data == nullptr) {
-    size = 0;
-    throw std::bad_alloc();
-  }
-  // Sorted and gathered in random order: small pages would need more entries than the processor has.
-  if (unit == kHugePage) want_huge(data, bytes);
-}
-
-Scratch::~Scratch() {
-  for (Block& block : blocks_) std::free(block.data);
-}
 
 std::unique_ptr<FlatTiers> flatten(const TableMap& map) {
   if (map.num_tiers > FlatTiers::kTiers) return nullptr;
@@ -51,23 +32,6 @@ std::unique_ptr<FlatTiers> flatten(const TableMap& map) {
   return flat;
 }
 
-Scratch* Context::take_scratch() {
-  std::lock_guard<std::mutex> lock(scratch_mutex_);
-  if (scratch_free_.empty()) {
-    scratch_all_.push_back(
-        std::make_unique<Scratch>(static_cast<int64_t>(tables.size()), world_size));
-    return scratch_all_.back().get();
-  }
-  Scratch* scratch = scratch_free_.back();
-  scratch_free_.pop_back();
-  return scratch;
-}
-
-void Context::give_scratch(Scratch* scratch) {
-  std::lock_guard<std::mutex> lock(scratch_mutex_);
-  scratch_free_.push_back(scratch);
-}
-
 void Context::start_counting() {
   const int64_t W = world_size, T = static_cast<int64_t>(tables.size());
   moved_.assign(static_cast<size_t>(kNumMoved * T * W), 0);
@@ -87,13 +51,12 @@ int64_t Context::traced_bytes() const {
 }
 
 std::vector<int64_t> Context::moved() {
-  std::lock_guard<std::mutex> lock(scratch_mutex_);
   std::vector<int64_t> result = moved_;
   const size_t each = tables.size() * static_cast<size_t>(world_size);
-  for (const auto& scratch : scratch_all_)
+  scratches_.for_all([&](Scratch& scratch) {
     for (Moved kind : {kRows, kWeightRows})
-      for (size_t i = 0; i < each; ++i)
-        result[static_cast<size_t>(kind) * each + i] += scratch->rows_read(kind, 0)[i];
+      for (size_t i = 0; i < each; ++i) result[kind * each + i] += scratch.rows_read(kind, 0)[i];
+  });
   return result;
 }
 
@@ -125,13 +88,12 @@ void Context::take_changes(int64_t table, uint32_t* slots) {
 }
 
 void Context::reset_moved() {
-  std::lock_guard<std::mutex> lock(scratch_mutex_);
   std::fill(moved_.begin(), moved_.end(), 0);
   for (auto& passes : num_passes) passes.store(0);
   const size_t each = tables.size() * static_cast<size_t>(world_size);
-  for (const auto& scratch : scratch_all_)
-    for (Moved kind : {kRows, kWeightRows})
-      std::fill_n(scratch->rows_read(kind, 0), each, 0);
+  scratches_.for_all([&](Scratch& scratch) {
+    for (Moved kind : {kRows, kWeightRows}) std::fill_n(scratch.rows_read(kind, 0), each, 0);
+  });
 }
 
 void Context::reset_outbox() {

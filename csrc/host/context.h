@@ -16,6 +16,7 @@
 #include "host/barrier.h"
 #include "host/counters/phases.h"
 #include "host/counters/traffic.h"
+#include "host/memory.h"
 
 namespace oper::host {
 
@@ -71,7 +72,7 @@ struct Table {
   OptimizerArgs optimizer;           // set for every update
   RoundingKey rounding;              // likewise; for rows of 16-bit elements
   std::vector<int32_t> features;     // features that look up here
-  std::vector<bool> pushes;          // per tier: exchange mode push
+  std::vector<uint8_t> pushes;       // per tier: exchange mode push
   bool is_pushed;                    // any tier is
   // Whether this rank asks owners to pool for it. Not where it owns the whole of a pushed table: its
   // own lookups there are those of a pulled one, with the same bits.
@@ -90,7 +91,7 @@ struct Table {
   // What `leave` has collected for this rank's rows since the last update: by kind (reduced rows, those
   // of pushed tiers) and part of the batch, in order. Parts beyond Context::num_left are memory to reuse.
   std::vector<PushedRows> left[2];
-  bool has_replicas;
+  bool has_replicas = false;
   std::vector<uint32_t*> touched;    // per rank: [0] = count, then updated replicated slots
   std::vector<std::pair<uint32_t, uint32_t>> replicated_slots;  // ranges on this rank
   int32_t index;  // in the context
@@ -150,10 +151,8 @@ class Scratch {
  public:
   template <class T>
   T* get(int slot, int64_t count) {
-    Block& block = blocks_[slot];
-    const size_t need = static_cast<size_t>(count) * sizeof(T) + 64;
-    if (block.size < need) block.grow(need);
-    return reinterpret_cast<T*>(block.data);
+    return reinterpret_cast<T*>(
+        blocks_[slot].get(count * static_cast<int64_t>(sizeof(T)) + 64));
   }
   // Rows that this thread has read, by kind (kRows, kWeightRows), table and owner.
   int64_t* rows_read(Moved kind, int32_t table) {
@@ -164,17 +163,9 @@ class Scratch {
       : num_tables_(num_tables),
         world_size_(world_size),
         rows_read_(static_cast<size_t>(2 * num_tables * world_size)) {}
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch();
 
  private:
-  struct Block {
-    char* data = nullptr;
-    size_t size = 0;
-    void grow(size_t need);
-  };
-  Block blocks_[6];
+  Buffer blocks_[6];
   int64_t num_tables_, world_size_;
   std::vector<int64_t> rows_read_;
 };
@@ -188,7 +179,8 @@ struct OutboxHeader {
 struct OutboxTable {
   int64_t slots_offset;  // bytes from the start of the outbox, uint32 [n]
   int64_t rows_offset;   // bytes from the start of the outbox, float [n, dim]
-  // followed by int64 begin[W + 1]: entries of owner r are [begin[r], begin[r + 1])
+  // int64 [W + 1], behind this: entries of owner r are [begin[r], begin[r + 1]).
+  int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }
 };
 
 // What a rank asks of the owners of pushed rows: the slots of its ids and the bags they belong to,
@@ -197,7 +189,7 @@ struct RequestTable {
   int64_t slots_offset, bags_offset;  // uint32 [n]
   int64_t weights_offset;             // float [n], 0 = none
   int64_t gradients_offset;           // float [bags, dim], backward only
-  // followed by int64 begin[W + 1]
+  int64_t* begin() { return reinterpret_cast<int64_t*>(this + 1); }  // likewise
 };
 
 // What an owner pooled for one reader: the bags it holds rows of, ascending, and their sums.
@@ -249,37 +241,39 @@ struct Context {
   void take_changes(int64_t table, uint32_t* slots);
   // Once tables and outboxes are known.
   void start_counting();
-  Scratch* take_scratch();
-  void give_scratch(Scratch* scratch);
-  int64_t outbox_entry_bytes() const {
-    return static_cast<int64_t>(sizeof(OutboxTable)) + 8 * (world_size + 1);
-  }
+  auto borrow_scratch() { return scratches_.borrow(num_tables(), int64_t{world_size}); }
   // The outbox is one range of addresses: headers; what is written before an exchange (reduced
   // rows, requests); and, in its second half, partial sums, which a slow reader may still read
   // while the next backward pass fills the first half.
-  int64_t request_entry_bytes() const {
-    return static_cast<int64_t>(sizeof(RequestTable)) + 8 * (world_size + 1);
+  template <class T>
+  T* in_outbox(int32_t owner_rank, int64_t bytes) const {
+    return reinterpret_cast<T*>(outbox[owner_rank] + bytes);
   }
+  // Its headers: an OutboxHeader; of each table an OutboxTable; likewise a RequestTable; likewise
+  // PartialTable [W]. Bytes of so many of these.
+  int64_t header_bytes(int64_t outboxes, int64_t requests, int64_t partials) const {
+    constexpr int64_t kHeader = sizeof(OutboxHeader), kOutbox = sizeof(OutboxTable),
+                      kRequest = sizeof(RequestTable), kPartial = sizeof(PartialTable);
+    const int64_t bounds = 8 * (world_size + 1);
+    return kHeader + outboxes * (kOutbox + bounds) + requests * (kRequest + bounds) +
+           partials * kPartial;
+  }
+  int64_t num_tables() const { return static_cast<int64_t>(tables.size()); }
   int64_t header_bytes() const {
-    const int64_t T = static_cast<int64_t>(tables.size());
-    return static_cast<int64_t>(sizeof(OutboxHeader)) +
-           T * (outbox_entry_bytes() + request_entry_bytes() +
-                world_size * static_cast<int64_t>(sizeof(PartialTable)));
+    return header_bytes(num_tables(), num_tables(), num_tables() * world_size);
+  }
+  OutboxHeader* outbox_header(int32_t owner_rank) const {
+    return in_outbox<OutboxHeader>(owner_rank, 0);
+  }
+  OutboxTable* outbox_table(int32_t owner_rank, int64_t table) const {
+    return in_outbox<OutboxTable>(owner_rank, header_bytes(table, 0, 0));
   }
   RequestTable* request_table(int32_t owner_rank, int64_t table) const {
-    const int64_t T = static_cast<int64_t>(tables.size());
-    return reinterpret_cast<RequestTable*>(outbox[owner_rank] + sizeof(OutboxHeader) +
-                                           T * outbox_entry_bytes() +
-                                           table * request_entry_bytes());
-  }
-  static int64_t* request_begin(RequestTable* entry) {
-    return reinterpret_cast<int64_t*>(entry + 1);
+    return in_outbox<RequestTable>(owner_rank, header_bytes(num_tables(), table, 0));
   }
   PartialTable* partial_table(int32_t owner_rank, int64_t table, int32_t reader) const {
-    const int64_t T = static_cast<int64_t>(tables.size());
-    return reinterpret_cast<PartialTable*>(outbox[owner_rank] + sizeof(OutboxHeader) +
-                                           T * (outbox_entry_bytes() + request_entry_bytes())) +
-           table * world_size + reader;
+    return in_outbox<PartialTable>(
+        owner_rank, header_bytes(num_tables(), num_tables(), table * world_size + reader));
   }
   // Room in the first or second half; -1 when there is none.
   int64_t take_bytes(int64_t bytes) { return take_from(outbox_cursor_, outbox_half(), bytes); }
@@ -292,25 +286,15 @@ struct Context {
   int64_t unpooled_columns = 0;
   std::shared_ptr<PeerRows> peer_rows;  // null: rows of neighbours are read where they are
 
-  OutboxHeader* outbox_header(int32_t owner_rank) const {
-    return reinterpret_cast<OutboxHeader*>(outbox[owner_rank]);
-  }
-  OutboxTable* outbox_table(int32_t owner_rank, int64_t table) const {
-    return reinterpret_cast<OutboxTable*>(outbox[owner_rank] + sizeof(OutboxHeader) +
-                                          table * outbox_entry_bytes());
-  }
   // Forget the last batch's gradients.
   void reset_outbox();
   // Room for `count` gradient rows and slots of a table; false when the outbox is full.
   bool take_outbox(const Table& table, int64_t count, OutboxTable* entry);
   // Huge pages behind the part of a rank's outbox that is in use and has none yet.
   void collapse_outbox(int32_t owner_rank);
-  static int64_t* outbox_begin(OutboxTable* entry) { return reinterpret_cast<int64_t*>(entry + 1); }
 
  private:
-  std::mutex scratch_mutex_;
-  std::vector<std::unique_ptr<Scratch>> scratch_all_;
-  std::vector<Scratch*> scratch_free_;
+  Spares<Scratch> scratches_;
   std::vector<int64_t> moved_;
   static int64_t take_from(std::atomic<int64_t>& cursor, int64_t end, int64_t bytes) {
     const int64_t at = cursor.fetch_add((bytes + 63) / 64 * 64);
@@ -386,6 +370,7 @@ struct Batch {
   bool ids_are_32_bit;
   const float* weights;               // per id, or null
   std::vector<FeatureBags> features;  // [F]
+  int64_t num_rows = 0;               // of the output
   int64_t out_stride;                 // floats between pooled rows
   bool stream = false;                 // write the output past the caches
   const Resolved* resolved = nullptr;  // or null: ids are resolved on the way
@@ -396,7 +381,12 @@ struct Batch {
   int64_t* offsets = nullptr;
   int64_t num_ids(const Table& table) const {  // through its features
     int64_t n = 0;
-    for (int32_t f : table.features) n += features[static_cast<size_t>(f)].num_ids();
+    for (int32_t f : table.features) n += features[f].num_ids();
+    return n;
+  }
+  int64_t num_bags(const Table& table) const {
+    int64_t n = 0;
+    for (int32_t f : table.features) n += features[f].num_bags;
     return n;
   }
 };
@@ -420,34 +410,29 @@ struct DistinctRows {
   int64_t num_rows;
 };
 
-// Runs body(begin, end) over [0, count); provided by the binding (torch's thread pool).
-using ParallelFor = void (*)(int64_t count, void (*body)(int64_t, int64_t, void*), void* argument);
+// The steps of a batch. What stops one is thrown, a Status.
 
 // `collective`: pushed tiers are pooled by their owners (all ranks must take part); otherwise every
 // row is read directly.
-Status forward(Context& context, const Batch& batch, float* out, bool collective,
-               ParallelFor parallel);
+void forward(Context& context, const Batch& batch, float* out, bool collective);
 
 // Id-only work of a batch, which may run ahead of it, on another thread too: `resolved.addresses` and,
 // unless null, `resolved.order`, which has room for `order_bytes(context, batch)`.
 int64_t order_bytes(const Context& context, const Batch& batch);
-Status resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved,
-               ParallelFor parallel);
+void resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved);
 
 // Gradient of the per-sample weights: for every id the dot product of its row with the gradient of
 // its bag. `grad` is laid out as the output of `forward`.
-Status weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
-                       ParallelFor parallel);
+void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out);
 
 // Segment-reduce gradients into the outbox and exchange them; their owners keep the sums of all ranks
 // until the next `backward`. Collective over the ranks. `grad` is laid out as the output of `forward`.
-Status leave(Context& context, const Batch& batch, const float* grad, ParallelFor parallel);
+void leave(Context& context, const Batch& batch, const float* grad);
 
 // In the place of `leave` or `backward` of a rank that cannot take part: no rank makes this update.
-void refuse(Context& context, ParallelFor parallel);
+void refuse(Context& context);
 
 // As `leave`, then update with the sum of all parts, scaled by `gradient_scale`.
-Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
-                ParallelFor parallel);
+void backward(Context& context, const Batch& batch, const float* grad, float gradient_scale);
 
 }  // namespace oper::host

@@ -1,9 +1,10 @@
 #include "host/faults.h"
 
-#include <time.h>
 #include <unistd.h>
 
 #include <csignal>
+
+#include "host/counters/phases.h"
 
 namespace oper::host {
 namespace {
@@ -15,7 +16,7 @@ std::atomic<int64_t> left{0};
 
 std::atomic<int32_t> armed_point{0};
 
-void arm_fault(const Fault& fault) {
+void arm(const Fault& fault) {
   armed_point.store(0);
   armed = fault;
   left.store(fault.count);
@@ -25,9 +26,7 @@ void arm_fault(const Fault& fault) {
 void meet_fault() {
   if (left.fetch_sub(1) != 1) return;
   armed_point.store(0);
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  const int64_t ns = now.tv_sec * int64_t{1000000000} + now.tv_nsec;
+  const int64_t ns = PhaseTimes::now_ns();
   // A note that cannot be written shows as a fault that never happened.
   if (armed.note_fd >= 0 && write(armed.note_fd, &ns, sizeof ns) != sizeof ns) return;
   if (armed.signal != 0) kill(getpid(), armed.signal);

@@ -18,7 +18,7 @@ struct Fault {
   int note_fd;       // gets the time of the fault, CLOCK_MONOTONIC in ns as int64
 };
 
-void arm_fault(const Fault& fault);
+void arm(const Fault& fault);
 void meet_fault();
 
 extern std::atomic<int32_t> armed_point;

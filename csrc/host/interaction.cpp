@@ -14,22 +14,21 @@ constexpr int64_t kSamples = 64;  // of a block: its rows stay in the second-lev
 
 // Pools bags [bag, bag + count) of one feature into rows of `batch.out_stride` floats at `to`.
 void pool_bags(const Context& context, const Batch& batch, size_t feature, int64_t bag, int64_t count,
-               float* to, Scratch& scratch, std::atomic<int64_t>& bad) {
+               float* to, Scratch& scratch, Found& found) {
   const FeatureBags bags{batch.features[feature].bounds + bag, count, 0};
   const Table& table = context.tables[context.features[feature].table];
-  note_bad(bad, kernels().pool(table, BagRange{batch, bags, 0, count, feature}, to, scratch));
+  found.note(kernels().pool(table, BagRange{batch, bags, 0, count, feature}, to, scratch));
 }
 
-Status finish(Context& context, const std::atomic<int64_t>& bad) {
+void finish(Context& context, const Found& found) {
   context.count_pass(0);
-  if (bad.load() >= 0) return {4, bad.load()};
-  return {};
+  raise(found.status());
 }
 
 }  // namespace
 
-Status forward_interaction(Context& context, const Batch& batch, const float* dense, int32_t dim,
-                           float* out, ParallelFor parallel) {
+void forward_interaction(Context& context, const Batch& batch, const float* dense, int32_t dim,
+                           float* out) {
   const int64_t num_samples = batch.features.front().num_bags;
   const int64_t num_rows = context.output_columns / dim + 1;
   const int64_t stride = dim + num_rows * (num_rows - 1) / 2;
@@ -37,24 +36,23 @@ Status forward_interaction(Context& context, const Batch& batch, const float* de
   Batch inner = batch;
   inner.out_stride = num_rows * dim;
   inner.stream = false;
-  std::atomic<int64_t> bad{-1};
+  Found found;
   const int64_t count = (num_samples + kSamples - 1) / kSamples;
-  run_tasks(context, count, count == 1, parallel, [&](int64_t index, Scratch& scratch) {
+  run_tasks(context, count, count == 1, [&](int64_t index, Scratch& scratch) {
     const int64_t begin = index * kSamples, n = std::min(kSamples, num_samples - begin);
     float* rows = scratch.get<float>(1, block_floats);
     for (int64_t s = 0; s < n; ++s)
       std::memcpy(rows + s * inner.out_stride, dense + (begin + s) * dim, sizeof(float) * dim);
     for (size_t f = 0; f < batch.features.size(); ++f)
-      pool_bags(context, inner, f, begin, n, rows + dim + batch.features[f].out_begin, scratch, bad);
-    if (bad.load() >= 0) return;
+      pool_bags(context, inner, f, begin, n, rows + dim + batch.features[f].out_begin, scratch, found);
+    if (found.bad.load() >= 0) return;
     kernels().interact(rows, n, static_cast<int>(num_rows), dim, out + begin * stride, scratch);
   });
-  return finish(context, bad);
+  finish(context, found);
 }
 
-Status forward_shared_interaction(Context& context, const Batch& batch, const SharedBags& shared,
-                                  const float* dense, int32_t dim, float* users, float* out,
-                                  ParallelFor parallel) {
+void forward_shared_interaction(Context& context, const Batch& batch, const SharedBags& shared,
+                                  const float* dense, int32_t dim, float* users, float* out) {
   // A user's samples, or a block of them.
   struct Block {
     int64_t user, begin, count;
@@ -75,9 +73,9 @@ Status forward_shared_interaction(Context& context, const Batch& batch, const Sh
   Batch inner = batch;
   inner.out_stride = dim;
   inner.stream = false;
-  std::atomic<int64_t> bad{-1};
+  Found found;
   const int64_t count = static_cast<int64_t>(blocks.size());
-  run_tasks(context, count, count == 1, parallel, [&](int64_t index, Scratch& scratch) {
+  run_tasks(context, count, count == 1, [&](int64_t index, Scratch& scratch) {
     const auto [user, begin, n] = blocks[index];
     // [num_shared, dim] rows, [dim + user_pairs] what `interact` makes of them, [num_own - 1, n, dim].
     float* common = scratch.get<float>(1, (num_shared + 1) * dim + user_pairs + (num_own - 1) * n * dim);
@@ -87,12 +85,12 @@ Status forward_shared_interaction(Context& context, const Batch& batch, const Sh
       const Feature& feature = context.features[f];
       const int64_t at = place[feature.logical], column = feature.column % dim;
       if (shared.features[feature.logical]) {
-        pool_bags(context, inner, f, shared.begins[user], 1, common + at * dim + column, scratch, bad);
+        pool_bags(context, inner, f, shared.begins[user], 1, common + at * dim + column, scratch, found);
       } else {
-        pool_bags(context, inner, f, begin, n, own + at * n * dim + column, scratch, bad);
+        pool_bags(context, inner, f, begin, n, own + at * n * dim + column, scratch, found);
       }
     }
-    if (bad.load() >= 0) return;
+    if (found.bad.load() >= 0) return;
     if (begin == shared.begins[user]) {
       kernels().interact(common, 1, static_cast<int>(num_shared), dim, products, scratch);
       std::copy_n(products + dim, user_pairs, users + user * user_pairs);
@@ -103,7 +101,7 @@ Status forward_shared_interaction(Context& context, const Batch& batch, const Sh
                               static_cast<int>(num_own), static_cast<int>(n), dim,
                               out + begin * stride, scratch);
   });
-  return finish(context, bad);
+  finish(context, found);
 }
 
 }  // namespace oper::host

@@ -14,8 +14,8 @@ namespace oper::host {
 // i < j, of the rows dense, feature 0, feature 1, ...: (0, 1), (0, 2), ..., (1, 2), ...
 //
 // For tables that are only read: rows in reach, none pushed.
-Status forward_interaction(Context& context, const Batch& batch, const float* dense, int32_t dim,
-                           float* out, ParallelFor parallel);
+void forward_interaction(Context& context, const Batch& batch, const float* dense, int32_t dim,
+                           float* out);
 
 // Samples in a row that have the bags of some features in common: the candidates of a request have
 // their user's.
@@ -32,8 +32,7 @@ struct SharedBags {
 // users [U, S * (S - 1) / 2]: the products of the pairs of shared features, in order.
 // out [B, dim + C * S + C * (C - 1) / 2]: the dense row; the products of each of the sample's own C rows
 // (dense, then the other features) with the S shared ones; those of the pairs of its own rows, in order.
-Status forward_shared_interaction(Context& context, const Batch& batch, const SharedBags& shared,
-                                  const float* dense, int32_t dim, float* users, float* out,
-                                  ParallelFor parallel);
+void forward_shared_interaction(Context& context, const Batch& batch, const SharedBags& shared,
+                                  const float* dense, int32_t dim, float* users, float* out);
 
 }  // namespace oper::host

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <new>
@@ -192,18 +193,16 @@ void pool_give(void* data, size_t bytes) {
   munmap(data, size);
 }
 
-Buffer::~Buffer() {
-  if (data_ != nullptr) pool_give(data_, static_cast<size_t>(size_));
-}
+Buffer::~Buffer() { std::free(data_); }
 
-char* Buffer::get(int64_t bytes) {
-  if (bytes > size_ || data_ == nullptr) {
-    // Nothing is held while there may be no memory for more.
-    if (data_ != nullptr) pool_give(std::exchange(data_, nullptr), static_cast<size_t>(size_));
-    size_ = bytes + bytes / 4 + 64;
-    data_ = static_cast<char*>(pool_take(static_cast<size_t>(size_)));
-  }
-  return data_;
+void Buffer::grow(int64_t bytes) {
+  std::free(std::exchange(data_, nullptr));  // nothing is held while there may be no memory for more
+  size_ = bytes + bytes / 4 + 64;
+  const size_t size = static_cast<size_t>(size_), unit = size >= kHugePage ? kHugePage : 64;
+  data_ = static_cast<char*>(std::aligned_alloc(unit, round_up(size, unit)));
+  if (data_ == nullptr) throw std::bad_alloc();
+  // Sorted and gathered in random order: small pages would need more entries than the processor has.
+  if (unit == kHugePage) want_huge(data_, round_up(size, unit));
 }
 
 }  // namespace oper::host

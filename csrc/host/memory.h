@@ -3,7 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
 #include <type_traits>
+#include <vector>
 
 namespace oper::host {
 
@@ -38,19 +42,51 @@ int64_t last_level_cache_bytes();
 void* pool_take(size_t bytes);
 void pool_give(void* data, size_t bytes);
 
-// Memory that only grows, without keeping its content.
+// Memory that only grows, without keeping its content; at the start of a cache line.
 class Buffer {
  public:
   Buffer() = default;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer();
-  char* get(int64_t bytes);
-  char* data() const { return data_; }
+  char* get(int64_t bytes) {
+    if (bytes > size_ || data_ == nullptr) grow(bytes);
+    return data_;
+  }
 
  private:
+  void grow(int64_t bytes);
   char* data_ = nullptr;
   int64_t size_ = 0;
+};
+
+// Objects that a thread has to itself for a while.
+template <class Object>
+class Spares {
+ public:
+  // One that nobody has, or a new one; free again when the result goes.
+  template <class... Arguments>
+  auto borrow(const Arguments&... arguments) {
+    const auto give_back = [this](Object* one) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      free_.push_back(one);
+    };
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) free_.push_back(&all_.emplace_back(arguments...));
+    Object* const one = free_.back();
+    free_.pop_back();
+    return std::unique_ptr<Object, decltype(give_back)>(one, give_back);
+  }
+  template <class Body>
+  void for_all(Body body) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (Object& one : all_) body(one);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::deque<Object> all_;
+  std::vector<Object*> free_;
 };
 
 }  // namespace oper::host

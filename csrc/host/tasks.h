@@ -1,28 +1,27 @@
-// Work of one batch, cut into tasks that threads take in turn.
+// Work of one batch, cut into tasks that torch's threads take in turn.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
 #include <atomic>
+#include <ranges>
 
 #include "host/context.h"
 #include "host/kernels/kernels.h"
 
 namespace oper::host {
 
-// Keeps the smallest index that is not negative.
-inline void note_bad(std::atomic<int64_t>& bad, int64_t found) {
-  if (found < 0) return;
-  int64_t seen = bad.load();
-  while ((seen < 0 || found < seen) && !bad.compare_exchange_weak(seen, found)) {
-  }
-}
-
-// What tasks of this rank have found: an id out of range, by its index, or -1; an outbox that is full.
+// What tasks of this rank have found: the smallest index of an id out of range, or -1; an outbox that is
+// full.
 struct Found {
   std::atomic<int64_t> bad{-1};
   std::atomic<bool> full{false};
   void note(int64_t result) {
     if (result == kReduceFull) full.store(true);
-    note_bad(bad, result);
+    if (result < 0) return;
+    int64_t seen = bad.load();
+    while ((seen < 0 || result < seen) && !bad.compare_exchange_weak(seen, result)) {
+    }
   }
   Status status() const {
     if (bad.load() >= 0) return {4, bad.load()};
@@ -34,25 +33,30 @@ struct Found {
 // them so; each thread takes the next one. Results do not depend on who takes what. `small`: not
 // worth waking other threads.
 template <class Task>
-void run_tasks(Context& context, int64_t count, bool small, ParallelFor parallel,
-               const Task& task) {
-  struct Shared {
-    Context& context;
-    const Task& task;
-    std::atomic<int64_t> next{0};
-    int64_t count;
-  } shared{context, task, {}, count};
-  shared.count = count;
-  const auto body = [](int64_t, int64_t, void* argument) {
-    Shared& s = *static_cast<Shared*>(argument);
-    Scratch* scratch = s.context.take_scratch();
-    for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.task(i, *scratch);
-    s.context.give_scratch(scratch);
+void run_tasks(Context& context, int64_t count, bool small, const Task& task) {
+  std::atomic<int64_t> next{0};
+  const auto take_turns = [&](int64_t, int64_t) {
+    const auto scratch = context.borrow_scratch();
+    for (int64_t i; (i = next.fetch_add(1)) < count;) task(i, *scratch);
   };
   if (small) {
-    body(0, count, &shared);
+    take_turns(0, count);
   } else {
-    parallel(count, body, &shared);
+    torch::stable::parallel_for(0, count, 1, take_turns);
+  }
+}
+
+// Calls body(x) for all x of `all`, a stretch of them on each thread.
+template <class All, class Body>
+void run_all(All&& all, bool small, const Body& body) {
+  const int64_t count = std::ranges::ssize(all);
+  const auto run = [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) body(all[k]);
+  };
+  if (small || count < 2) {
+    run(0, count);
+  } else {
+    torch::stable::parallel_for(0, count, 1, run);
   }
 }
 

@@ -58,7 +58,7 @@ def _library(name: str, command: list[str], as_cpp: list[str], tail: list[str]) 
                *sorted(ROOT.glob("csrc/device/*.cpp")),
                *sorted(ROOT.glob("csrc/bindings/device*.cpp"))]
     if as_cpp:  # the host compiler: its memory is of `emulation.h`
-        sources.remove(ROOT / "csrc/device/memory.cpp")
+        sources.remove(ROOT / "csrc/bindings/device_memory.cpp")
         sources.append(ROOT / "tests/cuda/emulation.cpp")
     includes = [f for path in include_paths() for f in ("-isystem", path)]
 

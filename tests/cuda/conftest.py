@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import runtime_support
 from tests.cuda import emulated
 
 
@@ -22,5 +21,5 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 @pytest.fixture
 def on_device(emulation: pytest.MonkeyPatch) -> Iterator[None]:
     """`open_tables` and what builds on it open tables of the device back end."""
-    emulation.setattr(runtime_support, "ShardedTables", emulated.device_tables)
-    yield
+    with emulated.on_devices(emulation):
+        yield

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
+from oper.plan import Plan
 from oper.shmem import library
 from oper.shmem.batch import Lookup
+from oper.shmem.optim.optimizers import Optimizer
+from tests import runtime_support
 from tests.cuda.compiler import emulated_library
+from tests.runtime_support import Case, Result, make_steps, train_virtual
 
 _load_device: Callable[[], Any] = library.load_device
 
@@ -101,3 +107,20 @@ def device_tables(*args: Any, **kwargs: Any) -> Any:
     if not has_gpu():
         return DeviceTables(*args, device="cpu", **kwargs)
     return FromHost(DeviceTables(*args, device="cuda", **kwargs))
+
+
+@contextmanager
+def on_devices(patches: pytest.MonkeyPatch) -> Iterator[None]:
+    """`open_tables` and what builds on it open tables of the device back end meanwhile."""
+    with patches.context() as patch:
+        patch.setattr(runtime_support, "ShardedTables", device_tables)
+        yield
+
+
+def both(patches: pytest.MonkeyPatch, case: Case, plan: Plan, optimizer: Optimizer,
+         steps: int = 3, domains: tuple[int, ...] | None = None) -> tuple[Result, Result]:
+    """One training run on the host back end, in one memory domain, and on devices."""
+    batches = make_steps(case, plan.world_size, steps)
+    host = train_virtual(case, plan, batches, optimizer)
+    with on_devices(patches):
+        return host, train_virtual(case, plan, batches, optimizer, domains=domains)

@@ -109,8 +109,7 @@ inline cudaError_t cudaMemset(void* data, int value, size_t bytes) {
   std::memset(data, value, bytes);
   return cudaSuccess;
 }
-constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2,
-              cudaMemcpyDeviceToDevice = 3, cudaHostAllocMapped = 2;
+constexpr int cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaHostAllocMapped = 2;
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, int) {
   std::memcpy(to, from, bytes);
   return cudaSuccess;
@@ -402,37 +401,6 @@ inline int atomicCAS(int* at, int expected, int value) {
   if (before == expected) *at = value;
   return before;
 }
-inline float __unused_uint_as_float(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-// Half and bfloat16 as the bits that the kernels hold them in.
-using EmulatedHalf = _Float16;
-inline EmulatedHalf __ushort_as_half(uint16_t bits) {
-  EmulatedHalf x;
-  std::memcpy(&x, &bits, 2);
-  return x;
-}
-inline uint16_t __half_as_ushort(EmulatedHalf x) {
-  uint16_t bits;
-  std::memcpy(&bits, &x, 2);
-  return bits;
-}
-inline float __half2float(EmulatedHalf x) { return static_cast<float>(x); }
-inline EmulatedHalf __float2half_rn(float x) { return static_cast<EmulatedHalf>(x); }
-struct EmulatedBfloat16 {
-  uint16_t bits;
-};
-inline EmulatedBfloat16 __float2bfloat16_rn(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fff};
-  bits += 0x7fffu + (bits >> 16 & 1u);
-  return {static_cast<uint16_t>(bits >> 16)};
-}
-inline uint16_t __bfloat16_as_ushort(EmulatedBfloat16 x) { return x.bits; }
 
 namespace oper::device {
 inline void store_release_system(uint32_t* at, uint32_t value) {

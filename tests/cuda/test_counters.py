@@ -12,7 +12,7 @@ from oper.plan import Plan
 from oper.rows.traffic import KIND, KINDS, Traffic
 from oper.shmem.optim.optimizers import Optimizer, RowWiseAdagrad
 from tests import runtime_support
-from tests.cuda.emulated import device_tables
+from tests.cuda.emulated import on_devices
 from tests.cuda.test_domains import small_case
 from tests.runtime_support import (
     OPTIMIZERS,
@@ -68,8 +68,7 @@ def test_in_several_domains_and_with_two_rounds_of_squares(emulation: pytest.Mon
     chosen = RowWiseAdagrad(lr=0.05, max_row_norm=0.01)
     domains = (0, 1, 0, 1)
     host = run_ranks(4, lambda g: executed(case, plan, steps, chosen, g), domains=domains)
-    with emulation.context() as patch:
-        patch.setattr(runtime_support, "ShardedTables", device_tables)
+    with on_devices(emulation):
         device = run_ranks(4, lambda g: counted(case, plan, steps, chosen, g), domains=domains)
     for a, b in zip(host, device, strict=True):
         for kind, k in KIND.items():
@@ -82,8 +81,7 @@ def test_pushed_rows(emulation: pytest.MonkeyPatch) -> None:
     steps = make_steps(case, 2, 2)
     plan = rich_plan(case.tables, 2, 2, columns=False)
     host = run_ranks(2, lambda g: executed(case, plan, steps, OPTIMIZERS["sgd"], g))
-    with emulation.context() as patch:
-        patch.setattr(runtime_support, "ShardedTables", device_tables)
+    with on_devices(emulation):
         device = run_ranks(2, lambda g: counted(case, plan, steps, OPTIMIZERS["sgd"], g))
     for a, b in zip(host, device, strict=True):
         for kind, phase in KINDS.items():

@@ -15,12 +15,11 @@ from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
 from oper.tables import TableSpec
 from tests import runtime_support
-from tests.cuda.emulated import device_tables
+from tests.cuda.emulated import both, device_tables, on_devices
 from tests.runtime_support import (
     ALL_OPTIMIZERS,
     OPTIMIZERS,
     Case,
-    Result,
     assert_bitwise,
     make_steps,
     mixed_plan,
@@ -28,7 +27,6 @@ from tests.runtime_support import (
     rich_plan,
     run_ranks,
     same_bits,
-    train_virtual,
 )
 from tests.shmem.test_exchange import lookups
 
@@ -44,11 +42,7 @@ def small_case(optimizer: str, **fields: Any) -> Case:
 def check(patches: pytest.MonkeyPatch, case: Case, plan: Plan, optimizer: Optimizer,
           domains: tuple[int, ...], steps: int = 2) -> None:
     """The host's one domain, and the device's several."""
-    batches = make_steps(case, len(domains), steps)
-    host = train_virtual(case, plan, batches, optimizer)
-    with patches.context() as patch:
-        patch.setattr(runtime_support, "ShardedTables", device_tables)
-        device: Result = train_virtual(case, plan, batches, optimizer, domains=domains)
+    host, device = both(patches, case, plan, optimizer, steps, domains)
     same_bits(device, host, replicas=True)
 
 
@@ -93,8 +87,7 @@ def test_lookups_without_gradients_sequences_and_weight_gradients(
             return lookups(group, case, plan, batches, pooled)
 
         one = run_ranks(4, body)
-        with emulation.context() as patch:
-            patch.setattr(runtime_support, "ShardedTables", device_tables)
+        with on_devices(emulation):
             several = run_ranks(4, body, domains=(0, 1, 0, 1))
         for (_, *a), (before, *b) in zip(one, several, strict=True):
             for x, y in zip(a, b, strict=True):
@@ -126,8 +119,7 @@ def test_as_many_bytes_as_between_hosts(emulation: pytest.MonkeyPatch, bits: Any
             return tables.sent_bytes()
 
         host = run_ranks(4, body, domains=domains)
-        with emulation.context() as patch:
-            patch.setattr(runtime_support, "ShardedTables", device_tables)
+        with on_devices(emulation):
             device = run_ranks(4, body, domains=domains)
         for a, b in zip(host, device, strict=True):
             for kind in kinds or a:

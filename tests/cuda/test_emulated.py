@@ -14,11 +14,11 @@ from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
-from oper.shmem.optim.optimizers import SGD, Optimizer, RowWiseAdagrad
+from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests import runtime_support
-from tests.cuda.emulated import device_tables, has_gpu
+from tests.cuda.emulated import both, device_tables, has_gpu, on_devices
 from tests.runtime_support import (
     ALL_OPTIMIZERS,
     OPTIMIZERS,
@@ -34,17 +34,6 @@ from tests.runtime_support import (
     rich_plan,
     train_virtual,
 )
-
-
-def both(monkeypatch: pytest.MonkeyPatch, case: Case, plan: Plan, optimizer: Optimizer,
-         steps: int = 3) -> tuple[Result, Result]:
-    """One training run on the host back end and on the emulated device."""
-    batches = make_steps(case, plan.world_size, steps)
-    host = train_virtual(case, plan, batches, optimizer)
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime_support, "ShardedTables", device_tables)
-        device = train_virtual(case, plan, batches, optimizer)
-    return host, device
 
 
 def assert_same(host: Result, device: Result) -> None:
@@ -161,8 +150,7 @@ def test_duplication_decides_what_is_fetched_once(emulation: pytest.MonkeyPatch)
             steps.append(batches)
         plan = uniform_plan(case.tables, 2, "striped")
         host = train_virtual(case, plan, steps, SGD(lr=0.1))
-        with emulation.context() as patch:
-            patch.setattr(runtime_support, "ShardedTables", device_tables)
+        with on_devices(emulation):
             assert_same(host, train_virtual(case, plan, steps, SGD(lr=0.1)))
         assert staging.used == expected  # the first step measures
 

@@ -10,7 +10,7 @@ import pytest
 from oper.errors import InvalidInputError
 from oper.shmem.tables import ShardedTables
 from tests import runtime_support
-from tests.cuda.emulated import device_tables
+from tests.cuda.emulated import on_devices
 from tests.cuda.test_domains import small_case
 from tests.runtime_support import (
     ALL_OPTIMIZERS,
@@ -51,8 +51,7 @@ def test_a_move_in_steps_changes_no_bit(emulation: pytest.MonkeyPatch, optimizer
             copied.append(move.num_copied_bytes)
 
     stayed = train_virtual(case, plans[first], steps, chosen)
-    with emulation.context() as patch:
-        patch.setattr(runtime_support, "ShardedTables", device_tables)
+    with on_devices(emulation):
         moved = train_virtual(case, plans[first], steps, chosen, between=between)
         there = train_virtual(case, plans[other], steps, chosen)
     assert len(set(switched.values())) == 1 and START + 1 < switched[0] <= STEPS, switched
@@ -74,8 +73,7 @@ def test_at_once_to_push_and_column_pieces_and_back(emulation: pytest.MonkeyPatc
             assert tables.migration is None
 
     host = train_virtual(case, plain, steps, chosen, between=between)
-    with emulation.context() as patch:
-        patch.setattr(runtime_support, "ShardedTables", device_tables)
+    with on_devices(emulation):
         device = train_virtual(case, plain, steps, chosen, between=between)
     assert_bitwise(vars(host), vars(device), "result")
 

@@ -81,66 +81,11 @@ def _file(name: str, data: bytes) -> Path:
     return path
 
 
-def arrays(data: bytes) -> None:
-    """Array files: the container of statistics, sketches and checksums."""
-    read_arrays(_file("arrays", data), "oper-test", 3)
-
-
-def stats(data: bytes) -> None:
-    """Statistics files."""
-    AccessStats.load(_file("stats", data))
-
-
-def plan(data: bytes) -> None:
-    """Plan files."""
-    Plan.load(_file("plan", data))
-
-
-def topology(data: bytes) -> None:
-    """Topology files."""
-    Topology.from_toml(_file("topology.toml", data))
-
-
-def recipe(data: bytes) -> None:
-    """Recipes of data sets."""
-    load_recipe(str(_file("recipe.toml", data)))
-
-
-def configuration(data: bytes) -> None:
-    """Configurations of training runs."""
-    load_config(_file("config.toml", data), {"data": "d"})
-
-
-def workload(data: bytes) -> None:
-    """Descriptions of synthetic logs."""
-    load_workload(_file("workload.toml", data))
-
-
-def constraints(data: bytes) -> None:
-    """What a plan is held to."""
-    parse_constraints(read_constraints(str(_file("constraints.json", data))), ["a", "b"], 2)
-
-
-def weights(data: bytes) -> None:
-    """Weights for inference, as `torch.save` writes them."""
-    Weights(_file("weights.pt", data), ["w"])
-
-
 def manifest(data: bytes) -> None:
     """Manifests of preprocessed folders, and what is asked of them next."""
     folder = Folder.open(_file("manifest.json", data).parent)
     assert len(folder.tables(4)) == len(folder.num_rows)
     assert len(folder.bucket_labels) <= 1 << 15 and folder.ids_in_hotness_order in (True, False)
-
-
-def value_counts(data: bytes) -> None:
-    """Published counts of values."""
-    stats_from_value_counts(_file("counts.csv", data))
-
-
-def trained_state(data: bytes) -> None:
-    """What ``oper train`` leaves."""
-    load_state(_file("state.pt", data))
 
 
 def checkpoint(data: bytes) -> None:
@@ -224,10 +169,33 @@ def request(data: bytes) -> None:
                               SIGNATURE).check(SIGNATURE)
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {f.__name__: f for f in (
-    arrays, stats, plan, constraints, topology, recipe, configuration, workload, manifest,
-    value_counts, trained_state, weights, checkpoint, checksums, delta, wire, request, parquet,
-    exchange)}
+# By format, what reads a file of it.
+READERS: dict[str, Callable[[Path], object]] = {
+    "arrays": lambda path: read_arrays(path, "oper-test", 3),  # of statistics, sketches, checksums
+    "stats": AccessStats.load,
+    "plan": Plan.load,
+    "topology": Topology.from_toml,
+    "recipe": lambda path: load_recipe(str(path)),
+    "configuration": lambda path: load_config(path, {"data": "d"}),
+    "workload": load_workload,
+    "constraints": lambda path: parse_constraints(read_constraints(str(path)), ["a", "b"], 2),
+    "weights": lambda path: Weights(path, ["w"]),  # for inference, as `torch.save` writes them
+    "value_counts": stats_from_value_counts,
+    "trained_state": load_state,
+}
+_SUFFIXES = {"topology": ".toml", "recipe": ".toml", "configuration": ".toml", "workload": ".toml",
+             "constraints": ".json", "weights": ".pt", "value_counts": ".csv",
+             "trained_state": ".pt"}
+
+
+def _read(name: str, data: bytes) -> None:
+    READERS[name](_file(name + _SUFFIXES.get(name, ""), data))
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    **{name: functools.partial(_read, name) for name in READERS},
+    **{f.__name__: f for f in (
+        manifest, checkpoint, checksums, delta, wire, request, parquet, exchange)}}
 
 
 def one(name: str, data: bytes) -> bool:

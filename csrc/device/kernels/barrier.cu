@@ -1,9 +1,25 @@
 // The device barrier: growing counts, a deadline instead of a hang, nothing to reset.
 #include "device/batch.cuh"
-#include "device/system.cuh"
 
 namespace oper::device {
 namespace {
+
+#if !defined(OPER_EMULATED)
+OPER_DEVICE void store_release_system(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+OPER_DEVICE uint32_t load_acquire_system(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+OPER_DEVICE uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+OPER_DEVICE void pause_shortly() { __nanosleep(100); }
+#endif
 
 // One block; thread r speaks with rank r, unless that rank's memory cannot be addressed. The count
 // lives in device memory and grows by itself, so that a captured step can be replayed. Who has waited
@@ -33,9 +49,8 @@ __global__ void arrive_kernel(uint32_t* const* pads, uint32_t* epoch, int32_t ra
 
 }  // namespace
 
-void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank,
-                            int32_t world_size, int64_t deadline_ms, const ErrorSink& error,
-                            cudaStream_t stream) {
+void arrive_and_wait(uint32_t* const* pads, uint32_t* epoch, int32_t rank, int32_t world_size,
+                     int64_t deadline_ms, const ErrorSink& error, cudaStream_t stream) {
   OPER_LAUNCH(arrive_kernel, 1, (world_size + 31) / 32 * 32, stream, pads, epoch, rank, world_size,
               deadline_ms * 1000000, error);
 }

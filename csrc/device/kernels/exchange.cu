@@ -85,10 +85,11 @@ __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts pa
 
 }  // namespace
 
-void place_far_rows(const View& view, const BatchPlan& plan, const FarRows& far,
-                    const Staging& staging, cudaStream_t stream) {
+void place_far_rows(const Launch& on, const BatchPlan& plan, const FarRows& far,
+                    const Staging& staging) {
   if (far.num_rows == 0) return;
-  OPER_LAUNCH(place_rows_kernel, blocks_for(far.num_rows, 8), 256, stream, view, plan, far, staging);
+  OPER_LAUNCH(place_rows_kernel, blocks_for(far.num_rows, 8), 256, on.stream, on.view, plan, far,
+              staging);
 }
 
 void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream_t stream) {

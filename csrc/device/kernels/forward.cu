@@ -239,13 +239,12 @@ void launch_pool(const PoolArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-void pool(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
-                 const BatchPlan& plan, const Output& out, const Staging& staging, bool skip_pushed,
-                 cudaStream_t stream) {
-  for (const RowClass& row_class : classes) {
+void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Output& out,
+          const Staging& staging, bool skip_pushed) {
+  for (const RowClass& row_class : on.classes) {
     if (row_class.features.empty()) continue;
     PoolArgs args{
-        view,
+        on.view,
         batch,
         row_class.device_features,
         static_cast<int32_t>(row_class.features.size()),
@@ -265,20 +264,19 @@ void pool(const View& view, const std::vector<RowClass>& classes, const Batch& b
     constexpr int64_t kIdsPerGroup = 64;
     const int64_t bags = batch.batch_size * args.num_features;
     const int64_t resident = resident_threads() / row_class.group_lanes();
-    const int64_t all_bags = std::max<int64_t>(1, batch.batch_size * view.num_features);
+    const int64_t all_bags = std::max<int64_t>(1, batch.batch_size * on.view.num_features);
     const int64_t mean = std::max<int64_t>(1, batch.max_pairs / all_bags);
     args.bags_per_group = static_cast<int32_t>(std::clamp<int64_t>(
         std::min(kIdsPerGroup / mean, bags / std::max<int64_t>(1, 6 * resident)), 1, 32));
-    with_shape(row_class, [&](auto shape) { launch_pool<decltype(shape)>(args, stream); });
+    with_shape(row_class, [&](auto shape) { launch_pool<decltype(shape)>(args, on.stream); });
   }
 }
 
-void weight_gradient(const View& view, const Batch& batch, const BatchPlan& plan,
-                            const Gradient& grad, float* out, const Staging& staging,
-                            cudaStream_t stream) {
+void weight_gradient(const Launch& on, const Batch& batch, const BatchPlan& plan, const Gradient& grad,
+                     float* out, const Staging& staging) {
   if (batch.num_ids == 0) return;
-  OPER_LAUNCH(weight_gradient_kernel, blocks_for(batch.num_ids, 16), 256, stream, view, batch, plan,
-              grad, out, staging);
+  OPER_LAUNCH(weight_gradient_kernel, blocks_for(batch.num_ids, 16), 256, on.stream, on.view, batch,
+              plan, grad, out, staging);
 }
 
 }  // namespace oper::device

@@ -137,8 +137,8 @@ OPER_DEVICE void clip_and_decay(const View& view, const Table& table, int64_t sl
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) squares_kernel(const MergeArgs a,
                                                                       int32_t round) {
-  __shared__ float buffers[256 * Shape::V * Shape::E];
-  float* buffer = buffers + threadIdx.x / Shape::G * (Shape::G * Shape::V * Shape::E);
+  __shared__ float buffers[kBufferFloats<Shape>];
+  float* buffer = group_buffer<Shape>(buffers);
   const Group<Shape::G> group;
   for_merged_rows<Shape>(a, group, false, [&](int32_t t, int64_t slot, Row<Shape>& g) {
     const Table& table = a.view.tables[t];
@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) squares_kernel(const Merg
 
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) update_kernel(const MergeArgs a) {
-  __shared__ float buffers[256 * Shape::V * Shape::E];
-  float* buffer = buffers + threadIdx.x / Shape::G * (Shape::G * Shape::V * Shape::E);
+  __shared__ float buffers[kBufferFloats<Shape>];
+  float* buffer = group_buffer<Shape>(buffers);
   const Group<Shape::G> group;
   for_merged_rows<Shape>(a, group, true, [&](int32_t t, int64_t slot, Row<Shape>& g) {
     const Table& table = a.view.tables[t];
@@ -200,45 +200,39 @@ __global__ void __launch_bounds__(256) refresh_kernel(View view) {
   }
 }
 
-template <class Launch>
-void for_classes(const View& view, const std::vector<RowClass>& classes, const Inbox& inbox,
-                 float gradient_scale, const UpdateArgs* optimizers, Launch launch) {
-  for (const RowClass& row_class : classes) {
-    const MergeArgs args{view,       inbox, gradient_scale, optimizers, row_class.table_begin,
+template <class Body>
+void for_classes(const Launch& on, const Inbox& inbox, float gradient_scale, Body body) {
+  for (const RowClass& row_class : on.classes) {
+    const MergeArgs args{on.view,       inbox, gradient_scale, on.optimizers, row_class.table_begin,
                          row_class.table_end};
     const int blocks = blocks_for(inbox.capacity, 256 / row_class.group_lanes());
-    with_shape(row_class, [&](auto shape) { launch(shape, blocks, args); });
+    with_shape(row_class, [&](auto shape) { body(shape, blocks, args); });
   }
 }
 
 }  // namespace
 
-void collect(const View& view, const Inbox& inbox, cudaStream_t stream) {
-  OPER_LAUNCH(list_begin_kernel, view.world_size, 256, stream, view, inbox);
-  OPER_LAUNCH(chain_kernel, blocks_for(inbox.capacity, 256), 256, stream, view, inbox);
+void collect(const Launch& on, const Inbox& inbox) {
+  OPER_LAUNCH(list_begin_kernel, on.view.world_size, 256, on.stream, on.view, inbox);
+  OPER_LAUNCH(chain_kernel, blocks_for(inbox.capacity, 256), 256, on.stream, on.view, inbox);
 }
 
-void merge_squares(const View& view, const std::vector<RowClass>& classes, const Inbox& inbox,
-                   float gradient_scale, const UpdateArgs* optimizers, int32_t round,
-                   cudaStream_t stream) {
-  for_classes(view, classes, inbox, gradient_scale, optimizers,
-              [&](auto shape, int blocks, const MergeArgs& args) {
-                OPER_LAUNCH(squares_kernel<decltype(shape)>, blocks, 256, stream, args, round);
-              });
+void merge_squares(const Launch& on, const Inbox& inbox, float gradient_scale, int32_t round) {
+  for_classes(on, inbox, gradient_scale, [&](auto shape, int blocks, const MergeArgs& args) {
+    OPER_LAUNCH(squares_kernel<decltype(shape)>, blocks, 256, on.stream, args, round);
+  });
 }
 
-void merge_and_update(const View& view, const std::vector<RowClass>& classes, const Inbox& inbox,
-                      float gradient_scale, const UpdateArgs* optimizers, cudaStream_t stream) {
-  OPER_LAUNCH(clear_touched_kernel, (view.num_tables + 255) / 256, 256, stream, view);
-  for_classes(view, classes, inbox, gradient_scale, optimizers,
-              [&](auto shape, int blocks, const MergeArgs& args) {
-                OPER_LAUNCH(update_kernel<decltype(shape)>, blocks, 256, stream, args);
-              });
+void merge_and_update(const Launch& on, const Inbox& inbox, float gradient_scale) {
+  OPER_LAUNCH(clear_touched_kernel, (on.view.num_tables + 255) / 256, 256, on.stream, on.view);
+  for_classes(on, inbox, gradient_scale, [&](auto shape, int blocks, const MergeArgs& args) {
+    OPER_LAUNCH(update_kernel<decltype(shape)>, blocks, 256, on.stream, args);
+  });
 }
 
-void refresh(const View& view, cudaStream_t stream) {
-  if (view.num_refreshes > 0)
-    OPER_LAUNCH(refresh_kernel, blocks_for(1 << 20, 8), 256, stream, view);
+void refresh(const Launch& on) {
+  if (on.view.num_refreshes > 0)
+    OPER_LAUNCH(refresh_kernel, blocks_for(1 << 20, 8), 256, on.stream, on.view);
 }
 
 }  // namespace oper::device

@@ -268,8 +268,7 @@ void launch_add(const AddArgs& args, cudaStream_t stream) {
   const int64_t per_block = 256 / Shape::G;
   for (int32_t owner = 0; owner < args.view.world_size; ++owner)
     OPER_LAUNCH(add_partials_kernel<Shape>,
-                blocks_for(std::max<int64_t>(args.batch.max_pairs, 1), per_block), 256, stream,
-                args, owner);
+                blocks_for(args.batch.max_pairs, per_block), 256, stream, args, owner);
   OPER_LAUNCH(divide_kernel<Shape>,
               blocks_for(args.batch.batch_size * args.view.num_features, per_block), 256, stream,
               args);
@@ -277,36 +276,33 @@ void launch_add(const AddArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-void publish_requests(const View& view, const Batch& batch, const BatchPlan& plan, PushPlan& push,
-                      cudaStream_t stream) {
-  lay_out_features(view, batch, plan, stream);
+void publish_requests(const Launch& on, const Batch& batch, const BatchPlan& plan, PushPlan& push) {
+  const View& view = on.view;
+  lay_out_features(on, batch, plan);
   const int64_t tiles = (batch.batch_size + kTile - 1) / kTile * view.num_features;
-  OPER_LAUNCH(request_keys_kernel, blocks_for(std::max<int64_t>(tiles, 1), 8), 256, stream, view,
-              batch, plan, push);
+  OPER_LAUNCH(request_keys_kernel, blocks_for(tiles, 8), 256, on.stream, view, batch, plan, push);
   // Feature and bag ascend within a segment already: the sort is stable and skips these bits.
   const uint64_t segments = static_cast<uint64_t>(view.num_tables) * view.world_size;
-  sort_into_runs(push, batch.max_pairs, 32, 32 + bits_for(segments + 1), stream);
-  OPER_LAUNCH(open_request_kernel, 1, 256, stream, view, batch, push);
-  OPER_LAUNCH(fill_request_kernel, blocks_for(std::max<int64_t>(batch.max_pairs, 1), 256), 256,
-              stream, view, batch, plan, push);
+  sort_into_runs(push, batch.max_pairs, 32, 32 + bits_for(segments + 1), on.stream);
+  OPER_LAUNCH(open_request_kernel, 1, 256, on.stream, view, batch, push);
+  OPER_LAUNCH(fill_request_kernel, blocks_for(batch.max_pairs, 256), 256, on.stream, view, batch,
+              plan, push);
 }
 
-void pool_for_readers(const View& view, const std::vector<RowClass>& classes,
-                      const PushPlan& push, cudaStream_t stream) {
-  for (const RowClass& row_class : classes) {
-    const PushArgs args{view, push, row_class.table_begin, row_class.table_end};
+void pool_for_readers(const Launch& on, const PushPlan& push) {
+  for (const RowClass& row_class : on.classes) {
+    const PushArgs args{on.view, push, row_class.table_begin, row_class.table_end};
     const int blocks = blocks_for(1 << 16, 256 / row_class.group_lanes());
     with_shape(row_class, [&](auto shape) {
-      OPER_LAUNCH(pool_requests_kernel<decltype(shape)>, blocks, 256, stream, args);
+      OPER_LAUNCH(pool_requests_kernel<decltype(shape)>, blocks, 256, on.stream, args);
     });
   }
 }
 
-void add_partials(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
-                  const BatchPlan& plan, const PushPlan& push, const Output& out,
-                  cudaStream_t stream) {
-  for (const RowClass& row_class : classes) {
-    const AddArgs args{view,
+void add_partials(const Launch& on, const Batch& batch, const BatchPlan& plan, const PushPlan& push,
+                  const Output& out) {
+  for (const RowClass& row_class : on.classes) {
+    const AddArgs args{on.view,
                        batch,
                        push,
                        out,
@@ -314,7 +310,7 @@ void add_partials(const View& view, const std::vector<RowClass>& classes, const 
                        row_class.table_end,
                        plan.bag_bits,
                        is_wide(out.data, out.stride)};
-    with_shape(row_class, [&](auto shape) { launch_add<decltype(shape)>(args, stream); });
+    with_shape(row_class, [&](auto shape) { launch_add<decltype(shape)>(args, on.stream); });
   }
 }
 

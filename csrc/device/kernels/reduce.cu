@@ -21,17 +21,6 @@ struct ReduceArgs {
   int32_t runs_per_group;  // at most the group's lanes
 };
 
-template <class Shape>
-constexpr int kRowFloats = Shape::G * Shape::V * Shape::E;
-
-// A row of shared memory for each group of the block.
-template <class Shape>
-OPER_DEVICE float* group_buffer(float* buffers) {
-  return buffers + threadIdx.x / Shape::G * kRowFloats<Shape>;
-}
-template <class Shape>
-constexpr int kBufferFloats = 256 / Shape::G * kRowFloats<Shape>;
-
 // Rows of fp32 numbers that a group loads before it adds the first of them.
 template <class Shape>
 constexpr int kInFlight = Shape::V * Shape::E >= 32 || Shape::V > 4 ? 1 : 4 / Shape::V;
@@ -301,20 +290,6 @@ __global__ void __launch_bounds__(256) fill_outbox_kernel(View view, BatchPlan p
   }
 }
 
-template <class Shape, bool kUpdate>
-void launch_reduce(const ReduceArgs& args, cudaStream_t stream) {
-  const int blocks = blocks_for(std::max<int64_t>(args.batch.max_pairs, 1), 256 / Shape::G);
-  OPER_LAUNCH((reduce_runs<Shape, kUpdate>), blocks, 256, stream, args);
-}
-
-// Of a class, once all short runs are summed: the list of long ones is of all classes.
-template <class Shape, bool kUpdate>
-void launch_long(const ReduceArgs& args, cudaStream_t stream) {
-  const int long_blocks = blocks_for(args.long_runs.capacity, 256 / Shape::G);
-  OPER_LAUNCH(reduce_chunks<Shape>, long_blocks, 256, stream, args);
-  OPER_LAUNCH((reduce_long_runs<Shape, kUpdate>), long_blocks, 256, stream, args);
-}
-
 // As many as lanes can look at together, but no more than keep all groups busy for some turns.
 int32_t runs_per_group(const RowClass& row_class, const Batch& batch) {
   const int64_t groups = std::max<int64_t>(1, 6 * resident_threads() / row_class.group_lanes());
@@ -324,38 +299,44 @@ int32_t runs_per_group(const RowClass& row_class, const Batch& batch) {
 
 }  // namespace
 
-void reduce(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
-                   const BatchPlan& plan, const Gradient& grad, const LongRuns& long_runs,
-                   const UpdateArgs* optimizers, bool update_at_once, cudaStream_t stream) {
+void reduce(const Launch& on, const Batch& batch, const BatchPlan& plan, const Gradient& grad,
+            const LongRuns& long_runs, bool update_at_once) {
   if (!update_at_once) {
-    OPER_LAUNCH(open_outbox_kernel, 1, 256, stream, view, plan);
-    OPER_LAUNCH(fill_outbox_kernel, blocks_for(std::max<int64_t>(batch.max_pairs, 1), 256), 256,
-                stream, view, plan);
+    OPER_LAUNCH(open_outbox_kernel, 1, 256, on.stream, on.view, plan);
+    OPER_LAUNCH(fill_outbox_kernel, blocks_for(batch.max_pairs, 256), 256, on.stream, on.view, plan);
   }
+  // Calls launch(shape, whether to update, arguments) for each class of rows.
   const auto for_classes = [&](auto launch) {
-    for (const RowClass& row_class : classes) {
-      const ReduceArgs args{view,
+    for (const RowClass& row_class : on.classes) {
+      const ReduceArgs args{on.view,
                             batch,
                             plan,
                             grad,
                             long_runs,
-                            optimizers,
+                            on.optimizers,
                             row_class.table_begin,
                             row_class.table_end,
                             is_wide(grad.data, grad.stride),
                             runs_per_group(row_class, batch)};
-      with_shape(row_class, [&](auto shape) { launch(shape, args); });
+      with_shape(row_class, [&](auto shape) {
+        update_at_once ? launch(shape, std::true_type{}, args)
+                       : launch(shape, std::false_type{}, args);
+      });
     }
   };
-  clear(long_runs.counts, 0, 8, stream);
-  for_classes([&](auto shape, const ReduceArgs& args) {
+  clear(long_runs.counts, 0, 8, on.stream);
+  for_classes([&](auto shape, auto update, const ReduceArgs& args) {
     using S = decltype(shape);
-    update_at_once ? launch_reduce<S, true>(args, stream) : launch_reduce<S, false>(args, stream);
+    OPER_LAUNCH((reduce_runs<S, decltype(update)::value>), blocks_for(batch.max_pairs, 256 / S::G),
+                256, on.stream, args);
   });
   if (batch.max_pairs <= kChunk) return;
-  for_classes([&](auto shape, const ReduceArgs& args) {
+  // Once all short runs are summed: the list of long ones is of all classes.
+  for_classes([&](auto shape, auto update, const ReduceArgs& args) {
     using S = decltype(shape);
-    update_at_once ? launch_long<S, true>(args, stream) : launch_long<S, false>(args, stream);
+    const int blocks = blocks_for(long_runs.capacity, 256 / S::G);
+    OPER_LAUNCH(reduce_chunks<S>, blocks, 256, on.stream, args);
+    OPER_LAUNCH((reduce_long_runs<S, decltype(update)::value>), blocks, 256, on.stream, args);
   });
 }
 

@@ -86,22 +86,21 @@ __global__ void __launch_bounds__(256) segments_kernel(View view, Batch batch, B
 
 }  // namespace
 
-void lay_out_features(const View& view, const Batch& batch, const BatchPlan& plan,
-                      cudaStream_t stream) {
-  OPER_LAUNCH(lay_out_kernel, 1, 256, stream, view, batch, plan);
+void lay_out_features(const Launch& on, const Batch& batch, const BatchPlan& plan) {
+  OPER_LAUNCH(lay_out_kernel, 1, 256, on.stream, on.view, batch, plan);
 }
 
-void make_plan(const View& view, int64_t num_keys, const Batch& batch, BatchPlan& plan,
-               cudaStream_t stream) {
-  lay_out_features(view, batch, plan, stream);
+void make_plan(const Launch& on, int64_t num_keys, const Batch& batch, BatchPlan& plan) {
+  const View& view = on.view;
+  lay_out_features(on, batch, plan);
   const int64_t tiles = batch.pooled
                             ? (batch.batch_size + kTile - 1) / kTile * view.num_features
                             : batch.max_pairs / kTile + view.num_features;
-  OPER_LAUNCH(resolve_kernel, blocks_for(std::max<int64_t>(tiles, 1), 8), 256, stream, view, batch,
-              plan);
-  sort_into_runs(plan, batch.max_pairs, 0, bits_for(static_cast<uint64_t>(num_keys) + 1), stream);
+  OPER_LAUNCH(resolve_kernel, blocks_for(tiles, 8), 256, on.stream, view, batch, plan);
+  sort_into_runs(plan, batch.max_pairs, 0, bits_for(static_cast<uint64_t>(num_keys) + 1),
+                 on.stream);
   const int64_t segments = static_cast<int64_t>(view.num_tables) * view.world_size + 2;
-  OPER_LAUNCH(segments_kernel, static_cast<int>((segments + 255) / 256), 256, stream, view, batch,
+  OPER_LAUNCH(segments_kernel, static_cast<int>((segments + 255) / 256), 256, on.stream, view, batch,
               plan);
 }
 

@@ -98,15 +98,16 @@ void clear_staging(const Batch& batch, const BatchPlan& plan, cudaStream_t strea
   clear(plan.staged, 0, 4, stream);
 }
 
-void stage(const View& view, const std::vector<RowClass>& classes, const Batch& batch,
-           const BatchPlan& plan, const Staging& staging, bool skip_pushed, cudaStream_t stream) {
-  for (const RowClass& row_class : classes) {
+void stage(const Launch& on, const Batch& batch, const BatchPlan& plan, const Staging& staging,
+           bool skip_pushed) {
+  for (const RowClass& row_class : on.classes) {
     const StageArgs args{
-        view, batch, plan, staging, row_class.table_begin, row_class.table_end, skip_pushed};
+        on.view, batch, plan, staging, row_class.table_begin, row_class.table_end, skip_pushed};
     with_shape(row_class, [&](auto shape) {
       using S = decltype(shape);
       OPER_LAUNCH(stage_rows<S>,
-                  blocks_for(batch.max_pairs / kStaged<S> + 1, 256 / S::G), 256, stream, args);
+                  blocks_for(batch.max_pairs / kStaged<S> + 1, 256 / S::G), 256, on.stream,
+                  args);
     });
   }
 }

@@ -37,22 +37,18 @@ bool are_below(const char* slots, int64_t n, int64_t end) {
 
 }  // namespace
 
-Exchange::Exchange(Context& context, ExchangeSetup setup)
-    : messages(with_tables(setup.messages, context)), context_(context), setup_(std::move(setup)) {
+Exchange::Exchange(Context& context, ExchangeSetup wanted)
+    : setup(std::move(wanted)), messages(with_tables(setup.messages, context)), context_(context) {
   const int32_t W = context.world_size;
   const int64_t T = static_cast<int64_t>(context.tables.size());
   mirrors_.resize(static_cast<size_t>(W));
   far_rows_.resize(static_cast<size_t>(T));
   splits_.resize(static_cast<size_t>(T));
-  bags_.resize(static_cast<size_t>(W * T));
+  pairs_.resize(static_cast<size_t>(W * T));
   for (Kept& kept : kept_) {
     kept.asked.resize(static_cast<size_t>(W * T));
     kept.asked_by.resize(static_cast<size_t>(W * T));
   }
-  listed_.resize(static_cast<size_t>(W * T));
-  asked_slots_.resize(static_cast<size_t>(W * T));
-  num_asked_slots_.resize(static_cast<size_t>(W * T));
-  gathered_.resize(static_cast<size_t>(W * T));
   for (int32_t r : messages.far) {
     mirrors_[r].resize(static_cast<size_t>(context.header_bytes()));
     context.outbox[r] = mirrors_[r].data();
@@ -93,33 +89,33 @@ int64_t Exchange::transfer(CollectivePhase phase, const void* send, const int64_
                            void* recv, const int64_t* recv_bytes) {
   const int64_t begin_ns = PhaseTimes::now_ns();
   const int64_t error =
-      setup_.transport(static_cast<int64_t>(phase), send, send_bytes, recv, recv_bytes);
+      setup.transport(static_cast<int64_t>(phase), send, send_bytes, recv, recv_bytes);
   int64_t sent = 0;
   for (int32_t r : messages.far) sent += send_bytes[r];
   context_.times.note(kExchange, begin_ns, PhaseTimes::now_ns(), sent);
   return error;
 }
 
-Status Exchange::failed(Status status) {
+void Exchange::fail(Status status) {
   failed_ = status;
   if (context_.barrier) context_.barrier->give_up();
-  return status;
+  throw status;
 }
 
-Status Exchange::exchange_payload(CollectivePhase phase, bool is_reply, ParallelFor parallel) {
+void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
   const Messages::List& list = messages.list(is_reply);
   const std::vector<Part>& parts = list.parts;
   const int64_t num_parts = static_cast<int64_t>(parts.size());
   char* send = (phase == CollectivePhase::kRequests ? kept(kAsBefore).sent : send_).get(list.sent);
-  run_tasks(context_, num_parts, list.sent < kSmallBytes, parallel, [&](int64_t k, Scratch&) {
-    const Part& x = parts[static_cast<size_t>(k)];
+  run_tasks(context_, num_parts, list.sent < kSmallBytes, [&](int64_t k, Scratch&) {
+    const Part& x = parts[k];
     if (x.out == 0) return;
     const Source from = source(phase, is_reply, x.rank, x.table, x.index);
     if (x.shape.content == Messages::kRuns) {
-      pack_runs(send + x.out_at, reinterpret_cast<const uint32_t*>(from.data), x.out);
+      pack_runs(send + x.out_at, static_cast<const uint32_t*>(from.data), x.out);
     } else {
       const Draws draws = draws_of(x, from.names);
-      pack(send + x.out_at, from.data, from.rows,
+      pack(send + x.out_at, static_cast<const char*>(from.data), from.rows,
            {x.out, x.shape.unit, x.shape.bits, from.names ? &draws : nullptr});
     }
   });
@@ -133,13 +129,13 @@ Status Exchange::exchange_payload(CollectivePhase phase, bool is_reply, Parallel
     raw = list.is_raw ? to : received_.get(list.received);
   } catch (const std::bad_alloc&) {
     const auto most = std::max_element(list.recv_bytes.begin(), list.recv_bytes.end());
-    return failed({11, most - list.recv_bytes.begin()});
+    fail({11, most - list.recv_bytes.begin()});
   }
   if (transfer(phase, send, list.send_bytes.data(), raw, list.recv_bytes.data()) != 0)
-    return failed({7, -1});
+    fail({7, -1});
   if (raw != to)
-    run_tasks(context_, num_parts, list.expanded < kSmallBytes, parallel, [&](int64_t k, Scratch&) {
-      const Part& x = parts[static_cast<size_t>(k)];
+    run_tasks(context_, num_parts, list.expanded < kSmallBytes, [&](int64_t k, Scratch&) {
+      const Part& x = parts[k];
       if (x.shape.content == Messages::kRuns) {
         unpack_runs(reinterpret_cast<uint32_t*>(to + x.expanded_at), raw + x.in_at, x.in);
       } else {
@@ -153,12 +149,11 @@ Status Exchange::exchange_payload(CollectivePhase phase, bool is_reply, Parallel
     const Messages::Content content = x.shape.content;
     if ((content == Messages::kReceiverSlots || content == Messages::kSenderSlots) &&
         !are_below(arrays[x.index], x.in, messages.limit(x, content)))
-      return failed({9, x.rank});
+      fail({9, x.rank});
     if (!x.is_last) continue;
-    if (!lists_fit(phase, x.rank, x.table, arrays)) return failed({9, x.rank});
+    if (!lists_fit(phase, x.rank, x.table, arrays)) fail({9, x.rank});
     deliver(phase, is_reply, x.rank, x.table, arrays);
   }
-  return {};
 }
 
 // Rounding of gradients: their sender and receiver, slot or bag, columns and step make a draw of its own.
@@ -182,19 +177,20 @@ void Exchange::keep_requests(const std::vector<Part>& parts, const char* send) {
   }
 }
 
-Status Exchange::synchronize(CollectivePhase phase, const Batch& batch, ParallelFor parallel,
-                             Status mine) {
-  if (failed_.code != 0) return failed_;
-  if (phase == CollectivePhase::kRefreshes && !setup_.refreshes)
-    return mine.code ? failed(mine) : mine;
+void Exchange::synchronize(CollectivePhase phase, const Batch& batch, Status mine) {
+  raise(failed_);
+  if (phase == CollectivePhase::kRefreshes && !setup.refreshes) {
+    if (mine.code != 0) fail(mine);
+    return;
+  }
   const bool weighted = batch.weights != nullptr;
   messages.begin(phase);
-  if (mine.code == 0) count(phase, weighted, parallel);
-  Status status = messages.exchange_heads(
+  if (mine.code == 0) count(phase, weighted);
+  const Status status = messages.exchange_heads(
       weighted, mine, [&](auto... arguments) { return transfer(phase, arguments...); });
-  status = status.code != 0 ? failed(status) : exchange_payload(phase, false, parallel);
+  if (status.code != 0) fail(status);
+  exchange_payload(phase, false);
   if (phase == CollectivePhase::kGradients) messages.pass_back();
-  return status;
 }
 
 }  // namespace oper::host

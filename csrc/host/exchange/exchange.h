@@ -35,23 +35,20 @@ class Exchange {
   Exchange(Context& context, ExchangeSetup setup);
   ~Exchange();
 
-  // Whether forward passes need rows of other domains. `pools`: owners pool those of pushed tiers.
-  bool gathers(bool pools) const { return pools ? setup_.pulls : setup_.gathers; }
-  // Whether ranks read replicas of their neighbours.
-  bool shares_replicas() const { return setup_.shares_replicas; }
   // Whether some rows of a table cannot be addressed; `pulled`: some of those that no owner pools.
   bool has_far_rows(const Table& table, bool pulled) const {
     return (pulled ? pulls_far_ : is_far_)[table.index];
   }
   // Fetches the rows of other domains that the batch needs and fills in their addresses, which hold
   // until the next gather. Collective. `collective` is that of `forward`.
-  Status gather(Batch& batch, Moved kind, bool collective, ParallelFor parallel);
+  void gather(Batch& batch, Moved kind, bool collective);
   // The two halves of a gather whose phases are kRequests and kPartials: lists the rows, and returns
   // -1 or the position of an id that is out of range; and fills in the addresses.
-  int64_t list_far_rows(const Batch& batch, Moved kind, bool collective, ParallelFor parallel);
-  void address_rows(Batch& batch, ParallelFor parallel);
+  int64_t list_far_rows(const Batch& batch, Moved kind, bool collective);
+  void address_rows(Batch& batch);
   // `mine` is an error of this rank, if any; all ranks learn of it.
-  Status synchronize(CollectivePhase phase, const Batch& batch, ParallelFor parallel, Status mine);
+  void synchronize(CollectivePhase phase, const Batch& batch, Status mine);
+  const ExchangeSetup setup;
   Messages messages;
 
  private:
@@ -64,7 +61,7 @@ class Exchange {
   // Where an array comes from: contiguous, or the named rows of a matrix. `names`: what gradients are
   // of, see Draws.
   struct Source {
-    const char* data = nullptr;
+    const void* data = nullptr;
     const uint32_t* rows = nullptr;
     const uint32_t* names = nullptr;
   };
@@ -92,12 +89,11 @@ class Exchange {
     return static_cast<size_t>(peer) * context_.tables.size() + static_cast<size_t>(table);
   }
   // Fills in the counts of what this rank has for the others.
-  void count(CollectivePhase phase, bool weighted, ParallelFor parallel);
+  void count(CollectivePhase phase, bool weighted);
   void count_table(CollectivePhase phase, bool weighted, int64_t table);
   void list_squares(int64_t table);
   void list_refreshes(int64_t table);
   Source source(CollectivePhase phase, bool is_reply, int32_t peer, int64_t table, int part) const;
-  Source source_in_outbox(CollectivePhase phase, int32_t peer, int64_t table, int part) const;
   Draws draws_of(const Part& part, const uint32_t* names) const;
   void keep_requests(const std::vector<Part>& parts, const char* send);
   void list_bags(int64_t table, int32_t peer);
@@ -120,11 +116,10 @@ class Exchange {
   // Calls the transport; what it returns. `send_bytes`, `recv_bytes`: [W].
   int64_t transfer(CollectivePhase phase, const void* send, const int64_t* send_bytes, void* recv,
                    const int64_t* recv_bytes);
-  Status exchange_payload(CollectivePhase phase, bool is_reply, ParallelFor parallel);
-  Status failed(Status status);
+  void exchange_payload(CollectivePhase phase, bool is_reply);
+  [[noreturn]] void fail(Status status);
 
   Context& context_;
-  ExchangeSetup setup_;
   std::vector<int32_t> far_tables_;  // tables with rows that this rank cannot address
   std::vector<bool> is_far_;         // [T] whether it is one of these
   std::vector<bool> pulls_far_;      // [T] whether some of these rows are in pulled tiers
@@ -133,11 +128,15 @@ class Exchange {
   Kept kept_[Messages::kKept];
   std::vector<FarRows> far_rows_;             // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner
-  std::vector<std::vector<uint32_t>> bags_;   // [W * T] distinct bags of this rank's requests
-  std::vector<Listed> listed_;                // [W * T]
-  std::vector<const uint32_t*> asked_slots_;  // [W * T] of this rank
-  std::vector<uint32_t> num_asked_slots_;     // [W * T]
-  std::vector<const char*> gathered_;         // [W * T] rows
+  // Of one table and another rank.
+  struct Pair {
+    std::vector<uint32_t> bags;             // distinct ones of this rank's requests
+    Listed listed;
+    const uint32_t* asked_slots = nullptr;  // of this rank
+    uint32_t num_asked_slots = 0;
+    const char* gathered = nullptr;         // rows
+  };
+  std::vector<Pair> pairs_;  // [W * T]
   std::vector<std::vector<char>> mirrors_;    // outbox headers of far ranks
   std::vector<std::pair<void*, size_t>> mapped_;
   const uint32_t nothing_[2] = {0, 0};

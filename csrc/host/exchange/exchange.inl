@@ -50,19 +50,17 @@ void number_in_place(const Table& table, int64_t n, FarRows& out, int64_t* count
     if (out.places[i] < 0) out.places[i] = -static_cast<int64_t>(number[far_key(out.places[i])]);
 }
 
-template <class Id>
-int64_t far_rows_ids(const Table& table, const Batch& batch, Moved kind, bool skip_pushed, FarRows& out,
-                     Scratch& scratch) {
-  const int64_t bad = locate_all<Id>(table, batch, out.places);
+int64_t far_rows(const Table& table, const Batch& batch, Moved kind, bool skip_pushed, FarRows& out,
+                 Scratch& scratch) {
+  const int64_t bad = locate_all(table, batch, out.places);
   if (bad >= 0) return bad;
-  const Id* ids = static_cast<const Id*>(batch.ids);
   int64_t at = 0, num_pushed = 0;
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
     const int64_t n = bags.num_ids();
     if (skip_pushed) {
       uint32_t* keys = scratch.get<uint32_t>(1, n);
-      resolve(table.home, ids + bags.bounds[0], n, n, keys);
+      resolve(table.home, batch, bags.bounds[0], n, n, keys);
       for (int64_t i = 0; i < n; ++i) {
         if (!table.is_pushed_key(keys[i])) continue;
         out.places[at + i] = 0;
@@ -84,10 +82,4 @@ int64_t far_rows_ids(const Table& table, const Batch& batch, Moved kind, bool sk
     number_sorted(table, at, out, counts, scratch);
   }
   return -1;
-}
-
-int64_t far_rows(const Table& table, const Batch& batch, Moved kind, bool skip_pushed, FarRows& out,
-                 Scratch& scratch) {
-  return batch.ids_are_32_bit ? far_rows_ids<int32_t>(table, batch, kind, skip_pushed, out, scratch)
-                              : far_rows_ids<int64_t>(table, batch, kind, skip_pushed, out, scratch);
 }

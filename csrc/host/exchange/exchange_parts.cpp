@@ -11,9 +11,9 @@ namespace oper::host {
 
 // ---- what this rank has for others -------------------------------------------------------------
 
-void Exchange::count(CollectivePhase phase, bool weighted, ParallelFor parallel) {
+void Exchange::count(CollectivePhase phase, bool weighted) {
   run_tasks(context_, static_cast<int64_t>(context_.tables.size()),
-            phase != CollectivePhase::kGradients && phase != CollectivePhase::kSquares, parallel,
+            phase != CollectivePhase::kGradients && phase != CollectivePhase::kSquares,
             [&](int64_t t, Scratch&) { count_table(phase, weighted, t); });
 }
 
@@ -21,19 +21,19 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
   const Table& table = context_.tables[t];
   if (phase == CollectivePhase::kSquares) list_squares(t);
   if (phase == CollectivePhase::kRefreshes) list_refreshes(t);
-  const int64_t* reduced = Context::outbox_begin(context_.outbox_table(context_.rank, t));
-  const int64_t* asked = Context::request_begin(context_.request_table(context_.rank, t));
+  const int64_t* reduced = context_.outbox_table(context_.rank, t)->begin();
+  const int64_t* asked = context_.request_table(context_.rank, t)->begin();
   for (int32_t r : messages.far) {
     uint32_t* counts = messages.counts_to(r, t);
     std::fill(counts, counts + Messages::kCounts, 0u);
     if (phase == CollectivePhase::kGather) counts[0] = num_far_rows(r, t);
-    if (phase == CollectivePhase::kRequests && setup_.pulls) counts[1] = num_far_rows(r, t);
+    if (phase == CollectivePhase::kRequests && setup.pulls) counts[1] = num_far_rows(r, t);
     if (phase == CollectivePhase::kRequests && table.is_pushed) {
       counts[0] = static_cast<uint32_t>(asked[r + 1] - asked[r]);
       list_bags(t, r);
-      counts[2] = static_cast<uint32_t>(bags_[cell(r, t)].size());
+      counts[2] = static_cast<uint32_t>(pairs_[cell(r, t)].bags.size());
     }
-    if (phase == CollectivePhase::kPartials) counts[1] = num_asked_slots_[cell(r, t)];
+    if (phase == CollectivePhase::kPartials) counts[1] = pairs_[cell(r, t)].num_asked_slots;
     if (phase == CollectivePhase::kPartials && table.is_pushed)
       counts[0] = static_cast<uint32_t>(context_.partial_table(context_.rank, t, r)->count);
     if (phase == CollectivePhase::kGradients) {
@@ -42,21 +42,20 @@ void Exchange::count_table(CollectivePhase phase, bool weighted, int64_t t) {
       list_bags(t, r);
       counts[1] = requests_count(t, r, weighted);
       // Only the gradients of bags that this owner holds rows of are sent.
-      counts[2] = static_cast<uint32_t>(bags_[cell(r, t)].size());
+      counts[2] = static_cast<uint32_t>(pairs_[cell(r, t)].bags.size());
     }
     if (phase == CollectivePhase::kSquares || phase == CollectivePhase::kRefreshes)
-      counts[0] = listed_[cell(r, t)].slots[0];
+      counts[0] = pairs_[cell(r, t)].listed.slots[0];
   }
 }
 
 // The bags of this rank's requests to a rank, each once: in the order in which it pools them.
 void Exchange::list_bags(int64_t t, int32_t r) {
-  std::vector<uint32_t>& distinct = bags_[cell(r, t)];
+  std::vector<uint32_t>& distinct = pairs_[cell(r, t)].bags;
   distinct.clear();
   RequestTable* entry = context_.request_table(context_.rank, t);
-  const int64_t* begin = Context::request_begin(entry);
-  const uint32_t* bags =
-      reinterpret_cast<const uint32_t*>(context_.outbox[context_.rank] + entry->bags_offset);
+  const int64_t* begin = entry->begin();
+  const uint32_t* bags = context_.in_outbox<uint32_t>(context_.rank, entry->bags_offset);
   for (int64_t i = begin[r]; i < begin[r + 1]; ++i)
     if (distinct.empty() || distinct.back() != bags[i]) distinct.push_back(bags[i]);
 }
@@ -65,14 +64,14 @@ uint32_t Exchange::requests_count(int64_t t, int32_t r, bool weighted) const {
   for (uint32_t age = 0; age < Messages::kKept; ++age)
     if (is_as_before(kept(kAsBefore - age).asked[cell(r, t)], t, r, weighted))
       return kAsBefore - age;
-  const int64_t* begin = Context::request_begin(context_.request_table(context_.rank, t));
+  const int64_t* begin = context_.request_table(context_.rank, t)->begin();
   return static_cast<uint32_t>(begin[r + 1] - begin[r]);
 }
 
 // Whether a rank still has the requests for its rows: those of a forward pass were the same.
 bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool weighted) const {
   RequestTable* entry = context_.request_table(context_.rank, t);
-  const int64_t* begin = Context::request_begin(entry);
+  const int64_t* begin = entry->begin();
   const int64_t n = begin[r + 1] - begin[r];
   if (n != before.n || (n > 0 && weighted != (before.weights != nullptr))) return false;
   const char* base = context_.outbox[context_.rank];
@@ -92,8 +91,8 @@ bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool 
 void Exchange::list_squares(int64_t t) {
   const Table& table = context_.tables[t];
   for (int32_t r : messages.far) {
-    listed_[cell(r, t)].slots.assign(1, 0);
-    listed_[cell(r, t)].values.clear();
+    pairs_[cell(r, t)].listed.slots.assign(1, 0);
+    pairs_[cell(r, t)].listed.values.clear();
   }
   if (messages.round() >= table.rounds_of_squares()) return;
   const float* squares =
@@ -102,9 +101,8 @@ void Exchange::list_squares(int64_t t) {
   std::vector<uint32_t> slots;
   for (int32_t r = 0; r < context_.world_size; ++r) {
     OutboxTable* entry = context_.outbox_table(r, t);
-    const int64_t* begin = Context::outbox_begin(entry);
-    const uint32_t* in =
-        reinterpret_cast<const uint32_t*>(context_.outbox[r] + entry->slots_offset);
+    const int64_t* begin = entry->begin();
+    const uint32_t* in = context_.in_outbox<uint32_t>(r, entry->slots_offset);
     slots.insert(slots.end(), in + begin[context_.rank], in + begin[context_.rank + 1]);
     if (table.is_pushed)
       slots.insert(slots.end(), table.pushed[r].slots.begin(), table.pushed[r].slots.end());
@@ -123,7 +121,7 @@ void Exchange::list_squares(int64_t t) {
           locate_in_tier(piece.home.tiers[tier_of(piece.home, position)], position));
       if (messages.is_near(owner) || done[owner] == static_cast<int32_t>(i)) continue;
       done[owner] = static_cast<int32_t>(i);
-      Listed& list = listed_[cell(owner, t)];
+      Listed& list = pairs_[cell(owner, t)].listed;
       list.slots.push_back(slots[i]);
       list.values.push_back(squares[slots[i]]);
       ++list.slots[0];
@@ -132,11 +130,11 @@ void Exchange::list_squares(int64_t t) {
 }
 
 void Exchange::list_refreshes(int64_t t) {
-  for (int32_t r : messages.far) listed_[cell(r, t)].slots.assign(1, 0);
+  for (int32_t r : messages.far) pairs_[cell(r, t)].listed.slots.assign(1, 0);
   const uint32_t* touched = context_.tables[t].touched[context_.rank];
-  for (const ReplicaTarget& target : setup_.targets) {
+  for (const ReplicaTarget& target : setup.targets) {
     if (target.table != t) continue;
-    Listed& list = listed_[cell(target.rank, t)];
+    Listed& list = pairs_[cell(target.rank, t)].listed;
     const uint32_t* end = touched + 1 + touched[0];
     const uint32_t* first =
         std::lower_bound(touched + 1, end, static_cast<uint32_t>(target.slot_begin));
@@ -148,54 +146,43 @@ void Exchange::list_refreshes(int64_t t) {
 
 Exchange::Source Exchange::source(CollectivePhase phase, bool is_reply, int32_t r, int64_t t,
                                   int part) const {
-  const Listed& list = listed_[cell(r, t)];
-  const char* rows = reinterpret_cast<const char*>(context_.tables[t].rows);
+  const Listed& list = pairs_[cell(r, t)].listed;
+  const char* base = context_.outbox[context_.rank];
+  const Source asked_rows{context_.tables[t].rows, pairs_[cell(r, t)].asked_slots};
   switch (phase) {
     case CollectivePhase::kGather:
-      if (is_reply) return {rows, asked_slots_[cell(r, t)]};
-      return {reinterpret_cast<const char*>(far_rows_[t].keys + splits_[t][r])};
+      if (is_reply) return asked_rows;
+      return {far_rows_[t].keys + splits_[t][r]};
+    case CollectivePhase::kPartials:
+      if (part == 1) return asked_rows;
+      return {base + context_.partial_table(context_.rank, t, r)->rows_offset};
     case CollectivePhase::kSquares:
-      return {part == 0 ? reinterpret_cast<const char*>(list.slots.data() + 1)
-                        : reinterpret_cast<const char*>(list.values.data())};
+      if (part == 0) return {list.slots.data() + 1};
+      return {list.values.data()};
     case CollectivePhase::kRefreshes:
-      if (part == 0) return {reinterpret_cast<const char*>(list.slots.data())};
-      return {rows, list.slots.data() + 1};
-    default:
-      return source_in_outbox(phase, r, t, part);
-  }
-}
-
-Exchange::Source Exchange::source_in_outbox(CollectivePhase phase, int32_t r, int64_t t,
-                                            int part) const {
-  const char* base = context_.outbox[context_.rank];
-  const int64_t gradient = context_.tables[t].gradient_bytes();
-  if (phase == CollectivePhase::kPartials) {
-    if (part == 1)
-      return {reinterpret_cast<const char*>(context_.tables[t].rows), asked_slots_[cell(r, t)]};
-    const PartialTable* entry = context_.partial_table(context_.rank, t, r);
-    return {base + entry->rows_offset};
-  }
-  if (phase == CollectivePhase::kRequests && part == 3)
-    return {reinterpret_cast<const char*>(far_rows_[t].keys + splits_[t][r])};
-  if (phase == CollectivePhase::kGradients && part < 2) {
-    OutboxTable* entry = context_.outbox_table(context_.rank, t);
-    const int64_t first = Context::outbox_begin(entry)[r];
-    if (part == 0) return {base + entry->slots_offset + first * 4};
-    return {base + entry->rows_offset + first * gradient, nullptr,
-            reinterpret_cast<const uint32_t*>(base + entry->slots_offset) + first};
+      if (part == 0) return {list.slots.data()};
+      return {context_.tables[t].rows, list.slots.data() + 1};
+    case CollectivePhase::kRequests:
+      if (part == 3) return {far_rows_[t].keys + splits_[t][r]};
+      break;
+    case CollectivePhase::kGradients: {
+      OutboxTable* entry = context_.outbox_table(context_.rank, t);
+      const int64_t first = entry->begin()[r];
+      const uint32_t* slots =
+          context_.in_outbox<uint32_t>(context_.rank, entry->slots_offset) + first;
+      if (part == 0) return {slots};
+      if (part == 1)
+        return {base + entry->rows_offset + first * context_.tables[t].gradient_bytes(), nullptr,
+                slots};
+      part -= 2;  // those of requests
+      break;
+    }
   }
   RequestTable* entry = context_.request_table(context_.rank, t);
-  const int64_t first = Context::request_begin(entry)[r];
-  switch (phase == CollectivePhase::kRequests ? part : part - 2) {
-    case 0:
-      return {base + entry->slots_offset + first * 4};
-    case 1:
-      return {base + entry->bags_offset + first * 4};
-    case 2:
-      return {base + entry->weights_offset + first * 4};
-    default:
-      return {base + entry->gradients_offset, bags_[cell(r, t)].data(), bags_[cell(r, t)].data()};
-  }
+  const uint32_t* bags = pairs_[cell(r, t)].bags.data();
+  if (part == 3) return {base + entry->gradients_offset, bags, bags};
+  const int64_t places[] = {entry->slots_offset, entry->bags_offset, entry->weights_offset};
+  return {base + places[part] + entry->begin()[r] * 4};
 }
 
 // ---- whether what others have sent can be ------------------------------------------------------
@@ -236,34 +223,34 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
     RequestTable* entry = context_.request_table(r, t);
     *entry = {in.slots - base, in.bags - base, in.weights ? in.weights - base : 0,
               gradients ? gradients - base : 0};
-    int64_t* begin = Context::request_begin(entry);
+    int64_t* begin = entry->begin();
     begin[context_.rank] = 0;
     begin[context_.rank + 1] = in.n;
   };
   switch (phase) {
     case CollectivePhase::kGather:
       if (is_reply) {
-        gathered_[cell(r, t)] = arrays[0];
+        pairs_[cell(r, t)].gathered = arrays[0];
       } else {
-        asked_slots_[cell(r, t)] = slots;
+        pairs_[cell(r, t)].asked_slots = slots;
       }
       break;
     case CollectivePhase::kRequests:
       kept(kAsBefore).asked_by[cell(r, t)] = {arrays[0], arrays[1], arrays[2], counts[0]};
       lay_out_requests(kept(kAsBefore).asked_by[cell(r, t)], nullptr);
-      asked_slots_[cell(r, t)] = reinterpret_cast<const uint32_t*>(arrays[3]);
-      num_asked_slots_[cell(r, t)] = counts[1];
+      pairs_[cell(r, t)].asked_slots = reinterpret_cast<const uint32_t*>(arrays[3]);
+      pairs_[cell(r, t)].num_asked_slots = counts[1];
       break;
     case CollectivePhase::kPartials:
-      gathered_[cell(r, t)] = arrays[1];
+      pairs_[cell(r, t)].gathered = arrays[1];
       *context_.partial_table(r, t, context_.rank) = {
-          counts[0], reinterpret_cast<const char*>(bags_[cell(r, t)].data()) - base,
+          counts[0], reinterpret_cast<const char*>(pairs_[cell(r, t)].bags.data()) - base,
           arrays[0] - base};
       break;
     case CollectivePhase::kGradients: {
       OutboxTable* entry = context_.outbox_table(r, t);
       *entry = {arrays[0] - base, arrays[1] - base};
-      int64_t* begin = Context::outbox_begin(entry);
+      int64_t* begin = entry->begin();
       begin[context_.rank] = 0;
       begin[context_.rank + 1] = counts[0];
       if (table.is_pushed)
@@ -289,19 +276,15 @@ void Exchange::deliver(CollectivePhase phase, bool is_reply, int32_t r, int64_t 
 
 // ---- rows of other domains ---------------------------------------------------------------------
 
-Status Exchange::gather(Batch& batch, Moved kind, bool collective, ParallelFor parallel) {
-  if (failed_.code != 0) return failed_;
-  const int64_t bad = list_far_rows(batch, kind, collective, parallel);
-  Status status =
-      synchronize(CollectivePhase::kGather, batch, parallel, bad >= 0 ? Status{4, bad} : Status{});
-  if (status.code != 0) return status;
-  status = exchange_payload(CollectivePhase::kGather, true, parallel);
-  if (status.code == 0) address_rows(batch, parallel);
-  return status;
+void Exchange::gather(Batch& batch, Moved kind, bool collective) {
+  raise(failed_);
+  const int64_t bad = list_far_rows(batch, kind, collective);
+  synchronize(CollectivePhase::kGather, batch, bad >= 0 ? Status{4, bad} : Status{});
+  exchange_payload(CollectivePhase::kGather, true);
+  address_rows(batch);
 }
 
-int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
-                                ParallelFor parallel) {
+int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective) {
   const int32_t W = context_.world_size;
   const int64_t num_far = static_cast<int64_t>(far_tables_.size());
   int64_t total = 0;
@@ -316,8 +299,8 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
   }
   int64_t* places = reinterpret_cast<int64_t*>(places_.get(total * 8));
   uint32_t* keys = reinterpret_cast<uint32_t*>(keys_.get(total * 4));
-  std::atomic<int64_t> bad{-1};
-  run_tasks(context_, num_far, total < kSmallBytes / 32, parallel, [&](int64_t k, Scratch& scratch) {
+  Found found;
+  run_tasks(context_, num_far, total < kSmallBytes / 32, [&](int64_t k, Scratch& scratch) {
     const int32_t t = far_tables_[k];
     const Table& table = context_.tables[t];
     FarRows& rows = far_rows_[t];
@@ -327,9 +310,8 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
       return;
     }
     rows = {places + first[k], keys + first[k], 0};
-    const int64_t found =
-        kernels().far_rows(table, batch, kind, collective && table.has_push, rows, scratch);
-    note_bad(bad, found);
+    found.note(
+        kernels().far_rows(table, batch, kind, collective && table.has_push, rows, scratch));
     // From keys, which are in order of owner, to slots.
     std::vector<int64_t>& split = splits_[t];
     split.assign(static_cast<size_t>(W) + 1, 0);
@@ -344,11 +326,11 @@ int64_t Exchange::list_far_rows(const Batch& batch, Moved kind, bool collective,
       for (int64_t i = split[r]; i < split[r + 1]; ++i)
         rows.keys[i] -= static_cast<uint32_t>(table.owner_begin[r]);
   });
-  return bad.load();
+  return found.bad.load();
 }
 
-void Exchange::address_rows(Batch& batch, ParallelFor parallel) {
-  run_tasks(context_, static_cast<int64_t>(far_tables_.size()), false, parallel,
+void Exchange::address_rows(Batch& batch) {
+  run_tasks(context_, static_cast<int64_t>(far_tables_.size()), false,
             [&](int64_t k, Scratch& scratch) {
     const int32_t t = far_tables_[k];
     const Table& table = context_.tables[t];
@@ -357,7 +339,7 @@ void Exchange::address_rows(Batch& batch, ParallelFor parallel) {
     int64_t* address = scratch.get<int64_t>(0, rows.num_keys);
     for (int32_t r : messages.far)
       for (int64_t i = splits_[t][r]; i < splits_[t][r + 1]; ++i)
-        address[i] = reinterpret_cast<int64_t>(gathered_[cell(r, t)]) +
+        address[i] = reinterpret_cast<int64_t>(pairs_[cell(r, t)].gathered) +
                      (i - splits_[t][r]) * table.row_bytes();
     int64_t* place = rows.places;
     for (int32_t f : table.features) {

@@ -9,16 +9,6 @@
 
 namespace oper::host {
 
-PeerRows::PeerRows(const Context& context, Choice choice, PullCosts costs)
-    : num_ids(context.tables.size()),
-      num_rows(context.tables.size()),
-      is_chosen(context.tables.size(), choice == kAlways),
-      choice_(choice),
-      costs_(costs),
-      places_(context.tables.size()),
-      sources_(context.tables.size()),
-      copies_(context.tables.size()) {}
-
 bool PeerRows::pays(const Table& table, const DistinctRows& rows) const {
   const double bytes = static_cast<double>(table.row_bytes());
   const double ids = static_cast<double>(rows.num_ids), distinct = static_cast<double>(rows.num_rows);
@@ -27,26 +17,27 @@ bool PeerRows::pays(const Table& table, const DistinctRows& rows) const {
          ids * costs_.per_id + distinct * costs_.per_copied_byte * bytes;
 }
 
-Status PeerRows::stage(Context& context, Batch& batch, bool collective, ParallelFor parallel) {
+Status PeerRows::stage(Context& context, Batch& batch, bool collective) {
   const bool counts = choice_ == kMeasured && num_passes_++ % kCountEvery == 0;
-  Found bad;
-  run_tasks(context, static_cast<int64_t>(context.tables.size()), false, parallel,
+  Found found;
+  run_tasks(context, static_cast<int64_t>(context.tables.size()), false,
             [&](int64_t t, Scratch& scratch) {
     const Table& table = context.tables[t];
-    if ((!counts && !is_chosen[t]) || (collective && table.has_push)) return;
+    OfTable& of = tables[t];
+    if ((!counts && !of.is_chosen) || (collective && table.has_push)) return;
     // An exchange with other memory domains finds the rows of this one.
     if (context.exchange && context.exchange->has_far_rows(table, false)) return;
     const int64_t total = batch.num_ids(table);
-    DistinctRows rows{reinterpret_cast<int64_t*>(places_[t].get(total * 8)),
-                      reinterpret_cast<int64_t*>(sources_[t].get(total * 8)), 0, 0};
-    const int64_t found = kernels().distinct_rows(table, batch, context.rank, rows, scratch);
-    if (found >= 0) return bad.note(found);
-    num_ids[t] = rows.num_ids;
-    num_rows[t] = rows.num_rows;
-    if (counts) is_chosen[t] = pays(table, rows);
-    if (!is_chosen[t]) return;
+    DistinctRows rows{reinterpret_cast<int64_t*>(of.places.get(total * 8)),
+                      reinterpret_cast<int64_t*>(of.sources.get(total * 8)), 0, 0};
+    const int64_t bad = kernels().distinct_rows(table, batch, context.rank, rows, scratch);
+    if (bad >= 0) return found.note(bad);
+    of.num_ids = rows.num_ids;
+    of.num_rows = rows.num_rows;
+    if (counts) of.is_chosen = pays(table, rows);
+    if (!of.is_chosen) return;
     const int64_t bytes = table.row_bytes();
-    char* copies = copies_[t].get(rows.num_rows * bytes);
+    char* copies = of.copies.get(rows.num_rows * bytes);
     constexpr int64_t kAhead = 16;
     for (int64_t i = 0; i < rows.num_rows; ++i) {
       if (i + kAhead < rows.num_rows)
@@ -66,7 +57,7 @@ Status PeerRows::stage(Context& context, Batch& batch, bool collective, Parallel
       place += bags.num_ids();
     }
   });
-  return bad.status();
+  return found.status();
 }
 
 }  // namespace oper::host

@@ -25,16 +25,22 @@ struct PullCosts {
 class PeerRows {
  public:
   enum Choice { kNever, kAlways, kMeasured };
-  PeerRows(const Context& context, Choice choice, PullCosts costs);
+  PeerRows(const Context& context, Choice choice, PullCosts costs)
+      : tables(context.tables.size()), choice_(choice), costs_(costs) {
+    for (OfTable& of : tables) of.is_chosen = choice == kAlways;
+  }
   // Copies the rows of the tables where that was chosen, and gives the batch their addresses. Counts
   // duplication now and then. Only under `turn`, which is held until the batch has been looked up: of
   // lookups at once, the others read rows where they are.
-  Status stage(Context& context, Batch& batch, bool collective, ParallelFor parallel);
+  Status stage(Context& context, Batch& batch, bool collective);
   std::mutex turn;
 
-  // By table, as last counted: ids of neighbours' rows, and distinct rows among them.
-  std::vector<int64_t> num_ids, num_rows;
-  std::vector<char> is_chosen;
+  struct OfTable {
+    int64_t num_ids = 0, num_rows = 0;  // of neighbours, as last counted; distinct ones
+    bool is_chosen = false;             // they are copied
+    Buffer places, sources, copies;
+  };
+  std::deque<OfTable> tables;
 
  private:
   static constexpr int64_t kCountEvery = 256;  // forward passes
@@ -43,7 +49,6 @@ class PeerRows {
   Choice choice_;
   PullCosts costs_;
   int64_t num_passes_ = 0;
-  std::deque<Buffer> places_, sources_, copies_;  // [T]
 };
 
 }  // namespace oper::host

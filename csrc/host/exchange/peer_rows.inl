@@ -1,16 +1,14 @@
 // Distinct rows of neighbours in a batch. Part of kernels.inl.
 
 // Addresses of a table's ids, all features after one another; returns the first bad id's index, or -1.
-template <class Id>
 int64_t locate_all(const Table& table, const Batch& batch, int64_t* places) {
-  const Id* ids = static_cast<const Id*>(batch.ids);
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
     const int64_t first = bags.bounds[0], n = bags.num_ids();
     if (batch.resolved != nullptr) {
       std::copy_n(batch.resolved->addresses + batch.resolved->first[f], n, places);
     } else {
-      const int64_t bad = resolve(table.read, ids + first, n, n, places);
+      const int64_t bad = resolve(table.read, batch, first, n, n, places);
       if (bad >= 0) return first + bad;
     }
     places += n;
@@ -45,8 +43,7 @@ class Numbering {
 
 int64_t distinct_rows(const Table& table, const Batch& batch, int32_t rank, DistinctRows& out,
                       Scratch& scratch) {
-  const int64_t bad = batch.ids_are_32_bit ? locate_all<int32_t>(table, batch, out.places)
-                                           : locate_all<int64_t>(table, batch, out.places);
+  const int64_t bad = locate_all(table, batch, out.places);
   if (bad >= 0) return bad;
   const int64_t n = batch.num_ids(table);
   // This rank's arena ends in its outbox and begins behind the one before.

@@ -8,8 +8,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
+
+#include "host/counters/phases.h"
 
 namespace oper::host {
 
@@ -29,11 +30,7 @@ constexpr int64_t kWideUs = 1000;
 constexpr int64_t kMinSampleBytes = 256 << 10;  // smaller exchanges are too short to measure a rate
 constexpr double kRateDecay = 0.9;              // of the rate's estimate, per exchange
 
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
+int64_t now_ns() { return PhaseTimes::now_ns(); }
 
 // What the kernel knows of a connection.
 struct Path {

@@ -130,14 +130,21 @@ OPER_INLINE void multiply_block(const float* rows, const float* columns, int num
   }
 }
 
-template <int R>
-OPER_INLINE void multiply_rows(const float* rows, const float* columns, int num_rows, int dim,
-                               int width, int i, float* out) {
-  int j = (i + 1) / 16 * 16;
+// Calls body(number of rows, first row) for blocks of rows before `last`: a number known when compiled.
+template <class Body>
+OPER_INLINE void for_row_blocks(int last, Body body) {
+  int i = 0;
+  for (; i + 4 < last; i += kBlockRows) body(std::integral_constant<int, kBlockRows>{}, i);
+  for (; i < last; i += 4) body(std::integral_constant<int, 4>{}, i);
+}
+
+// Likewise for vectors of 16 columns from `first` on.
+template <class Body>
+OPER_INLINE void for_vector_blocks(int first, int width, Body body) {
+  int j = first;
   for (; j + 16 * kBlockVectors <= width; j += 16 * kBlockVectors)
-    multiply_block<R, kBlockVectors>(rows, columns, num_rows, dim, width, i, j, out);
-  for (; j < width; j += 16)
-    multiply_block<R, 1>(rows, columns, num_rows, dim, width, i, j, out);
+    body(std::integral_constant<int, kBlockVectors>{}, j);
+  for (; j < width; j += 16) body(std::integral_constant<int, 1>{}, j);
 }
 
 void interact(const float* rows, int64_t num_samples, int num_rows, int dim, float* out,
@@ -149,11 +156,12 @@ void interact(const float* rows, int64_t num_samples, int num_rows, int dim, flo
                out += stride) {
     std::memcpy(out, rows, static_cast<size_t>(dim) * sizeof(float));
     as_columns(rows, dim, num_rows, dim, width, columns, width);
-    int i = 0;
-    for (; i + 4 < num_rows - 1; i += kBlockRows)
-      multiply_rows<kBlockRows>(rows, columns, num_rows, dim, width, i, out + dim);
-    for (; i < num_rows - 1; i += 4)
-      multiply_rows<4>(rows, columns, num_rows, dim, width, i, out + dim);
+    for_row_blocks(num_rows - 1, [&](auto R, int i) __attribute__((always_inline)) {
+      for_vector_blocks((i + 1) / 16 * 16, width, [&](auto V, int j) __attribute__((always_inline)) {
+        multiply_block<decltype(R)::value, decltype(V)::value>(rows, columns, num_rows, dim, width, i,
+                                                               j, out + dim);
+      });
+    });
   }
 }
 
@@ -168,16 +176,6 @@ OPER_INLINE void multiply_samples(const float* rows, int num_rows, const float* 
   for (int r = i; r < std::min(i + R, num_rows); ++r)
     for (int v = 0; v < V; ++v)
       *reinterpret_cast<Loose*>(to + static_cast<int64_t>(r) * width + 16 * v) = sum[r - i][v];
-}
-
-template <int R>
-OPER_INLINE void multiply_all_samples(const float* rows, int num_rows, const float* samples, int dim,
-                                      int width, int i, float* to) {
-  int s = 0;
-  for (; s + 16 * kBlockVectors <= width; s += 16 * kBlockVectors)
-    multiply_samples<R, kBlockVectors>(rows, num_rows, samples + s, dim, width, i, to + s);
-  for (; s < width; s += 16)
-    multiply_samples<R, 1>(rows, num_rows, samples + s, dim, width, i, to + s);
 }
 
 // Products, sample by sample, of a row with R others, `next` floats apart: to[r * width + s].
@@ -208,11 +206,12 @@ void interact_shared(const float* shared, int num_shared, const float* const* ow
   for (int c = 0; c < num_own; ++c, to += static_cast<int64_t>(num_shared) * width) {
     float* samples = columns + c * next;
     as_columns(own[c], dim, num_samples, dim, width, samples, width);
-    int i = 0;
-    for (; i + 4 < num_shared; i += kBlockRows)
-      multiply_all_samples<kBlockRows>(shared, num_shared, samples, dim, width, i, to);
-    for (; i < num_shared; i += 4)
-      multiply_all_samples<4>(shared, num_shared, samples, dim, width, i, to);
+    for_row_blocks(num_shared, [&](auto R, int i) __attribute__((always_inline)) {
+      for_vector_blocks(0, width, [&](auto V, int s) __attribute__((always_inline)) {
+        multiply_samples<decltype(R)::value, decltype(V)::value>(
+            shared, num_shared, samples + s, dim, width, i, to + s);
+      });
+    });
   }
   for (int c = 0; c + 1 < num_own; ++c) {
     const float* one = columns + c * next;

@@ -3,6 +3,14 @@
 // the register width, no contraction of multiply and add, fixed reduction trees.
 #pragma once
 
+// What kernels.inl needs, in front of the target pragmas: inline functions must stay callable on any
+// processor.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
 #include "host/context.h"
 #include "host/keys/directory.h"
 #include "host/memory.h"
@@ -15,6 +23,19 @@ struct BagRange {
   const FeatureBags& bags;
   int64_t begin, end;
   size_t feature;
+};
+
+// One batch of which nothing is done but what memory allows: rows at given addresses are prefetched and
+// summed. Benchmarks set real lookups beside it. Bag b sums the rows at addresses[offsets[b] ..
+// offsets[b + 1]) and writes `dim` floats at out + destinations[b].
+struct GatherJob {
+  const int64_t* addresses;     // [N + prefetch]; the surplus must be readable addresses
+  const int64_t* offsets;       // [num_bags + 1]
+  const int64_t* destinations;  // [num_bags], in floats
+  float* out;
+  int64_t dim;       // at most 1,024
+  int64_t prefetch;  // rows ahead
+  bool stream;       // write past the caches; needs dim % 16 == 0 and 64-byte aligned bags
 };
 
 constexpr int64_t kReduceOk = -1, kReduceFull = -2;
@@ -78,6 +99,8 @@ struct Kernels {
   // Rows of keys, 0 = none. Returns how many have none; these are left in `missed` [n], unless null.
   int64_t (*find_keys)(const KeyDirectory& directory, const void* keys, bool are_32_bit, int64_t n,
                        uint32_t clock, int64_t* rows, int64_t* missed);
+  // Bags [begin, end).
+  void (*gather)(const GatherJob& job, int64_t begin, int64_t end);
 };
 
 extern const Kernels kKernelsGeneric;

@@ -1,16 +1,8 @@
 // Kernels for one instruction set; see kernels.h.
-#include <algorithm>
-#include <bit>
-#include <cmath>
-#include <cstring>
-#include <mutex>
-#include <vector>
-
 #include "host/kernels/kernels.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-// After the standard headers: their inline functions must stay callable on any processor.
 #pragma GCC target("avx2,fma,f16c,bmi,bmi2,popcnt,lzcnt")
 #define OPER_KERNELS kavx2
 #define OPER_KERNELS_TABLE kKernelsAvx2

@@ -1,11 +1,4 @@
 // Kernels for one instruction set; see kernels.h.
-#include <algorithm>
-#include <bit>
-#include <cmath>
-#include <cstring>
-#include <mutex>
-#include <vector>
-
 #include "host/kernels/kernels.h"
 
 #define OPER_KERNELS kgeneric

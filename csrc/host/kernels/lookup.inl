@@ -17,6 +17,40 @@ OPER_INLINE void add_stored(int64_t at, float weight, int dim, Row<N>& row) {
   }
 }
 
+// In the place of the type of a table's elements: the rows are of several.
+struct Mixed {};
+
+// The ranges of a table, few of them in registers.
+class Ranges {
+ public:
+  explicit OPER_INLINE Ranges(const Table& table) : table_(table) {
+    const size_t n = table.ranges.size();
+    for (size_t k = 0; k < kFew; ++k) {
+      const RowRange& range = table.ranges[std::min(k, n - 1)];
+      begin_[k] = k < n ? range.begin : INT64_MAX;
+      type_[k] = range.type;
+      bytes_[k] = range.row_bytes;
+    }
+    are_few_ = n <= kFew;
+  }
+  OPER_INLINE RowType type(int64_t address) const {
+    return are_few_ ? type_[place(address)] : table_.range_of(address).type;
+  }
+  OPER_INLINE int64_t row_bytes(int64_t address) const {
+    return are_few_ ? bytes_[place(address)] : table_.range_of(address).row_bytes;
+  }
+
+ private:
+  static constexpr size_t kFew = 4;
+  OPER_INLINE int place(int64_t address) const {
+    return (address >= begin_[1]) + (address >= begin_[2]) + (address >= begin_[3]);
+  }
+  const Table& table_;
+  bool are_few_;
+  int64_t begin_[kFew], bytes_[kFew];
+  RowType type_[kFew];
+};
+
 // Rows of codes, in FBGEMM's order: from zero on, and means by a factor.
 template <int N, bool kWeighted, class E>
 OPER_INLINE void pool_codes(const Table& table, const int64_t* at, int64_t n, const float* w,
@@ -52,11 +86,42 @@ OPER_INLINE void pool_numbers(const Table& table, const int64_t* at, int64_t n, 
   if (table.mean && n > 1) row.divide(static_cast<float>(n), dim);
 }
 
+// Rows of several types in one table, each as in a table of its type; in the order of `pool_codes`.
+template <int N, bool kWeighted>
+OPER_INLINE void pool_mixed(const Table& table, const Ranges& ranges, const int64_t* at, int64_t n,
+                            const float* w, int64_t ahead, Row<N>& row) {
+  const int dim = table.dim;
+  const bool is_short = table.row_bytes() <= 2 * 64;  // then three bytes are in all lines of a row
+  row.zero(dim);
+  for (int64_t i = 0; i < n; ++i) {
+    const char* next = reinterpret_cast<const char*>(at[i + ahead]);
+    const int64_t bytes = ranges.row_bytes(at[i + ahead]);
+    if (is_short) {  // without branches: which rows are hot cannot be foreseen
+      __builtin_prefetch(next, 0, 3);
+      __builtin_prefetch(next + std::min<int64_t>(64, bytes - 1), 0, 3);
+      __builtin_prefetch(next + bytes - 1, 0, 3);
+    } else {
+      prefetch_codes(next, bytes);
+    }
+    const float weight = kWeighted ? w[i] : 1.0f;
+    switch (ranges.type(at[i])) {
+      case RowType::kFloat32: add_stored<N, kWeighted, float>(at[i], weight, dim, row); break;
+      case RowType::kFloat16: add_stored<N, kWeighted, Float16>(at[i], weight, dim, row); break;
+      case RowType::kBFloat16: add_stored<N, kWeighted, BFloat16>(at[i], weight, dim, row); break;
+      case RowType::kInt8: add_stored<N, kWeighted, Int8>(at[i], weight, dim, row); break;
+      case RowType::kInt4: add_stored<N, kWeighted, Int4>(at[i], weight, dim, row); break;
+    }
+  }
+  if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
+}
+
 template <int N, bool kWeighted, bool kStream, bool kNear, class E>
 void pool_block(const Table& table, const int64_t* addresses, const int64_t* offsets,
                 const float* weights, int64_t num_bags, float* out, int64_t stride) {
   const int dim = table.dim;
   const int64_t ahead = rows_ahead(table.row_bytes());
+  constexpr bool kIsMixed = std::is_same_v<E, Mixed>;
+  [[maybe_unused]] const std::conditional_t<kIsMixed, Ranges, const Table&> ranges(table);
   const int64_t* at = addresses;
   for (int64_t b = 0; b < num_bags; ++b) {
     const int64_t n = offsets[b + 1] - offsets[b];
@@ -64,85 +129,13 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
     Row<N> row;  // filled in place: one of any dim is 64 vectors to copy
     if (n == 0) {
       row.zero(dim);
+    } else if constexpr (kIsMixed) {
+      pool_mixed<N, kWeighted>(table, ranges, at, n, w, ahead, row);
     } else if constexpr (kIsCodes<E>) {
       pool_codes<N, kWeighted, E>(table, at, n, w, ahead, row);
     } else {
       pool_numbers<N, kWeighted, kNear, E>(table, at, n, w, ahead, row);
     }
-    at += n;
-    if (kStream) {
-      row.stream(out + b * stride, dim);
-    } else {
-      row.store(out + b * stride, dim);
-    }
-  }
-}
-
-// The ranges of a table, few of them in registers.
-class Ranges {
- public:
-  explicit OPER_INLINE Ranges(const Table& table) : table_(table) {
-    const size_t n = table.ranges.size();
-    for (size_t k = 0; k < kFew; ++k) {
-      const RowRange& range = table.ranges[std::min(k, n - 1)];
-      begin_[k] = k < n ? range.begin : INT64_MAX;
-      type_[k] = range.type;
-      bytes_[k] = range.row_bytes;
-    }
-    are_few_ = n <= kFew;
-  }
-  OPER_INLINE RowType type(int64_t address) const {
-    return are_few_ ? type_[place(address)] : table_.range_of(address).type;
-  }
-  OPER_INLINE int64_t row_bytes(int64_t address) const {
-    return are_few_ ? bytes_[place(address)] : table_.range_of(address).row_bytes;
-  }
-
- private:
-  static constexpr size_t kFew = 4;
-  OPER_INLINE int place(int64_t address) const {
-    return (address >= begin_[1]) + (address >= begin_[2]) + (address >= begin_[3]);
-  }
-  const Table& table_;
-  bool are_few_;
-  int64_t begin_[kFew], bytes_[kFew];
-  RowType type_[kFew];
-};
-
-// Rows of several types in one table, each as in a table of its type; in the order of `pool_codes`.
-template <int N, bool kWeighted, bool kStream>
-void pool_mixed(const Table& table, const int64_t* addresses, const int64_t* offsets,
-                const float* weights, int64_t num_bags, float* out, int64_t stride) {
-  const int dim = table.dim;
-  const int64_t ahead = rows_ahead(table.row_bytes());
-  const bool is_short = table.row_bytes() <= 2 * 64;  // then three bytes are in all lines of a row
-  const Ranges ranges(table);
-  const int64_t* at = addresses;
-  for (int64_t b = 0; b < num_bags; ++b) {
-    const int64_t n = offsets[b + 1] - offsets[b];
-    const float* w = kWeighted ? weights + offsets[b] : nullptr;
-    Row<N> row;
-    row.zero(dim);
-    for (int64_t i = 0; i < n; ++i) {
-      const char* next = reinterpret_cast<const char*>(at[i + ahead]);
-      const int64_t bytes = ranges.row_bytes(at[i + ahead]);
-      if (is_short) {  // without branches: which rows are hot cannot be foreseen
-        __builtin_prefetch(next, 0, 3);
-        __builtin_prefetch(next + std::min<int64_t>(64, bytes - 1), 0, 3);
-        __builtin_prefetch(next + bytes - 1, 0, 3);
-      } else {
-        prefetch_codes(next, bytes);
-      }
-      const float weight = kWeighted ? w[i] : 1.0f;
-      switch (ranges.type(at[i])) {
-        case RowType::kFloat32: add_stored<N, kWeighted, float>(at[i], weight, dim, row); break;
-        case RowType::kFloat16: add_stored<N, kWeighted, Float16>(at[i], weight, dim, row); break;
-        case RowType::kBFloat16: add_stored<N, kWeighted, BFloat16>(at[i], weight, dim, row); break;
-        case RowType::kInt8: add_stored<N, kWeighted, Int8>(at[i], weight, dim, row); break;
-        case RowType::kInt4: add_stored<N, kWeighted, Int4>(at[i], weight, dim, row); break;
-      }
-    }
-    if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
     at += n;
     if (kStream) {
       row.stream(out + b * stride, dim);
@@ -188,7 +181,7 @@ void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, B
 // Calls body(first bag, last bag, addresses of their rows) for one range of bags after another;
 // returns the first bad id's index in the batch, or -1. Ids are resolved a few at a time, always
 // `kPrefetch` ahead of the bags in hand: while that happens, memory is busy with rows on their way.
-template <Moved kKind, class Id, class Body>
+template <Moved kKind, class Body>
 int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
   if (range.batch.resolved != nullptr && range.bags.rows == nullptr) {
     for_resolved<kKind>(table, range, scratch, body);
@@ -196,7 +189,8 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
   }
   const int64_t* bounds = range.bags.bounds;
   const int64_t first = bounds[range.begin], total = bounds[range.end] - first;
-  const Id* ids = static_cast<const Id*>(range.batch.ids) + first;
+  const int64_t id_bytes = range.batch.ids_are_32_bit ? 4 : 8;
+  const char* ids = static_cast<const char*>(range.batch.ids) + first * id_bytes;
   int64_t room = 8 * kBlockIds;  // of `addresses`, which hold ids [kept, resolved) and what follows
   int64_t* addresses = scratch.get<int64_t>(0, room + kPrefetch);
   int64_t kept = 0, resolved = 0;
@@ -222,9 +216,9 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
         std::copy_n(range.bags.rows + (first - bounds[0]) + resolved, n, to);
       } else {
         // Rows in between keep the processor from seeing that ids are read one after another.
-        prefetch_row(ids + std::min(total, resolved + kIdsAhead),
-                     static_cast<int64_t>(sizeof(Id)) * std::min(n, total - resolved));
-        const int64_t bad = resolve(table.read, ids + resolved, n, total - resolved, to);
+        prefetch_row(ids + id_bytes * std::min(total, resolved + kIdsAhead), id_bytes * n);
+        const int64_t bad =
+            resolve(table.read, range.batch, first + resolved, n, total - resolved, to);
         if (bad >= 0) return first + resolved + bad;
         count_rows(table, to, n, kKind, scratch);
       }
@@ -257,17 +251,8 @@ OPER_INLINE bool is_near(const Table& table, int64_t num_ids) {
 // Chosen once for a range of bags, not for every part of it.
 PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, bool stream) {
   PoolBlock found = nullptr;
-  if (!table.ranges.empty()) {
-    with_row_width(table.dim, [&](auto width) {
-      constexpr int N = decltype(width)::value;
-      found = is_weighted ? pool_mixed<N, true, false>
-              : stream    ? pool_mixed<N, false, true>
-                          : pool_mixed<N, false, false>;
-    });
-    return found;
-  }
   const bool near = is_near(table, num_ids);
-  with_readable_rows(table, [&](auto width, auto element) {
+  const auto choose = [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
     constexpr bool kWhole = N != 0;  // rows in registers
     using E = decltype(element);
@@ -278,12 +263,23 @@ PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, b
     } else {
       found = near ? pool_block<N, false, false, kWhole, E> : pool_block<N, false, false, false, E>;
     }
-  });
+  };
+  const auto with_width = [&](auto element) {
+    with_row_width(table.dim, [&](auto width) { choose(width, element); });
+  };
+  if (!table.ranges.empty()) {
+    with_width(Mixed{});
+  } else if (table.row_type == RowType::kInt8) {
+    with_width(Int8{});
+  } else if (table.row_type == RowType::kInt4) {
+    with_width(Int4{});
+  } else {
+    with_rows(table, choose);
+  }
   return found;
 }
 
-template <class Id>
-int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
+int64_t pool_range(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
   const int64_t* bounds = range.bags.bounds;
   const int64_t stride = range.batch.out_stride;
   const float* weights = range.batch.weights;
@@ -291,19 +287,14 @@ int64_t pool_ids(const Table& table, const BagRange& range, float* out, Scratch&
   const bool lines = reinterpret_cast<uintptr_t>(first) % 64 == 0 && stride % 16 == 0 &&
                      table.dim % 16 == 0;
   const bool stream = range.batch.stream && lines && weights == nullptr;
-  const PoolBlock pool_range =
+  const PoolBlock pool_some =
       pool_block_of(table, bounds[range.end] - bounds[range.begin], weights != nullptr, stream);
-  const int64_t bad = for_blocks<kRows, Id>(
+  const int64_t bad = for_blocks<kRows>(
       table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
-        pool_range(table, rows, bounds + b, weights, end - b, first + b * stride, stride);
+        pool_some(table, rows, bounds + b, weights, end - b, first + b * stride, stride);
       });
   if (stream) finish_streaming();
   return bad;
-}
-
-int64_t pool_range(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
-  return range.batch.ids_are_32_bit ? pool_ids<int32_t>(table, range, out, scratch)
-                                    : pool_ids<int64_t>(table, range, out, scratch);
 }
 
 int64_t pool(const Table& table, const BagRange& range, float* out, Scratch& scratch) {
@@ -317,12 +308,10 @@ int64_t pool(const Table& table, const BagRange& range, float* out, Scratch& scr
   return bad;
 }
 
-template <class Id>
-void weight_gradient_ids(const Table& table, const BagRange& range, const float* grad, float* out,
-                         Scratch& scratch) {
+void weight_gradient(const Table& table, const BagRange& range, const float* grad, float* out,
+                     Scratch& scratch) {
   const int64_t* bounds = range.bags.bounds;
-  for_blocks<kWeightRows, Id>(table, range, scratch, [&](int64_t b, int64_t end,
-                                                        const int64_t* rows) {
+  for_blocks<kWeightRows>(table, range, scratch, [&](int64_t b, int64_t end, const int64_t* rows) {
     with_rows(table, [&](auto width, auto element) {
       constexpr int N = decltype(width)::value;
       using E = decltype(element);
@@ -342,22 +331,43 @@ void weight_gradient_ids(const Table& table, const BagRange& range, const float*
   });
 }
 
-void weight_gradient(const Table& table, const BagRange& range, const float* grad, float* out,
-                     Scratch& scratch) {
-  if (range.batch.ids_are_32_bit) {
-    weight_gradient_ids<int32_t>(table, range, grad, out, scratch);
-  } else {
-    weight_gradient_ids<int64_t>(table, range, grad, out, scratch);
-  }
-}
-
 int64_t locate_rows(const Table& table, const BagRange& range, int64_t* addresses) {
   const int64_t first = range.bags.bounds[range.begin];
   const int64_t n = range.bags.bounds[range.end] - first;
-  const void* ids = range.batch.ids;
-  const int64_t bad =
-      range.batch.ids_are_32_bit
-          ? resolve(table.read, static_cast<const int32_t*>(ids) + first, n, n, addresses)
-          : resolve(table.read, static_cast<const int64_t*>(ids) + first, n, n, addresses);
+  const int64_t bad = resolve(table.read, range.batch, first, n, n, addresses);
   return bad < 0 ? bad : first + bad;
+}
+
+// ---- the physical limit of a pooled lookup, see GatherJob ---------------------------------------
+
+template <int N, bool kStream>
+void gather_rows(const GatherJob& job, int64_t begin, int64_t end) {
+  const int dim = static_cast<int>(job.dim);
+  const int64_t bytes = N > 0 ? 64 * N : 4 * job.dim;
+  const int64_t* at = job.addresses + job.offsets[begin];
+  for (int64_t i = 0; i < job.prefetch; ++i)
+    prefetch_row(reinterpret_cast<const void*>(at[i]), bytes);
+  for (int64_t b = begin; b < end; ++b) {
+    Row<N> sum;
+    sum.zero(dim);
+    for (int64_t n = job.offsets[b + 1] - job.offsets[b]; n > 0; --n, ++at) {
+      prefetch_row(reinterpret_cast<const void*>(at[job.prefetch]), bytes);
+      sum.add(reinterpret_cast<const float*>(*at), dim);
+    }
+    if (kStream) {
+      sum.stream(job.out + job.destinations[b], dim);
+    } else {
+      sum.store(job.out + job.destinations[b], dim);
+    }
+  }
+  if (kStream) finish_streaming();
+}
+
+void gather(const GatherJob& job, int64_t begin, int64_t end) {
+  const auto run = [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    job.stream ? gather_rows<N, true>(job, begin, end) : gather_rows<N, false>(job, begin, end);
+  };
+  if (job.dim == 256) return run(std::integral_constant<int, 16>{});
+  with_row_width(static_cast<int>(job.dim), run);
 }

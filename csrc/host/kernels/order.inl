@@ -31,10 +31,9 @@ int bits_for(uint64_t count) { return count <= 1 ? 0 : 64 - __builtin_clzll(coun
 
 // Calls body(ids' keys, their number, index of the first in the batch, its bag) for ranges of one
 // bag's ids, all features of the table after one another; returns the first bad id's index, or -1.
-template <class Id, class Body>
+template <class Body>
 int64_t for_keys(const Table& table, const Batch& batch, Body body) {
   constexpr int64_t kAtOnce = 512;
-  const Id* ids = static_cast<const Id*>(batch.ids);
   uint32_t keys[kAtOnce];
   uint32_t bag = 0;
   for (int32_t f : table.features) {
@@ -44,7 +43,7 @@ int64_t for_keys(const Table& table, const Batch& batch, Body body) {
     int64_t b = 0;
     for (int64_t first = bounds[0]; first < stop;) {
       const int64_t n = std::min(kAtOnce, stop - first);
-      const int64_t bad = resolve(table.home, ids + first, n, stop - first, keys);
+      const int64_t bad = resolve(table.home, batch, first, n, stop - first, keys);
       if (bad >= 0) return first + bad;
       for (int64_t i = first; i < first + n;) {
         const int64_t end = std::min(bounds[b + 1], first + n);
@@ -82,27 +81,36 @@ class OrderMemory {
   Scratch& scratch_;
 };
 
+// Ids side by side, in input order.
+struct BagIds {
+  uint32_t* keys;  // home keys
+  uint32_t* bags;
+  int64_t* positions;  // in the batch; with weights only
+  int64_t n = 0;
+  // All of a bag, the first of them at `first` of the batch.
+  OPER_INLINE void add(const uint32_t* key, int64_t count, int64_t first, uint32_t bag) {
+    const int64_t at = n;
+    for (int64_t i = 0; i < count; ++i) keys[at + i] = key[i];
+    for (int64_t i = 0; i < count; ++i) bags[at + i] = bag;
+    if (positions)
+      for (int64_t i = 0; i < count; ++i) positions[at + i] = first + i;
+    n = at + count;
+  }
+};
+
 // Keys and bags in the order of the input, for tables whose sums fit the cache.
-template <class Id>
 int64_t arrange_dense(const Table& table, const Batch& batch, OrderMemory& memory,
                       TableOrder& order) {
-  uint32_t* keys = memory.take<uint32_t>(0, order.n, &order.keys);
-  uint32_t* bags = memory.take<uint32_t>(1, order.n, &order.bags);
-  int64_t* positions =
-      batch.weights ? memory.take<int64_t>(5, order.n, &order.positions) : nullptr;
-  int64_t at = 0;
-  return for_keys<Id>(table, batch, [&](const uint32_t* key, int64_t n, int64_t first,
-                                        uint32_t bag) {
-    for (int64_t i = 0; i < n; ++i) keys[at + i] = key[i];
-    for (int64_t i = 0; i < n; ++i) bags[at + i] = bag;
-    if (positions)
-      for (int64_t i = 0; i < n; ++i) positions[at + i] = first + i;
-    at += n;
+  BagIds ids{memory.take<uint32_t>(0, order.n, &order.keys),
+             memory.take<uint32_t>(1, order.n, &order.bags),
+             batch.weights ? memory.take<int64_t>(5, order.n, &order.positions) : nullptr};
+  return for_keys(table, batch, [&](const uint32_t* key, int64_t n, int64_t first, uint32_t bag) {
+    ids.add(key, n, first, bag);
   });
 }
 
 // Sorted pairs K of (key, payload).
-template <class Id, class K>
+template <class K>
 int64_t arrange_sorted(const Table& table, const Batch& batch, OrderMemory& memory,
                        Scratch& scratch, TableOrder& order) {
   const bool weighted = batch.weights != nullptr;
@@ -118,7 +126,7 @@ int64_t arrange_sorted(const Table& table, const Batch& batch, OrderMemory& memo
   // The sort swaps the arrays in every pass: begin where the last one ends in `result`.
   K* pairs = num_passes(order.key_bits) % 2 ? spare : result;
   int64_t at = 0;
-  const int64_t bad = for_keys<Id>(
+  const int64_t bad = for_keys(
       table, batch, [&](const uint32_t* key, int64_t n, int64_t first, uint32_t bag) {
         if (!weighted && !table.has_push) {
           for (int64_t i = 0; i < n; ++i)
@@ -147,13 +155,13 @@ int64_t arrange_sorted(const Table& table, const Batch& batch, OrderMemory& memo
   return -1;
 }
 
-template <class Id>
-int64_t arrange_ids(const Table& table, const Batch& batch, OrderMemory memory, Scratch& scratch,
-                    TableOrder& order) {
+int64_t arrange(const Table& table, const Batch& batch, char* base, int64_t place, Scratch& scratch,
+                TableOrder& order) {
+  OrderMemory memory(base, place, scratch);
   order = TableOrder{};
   order.pairs = order.keys = order.bags = order.positions = TableOrder::kNone;
   order.n = batch.num_ids(table);
-  for (int32_t f : table.features) order.num_bags += batch.features[f].num_bags;
+  order.num_bags = batch.num_bags(table);
   if (table.has_push && table.all_pushed) {  // owners sort them
     order.n = 0;
     order.pair_bytes = 4;
@@ -164,21 +172,14 @@ int64_t arrange_ids(const Table& table, const Batch& batch, OrderMemory memory, 
   constexpr int64_t kDenseBytes = 256 << 10;
   const int64_t rows = table.home.num_rows;
   if (!table.has_push && rows * table.gradient_bytes() <= kDenseBytes && rows <= 4 * order.n)
-    return arrange_dense<Id>(table, batch, memory, order);
+    return arrange_dense(table, batch, memory, order);
   order.key_bits = bits_for(static_cast<uint64_t>(rows));
   order.payload_bits =
       bits_for(static_cast<uint64_t>(batch.weights ? order.n : order.num_bags));
   order.pair_bytes = 4;
   if (order.key_bits + order.payload_bits <= 32 && order.payload_bits < 32)
-    return arrange_sorted<Id, uint32_t>(table, batch, memory, scratch, order);
+    return arrange_sorted<uint32_t>(table, batch, memory, scratch, order);
   order.pair_bytes = 8;
   order.payload_bits = 32;
-  return arrange_sorted<Id, uint64_t>(table, batch, memory, scratch, order);
-}
-
-int64_t arrange(const Table& table, const Batch& batch, char* base, int64_t memory,
-                Scratch& scratch, TableOrder& order) {
-  const OrderMemory room(base, memory, scratch);
-  return batch.ids_are_32_bit ? arrange_ids<int32_t>(table, batch, room, scratch, order)
-                              : arrange_ids<int64_t>(table, batch, room, scratch, order);
+  return arrange_sorted<uint64_t>(table, batch, memory, scratch, order);
 }

@@ -4,59 +4,34 @@
 // them into one partial sum per bag; the reader adds these in rank order to what it read itself.
 // Backward: the reader publishes the same requests and its bags' gradients; owners reduce them.
 
-// Bags of a table, numbered through its features.
-int64_t num_bags_of(const Table& table, const Batch& batch) {
-  int64_t n = 0;
-  for (int32_t f : table.features) n += batch.features[f].num_bags;
-  return n;
-}
-
-// The ids of a batch in pushed tiers, in input order.
-struct PushedIds {
-  uint32_t* keys;      // home keys
-  uint32_t* bags;
-  int64_t* positions;  // in the batch; with weights only
-  int64_t n = 0;
-};
-
-// Returns the first bad id's index, or -1.
-template <class Id>
-int64_t list_pushed(const Table& table, const Batch& batch, PushedIds& out, Scratch& scratch) {
+// The ids of a batch in pushed tiers. Returns the first bad id's index, or -1.
+int64_t list_pushed(const Table& table, const Batch& batch, BagIds& out, Scratch& scratch) {
   const int64_t total = batch.num_ids(table);
   out.keys = scratch.get<uint32_t>(2, total);
   out.bags = scratch.get<uint32_t>(3, total);
   out.positions = batch.weights ? scratch.get<int64_t>(4, total) : nullptr;
-  int64_t at = 0;
-  const int64_t bad = for_keys<Id>(
-      table, batch, [&](const uint32_t* key, int64_t n, int64_t first, uint32_t bag) {
-        if (table.all_pushed) {
-          for (int64_t i = 0; i < n; ++i) out.keys[at + i] = key[i];
-          for (int64_t i = 0; i < n; ++i) out.bags[at + i] = bag;
-          if (out.positions)
-            for (int64_t i = 0; i < n; ++i) out.positions[at + i] = first + i;
-          at += n;
-          return;
-        }
-        for (int64_t i = 0; i < n; ++i) {
-          out.keys[at] = key[i];
-          out.bags[at] = bag;
-          if (out.positions) out.positions[at] = first + i;
-          at += table.is_pushed_key(key[i]);
-        }
-      });
-  out.n = at;
-  return bad;
+  out.n = 0;
+  return for_keys(table, batch, [&](const uint32_t* key, int64_t n, int64_t first, uint32_t bag) {
+    if (table.all_pushed) return out.add(key, n, first, bag);
+    int64_t at = out.n;
+    for (int64_t i = 0; i < n; ++i) {
+      out.keys[at] = key[i];
+      out.bags[at] = bag;
+      if (out.positions) out.positions[at] = first + i;
+      at += table.is_pushed_key(key[i]);
+    }
+    out.n = at;
+  });
 }
 
-template <class Id>
-int64_t request_ids(Context& context, int32_t index, const Batch& batch, Scratch& scratch) {
+int64_t request(Context& context, int32_t index, const Batch& batch, Scratch& scratch) {
   const Table& table = context.tables[index];
   const int32_t W = context.world_size;
-  PushedIds in;
-  const int64_t bad = list_pushed<Id>(table, batch, in, scratch);
+  BagIds in;
+  const int64_t bad = list_pushed(table, batch, in, scratch);
   if (bad >= 0) return bad;
   RequestTable* entry = context.request_table(context.rank, index);
-  int64_t* begin = Context::request_begin(entry);
+  int64_t* begin = entry->begin();
   std::vector<int64_t> at(static_cast<size_t>(W) + 1, 0);
   for (int64_t i = 0; i < in.n; ++i) ++at[table.owner_of(in.keys[i]) + 1];
   for (int32_t r = 0; r < W; ++r) at[r + 1] += at[r];
@@ -66,10 +41,9 @@ int64_t request_ids(Context& context, int32_t index, const Batch& batch, Scratch
   entry->weights_offset = batch.weights ? context.take_bytes(in.n * 4) : 0;
   if (entry->slots_offset < 0 || entry->bags_offset < 0 || entry->weights_offset < 0)
     return kReduceFull;
-  char* base = context.outbox[context.rank];
-  uint32_t* slots = reinterpret_cast<uint32_t*>(base + entry->slots_offset);
-  uint32_t* bags = reinterpret_cast<uint32_t*>(base + entry->bags_offset);
-  float* weights = reinterpret_cast<float*>(base + entry->weights_offset);
+  uint32_t* slots = context.in_outbox<uint32_t>(context.rank, entry->slots_offset);
+  uint32_t* bags = context.in_outbox<uint32_t>(context.rank, entry->bags_offset);
+  float* weights = context.in_outbox<float>(context.rank, entry->weights_offset);
   for (int64_t i = 0; i < in.n; ++i) {
     const int32_t owner = table.owner_of(in.keys[i]);
     const int64_t to = at[owner]++;
@@ -78,11 +52,6 @@ int64_t request_ids(Context& context, int32_t index, const Batch& batch, Scratch
     if (in.positions) weights[to] = batch.weights[in.positions[i]];
   }
   return kReduceOk;
-}
-
-int64_t request(Context& context, int32_t index, const Batch& batch, Scratch& scratch) {
-  return batch.ids_are_32_bit ? request_ids<int32_t>(context, index, batch, scratch)
-                              : request_ids<int64_t>(context, index, batch, scratch);
 }
 
 // One rank's requests to this rank.
@@ -96,15 +65,13 @@ struct Requests {
 
 Requests requests_of(const Context& context, int32_t index, int32_t reader) {
   RequestTable* entry = context.request_table(reader, index);
-  const int64_t* begin = Context::request_begin(entry);
+  const int64_t* begin = entry->begin();
   const int64_t first = begin[context.rank];
-  const char* base = context.outbox[reader];
-  const float* weights =
-      entry->weights_offset ? reinterpret_cast<const float*>(base + entry->weights_offset) + first
-                            : nullptr;
-  return {reinterpret_cast<const uint32_t*>(base + entry->slots_offset) + first,
-          reinterpret_cast<const uint32_t*>(base + entry->bags_offset) + first, weights,
-          reinterpret_cast<const float*>(base + entry->gradients_offset),
+  return {context.in_outbox<uint32_t>(reader, entry->slots_offset) + first,
+          context.in_outbox<uint32_t>(reader, entry->bags_offset) + first,
+          entry->weights_offset ? context.in_outbox<float>(reader, entry->weights_offset) + first
+                                : nullptr,
+          context.in_outbox<float>(reader, entry->gradients_offset),
           begin[context.rank + 1] - first};
 }
 
@@ -118,8 +85,8 @@ bool pool_for(Context& context, int32_t index, int32_t reader) {
   out->bags_offset = context.take_partial_bytes(out->count * 4);
   out->rows_offset = context.take_partial_bytes(out->count * table.gradient_bytes());
   if (out->bags_offset < 0 || out->rows_offset < 0) return false;
-  uint32_t* bags = reinterpret_cast<uint32_t*>(context.outbox[context.rank] + out->bags_offset);
-  float* rows = reinterpret_cast<float*>(context.outbox[context.rank] + out->rows_offset);
+  uint32_t* bags = context.in_outbox<uint32_t>(context.rank, out->bags_offset);
+  float* rows = context.in_outbox<float>(context.rank, out->rows_offset);
   with_rows(table, [&](auto width, auto element) {
     constexpr int N = decltype(width)::value;
     using E = decltype(element);
@@ -155,22 +122,17 @@ struct Partial {
   int64_t at, end;
 };
 
-struct IdRange {
-  int64_t first, n;  // in the batch
-};
-
 // Addresses of the rows of ids, 0 for those in pushed tiers.
-template <class Id>
-const int64_t* pulled_rows(const Table& table, const FeatureBags& bags, const Id* ids, IdRange of,
-                           Scratch& scratch) {
-  if (bags.rows != nullptr) return bags.rows + (of.first - bags.bounds[0]);  // of an exchange
-  int64_t* rows = scratch.get<int64_t>(0, 2 * of.n);
-  uint32_t* keys = scratch.get<uint32_t>(1, of.n);
-  resolve(table.home, ids + of.first, of.n, of.n, keys);
-  resolve(table.read, ids + of.first, of.n, of.n, rows);
-  int64_t* read = rows + of.n;  // side by side, to be counted
+const int64_t* pulled_rows(const Table& table, const FeatureBags& bags, const Batch& batch,
+                           int64_t first, int64_t n, Scratch& scratch) {
+  if (bags.rows != nullptr) return bags.rows + (first - bags.bounds[0]);  // of an exchange
+  int64_t* rows = scratch.get<int64_t>(0, 2 * n);
+  uint32_t* keys = scratch.get<uint32_t>(1, n);
+  resolve(table.home, batch, first, n, n, keys);
+  resolve(table.read, batch, first, n, n, rows);
+  int64_t* read = rows + n;  // side by side, to be counted
   int64_t num_read = 0;
-  for (int64_t i = 0; i < of.n; ++i) {
+  for (int64_t i = 0; i < n; ++i) {
     const bool pushed = table.is_pushed_key(keys[i]);
     read[num_read] = rows[i];
     num_read += !pushed;
@@ -180,7 +142,7 @@ const int64_t* pulled_rows(const Table& table, const FeatureBags& bags, const Id
   return rows;
 }
 
-template <int N, class E, class Id>
+template <int N, class E>
 void pool_with_partials(const Context& context, int32_t index, const Batch& batch, float* out,
                         Scratch& scratch) {
   const Table& table = context.tables[index];
@@ -188,11 +150,9 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
   std::vector<Partial> partials;
   for (int32_t r = 0; r < context.world_size; ++r) {
     const PartialTable* p = context.partial_table(r, index, context.rank);
-    partials.push_back({reinterpret_cast<const uint32_t*>(context.outbox[r] + p->bags_offset),
-                        reinterpret_cast<const float*>(context.outbox[r] + p->rows_offset), 0,
-                        p->count});
+    partials.push_back({context.in_outbox<uint32_t>(r, p->bags_offset),
+                        context.in_outbox<float>(r, p->rows_offset), 0, p->count});
   }
-  const Id* ids = static_cast<const Id*>(batch.ids);
   uint32_t bag = 0;
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
@@ -201,7 +161,7 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
       Row<N> sum;
       sum.zero(dim);
       if (!table.all_pushed) {
-        const int64_t* rows = pulled_rows(table, bags, ids, {first, n}, scratch);
+        const int64_t* rows = pulled_rows(table, bags, batch, first, n, scratch);
         for (int64_t i = 0; i < n; ++i) {
           if (rows[i] == 0) continue;
           const E* row = reinterpret_cast<const E*>(rows[i]);
@@ -223,22 +183,17 @@ void pool_with_partials(const Context& context, int32_t index, const Batch& batc
 void pool_pushed(const Context& context, int32_t index, const Batch& batch, float* out,
                  Scratch& scratch) {
   with_rows(context.tables[index], [&](auto width, auto element) {
-    constexpr int N = decltype(width)::value;
-    using E = decltype(element);
-    if (batch.ids_are_32_bit) {
-      pool_with_partials<N, E, int32_t>(context, index, batch, out, scratch);
-    } else {
-      pool_with_partials<N, E, int64_t>(context, index, batch, out, scratch);
-    }
+    pool_with_partials<decltype(width)::value, decltype(element)>(context, index, batch, out,
+                                                                  scratch);
   });
 }
 
 bool stage(Context& context, int32_t index, const Batch& batch, const float* grad) {
   const Table& table = context.tables[index];
   RequestTable* entry = context.request_table(context.rank, index);
-  entry->gradients_offset = context.take_bytes(num_bags_of(table, batch) * table.gradient_bytes());
+  entry->gradients_offset = context.take_bytes(batch.num_bags(table) * table.gradient_bytes());
   if (entry->gradients_offset < 0) return false;
-  float* to = reinterpret_cast<float*>(context.outbox[context.rank] + entry->gradients_offset);
+  float* to = context.in_outbox<float>(context.rank, entry->gradients_offset);
   with_row_width(table.dim, [&](auto width) {
     stage_gradients<decltype(width)::value>(table, batch, grad, to);
   });

@@ -30,12 +30,12 @@ class Outbox {
         world_size_(context.world_size),
         dim_(table.dim) {
     OutboxTable* entry = context.outbox_table(context.rank, index);
-    begin_ = Context::outbox_begin(entry);
+    begin_ = entry->begin();
     begin_[0] = 0;
     ok_ = context.take_outbox(table, count, entry);
     if (!ok_) return;
-    slots_ = reinterpret_cast<uint32_t*>(context.outbox[context.rank] + entry->slots_offset);
-    rows_ = reinterpret_cast<float*>(context.outbox[context.rank] + entry->rows_offset);
+    slots_ = context.in_outbox<uint32_t>(context.rank, entry->slots_offset);
+    rows_ = context.in_outbox<float>(context.rank, entry->rows_offset);
   }
   bool ok() const { return ok_; }
   // Whether rows may be written past the caches: whole lines, and more of them, by the most that a
@@ -167,9 +167,8 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
 
   const float* staged = nullptr;
   if (table.has_push) {
-    staged = reinterpret_cast<const float*>(
-        context.outbox[context.rank] +
-        context.request_table(context.rank, index)->gradients_offset);
+    staged = context.in_outbox<float>(context.rank,
+                                      context.request_table(context.rank, index)->gradients_offset);
   } else if (table.mean || is_staged(n, in.order.num_bags, row_bytes)) {
     float* rows = scratch.get<float>(4, in.order.num_bags * dim);
     stage_gradients<N>(table, batch, grad, rows);

@@ -185,3 +185,12 @@ int64_t resolve(const TableMap& map, const Id* ids, int64_t n, int64_t readable,
   }
   return -1;
 }
+
+// The same of the ids [first, first + n) of a batch.
+template <class Out>
+int64_t resolve(const TableMap& map, const Batch& batch, int64_t first, int64_t n, int64_t readable,
+                Out* out) {
+  if (batch.ids_are_32_bit)
+    return resolve(map, static_cast<const int32_t*>(batch.ids) + first, n, readable, out);
+  return resolve(map, static_cast<const int64_t*>(batch.ids) + first, n, readable, out);
+}

@@ -292,13 +292,3 @@ OPER_INLINE void with_rows(const Table& table, Body body) {
     }
   });
 }
-
-// The same, for lookups: also tables that are only read.
-template <class Body>
-OPER_INLINE void with_readable_rows(const Table& table, Body body) {
-  if (table.row_type == RowType::kInt8)
-    return with_row_width(table.dim, [&](auto width) { body(width, Int8{}); });
-  if (table.row_type == RowType::kInt4)
-    return with_row_width(table.dim, [&](auto width) { body(width, Int4{}); });
-  with_rows(table, body);
-}

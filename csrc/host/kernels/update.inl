@@ -8,15 +8,6 @@ struct Incoming {  // what one rank left for this owner
   int64_t at, end;
 };
 
-template <int N, class E>
-OPER_INLINE void store_updated(E* row, const Row<N>& w, const uint16_t* random, int dim) {
-  if constexpr (sizeof(E) == 4) {
-    w.store(row, dim);
-  } else {
-    w.store_rounded(row, random, dim);
-  }
-}
-
 // Updates the moments of Adam or LAMB and calls finish(i, step) for every vector of the row's step.
 template <int N, class Finish>
 OPER_INLINE void update_moments(const Table& table, int64_t slot, const Row<N>& g,
@@ -47,8 +38,9 @@ OPER_INLINE void update_moments(const Table& table, int64_t slot, const Row<N>& 
 
 // One optimizer step of a row; `g` is the exact gradient and `squares_of_row` the sum of its squares
 // over all columns of the row. FBGEMM's definitions, see optimizer.h. `random` has a number for every
-// column where rows are rounded, else null.
-template <int N, class E>
+// column where rows are rounded, else null. `kScaled`: of an optimizer with a velocity or a trust ratio,
+// whose rows are in one piece, so that their norms are those of their columns.
+template <bool kScaled, int N, class E>
 OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>& g,
                                  float squares_of_row, const uint16_t* random) {
   const OptimizerArgs& args = table.optimizer;
@@ -57,83 +49,74 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
   E* row = table.row<E>(slot);
   Row<N> w;
   w.load(row, dim);
-  switch (args.kind) {
-    case Optimizer::kNone:
-      return;
-    case Optimizer::kSgd:
-      for (int i = 0; i < n; ++i) w.v[i] -= g.v[i] * args.learning_rate;
-      break;
-    case Optimizer::kRowWiseAdagrad: {
-      const float multiplier = rowwise_adagrad_multiplier(table.momentum1 + slot, squares_of_row,
-                                                          table.row_columns, args);
-      if (args.decay == Decay::kDecoupled) {
-        const float keep = 1.0f - args.learning_rate * args.weight_decay;
-        for (int i = 0; i < n; ++i) w.v[i] *= keep;
-      }
-      for (int i = 0; i < n; ++i) w.v[i] -= g.v[i] * multiplier;
-      break;
-    }
-    case Optimizer::kAdagrad: {
+  if constexpr (kScaled) {
+    if (args.kind == Optimizer::kMomentumSgd || args.kind == Optimizer::kLarsSgd) {
       Row<N> m;
       m.load(table.momentum1 + slot * dim, dim);
-      for (int i = 0; i < n; ++i) {
-        m.v[i] += g.v[i] * g.v[i];
-        for (int k = 0; k < 16; ++k)
-          w.v[i][k] -= args.learning_rate * g.v[i][k] / (std::sqrt(m.v[i][k]) + args.eps);
+      if (args.kind == Optimizer::kMomentumSgd) {
+        for (int i = 0; i < n; ++i) {
+          m.v[i] = m.v[i] * args.beta1 + g.v[i];
+          w.v[i] -= m.v[i] * args.learning_rate;
+        }
+      } else {
+        const float rate = lars_rate(w.sum_of_squares(dim), squares_of_row, args);
+        for (int i = 0; i < n; ++i) {
+          m.v[i] = m.v[i] * args.beta1 + (g.v[i] + w.v[i] * args.weight_decay) * rate;
+          w.v[i] -= m.v[i];
+        }
       }
       m.store(table.momentum1 + slot * dim, dim);
-      break;
-    }
-    case Optimizer::kAdam:
-    case Optimizer::kPartialRowWiseAdam:
+    } else {  // LAMB
+      Row<N> step;
       update_moments(table, slot, g, squares_of_row, w,
-                     args.kind == Optimizer::kPartialRowWiseAdam,
-                     [&](int i, const Lanes& step) { w.v[i] -= step * args.learning_rate; });
-      break;
-    default:
-      break;  // see apply_scaled
-  }
-  store_updated(row, w, random, dim);
-}
-
-// The same of the optimizers with a velocity or a trust ratio. A row is in one piece here, so that its
-// norms are those of its columns.
-template <int N, class E>
-OPER_INLINE void apply_scaled(const Table& table, int64_t slot, const Row<N>& g,
-                              float squares_of_row, const uint16_t* random) {
-  const OptimizerArgs& args = table.optimizer;
-  const int dim = table.dim;
-  const int n = Row<N>::vectors(dim);
-  E* row = table.row<E>(slot);
-  Row<N> w;
-  w.load(row, dim);
-  if (args.kind == Optimizer::kMomentumSgd || args.kind == Optimizer::kLarsSgd) {
-    Row<N> m;
-    m.load(table.momentum1 + slot * dim, dim);
-    if (args.kind == Optimizer::kMomentumSgd) {
-      for (int i = 0; i < n; ++i) {
-        m.v[i] = m.v[i] * args.beta1 + g.v[i];
-        w.v[i] -= m.v[i] * args.learning_rate;
-      }
-    } else {
-      const float rate = lars_rate(w.sum_of_squares(dim), squares_of_row, args);
-      for (int i = 0; i < n; ++i) {
-        m.v[i] = m.v[i] * args.beta1 + (g.v[i] + w.v[i] * args.weight_decay) * rate;
-        w.v[i] -= m.v[i];
-      }
+                     args.kind == Optimizer::kPartialRowWiseLamb,
+                     [&](int i, const Lanes& x) { step.v[i] = x; });
+      // Behind the last column a step is 0 / eps, which need not be a number.
+      for (int k = Row<N>::part(dim); k > 0 && k < 16; ++k) step.v[n - 1][k] = 0.0f;
+      const float rate = lamb_rate(w.sum_of_squares(dim), step.sum_of_squares(dim), args);
+      for (int i = 0; i < n; ++i) w.v[i] -= step.v[i] * rate;
     }
-    m.store(table.momentum1 + slot * dim, dim);
-  } else {  // LAMB
-    Row<N> step;
-    update_moments(table, slot, g, squares_of_row, w,
-                   args.kind == Optimizer::kPartialRowWiseLamb,
-                   [&](int i, const Lanes& x) { step.v[i] = x; });
-    // Behind the last column a step is 0 / eps, which need not be a number.
-    for (int k = Row<N>::part(dim); k > 0 && k < 16; ++k) step.v[n - 1][k] = 0.0f;
-    const float rate = lamb_rate(w.sum_of_squares(dim), step.sum_of_squares(dim), args);
-    for (int i = 0; i < n; ++i) w.v[i] -= step.v[i] * rate;
+  } else {
+    switch (args.kind) {
+      case Optimizer::kSgd:
+        for (int i = 0; i < n; ++i) w.v[i] -= g.v[i] * args.learning_rate;
+        break;
+      case Optimizer::kRowWiseAdagrad: {
+        const float multiplier = rowwise_adagrad_multiplier(
+            table.momentum1 + slot, squares_of_row, table.row_columns, args);
+        if (args.decay == Decay::kDecoupled) {
+          const float keep = 1.0f - args.learning_rate * args.weight_decay;
+          for (int i = 0; i < n; ++i) w.v[i] *= keep;
+        }
+        for (int i = 0; i < n; ++i) w.v[i] -= g.v[i] * multiplier;
+        break;
+      }
+      case Optimizer::kAdagrad: {
+        Row<N> m;
+        m.load(table.momentum1 + slot * dim, dim);
+        for (int i = 0; i < n; ++i) {
+          m.v[i] += g.v[i] * g.v[i];
+          for (int k = 0; k < 16; ++k)
+            w.v[i][k] -= args.learning_rate * g.v[i][k] / (std::sqrt(m.v[i][k]) + args.eps);
+        }
+        m.store(table.momentum1 + slot * dim, dim);
+        break;
+      }
+      case Optimizer::kAdam:
+      case Optimizer::kPartialRowWiseAdam:
+        update_moments(table, slot, g, squares_of_row, w,
+                       args.kind == Optimizer::kPartialRowWiseAdam,
+                       [&](int i, const Lanes& step) { w.v[i] -= step * args.learning_rate; });
+        break;
+      default:
+        return;  // rows that are not trained
+    }
   }
-  store_updated(row, w, random, dim);
+  if constexpr (sizeof(E) == 4) {
+    w.store(row, dim);
+  } else {
+    w.store_rounded(row, random, dim);
+  }
 }
 
 // The gradients that all ranks left for one row after the other, in ascending order of slots: found
@@ -259,9 +242,9 @@ std::vector<Incoming> incoming(const Context& context, int32_t index, bool pushe
       continue;
     }
     OutboxTable* entry = context.outbox_table(r, index);
-    const int64_t* begin = Context::outbox_begin(entry);
-    in.push_back({reinterpret_cast<const uint32_t*>(context.outbox[r] + entry->slots_offset),
-                  reinterpret_cast<const float*>(context.outbox[r] + entry->rows_offset),
+    const int64_t* begin = entry->begin();
+    in.push_back({context.in_outbox<uint32_t>(r, entry->slots_offset),
+                  context.in_outbox<float>(r, entry->rows_offset),
                   begin[context.rank], begin[context.rank + 1]});
   }
   return in;
@@ -433,11 +416,7 @@ void update_rows(const Context& context, int32_t index, float gradient_scale) {
                                                : squares_of_row(context, table, slot,
                                                                 table.rounds_of_squares() - 1);
       const uint16_t* random = sizeof(E) == 2 ? numbers.of(slot) : nullptr;
-      if constexpr (kScaled) {
-        apply_scaled<N, E>(table, slot, g, sum, random);
-      } else {
-        apply_optimizer<N, E>(table, slot, g, sum, random);
-      }
+      apply_optimizer<kScaled, N, E>(table, slot, g, sum, random);
       ++num_updated;
       if (table.changed) table.changed[slot / 64] |= uint64_t{1} << slot % 64;
       if (touched && replicated(slot)) touched[++touched[0]] = static_cast<uint32_t>(slot);

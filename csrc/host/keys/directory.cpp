@@ -1,11 +1,10 @@
 #include "host/keys/directory.h"
 
 #include <bit>
-#include <bit>
 #include <limits>
 #include <utility>
 
-#include "host/keys/draws.h"
+#include "common/philox.h"
 
 namespace oper::host {
 
@@ -30,8 +29,7 @@ bool by_hash(const KeyCount& a, const KeyCount& b) { return a.hash < b.hash; }
 
 }  // namespace
 
-void KeyChanges::add(const KeyChanges& other) {
-  rows.insert(rows.end(), other.rows.begin(), other.rows.end());
+void KeyEvents::add(const KeyEvents& other) {
   admitted += other.admitted;
   evicted += other.evicted;
   expired += other.expired;
@@ -104,10 +102,10 @@ KeyDirectory::Bucket KeyDirectory::bucket_at(int64_t bucket) const {
 
 // Sorted by bins of the hash's high bits, then within bins: few are in one unless somebody wants them to
 // be, or a key is there often.
-std::vector<KeyCount> KeyDirectory::distinct(const int64_t* keys, int64_t n) const {
+std::vector<KeyCount> KeyDirectory::distinct(std::span<const int64_t> keys) const {
+  const int64_t n = static_cast<int64_t>(keys.size());
   if (n == 0) return {};
-  int bits = 1;
-  while (bits < 16 && (int64_t{1} << bits) < n) ++bits;
+  const int bits = std::clamp(static_cast<int>(std::bit_width(keys.size() - 1)), 1, 16);
   std::vector<uint64_t> hashes(static_cast<size_t>(n)), sorted(hashes.size());
   std::vector<int64_t> ends((size_t{1} << bits) + 1);
   for (int64_t i = 0; i < n; ++i) {
@@ -132,16 +130,15 @@ std::vector<KeyCount> KeyDirectory::distinct(const int64_t* keys, int64_t n) con
   return found;
 }
 
-std::vector<KeyCount> KeyDirectory::merge(const std::vector<const KeyCount*>& lists,
-                                          const std::vector<int64_t>& sizes) const {
+std::vector<KeyCount> KeyDirectory::merge(
+    const std::vector<std::span<const KeyCount>>& lists) const {
   std::vector<KeyCount> keys;
-  for (size_t r = 0; r < lists.size(); ++r) {
-    const KeyCount *begin = lists[r], *end = begin + sizes[r];
+  for (const std::span<const KeyCount>& list : lists) {
     const auto is_below = [&](int64_t owner) {
       return [this, owner](const KeyCount& k) { return owner_of(bucket_of(k.hash)) < owner; };
     };
-    begin = std::partition_point(begin, end, is_below(rank_));
-    end = std::partition_point(begin, end, is_below(rank_ + 1));
+    const auto begin = std::partition_point(list.begin(), list.end(), is_below(rank_));
+    const auto end = std::partition_point(begin, list.end(), is_below(rank_ + 1));
     const auto middle = static_cast<int64_t>(keys.size());
     keys.insert(keys.end(), begin, end);
     std::inplace_merge(keys.begin(), keys.begin() + middle, keys.end(), by_hash);
@@ -165,9 +162,10 @@ uint32_t KeyDirectory::decayed(uint32_t count, uint32_t since, uint32_t clock) c
   return halvings > 31 ? 0 : count >> halvings;
 }
 
-void KeyDirectory::count(const RowCount* rows, int64_t n, uint32_t clock) const {
+void KeyDirectory::count(std::span<const RowCount> rows, uint32_t clock) const {
+  const int64_t n = static_cast<int64_t>(rows.size());
   KeySlot* ahead[kAhead];  // on their way
-  char* mine = bases_[static_cast<size_t>(rank_)];
+  char* mine = bases_[rank_];
   for (int64_t i = 0; i < n + kAhead; ++i) {
     KeySlot*& next = ahead[i % kAhead];
     if (i >= kAhead) {
@@ -242,28 +240,28 @@ int64_t KeyDirectory::take_slot(const Bucket& bucket, uint32_t clock, KeyChanges
   return victim;
 }
 
-void KeyDirectory::admit_in_bucket(const KeyCount* begin, const KeyCount* end, uint32_t clock,
+void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t clock,
                                    std::vector<KeyCount>& fresh, KeyChanges& changes) const {
-  const Bucket bucket = bucket_at(bucket_of(begin->hash));
+  const Bucket bucket = bucket_at(bucket_of(keys.front().hash));
   fresh.clear();
-  for (const KeyCount* key = begin; key < end; ++key) {
-    const int64_t slot = first_slot_where(bucket.tags, tag_of(key->hash), [&](int64_t at) {
-      return bucket.slots[at].hash == key->hash;
+  for (const KeyCount& key : keys) {
+    const int64_t slot = first_slot_where(bucket.tags, tag_of(key.hash), [&](int64_t at) {
+      return bucket.slots[at].hash == key.hash;
     });
     // Of a lookup that has been overtaken by the update that gave the key its row.
     if (slot >= 0 && !is_expired(bucket.slots[slot].clock, clock - 1)) {
       const uint32_t before = decayed(bucket.slots[slot].count, bucket.slots[slot].clock, clock);
-      bucket.slots[slot].count = saturated(before + key->count);
+      bucket.slots[slot].count = saturated(before + key.count);
       bucket.slots[slot].clock = clock;
       continue;
     }
     if (slot >= 0) {
       bucket.tags[slot] = 0;
       ++changes.expired;
-      changes.rows.push_back({-(bucket.first_slot + slot + 1), key_of(key->hash)});
+      changes.rows.push_back({-(bucket.first_slot + slot + 1), key_of(key.hash)});
     }
-    const uint64_t count = admitted_count(bucket, *key, clock);
-    if (count != 0) fresh.push_back({key->hash, count});
+    const uint64_t count = admitted_count(bucket, key, clock);
+    if (count != 0) fresh.push_back({key.hash, count});
   }
   std::sort(fresh.begin(), fresh.end(), [](const KeyCount& a, const KeyCount& b) {
     return std::pair(b.count, a.hash) < std::pair(a.count, b.hash);
@@ -287,17 +285,15 @@ void KeyDirectory::admit_in_bucket(const KeyCount* begin, const KeyCount* end, u
   }
 }
 
-void KeyDirectory::admit(const KeyCount* begin, const KeyCount* end, uint32_t clock,
+void KeyDirectory::admit(std::span<const KeyCount> keys, uint32_t clock,
                          KeyChanges& changes) const {
   std::vector<KeyCount> fresh;
-  for (const KeyCount* at = begin; at < end;) {
-    const KeyCount* next = at;
-    for (const int64_t bucket = bucket_of(at->hash);
-         next < end && bucket_of(next->hash) == bucket; ++next) {
-      if (end - next > kAhead) __builtin_prefetch(address_of(bucket_of(next[kAhead].hash)));
-    }
-    admit_in_bucket(at, next, clock, fresh, changes);
-    at = next;
+  for (size_t at = 0, next; at < keys.size(); at = next) {
+    const int64_t bucket = bucket_of(keys[at].hash);
+    for (next = at; next < keys.size() && bucket_of(keys[next].hash) == bucket; ++next)
+      if (next + kAhead < keys.size())
+        __builtin_prefetch(address_of(bucket_of(keys[next + kAhead].hash)));
+    admit_in_bucket(keys.subspan(at, next - at), clock, fresh, changes);
   }
 }
 

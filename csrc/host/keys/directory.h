@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #if defined(__SSE2__)
@@ -56,10 +57,13 @@ struct KeySlot {
   uint32_t clock, count;
 };
 
-struct KeyChanges {
-  std::vector<NewRow> rows;  // by bucket
+struct KeyEvents {
   int64_t admitted = 0, evicted = 0, expired = 0, refused = 0;
-  void add(const KeyChanges& other);
+  void add(const KeyEvents& other);
+};
+
+struct KeyChanges : KeyEvents {
+  std::vector<NewRow> rows;  // by bucket
 };
 
 // What a checkpoint has of a slot or candidate; free ones have the clock -1.
@@ -154,7 +158,7 @@ class KeyDirectory {
     return owner;
   }
   char* address_of(int64_t bucket) const {
-    return bases_[static_cast<size_t>(owner_of(bucket))] + bucket * kBucketBytes;
+    return bases_[owner_of(bucket)] + bucket * kBucketBytes;
   }
   bool is_expired(uint32_t since, uint32_t clock) const {
     return rules_.time_to_live != 0 && clock > since && clock - since > rules_.time_to_live;
@@ -166,22 +170,21 @@ class KeyDirectory {
   // ---- updates, of this rank's buckets ----
 
   // The distinct keys among these, by hash, and how often each is there.
-  std::vector<KeyCount> distinct(const int64_t* keys, int64_t n) const;
+  std::vector<KeyCount> distinct(std::span<const int64_t> keys) const;
   // Those of this rank's buckets among what the ranks have of keys without a row (by rank, each by hash).
-  std::vector<KeyCount> merge(const std::vector<const KeyCount*>& lists,
-                              const std::vector<int64_t>& sizes) const;
+  std::vector<KeyCount> merge(const std::vector<std::span<const KeyCount>>& lists) const;
   // Adds to keys that have rows, each once.
-  void count(const RowCount* rows, int64_t n, uint32_t clock) const;
+  void count(std::span<const RowCount> rows, uint32_t clock) const;
   // Takes in keys that had no row, by hash: all those of some buckets.
-  void admit(const KeyCount* begin, const KeyCount* end, uint32_t clock, KeyChanges& changes) const;
+  void admit(std::span<const KeyCount> keys, uint32_t clock, KeyChanges& changes) const;
 
   // ---- checkpoints ----
 
   // Reads slots or, with `candidates`, candidate places, of all ranks, starting at number `begin`.
   int64_t num_records(bool candidates) const;
   void read(bool candidates, int64_t begin, int64_t n, KeyRecord* out) const;
-  // Writes the records that this rank owns; with `checks` none. Returns -1, or the index of the first record that cannot
-  // be at its place; then nothing has been written.
+  // Writes the records that this rank owns; with `checks` none. Returns -1, or the index of the first
+  // record that cannot be at its place; then nothing has been written.
   int64_t write(bool candidates, int64_t begin, int64_t n, const KeyRecord* records, bool checks);
 
  private:
@@ -203,7 +206,7 @@ class KeyDirectory {
   uint32_t decayed(uint32_t count, uint32_t since, uint32_t clock) const;
   uint64_t admitted_count(const Bucket& bucket, const KeyCount& key, uint32_t clock) const;
   int64_t take_slot(const Bucket& bucket, uint32_t clock, KeyChanges& changes) const;
-  void admit_in_bucket(const KeyCount* begin, const KeyCount* end, uint32_t clock,
+  void admit_in_bucket(std::span<const KeyCount> keys, uint32_t clock,
                        std::vector<KeyCount>& fresh, KeyChanges& changes) const;
 
   int64_t rank_, num_slots_, num_buckets_;

@@ -1,11 +1,13 @@
 #include "host/keys/rows.h"
 
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
-#include "host/keys/draws.h"
+#include "common/philox.h"
 
 namespace oper::host {
 
@@ -13,32 +15,15 @@ namespace {
 
 constexpr uint32_t kRowDraw = 0x696e6974u;
 
-// To the nearest element, ties to even, as torch converts finite numbers.
-BFloat16 nearest(BFloat16, float value) {
-  const uint32_t bits = bits_of_float(value);
-  return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
-}
-
-Float16 nearest(Float16, float value) {
-  const uint32_t bits = bits_of_float(value), magnitude = bits & 0x7fffffffu;
-  const uint32_t sign = bits >> 16 & 0x8000u;
-  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};
-  if (magnitude < 0x38800000u)  // subnormal: multiples of 2^-24
-    return {static_cast<uint16_t>(
-        sign | static_cast<uint32_t>(std::nearbyint(float_of_bits(magnitude) * 16777216.0f)))};
-  return {static_cast<uint16_t>(
-      sign | (((magnitude + 0xfffu + (magnitude >> 13 & 1u)) >> 13) - (112u << 10)))};
-}
-
+// To the nearest element, as torch converts numbers.
 template <class E>
-void store_as(const float* values, int64_t dim, char* to) {
-  for (int64_t k = 0; k < dim; ++k) reinterpret_cast<E*>(to)[k] = nearest(E{}, values[k]);
+void store_as(const std::vector<float>& values, char* to) {
+  for (size_t k = 0; k < values.size(); ++k) reinterpret_cast<E*>(to)[k] = E(values[k]);
 }
 
 void store_row(const std::vector<float>& values, RowType type, char* to) {
-  const int64_t dim = static_cast<int64_t>(values.size());
-  if (type == RowType::kFloat16) return store_as<Float16>(values.data(), dim, to);
-  if (type == RowType::kBFloat16) return store_as<BFloat16>(values.data(), dim, to);
+  if (type == RowType::kFloat16) return store_as<torch::headeronly::Half>(values, to);
+  if (type == RowType::kBFloat16) return store_as<torch::headeronly::BFloat16>(values, to);
   std::memcpy(to, values.data(), values.size() * sizeof(float));
 }
 
@@ -53,7 +38,7 @@ void begin_piece(const Context& context, const RowRules& rules, const Table& tab
                  const NewRow& row, std::vector<float>& values) {
   const int64_t home = locate(table.home, row.row);
   const int32_t owner = table.owner_of(home);
-  const int64_t slot = home - table.owner_begin[static_cast<size_t>(owner)];
+  const int64_t slot = home - table.owner_begin[owner];
   values.clear();
   const auto put = [&](char* to) {
     if (values.empty()) {

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <ranges>
+#include <span>
 #include <vector>
 
 #include "host/context.h"
@@ -41,16 +43,15 @@ struct KeyBatch {
 // What a lookup has found: rows of all ids; the keys without a row, part after part.
 struct SeenBatch {
   const int64_t* rows;
-  const KeyPart* parts;
-  int64_t num_parts;
+  std::span<const KeyPart> parts;
   const int64_t* missed;
 };
 
 class KeyTables {
  public:
   // What has happened to a table's keys: of this rank's buckets, and of its lookups.
-  struct Counts {
-    int64_t admitted = 0, evicted = 0, expired = 0, refused = 0, lookups = 0, missed = 0;
+  struct Counts : KeyEvents {
+    int64_t lookups = 0, missed = 0;
   };
   enum class Left { kAll, kNoRoom, kClockAtEnd };
 
@@ -59,29 +60,27 @@ class KeyTables {
   // `table_of`: by feature of the collection, -1 = none of these.
   KeyTables(const std::vector<char*>& arenas, int64_t rank, int64_t seen_bytes,
             const std::vector<KeyTableRules>& rules, std::vector<int64_t> table_of);
-  static int64_t num_bytes(const std::vector<KeyTableRules>& rules, int64_t world_size,
-                           int64_t rank, int64_t seen_bytes);
-  static int64_t num_directory_bytes(const std::vector<KeyTableRules>& rules, int64_t world_size,
-                                     int64_t rank);
+  // Of a rank: bytes of its directories, and of its arena.
+  static std::vector<int64_t> num_bytes(const std::vector<KeyTableRules>& rules, int64_t world_size,
+                                        int64_t rank, int64_t seen_bytes);
 
   // ---- lookups; one at a time ----
 
   // `rows` [ids]: those of keys, and ids of other tables as they are. With `keeps`, the keys without a row
   // are in `missed`, until the next call.
-  std::vector<KeyPart> find(const KeyBatch& batch, int64_t* rows, bool keeps,
-                            ParallelFor parallel);
+  std::vector<KeyPart> find(const KeyBatch& batch, int64_t* rows, bool keeps);
   const std::vector<int64_t>& missed() const { return missed_; }
 
   // ---- updates; in this order, with a barrier after the first and after the second ----
 
   // Leaves for the other ranks what lookups have seen. `table`: whose clock is at its end.
-  Left leave(const std::vector<SeenBatch>& seen, int64_t* table, ParallelFor parallel);
+  Left leave(const std::vector<SeenBatch>& seen, int64_t* table);
   // Takes in, for this rank's buckets, what all ranks have left. Tables that are frozen stay as they are.
-  void update(const std::vector<bool>& frozen, ParallelFor parallel);
+  void update(const std::vector<bool>& frozen);
   // What all ranks' updates have given to new keys, table by table; `bounds` [T + 1].
   std::vector<NewRow> new_rows(std::vector<int64_t>* bounds) const;
   // Gives those rows their first values where this rank has them.
-  void begin(const Context& context, ParallelFor parallel) const;
+  void begin(const Context& context) const;
 
   // ---- state ----
 
@@ -119,9 +118,10 @@ class KeyTables {
   static Layout layout(const std::vector<KeyTableRules>& rules, int64_t world_size, int64_t rank,
                        int64_t seen_bytes);
   int64_t num_ranks() const { return static_cast<int64_t>(arenas_.size()); }
+  auto all_tables() const { return std::views::iota(int64_t{0}, num_tables()); }
   int64_t seen_entry_bytes() const { return static_cast<int64_t>(sizeof(SeenTable)) + 8 * (num_ranks() + 1); }
   char* seen_at(int64_t rank) const {
-    return arenas_[static_cast<size_t>(rank)] + layouts_[static_cast<size_t>(rank)].seen;
+    return arenas_[rank] + layouts_[rank].seen;
   }
   SeenTable* seen_table(int64_t rank, int64_t table) const {
     return reinterpret_cast<SeenTable*>(seen_at(rank) + table * seen_entry_bytes());
@@ -129,19 +129,17 @@ class KeyTables {
   static int64_t* seen_begin(SeenTable* entry) { return reinterpret_cast<int64_t*>(entry + 1); }
   // int64 begin[T + 1], then the rows.
   int64_t* fresh(int64_t rank) const {
-    return reinterpret_cast<int64_t*>(arenas_[static_cast<size_t>(rank)] +
-                                      layouts_[static_cast<size_t>(rank)].fresh);
+    return reinterpret_cast<int64_t*>(arenas_[rank] +
+                                      layouts_[rank].fresh);
   }
   const NewRow* fresh_rows(int64_t rank) const {
     return reinterpret_cast<const NewRow*>(fresh(rank) + num_tables() + 1);
   }
   int64_t header_bytes() const { return (num_tables() * seen_entry_bytes() + 63) / 64 * 64; }
-  std::unique_ptr<Counting> take_counting();
-  void give_counting(std::unique_ptr<Counting> counting);
   bool leave_table(int64_t table, const std::vector<SeenBatch>& seen,
                    std::atomic<int64_t>& cursor);
-  void count_known(const std::vector<bool>& frozen, ParallelFor parallel);
-  std::vector<KeyChanges> admit_missed(const std::vector<bool>& frozen, ParallelFor parallel);
+  void count_known(const std::vector<bool>& frozen);
+  std::vector<KeyChanges> admit_missed(const std::vector<bool>& frozen);
 
   std::vector<char*> arenas_;
   int64_t rank_, seen_bytes_;
@@ -150,8 +148,7 @@ class KeyTables {
   std::vector<int64_t> table_of_;
   std::vector<int64_t> missed_;
   Buffer missed_buffer_;
-  std::mutex counting_mutex_;
-  std::vector<std::unique_ptr<Counting>> counting_;  // that no thread uses
+  Spares<Counting> countings_;
 };
 
 }  // namespace oper::host

@@ -38,7 +38,7 @@ void count_gradients(Context& context, bool keeps) {
     const Table& table = context.tables[t];
     for (int32_t r = 0; r < context.world_size; ++r) {
       const int64_t* begin =
-          Context::outbox_begin(context.outbox_table(r, static_cast<int64_t>(t)));
+          context.outbox_table(r, static_cast<int64_t>(t))->begin();
       const int64_t n = begin[context.rank + 1] - begin[context.rank];
       table.counters.add(kGradientRows, r, n * (1 + (keeps ? 0 : table.rounds_of_squares())));
     }
@@ -47,14 +47,14 @@ void count_gradients(Context& context, bool keeps) {
 
 // Reduces a batch's gradients and exchanges them: afterwards owners find those of their rows in the
 // outboxes and in Table::pushed.
-Status collect(Context& context, const Batch& batch, const float* grad, bool keeps,
-               PhaseClock& clock, ParallelFor parallel) {
+void collect(Context& context, const Batch& batch, const float* grad, bool keeps,
+               PhaseClock& clock) {
   context.reset_outbox();
   const int64_t T = static_cast<int64_t>(context.tables.size());
   const std::vector<int32_t> order = largest_first(context, batch);
   Found found;
   const bool small = is_small(batch);
-  run_tasks(context, T, small, parallel, [&](int64_t task, Scratch& scratch) {
+  run_tasks(context, T, small, [&](int64_t task, Scratch& scratch) {
     const int32_t t = order[task];
     reach(FaultPoint::kOutbox);
     int64_t result = kReduceOk;
@@ -70,8 +70,7 @@ Status collect(Context& context, const Batch& batch, const float* grad, bool kee
     context.collapse_outbox(context.rank);
     clock.end(kReduce);
   }
-  const Status status = synchronize(context, CollectivePhase::kGradients, batch, parallel, mine);
-  if (status.code != 0) return status;
+  synchronize(context, CollectivePhase::kGradients, batch, mine);
   for (int32_t r = 0; r < context.world_size; ++r)
     if (r != context.rank) context.collapse_outbox(r);
   clock.end(kWaitForGradients);
@@ -80,22 +79,18 @@ Status collect(Context& context, const Batch& batch, const float* grad, bool kee
     const std::vector<int32_t> pushed = push_tables(context, false);
     count_requests(context, pushed, false);
     const int64_t n = static_cast<int64_t>(pushed.size());
-    run_tasks(context, n * context.world_size, false, parallel, [&](int64_t k, Scratch& scratch) {
+    run_tasks(context, n * context.world_size, false, [&](int64_t k, Scratch& scratch) {
       kernels().reduce_pushed(context, pushed[k % n], static_cast<int32_t>(k / n), scratch);
     });
   }
-  return {};
 }
 
 }  // namespace
 
-Status weight_gradient(Context& context, const Batch& batch, const float* grad, float* out,
-                       ParallelFor parallel) {
+void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out) {
   Batch found = batch;
-  if (context.exchange && context.exchange->gathers(false)) {
-    const Status status = context.exchange->gather(found, kWeightRows, false, parallel);
-    if (status.code != 0) return status;
-  }
+  if (context.exchange && context.exchange->setup.gathers)
+    context.exchange->gather(found, kWeightRows, false);
   // The pieces of a split table, and several features of one key, add to the same numbers: in order,
   // on one thread.
   std::vector<const int64_t*> bounds;
@@ -106,65 +101,61 @@ Status weight_gradient(Context& context, const Batch& batch, const float* grad, 
     const Table& table = context.tables[context.features[f].table];
     kernels().weight_gradient(table, range, grad, out, scratch);
   };
-  run_bag_tasks(context, found, in_order, parallel, task);
-  return {};
+  run_bag_tasks(context, found, in_order, task);
 }
 
-void refuse(Context& context, ParallelFor parallel) {
-  synchronize(context, CollectivePhase::kGradients, Batch{}, parallel, {4, -1});
+void refuse(Context& context) {
+  // It tells the others, and is this rank's own error, which is raised already.
+  status_of([&] { synchronize(context, CollectivePhase::kGradients, Batch{}, {4, -1}); });
 }
 
-Status leave(Context& context, const Batch& batch, const float* grad, ParallelFor parallel) {
+void leave(Context& context, const Batch& batch, const float* grad) {
   PhaseClock clock(context);
-  const Status status = collect(context, batch, grad, true, clock, parallel);
-  if (status.code != 0) return status;
+  collect(context, batch, grad, true, clock);
   for (Table& table : context.tables)
     for (std::vector<PushedRows>& parts : table.left)
       if (parts.size() == context.num_left) parts.emplace_back();
-  run_tasks(context, static_cast<int64_t>(context.tables.size()), is_small(batch), parallel,
+  run_tasks(context, static_cast<int64_t>(context.tables.size()), is_small(batch),
             [&](int64_t t, Scratch&) { kernels().keep(context, static_cast<int32_t>(t)); });
   ++context.num_left;
   clock.end(kUpdate);
   // Neighbours may fill their outboxes anew.
-  return context.barrier ? wait_for_domain(context, kSharing) : Status{};
+  if (context.barrier) raise(wait_for_domain(context, kSharing));
 }
 
-Status backward(Context& context, const Batch& batch, const float* grad, float gradient_scale,
-                ParallelFor parallel) {
+void backward(Context& context, const Batch& batch, const float* grad, float gradient_scale) {
   PhaseClock clock(context);
-  Status status = collect(context, batch, grad, false, clock, parallel);
-  if (status.code != 0) return status;
+  collect(context, batch, grad, false, clock);
   const int64_t T = static_cast<int64_t>(context.tables.size());
   const std::vector<int32_t> order = largest_first(context, batch);
   const bool small = is_small(batch) && context.num_left == 0;
   int32_t rounds = 0;
   for (const Table& table : context.tables) rounds = std::max(rounds, table.rounds_of_squares());
   for (int32_t round = 0; round < rounds; ++round) {
-    run_tasks(context, T, small, parallel, [&](int64_t task, Scratch&) {
+    run_tasks(context, T, small, [&](int64_t task, Scratch&) {
       if (round < context.tables[order[task]].rounds_of_squares())
         kernels().squares(context, order[task], gradient_scale, round);
     });
-    status = synchronize(context, CollectivePhase::kSquares, batch, parallel);
-    if (status.code != 0) return status;
+    synchronize(context, CollectivePhase::kSquares, batch);
   }
   if (context.barrier) context.barrier->note_update(true);
-  run_tasks(context, T, small, parallel, [&](int64_t task, Scratch&) {
+  run_tasks(context, T, small, [&](int64_t task, Scratch&) {
     reach(FaultPoint::kUpdate);
     kernels().update(context, order[task], gradient_scale);
   });
   if (context.barrier) context.barrier->note_update(false);
   context.num_left = 0;
   clock.end(kUpdate);
-  status = synchronize(context, CollectivePhase::kRefreshes, batch, parallel);
-  if (status.code != 0) return status;
+  synchronize(context, CollectivePhase::kRefreshes, batch);
   clock.end(kWaitForUpdates);
   refresh_replicas(context);
   // Neighbours read them too.
-  if (context.exchange && context.exchange->shares_replicas() && context.barrier)
+  Status status;
+  if (context.exchange && context.exchange->setup.shares_replicas && context.barrier)
     status = wait_for_domain(context, kSharing);
   context.count_pass(1);
   clock.end(kRefresh);
-  return status;
+  raise(status);
 }
 
 }  // namespace oper::host

@@ -12,23 +12,19 @@ namespace {
 
 // Features of tables for which `direct(table)`: those that are read directly.
 template <class Direct>
-Status pool_direct(Context& context, const Batch& batch, float* out, Direct direct,
-                   ParallelFor parallel) {
-  Found found;
-  const auto task = [&](size_t f, const BagRange& range, Scratch& scratch) {
+void pool_direct(Context& context, const Batch& batch, float* out, Found& found, Direct direct) {
+  run_bag_tasks(context, batch, false, [&](size_t f, const BagRange& range, Scratch& scratch) {
     reach(FaultPoint::kForward);
     const Table& table = context.tables[context.features[f].table];
     if (direct(table)) found.note(kernels().pool(table, range, out, scratch));
-  };
-  run_bag_tasks(context, batch, false, parallel, task);
-  return found.status();
+  });
 }
 
 // What others hold, rows and sums, is asked for in one phase and comes in another: a link that
 // carries much of the one carries little of the other, and nobody waits for it twice.
-Status forward_with_push(Context& context, Batch& batch, float* out, ParallelFor parallel) {
+void forward_with_push(Context& context, Batch& batch, float* out) {
   Exchange* const exchange = context.exchange.get();
-  const bool pulls = exchange && exchange->gathers(true);
+  const bool pulls = exchange && exchange->setup.pulls;
   const auto is_awaited = [&](const Table& table) {
     return pulls && exchange->has_far_rows(table, true);
   };
@@ -37,40 +33,35 @@ Status forward_with_push(Context& context, Batch& batch, float* out, ParallelFor
   const int64_t n = static_cast<int64_t>(tables.size());
   const int64_t num_own = static_cast<int64_t>(own.size());
   context.reset_outbox();
-  Status status = pool_direct(
-      context, batch, out,
-      [&](const Table& table) { return !table.has_push && !is_awaited(table); }, parallel);
   Found asked;
-  if (status.code) asked.note(status.detail);
-  if (pulls) asked.note(exchange->list_far_rows(batch, kRows, true, parallel));
-  run_tasks(context, num_own, false, parallel, [&](int64_t k, Scratch& scratch) {
+  pool_direct(context, batch, out, asked,
+              [&](const Table& table) { return !table.has_push && !is_awaited(table); });
+  if (pulls) asked.note(exchange->list_far_rows(batch, kRows, true));
+  run_tasks(context, num_own, false, [&](int64_t k, Scratch& scratch) {
     asked.note(kernels().request(context, own[k], batch, scratch));
   });
-  status = synchronize(context, CollectivePhase::kRequests, batch, parallel, asked.status());
-  if (status.code != 0) return status;
+  synchronize(context, CollectivePhase::kRequests, batch, asked.status());
   count_requests(context, tables, true);
   Found pooled;
-  run_tasks(context, n * context.world_size, false, parallel, [&](int64_t k, Scratch&) {
+  run_tasks(context, n * context.world_size, false, [&](int64_t k, Scratch&) {
     const int32_t reader = static_cast<int32_t>((context.rank + k / n) % context.world_size);
     if (!kernels().pool_for(context, tables[k % n], reader)) pooled.full.store(true);
   });
-  status = synchronize(context, CollectivePhase::kPartials, batch, parallel, pooled.status());
-  if (status.code != 0) return status;
+  synchronize(context, CollectivePhase::kPartials, batch, pooled.status());
   if (pulls) {
-    exchange->address_rows(batch, parallel);
-    status = pool_direct(
-        context, batch, out,
-        [&](const Table& table) { return !table.has_push && is_awaited(table); }, parallel);
-    if (status.code != 0) return status;
+    exchange->address_rows(batch);
+    Found found;
+    pool_direct(context, batch, out, found,
+                [&](const Table& table) { return !table.has_push && is_awaited(table); });
+    raise(found.status());
   }
-  run_tasks(context, num_own, false, parallel, [&](int64_t k, Scratch& scratch) {
+  run_tasks(context, num_own, false, [&](int64_t k, Scratch& scratch) {
     kernels().pool_pushed(context, own[k], batch, out, scratch);
   });
   for (int32_t t : own)
     for (int32_t r = 0; r < context.world_size; ++r)
       context.tables[t].counters.add(kPartialSums, r,
                                      context.partial_table(r, t, context.rank)->count);
-  return {};
 }
 
 // Where the order of each table's ids lies behind the TableOrders, in bytes; and the end. At most it takes
@@ -88,52 +79,48 @@ std::vector<int64_t> order_places(const Context& context, const Batch& batch) {
 
 }  // namespace
 
-Status forward(Context& context, const Batch& batch, float* out, bool collective,
-               ParallelFor parallel) {
+void forward(Context& context, const Batch& batch, float* out, bool collective) {
   Batch found = batch;
   const bool pushes = collective && context.has_push;
-  if (!pushes && context.exchange && context.exchange->gathers(false)) {
-    const Status status = context.exchange->gather(found, kRows, collective, parallel);
-    if (status.code != 0) return status;
-  }
+  if (!pushes && context.exchange && context.exchange->setup.gathers)
+    context.exchange->gather(found, kRows, collective);
   std::unique_lock<std::mutex> copies;
   if (context.peer_rows) copies = std::unique_lock(context.peer_rows->turn, std::try_to_lock);
   if (copies.owns_lock()) {
-    const Status status = context.peer_rows->stage(context, found, collective, parallel);
+    const Status status = context.peer_rows->stage(context, found, collective);
     // A rank that cannot look up learns of it where it synchronizes with the others.
-    if (status.code != 0 && !pushes) return status;
+    if (!pushes) raise(status);
   }
-  const Status status =
-      pushes ? forward_with_push(context, found, out, parallel)
-             : pool_direct(context, found, out, [](const Table&) { return true; }, parallel);
   context.count_pass(0);
-  return status;
+  if (pushes) return forward_with_push(context, found, out);
+  Found pooled;
+  pool_direct(context, found, out, pooled, [](const Table&) { return true; });
+  raise(pooled.status());
 }
 
 int64_t order_bytes(const Context& context, const Batch& batch) {
   return order_places(context, batch).back();
 }
 
-Status resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved,
-               ParallelFor parallel) {
+void resolve(Context& context, const Batch& batch, int64_t* addresses, const Resolved& resolved) {
   Found found;
-  run_bag_tasks(context, batch, false, parallel, [&](size_t f, const BagRange& range, Scratch&) {
+  run_bag_tasks(context, batch, false, [&](size_t f, const BagRange& range, Scratch&) {
     reach(FaultPoint::kResolve);
     const Table& table = context.tables[context.features[f].table];
     const int64_t at = range.bags.bounds[range.begin] - range.bags.bounds[0];
     found.note(kernels().locate(table, range, addresses + resolved.first[f] + at));
   });
-  if (found.bad.load() >= 0 || resolved.order == nullptr) return found.status();
+  raise(found.status());
+  if (resolved.order == nullptr) return;
   const std::vector<int32_t> by_size = largest_first(context, batch);
   TableOrder* orders = reinterpret_cast<TableOrder*>(resolved.order);
   const std::vector<int64_t> memory = order_places(context, batch);
-  run_tasks(context, static_cast<int64_t>(by_size.size()), is_small(batch), parallel,
+  run_tasks(context, static_cast<int64_t>(by_size.size()), is_small(batch),
             [&](int64_t task, Scratch& scratch) {
               const int32_t t = by_size[task];
               kernels().arrange(context.tables[t], batch, resolved.order, memory[t], scratch,
                                 orders[t]);
             });
-  return {};
 }
 
 }  // namespace oper::host

@@ -36,7 +36,7 @@ void count_requests(Context& context, const std::vector<int32_t>& tables, bool i
     const TableCounters& counters = context.tables[t].counters;
     for (int32_t r = 0; r < context.world_size; ++r) {
       RequestTable* entry = context.request_table(r, t);
-      const int64_t* begin = Context::request_begin(entry);
+      const int64_t* begin = entry->begin();
       const int64_t n = begin[context.rank + 1] - begin[context.rank];
       counters.add(is_forward ? kIds : kGradientIds, r, n);
       if (entry->weights_offset) counters.add(is_forward ? kIdWeights : kGradientWeights, r, n);
@@ -47,14 +47,12 @@ void count_requests(Context& context, const std::vector<int32_t>& tables, bool i
 
 Status wait_for_domain(Context& context, uint32_t phase, bool refuses) {
   const int64_t begin_ns = PhaseTimes::now_ns();
-  int32_t culprit = -1;
-  const Barrier::Result result = context.barrier->arrive(phase, &culprit, refuses);
+  const Status found = context.barrier->arrive(phase, refuses);
   context.times.note(kBarrier, begin_ns, PhaseTimes::now_ns());
-  return {static_cast<int64_t>(result), culprit < 0 ? culprit : context.domain[culprit]};
+  return {found.code, found.detail < 0 ? -1 : context.domain[found.detail]};
 }
 
-Status synchronize(Context& context, CollectivePhase phase, const Batch& batch,
-                   ParallelFor parallel, Status mine) {
+void synchronize(Context& context, CollectivePhase phase, const Batch& batch, Status mine) {
   if (context.barrier) {
     if (mine.code != 0 && context.exchange) {
       context.barrier->give_up();
@@ -63,7 +61,8 @@ Status synchronize(Context& context, CollectivePhase phase, const Batch& batch,
       if (mine.code == 0) mine = found;
     }
   }
-  return context.exchange ? context.exchange->synchronize(phase, batch, parallel, mine) : mine;
+  if (context.exchange) return context.exchange->synchronize(phase, batch, mine);
+  raise(mine);
 }
 
 }  // namespace oper::host

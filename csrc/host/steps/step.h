@@ -27,32 +27,28 @@ void count_requests(Context& context, const std::vector<int32_t>& tables, bool i
 Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false);
 
 // Waits until all ranks have come this far and, across memory domains, exchanges what they have left
-// for each other. `mine` is an error of this rank alone, which it returns: within a memory domain all
+// for each other. `mine` is an error of this rank alone, which is thrown: within a memory domain all
 // ranks then leave out this batch and may go on with the next; between domains nobody waits for this
 // rank any more.
-Status synchronize(Context& context, CollectivePhase phase, const Batch& batch,
-                   ParallelFor parallel, Status mine = {});
+void synchronize(Context& context, CollectivePhase phase, const Batch& batch, Status mine = {});
 
 // Runs task(feature, range of its bags, scratch) over the whole batch in blocks of about a
 // thousand bags.
 template <class Task>
-void run_bag_tasks(Context& context, const Batch& batch, bool small, ParallelFor parallel,
-                   const Task& task) {
+void run_bag_tasks(Context& context, const Batch& batch, bool small, const Task& task) {
   std::vector<int64_t> first;  // first task of each feature
   int64_t count = 0;
   for (const FeatureBags& bags : batch.features) {
     first.push_back(count);
     count += (bags.num_bags + kTaskBags - 1) / kTaskBags;
   }
-  run_tasks(
-      context, count, small || is_small(batch), parallel, [&](int64_t index, Scratch& scratch) {
-        const size_t f = static_cast<size_t>(std::upper_bound(first.begin(), first.end(), index) -
-                                             first.begin() - 1);
-        const FeatureBags& bags = batch.features[f];
-        const int64_t begin = (index - first[f]) * kTaskBags;
-        task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kTaskBags), f},
-             scratch);
-      });
+  run_tasks(context, count, small || is_small(batch), [&](int64_t index, Scratch& scratch) {
+    const size_t f =
+        static_cast<size_t>(std::ranges::upper_bound(first, index) - first.begin() - 1);
+    const FeatureBags& bags = batch.features[f];
+    const int64_t begin = (index - first[f]) * kTaskBags;
+    task(f, BagRange{batch, bags, begin, std::min(bags.num_bags, begin + kTaskBags), f}, scratch);
+  });
 }
 
 }  // namespace oper::host

@@ -2,9 +2,9 @@
 
 A publisher (`oper.shmem.publication.publisher`) writes all tables and dense weights of a model into
 one of two buffers and then moves an epoch on; epoch e lies in buffer e % 2. A reader counts itself
-in before it reads and out afterwards (csrc/host/publication.h), so that all it reads in between is
-of one epoch, and the publisher overwrites a buffer only when nobody is counted there. A reader
-waits for nobody, but for the copying of rows where some of them are changed in place. """
+in before it reads and out afterwards (csrc/bindings/publication.cpp), so that all it reads in
+between is of one epoch, and the publisher overwrites a buffer only when nobody is counted there. A
+reader waits for nobody, but for the copying of rows where some of them are changed in place. """
 
 from __future__ import annotations
 

@@ -82,7 +82,6 @@ class State:
             self.control = map_segment(self.control_fd, self.control_bytes, True)
         except OSError as error:
             raise no_segment("cannot publish tables", self.control_bytes, error) from error
-        torch.ops.oper.publication_init(self.control)
         try:
             for _ in range(2):
                 self.buffers.append(Buffer(layout, nodes))

@@ -1,18 +1,22 @@
-// Memory that other processes map: CUDA virtual memory with POSIX descriptors, of the device or,
-// for a tier in host memory, of the host node next to it.
+// torch operators for memory that other processes map: CUDA virtual memory with POSIX descriptors, of the
+// device or, for a tier in host memory, of the host node next to it.
 //
-// The driver's entry points are looked up at run time, so that nothing links to libcuda.
-#include "device/memory.h"
-
+// An arena is `bytes` large, of which the ascending ranges [begin, end) in `host_ranges` (flat) lie in host
+// memory, which kernels reach over the device's link; all are multiples of kPartBytes. The driver's entry
+// points are looked up at run time, so that nothing links to libcuda.
 #include <cuda.h>
-#include <cuda_runtime_api.h>
 #include <unistd.h>
 
 #include <stdexcept>
 #include <string>
 
+#include "bindings/device.h"
+#include "common/operators.h"
+
 namespace oper::device {
 namespace {
+
+constexpr int64_t kPartBytes = 2 << 20;
 
 template <class Function>
 Function entry(const char* name) {
@@ -39,7 +43,7 @@ struct Part {
   bool on_host;
 };
 
-std::vector<Part> cut(const ArenaParts& arena) {
+std::vector<Part> cut(int64_t bytes, const std::vector<int64_t>& host_ranges) {
   std::vector<Part> parts;
   int64_t at = 0;
   const auto add = [&](int64_t end, bool on_host) {
@@ -49,11 +53,11 @@ std::vector<Part> cut(const ArenaParts& arena) {
     parts.push_back({static_cast<size_t>(at), static_cast<size_t>(end - at), on_host});
     at = end;
   };
-  for (size_t k = 0; k + 1 < arena.host_ranges.size(); k += 2) {
-    add(arena.host_ranges[k], false);
-    add(arena.host_ranges[k + 1], true);
+  for (size_t k = 0; k + 1 < host_ranges.size(); k += 2) {
+    add(host_ranges[k], false);
+    add(host_ranges[k + 1], true);
   }
-  add(arena.bytes, false);
+  add(bytes, false);
   return parts;
 }
 
@@ -79,22 +83,25 @@ CUmemAllocationProp properties(int device, bool on_host) {
   return prop;
 }
 
-// Maps one allocation per part at an address of the driver's choice. Handles are given up in any
-// case: the memory lives as long as a mapping does.
-int64_t map(const std::vector<CUmemGenericAllocationHandle>& handles,
-            const std::vector<Part>& parts, int device) {
+// Allocations that are given up in any case: their memory lives as long as a mapping does.
+struct Allocations {
+  std::vector<CUmemGenericAllocationHandle> handles;
+  ~Allocations() {
+    for (CUmemGenericAllocationHandle handle : handles)
+      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
+  }
+};
+
+// Maps one allocation per part at an address of the driver's choice.
+int64_t map(const Allocations& made, const std::vector<Part>& parts, int device) {
   const size_t total = parts.back().begin + parts.back().bytes;
   CUdeviceptr address = 0;
   size_t mapped = 0;
-  const auto give_up_handles = [&] {
-    for (CUmemGenericAllocationHandle handle : handles)
-      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
-  };
   try {
     OPER_DRIVER(cuMemAddressReserve, &address, total, kPartBytes, 0, 0);
     for (; mapped < parts.size(); ++mapped)
-      OPER_DRIVER(cuMemMap, address + parts[mapped].begin, parts[mapped].bytes, 0, handles[mapped],
-                  0);
+      OPER_DRIVER(cuMemMap, address + parts[mapped].begin, parts[mapped].bytes, 0,
+                  made.handles[mapped], 0);
     CUmemAccessDesc access{};
     access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     access.location.id = device;
@@ -104,82 +111,76 @@ int64_t map(const std::vector<CUmemGenericAllocationHandle>& handles,
     for (size_t k = 0; k < mapped; ++k)
       entry<decltype(&cuMemUnmap)>("cuMemUnmap")(address + parts[k].begin, parts[k].bytes);
     if (address) entry<decltype(&cuMemAddressFree)>("cuMemAddressFree")(address, total);
-    give_up_handles();
     throw;
   }
-  give_up_handles();
   return static_cast<int64_t>(address);
 }
 
-}  // namespace
-
-SharedMemory create_shared(const ArenaParts& arena, int device) {
+// Zeroed memory that others may attach: its address, then the descriptors, one per part, by which they
+// do; the caller closes them.
+std::vector<int64_t> device_memory_create(int64_t bytes, std::vector<int64_t> host_ranges,
+                                          int64_t device) {
+  const OnDevice on(device);
   cudaFree(nullptr);  // makes the context current
-  const std::vector<Part> parts = cut(arena);
-  std::vector<CUmemGenericAllocationHandle> handles;
-  SharedMemory made{};
+  const std::vector<Part> parts = cut(bytes, host_ranges);
+  Allocations allocations;
+  std::vector<int64_t> made{0};
   try {
     for (const Part& part : parts) {
-      const CUmemAllocationProp prop = properties(device, part.on_host);
+      const CUmemAllocationProp prop = properties(static_cast<int>(device), part.on_host);
       CUmemGenericAllocationHandle handle{};
       OPER_DRIVER(cuMemCreate, &handle, part.bytes, &prop, 0);
-      handles.push_back(handle);
+      allocations.handles.push_back(handle);
       int fd = -1;
       OPER_DRIVER(cuMemExportToShareableHandle, &fd, handle,
                   CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
-      made.fds.push_back(fd);
+      made.push_back(fd);
     }
-  } catch (...) {
-    for (CUmemGenericAllocationHandle handle : handles)
-      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
-    for (int64_t fd : made.fds) close(static_cast<int>(fd));
-    throw;
-  }
-  try {
-    made.address = map(handles, parts, device);
+    made[0] = map(allocations, parts, static_cast<int>(device));
     // Part by part, each of one kind of memory; done before any stream, or a peer, may write there.
-    cudaError_t status = cudaSuccess;
     for (const Part& part : parts)
-      if (status == cudaSuccess)
-        status = cudaMemset(reinterpret_cast<char*>(made.address) + part.begin, 0, part.bytes);
-    if (status == cudaSuccess) status = cudaDeviceSynchronize();
-    if (status != cudaSuccess)
-      throw std::runtime_error(std::string("shared device memory cannot be written: ") +
-                               cudaGetErrorString(status));
+      check(cudaMemset(reinterpret_cast<char*>(made[0]) + part.begin, 0, part.bytes),
+            "shared device memory cannot be written");
+    check(cudaDeviceSynchronize(), "shared device memory cannot be written");
   } catch (...) {
-    for (int64_t fd : made.fds) close(static_cast<int>(fd));
+    for (size_t k = 1; k < made.size(); ++k) close(static_cast<int>(made[k]));
     throw;
   }
   return made;
 }
 
-int64_t attach_shared(const std::vector<int64_t>& fds, const ArenaParts& arena, int device) {
-  const std::vector<Part> parts = cut(arena);
+// Maps memory of another process, whose parts the caller tells as their creator had them.
+int64_t device_memory_attach(std::vector<int64_t> fds, int64_t bytes,
+                             std::vector<int64_t> host_ranges, int64_t device) {
+  const OnDevice on(device);
+  const std::vector<Part> parts = cut(bytes, host_ranges);
   if (fds.size() != parts.size())
     throw std::runtime_error("a peer's arena has another number of parts");
-  std::vector<CUmemGenericAllocationHandle> handles;
-  try {
-    for (int64_t fd : fds) {
-      CUmemGenericAllocationHandle handle{};
-      OPER_DRIVER(cuMemImportFromShareableHandle, &handle,
-                  reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
-                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-      handles.push_back(handle);
-    }
-  } catch (...) {
-    for (CUmemGenericAllocationHandle handle : handles)
-      entry<decltype(&cuMemRelease)>("cuMemRelease")(handle);
-    throw;
+  Allocations allocations;
+  for (int64_t fd : fds) {
+    CUmemGenericAllocationHandle handle{};
+    OPER_DRIVER(cuMemImportFromShareableHandle, &handle,
+                reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
+                CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    allocations.handles.push_back(handle);
   }
-  return map(handles, parts, device);
+  return map(allocations, parts, static_cast<int>(device));
 }
 
-void release_shared(int64_t address, const ArenaParts& arena) {
+void device_memory_release(int64_t address, int64_t bytes, std::vector<int64_t> host_ranges) {
   // Mappings are undone as they were made: one by one.
-  for (const Part& part : cut(arena))
+  for (const Part& part : cut(bytes, host_ranges))
     OPER_DRIVER(cuMemUnmap, static_cast<CUdeviceptr>(address) + part.begin, part.bytes);
-  OPER_DRIVER(cuMemAddressFree, static_cast<CUdeviceptr>(address),
-              static_cast<size_t>(arena.bytes));
+  OPER_DRIVER(cuMemAddressFree, static_cast<CUdeviceptr>(address), static_cast<size_t>(bytes));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
+  OPER_OPERATOR(device_memory_create, "(int bytes, int[] host_ranges, int device) -> int[]");
+  OPER_OPERATOR(device_memory_attach,
+                "(int[] fds, int bytes, int[] host_ranges, int device) -> int");
+  OPER_OPERATOR(device_memory_release, "(int address, int bytes, int[] host_ranges) -> ()");
 }
 
 }  // namespace oper::device

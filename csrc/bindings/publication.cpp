@@ -1,36 +1,53 @@
-// torch operators for read-only tables that many processes share; see host/publication.h.
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
+// torch operators for read-only tables that many processes share.
+//
+// Which of two buffers readers look at, and who still looks at the other.
+//
+// Epoch e lies in buffer e % 2. A reader counts itself into its slot for the buffer of the epoch
+// that it has seen, then looks at the epoch again: if that has moved on meanwhile, it steps back and
+// takes the new one. A publisher writes the buffer of epoch e + 1 only while no slot counts a reader
+// there, then stores e + 1. All of these are sequentially consistent: either the publisher sees the
+// reader's count, or the reader sees the publisher's epoch (as with hazard pointers, Michael 2004).
+// A reader never waits for that. The slots of a process that has died are cleared by the publisher.
+//
+// A publisher that changes some rows of epoch e in place stores -e, waits until no slot counts a
+// reader in that buffer, writes, and stores e + 2: the same buffer. Readers that come meanwhile find
+// a negative epoch and come again.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
-#include <string>
 #include <vector>
 
+#include "common/handles.h"
 #include "common/operators.h"
-#include "host/publication.h"
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace oper::host {
 namespace {
+
+constexpr int64_t kReaderSlots = 1024;
+
+// One process; a line of its own, which nobody else writes while the process lives.
+struct alignas(128) ReaderSlot {
+  std::atomic<int64_t> in_use[2];  // lookups that read buffer 0 and buffer 1
+};
+
+// Begins as the zeros of a new segment.
+struct Control {
+  alignas(128) std::atomic<int64_t> epoch;  // 0: nothing published yet
+  ReaderSlot slots[kReaderSlots];
+};
+
+static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 Control& control_at(int64_t address) { return *reinterpret_cast<Control*>(address); }
 
 // Bytes [bytes] of mapped memory; the caller keeps the mapping alive.
 Tensor segment_bytes(int64_t address, int64_t bytes) {
-  const int64_t sizes[] = {bytes}, strides[] = {1};
-  return torch::stable::from_blob(
-      reinterpret_cast<void*>(address), {sizes, 1}, {strides, 1},
-      torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte);
+  return tensor_at(reinterpret_cast<void*>(address), {bytes}, ScalarType::Byte, kHostMemory);
 }
 
 int64_t publication_control_bytes() { return static_cast<int64_t>(sizeof(Control)); }
 
 int64_t publication_slots() { return kReaderSlots; }
-
-void publication_init(int64_t control) { init_control(control_at(control)); }
 
 int64_t publication_epoch(int64_t control) { return control_at(control).epoch.load(); }
 
@@ -38,17 +55,36 @@ void publication_set_epoch(int64_t control, int64_t epoch) {
   control_at(control).epoch.store(epoch);
 }
 
-int64_t publication_pin(int64_t control, int64_t slot) { return pin(control_at(control), slot); }
+// The epoch that the caller may read until `publication_unpin`; negative, and nothing to unpin, while
+// the buffer is written in place.
+int64_t publication_pin(int64_t control, int64_t slot) {
+  Control& at = control_at(control);
+  for (int64_t epoch = at.epoch.load();;) {
+    if (epoch < 0) return epoch;
+    auto& count = at.slots[slot].in_use[epoch & 1];
+    count.fetch_add(1);
+    const int64_t now = at.epoch.load();
+    if (now == epoch) return epoch;
+    count.fetch_sub(1);
+    epoch = now;
+  }
+}
 
 void publication_unpin(int64_t control, int64_t slot, int64_t epoch) {
-  unpin(control_at(control), slot, epoch);
+  control_at(control).slots[slot].in_use[epoch & 1].fetch_sub(1);
 }
 
+// Slots with readers in a buffer.
 std::vector<int64_t> publication_busy(int64_t control, int64_t buffer) {
-  return busy_slots(control_at(control), buffer);
+  std::vector<int64_t> busy;
+  for (int64_t slot = 0; slot < kReaderSlots; ++slot)
+    if (control_at(control).slots[slot].in_use[buffer & 1].load() != 0) busy.push_back(slot);
+  return busy;
 }
 
-void publication_clear(int64_t control, int64_t slot) { clear_slot(control_at(control), slot); }
+void publication_clear(int64_t control, int64_t slot) {
+  for (auto& count : control_at(control).slots[slot].in_use) count.store(0);
+}
 
 // The rows of a matrix that others go to: their places int64 [n], each once.
 struct Target {
@@ -58,10 +94,8 @@ struct Target {
 };
 
 Target target_of(const Tensor& to, const Tensor& places) {
-  STD_TORCH_CHECK(places.scalar_type() == ScalarType::Long && places.is_contiguous() &&
-                      to.dim() == 2 && to.is_contiguous(),
-                  "internal: places must be int64, in a matrix of rows");
-  const int64_t* at = static_cast<const int64_t*>(places.data_ptr());
+  STD_TORCH_CHECK(to.dim() == 2 && to.is_contiguous(), "internal: expected a matrix of rows");
+  const int64_t* at = int64_data(places);
   const int64_t n = places.numel(), num_rows = to.size(0);
   STD_TORCH_CHECK(std::all_of(at, at + n, [=](int64_t k) { return k >= 0 && k < num_rows; }),
                   "internal: a place outside of the table");
@@ -109,7 +143,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(segment_bytes, "(int address, int bytes) -> Tensor");
   OPER_OPERATOR(publication_control_bytes, "() -> int");
   OPER_OPERATOR(publication_slots, "() -> int");
-  OPER_OPERATOR(publication_init, "(int control) -> ()");
   OPER_OPERATOR(publication_epoch, "(int control) -> int");
   OPER_OPERATOR(publication_set_epoch, "(int control, int epoch) -> ()");
   OPER_OPERATOR(publication_pin, "(int control, int slot) -> int");
