@@ -26,7 +26,7 @@ from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.protocol import Tables
 from oper.shmem.rows import put_rows
 from oper.support import kernel
-from oper.tables import format_bytes
+from oper.tables import CODE_BITS, DTYPE_BYTES, format_bytes
 
 _CHUNK_BYTES = 16 << 20  # what is copied at a time within a step's budget
 _HUGE = 2 << 20
@@ -85,7 +85,7 @@ class Migration:
                                          "e.g. 64 << 20"))
         self._source = tables
         self._rank = tables.group.rank
-        self._target = tables.prepare(self._own_part(plan))
+        self._target = prepared(tables, self._own_part(plan))
         self._limit = bytes_per_step
         # Of all or of none: hosts may have got other pages, and asking for them is collective.
         self._pages = all(tables.group.all_gather(tables.page_kind not in ("4KiB", "device")))
@@ -111,6 +111,9 @@ class Migration:
         for spec in source.specs.values():
             entry = plan.table(spec.name)
             entries.append(dataclasses.replace(entry, table=spec))
+            if spec.dtype in CODE_BITS:
+                raise PlanError(fail("cannot move tables to another plan", "rows of", spec.dtype,
+                                     " or ".join(DTYPE_BYTES), "shard the model anew"))
             for name in ("num_rows", "dim", "dtype"):
                 if getattr(entry.table, name) != getattr(spec, name):
                     raise PlanError(
@@ -328,7 +331,7 @@ def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
     if tables.keys is not None:
         tables.keys.refuse("cannot copy sharded tables", "save and load a checkpoint")
     tables.barrier()  # peers may still be updating
-    other = tables.prepare(tables.plan)
+    other = prepared(tables, tables.plan)
     other.continue_from(tables, memo)
     rank = tables.group.rank
     for k, d in enumerate(tables.directories):

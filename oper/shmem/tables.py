@@ -39,7 +39,7 @@ from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.micro_batches import check_unchanged, refuse_in_parts
-from oper.shmem.migration import Migration, check_room, copied, prepared
+from oper.shmem.migration import Migration, check_room, copied
 from oper.shmem.optim.arguments import KernelArguments, feature_rows
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
@@ -390,12 +390,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
             self._migration.stop()
             self._migration = None
 
-    def prepare(self, plan: Plan) -> Tables:
-        """The same tables under another plan, with arenas that are still empty. Collective."""
-        return prepared(self, plan)
-
     def like(self, plan: Plan) -> ShardedTables:
-        """As `prepare`, whether there is room or not."""
+        """The same tables under another plan, with arenas that are still empty. Collective."""
         return ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
                              is_new=False)
 

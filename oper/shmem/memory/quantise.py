@@ -56,7 +56,7 @@ def dequantise(rows: torch.Tensor, dtype: str, dim: int) -> torch.Tensor:
     heads = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16).float()
     codes = rows[:, SCALE_BIAS_BYTES:]
     if dtype == "int4":
-        codes = torch.stack([codes & 15, codes >> 4], dim=2).reshape(rows.shape[0], -1)
+        codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
     # The product is exact in float32 (11 + 8 bits): rounded once, as by a fused operation.
     return codes[:, :dim].float() * heads[:, :1] + heads[:, 1:]
 
