@@ -34,7 +34,7 @@ def published(num_features: int, dim: int, dtype: str = "float32", seed: int = 0
     rows = {s.name: torch.randn(50, dim, generator=generator) for s in specs}
     name = f"interaction-{os.getpid()}-{time.monotonic_ns()}"
     publisher = Publisher(name, uniform_plan(specs, 1, "owned"), {}, False, False)
-    publisher.publish(lambda table: [(0, rows[table])], {})
+    publisher.publish_rows(lambda table: [(0, rows[table])], {})
     reader = Reader(name)
     try:
         yield PublishedTables(reader, reader.epoch & 1, [(s.features[0], s.name) for s in specs]

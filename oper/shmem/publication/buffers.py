@@ -128,7 +128,7 @@ class Layout:
                                 some.contiguous())
 
     def to_text(self) -> str:
-        """For the greeting of a publisher."""
+        """For the handshake of a publisher."""
         return json.dumps({"plan": self.plan.to_text(), "dense": [
             [e.key, e.dtype, list(e.shape), e.offset] for e in self.dense]})
 

@@ -1,6 +1,6 @@
 """How a reader of published tables finds its publisher, and what it is told first.
 
-A publisher listens on an abstract socket of its user. It greets with `GREETING`, the descriptors of
+A publisher listens on an abstract socket of its user. It sends `HANDSHAKE`, the descriptors of
 its segments, and a text.
 """
 
@@ -15,7 +15,7 @@ from oper.errors import InvalidInputError, OperError, fail
 from oper.shmem.group.domains import peer_credentials
 
 MAGIC = b"OPERPUB1"
-GREETING = struct.Struct("<8sI")  # magic, bytes of the text that follows
+HANDSHAKE = struct.Struct("<8sI")  # magic, bytes of the text that follows
 _MAX_TEXT = 1 << 30
 _MAX_FDS = 253  # of one message
 _RETRY_S = 0.02
@@ -58,17 +58,17 @@ def connect(name: str, timeout_s: float) -> socket.socket:
         time.sleep(_RETRY_S)
 
 
-def greeting(connection: socket.socket) -> tuple[str, list[int]]:
+def receive_handshake(connection: socket.socket) -> tuple[str, list[int]]:
     """What a publisher says first, and the descriptors of its segments."""
     try:
-        head, fds, _, _ = socket.recv_fds(connection, GREETING.size, _MAX_FDS)
+        head, fds, _, _ = socket.recv_fds(connection, HANDSHAKE.size, _MAX_FDS)
         parts, size = [], 0
-        if len(head) == GREETING.size:
-            magic, size = GREETING.unpack(head)
+        if len(head) == HANDSHAKE.size:
+            magic, size = HANDSHAKE.unpack(head)
             if magic != MAGIC or size > _MAX_TEXT:
-                raise ValueError(f"greeting {magic!r}")
+                raise ValueError(f"handshake {magic!r}")
         else:
-            raise OperError(fail("a publisher hung up", "greeting", head, "its tables",
+            raise OperError(fail("a publisher hung up", "handshake", head, "its tables",
                                  "attach again, or look at the publisher"))
         while size > 0:
             part = connection.recv(min(size, 1 << 20))
@@ -78,6 +78,6 @@ def greeting(connection: socket.socket) -> tuple[str, list[int]]:
             parts.append(part)
             size -= len(part)
     except OSError as error:
-        raise OperError(fail("a publisher does not answer", "greeting", str(error),
+        raise OperError(fail("a publisher does not answer", "handshake", str(error),
                              "its tables in time", "look at the publisher")) from None
     return b"".join(parts).decode(), fds

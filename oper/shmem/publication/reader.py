@@ -40,7 +40,7 @@ from oper.shmem.memory.segments import map_segment, no_segment
 from oper.shmem.optim.arguments import feature_rows
 from oper.shmem.placement.layout import KernelMaps
 from oper.shmem.publication.buffers import HEADER, BufferRows, Layout, checksums, dense_view
-from oper.shmem.publication.handshake import MAGIC, check_name, connect, greeting
+from oper.shmem.publication.handshake import MAGIC, check_name, connect, receive_handshake
 
 VERSION = 1
 SEGMENT_NAME = "oper-tables"
@@ -240,7 +240,7 @@ class Reader:
         self.publisher_pid, _ = peer_credentials(self._connection)
         fds: list[int] = []
         try:
-            text, fds = greeting(self._connection)
+            text, fds = receive_handshake(self._connection)
             told = json.loads(text)
             if "error" in told:
                 raise OperError(fail(f"cannot attach to publication {name!r}", "reason",
@@ -253,7 +253,7 @@ class Reader:
         except (ValueError, KeyError, TypeError) as error:
             self.close()
             raise FileFormatError(
-                fail(f"cannot attach to publication {name!r}", "greeting",
+                fail(f"cannot attach to publication {name!r}", "handshake",
                      f"{type(error).__name__} {error}", f"one of version {VERSION}",
                      "run one version of this package on a host")) from None
         except BaseException:
