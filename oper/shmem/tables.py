@@ -32,7 +32,7 @@ from oper.shmem.compiled import lookup_in_graph, register
 from oper.shmem.counters.measured import MeasuredTables
 from oper.shmem.exchange.host import Exchange
 from oper.shmem.exchange.pull import PullCosts, choose_pull
-from oper.shmem.group.desync import MIGRATION, in_phase, register_of
+from oper.shmem.group.desync import MIGRATION, phase_of, register_of
 from oper.shmem.group.domains import DomainGroup, find_domains
 from oper.shmem.group.groups import Group
 from oper.shmem.group.turns import Turns, in_turn
@@ -323,7 +323,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         return known if known is not None and known.fits(self.handle, batch) else None
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
-        code, detail = self._blame(code, detail)
+        code, detail = self._raise_peer_failure(code, detail)
         raise_status(code, detail, self._layout.outbox_bytes,
                      FailedBatch(batch, offsets, self.features, self.specs))
 
@@ -333,7 +333,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self._check_process()
         code, detail = torch.ops.oper.context_barrier(self.handle, self.phase)
         if code:
-            self._blame(code, detail)
+            self._raise_peer_failure(code, detail)
         if self._exchange is not None:
             self._exchange.barrier(self.phase)
 
@@ -345,7 +345,6 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self.finish_migration()
 
     @in_turn
-    @in_phase(MIGRATION)
     def start_migration(self, plan: Plan, bytes_per_step: int | None = None) -> None:
         """Begin to move rows, replicas and optimizer states to another plan. Collective.
 
@@ -368,8 +367,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
             raise InvalidInputError(
                 fail("cannot move tables to another plan", "plan", "a move is under way",
                      "one at a time", "wait until `migration` is None, or stop_migration()"))
-        self.barrier()
-        self._migration = Migration(self, plan, bytes_per_step)
+        with phase_of(self, MIGRATION):
+            self.barrier()
+            self._migration = Migration(self, plan, bytes_per_step)
 
     @in_turn
     def finish_migration(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from oper.errors import PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.batch import Lookup
-from oper.shmem.group.desync import Spot, Verdict
+from oper.shmem.group.desync import CollectivePhase, Verdict
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.placement.layout import KernelMaps
@@ -53,7 +53,7 @@ def _batch(rank: int) -> Lookup:
 class _Recorder:
     """Passes messages on to `inner` and keeps what rank 1 has sent."""
 
-    spot = Spot(0, 0)
+    at = CollectivePhase(0, 0)
 
     def __init__(self, inner: Any) -> None:
         self._inner, self.kept = inner, b""
@@ -67,7 +67,7 @@ class _Recorder:
 class _Player:
     """Gives `data` as rank 1's messages. Where it ends, rank 1 has ended: no message comes."""
 
-    spot = Spot(0, 0)
+    at = CollectivePhase(0, 0)
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -82,7 +82,7 @@ class _Player:
         if part:
             recv[back[0]:] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
 
-    def blame(self, verdict: Verdict) -> Verdict:
+    def attribute(self, verdict: Verdict) -> Verdict:
         return verdict
 
     def give_up(self, verdict: Verdict) -> None:

@@ -30,7 +30,7 @@ def _held() -> tuple[int, int]:
             found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
         except OSError:  # that of listdir itself
             continue
-    return found, sum(t.name == "oper-watch" for t in threading.enumerate())
+    return found, sum(t.name == "oper-liveness" for t in threading.enumerate())
 
 
 def _sharded(process_group: Any = None) -> Any:

@@ -12,7 +12,7 @@ import torch
 from oper.errors import OperError, fail
 from oper.rows.traffic import Traffic
 from oper.shmem.counters.phases import PHASES, Histogram, Span, histograms, take_spans
-from oper.shmem.group.desync import blame_peers
+from oper.shmem.group.desync import raise_peer_failure
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.rows import LogicalRows
 
@@ -62,11 +62,11 @@ class MeasuredTables(LogicalRows):
             fail("sharded tables cannot be pickled", "tables", list(self.specs)[:8],
                  "one handle on the shared rows", "save and load the model's state_dict instead"))
 
-    def _blame(self, code: int, detail: int) -> tuple[int, int]:
+    def _raise_peer_failure(self, code: int, detail: int) -> tuple[int, int]:
         """Raise what a status code of the kernels about peers means; others are returned."""
         if self._exchange is not None:
             return self._exchange.check(code, detail)
-        return blame_peers(self, code, detail)
+        return raise_peer_failure(self, code, detail)
 
     def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
         """Bytes that this rank has sent to other memory domains, by kind and receiver.

@@ -10,7 +10,7 @@ import select
 from typing import TYPE_CHECKING, NamedTuple
 
 from oper.errors import InvalidInputError, OperError, fail
-from oper.shmem.group.desync import FORWARD, GIVEN_UP, Line, lines_of
+from oper.shmem.group.desync import FORWARD, GIVEN_UP, BarrierState, barrier_states
 
 if TYPE_CHECKING:
     from oper.shmem.memory.host_heap import HostHeap
@@ -50,10 +50,10 @@ class Progress:
     def world_size(self) -> int:
         return self._tables.group.world_size
 
-    def counts(self) -> list[Line]:
+    def counts(self) -> list[BarrierState]:
         """Of every rank; empty with a single one, which waits for nobody. OperError when closed."""
         self._heap()
-        return lines_of(self._tables.handle)
+        return barrier_states(self._tables.handle)
 
     def missing(self) -> set[int]:
         """Ranks that have ended, and where this rank has given up those that it waited for: they
