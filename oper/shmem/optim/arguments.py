@@ -6,14 +6,34 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from oper.errors import PlanError, fail
 from oper.rows.directory import TableDirectory
-from oper.shmem.optim.optimizers import Optimizer
+from oper.shmem.optim.optimizers import SGD, Adam, LarsSGD, Optimizer, RowWiseAdagrad
 from oper.tables import OPTIMIZERS, TableSpec
 
 _RATE = itemgetter("lr")
+
+
+def _column(o: Optimizer, lr: float, step: int) -> list[float]:
+    """The first of ``OptimizerColumn`` in csrc/common/description.h: what an optimizer does at
+    learning rate `lr` and step number `step` (from 1)."""
+    decay = getattr(o, "weight_decay", 0.0)
+    kind = 0  # Decay in csrc/common/optimizer.h: none, of the gradient (L2), of the row
+    if decay and isinstance(o, SGD | RowWiseAdagrad):
+        kind = 2 if getattr(o, "decoupled", False) else 1
+    if isinstance(o, LarsSGD):
+        lr *= o.eta
+    first, second = getattr(o, "momentum", 0.0), 0.0
+    bias = 1.0, 1.0
+    if isinstance(o, Adam):
+        # The kernel's betas are fp32, and 1 - beta in the moments must match 1 - beta^t here: with
+        # 0.999 the rounding of beta alone changes 1 - beta by 1.3e-5 of its value.
+        first, second = (float(np.float32(b)) for b in o.betas)
+        bias = 1 - first**step, 1 - second**step
+    return [OPTIMIZERS[o.name].code, kind, lr, getattr(o, "eps", 0.0), decay, first, second, *bias]
 
 
 class KernelArguments:
@@ -55,7 +75,7 @@ class KernelArguments:
         key = (rates, tables, frozen, (step, *skipped.values()) if self._by_step else 0)
         if self._known is None or self._known[0] != key:
             rate = {name: r for r, g in zip(rates, groups, strict=True) for name in g["tables"]}
-            own = {name: [*o.arguments(rate[name], step - skipped[name]), o.max_row_norm or 0.0,
+            own = {name: [*_column(o, rate[name], step - skipped[name]), o.max_row_norm or 0.0,
                           *self._rounding_keys[name], step]
                    for name, o in self._optimizers.items()}
             own |= {name: [0.0] * len(own[name]) for name in frozen}  # Optimizer::kNone
