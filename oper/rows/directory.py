@@ -207,15 +207,15 @@ class TableDirectory:
             positions[inside] = layout.tier.start + turn * layout.pattern.size + mine[k]
         return positions
 
-    def head_map(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Words int64 [n] and positions int32 [H] for the kernels, or None.
+    def head_map(self) -> tuple[np.ndarray, ...]:
+        """Words int64 [n] and positions int32 [H] for the kernels; () without a head.
 
         n = ceil(num_rows / 32); bit i % 32 of word i // 32 marks head row i, and the word's high
         half counts the head rows before it; `positions` lists their positions in ascending order
         of id.
         """
         if not self.head_ids.size:
-            return None
+            return ()
         num_words = -(-self.table.num_rows // 32)
         before = np.searchsorted(self._sorted_head, np.arange(num_words, dtype=np.int64) * 32)
         words = before.astype(np.uint64) << np.uint64(32)
@@ -223,13 +223,11 @@ class TableDirectory:
                          np.uint64(1) << (self._sorted_head % 32).astype(np.uint64))
         return words.view(np.int64), self._sorted_positions.astype(np.uint32).view(np.int32)
 
-    def head_order(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Head ids by position and ascending, int32 [H] each (bits of uint32), or None."""
+    def head_order(self) -> tuple[np.ndarray, ...]:
+        """Head ids by position and ascending, int32 [H] each (bits of uint32); () without."""
         if not self.head_ids.size:
-            return None
-        by_position, increasing = (ids.astype(np.uint32).view(np.int32)
-                                   for ids in (self.head_ids, self._sorted_head))
-        return by_position, increasing
+            return ()
+        return tuple(ids.astype(np.uint32).view(np.int32) for ids in (self.head_ids, self._sorted_head))
 
 
 def directories_of(plan: Plan, may_mix: bool = False) -> list[TableDirectory]:

@@ -22,8 +22,7 @@ def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
     """Where the ids of each key begin, and behind the last one; [num_keys + 1]."""
     if batch.batch_size == 0:
         return [0] * (int(batch.key_of.max()) + 2)
-    bounds: list[int] = offsets[::batch.batch_size].tolist()
-    return bounds
+    return offsets[::batch.batch_size].tolist()
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:

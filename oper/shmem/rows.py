@@ -119,9 +119,7 @@ class LogicalRows:
         if dtype in CODE_BITS:
             width = bytes_of_row(dtype, columns)
             return torch.ops.oper.segment_bytes(address, rows * width).view(rows, width)
-        view: torch.Tensor = torch.ops.oper.segment_view(
-            address, rows, columns, ROW_TYPES.index(dtype))
-        return view
+        return torch.ops.oper.segment_view(address, rows, columns, ROW_TYPES.index(dtype))
 
     def columns(self, part: str, piece: int) -> slice:
         """Where a directory's piece stands in a row of its table; one column for a state per row.

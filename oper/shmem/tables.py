@@ -46,7 +46,7 @@ from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.optim.optimizers import Optimizer, check_supported
 from oper.shmem.optim.rounding import rounding_key
 from oper.shmem.passes import HeldPasses
-from oper.shmem.placement.layout import ArenaLayout, KernelMaps
+from oper.shmem.placement.layout import ArenaLayout, context_arguments
 from oper.shmem.placement.outbox import reserved_bytes
 from oper.shmem.protocol import Tables
 from oper.shmem.settings import deadline_s
@@ -177,17 +177,16 @@ class ShardedTables(TableUpdates, MeasuredTables):
         """Tables whose rows' gradients are clipped to a norm."""
         return [n for n, o in (self.optimizers or {}).items() if o.max_row_norm is not None]
 
-    def _maps(self) -> tuple[KernelMaps, torch.Tensor]:
+    def _context_arguments(self) -> tuple[Any, ...]:
         """What the kernels are told of the plan and of the features."""
         features, self.output_columns = feature_rows(self.features, self.specs, self.directories,
                                                      self.pieces)
-        return KernelMaps.build(self.directories, self._layout, self._addresses,
-                                self.group.rank), features
+        return context_arguments(self.directories, self._layout, self._addresses, self.group.rank,
+                                 features, self.device)
 
     def _create_context(self) -> int:
         heap = self._check_open()
-        maps, features = self._maps()
-        handle = int(torch.ops.oper.context_create(*maps.arguments(features)))
+        handle = int(torch.ops.oper.context_create(*self._context_arguments()))
         if len(self.members) > 1:
             torch.ops.oper.context_set_barrier(handle, heap.control, self.members, heap.pidfds,
                                                int(deadline_s() * 1000))

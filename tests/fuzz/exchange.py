@@ -21,7 +21,6 @@ from oper.shmem.batch import Lookup
 from oper.shmem.group.desync import CollectivePhase, Verdict
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
-from oper.shmem.placement.layout import KernelMaps
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import run_ranks
@@ -116,7 +115,7 @@ class Peer:
         tables.lookup(_batch(group.rank)).square().sum().backward()
         if group.rank == 0:
             self._tables, self.recorded = tables, recorder.kept
-            self._built = KernelMaps.build(tables.directories, tables._layout, tables._addresses, 0)
+            self._built = tables._context_arguments()
 
     @contextlib.contextmanager
     def _fresh(self) -> Iterator[ShardedTables]:
@@ -124,7 +123,7 @@ class Peer:
         tables, exchange = self._tables, self._tables._exchange
         assert exchange is not None
         before = tables.handle
-        with mock.patch.object(KernelMaps, "build", lambda *_: self._built):
+        with mock.patch.object(ShardedTables, "_context_arguments", lambda _: self._built):
             tables.handle = tables._create_context()
         torch.ops.oper.context_close(before)
         yield tables

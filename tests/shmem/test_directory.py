@@ -98,7 +98,7 @@ def test_the_head_map_ranks_every_head_row(case: tuple[TablePlan, int]) -> None:
     plan, world_size = case
     directory = TableDirectory(plan, world_size)
     packed = directory.head_map()
-    if packed is None:
+    if not packed:
         assert not directory.head_ids.size
         return
     words, positions = packed

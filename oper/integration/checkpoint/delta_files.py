@@ -242,8 +242,7 @@ def put_state(packed: np.ndarray, state: dict[str, Any]) -> dict[str, Any]:
 
 def rows_to_numpy(rows: torch.Tensor) -> np.ndarray:
     """Rows as NumPy stores them."""
-    found: np.ndarray = rows.view(_AS_STORED.get(rows.dtype, rows.dtype)).numpy()
-    return found
+    return rows.view(_AS_STORED.get(rows.dtype, rows.dtype)).numpy()
 
 
 def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[LogicalRows]

@@ -118,9 +118,8 @@ class DeviceTables(ShardedTables):
 
     def _create_context(self) -> int:
         rank, arenas = self.group.rank, self.arenas
-        maps, features = self._maps()
         handle = int(torch.ops.oper.device_context_create(
-            *maps.arguments(features, self.device), torch.from_numpy(arenas.pads),
+            *self._context_arguments(), torch.from_numpy(arenas.pads),
             int(deadline_s() * 1000), self._addresses[rank], self._layout.outbox[rank],
             self.members, torch.empty(0, device=self.device)))
         self.order = torch.ops.oper.device_context_order(handle)

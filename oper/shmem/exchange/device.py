@@ -175,8 +175,7 @@ class DeviceExchange(Exchange):
             if found[0] != _TRANSPORT_FAILED:  # which keeps its own error
                 self._failed = found[0], found[1]
             raise_status(*self.check(*found), outbox_bytes, None)
-        numbers: np.ndarray = theirs.numpy()
-        return numbers
+        return theirs.numpy()
 
     def exchange(self, *sources: tuple[Any, Any], is_reply: bool = False,
                  targets: Sequence[Any] = ()) -> tuple[np.ndarray, torch.Tensor]:
@@ -209,8 +208,7 @@ class DeviceExchange(Exchange):
     def starts(memory: torch.Tensor, sizes: np.ndarray) -> np.ndarray:
         """Addresses of parts of so many numbers of 4 bytes that follow each other, int64 [W, T]."""
         flat = sizes.reshape(-1)
-        starts: np.ndarray = memory.data_ptr() + 4 * (np.cumsum(flat) - flat).reshape(sizes.shape)
-        return starts
+        return memory.data_ptr() + 4 * (np.cumsum(flat) - flat).reshape(sizes.shape)
 
     def words(self, address: int, count: int) -> torch.Tensor:
         """Device memory as int32 [count]."""

@@ -183,9 +183,7 @@ class Exchange:
         return {kind: sent[k * size:(k + 1) * size] for k, kind in enumerate(SENT)}
 
     def _ask(self, what: str, *arguments: bool) -> list[int]:
-        flat: list[int] = getattr(torch.ops.oper, f"{self._operators}_{what}")(
-            self._handle, *arguments)
-        return flat
+        return getattr(torch.ops.oper, f"{self._operators}_{what}")(self._handle, *arguments)
 
     def barrier(self, phase: int = STATE_ACCESS) -> None:
         """Wait for all ranks of all domains."""

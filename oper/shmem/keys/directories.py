@@ -166,8 +166,7 @@ class Keys:
         if torch.compiler.is_exporting():
             self.refuse("cannot export a lookup", "export models of static tables")
         if torch.compiler.is_compiling():
-            found: torch.Tensor = torch.compiler.disable(look_up)(batch)
-            return found
+            return torch.compiler.disable(look_up)(batch)
         # An update may give the row of a key to another one in the meantime.
         with self._tables.turns.lock:
             return look_up(self.translate(batch), has_rows=True)
@@ -271,9 +270,8 @@ class Keys:
     def read(self, name: str, part: str, begin: int, end: int) -> torch.Tensor:
         """Records `[begin, end)`, int64 [n, 3]: key, count, clock; the clock is -1 where there is
         none. One-sided: no rank may be in an update."""
-        records: torch.Tensor = torch.ops.oper.keys_read(
+        return torch.ops.oper.keys_read(
             self._handle, self.tables[name].number, RECORDS[part], begin, end)
-        return records
 
     def write(self, name: str, part: str, begin: int, records: torch.Tensor,
               checks: bool = False) -> None:

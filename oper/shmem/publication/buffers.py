@@ -221,8 +221,7 @@ class BufferRows(LogicalRows):
 def dense_view(address: int, entry: DenseEntry) -> torch.Tensor:
     """A weight of the dense segment at `address`, mapped."""
     raw = torch.ops.oper.segment_bytes(address + HEADER_BYTES + entry.offset, entry.num_bytes)
-    view: torch.Tensor = raw.view(getattr(torch, entry.dtype)).view(entry.shape)
-    return view
+    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str, int]:

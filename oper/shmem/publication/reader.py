@@ -38,7 +38,7 @@ from oper.shmem.library import load
 from oper.shmem.memory.numa import near_domain
 from oper.shmem.memory.segments import map_segment, no_segment
 from oper.shmem.optim.arguments import feature_rows
-from oper.shmem.placement.layout import KernelMaps
+from oper.shmem.placement.layout import context_arguments
 from oper.shmem.publication.buffers import HEADER, BufferRows, Layout, checksums, dense_view
 from oper.shmem.publication.handshake import MAGIC, check_name, connect, receive_handshake
 
@@ -69,8 +69,8 @@ class PublishedTables(BufferRows):
         self._row_dim = self.specs[self.features[0][1]].dim
         outputs, self._num_columns = feature_rows(self.features, self.specs, self.directories,
                                                   self.pieces)
-        maps = KernelMaps.build(self.directories, self._layout, self._addresses, self.group.rank)
-        self.handle = int(torch.ops.oper.context_create(*maps.arguments(outputs)))
+        self.handle = int(torch.ops.oper.context_create(*context_arguments(
+            self.directories, self._layout, self._addresses, self.group.rank, outputs)))
         self._release = weakref.finalize(self, torch.ops.oper.context_close, self.handle)
         self._release.atexit = False
 
