@@ -227,7 +227,8 @@ class TableDirectory:
         """Head ids by position and ascending, int32 [H] each (bits of uint32); () without."""
         if not self.head_ids.size:
             return ()
-        return tuple(ids.astype(np.uint32).view(np.int32) for ids in (self.head_ids, self._sorted_head))
+        return tuple(ids.astype(np.uint32).view(np.int32)
+                     for ids in (self.head_ids, self._sorted_head))
 
 
 def directories_of(plan: Plan, may_mix: bool = False) -> list[TableDirectory]:

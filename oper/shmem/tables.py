@@ -40,11 +40,10 @@ from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.micro_batches import check_unchanged, refuse_in_parts
 from oper.shmem.migration import Migration, check_room, copied
-from oper.shmem.optim.arguments import KernelArguments, feature_rows
+from oper.shmem.optim.arguments import KernelArguments, feature_rows, rounding_key
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.optim.optimizers import Optimizer, check_supported
-from oper.shmem.optim.rounding import rounding_key
 from oper.shmem.passes import HeldPasses
 from oper.shmem.placement.layout import ArenaLayout, context_arguments
 from oper.shmem.placement.outbox import reserved_bytes

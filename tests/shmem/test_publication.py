@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import IO
 
 import numpy as np
@@ -20,7 +21,7 @@ from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.memory.numa import near_domain
 from oper.shmem.publication.publisher import Publisher, Rows
-from oper.shmem.publication.reader import PublishedTables, Reader, shared_pss_bytes
+from oper.shmem.publication.reader import SEGMENT_NAME, PublishedTables, Reader
 from oper.tables import TableSpec
 from tests.support import ROOT, wait_for
 from tests.world_support import leftovers
@@ -30,8 +31,8 @@ SPECS = [TableSpec("a", 30000, 64, ("f",), "sum", "float32", "none"),
 FEATURES = [("f", "a"), ("g", "b")]
 READER = """
 import os, sys, time, torch
-from tests.shmem.test_publication import look
-from oper.shmem.publication.reader import Reader, shared_pss_bytes
+from tests.shmem.test_publication import look, shared_pss_bytes
+from oper.shmem.publication.reader import Reader
 torch.set_num_threads(1)
 reader = Reader(sys.argv[1], 180.0, int(sys.argv[2]))
 if sys.argv[3:] == ["hold"]:
@@ -44,6 +45,21 @@ sys.stdin.readline()
 print(shared_pss_bytes(), flush=True)
 sys.stdin.readline()
 """
+
+
+def shared_pss_bytes(pid: int | str = "self") -> int:
+    """Proportional share of a process in the memory of published tables (PSS), bytes.
+
+    The sum over all processes that map a publication is its one copy.
+    """
+    total, ours = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            ours = f"/memfd:{SEGMENT_NAME}" in line
+        elif ours and words[0] == "Pss:":
+            total += int(words[1]) * 1024
+    return total
 
 
 def plan(num_domains: int) -> Plan:

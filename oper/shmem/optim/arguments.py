@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -15,6 +16,19 @@ from oper.shmem.optim.optimizers import SGD, Adam, LarsSGD, Optimizer, RowWiseAd
 from oper.tables import OPTIMIZERS, TableSpec
 
 _RATE = itemgetter("lr")
+
+
+def rounding_key(seed: int, table: str) -> tuple[int, int]:
+    """The key of a table's random numbers for stochastic rounding: two 32-bit numbers.
+
+    An element of a 16-bit row is rounded up with a probability equal to the part of the step
+    between its two neighbours that lies below it, so that the expected value is exact (Gupta et
+    al., "Deep learning with limited numerical precision", ICML 2015). The draw is Philox4x32-10
+    (Salmon et al., SC 2011) of seed, table name, step, logical row and column: the plan, the number
+    of ranks and threads and the instruction set have no part in it.
+    """
+    digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def _column(o: Optimizer, lr: float, step: int) -> list[float]:
@@ -41,7 +55,7 @@ class KernelArguments:
 
     Args:
         optimizers: by table.
-        rounding_keys: two numbers by table, see `oper.shmem.optim.rounding`.
+        rounding_keys: two numbers by table, see `rounding_key`.
         is_rounded: whether rows, or gradients on their way, are rounded by the number of the step.
             Else that number stays as it was when the arguments were made: writing it would read
             torch's code back into caches that the kernels have emptied.

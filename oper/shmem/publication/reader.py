@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -421,18 +420,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def shared_pss_bytes(pid: int | str = "self") -> int:
-    """Proportional share of a process in the memory of published tables (PSS), bytes.
-
-    The sum over all processes that map a publication is its one copy.
-    """
-    total, ours = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
-        words = line.split()
-        if "-" in words[0]:
-            ours = f"/memfd:{SEGMENT_NAME}" in line
-        elif ours and words[0] == "Pss:":
-            total += int(words[1]) * 1024
-    return total
