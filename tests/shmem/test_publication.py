@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import IO
 
 import numpy as np
 import pytest
 import torch
 
+from oper.bench.core.memory import pss_bytes
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
@@ -29,9 +29,11 @@ from tests.world_support import leftovers
 SPECS = [TableSpec("a", 30000, 64, ("f",), "sum", "float32", "none"),
          TableSpec("b", 900, 32, ("g",), "mean", "int8", "none")]
 FEATURES = [("f", "a"), ("g", "b")]
+TABLES = f"/memfd:{SEGMENT_NAME}"
 READER = """
 import os, sys, time, torch
-from tests.shmem.test_publication import look, shared_pss_bytes
+from oper.bench.core.memory import pss_bytes
+from tests.shmem.test_publication import TABLES, look
 from oper.shmem.publication.reader import Reader
 torch.set_num_threads(1)
 reader = Reader(sys.argv[1], 180.0, int(sys.argv[2]))
@@ -42,24 +44,9 @@ if sys.argv[3:] == ["hold"]:
 print("ready", flush=True)
 print(*look(reader, int(sys.argv[1].rpartition("-")[2])), flush=True)
 sys.stdin.readline()
-print(shared_pss_bytes(), flush=True)
+print(pss_bytes(os.getpid(), TABLES), flush=True)
 sys.stdin.readline()
 """
-
-
-def shared_pss_bytes(pid: int | str = "self") -> int:
-    """Proportional share of a process in the memory of published tables (PSS), bytes.
-
-    The sum over all processes that map a publication is its one copy.
-    """
-    total, ours = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
-        words = line.split()
-        if "-" in words[0]:
-            ours = f"/memfd:{SEGMENT_NAME}" in line
-        elif ours and words[0] == "Pss:":
-            total += int(words[1]) * 1024
-    return total
 
 
 def plan(num_domains: int) -> Plan:
@@ -166,7 +153,7 @@ def test_readers_see_whole_epochs_of_one_copy(num_domains: int, name: str,
         assert torn == 0
         assert looks >= epochs > 3
     wait_for(lambda: publisher.memory_bytes()["spare"] == 0)
-    pss = [shared_pss_bytes(), *(int(p.ask()) for p in processes)]
+    pss = [pss_bytes(os.getpid(), TABLES), *(int(p.ask()) for p in processes)]
     held = publisher.memory_bytes()
     # One copy, whoever reads it, in whole huge pages; three would be three times as much.
     copy = held["tables"] + held["dense"]
