@@ -13,7 +13,6 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -255,19 +254,12 @@ def _forget_weights(groups: list[dict[str, Any]]) -> None:
         group["params"] = []
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How one kind of collection names things."""
-
-    prefix: str  # of table parameters in the state_dict
-    unsharded: type
-    pooled: bool
-
-
 class _ShardedCollection(ShardedModule, FusedOptimizerModule):
     """What pooled and unpooled collections have in common."""
 
-    kind: _Kind
+    _prefix: str  # of table parameters in the state_dict
+    _unsharded: type
+    _pooled: bool
 
     def __init__(self, collection: Collection, tables: ShardedTables, names: Mapping[str, str]
                  ) -> None:
@@ -285,13 +277,13 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._last_keys: tuple[list[str], torch.Tensor] = ([], torch.empty(0, dtype=torch.int64))
         self._is_weighted = False
         self._parameters_of = {
-            c.name: f"{self.kind.prefix}.{c.name}.weight" for c in self._configs}
+            c.name: f"{self._prefix}.{c.name}.weight" for c in self._configs}
         trains = {p.split(".")[1]: x.requires_grad for p, x in collection.named_parameters()}
-        table_module = TableBag if self.kind.pooled else TableEmbedding
+        table_module = TableBag if self._pooled else TableEmbedding
         self._table_modules = {
             c.name: table_module(tables, names[c.name], trains.get(c.name, False))
             for c in self._configs}
-        setattr(self, self.kind.prefix, TableModules(self._table_modules))
+        setattr(self, self._prefix, TableModules(self._table_modules))
         self._modules: dict[str, torch.nn.Module | None] = FixedEntries(self._modules)
         self._optimizer = _FusedOptimizer(
             tables, names, self._parameters_of,
@@ -335,11 +327,11 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         if weights is not None and weights.dtype != torch.float32:
             weights = weights.float()
         if features.variable_stride_per_key():
-            lengths, size = padded_lengths(features, self.kind.pooled)
+            lengths, size = padded_lengths(features, self._pooled)
         else:
             lengths, size = features.lengths(), features.stride()
         return Lookup(features.values().contiguous(), lengths.contiguous(), key_of, size, weights,
-                      self.kind.pooled)
+                      self._pooled)
 
     def _match(self, keys: tuple[str, ...]) -> torch.Tensor:
         key_of = self._key_of.get(keys)
@@ -379,7 +371,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     @property
     def unsharded_module_type(self) -> type:
-        return self.kind.unsharded
+        return self._unsharded
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -424,7 +416,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
     several tables), values float32 [B, sum of dims].
     """
 
-    kind = _Kind("embedding_bags", EmbeddingBagCollection, True)
+    _prefix, _unsharded, _pooled = "embedding_bags", EmbeddingBagCollection, True
 
     def __init__(self, collection: EmbeddingBagCollection | QuantEmbeddingBagCollection,
                  tables: ShardedTables, names: Mapping[str, str]) -> None:
@@ -475,7 +467,7 @@ class ShardedEmbeddings(_ShardedCollection):
     D], lengths as in the input.
     """
 
-    kind = _Kind("embeddings", EmbeddingCollection, False)
+    _prefix, _unsharded, _pooled = "embeddings", EmbeddingCollection, False
 
     def __init__(self, collection: EmbeddingCollection | QuantEmbeddingCollection,
                  tables: ShardedTables, names: Mapping[str, str]) -> None:

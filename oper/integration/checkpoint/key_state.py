@@ -42,7 +42,7 @@ def key_entries(tables: ShardedTables, name: str) -> dict[str, Any]:
         num_records = keys.num_records(name, RECORDS[part])
         begin, end = shard_range(num_records, size, tables.group.rank if size > 1 else 0)
         found[part] = distributed(tables, keys.read(name, part, begin, end), num_records)
-    return found | {"clock": torch.tensor(keys.tables[name].clock)}
+    return found | {"clock": torch.tensor(keys.clock(name))}
 
 
 def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, Any], prefix: str,
@@ -71,7 +71,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
                 for begin, records in chunks_of(state_dict[f"{prefix}{part}"]):
                     for at in range(0, records.shape[0], _CHUNK_RECORDS):
                         keys.write(name, part, begin + at, records[at:at + _CHUNK_RECORDS], checks)
-        keys.tables[name].set_clock(int(state_dict[f"{prefix}clock"]))
+        keys.set_clock(name, int(state_dict[f"{prefix}clock"]))
     except InvalidInputError as error:
         error_msgs.append(str(error))
     tables.barrier()

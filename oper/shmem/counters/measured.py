@@ -11,7 +11,7 @@ import torch
 
 from oper.errors import OperError, fail
 from oper.rows.traffic import Traffic
-from oper.shmem.counters.phases import PHASES, Histogram, Span, histograms, take_spans
+from oper.shmem.counters.phases import PHASES, SPANS, Histogram, Span
 from oper.shmem.group.desync import raise_peer_failure
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.rows import LogicalRows
@@ -99,7 +99,10 @@ class MeasuredTables(LogicalRows):
             reset: start again from zero.
         """
         self.check_clock()
-        return histograms(self.handle, reset)
+        flat = torch.ops.oper.context_phase_histograms(self.handle, reset)
+        width = len(flat) // len(PHASES)
+        return {name: Histogram(flat[k], tuple(flat[k + 1:k + width]))
+                for name, k in zip(PHASES, range(0, len(flat), width), strict=True)}
 
     def trace_phases(self, most: int) -> None:
         """Keep when phases begin and end from now on, for `take_spans`. Not collective.
@@ -116,7 +119,10 @@ class MeasuredTables(LogicalRows):
         """What this rank has done since the last call while it was traced; and how many spans there
         was no room for."""
         self.check_clock()
-        return take_spans(self.handle)
+        lost, *flat = torch.ops.oper.context_spans(self.handle)
+        width = len(Span._fields)
+        return [Span(SPANS[flat[k]], *flat[k + 1:k + width])
+                for k in range(0, len(flat), width)], lost
 
     def traffic(self, reset: bool = False) -> Traffic:
         """What this rank has read since it was built, or since the last reset: rows, ids, sums and

@@ -87,28 +87,6 @@ class KeyCounts:
         return self.missed / max(self.lookups, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class KeyTable:
-    """One dynamic table.
-
-    Attributes:
-        handle: of the directories.
-        number: among them.
-    """
-
-    handle: int
-    number: int
-
-    @property
-    def clock(self) -> int:
-        """Updates so far."""
-        return int(torch.ops.oper.keys_clock(self.handle, self.number))
-
-    def set_clock(self, clock: int) -> None:
-        """Restore the number of updates."""
-        torch.ops.oper.keys_set_clock(self.handle, self.number, clock)
-
-
 class Keys:
     """The directories of a collection's dynamic tables. Creation is collective.
 
@@ -117,7 +95,7 @@ class Keys:
         rules: by table, for those that are dynamic.
 
     Attributes:
-        tables: the dynamic tables by name.
+        tables: number of each dynamic table, by name.
         num_bytes: of all ranks' directories.
 
     Raises:
@@ -135,13 +113,12 @@ class Keys:
                  for rank in range(group.world_size)]
         self.num_bytes = sum(of_slots for of_slots, _ in sizes)
         self._heap = HostHeap(group, [n for _, n in sizes], num_outbox_bytes=seen_bytes)
-        numbers = {name: number for number, name in enumerate(rules)}
+        self.tables = {name: number for number, name in enumerate(rules)}
         self._handle = int(operators.keys_open(
             self._heap.addresses, group.rank, seen_bytes, *arguments,
-            [numbers.get(table, -1) for _, table in tables.features]))
+            [self.tables.get(table, -1) for _, table in tables.features]))
         # Buckets are read in random order.
         self._heap.collapse([of_slots for of_slots, _ in sizes], tables.barrier)
-        self.tables = {name: KeyTable(self._handle, k) for name, k in numbers.items()}
         self._checks = BatchChecks()
         self._history = RowHistory()
         self._new: tuple[torch.Tensor, list[int]] = (torch.empty(0, 2, dtype=torch.int64),
@@ -240,7 +217,7 @@ class Keys:
         """
         operators, tables = torch.ops.oper, self._tables
         operators.keys_update(self._handle,
-                              [self.tables[n].number for n in frozen if n in self.tables])
+                              [self.tables[n] for n in frozen if n in self.tables])
         with phase_of(tables, KEYS):
             tables.barrier()
             self._new = operators.keys_new(self._handle)
@@ -252,8 +229,8 @@ class Keys:
     def new_rows(self) -> dict[str, np.ndarray]:
         """Rows that the last update has given to new keys, int64 [n], by table; on all ranks."""
         rows, bounds = self._new[0][:, 0].numpy(), self._new[1]
-        found = {name: rows[bounds[t.number]:bounds[t.number + 1]]
-                 for name, t in self.tables.items()}
+        found = {name: rows[bounds[k]:bounds[k + 1]]
+                 for name, k in self.tables.items()}
         return {name: of[of > 0] for name, of in found.items() if (of > 0).any()}
 
     # ---- state -----------------------------------------------------------------------------------
@@ -262,16 +239,24 @@ class Keys:
         """The parts of a table's directory in a checkpoint, beside its clock."""
         return [part for part, c in RECORDS.items() if self.num_records(name, c)]
 
+    def clock(self, name: str) -> int:
+        """Updates of a table so far."""
+        return int(torch.ops.oper.keys_clock(self._handle, self.tables[name]))
+
+    def set_clock(self, name: str, clock: int) -> None:
+        """Restore the number of updates of a table."""
+        torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
+
     def num_records(self, name: str, candidates: bool) -> int:
         """Slots of a table, or places of keys that are counted without a row."""
-        return int(torch.ops.oper.keys_num_records(self._handle, self.tables[name].number,
+        return int(torch.ops.oper.keys_num_records(self._handle, self.tables[name],
                                                    candidates))
 
     def read(self, name: str, part: str, begin: int, end: int) -> torch.Tensor:
         """Records `[begin, end)`, int64 [n, 3]: key, count, clock; the clock is -1 where there is
         none. One-sided: no rank may be in an update."""
         return torch.ops.oper.keys_read(
-            self._handle, self.tables[name].number, RECORDS[part], begin, end)
+            self._handle, self.tables[name], RECORDS[part], begin, end)
 
     def write(self, name: str, part: str, begin: int, records: torch.Tensor,
               checks: bool = False) -> None:
@@ -289,7 +274,7 @@ class Keys:
                      "load a checkpoint of this model"))
         if not checks:
             self._history.load()
-        bad = torch.ops.oper.keys_write(self._handle, self.tables[name].number, RECORDS[part],
+        bad = torch.ops.oper.keys_write(self._handle, self.tables[name], RECORDS[part],
                                         begin, records.contiguous(), checks)
         if bad >= 0:
             raise InvalidInputError(
@@ -307,7 +292,7 @@ class Keys:
         held = np.concatenate(clocks) >= 0
         begin, end = slots_of_buckets(np.arange(num_buckets(slots)), slots)
         full = np.add.reduceat(held, begin, dtype=np.int64) == end - begin
-        mine = torch.ops.oper.keys_counts(self._handle, self.tables[name].number)
+        mine = torch.ops.oper.keys_counts(self._handle, self.tables[name])
         found = np.sum(self._tables.all_gather(mine), axis=0)
         return KeyCounts(slots, int(held.sum()), full.size, int(full.sum()), *found.tolist())
 
