@@ -14,10 +14,11 @@ import numpy as np
 from oper.analysis import distance
 from oper.errors import InvalidInputError, fail
 from oper.plan import Plan, TablePlan
-from oper.replanning.moves import moves, state_bytes
+from oper.replanning.moves import moves
 from oper.rows.directory import TableDirectory
 from oper.search import evaluate, make_plan, make_problem
 from oper.stats import AccessStats, TableStats, hotness_order
+from oper.tables import OPTIMIZERS
 from oper.topology import Topology
 
 
@@ -134,6 +135,7 @@ def _copied_bytes(plan: Plan) -> int:
     for entry in plan.tables:
         for piece in range(len(entry.pieces)):
             d = TableDirectory(entry, plan.world_size, piece)
-            held += d.num_slots * (d.row_bytes + state_bytes(d))
+            state = OPTIMIZERS[d.table.optimizer].state_bytes(d.dim)
+            held += d.num_slots * (d.row_bytes + state)
             held += d.num_replica_rows * d.row_bytes
     return int(held.max())

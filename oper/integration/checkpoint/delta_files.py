@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from oper.errors import FileFormatError, InvalidInputError, fail
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA, sum_of
@@ -205,13 +206,8 @@ def copy_state(state: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 def _copied(value: Any) -> Any:
     """A copy of nested dicts and lists that owns its tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {k: _copied(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_copied, value))
-    return copy.deepcopy(value)
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor)
+                    else copy.deepcopy(x), value)
 
 
 def pack_state(copied: dict[str, Any]) -> np.ndarray:
