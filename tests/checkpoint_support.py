@@ -22,6 +22,7 @@ from oper.integration.torchrec_modules import table_specs
 from tests.runtime_support import assert_bitwise, mixed_plan, rich_plan
 from tests.world_support import run_world
 
+CHUNK = 512  # bytes: every table of more than 16 rows is several chunks
 BATCH = 8  # samples of all ranks together
 ROWS = {"a": 37, "b": 1, "c": 500, "s": 60}
 # What a tag of apply_optimizer_in_backward becomes is tested elsewhere; here one of each kind.
@@ -107,6 +108,35 @@ def train(model: Model, rank: int, world_size: int, steps: range) -> None:
                 if world_size > 1:
                     torch.distributed.all_reduce(p.grad)
                 p -= 0.1 * p.grad / world_size
+
+
+def restore(model: Model, folder: str) -> None:
+    state = state_of(model)
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    fused(model).load_state_dict(state["optimizer"])
+    model.places.load_optimizer_state_dict(state["places"])
+
+
+def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None = None,
+          save: str | None = None, chunk_bytes: int | None = CHUNK) -> dict[str, torch.Tensor]:
+    """Load, train, save, in chunks or by dcp; everything as whole tensors."""
+    # Another seed, so that what is not loaded shows.
+    model = sharded(world_size, plan, seed=0 if load is None else 99)
+    if load is not None and chunk_bytes is None:
+        restore(model, load)
+    elif load is not None:
+        extra = oper.load_checkpoint(load, model, fused(model))
+        assert extra["next_step"] == steps.start
+        assert_bitwise(extra["sums"], torch.arange(3.0), "a tensor of the user's")
+    train(model, rank, world_size, steps)
+    state = state_of(model)
+    if save is not None and chunk_bytes is None:
+        dcp.save(state, checkpoint_id=save)
+    elif save is not None:
+        oper.save_checkpoint(save, model, fused(model), chunk_bytes=chunk_bytes, extra={
+            "next_step": steps.stop, "sums": torch.arange(3.0), "note": {"by": ["a", "b"]}})
+    return flat(state)
 
 
 def flat(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,15 @@ from oper.shmem.optim.optimizers import (
     RowWiseAdagrad,
 )
 from oper.shmem.tables import ShardedTables
-from tests.runtime_support import Batch, Case, Result, merge_ranks, run_ranks, train_rank
+from tests.runtime_support import (
+    Batch,
+    Case,
+    Optimizers,
+    Result,
+    merge_ranks,
+    run_ranks,
+    train_rank,
+)
 
 EVERY: dict[str, Optimizer] = {
     "sgd": SGD(lr=0.3),
@@ -52,8 +60,9 @@ EVERY: dict[str, Optimizer] = {
 
 
 def train_sharded(case: Case, plan: Plan, steps: list[list[Batch]],
-                  optimizers: Mapping[str, Optimizer], rates: Sequence[float]) -> Result:
-    """Train on virtual ranks. `rates`: factor on the learning rates at each step."""
+                  optimizers: Optimizers, rates: Sequence[float] = (1.0,)) -> Result:
+    """Train on virtual ranks. `rates`: factor on the learning rates at each step; the last goes on.
+    """
     def body(group: Any) -> Result:
         first: list[float] = []
 

@@ -18,7 +18,7 @@ import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import (
     LAMB,
     SGD,
@@ -394,6 +394,11 @@ def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizers | None
         tables.write(name, weight)
     tables.publish()
     return tables
+
+
+def open_alone(case: Case, optimizer: Optimizers | None) -> ShardedTables:
+    """The tables on one rank."""
+    return open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizer)
 
 
 def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizers,

@@ -10,7 +10,7 @@ import torch
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.shmem.group.groups import SingleGroup
-from oper.shmem.optim.optimizers import SGD, Adam, Optimizer
+from oper.shmem.optim.optimizers import SGD, Adam
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import (
@@ -22,16 +22,12 @@ from tests.runtime_support import (
     make_batch,
     make_steps,
     mixed_plan,
+    open_alone,
     open_tables,
     rank_loss,
     reference_forward,
     run_ranks,
 )
-
-
-def ready(case: Case, optimizer: Optimizer) -> tuple[Case, dict[str, Optimizer]]:
-    optimizers = {t.name: optimizer for t in case.tables}
-    return case.with_optimizer(optimizers), optimizers
 
 
 def wanted(case: Case, batch: Batch) -> torch.Tensor:
@@ -54,12 +50,12 @@ def test_equals_autograd(world_size: int, ids: torch.dtype) -> None:
 
     Each rank's gradient is that of its own loss, whatever W; the rows are those before the update.
     """
-    case, optimizers = ready(dlrm_case(weighted=True, id_dtype=ids), SGD(lr=0.5))
+    case = dlrm_case(weighted=True, id_dtype=ids)
     (batches,) = make_steps(case, world_size, 1)
     plan = mixed_plan(case.tables, world_size, 1)
 
     def body(group):
-        tables = open_tables(case, plan, group, optimizers)
+        tables = open_tables(case, plan, group, SGD(lr=0.5))
         batch = batches[group.rank]
         batch.weights.requires_grad_()
         rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
@@ -78,14 +74,14 @@ def test_equals_autograd(world_size: int, ids: torch.dtype) -> None:
 
 def test_many_bags_on_several_threads() -> None:
     tables = (TableSpec("t", 500, 24, ("f",), "sum"), TableSpec("m", 70, 5, ("g", "f"), "mean"))
-    case, optimizers = ready(Case(tables, ("g", "f"), weighted=True, max_length=40), SGD(lr=0.1))
+    case = Case(tables, ("g", "f"), weighted=True, max_length=40)
     batch = make_batch(case, 1, 2500)
     batch.weights.requires_grad_()
     results = []
     for threads in (1, 2, 2):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        sharded = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+        sharded = open_alone(case, SGD(lr=0.1))
         rank_loss(sharded.lookup(batch.lookup(case)), batch.target).backward()
         torch.set_num_threads(before)
         results.append(batch.weights.grad)
@@ -96,11 +92,11 @@ def test_many_bags_on_several_threads() -> None:
 
 def test_the_update_is_the_same_with_and_without() -> None:
     """Wanting the weights' gradient changes nothing for the tables."""
-    case, optimizers = ready(dlrm_case(weighted=True), Adam(lr=0.1))
+    case = dlrm_case(weighted=True)
     batch = make_batch(case, 4, 20)
     ends = []
     for wants in (False, True):
-        tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+        tables = open_alone(case, Adam(lr=0.1))
         weights = batch.weights.clone().requires_grad_(wants)
         other = Batch(batch.lengths, batch.ids, weights, batch.target)
         rank_loss(tables.lookup(other.lookup(case)), batch.target).backward()
@@ -110,8 +106,8 @@ def test_the_update_is_the_same_with_and_without() -> None:
 
 def test_rows_that_have_changed_since_the_lookup_are_refused() -> None:
     """The backward pass of one lookup updates the rows that the other's gradient is made of."""
-    case, optimizers = ready(dlrm_case(weighted=True), SGD(lr=0.5))
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+    case = dlrm_case(weighted=True)
+    tables = open_alone(case, SGD(lr=0.5))
     first, second = (replace(make_batch(case, 0, k).lookup(case)) for k in range(2))
     for batch in (first, second):
         batch.weights = batch.weights.clone().requires_grad_()
