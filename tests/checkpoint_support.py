@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
+from oper.integration.splitting import split_batch
 from oper.integration.torch_modules import module_spec
 from oper.integration.torchrec_modules import table_specs
 from tests.runtime_support import assert_bitwise, mixed_plan, rich_plan
@@ -53,15 +54,18 @@ class Model(nn.Module):
         return (score + rows.square().sum() + self.places(kjt.values() % 5).sin().sum()) / size
 
 
+def random_kjt(rows: Mapping[str, int], size: int, seed: int) -> KeyedJaggedTensor:
+    """Bags of up to three ids; `rows`: of each key's table."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(rows), size), generator=g)
+    ids = [torch.randint(0, n, (int(k.sum()),), generator=g)
+           for n, k in zip(rows.values(), lengths, strict=True)]
+    return KeyedJaggedTensor(list(rows), torch.cat(ids), lengths=lengths.reshape(-1))
+
+
 def batch_of(step: int, rank: int, world_size: int) -> KeyedJaggedTensor:
     """This rank's share of the step's samples, which do not depend on the number of ranks."""
-    g = torch.Generator().manual_seed(step)
-    lengths = torch.randint(0, 4, (len(ROWS), BATCH), generator=g)
-    ids = [torch.randint(0, rows, (int(n.sum()),), generator=g)
-           for rows, n in zip(ROWS.values(), lengths, strict=True)]
-    mine = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
-    parts = [torch.cat(torch.split(i, n.tolist())[mine]) for i, n in zip(ids, lengths, strict=True)]
-    return KeyedJaggedTensor(list(ROWS), torch.cat(parts), lengths=lengths[:, mine].reshape(-1))
+    return split_batch(random_kjt(ROWS, BATCH, step), world_size)[0][rank]
 
 
 def sharded(world_size: int, plan_seed: int, seed: int = 0) -> Model:

@@ -26,6 +26,7 @@ from tests.runtime_support import (
     Case,
     Optimizers,
     Result,
+    assert_near,
     merge_ranks,
     run_ranks,
     train_rank,
@@ -78,13 +79,7 @@ def train_sharded(case: Case, plan: Plan, steps: list[list[Batch]],
 
 def assert_close(got: Result, want: Result, tolerance: float = 1e-5) -> None:
     """Every output, weight and state within `tolerance` of its largest value."""
-    pairs = [(f"output of step {k}", torch.cat(a), torch.cat(b))
-             for k, (a, b) in enumerate(zip(got.outputs, want.outputs, strict=True))]
-    for mine, theirs in ((got.weights, want.weights), (got.states, want.states)):
-        assert mine.keys() == theirs.keys()
-        pairs += [(n, a, theirs[n]) for n, a in mine.items()]
-    for name, a, b in pairs:
-        assert a.shape == b.shape, f"{name}: {tuple(a.shape)} for {tuple(b.shape)}"
-        if b.numel():
-            gap, largest = (a.double() - b.double()).abs().max(), b.abs().max()
-            assert gap <= tolerance * largest, f"{name}: {gap} from the reference, max {largest}"
+    for part in ("weights", "states"):
+        assert_near(getattr(got, part), getattr(want, part), part, tolerance)
+    for step, (mine, theirs) in enumerate(zip(got.outputs, want.outputs, strict=True)):
+        assert_near(torch.cat(mine), torch.cat(theirs), f"output of step {step}", tolerance)

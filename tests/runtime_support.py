@@ -473,6 +473,28 @@ def assert_bitwise(a: Any, b: Any, what: str) -> None:
             f"{what}: bits differ")
 
 
+def assert_near(got: Any, want: Any, what: str, tolerance: float = 1e-5) -> None:
+    """Tensors within `tolerance` of the largest value, through dicts and lists."""
+    if isinstance(want, dict):
+        assert got.keys() == want.keys(), what
+        for key in want:
+            assert_near(got[key], want[key], f"{what}: {key}", tolerance)
+    elif isinstance(want, list | tuple):
+        for k, (x, y) in enumerate(zip(got, want, strict=True)):
+            assert_near(x, y, f"{what} [{k}]", tolerance)
+    else:
+        assert got.shape == want.shape, f"{what}: {tuple(got.shape)} for {tuple(want.shape)}"
+        if want.numel():
+            gap, largest = (got.double() - want.double()).abs().max(), want.abs().max()
+            assert gap <= tolerance * largest, f"{what}: differs by {gap}, largest value {largest}"
+
+
+def whole(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of a state_dict's tensors, whole. Collective where it holds DTensors."""
+    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
+            for k, v in state.items()}
+
+
 def same_bits(got: Result, want: Result, what: str = "runs", replicas: bool = False) -> None:
     """Outputs, weights and states are equal bit for bit; also replicas, under plans with the same.
     """

@@ -15,7 +15,7 @@ import oper
 from oper.shmem.batch import Lookup
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import assert_bitwise, plans_for, run_ranks
+from tests.runtime_support import assert_bitwise, plans_for, run_ranks, whole
 from tests.world_support import run_world
 
 DIM = 20
@@ -51,12 +51,6 @@ def loss_of(out: dict[str, Any], batch_size: int) -> torch.Tensor:
         at = torch.arange(v.numel(), dtype=torch.float32).view(v.shape)
         total = total + ((v - torch.sin(at + k)) ** 2).sum()
     return total / max(1, batch_size)
-
-
-def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    assert got.shape == want.shape, what
-    gap, largest = (got - want).abs().max(), want.abs().max()
-    assert gap <= 1e-5 * largest, f"{what}: {gap}, largest {largest}"
 
 
 # ---- EmbeddingCollection -------------------------------------------------------------------------
@@ -115,9 +109,6 @@ def test_plans_are_bitwise_equal(world_size: int) -> None:
     assert {o.shape[0] for o in want[0][0]} >= {0}  # a rank had an empty batch
     for name, plan in plans.items():
         assert_bitwise(_train_virtual(world_size, plan, 5), want, name)
-
-
-# ---- nn.Embedding --------------------------------------------------------------------------------
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -181,9 +172,7 @@ def _body(rank: int, world_size: int, steps: int, pipelined: bool) -> dict[str, 
             loss.backward()
             dense.step()
             losses.append(value)
-    state = {n: v.full_tensor() if hasattr(v, "full_tensor") else v.clone()
-             for n, v in wrapped.state_dict().items()}
-    return state | {"losses": torch.stack(losses)}
+    return whole(wrapped.state_dict()) | {"losses": torch.stack(losses)}
 
 
 def test_two_processes_train_alike_pipelined_or_not() -> None:

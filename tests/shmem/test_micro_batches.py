@@ -26,6 +26,7 @@ from tests.runtime_support import (
     Batch,
     Case,
     assert_bitwise,
+    assert_near,
     dlrm_case,
     make_batch,
     mixed_plan,
@@ -121,11 +122,6 @@ def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str, po
     return {t.name: tables.read(t.name) for t in case.tables}
 
 
-def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    for name, rows in want.items():
-        assert (got[name] - rows).abs().max() <= 2e-5 * rows.abs().max(), name
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad_l2", "adam", "clipped"])
 @pytest.mark.parametrize("domains", [None, (0, 1), (0, 0, 1)])
 def test_equals_whole_batches(domains: tuple[int, ...] | None, optimizer: str) -> None:
@@ -136,9 +132,9 @@ def test_equals_whole_batches(domains: tuple[int, ...] | None, optimizer: str) -
     for plan in (mixed_plan(case.tables, size, 1), rich_plan(case.tables, size, 3, True)):
         whole, parts, ahead = (run_ranks(size, lambda g, how=how, plan=plan: train(
             case, plan, rule, g, how), domains=domains) for how in ("whole", "parts", "ahead"))
-        close(ahead[0], parts[0])
+        assert_near(ahead[0], parts[0], "ahead", 2e-5)
         assert_bitwise(parts[0], parts[-1], "two ranks")
-        close(parts[0], whole[0])
+        assert_near(parts[0], whole[0], "parts", 2e-5)
 
 
 def test_one_rank_and_unpooled() -> None:
@@ -147,7 +143,7 @@ def test_one_rank_and_unpooled() -> None:
     plan = mixed_plan(tables, 1, 1)
     whole, ahead = (train(case, plan, EVERY["sgd"], SingleGroup(), how, False)
                     for how in ("whole", "ahead"))
-    close(ahead, whole)
+    assert_near(ahead, whole, "ahead", 2e-5)
 
 
 def test_messages_of_eight_bits_are_reproducible() -> None:

@@ -17,6 +17,7 @@ from tests.runtime_support import (
     Batch,
     Case,
     assert_bitwise,
+    assert_near,
     dlrm_case,
     initial_weights,
     make_batch,
@@ -36,11 +37,6 @@ def wanted(case: Case, batch: Batch) -> torch.Tensor:
     out = reference_forward(case, initial_weights(case), other)
     rank_loss(out, batch.target).backward()
     return weights.grad
-
-
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert got.shape == want.shape and got.dtype == torch.float32
-    assert want.numel() == 0 or (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 @pytest.mark.parametrize("ids", [torch.int64, torch.int32])
@@ -63,7 +59,7 @@ def test_equals_autograd(world_size: int, ids: torch.dtype) -> None:
 
     got = run_ranks(world_size, body)
     for batch, gradient in zip(batches, got, strict=True):
-        close(gradient, wanted(case, batch))
+        assert_near(gradient, wanted(case, batch), "gradient")
     assert max(g.abs().max() for g in got if g.numel()) > 0.1
     # Keys that no table reads get zeros.
     extra = case.keys.index("extra")
@@ -86,7 +82,7 @@ def test_many_bags_on_several_threads() -> None:
         torch.set_num_threads(before)
         results.append(batch.weights.grad)
         batch.weights.grad = None
-    close(results[0], wanted(case, batch))
+    assert_near(results[0], wanted(case, batch), "gradient")
     assert_bitwise(results[1:], results[:1] * 2, "weight gradients on one and two threads")
 
 
