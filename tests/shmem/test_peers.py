@@ -1,134 +1,21 @@
-"""Dead and stalled peers: every survivor says who, soon, and nothing is left behind."""
+"""A rank that refuses its batch releases the others. Of lost ranks: tests/faults."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
+from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group.groups import ProcessGroup, ThreadGroup
-from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
+from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.optim.optimizers import SGD
 from oper.shmem.settings import deadline_s
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.faults.pauses import timed
-from tests.runtime_support import (
-    dlrm_case,
-    make_batch,
-    mixed_plan,
-    open_tables,
-    rank_loss,
-    run_ranks,
-)
-from tests.world_support import World, held_segments, leftovers, report, world
-
-CASE = dlrm_case()
-
-
-def _train_until_it_breaks(rank: int, world_size: int, labels: str, suicide: int
-                           ) -> dict[str, Any]:
-    """Train for ever; rank `suicide` ends itself between a forward and its backward pass."""
-    if len(set(labels)) > 1:
-        os.environ["OPER_DOMAIN"] = labels[rank]
-    plan = mixed_plan(CASE.tables, world_size, 0)
-    tables = open_tables(CASE, plan, ProcessGroup(), RowWiseAdagrad())
-    batches = [make_batch(CASE, 10 * rank + k, 16) for k in range(4)]
-    try:
-        for step in range(10**9):
-            batch = batches[step % 4]
-            loss = rank_loss(tables.lookup(batch.lookup(CASE)), batch.target)
-            if step == 3:
-                report(time.monotonic())
-                if rank == suicide:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            loss.backward()
-    except (PeerLostError, DeadlineError) as error:
-        seen = time.monotonic()
-        found = {"kind": type(error).__name__, "text": str(error), "time": seen}
-    tables.close()
-    return {**found, "mapped": held_segments()}
-
-
-@contextlib.contextmanager
-def _training(labels: str, suicide: int = -1, **env: str) -> Iterator[tuple[World, list[float]]]:
-    """A world in which every rank has trained for some steps, and when; nothing is left of it."""
-    with world(len(labels), _train_until_it_breaks, labels, suicide, env=env) as running:
-        yield running, [running.receive(rank) for rank in range(len(labels))]
-    assert leftovers(running.pids) == []
-
-
-def _check_survivors(running: World, victim: int, since: float, kind: str, within_s: float) -> None:
-    for rank, process in enumerate(running.processes):
-        if rank == victim:
-            continue
-        found = running.receive(rank)
-        assert found["kind"] == kind, found
-        assert f"rank={victim}," in found["text"], (rank, found)
-        assert found["time"] - since < within_s, f"rank {rank} took {found['time'] - since} s"
-        assert found["mapped"] == 0, f"rank {rank} still holds segments"
-        process.join(20)
-        assert process.exitcode == 0, f"rank {rank} does not end"
-
-
-# Ranks of equal letters share memory (of one memory domain: tests/faults/test_faults.py); a loss
-# that goes over the network takes longer.
-@pytest.mark.parametrize("labels, victim, within_s", [
-    ("aaaa", 2, 2.0), ("ab", 0, 4.0), ("aabb", 2, 4.0), ("abcd", 3, 4.0)])
-@timed
-def test_a_peer_that_dies_before_its_backward_pass(labels: str, victim: int, within_s: float
-                                                   ) -> None:
-    with _training(labels, victim) as (running, since):
-        _check_survivors(running, victim, since[victim], "PeerLostError", within_s)
-
-
-@pytest.mark.parametrize("labels, within_s", [("aa", 2.0 + 2.0), ("aabb", 2.0 + 3.0)])
-@timed
-def test_a_stalled_peer_ends_in_a_deadline_and_learns_of_it_when_it_wakes(
-        labels: str, within_s: float) -> None:
-    with _training(labels, OPER_DEADLINE_S="2") as (running, _):
-        since = time.monotonic()
-        os.kill(running.pids[1], signal.SIGSTOP)
-        _check_survivors(running, 1, since, "DeadlineError", within_s)
-        assert time.monotonic() - since > 1.9
-        os.kill(running.pids[1], signal.SIGCONT)
-        woken = running.receive(1)
-        assert woken["kind"] in ("PeerLostError", "DeadlineError")
-        if len(set(labels)) == 1:  # between domains it may find that others are late for it
-            assert "rank=1," in woken["text"], "both sides say who was late"
-
-
-def test_all_ranks_killed_leave_nothing() -> None:
-    with _training("aa") as (running, _):
-        for process in running.processes:
-            process.kill()
-        for process in running.processes:
-            process.join(10)
-        assert leftovers(running.pids) == []
-
-
-def test_leftovers_can_be_seen(tmp_path: Path) -> None:
-    """The check itself: it must see a process, a name and a socket."""
-    import socket
-
-    name = Path("/dev/shm") / f"test-{os.getpid()}"  # no name that tests beside this one look for
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"\0oper-{os.getpid()}-test")
-        name.touch()
-        try:
-            text = " ".join(leftovers([os.getpid()]))
-        finally:
-            name.unlink()
-    assert "process" in text and "socket" in text and "/dev/shm" in text
+from tests.runtime_support import run_ranks
 
 
 def test_a_full_outbox_on_one_rank_releases_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
