@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.checkpoint.weights import Source, Weights
 from oper.integration.fused_interaction import FusedDLRM, fuse as fused
 from oper.integration.targets import (
@@ -171,8 +171,8 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
         >>> served.close(); publication.close()
     """
     if not isinstance(stats, AccessStats | None):
-        raise InvalidInputError(fail("cannot publish a model", "stats", stats,
-                                     "AccessStats, or None", "pass AccessStats.load(file)"))
+        raise InvalidInputError("cannot publish a model", "stats", stats, "AccessStats, or None",
+                                "pass AccessStats.load(file)")
     targets = sharded_targets(model)
     if not targets:
         targets = _named_targets(model)
@@ -183,9 +183,9 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
     if error_budget is None:
         placed = _placed(typed(list(held.values()), row_dtype), stats, plan)
     elif stats is None or row_dtype is not None or plan is not None:
-        raise InvalidInputError(fail("cannot choose types of rows", "stats, row_dtype, plan",
-                                     (stats, row_dtype, plan), "statistics, and neither of these",
-                                     "say how often rows are looked up, or leave error_budget out"))
+        raise InvalidInputError("cannot choose types of rows", "stats, row_dtype, plan",
+                                (stats, row_dtype, plan), "statistics, and neither of these",
+                                "say how often rows are looked up, or leave error_budget out")
     else:
         source = Weights(model if weights is None else weights, [*keys.values(), *dense])
         placed = _by_hotness(source, keys, held, stats, error_budget)
@@ -378,9 +378,9 @@ def _dense_of(model: nn.Module, targets: list[Target]) -> dict[str, torch.Tensor
         if key.startswith(tuple(inside)):
             continue
         if not isinstance(value, torch.Tensor):
-            raise InvalidInputError(
-                fail("cannot publish a model", key, type(value).__name__,
-                     "tensors in its state_dict", "keep such modules outside of the model"))
+            raise InvalidInputError("cannot publish a model", key, type(value).__name__,
+                                    "tensors in its state_dict",
+                                    "keep such modules outside of the model")
         found[key] = value.detach()
     return found
 
@@ -401,18 +401,18 @@ def _check_same(reader: Reader, targets: list[Target], dense: Mapping[str, torch
     mine = {s.name: s for t in targets for s in t.specs}
     theirs = reader.layout.specs
     if set(mine) != set(theirs):
-        raise InvalidInputError(fail(what, "tables", sorted(set(mine) ^ set(theirs))[:8],
-                                     "the same tables", "build the published model"))
+        raise InvalidInputError(what, "tables", sorted(set(mine) ^ set(theirs))[:8],
+                                "the same tables", "build the published model")
     for table, spec in mine.items():
         for field in ("num_rows", "dim", "pooling"):
             if getattr(spec, field) != getattr(theirs[table], field):
-                raise InvalidInputError(
-                    fail(what, f"{field} of table {table!r}", getattr(spec, field),
-                         f"{getattr(theirs[table], field)}", "build the published model"))
+                raise InvalidInputError(what, f"{field} of table {table!r}", getattr(spec, field),
+                                        f"{getattr(theirs[table], field)}",
+                                        "build the published model")
     entries = {e.key: e.shape for e in reader.layout.dense}
     shapes = {key: tuple(value.shape) for key, value in dense.items()}
     if entries != shapes:
         different = sorted(k for k in {*entries, *shapes} if entries.get(k) != shapes.get(k))
-        raise InvalidInputError(
-            fail(what, "weights", {k: shapes.get(k) for k in different[:4]},
-                 f"{ {k: entries.get(k) for k in different[:4]} }", "build the published model"))
+        raise InvalidInputError(what, "weights", {k: shapes.get(k) for k in different[:4]},
+                                f"{ {k: entries.get(k) for k in different[:4]} }",
+                                "build the published model")

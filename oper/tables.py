@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from oper.errors import InvalidInputError, fail, require
+from oper.errors import InvalidInputError, require
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Rows that are only read, of codes with so many bits, in the layout of FBGEMM's IntNBit tables: a
@@ -108,13 +108,12 @@ class TableSpec:
                 ("pooling", self.pooling, POOLINGS), ("dtype", self.dtype, DTYPES),
                 ("optimizer", self.optimizer, tuple(OPTIMIZERS)))))
         if self.dtype in CODE_BITS and self.optimizer != "none":
-            raise InvalidInputError(
-                fail(f"invalid table {self.name!r}", "optimizer", self.optimizer,
-                     f"'none' for rows of {self.dtype}",
-                     "train in a float type and quantise for inference"))
+            raise InvalidInputError(f"invalid table {self.name!r}", "optimizer", self.optimizer,
+                                    f"'none' for rows of {self.dtype}",
+                                    "train in a float type and quantise for inference")
         if self.dtype == "int4" and self.dim % 2:
-            raise InvalidInputError(fail(f"invalid table {self.name!r}", "dim", self.dim,
-                                         "an even number for int4 rows", "use int8"))
+            raise InvalidInputError(f"invalid table {self.name!r}", "dim", self.dim,
+                                    "an even number for int4 rows", "use int8")
         object.__setattr__(self, "features", tuple(self.features))
 
     @property
@@ -155,9 +154,8 @@ class TableSpec:
         try:
             return TableSpec(**value)
         except TypeError as error:
-            raise InvalidInputError(
-                fail("cannot read a table", "fields", value, "TableSpec's fields", str(error))
-            ) from None
+            raise InvalidInputError("cannot read a table", "fields", value, "TableSpec's fields",
+                                    str(error)) from None
 
 
 def check_unique(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
@@ -165,16 +163,15 @@ def check_unique(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
     result = tuple(tables)
     for table in result:
         if not isinstance(table, TableSpec):
-            raise InvalidInputError(fail("invalid tables", "table", table, "an oper.TableSpec",
-                                         "describe it by name, num_rows and dim"))
+            raise InvalidInputError("invalid tables", "table", table, "an oper.TableSpec",
+                                    "describe it by name, num_rows and dim")
     names = [t.name for t in result]
     if not names:
-        raise InvalidInputError(fail("no tables", "tables", [], "at least one table", "add one"))
+        raise InvalidInputError("no tables", "tables", [], "at least one table", "add one")
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
-        raise InvalidInputError(
-            fail("two tables share a name", "names", twice, "unique names", "rename one")
-        )
+        raise InvalidInputError("two tables share a name", "names", twice, "unique names",
+                                "rename one")
     return result
 
 

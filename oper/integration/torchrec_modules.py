@@ -39,7 +39,7 @@ from torchrec.quant.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.ahead import Ahead
 from oper.integration.checkpoint.on_demand import rows_on_demand
 from oper.integration.checkpoint.table_state import (
@@ -95,19 +95,18 @@ def table_specs(collection: Collection,
     for config in configs_of(collection):
         dtype = known.get(config.data_type)
         if dtype is None:
-            raise InvalidInputError(
-                fail(f"cannot shard table {config.name!r}", "data_type", config.data_type,
-                     f"one of {[d.name for d in known]}", "convert the table"))
+            raise InvalidInputError(f"cannot shard table {config.name!r}", "data_type",
+                                    config.data_type, f"one of {[d.name for d in known]}",
+                                    "convert the table")
         if getattr(config, "use_virtual_table", False):
-            raise InvalidInputError(
-                fail(f"cannot shard table {config.name!r}", "use_virtual_table", True,
-                     "a table of num_embeddings rows", "use a plain table, or leave the module out "
-                     "of modules="))
+            raise InvalidInputError(f"cannot shard table {config.name!r}", "use_virtual_table",
+                                    True, "a table of num_embeddings rows",
+                                    "use a plain table, or leave the module out of modules=")
         kept = getattr(config, "num_embeddings_post_pruning", None)
         if kept not in (None, config.num_embeddings):
-            raise InvalidInputError(
-                fail(f"cannot shard table {config.name!r}", "num_embeddings_post_pruning", kept,
-                     "no pruned rows", "quantise without pruning"))
+            raise InvalidInputError(f"cannot shard table {config.name!r}",
+                                    "num_embeddings_post_pruning", kept, "no pruned rows",
+                                    "quantise without pruning")
         pooling = "none"
         if isinstance(config, EmbeddingBagConfig):
             pooling = "mean" if config.pooling == PoolingType.MEAN else "sum"
@@ -128,9 +127,9 @@ def _check_dtypes(collection: Collection) -> None:
         # The unsharded collection holds tables of BF16 as float16.
         if told not in (None, held) and (told, held) != ("bfloat16", "float16"):
             raise InvalidInputError(
-                fail(f"cannot shard table {config.name!r}", "dtype of its weight", held,
-                     f"{told} as its data_type says",
-                     "choose data_type in its configuration instead of converting the module"))
+                f"cannot shard table {config.name!r}", "dtype of its weight", held,
+                f"{told} as its data_type says",
+                "choose data_type in its configuration instead of converting the module")
 
 
 class _Context(Multistreamable):
@@ -345,9 +344,9 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         at = {key: k for k, key in enumerate(keys)}
         missing = [f for f in self._features if f not in at]
         if missing:
-            raise InvalidInputError(
-                fail("cannot look up", "missing features", missing[:8],
-                     f"keys {self._features[:8]}...", "add them to the KeyedJaggedTensor"))
+            raise InvalidInputError("cannot look up", "missing features", missing[:8],
+                                    f"keys {self._features[:8]}...",
+                                    "add them to the KeyedJaggedTensor")
         with torch.inference_mode(False):  # kept for batches outside of it
             return torch.tensor([at[f] for f in self._features], dtype=torch.int64)
 
@@ -396,9 +395,9 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def update_shards(self, *_: Any) -> NoReturn:
         """What ``DistributedModelParallel.reshard`` asks for."""
-        raise InvalidInputError(
-            fail("cannot reshard tables that a plan has placed", "tables", list(self._names)[:8],
-                 "another plan for the model", "call oper.migrate(model, plan)"))
+        raise InvalidInputError("cannot reshard tables that a plan has placed", "tables",
+                                list(self._names)[:8], "another plan for the model",
+                                "call oper.migrate(model, plan)")
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from oper.analysis import distance
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.plan import Plan, TablePlan
 from oper.replanning.moves import moves
 from oper.rows.directory import TableDirectory
@@ -77,8 +77,8 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
     """
     check_batch(plan)
     if not copy_gbps > 0:
-        raise InvalidInputError(fail("cannot weigh another plan", "copy_gbps", copy_gbps, "> 0",
-                                     "state the rate at which a rank copies rows"))
+        raise InvalidInputError("cannot weigh another plan", "copy_gbps", copy_gbps, "> 0",
+                                "state the rate at which a rank copies rows")
     tables = [t.table for t in plan.tables]
     new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
                     **{"message_bits": plan.message_bits, **dict(options or {})})
@@ -95,10 +95,9 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
 def check_batch(plan: Plan) -> None:
     """Raise InvalidInputError for a plan that does not tell its batch size."""
     if plan.batch_size < 1:
-        raise InvalidInputError(fail(
-            "cannot weigh another plan", "plan.batch_size", plan.batch_size,
-            ">= 1, the samples per rank and step that both are priced for",
-            "state it in the plan, or use one that oper plan has made"))
+        raise InvalidInputError("cannot weigh another plan", "plan.batch_size", plan.batch_size,
+                                ">= 1, the samples per rank and step that both are priced for",
+                                "state it in the plan, or use one that oper plan has made")
 
 
 def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup
 from oper.shmem.passes import Backward
 from oper.shmem.protocol import Tables
@@ -119,17 +119,17 @@ def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:
     """Raise InvalidInputError unless the rows are as they were: `rows` = steps and publications."""
     since = tables.num_steps - rows[0] + tables.num_published - rows[1]
     if since:
-        raise InvalidInputError(
-            fail("cannot take the gradient of per-sample weights",
-                 "updates of the rows since the lookup", since, "0, since it is made of the rows",
-                 "take all gradients of a step in one backward pass"))
+        raise InvalidInputError("cannot take the gradient of per-sample weights",
+                                "updates of the rows since the lookup", since,
+                                "0, since it is made of the rows",
+                                "take all gradients of a step in one backward pass")
 
 
 def _refuse_changes(watched: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Raise InvalidInputError for ids or weights that were written to after their lookup."""
     changed = [name for name, x, before in zip(
         ("ids", "per-sample weights"), watched, versions, strict=False) if x._version != before]
-    raise InvalidInputError(
-        fail("cannot update the rows of a lookup", "changed in place since the lookup", changed,
-             "ids and weights as they were looked up",
-             "write the next batch into other tensors, or after the backward pass"))
+    raise InvalidInputError("cannot update the rows of a lookup",
+                            "changed in place since the lookup", changed,
+                            "ids and weights as they were looked up",
+                            "write the next batch into other tensors, or after the backward pass")

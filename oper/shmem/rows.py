@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, fail
+from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
 from oper.rows.directory import TableDirectory, TierLayout
 from oper.shmem.exchange.host import Exchange, Wanted
 from oper.shmem.group.desync import STATE_ACCESS
@@ -99,8 +99,8 @@ class LogicalRows:
         rows as uint8 [slots, bytes of a row]."""
         d = self.directories[piece]
         if self._heap is None:
-            raise OperError(fail("sharded tables were closed", "table", d.table.name, "open tables",
-                                 "read them before close()"))
+            raise OperError("sharded tables were closed", "table", d.table.name, "open tables",
+                            "read them before close()")
         columns = 1 if self._is_per_row(part, d.table.name) else d.dim
         return self._segment(
             self._addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
@@ -132,9 +132,8 @@ class LogicalRows:
         spec = self.specs[table]
         parts = {"rows": False, **dict(STATE_PARTS[spec.optimizer])}
         if part not in parts:
-            raise InvalidInputError(
-                fail(f"table {table!r} has no such part", "part", part, f"one of {list(parts)}",
-                     f"its optimizer is {spec.optimizer}"))
+            raise InvalidInputError(f"table {table!r} has no such part", "part", part,
+                                    f"one of {list(parts)}", f"its optimizer is {spec.optimizer}")
         return parts[part]
 
     def shape(self, table: str, part: str = "rows") -> tuple[int, ...]:
@@ -365,8 +364,8 @@ class LogicalRows:
             OperError: the rank is in another memory domain.
         """
         if not self._addresses[rank]:
-            raise OperError(fail("cannot see a rank's replicas", "rank", rank,
-                                 "a rank of this memory domain", "read them there"))
+            raise OperError("cannot see a rank's replicas", "rank", rank,
+                            "a rank of this memory domain", "read them there")
         return self.replica_view(self.pieces[table][piece], rank)
 
     def replica_view(self, piece: int, rank: int) -> torch.Tensor:

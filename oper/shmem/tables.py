@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.messages import owners_pool
 from oper.plan import Plan
 from oper.rows.directory import directories_of
@@ -362,9 +362,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
         """
         refuse_in_parts(self, "cannot move tables to another plan")
         if self._migration is not None:
-            raise InvalidInputError(
-                fail("cannot move tables to another plan", "plan", "a move is under way",
-                     "one at a time", "wait until `migration` is None, or stop_migration()"))
+            raise InvalidInputError("cannot move tables to another plan", "plan",
+                                    "a move is under way", "one at a time",
+                                    "wait until `migration` is None, or stop_migration()")
         with phase_of(self, MIGRATION):
             self.barrier()
             self._migration = Migration(self, plan, bytes_per_step)

@@ -82,11 +82,11 @@ def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:
     for part in keys.parts(name):
         shape = (keys.num_records(name, RECORDS[part]), 3)
         if tuple(state[part].shape) != shape or state[part].dtype != torch.int64:
-            raise InvalidInputError(
-                fail(f"cannot load the {part} of dynamic table {name!r}", "dtype, shape",
-                     (state[part].dtype, tuple(state[part].shape)), f"{(torch.int64, shape)}",
-                     "load a checkpoint of a table with as many rows"))
+            raise InvalidInputError(f"cannot load the {part} of dynamic table {name!r}",
+                                    "dtype, shape", (state[part].dtype, tuple(state[part].shape)),
+                                    f"{(torch.int64, shape)}",
+                                    "load a checkpoint of a table with as many rows")
     if not 0 <= int(state["clock"]) <= MOST_UPDATES:
-        raise InvalidInputError(fail(f"cannot load dynamic table {name!r}", "clock",
-                                     int(state["clock"]), f"a number in [0, {MOST_UPDATES}]",
-                                     "load a checkpoint of this model"))
+        raise InvalidInputError(f"cannot load dynamic table {name!r}", "clock", int(state["clock"]),
+                                f"a number in [0, {MOST_UPDATES}]",
+                                "load a checkpoint of this model")

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.rows.traffic import Traffic
 from oper.shmem.counters.phases import PHASES, SPANS, Histogram, Span
 from oper.shmem.group.desync import raise_peer_failure
@@ -47,20 +47,19 @@ class MeasuredTables(LogicalRows):
         """A forked child writes to its parent's rows and would take its place in barriers."""
         self._check_open()
         if os.getpid() != self._process:
-            raise OperError(
-                fail("sharded tables cannot be changed in a forked process", "process", os.getpid(),
-                     f"process {self._process}, which made them",
-                     "look up under torch.no_grad(), or shard a model in the child"))
+            raise OperError("sharded tables cannot be changed in a forked process", "process",
+                            os.getpid(), f"process {self._process}, which made them",
+                            "look up under torch.no_grad(), or shard a model in the child")
 
     def _refuse(self, *_: Any) -> NoReturn:
         """What all calls of closed tables come to."""
-        raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
-                             "open tables", "use them before close()"))
+        raise OperError("sharded tables were closed", "tables", list(self.specs)[:8], "open tables",
+                        "use them before close()")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise OperError(
-            fail("sharded tables cannot be pickled", "tables", list(self.specs)[:8],
-                 "one handle on the shared rows", "save and load the model's state_dict instead"))
+        raise OperError("sharded tables cannot be pickled", "tables", list(self.specs)[:8],
+                        "one handle on the shared rows",
+                        "save and load the model's state_dict instead")
 
     def _raise_peer_failure(self, code: int, detail: int) -> tuple[int, int]:
         """Raise what a status code of the kernels about peers means; others are returned."""
@@ -82,9 +81,8 @@ class MeasuredTables(LogicalRows):
     def check_clock(self) -> None:
         """Raise OperError where nobody can tell the time of phases."""
         if not self.times_phases:
-            raise OperError(
-                fail("cannot tell the time of phases", "device", str(self.device),
-                     "tables in host memory", "use torch.profiler, which names the kernels"))
+            raise OperError("cannot tell the time of phases", "device", str(self.device),
+                            "tables in host memory", "use torch.profiler, which names the kernels")
 
     def phase_ns(self) -> dict[str, int]:
         """Nanoseconds of the last forward and backward pass of this rank, by phase."""

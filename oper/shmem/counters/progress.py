@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 from typing import TYPE_CHECKING, NamedTuple
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.shmem.group.desync import FORWARD, GIVEN_UP, BarrierState, barrier_states
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class Progress:
     def __init__(self, tables: ShardedTables) -> None:
         if not tables.is_one_domain or tables.device.type != "cpu":
             raise InvalidInputError(
-                fail("cannot tell how far all ranks are", "tables", f"on {tables.device}",
-                     "tables in host memory that all ranks share", "save delta checkpoints"))
+                "cannot tell how far all ranks are", "tables", f"on {tables.device}",
+                "tables in host memory that all ranks share", "save delta checkpoints")
         self._tables = tables
 
     @property
@@ -74,8 +74,8 @@ class Progress:
 
     def _heap(self) -> HostHeap:
         if self._tables._heap is None:
-            raise OperError(fail("cannot tell how far all ranks are", "tables", "closed",
-                                 "open tables", "load a checkpoint"))
+            raise OperError("cannot tell how far all ranks are", "tables", "closed", "open tables",
+                            "load a checkpoint")
         return self._tables._heap
 
     def mark(self) -> Mark:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
 from oper.shmem.batch import raise_status
@@ -110,9 +110,9 @@ class DeviceExchange(Exchange):
         group = tables.group
         super().__init__(group, domain_of, collection, bits)
         if 8 in bits.to_json():
-            raise InvalidInputError(fail(
-                "cannot exchange rows in device memory", "message_bits", bits.to_json(),
-                "32 or 16", "choose 16, or keep the tables in host memory"))
+            raise InvalidInputError("cannot exchange rows in device memory", "message_bits",
+                                    bits.to_json(), "32 or 16",
+                                    "choose 16, or keep the tables in host memory")
         self._tables, self._device = tables, tables.device
         self.far = [r for r in range(group.world_size) if r not in self.members]
         self._size, self._rank = group.world_size, group.rank

@@ -22,7 +22,6 @@ from oper.errors import (
     InvalidInputError,
     OperError,
     PeerLostError,
-    fail,
 )
 from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
@@ -76,10 +75,9 @@ class Exchange:
                  bits: MessageBits) -> None:
         everyones = group.all_gather(bits.to_json())
         if any(x != bits.to_json() for x in everyones):
-            raise InvalidInputError(fail(
-                "ranks of several memory domains disagree on their messages",
-                "message_bits by rank", everyones[:16],
-                "the same on all ranks", "pass the same message_bits and the same plan everywhere"))
+            raise InvalidInputError("ranks of several memory domains disagree on their messages",
+                                    "message_bits by rank", everyones[:16], "the same on all ranks",
+                                    "pass the same message_bits and the same plan everywhere")
         self.collection, self.bits = collection, bits
         self._group = group
         self._domain_of = list(domain_of)
@@ -143,15 +141,14 @@ class Exchange:
         if code == 9:
             self._transport.give_up(Verdict(GAVE_UP, detail, at))
             raise OperError(
-                fail("a rank of another memory domain has sent what no rank of this job can send",
-                     "rank", detail, "counts and slots of tables placed by the same plan",
-                     "start all ranks with the same version, model and plan"))
+                "a rank of another memory domain has sent what no rank of this job can send",
+                "rank", detail, "counts and slots of tables placed by the same plan",
+                "start all ranks with the same version, model and plan")
         if code == 11:
             self._transport.give_up(Verdict(GAVE_UP, detail, at))
-            raise OperError(
-                fail("there is no memory for what a rank of another memory domain sends", "rank",
-                     detail, "room for the rows and gradients of its batch",
-                     "use smaller batches; look at that rank if they are small"))
+            raise OperError("there is no memory for what a rank of another memory domain sends",
+                            "rank", detail, "room for the rows and gradients of its batch",
+                            "use smaller batches; look at that rank if they are small")
         if code in PEER_CODES:
             verdict = self._transport.attribute(Verdict(code, detail, at))
             self._transport.give_up(verdict)
@@ -166,10 +163,9 @@ class Exchange:
         if len(set(sequence)) > 1:
             behind = min(range(len(sequence)), key=lambda r: (sequence[r], r))
             raise_verdict(Verdict(ELSEWHERE, behind, phases[0]), self._group)
-        raise OperError(
-            fail("ranks are not at the same exchange", "rank", rank,
-                 "the same lookups, updates and message_bits on all ranks",
-                 "a lookup without gradients is collective across memory domains as well"))
+        raise OperError("ranks are not at the same exchange", "rank", rank,
+                        "the same lookups, updates and message_bits on all ranks",
+                        "a lookup without gradients is collective across memory domains as well")
 
     def _last_phases(self) -> tuple[list[CollectivePhase], list[int]]:
         """Where each rank's last head came from, and the head's number."""
@@ -291,10 +287,9 @@ def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], in
 
 
 def _no_request(found: object) -> OperError:
-    return OperError(
-        fail("a rank of another memory domain asks for rows that there are not", "request", found,
-             "parts, pieces and slots of tables placed by the same plan",
-             "start all ranks with the same version, model and plan"))
+    return OperError("a rank of another memory domain asks for rows that there are not", "request",
+                     found, "parts, pieces and slots of tables placed by the same plan",
+                     "start all ranks with the same version, model and plan")
 
 
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from oper.errors import DeadlineError, DesyncError, PeerLostError, fail
+from oper.errors import DeadlineError, DesyncError, PeerLostError
 from oper.shmem.group.groups import Group
 from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
@@ -293,18 +293,16 @@ def raise_verdict(verdict: Verdict, group: Group, seen: str = "", detail: str = 
     same = f"{seen}every rank must run the same lookups and training steps in the same order{tail}"
     error: PeerLostError | DeadlineError | DesyncError
     if code == LATE:
-        error = DeadlineError(fail(
-            f"{who} did not arrive at {phase}", "rank", rank,
-            f"arrival within {DEADLINE_ENV}={deadline_s():g} s", same))
+        error = DeadlineError(f"{who} did not arrive at {phase}", "rank", rank,
+                              f"arrival within {DEADLINE_ENV}={deadline_s():g} s", same)
     elif code == ELSEWHERE:
-        error = DesyncError(fail(
-            f"{who} is not at {phase}", "rank", rank, "all ranks at the same call", same))
+        error = DesyncError(f"{who} is not at {phase}", "rank", rank, "all ranks at the same call",
+                            same)
     else:
         what = {LOST: "a peer process has ended", CLOSED: f"{who} has closed its tables"}.get(
             code, f"{who} has given up this exchange")
-        error = PeerLostError(fail(
-            f"{what} before {phase}", "rank", rank,
-            "all ranks alive" if code == LOST else "no error on any rank",
-            f"{seen}look at that rank's log and start all ranks again{tail}"))
+        error = PeerLostError(f"{what} before {phase}", "rank", rank,
+                              "all ranks alive" if code == LOST else "no error on any rank",
+                              f"{seen}look at that rank's log and start all ranks again{tail}")
     error.rank = rank
     raise error

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from oper.errors import OperError, PeerLostError, fail
+from oper.errors import OperError, PeerLostError
 from oper.shmem.group.connections import connect
 from oper.shmem.group.desync import (
     CLOSED,
@@ -125,10 +125,10 @@ class _MonitoredTransport(ABC):
                  recv_bytes: list[int]) -> None:
         monitor = self._monitor
         if not self.is_open:
-            raise OperError(fail("cannot exchange bytes with other hosts", "state",
-                                 "the connections are closed",
-                                 "a process group that exists, and tables that are open on all "
-                                 "ranks", "shard the model again, on all ranks"))
+            raise OperError("cannot exchange bytes with other hosts", "state",
+                            "the connections are closed",
+                            "a process group that exists, and tables that are open on all ranks",
+                            "shard the model again, on all ranks")
         if monitor.failure is not None:  # an unfinished exchange would be read as this one
             self._fail(monitor.failure, "earlier")
         monitor.count += 1
@@ -232,10 +232,10 @@ class SocketTransport(_MonitoredTransport):
               recv_bytes: list[int]) -> None:
         ops = torch.ops.oper
         if not ops.sockets_begin(self._handle, send, send_bytes, recv, recv_bytes):
-            raise OperError(fail("cannot exchange bytes with other hosts", "state",
-                                 "an earlier exchange was interrupted",
-                                 "every earlier exchange complete",
-                                 "restart the job from its last checkpoint"))
+            raise OperError("cannot exchange bytes with other hosts", "state",
+                            "an earlier exchange was interrupted",
+                            "every earlier exchange complete",
+                            "restart the job from its last checkpoint")
         begun = time.monotonic()
         while True:
             result, rank = ops.sockets_run(self._handle, round(1e3 * _SLICE_S))
@@ -288,9 +288,9 @@ class CollectiveTransport(_MonitoredTransport):
             failure = self._monitor.wait_for_failure(_NAMING_S)
             text = str(error).strip().partition("\n")[0]
             if failure is None:
-                raise PeerLostError(
-                    fail("an exchange between memory domains has failed", "rank", "unknown",
-                         "all ranks alive", f"look at the other ranks' logs ({text})")) from error
+                raise PeerLostError("an exchange between memory domains has failed", "rank",
+                                    "unknown", "all ranks alive",
+                                    f"look at the other ranks' logs ({text})") from error
             self._fail(failure, text, error)
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.passes import Backward
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -62,10 +62,10 @@ class Turns:
             return
         names = {t.ident: t.name for t in threading.enumerate()}
         raise InvalidInputError(
-            fail("cannot train from two threads at once", "thread", names.get(me, me),
-                 f"the only one: a lookup of {names.get(other, other)!r} awaits its backward pass",
-                 "with several ranks let one thread train, which keeps their calls in one order, "
-                 "and look up under torch.no_grad() in others"))
+            "cannot train from two threads at once", "thread", names.get(me, me),
+            f"the only one: a lookup of {names.get(other, other)!r} awaits its backward pass",
+            "with several ranks let one thread train, which keeps their calls in one order, "
+            "and look up under torch.no_grad() in others")
 
     def begin(self, offsets: torch.Tensor) -> None:
         """A lookup with gradients has given these offsets; its backward pass has not run."""

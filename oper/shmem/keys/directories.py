@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.shmem.batch import BAD_BATCH, BatchChecks, Lookup, SeenKeys
 from oper.shmem.group.desync import KEYS, phase_of
 from oper.shmem.keys.late import RowHistory
@@ -131,7 +131,7 @@ class Keys:
 
     def refuse(self, what: str, todo: str) -> NoReturn:
         """Raise InvalidInputError for what dynamic tables cannot do."""
-        raise InvalidInputError(fail(what, "dynamic tables", list(self.tables), "none", todo))
+        raise InvalidInputError(what, "dynamic tables", list(self.tables), "none", todo)
 
     # ---- lookups ---------------------------------------------------------------------------------
 
@@ -199,15 +199,13 @@ class Keys:
 
     def _refuse_batch(self, left: int, number: int) -> NoReturn:
         if left == _CLOCK_AT_END:
-            raise OperError(fail(f"cannot update dynamic table {list(self.tables)[number]!r}",
-                                 "updates", MOST_UPDATES,
-                                 f"< {MOST_UPDATES}, as its clock has 32 bits",
-                                 "export it and begin a new one"))
+            raise OperError(f"cannot update dynamic table {list(self.tables)[number]!r}", "updates",
+                            MOST_UPDATES, f"< {MOST_UPDATES}, as its clock has 32 bits",
+                            "export it and begin a new one")
         assert left == _NO_ROOM
-        raise OperError(
-            fail("the keys of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes(),
-                 "8 bytes for each of its distinct keys, 16 for those without a row",
-                 f"raise {OUTBOX_ENV} or use a smaller batch"))
+        raise OperError("the keys of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes(),
+                        "8 bytes for each of its distinct keys, 16 for those without a row",
+                        f"raise {OUTBOX_ENV} or use a smaller batch")
 
     def take(self, frozen: frozenset[str]) -> None:
         """Update the directories from what all ranks have left, and begin new rows. Collective.
@@ -268,20 +266,18 @@ class Keys:
         """
         if records.dtype != torch.int64 or records.dim() != 2 or (
                 records.shape[1] != _RECORD_COLUMNS):
-            raise InvalidInputError(
-                fail(f"cannot load the {part} of dynamic table {name!r}", "records",
-                     (records.dtype, tuple(records.shape)), "int64 [n, 3]",
-                     "load a checkpoint of this model"))
+            raise InvalidInputError(f"cannot load the {part} of dynamic table {name!r}", "records",
+                                    (records.dtype, tuple(records.shape)), "int64 [n, 3]",
+                                    "load a checkpoint of this model")
         if not checks:
             self._history.load()
         bad = torch.ops.oper.keys_write(self._handle, self.tables[name], RECORDS[part],
                                         begin, records.contiguous(), checks)
         if bad >= 0:
             raise InvalidInputError(
-                fail(f"cannot load the {part} of dynamic table {name!r}",
-                     f"record {begin + bad}", records[bad].tolist(),
-                     "a key that belongs there, a count and a clock",
-                     "load a checkpoint of a table with the same rows, seed and admit_after"))
+                f"cannot load the {part} of dynamic table {name!r}", f"record {begin + bad}",
+                records[bad].tolist(), "a key that belongs there, a count and a clock",
+                "load a checkpoint of a table with the same rows, seed and admit_after")
 
     def counts(self, name: str) -> KeyCounts:
         """What has happened to the keys of a table. Collective, between two batches."""
@@ -342,24 +338,22 @@ def _check(tables: Tables, rules: Mapping[str, DynamicTable]) -> None:
     """Raise InvalidInputError for tables that cannot be dynamic."""
     what = "cannot make tables dynamic"
     if tables.optimizers is None:
-        raise InvalidInputError(fail(what, "objective", "inference", "training",
-                                     "shard for training, and look up without gradients"))
+        raise InvalidInputError(what, "objective", "inference", "training",
+                                "shard for training, and look up without gradients")
     if tables.device.type != "cpu" or not tables.is_one_domain:
         where = tables.device.type if tables.device.type != "cpu" else "several memory domains"
-        raise InvalidInputError(fail(what, "tables in", where,
-                                     "host memory that all ranks share",
-                                     "train on the ranks of one host"))
+        raise InvalidInputError(what, "tables in", where, "host memory that all ranks share",
+                                "train on the ranks of one host")
     users: dict[str, list[str]] = {}
     for feature, table in tables.features:
         users.setdefault(feature, []).append(table)
     for feature, found in users.items():
         if len(found) > 1 and any(t in rules for t in found):
-            raise InvalidInputError(fail(what, f"tables of feature {feature!r}", found,
-                                         "one, where it is dynamic",
-                                         "give each of them a feature of its own"))
+            raise InvalidInputError(what, f"tables of feature {feature!r}", found,
+                                    "one, where it is dynamic",
+                                    "give each of them a feature of its own")
     for name in rules:
         if tables.specs[name].num_rows < 2:
-            raise InvalidInputError(fail(what, f"num_embeddings of {name!r}",
-                                         tables.specs[name].num_rows,
-                                         "at least 2, for the default row and a key",
-                                         "enlarge the table"))
+            raise InvalidInputError(
+                what, f"num_embeddings of {name!r}", tables.specs[name].num_rows,
+                "at least 2, for the default row and a key", "enlarge the table")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import PlanError, fail
+from oper.errors import PlanError
 from oper.rows.directory import TableDirectory
 from oper.shmem.optim.optimizers import SGD, Adam, LarsSGD, Optimizer, RowWiseAdagrad
 from oper.tables import OPTIMIZERS, TableSpec
@@ -121,9 +121,8 @@ def feature_rows(features: Sequence[tuple[str, str]], specs: Mapping[str, TableS
     column, rows = 0, []
     for number, (name, table) in enumerate(features):
         if table not in specs:
-            raise PlanError(
-                fail("a feature names a table that the plan lacks", "feature, table",
-                     (name, table), f"one of {list(specs)[:8]}", "plan for this model"))
+            raise PlanError("a feature names a table that the plan lacks", "feature, table",
+                            (name, table), f"one of {list(specs)[:8]}", "plan for this model")
         for k in pieces[table]:
             start = directories[k].column
             rows.append([k, column + start, number, start])

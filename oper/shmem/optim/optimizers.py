@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, PlanError, fail, require
+from oper.errors import InvalidInputError, PlanError, require
 from oper.tables import OPTIMIZERS, TableSpec
 
 MAX_DIM = 1024
@@ -150,13 +150,13 @@ class Adam(Clipping):
         Clipping.__post_init__(self)
         what = f"invalid {type(self).__name__}"
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
-            raise InvalidInputError(fail(what, "betas", self.betas, "two numbers",
-                                         "pass a pair such as (0.9, 0.999)"))
+            raise InvalidInputError(what, "betas", self.betas, "two numbers",
+                                    "pass a pair such as (0.9, 0.999)")
         for k, beta in enumerate(self.betas):
             # As fp32, which the kernel's are: 1 there would divide by 1 - 1^t.
             if not _is_fp32(beta) or not 0 <= np.float32(beta) < 1:
-                raise InvalidInputError(fail(what, f"betas[{k}]", beta, "0 <= beta < 1 in fp32",
-                                             "choose a smaller value"))
+                raise InvalidInputError(what, f"betas[{k}]", beta, "0 <= beta < 1 in fp32",
+                                        "choose a smaller value")
         object.__setattr__(self, "betas", tuple(self.betas))  # a list could not be hashed
 
 
@@ -218,7 +218,7 @@ def check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimi
     for t in tables:
         what = f"cannot shard table {t.name!r}"
         if t.dim > MAX_DIM:
-            raise PlanError(fail(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns"))
+            raise PlanError(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns")
         if optimizers is not None and t.optimizer != optimizers[t.name].name:
-            raise PlanError(fail(what, "plan's optimizer", t.optimizer, optimizers[t.name].name,
-                                 "plan again for this optimizer"))
+            raise PlanError(what, "plan's optimizer", t.optimizer, optimizers[t.name].name,
+                            "plan again for this optimizer")

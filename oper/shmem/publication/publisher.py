@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import DeadlineError, InvalidInputError, OperError, fail
+from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.plan import Plan
 from oper.shmem.group.domains import peer_credentials
 from oper.shmem.library import load
@@ -198,8 +198,8 @@ class Publisher:
         with state.lock:
             epoch = state.epoch
             if not epoch:
-                raise InvalidInputError(fail("cannot change published rows", "epoch", 0, ">= 1",
-                                             "publish all weights first"))
+                raise InvalidInputError("cannot change published rows", "epoch", 0, ">= 1",
+                                        "publish all weights first")
             *segments, dense_at = state.buffers[epoch & 1].addresses
             views = [BufferRows(layout, segments, d) for d in range(layout.plan.world_size)]
             places = views[0].places(prepared.writes)
@@ -236,10 +236,10 @@ class Publisher:
         deadline = time.monotonic() + timeout_s
         while busy := self._state.busy(buffer):
             if time.monotonic() > deadline:
-                raise DeadlineError(
-                    fail("a reader does not leave the buffer that is to be overwritten",
-                         "processes", busy, f"an end of its lookups within {timeout_s:g} s",
-                         "look at that process (stopped?), or end it"))
+                raise DeadlineError("a reader does not leave the buffer that is to be overwritten",
+                                    "processes", busy,
+                                    f"an end of its lookups within {timeout_s:g} s",
+                                    "look at that process (stopped?), or end it")
             time.sleep(_WAIT_S)
 
     def _write(self, buffer: int, epoch: int, rows: Callable[[str], Rows],
@@ -257,10 +257,9 @@ class Publisher:
             covered = 0
             for begin, values in rows(name):
                 if begin < 0 or begin + values.shape[0] > spec.num_rows:
-                    raise InvalidInputError(
-                        fail(f"cannot publish table {name!r}", "rows",
-                             (begin, begin + values.shape[0]), f"within 0..{spec.num_rows}",
-                             "pass this table's rows"))
+                    raise InvalidInputError(f"cannot publish table {name!r}", "rows",
+                                            (begin, begin + values.shape[0]),
+                                            f"within 0..{spec.num_rows}", "pass this table's rows")
                 for at in range(0, values.shape[0], CHUNK_ROWS):
                     chunk = values[at:at + CHUNK_ROWS]
                     ids = np.arange(begin + at, begin + at + chunk.shape[0])
@@ -270,9 +269,8 @@ class Publisher:
                             torch.ops.oper.place_rows(*views[0].places([write]))
                 covered += values.shape[0]
             if covered != spec.num_rows:
-                raise InvalidInputError(
-                    fail(f"cannot publish table {name!r}", "rows", covered, f"{spec.num_rows}",
-                         "pass all rows of this table once"))
+                raise InvalidInputError(f"cannot publish table {name!r}", "rows", covered,
+                                        f"{spec.num_rows}", "pass all rows of this table once")
         for view in views:
             view.publish()  # replicas
         for entry in layout.dense:
@@ -295,8 +293,8 @@ class Publisher:
 
     def _check_open(self) -> None:
         if not self._state.buffers:
-            raise OperError(fail("the publication was closed", "name", self.name, "an open one",
-                                 "publish again"))
+            raise OperError("the publication was closed", "name", self.name, "an open one",
+                            "publish again")
 
     def close(self) -> None:
         """Accept no more readers and forget the tables; attached ones keep what they have."""
@@ -432,9 +430,9 @@ def _listen(name: str) -> socket.socket:
         listener.bind(socket_name(name))
     except OSError as error:
         listener.close()
-        raise OperError(fail("cannot publish tables", "name", name,
-                             "a name that no running publisher has",
-                             f"choose another name, or end that publisher ({error})")) from error
+        raise OperError("cannot publish tables", "name", name,
+                        "a name that no running publisher has",
+                        f"choose another name, or end that publisher ({error})") from error
     return listener
 
 
