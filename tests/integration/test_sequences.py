@@ -12,10 +12,16 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
-from oper.shmem.batch import Lookup
-from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import assert_bitwise, plans_for, run_ranks, whole
+from tests.runtime_support import (
+    Case,
+    assert_bitwise,
+    make_steps,
+    plans_for,
+    same_bits,
+    train_virtual,
+    whole,
+)
 from tests.world_support import run_world
 
 DIM = 20
@@ -72,43 +78,16 @@ def test_an_empty_batch() -> None:
 # ---- every plan and world size -------------------------------------------------------------------
 
 
-def _train_virtual(world_size: int, plan: Any, steps: int) -> tuple[list[Any], dict[str, Any]]:
-    plain = collection()
-    features = [(f, n) for n, (_, fs) in TABLES.items() for f in fs]
-    key_of = torch.tensor([KEYS.index(f) for f, _ in features])
-    optimizer = oper.Adam(lr=0.01, eps=1e-4)
-
-    def body(group: Any) -> tuple[list[Any], dict[str, Any]]:
-        tables = ShardedTables(plan, features, group, optimizer, 1 / world_size)
-        for name, weight in plain.state_dict().items():
-            tables.write(name.split(".")[1], weight)
-        tables.publish()
-        outputs = []
-        for step in range(steps):
-            kjt = sequences(step + 50 * group.rank, (9, 0, 4, 1)[(group.rank + step) % 4])
-            out = tables.lookup(Lookup(kjt.values(), kjt.lengths(), key_of, kjt.stride(),
-                                       pooled=False))
-            outputs.append(out.detach().clone())
-            (out * torch.cos(torch.arange(out.numel()).view(out.shape))).sum().backward()
-        tables.barrier()
-        return outputs, {f"{n} {p}": tables.read(n, part=p) for n in TABLES
-                         for p in ("rows", "momentum1", "momentum2")}
-
-    ranks = run_ranks(world_size, body)
-    for _, parts in ranks[1:]:
-        assert_bitwise(parts, ranks[0][1], "two ranks")
-    return [outputs for outputs, _ in ranks], ranks[0][1]
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_plans_are_bitwise_equal(world_size: int) -> None:
-    specs = [TableSpec(n, rows, DIM, tuple(fs), "none", optimizer="adam")
-             for n, (rows, fs) in TABLES.items()]
-    plans = plans_for(specs, world_size)
-    want = _train_virtual(world_size, plans.pop("striped"), 5)
-    assert {o.shape[0] for o in want[0][0]} >= {0}  # a rank had an empty batch
-    for name, plan in plans.items():
-        assert_bitwise(_train_virtual(world_size, plan, 5), want, name)
+    case = Case(tuple(TableSpec(n, rows, DIM, tuple(features), "none")
+                      for n, (rows, features) in TABLES.items()), tuple(KEYS))
+    steps = make_steps(case, world_size, 5)
+    want, *others = (train_virtual(case, plan, steps, oper.Adam(lr=0.01, eps=1e-4))
+                     for plan in plans_for(case.tables, world_size).values())
+    assert any(not out.shape[0] for out in want.outputs[0])  # a rank had an empty batch
+    for other in others:
+        same_bits(other, want)
 
 
 # ---- processes -----------------------------------------------------------------------------------

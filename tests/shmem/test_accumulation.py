@@ -41,7 +41,7 @@ def test_unpooled() -> None:
     tables = tuple(replace(t, dim=16, pooling="none") for t in dlrm_case().tables)
     case = replace(dlrm_case(), tables=tables)
     micro, whole = (run_ranks(2, lambda g, how=how: train(
-        case, mixed_plan(tables, 2, 1), EVERY["sgd"], g, how, False))
+        case, mixed_plan(tables, 2, 1), EVERY["sgd"], g, how))
         for how in ("whole", "joined"))
     assert_bitwise(micro, whole, "micro-batches and one batch")
 

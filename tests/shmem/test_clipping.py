@@ -25,7 +25,6 @@ from tests.runtime_support import (
     make_steps,
     mixed_plan,
     rich_plan,
-    same_bits,
     train_reference,
 )
 from tests.shmem.test_optimizers import fbgemm_peer
@@ -71,18 +70,6 @@ def split_plan(case: Case, world_size: int) -> Plan:
             Piece(a, b, (Tier(0, t.num_rows, "owned", (k % world_size,)),))
             for k, (a, b) in enumerate(itertools.pairwise(cut)))))
     return Plan(world_size, tuple(entries))
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_plans_are_bitwise_equal(base: str) -> None:
-    optimizer = replace(BASES[base], max_gradient=ELEMENT, max_row_norm=NORM)
-    case = case_of()
-    steps = make_steps(case, 2, 3)
-    runs = [train_sharded(case, plan, steps, optimizer) for plan in (
-        uniform_plan(case.tables, 2, "striped"), uniform_plan(case.tables, 2, "replicated"),
-        mixed_plan(case.tables, 2, 3))]
-    for run in runs[1:]:
-        same_bits(run, runs[0], "plans")
 
 
 def test_some_tables_clip_and_some_do_not() -> None:

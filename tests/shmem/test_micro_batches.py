@@ -46,15 +46,16 @@ def parts_of(case: Case, rank: int, step: int) -> list[Batch]:
             for m, size in enumerate((7, 0 if rank else 12, 5))]
 
 
-def gradient(out: torch.Tensor, batch: Batch, pooled: bool) -> torch.Tensor:
-    """What does not depend on how samples are grouped."""
-    return (out - batch.target).detach() if pooled else out.detach() * 2 + 1
+def gradient(out: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """What does not depend on how samples are grouped, pooled or not."""
+    return (out.detach() - batch.target if out.shape == batch.target.shape else
+            out.detach() * 2 + 1)
 
 
 def one_pass(tables: ShardedTables, case: Case, part: Batch) -> torch.Tensor:
     """Forward and backward; what was looked up."""
     out = tables.lookup(part.lookup(case))
-    out.backward(gradient(out, part, True))
+    out.backward(gradient(out, part))
     return out
 
 
@@ -95,7 +96,7 @@ def in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
             body(k, tables.lookup(batch))
 
 
-def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str, pooled: bool = True
+def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str
           ) -> dict[str, torch.Tensor]:
     """Rows; `how`: ``"joined"`` into one batch, ``"whole"``, in ``"parts"`` or ``"ahead"``."""
     tables = open_tables(case, plan, group, optimizer)
@@ -103,11 +104,11 @@ def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str, po
         parts = parts_of(case, group.rank, step)
         if how == "joined":
             parts = [joined(case, parts)]
-        batches = [replace(p.lookup(case), pooled=pooled) for p in parts]
+        batches = [p.lookup(case) for p in parts]
         before = tables.read("large")
 
         def passes(k: int, out: torch.Tensor, parts: list[Batch] = parts) -> None:
-            out.backward(gradient(out, parts[k], pooled))
+            out.backward(gradient(out, parts[k]))
 
         if how in ("joined", "whole"):
             for k, batch in enumerate(batches[:-1]):
@@ -141,7 +142,7 @@ def test_one_rank_and_unpooled() -> None:
     tables = tuple(replace(t, dim=16, pooling="none") for t in dlrm_case().tables)
     case = replace(dlrm_case(), tables=tables)
     plan = mixed_plan(tables, 1, 1)
-    whole, ahead = (train(case, plan, EVERY["sgd"], SingleGroup(), how, False)
+    whole, ahead = (train(case, plan, EVERY["sgd"], SingleGroup(), how)
                     for how in ("whole", "ahead"))
     assert_near(ahead, whole, "ahead", 2e-5)
 
@@ -212,7 +213,7 @@ def test_an_error_inside_updates_nothing(domains: tuple[int, ...] | None) -> Non
         batches = [p.lookup(case) for p in parts]
 
         def passes(k: int, out: torch.Tensor) -> None:
-            out.backward(gradient(out, parts[k], True))
+            out.backward(gradient(out, parts[k]))
 
         def failing(k: int, out: torch.Tensor) -> None:
             if k:
@@ -297,7 +298,7 @@ def test_gradients_must_not_change_while_the_thread_uses_them(
           MicroBatches([tables], num_passes)):
         out = tables.lookup(part.lookup(case))
         tables.turns.parts._worker.ask(begin.wait, 20)  # the thread is busy
-        grad = gradient(out, part, True)
+        grad = gradient(out, part)
         out.backward(grad)
         grad.zero_()
         begin.set()
@@ -344,7 +345,7 @@ def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
                 want = tables.lookup(part.lookup(case))
             out = tables.lookup(begun.result())
             assert_bitwise(out.detach(), want, "rows")
-            out.backward(gradient(out, part, True))
+            out.backward(gradient(out, part))
         assert tables.num_steps == 1
 
     run_ranks(2, body, domains=(0, 1))
@@ -382,7 +383,7 @@ def _two_collections(group: Any) -> str:
                 for tables in both:
                     out = tables.lookup(part.lookup(case))
                     bad = k == 1 and group.rank == 1
-                    out.backward(gradient(out, part, True) * (float("nan") if bad else 1.0))
+                    out.backward(gradient(out, part) * (float("nan") if bad else 1.0))
     except OperError as error:
         told = type(error).__name__
     for tables in both:
@@ -406,7 +407,7 @@ def _lose_a_peer(rank: int, world_size: int) -> str:
     def passes(k: int, out: torch.Tensor) -> None:
         if k == 1 and rank == 1:
             os._exit(9)
-        out.backward(gradient(out, parts[k], True))
+        out.backward(gradient(out, parts[k]))
 
     try:
         in_parts(tables, [p.lookup(case) for p in parts], True, passes)
