@@ -150,6 +150,11 @@ def make_batch(case: Case, seed: int, size: int) -> Batch:
                  weights if case.weighted else None, target)
 
 
+def bags_of_one(ids: torch.Tensor) -> Lookup:
+    """One bag for each id, of one feature."""
+    return Lookup(ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64), ids.numel())
+
+
 def make_steps(case: Case, world_size: int, steps: int, seed: int = 0) -> list[list[Batch]]:
     """Batches by step and rank; sizes differ between ranks and some are empty."""
     turns = (case.base_batch, case.base_batch // 3, 0, case.base_batch + 7)
