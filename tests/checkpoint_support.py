@@ -152,10 +152,10 @@ def flat(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
     return {prefix: (full() if full else state).detach().clone()}
 
 
-def run_ranks(body: Callable[..., dict[str, torch.Tensor]], world_size: int, *args: Any
-              ) -> dict[str, torch.Tensor]:
+def run_ranks(body: Callable[..., dict[str, torch.Tensor]], world_size: int, *args: Any,
+              **options: Any) -> dict[str, torch.Tensor]:
     """What `body` returns, which must be the same on all ranks."""
-    first, *others = run_world(world_size, body, *args)
+    first, *others = run_world(world_size, body, *args, **options)
     for other in others:
         assert_bitwise(other, first, "two ranks")
     return first

@@ -398,7 +398,6 @@ def test_a_refused_part_ends_that_of_all_collections() -> None:
 
 
 def _lose_a_peer(rank: int, world_size: int) -> str:
-    os.environ["OPER_DOMAIN"] = "ab"[rank]
     case = dlrm_case()
     tables = open_tables(case, uniform_plan(case.tables, 2), ProcessGroup(),
                          OPTIMIZERS["rowwise_adagrad"])
@@ -418,6 +417,6 @@ def _lose_a_peer(rank: int, world_size: int) -> str:
 
 
 def test_a_peer_that_ends_inside_is_named() -> None:
-    with world(2, _lose_a_peer, env={"OPER_DEADLINE_S": "20"}) as running:
+    with world(2, _lose_a_peer, labels="ab", env={"OPER_DEADLINE_S": "20"}) as running:
         told = running.receive(0)
     assert told.startswith("PeerLostError") and "rank=1" in told, told
