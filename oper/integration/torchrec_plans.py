@@ -8,7 +8,7 @@ A TorchRec plan says for every table one of a few sharding types. What OPER's pl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -347,6 +347,7 @@ def _as_stripe(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
 # -- OPER as TorchRec's planner --------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class OperPlanner(ShardingPlanner):
     """A planner for ``DistributedModelParallel(..., plan=planner.collective_plan(...))``.
 
@@ -365,16 +366,14 @@ class OperPlanner(ShardingPlanner):
         lost: what the export of the plan in OPER's space left out.
     """
 
-    def __init__(self, stats: AccessStats | None = None, topology: Topology | None = None, *,
-                 batch_size: int = 4096, constraints: Mapping[str, Any] | None = None,
-                 device_type: str = "cpu") -> None:
-        self.stats = stats
-        self.topology = topology
-        self.batch_size = batch_size
-        self.constraints = constraints
-        self.device_type = device_type
-        self.oper_plan: Plan | None = None
-        self.lost: list[str] = []
+    stats: AccessStats | None = None
+    topology: Topology | None = None
+    _: KW_ONLY
+    batch_size: int = 4096
+    constraints: Mapping[str, Any] | None = None
+    device_type: str = "cpu"
+    oper_plan: Plan | None = field(default=None, init=False)
+    lost: list[str] = field(default_factory=list, init=False)
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
         """Plan the collections of `module` that one of `sharders` shards (all when None).

@@ -148,14 +148,13 @@ def _by_owner(d: TableDirectory, positions: np.ndarray
             yield x, rank, torch.from_numpy(at[here]), torch.from_numpy(number[here])
 
 
+@dataclass(frozen=True, slots=True)
 class _Domain:
     """One memory domain of a host, as the rows' base class wants its ranks."""
 
-    is_local = True
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    rank: int
+    world_size: int
+    is_local: bool = True
 
     def all_gather(self, value: Any) -> list[Any]:
         return [value] * self.world_size
