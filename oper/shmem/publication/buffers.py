@@ -148,7 +148,7 @@ def _by_owner(d: TableDirectory, positions: np.ndarray
             yield x, rank, torch.from_numpy(at[here]), torch.from_numpy(number[here])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Domain:
     """One memory domain of a host, as the rows' base class wants its ranks."""
 
