@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -43,10 +43,13 @@ def placed(dim: int, pooling: str = "sum", tiers: tuple[Tier, ...] | None = None
 
 
 @contextmanager
-def published(plan: Plan, values: torch.Tensor) -> Iterator[tuple[Publisher, list[Reader]]]:
+def published(plan: Plan, values: torch.Tensor | Mapping[str, torch.Tensor]
+              ) -> Iterator[tuple[Publisher, list[Reader]]]:
+    """Rows of the one table, or by table, with a reader of each domain within this process."""
     name = f"test-{os.getpid()}-{time.monotonic_ns()}"
     publisher = Publisher(name, plan, {})
-    publisher.publish_rows(lambda _: [(0, values)], {})
+    publisher.publish_rows(
+        lambda table: [(0, values[table] if isinstance(values, Mapping) else values)], {})
     readers = [Reader(name, domain=d) for d in range(plan.world_size)]
     try:
         yield publisher, readers

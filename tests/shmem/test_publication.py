@@ -136,22 +136,31 @@ def reader(publisher: Publisher, name: str) -> Iterator[Reader]:
     found.close()
 
 
+def publisher_and_readers(name: str, num_domains: int, processes: list[Process]) -> Publisher:
+    """In its first epoch, with two readers."""
+    publisher = Publisher(name, plan(num_domains), dense(0))
+    publisher.publish_rows(constant(1), dense(1))
+    processes += [Process(name, str(k % num_domains)) for k in range(2)]
+    return publisher
+
+
+def assert_whole_epochs(processes: list[Process]) -> None:
+    for process in processes:
+        looks, torn, epochs = map(int, process.out.readline().split())
+        assert torn == 0
+        assert looks >= epochs > 3
+
+
 @pytest.mark.parametrize("num_domains", [1, 2])
 def test_readers_see_whole_epochs_of_one_copy(num_domains: int, name: str,
                                               processes: list[Process]) -> None:
-    publisher = Publisher(name, plan(num_domains), dense(0))
-    publisher.publish_rows(constant(1), dense(1))
-    for k in range(2):
-        processes.append(Process(name, str(k % num_domains)))
+    publisher = publisher_and_readers(name, num_domains, processes)
     assert [p.first for p in processes] == ["ready"] * 2
     assert publisher.readers() == sorted(p.run.pid for p in processes)
     for epoch in range(2, 21):
         assert publisher.publish_rows(constant(epoch), dense(epoch)) == epoch
         time.sleep(0.01)  # where processors are few, readers have their turn
-    for process in processes:
-        looks, torn, epochs = map(int, process.out.readline().split())
-        assert torn == 0
-        assert looks >= epochs > 3
+    assert_whole_epochs(processes)
     wait_for(lambda: publisher.memory_bytes()["spare"] == 0)
     pss = [pss_bytes(os.getpid(), TABLES), *(int(p.ask()) for p in processes)]
     held = publisher.memory_bytes()
@@ -165,20 +174,14 @@ def test_readers_see_whole_epochs_of_one_copy(num_domains: int, name: str,
 def test_rows_that_change_in_place_are_seen_whole(num_domains: int, name: str,
                                                   processes: list[Process]) -> None:
     name = name[:-2] + "41"
-    publisher = Publisher(name, plan(num_domains), dense(0))
-    publisher.publish_rows(constant(1), dense(1))
-    for k in range(2):
-        processes.append(Process(name, str(k % num_domains)))
+    publisher = publisher_and_readers(name, num_domains, processes)
     ids = {s.name: np.random.default_rng(s.dim).permutation(s.num_rows) for s in SPECS}
     for epoch in range(3, 42, 2):
         rows = {s.name: (ids[s.name], torch.full((s.num_rows, s.dim), float(epoch)))
                 for s in SPECS}
         assert publisher.commit(publisher.prepare_rows(rows, dense(epoch))) == epoch
         time.sleep(0.01)
-    for process in processes:
-        looks, torn, epochs = map(int, process.out.readline().split())
-        assert torn == 0
-        assert looks >= epochs > 3
+    assert_whole_epochs(processes)
     assert publisher.memory_bytes()["spare"] == 0
     reader = Reader(name)
     with pytest.raises(FileFormatError, match="checksums='none'"):
