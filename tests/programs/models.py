@@ -318,6 +318,8 @@ class Batch:
         keys = rng.permutation([*used, "extra"]).tolist() if shape == "other_keys" else used
         rows = {k: min((t["rows"] for t in emb["tables"] if k in t["features"]), default=5)
                 for k in keys}
+        if emb["half"] and shape == "variable":  # torch adds up gradients of shared bags in fp16
+            shape = "usual"
         strides = [int(rng.integers(1, size + 1)) if shape == "variable" else size for _ in keys]
         lengths = [self._lengths(rng, stride, shape) for stride in strides]
         ids = torch.cat([self._ids(rng, rows[k], int(n.sum()), shape)
