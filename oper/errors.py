@@ -7,7 +7,14 @@ from __future__ import annotations
 
 
 class OperError(Exception):
-    """Base of all errors raised on purpose by this package."""
+    """Base of all errors raised on purpose by this package.
+
+    Takes the parts of a message in the package's form, or a text alone.
+    """
+
+    def __init__(self, what: object = "", name: str | None = None, value: object = None,
+                 expected: str = "", todo: str = "") -> None:
+        super().__init__(what if name is None else fail(str(what), name, value, expected, todo))
 
 
 class InvalidInputError(OperError, ValueError):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.checkpoint.weights import Source, Weights
 from oper.integration.fused_interaction import FusedDLRM, fuse as fused
 from oper.integration.targets import (
@@ -39,24 +39,25 @@ from oper.topology import Topology
 _BATCH = 2048  # that plans for several memory domains are made for
 
 
-class Publication:
+class Publication(Publisher):
     """A published model: what `publish` returns.
+
+    Args:
+        name, dense, keep_spare, checksum: as for `Publisher`.
+        plan: where the rows are, and as what types.
+        keys: ``state_dict`` key of each table, by name.
+        held: the tables as the model has them, by name.
 
     Attributes:
         name: by which workers attach.
     """
 
-    def __init__(self, publisher: Publisher, keys: Mapping[str, str],
-                 held: Mapping[str, TableSpec]) -> None:
-        self.name = publisher.name
-        self._publisher = publisher
-        self._keys = dict(keys)  # by table
+    def __init__(self, name: str, plan: Plan, dense: Mapping[str, torch.Tensor],
+                 keys: Mapping[str, str], held: Mapping[str, TableSpec], keep_spare: bool,
+                 checksum: bool) -> None:
+        super().__init__(name, plan, dense, keep_spare, checksum)
+        self._keys = dict(keys)
         self._held = dict(held)
-
-    @property
-    def epoch(self) -> int:
-        """Number of the last weights: grows by one with `publish`, by two with `apply`."""
-        return self._publisher.epoch
 
     def publish(self, weights: Source, timeout_s: float = 60.0) -> int:
         """Replace all weights, tables and dense ones, at once for every worker.
@@ -76,12 +77,12 @@ class Publication:
             InvalidInputError, FileFormatError: weights that do not fit; the old ones stay.
             DeadlineError: a worker does not finish (named by process id); the old ones stay.
         """
-        dense = [e.key for e in self._publisher.layout.dense]
+        layout = self.layout
+        dense = [e.key for e in layout.dense]
         source = Weights(weights, [*self._keys.values(), *dense])
-        layout = self._publisher.layout
         wanted = {name: replace(spec, dtype="float32") if layout.is_mixed(name) else spec
                   for name, spec in layout.specs.items()}
-        return self._publisher.publish(
+        return self.publish_rows(
             lambda name: source.rows(self._keys[name], self._held[name], wanted[name]),
             {key: source.tensor(key) for key in dense}, timeout_s)
 
@@ -108,37 +109,16 @@ class Publication:
 
     def prepare(self, rows: Changes, dense: Mapping[str, torch.Tensor] | None = None) -> Prepared:
         """The first part of `apply`, which keeps nobody waiting: checks and rounds the changes."""
-        entries = self._publisher.layout.dense
-        source = Weights(dense, [e.key for e in entries]) if dense else None
-        return self._publisher.prepare(rows, {} if source is None else {
-            e.key: source.tensor(e.key) for e in entries})
-
-    def commit(self, prepared: Prepared, timeout_s: float = 1.0) -> int:
-        """The second part of `apply`: makes the changes that `prepare` gave. Calls that begin
-        meanwhile wait, so that a thread of low priority should not do it."""
-        return self._publisher.commit(prepared, timeout_s)
+        if dense:
+            entries = self.layout.dense
+            source = Weights(dense, [e.key for e in entries])
+            dense = {e.key: source.tensor(e.key) for e in entries}
+        return self.prepare_rows(rows, dense or {})
 
     @property
     def plan(self) -> Plan:
         """Where the rows are, and as what types."""
-        return self._publisher.layout.plan
-
-    def readers(self) -> list[int]:
-        """Process ids of the attached workers."""
-        return self._publisher.readers()
-
-    def memory_bytes(self) -> dict[str, int]:
-        """Bytes: ``tables`` and ``dense`` of one epoch, ``spare`` held by the other buffer now."""
-        return self._publisher.memory_bytes()
-
-    @property
-    def page_kind(self) -> str:
-        """``"4KiB"`` or ``"2MiB"`` (or a mix in per cent)."""
-        return self._publisher.page_kind
-
-    def close(self) -> None:
-        """Let no more workers in and forget the tables; attached workers go on with theirs."""
-        self._publisher.close()
+        return self.layout.plan
 
     def __enter__(self) -> Publication:
         return self
@@ -191,8 +171,8 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
         >>> served.close(); publication.close()
     """
     if not isinstance(stats, AccessStats | None):
-        raise InvalidInputError(fail("cannot publish a model", "stats", stats,
-                                     "AccessStats, or None", "pass AccessStats.load(file)"))
+        raise InvalidInputError("cannot publish a model", "stats", stats, "AccessStats, or None",
+                                "pass AccessStats.load(file)")
     targets = sharded_targets(model)
     if not targets:
         targets = _named_targets(model)
@@ -203,14 +183,13 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
     if error_budget is None:
         placed = _placed(typed(list(held.values()), row_dtype), stats, plan)
     elif stats is None or row_dtype is not None or plan is not None:
-        raise InvalidInputError(fail("cannot choose types of rows", "stats, row_dtype, plan",
-                                     (stats, row_dtype, plan), "statistics, and neither of these",
-                                     "say how often rows are looked up, or leave error_budget out"))
+        raise InvalidInputError("cannot choose types of rows", "stats, row_dtype, plan",
+                                (stats, row_dtype, plan), "statistics, and neither of these",
+                                "say how often rows are looked up, or leave error_budget out")
     else:
         source = Weights(model if weights is None else weights, [*keys.values(), *dense])
         placed = _by_hotness(source, keys, held, stats, error_budget)
-    publisher = Publisher(name, placed, dense, keep_spare, checksum)
-    publication = Publication(publisher, keys, held)
+    publication = Publication(name, placed, dense, keys, held, keep_spare, checksum)
     try:
         publication.publish(model if weights is None else weights)
     except BaseException:
@@ -399,9 +378,9 @@ def _dense_of(model: nn.Module, targets: list[Target]) -> dict[str, torch.Tensor
         if key.startswith(tuple(inside)):
             continue
         if not isinstance(value, torch.Tensor):
-            raise InvalidInputError(
-                fail("cannot publish a model", key, type(value).__name__,
-                     "tensors in its state_dict", "keep such modules outside of the model"))
+            raise InvalidInputError("cannot publish a model", key, type(value).__name__,
+                                    "tensors in its state_dict",
+                                    "keep such modules outside of the model")
         found[key] = value.detach()
     return found
 
@@ -422,18 +401,18 @@ def _check_same(reader: Reader, targets: list[Target], dense: Mapping[str, torch
     mine = {s.name: s for t in targets for s in t.specs}
     theirs = reader.layout.specs
     if set(mine) != set(theirs):
-        raise InvalidInputError(fail(what, "tables", sorted(set(mine) ^ set(theirs))[:8],
-                                     "the same tables", "build the published model"))
+        raise InvalidInputError(what, "tables", sorted(set(mine) ^ set(theirs))[:8],
+                                "the same tables", "build the published model")
     for table, spec in mine.items():
         for field in ("num_rows", "dim", "pooling"):
             if getattr(spec, field) != getattr(theirs[table], field):
-                raise InvalidInputError(
-                    fail(what, f"{field} of table {table!r}", getattr(spec, field),
-                         f"{getattr(theirs[table], field)}", "build the published model"))
+                raise InvalidInputError(what, f"{field} of table {table!r}", getattr(spec, field),
+                                        f"{getattr(theirs[table], field)}",
+                                        "build the published model")
     entries = {e.key: e.shape for e in reader.layout.dense}
     shapes = {key: tuple(value.shape) for key, value in dense.items()}
     if entries != shapes:
         different = sorted(k for k in {*entries, *shapes} if entries.get(k) != shapes.get(k))
-        raise InvalidInputError(
-            fail(what, "weights", {k: shapes.get(k) for k in different[:4]},
-                 f"{ {k: entries.get(k) for k in different[:4]} }", "build the published model"))
+        raise InvalidInputError(what, "weights", {k: shapes.get(k) for k in different[:4]},
+                                f"{ {k: entries.get(k) for k in different[:4]} }",
+                                "build the published model")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.splitting import detached, features_in, joined, split_batch
 from oper.sharding import micro_batches, tables_of
 from oper.shmem.tables import ShardedTables
@@ -69,8 +69,8 @@ class MicroBatchPipeline:
                  split: Callable[[Any, int], tuple[list[Any], list[int]]] | None = None) -> None:
         self._tables: list[ShardedTables] = tables_of(model, "cannot train in parts")
         if num_parts is not None and (not isinstance(num_parts, int) or num_parts < 1):
-            raise InvalidInputError(fail("cannot train in parts", "num_parts", num_parts,
-                                         "an integer above 0, or None", "pass for example 4"))
+            raise InvalidInputError("cannot train in parts", "num_parts", num_parts,
+                                    "an integer above 0, or None", "pass for example 4")
         self.num_parts = num_parts
         self._model, self._optimizer = model, optimizer
         self._split = split or split_batch

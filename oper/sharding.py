@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.messages import EXACT, MessageBits
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES, Plan
 from oper.rows.read_only import one_copy_per_domain
@@ -119,8 +119,8 @@ def shard(
         describe(target, objective, optimizer)
     name_tables(targets, module)
     if row_dtype is not None and objective == "training":
-        raise InvalidInputError(fail("cannot shard for training", "row_dtype", row_dtype, "None",
-                                     "choose types of rows for inference"))
+        raise InvalidInputError("cannot shard for training", "row_dtype", row_dtype, "None",
+                                "choose types of rows for inference")
     held = {s.name: s for t in targets for s in t.specs}  # before rows change their type
     wanted = {s.name: s for s in typed(list(held.values()), row_dtype)}
     rules = _dynamic_tables(targets, dynamic)
@@ -180,20 +180,20 @@ def _dynamic_tables(targets: Sequence[Target], dynamic: Any) -> dict[str, Dynami
     what = "cannot make tables dynamic"
     if not isinstance(dynamic, Mapping | None) or any(
             not isinstance(rule, DynamicTable) for rule in (dynamic or {}).values()):
-        raise InvalidInputError(fail(what, "dynamic", dynamic,
-                                     "an oper.DynamicTable, or some by table name",
-                                     "pass for example {table: oper.DynamicTable()}"))
+        raise InvalidInputError(what, "dynamic", dynamic,
+                                "an oper.DynamicTable, or some by table name",
+                                "pass for example {table: oper.DynamicTable()}")
     rules = dict(dynamic or {})
     unknown = sorted(set(rules) - set(names))
     if unknown:
-        raise InvalidInputError(fail(what, "tables", unknown, f"some of {names[:8]}",
-                                     "name tables that are sharded"))
+        raise InvalidInputError(what, "tables", unknown, f"some of {names[:8]}",
+                                "name tables that are sharded")
     for target in targets:
         padding = getattr(target.module, "padding_idx", None)
         if padding is not None and target.specs[0].name in rules:
-            raise InvalidInputError(fail(what, f"padding_idx of {target.specs[0].name!r}", padding,
-                                         "None, since every number is a key",
-                                         "leave padding out of the bags"))
+            raise InvalidInputError(what, f"padding_idx of {target.specs[0].name!r}", padding,
+                                    "None, since every number is a key",
+                                    "leave padding out of the bags")
     return rules
 
 
@@ -212,18 +212,17 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
             ("optimizer", Optimizer | None, "oper.SGD(lr=...), oper.RowWiseAdagrad(lr=...), "
              "another optimizer of docs/reference/optimizers.md, or None")):
         if not isinstance(given[name], kinds):
-            raise InvalidInputError(fail("cannot shard", name, given[name], expected,
-                                         "pass one of these"))
+            raise InvalidInputError("cannot shard", name, given[name], expected,
+                                    "pass one of these")
     paths = given["modules"]
     if paths is not None and (isinstance(paths, str) or not isinstance(paths, Iterable)
                               or not all(isinstance(p, str) for p in paths)):
-        raise InvalidInputError(fail("cannot shard", "modules", paths, "a list of paths",
-                                     f"pass [{paths!r}]" if isinstance(paths, str)
-                                     else "name modules as named_modules() does"))
+        raise InvalidInputError("cannot shard", "modules", paths, "a list of paths",
+                                f"pass [{paths!r}]" if isinstance(paths, str)
+                                else "name modules as named_modules() does")
     if given["objective"] not in OBJECTIVES:
-        raise InvalidInputError(fail("cannot shard", "objective", given["objective"],
-                                     EXPECTED_OBJECTIVE,
-                                     "say whether the model trains or only infers"))
+        raise InvalidInputError("cannot shard", "objective", given["objective"], EXPECTED_OBJECTIVE,
+                                "say whether the model trains or only infers")
 
 
 def find_tables(model: nn.Module) -> list[ShardedTables]:
@@ -238,8 +237,8 @@ def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
     """As `find_tables`; raises InvalidInputError, which begins with `what`, when there are none."""
     found = find_tables(model)
     if not found:
-        raise InvalidInputError(fail(what, "model", type(model).__name__,
-                                     "a model that oper.shard returned", "shard it first"))
+        raise InvalidInputError(what, "model", type(model).__name__,
+                                "a model that oper.shard returned", "shard it first")
     return found
 
 
@@ -326,18 +325,18 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
     """
     if not isinstance(plan, Plan):
         if not isinstance(plan, str | os.PathLike):
-            raise InvalidInputError(fail("cannot move tables to another plan", "plan", plan,
-                                         "a Plan or a plan file",
-                                         "pass the plan that oper.replan found, or a plan file"))
+            raise InvalidInputError("cannot move tables to another plan", "plan", plan,
+                                    "a Plan or a plan file",
+                                    "pass the plan that oper.replan found, or a plan file")
         plan = Plan.load(plan)
     from oper.shmem.renumbering import check_renumbering, renumber
 
     found = tables_of(model, "nothing to move to another plan")
     rows = {} if remap is None else load_remap(remap)
     if rows and bytes_per_step is not None:
-        raise InvalidInputError(fail("cannot move tables to another plan", "bytes_per_step",
-                                     bytes_per_step, "None with a re-map",
-                                     "rows are renumbered between two batches: leave it out"))
+        raise InvalidInputError("cannot move tables to another plan", "bytes_per_step",
+                                bytes_per_step, "None with a re-map",
+                                "rows are renumbered between two batches: leave it out")
     for tables in found:
         check_renumbering(tables, rows)
     budget = bytes_per_step
@@ -398,10 +397,9 @@ def _the_plan(tables: list[TableSpec], stats: Any, plan: Any, topology: Any, gro
     elif not isinstance(topology, Topology) and os.fspath(topology) != THIS_HOST:
         topology = topology_preset(os.fspath(topology))
     if isinstance(topology, Topology) and topology.world_size != group.world_size:
-        raise InvalidInputError(
-            fail("cannot plan for another number of ranks", "ranks of the topology",
-                 topology.world_size, f"{group.world_size} as the process group has",
-                 "pass a topology of that size, or leave it out"))
+        raise InvalidInputError("cannot plan for another number of ranks", "ranks of the topology",
+                                topology.world_size, f"{group.world_size} as the process group has",
+                                "pass a topology of that size, or leave it out")
     made: Plan | Exception | None = None
     if group.rank == 0:
         try:

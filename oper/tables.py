@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, require
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Rows that are only read, of codes with so many bits, in the layout of FBGEMM's IntNBit tables: a
@@ -96,37 +96,25 @@ class TableSpec:
     optimizer: str = "rowwise_adagrad"
 
     def __post_init__(self) -> None:
-        what = f"invalid table {self.name!r}"
-        if not isinstance(self.name, str) or not self.name:
-            raise InvalidInputError(fail(what, "name", self.name, "a non-empty name", "name it"))
         features: object = self.features  # whatever a caller or a file gave
-        if not isinstance(features, tuple | list) or not all(isinstance(f, str) for f in features):
-            raise InvalidInputError(
-                fail(what, "features", self.features, "a sequence of names", "correct the table")
-            )
-        for field in ("num_rows", "dim"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidInputError(
-                    fail(what, field, value, "an integer >= 1", "correct the table")
-                )
-        for field, allowed in (
-            ("pooling", POOLINGS),
-            ("dtype", DTYPES),
-            ("optimizer", tuple(OPTIMIZERS)),
-        ):
-            value = getattr(self, field)
-            if value not in allowed:
-                raise InvalidInputError(
-                    fail(what, field, value, f"one of {allowed}", "correct the table")
-                )
+        require(
+            f"invalid table {self.name!r}", "correct the table",
+            ("name", self.name, isinstance(self.name, str) and self.name != "", "a non-empty name"),
+            ("features", features, isinstance(features, tuple | list)
+             and all(isinstance(f, str) for f in features), "a sequence of names"),
+            *((name, value, isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+               "an integer >= 1") for name, value in (("num_rows", self.num_rows),
+                                                      ("dim", self.dim))),
+            *((name, value, value in allowed, f"one of {allowed}") for name, value, allowed in (
+                ("pooling", self.pooling, POOLINGS), ("dtype", self.dtype, DTYPES),
+                ("optimizer", self.optimizer, tuple(OPTIMIZERS)))))
         if self.dtype in CODE_BITS and self.optimizer != "none":
-            raise InvalidInputError(
-                fail(what, "optimizer", self.optimizer, f"'none' for rows of {self.dtype}",
-                     "train in a float type and quantise for inference"))
+            raise InvalidInputError(f"invalid table {self.name!r}", "optimizer", self.optimizer,
+                                    f"'none' for rows of {self.dtype}",
+                                    "train in a float type and quantise for inference")
         if self.dtype == "int4" and self.dim % 2:
-            raise InvalidInputError(
-                fail(what, "dim", self.dim, "an even number for int4 rows", "use int8"))
+            raise InvalidInputError(f"invalid table {self.name!r}", "dim", self.dim,
+                                    "an even number for int4 rows", "use int8")
         object.__setattr__(self, "features", tuple(self.features))
 
     @property
@@ -167,9 +155,8 @@ class TableSpec:
         try:
             return TableSpec(**value)
         except TypeError as error:
-            raise InvalidInputError(
-                fail("cannot read a table", "fields", value, "TableSpec's fields", str(error))
-            ) from None
+            raise InvalidInputError("cannot read a table", "fields", value, "TableSpec's fields",
+                                    str(error)) from None
 
 
 def check_unique(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
@@ -177,16 +164,15 @@ def check_unique(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
     result = tuple(tables)
     for table in result:
         if not isinstance(table, TableSpec):
-            raise InvalidInputError(fail("invalid tables", "table", table, "an oper.TableSpec",
-                                         "describe it by name, num_rows and dim"))
+            raise InvalidInputError("invalid tables", "table", table, "an oper.TableSpec",
+                                    "describe it by name, num_rows and dim")
     names = [t.name for t in result]
     if not names:
-        raise InvalidInputError(fail("no tables", "tables", [], "at least one table", "add one"))
+        raise InvalidInputError("no tables", "tables", [], "at least one table", "add one")
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
-        raise InvalidInputError(
-            fail("two tables share a name", "names", twice, "unique names", "rename one")
-        )
+        raise InvalidInputError("two tables share a name", "names", twice, "unique names",
+                                "rename one")
     return result
 
 

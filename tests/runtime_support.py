@@ -18,7 +18,7 @@ import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import (
     LAMB,
     SGD,
@@ -80,6 +80,10 @@ class Case:
     def columns(self) -> int:
         return sum(t.dim * len(t.features) for t in self.tables)
 
+    @property
+    def is_pooled(self) -> bool:
+        return self.tables[0].pooling != "none"
+
     def table(self, name: str) -> TableSpec:
         return next(t for t in self.tables if t.name == name)
 
@@ -104,7 +108,7 @@ class Batch:
         return self.target.shape[0]
 
     def lookup(self, case: Case) -> Lookup:
-        return Lookup(self.ids, self.lengths, case.key_of, self.size, self.weights)
+        return Lookup(self.ids, self.lengths, case.key_of, self.size, self.weights, case.is_pooled)
 
 
 def dlrm_case(optimizer: str = "rowwise_adagrad", **fields: Any) -> Case:
@@ -146,6 +150,11 @@ def make_batch(case: Case, seed: int, size: int) -> Batch:
                  weights if case.weighted else None, target)
 
 
+def bags_of_one(ids: torch.Tensor) -> Lookup:
+    """One bag for each id, of one feature."""
+    return Lookup(ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64), ids.numel())
+
+
 def make_steps(case: Case, world_size: int, steps: int, seed: int = 0) -> list[list[Batch]]:
     """Batches by step and rank; sizes differ between ranks and some are empty."""
     turns = (case.base_batch, case.base_batch // 3, 0, case.base_batch + 7)
@@ -160,7 +169,9 @@ def initial_weights(case: Case, seed: int = 7) -> dict[str, torch.Tensor]:
 
 
 def rank_loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean over a rank's own batch; 0 for an empty batch."""
+    """Mean over a rank's own batch; 0 for an empty batch. Every number of a sequence counts."""
+    if out.shape != target.shape:  # rows of sequences
+        target = torch.cos(torch.arange(out.numel())).view(out.shape)
     return ((out - target.to(out.dtype)) ** 2).sum() / max(1, out.shape[0])
 
 
@@ -396,6 +407,11 @@ def open_tables(case: Case, plan: Plan, group: Any, optimizer: Optimizers | None
     return tables
 
 
+def open_alone(case: Case, optimizer: Optimizers | None) -> ShardedTables:
+    """The tables on one rank."""
+    return open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizer)
+
+
 def train_rank(case: Case, plan: Plan, steps: list[list[Batch]], optimizer: Optimizers,
                group: Any, between: Callable[[ShardedTables, int], None] | None = None) -> Result:
     """One rank's part of a training run; every rank reads all tables at the end.
@@ -466,6 +482,28 @@ def assert_bitwise(a: Any, b: Any, what: str) -> None:
         assert a.shape == b.shape and a.dtype == b.dtype, what
         assert torch.equal(a.contiguous().view(bits), b.contiguous().view(bits)), (
             f"{what}: bits differ")
+
+
+def assert_near(got: Any, want: Any, what: str, tolerance: float = 1e-5) -> None:
+    """Tensors within `tolerance` of the largest value, through dicts and lists."""
+    if isinstance(want, dict):
+        assert got.keys() == want.keys(), what
+        for key in want:
+            assert_near(got[key], want[key], f"{what}: {key}", tolerance)
+    elif isinstance(want, list | tuple):
+        for k, (x, y) in enumerate(zip(got, want, strict=True)):
+            assert_near(x, y, f"{what} [{k}]", tolerance)
+    else:
+        assert got.shape == want.shape, f"{what}: {tuple(got.shape)} for {tuple(want.shape)}"
+        if want.numel():
+            gap, largest = (got.double() - want.double()).abs().max(), want.abs().max()
+            assert gap <= tolerance * largest, f"{what}: differs by {gap}, largest value {largest}"
+
+
+def whole(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of a state_dict's tensors, whole. Collective where it holds DTensors."""
+    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
+            for k, v in state.items()}
 
 
 def same_bits(got: Result, want: Result, what: str = "runs", replicas: bool = False) -> None:

@@ -78,16 +78,14 @@ def steps_of(rank: int, world_size: int, path: Path, steps: Any, count: int
     return found
 
 
-def in_processes(rank: int, world_size: int, labels: str, path: Path
-                 ) -> list[tuple[dict[str, int], int]]:
-    os.environ["OPER_DOMAIN"] = labels[rank]
+def in_processes(rank: int, world_size: int, path: Path) -> list[tuple[dict[str, int], int]]:
     return steps_of(rank, world_size, path, (2, 4), 5)
 
 
 @pytest.mark.parametrize("labels", ["aa", "ab"])
 def test_every_phase_of_two_processes(labels: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    ranks = run_world(2, in_processes, labels, path)
+    ranks = run_world(2, in_processes, path, labels=labels)
     trace, bars = read(path)
     assert_nested(bars)
     phases = [b for b in bars if b["cat"] == "phase"]

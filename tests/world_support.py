@@ -30,10 +30,12 @@ class World:
     """Processes of one gloo group, running `body(rank, world_size, *args)`.
 
     A rank may report before it ends with `report(value)`; its return value is its last report.
+    `labels`: a letter for each rank; those of different letters share no memory. None: all do.
     """
 
     def __init__(self, world_size: int, body: Callable[..., Any], *args: Any,
-                 env: dict[str, str] | None = None, timeout_s: float = 240.0) -> None:
+                 env: dict[str, str] | None = None, timeout_s: float = 240.0, labels: str = ""
+                 ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._deadline = time.monotonic() + timeout_s
         self._pipes: list[Connection] = []
@@ -43,6 +45,8 @@ class World:
         whole = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
         for rank in range(world_size):
             mine, theirs = _CONTEXT.Pipe(duplex=False)
+            if labels:
+                whole = {**whole, "OPER_DOMAIN": labels[rank]}
             process = _CONTEXT.Process(
                 target=_main, daemon=True,
                 args=(rank, world_size, store, theirs, whole, body, args))

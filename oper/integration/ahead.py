@@ -43,8 +43,7 @@ class Ahead:
         """
         parts = self._tables.turns.parts
         if parts is not None:
-            started: Future[Lookup] = parts.start(batch)
-            return started
+            return parts.start(batch)
         with self._lock:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-ahead")

@@ -15,7 +15,7 @@ from typing import Any
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.table_tensor import TableParameter
 
 
@@ -61,10 +61,10 @@ def wrappers_of(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
         if not hasattr(ddp, "module") or not any(id(m) in inside for m in ddp.module.modules()):
             continue
         if not any(p.requires_grad and id(p) not in tables for p in ddp.module.parameters()):
-            raise InvalidInputError(
-                fail("cannot shard inside of DistributedDataParallel", "parameters beside the "
-                     "tables", 0, "some for DistributedDataParallel to average",
-                     "shard the module itself: sharded tables need no wrapper"))
+            raise InvalidInputError("cannot shard inside of DistributedDataParallel",
+                                    "parameters beside the tables", 0,
+                                    "some for DistributedDataParallel to average",
+                                    "shard the module itself: sharded tables need no wrapper")
         found.append(ddp)
     return found
 

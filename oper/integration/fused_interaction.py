@@ -104,8 +104,7 @@ class _Perceptrons:
                            [layer.bias for layer, _ in layers], [int(relu) for _, relu in layers])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.oper.perceptrons(x, *self._arguments)
-        return out
+        return torch.ops.oper.perceptrons(x, *self._arguments)
 
 
 class _OfUsers:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 
 def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
@@ -32,10 +32,9 @@ def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
     sizes = {x.stride() if isinstance(x, KeyedJaggedTensor) else x.shape[0]
              for x in _leaves(batch) if not isinstance(x, torch.Tensor) or x.dim()}
     if len(sizes) != 1 or min(sizes) < num_parts:
-        raise InvalidInputError(
-            fail("cannot split a batch", "samples of its tensors", sorted(sizes),
-                 f"one number, at least {num_parts} as there are parts",
-                 "pass split=, use fewer parts, or drop the last, smaller batch"))
+        raise InvalidInputError("cannot split a batch", "samples of its tensors", sorted(sizes),
+                                f"one number, at least {num_parts} as there are parts",
+                                "pass split=, use fewer parts, or drop the last, smaller batch")
     (size,) = sizes
     bounds = [k * size // num_parts for k in range(num_parts + 1)]
     return _split(batch, bounds), [b - a for a, b in pairwise(bounds)]
@@ -89,9 +88,9 @@ def _split(value: Any, bounds: Sequence[int]) -> list[Any]:
 def _split_features(features: KeyedJaggedTensor, bounds: Sequence[int]
                     ) -> list[KeyedJaggedTensor]:
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-        raise InvalidInputError(
-            fail("cannot split a batch", "features", "with batch sizes or samples of their own",
-                 "one bag per sample and feature", "pass split="))
+        raise InvalidInputError("cannot split a batch", "features",
+                                "with batch sizes or samples of their own",
+                                "one bag per sample and feature", "pass split=")
     keys, size, weights = features.keys(), features.stride(), features.weights_or_none()
     lengths = features.lengths().view(len(keys), size)
     at = torch.tensor([[k * size + b for k in range(len(keys))] for b in bounds])
@@ -135,8 +134,8 @@ def joined(found: Sequence[Any], sizes: Sequence[int]) -> Any:
         return sum(x * n for x, n in zip(found, sizes, strict=True)) / sum(sizes)
     if children is None:
         raise InvalidInputError(
-            fail("cannot put together what the parts of a batch have returned", "type",
-                 type(first).__name__, "tensors, numbers, what is the same for all parts, and "
-                 "tuples, lists, dicts and dataclasses of these", "return the tensors in it"))
+            "cannot put together what the parts of a batch have returned", "type",
+            type(first).__name__, "tensors, numbers, what is the same for all parts, and "
+            "tuples, lists, dicts and dataclasses of these", "return the tensors in it")
     of_parts = zip(*(_children(x) or [] for x in found), strict=True)
     return _like(first, [joined(x, sizes) for x in of_parts])

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.integration.checkpoint.key_state import key_entries, key_names, load_key_entries
 from oper.integration.checkpoint.table_state import load_tables, table_entry, warn_of_conversions
 from oper.integration.table_tensor import TableParameter
@@ -45,10 +45,10 @@ class FixedEntries(dict[str, Any]):
 
 def _refuse_replacement(name: str, value: str) -> NoReturn:
     raise InvalidInputError(
-        fail("cannot replace a part of a sharded module", name, value,
-             "the one that is there, whose rows the plan has placed",
-             "copy values into its weight (weight.data.copy_(values), load_state_dict), or leave "
-             "this module out of modules="))
+        "cannot replace a part of a sharded module", name, value,
+        "the one that is there, whose rows the plan has placed",
+        "copy values into its weight (weight.data.copy_(values), load_state_dict), or leave "
+        "this module out of modules=")
 
 
 class TableModule(nn.Module):
@@ -81,9 +81,9 @@ class TableModule(nn.Module):
         after = fn(probe)
         if after.dtype != probe.dtype or after.device != probe.device:
             raise InvalidInputError(
-                fail(f"cannot convert sharded table {self._name!r}", "dtype, device",
-                     (after.dtype, str(after.device)), f"{probe.dtype}, {probe.device}",
-                     "convert the model before sharding it, or only its other modules"))
+                f"cannot convert sharded table {self._name!r}", "dtype, device",
+                (after.dtype, str(after.device)), f"{probe.dtype}, {probe.device}",
+                "convert the model before sharding it, or only its other modules")
         return self
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -141,10 +141,9 @@ class TableEmbedding(TableModule, nn.Embedding):
 
 
 def _refuse_lookup(module: TableModule) -> NoReturn:
-    raise OperError(
-        fail("cannot look up in one table of a sharded collection", "table", module._name,
-             "a batch for the collection", "call the collection, or shard the table as a module of "
-             "its own"))
+    raise OperError("cannot look up in one table of a sharded collection", "table", module._name,
+                    "a batch for the collection",
+                    "call the collection, or shard the table as a module of its own")
 
 
 class TableModules(nn.ModuleDict):
@@ -177,7 +176,6 @@ def leave_alone(module: nn.Module) -> None:
 
 def refuse_script(module: nn.Module) -> NoReturn:
     """Raise OperError: TorchScript cannot hold shared rows."""
-    raise OperError(
-        fail("sharded tables cannot be scripted or traced", "module", type(module).__name__,
-             "a program that runs in Python, or torch.compile",
-             "script the dense part only, or use torch.compile"))
+    raise OperError("sharded tables cannot be scripted or traced", "module", type(module).__name__,
+                    "a program that runs in Python, or torch.compile",
+                    "script the dense part only, or use torch.compile")

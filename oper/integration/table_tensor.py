@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.integration.checkpoint.table_state import rank0_values
 from oper.shmem.tables import ShardedTables
@@ -124,10 +124,10 @@ class TableTensor(torch.Tensor):
         if value is self:
             return
         if tuple(value.shape) != tuple(self.shape) or value.dtype != self.dtype:
-            raise InvalidInputError(
-                fail(f"cannot set the data of table {self._rows.name!r}", "shape, dtype",
-                     (tuple(value.shape), value.dtype), f"{tuple(self.shape)}, {self.dtype}",
-                     "shard a model with a table of that shape and dtype"))
+            raise InvalidInputError(f"cannot set the data of table {self._rows.name!r}",
+                                    "shape, dtype", (tuple(value.shape), value.dtype),
+                                    f"{tuple(self.shape)}, {self.dtype}",
+                                    "shard a model with a table of that shape and dtype")
         self.detach().copy_(value)
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
@@ -144,10 +144,10 @@ class TableTensor(torch.Tensor):
         return values if dtype is None else values.astype(dtype)
 
     def _refuse_storage(self, *_: Any, **__: Any) -> NoReturn:
-        raise InvalidInputError(
-            fail(f"cannot give out the memory of table {self._rows.name!r}", "tensor",
-                 type(self).__name__, "a tensor with storage: rows lie where the plan has put them",
-                 "take a copy: weight.detach().clone()"))
+        raise InvalidInputError(f"cannot give out the memory of table {self._rows.name!r}",
+                                "tensor", type(self).__name__,
+                                "a tensor with storage: rows lie where the plan has put them",
+                                "take a copy: weight.detach().clone()")
 
     data_ptr = storage = share_memory_ = apply_ = _refuse_storage
     __dlpack__ = __dlpack_device__ = _refuse_storage
@@ -216,10 +216,9 @@ class TableParameter(TableTensor):
     def requires_grad(self, value: bool) -> None:
         tables = self._rows.tables
         if value and tables.optimizers is None:
-            raise InvalidInputError(
-                fail(f"cannot train table {self._rows.name!r}", "requires_grad", value,
-                     "False for tables that were sharded for inference",
-                     "shard the model with objective='training'"))
+            raise InvalidInputError(f"cannot train table {self._rows.name!r}", "requires_grad",
+                                    value, "False for tables that were sharded for inference",
+                                    "shard the model with objective='training'")
         torch._C.TensorBase.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
         if tables.optimizers is not None:
             tables.frozen = tables.frozen - {self._rows.name} if value else (
@@ -231,10 +230,10 @@ class TableParameter(TableTensor):
     def register_hook(self, hook: Any) -> NoReturn:
         """Refused: no gradient of the table is ever made."""
         raise InvalidInputError(
-            fail(f"cannot hook the gradient of table {self._rows.name!r}", "hook", hook,
-                 "no hooks, since lookups update the rows without such a gradient",
-                 "clip with the optimizer's max_gradient or max_row_norm; tag tables with an "
-                 "optimizer before they are sharded"))
+            f"cannot hook the gradient of table {self._rows.name!r}", "hook", hook,
+            "no hooks, since lookups update the rows without such a gradient",
+            "clip with the optimizer's max_gradient or max_row_norm; tag tables with an "
+            "optimizer before they are sharded")
 
     register_post_accumulate_grad_hook = register_hook
 
@@ -245,10 +244,9 @@ class TableParameter(TableTensor):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":  # torch.utils.swap_tensors
-            raise InvalidInputError(
-                fail(f"cannot swap table {self._rows.name!r}", "with", value.__name__,
-                     "the tensor that stands for the table",
-                     "copy values into it: weight.data.copy_(values)"))
+            raise InvalidInputError(f"cannot swap table {self._rows.name!r}", "with",
+                                    value.__name__, "the tensor that stands for the table",
+                                    "copy values into it: weight.data.copy_(values)")
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
@@ -262,10 +260,10 @@ class TableParameter(TableTensor):
 def _refuse_gradient(parameter: TableParameter) -> NoReturn:
     parameter.grad = None
     raise InvalidInputError(
-        fail(f"cannot take a gradient of table {parameter._rows.name!r}", "gradient",
-             "of its weight, read as a tensor", "gradients of lookups, which update the rows",
-             "use weight.detach() in what is not a lookup (a regulariser, a tied projection), or "
-             "leave this module out of modules="))
+        f"cannot take a gradient of table {parameter._rows.name!r}", "gradient",
+        "of its weight, read as a tensor", "gradients of lookups, which update the rows",
+        "use weight.detach() in what is not a lookup (a regulariser, a tied projection), or "
+        "leave this module out of modules=")
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: frozenset[str]
@@ -291,10 +289,9 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: 
     out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
     for x in changed:
         if plain_of[id(x)].shape != x.shape:
-            raise InvalidInputError(fail(
-                f"cannot change the shape of table {x._rows.name!r}", "shape",
-                tuple(plain_of[id(x)].shape), f"{tuple(x.shape)}",
-                "shard a model with a table of that shape"))
+            raise InvalidInputError(f"cannot change the shape of table {x._rows.name!r}", "shape",
+                                    tuple(plain_of[id(x)].shape), f"{tuple(x.shape)}",
+                                    "shard a model with a table of that shape")
     for copied in {id(c): c for c in (
             copies[id(x._rows.tables), x._rows.name] for x in changed)}.values():
         copied.write_back()
@@ -309,10 +306,10 @@ def _refuse_tracked(table: TableTensor, arguments: list[torch.Tensor]) -> None:
     """Raise InvalidInputError where autograd would record what is written to a table."""
     for x in arguments:
         if not isinstance(x, TableTensor) and x.requires_grad:
-            raise InvalidInputError(
-                fail(f"cannot write to table {table._rows.name!r}", "requires_grad of the values",
-                     True, "False, since rows are no part of a graph",
-                     "write values.detach(), or under torch.no_grad()"))
+            raise InvalidInputError(f"cannot write to table {table._rows.name!r}",
+                                    "requires_grad of the values", True,
+                                    "False, since rows are no part of a graph",
+                                    "write values.detach(), or under torch.no_grad()")
 
 
 class _Copy:

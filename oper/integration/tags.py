@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.optim.optimizers import (
     LAMB,
     SGD,
@@ -60,17 +60,15 @@ def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
     home = classes[0].__module__.split(".")[0]
     if len(classes) != 1 or name not in _KNOWN or home not in ("torch", "torchrec"):
         raise InvalidInputError(
-            fail(_WHAT, "optimizer", [f"{c.__module__}.{c.__name__}" for c in classes],
-                 f"one of torch's or TorchRec's {sorted(_KNOWN)}",
-                 "tag the tables with one of these"))
+            _WHAT, "optimizer", [f"{c.__module__}.{c.__name__}" for c in classes],
+            f"one of torch's or TorchRec's {sorted(_KNOWN)}", "tag the tables with one of these")
     make, arguments = _KNOWN[name]
     chosen = _in_our_names(name, given)
     for key in [k for k in chosen if k not in {*arguments, *_CLIPPING, "decoupled"}]:
         value = chosen.pop(key)
         if key not in _NEUTRAL or value != _NEUTRAL[key]:
-            raise InvalidInputError(
-                fail(_WHAT, f"{name}.{key}", value, f"{_NEUTRAL.get(key, 'not given')}",
-                     "leave that argument out"))
+            raise InvalidInputError(_WHAT, f"{name}.{key}", value,
+                                    f"{_NEUTRAL.get(key, 'not given')}", "leave that argument out")
     if "lr" not in chosen:
         own = inspect.signature(classes[0].__init__).parameters.get("lr")
         chosen["lr"] = _FBGEMM_LR if own is None else own.default
@@ -83,8 +81,8 @@ def _in_our_names(name: str, given: dict[str, Any]) -> dict[str, Any]:
     for ours, theirs in (("lr", {"learning_rate"}), ("betas", {"beta1", "beta2"})):
         twice = sorted(theirs & given.keys())
         if ours in given and twice:
-            raise InvalidInputError(fail(_WHAT, f"{name}.{ours}, {twice}", given[ours],
-                                         "one of torch's and FBGEMM's names", f"leave out {twice}"))
+            raise InvalidInputError(_WHAT, f"{name}.{ours}, {twice}", given[ours],
+                                    "one of torch's and FBGEMM's names", f"leave out {twice}")
     if not given.pop("gradient_clipping", False):
         given.pop("max_gradient", None)
     if "learning_rate" in given:
@@ -98,8 +96,7 @@ def _in_our_names(name: str, given: dict[str, Any]) -> dict[str, Any]:
         if mode == "NONE":
             given["weight_decay"] = 0.0
     elif "decoupled" in given:
-        raise InvalidInputError(fail(_WHAT, f"{name}.decoupled", given["decoupled"],
-                                     "no such argument",
-                                     "use FBGEMM's weight_decay_mode=WeightDecayMode.DECOUPLE"))
+        raise InvalidInputError(_WHAT, f"{name}.decoupled", given["decoupled"], "no such argument",
+                                "use FBGEMM's weight_decay_mode=WeightDecayMode.DECOUPLE")
     return given
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.tables import TableSpec, plan_names
 
 if TYPE_CHECKING:
@@ -79,24 +79,23 @@ def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target
     behind = {t.path: why for t in targets if (why := _own_behaviour(t))}
     if wanted is not None and behind:
         raise InvalidInputError(
-            fail("cannot shard a module that does more than look up", "modules", behind,
-                 "modules that behave as the class that they are derived from",
-                 "hold that class as a member of the module, and leave these out of modules="))
+            "cannot shard a module that does more than look up", "modules", behind,
+            "modules that behave as the class that they are derived from",
+            "hold that class as a member of the module, and leave these out of modules=")
     targets = [t for t in targets if t.path not in behind]
     if wanted is None:
         _warn_of_unsharded(module, behind)
     done = [path for path, child in module.named_modules() if hasattr(child, "tables")
             and type(child).__module__.startswith("oper.integration")]
     if done and not targets:
-        raise InvalidInputError(
-            fail("nothing to shard", "modules", done[:8], "modules that are not sharded yet",
-                 "shard a model once"))
+        raise InvalidInputError("nothing to shard", "modules", done[:8],
+                                "modules that are not sharded yet", "shard a model once")
     missing = set(wanted or ()) - {t.path for t in targets}
     if missing or not targets:
         raise InvalidInputError(
-            fail("nothing to shard", "modules", sorted(missing) or type(module).__name__,
-                 "paths of EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag or "
-                 "nn.Embedding modules", "name embedding modules of this model"))
+            "nothing to shard", "modules", sorted(missing) or type(module).__name__,
+            "paths of EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag or "
+            "nn.Embedding modules", "name embedding modules of this model")
     _refuse_shared_parameters(module, targets)
     return targets
 
@@ -154,9 +153,9 @@ def _refuse_shared_parameters(module: nn.Module, targets: list[Target]) -> None:
             first = owner.setdefault(id(parameter), here)
             ours = any(p in ("", x) or x.startswith(f"{p}.") for x in (first, here) for p in paths)
             if first != here and ours:
-                raise InvalidInputError(
-                    fail("cannot shard a parameter shared between modules", "parameters",
-                         (first, here), "each table in one module", "untie them"))
+                raise InvalidInputError("cannot shard a parameter shared between modules",
+                                        "parameters", (first, here), "each table in one module",
+                                        "untie them")
 
 
 def describe(target: Target, objective: str, default: Optimizer | None) -> None:
@@ -169,18 +168,18 @@ def describe(target: Target, objective: str, default: Optimizer | None) -> None:
 
     if objective == "training":
         if target.is_quantised:
-            raise InvalidInputError(
-                fail("cannot train quantised tables", "module", target.path or "the model",
-                     "a float collection", "pass objective='inference'"))
+            raise InvalidInputError("cannot train quantised tables", "module",
+                                    target.path or "the model", "a float collection",
+                                    "pass objective='inference'")
         # A collection's parameters are <kind>.<table>.weight, a torch module's is weight.
         own = {p.split(".")[1] if target.is_collection else target.path or "weight": parameter
                for p, parameter in target.module.named_parameters()}
         for table, parameter in own.items():
             if parameter._backward_hooks:
                 raise InvalidInputError(
-                    fail(f"cannot shard table {table!r} for training", "hooks on its gradient",
-                         len(parameter._backward_hooks), "none, since it has no such gradient",
-                         "remove them, or clip with the optimizer's max_gradient or max_row_norm"))
+                    f"cannot shard table {table!r} for training", "hooks on its gradient",
+                    len(parameter._backward_hooks), "none, since it has no such gradient",
+                    "remove them, or clip with the optimizer's max_gradient or max_row_norm")
             tagged = None
             if hasattr(parameter, "_optimizer_classes"):
                 from oper.integration.tags import tagged_optimizer
@@ -189,11 +188,11 @@ def describe(target: Target, objective: str, default: Optimizer | None) -> None:
             chosen = tagged or default
             if chosen is None:
                 raise InvalidInputError(
-                    fail("cannot shard for training",
-                         f"optimizer of table {table!r} in {target.path or 'the model'}", None,
-                         "one for every table",
-                         "pass optimizer=oper.RowWiseAdagrad(lr=...), or tag the tables with "
-                         "torchrec.optim.apply_optimizer_in_backward before sharding"))
+                    "cannot shard for training",
+                    f"optimizer of table {table!r} in {target.path or 'the model'}", None,
+                    "one for every table",
+                    "pass optimizer=oper.RowWiseAdagrad(lr=...), or tag the tables with "
+                    "torchrec.optim.apply_optimizer_in_backward before sharding")
             target.optimizers[table] = chosen
     names = {t: target.optimizers[t].name if target.optimizers else "none"
              for t in own_names(target)}
@@ -238,14 +237,14 @@ def typed(specs: Sequence[TableSpec], row_dtype: str | Mapping[str, str] | None
     if isinstance(row_dtype, str):
         return [replace(s, dtype=row_dtype) for s in specs]
     if not isinstance(row_dtype, Mapping):
-        raise InvalidInputError(fail("cannot choose types of rows", "row_dtype", row_dtype,
-                                     "the name of a type, or names by table",
-                                     "pass for example 'float16', or {table: type}"))
+        raise InvalidInputError("cannot choose types of rows", "row_dtype", row_dtype,
+                                "the name of a type, or names by table",
+                                "pass for example 'float16', or {table: type}")
     unknown = set(row_dtype) - {s.name for s in specs}
     if unknown:
-        raise InvalidInputError(fail("cannot choose types of rows", "tables", sorted(unknown),
-                                     f"some of {[s.name for s in specs][:8]}",
-                                     "name tables of this collection"))
+        raise InvalidInputError("cannot choose types of rows", "tables", sorted(unknown),
+                                f"some of {[s.name for s in specs][:8]}",
+                                "name tables of this collection")
     return [replace(s, dtype=row_dtype.get(s.name, s.dtype)) for s in specs]
 
 

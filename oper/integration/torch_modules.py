@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.checkpoint.table_state import load_optimizer_entries, optimizer_entries
 from oper.integration.table_module import TableModule, refuse_script
 from oper.shmem.batch import Lookup
@@ -33,8 +33,8 @@ def module_spec(name: str, module: nn.EmbeddingBag | nn.Embedding, optimizer: st
     }
     for option, (value, allowed) in refused.items():
         if value != allowed:
-            raise InvalidInputError(
-                fail(what, option, value, f"{allowed}", "leave this module out of modules="))
+            raise InvalidInputError(what, option, value, f"{allowed}",
+                                    "leave this module out of modules=")
     return TableSpec(name, module.num_embeddings, module.embedding_dim, (name,), pooling,
                      dtype, optimizer)
 
@@ -57,9 +57,8 @@ class _ShardedModule(TableModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("max_norm", "scale_grad_by_freq") and value:
-            raise InvalidInputError(
-                fail(f"cannot change sharded table {self._name!r}", name, value,
-                     "None or False, as when it was sharded", "leave it as it is"))
+            raise InvalidInputError(f"cannot change sharded table {self._name!r}", name, value,
+                                    "None or False, as when it was sharded", "leave it as it is")
         super().__setattr__(name, value)
 
     @property
@@ -83,11 +82,11 @@ def _refuse(module: _ShardedModule, ids: Any) -> NoReturn:
     if torch._C._get_tracing_state() is not None:
         refuse_script(module)
     if not isinstance(ids, torch.Tensor):
-        raise InvalidInputError(fail("cannot look up", "ids", ids, "an int64 or int32 tensor",
-                                     "pass a tensor"))
-    raise InvalidInputError(
-        fail("cannot look up", "shape of ids", tuple(ids.shape), "[B, L], or [N] with offsets",
-             "flatten the dimensions that are too many"))
+        raise InvalidInputError("cannot look up", "ids", ids, "an int64 or int32 tensor",
+                                "pass a tensor")
+    raise InvalidInputError("cannot look up", "shape of ids", tuple(ids.shape),
+                            "[B, L], or [N] with offsets",
+                            "flatten the dimensions that are too many")
 
 
 class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
@@ -121,28 +120,27 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
                 input, torch.Tensor) or input.dim() not in (1, 2):
             _refuse(self, input)
         if per_sample_weights is not None and self.mode != "sum":
-            raise InvalidInputError(fail("cannot look up", "mode", self.mode,
-                                         "sum with per_sample_weights", "leave the weights out"))
+            raise InvalidInputError("cannot look up", "mode", self.mode,
+                                    "sum with per_sample_weights", "leave the weights out")
         if per_sample_weights is not None and per_sample_weights.shape != input.shape:
-            raise InvalidInputError(
-                fail("cannot look up", "shape of per_sample_weights",
-                     tuple(per_sample_weights.shape), f"{tuple(input.shape)} as the ids have",
-                     "correct the batch"))
+            raise InvalidInputError("cannot look up", "shape of per_sample_weights",
+                                    tuple(per_sample_weights.shape),
+                                    f"{tuple(input.shape)} as the ids have", "correct the batch")
         if input.dim() == 2:
             if offsets is not None:
-                raise InvalidInputError(fail("cannot look up", "offsets", tuple(offsets.shape),
-                                             "no offsets with ids [B, L]", "leave them out"))
+                raise InvalidInputError("cannot look up", "offsets", tuple(offsets.shape),
+                                        "no offsets with ids [B, L]", "leave them out")
             lengths = torch.full((input.shape[0],), input.shape[1], dtype=torch.int64,
                                  device=input.device)
             input = input.reshape(-1)
         else:
             if offsets is None:
-                raise InvalidInputError(fail("cannot look up", "offsets", None,
-                                             "offsets with flat ids", "pass them"))
+                raise InvalidInputError("cannot look up", "offsets", None, "offsets with flat ids",
+                                        "pass them")
             if offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32):
-                raise InvalidInputError(
-                    fail("cannot look up", "offsets", (offsets.dtype, tuple(offsets.shape)),
-                         "int64 or int32, one dimension", "convert the batch"))
+                raise InvalidInputError("cannot look up", "offsets",
+                                        (offsets.dtype, tuple(offsets.shape)),
+                                        "int64 or int32, one dimension", "convert the batch")
             ends = offsets[1:] if self.include_last_offset else torch.cat(
                 [offsets[1:], offsets.new_full((1,), input.numel())])
             lengths = ends - (offsets[:-1] if self.include_last_offset else offsets)

@@ -13,7 +13,6 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -40,7 +39,7 @@ from torchrec.quant.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.ahead import Ahead
 from oper.integration.checkpoint.on_demand import rows_on_demand
 from oper.integration.checkpoint.table_state import (
@@ -96,19 +95,18 @@ def table_specs(collection: Collection,
     for config in configs_of(collection):
         dtype = known.get(config.data_type)
         if dtype is None:
-            raise InvalidInputError(
-                fail(f"cannot shard table {config.name!r}", "data_type", config.data_type,
-                     f"one of {[d.name for d in known]}", "convert the table"))
+            raise InvalidInputError(f"cannot shard table {config.name!r}", "data_type",
+                                    config.data_type, f"one of {[d.name for d in known]}",
+                                    "convert the table")
         if getattr(config, "use_virtual_table", False):
-            raise InvalidInputError(
-                fail(f"cannot shard table {config.name!r}", "use_virtual_table", True,
-                     "a table of num_embeddings rows", "use a plain table, or leave the module out "
-                     "of modules="))
+            raise InvalidInputError(f"cannot shard table {config.name!r}", "use_virtual_table",
+                                    True, "a table of num_embeddings rows",
+                                    "use a plain table, or leave the module out of modules=")
         kept = getattr(config, "num_embeddings_post_pruning", None)
         if kept not in (None, config.num_embeddings):
-            raise InvalidInputError(
-                fail(f"cannot shard table {config.name!r}", "num_embeddings_post_pruning", kept,
-                     "no pruned rows", "quantise without pruning"))
+            raise InvalidInputError(f"cannot shard table {config.name!r}",
+                                    "num_embeddings_post_pruning", kept, "no pruned rows",
+                                    "quantise without pruning")
         pooling = "none"
         if isinstance(config, EmbeddingBagConfig):
             pooling = "mean" if config.pooling == PoolingType.MEAN else "sum"
@@ -129,9 +127,9 @@ def _check_dtypes(collection: Collection) -> None:
         # The unsharded collection holds tables of BF16 as float16.
         if told not in (None, held) and (told, held) != ("bfloat16", "float16"):
             raise InvalidInputError(
-                fail(f"cannot shard table {config.name!r}", "dtype of its weight", held,
-                     f"{told} as its data_type says",
-                     "choose data_type in its configuration instead of converting the module"))
+                f"cannot shard table {config.name!r}", "dtype of its weight", held,
+                f"{told} as its data_type says",
+                "choose data_type in its configuration instead of converting the module")
 
 
 class _Context(Multistreamable):
@@ -255,19 +253,12 @@ def _forget_weights(groups: list[dict[str, Any]]) -> None:
         group["params"] = []
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How one kind of collection names things."""
-
-    prefix: str  # of table parameters in the state_dict
-    unsharded: type
-    pooled: bool
-
-
 class _ShardedCollection(ShardedModule, FusedOptimizerModule):
     """What pooled and unpooled collections have in common."""
 
-    kind: _Kind
+    _prefix: str  # of table parameters in the state_dict
+    _unsharded: type
+    _pooled: bool
 
     def __init__(self, collection: Collection, tables: ShardedTables, names: Mapping[str, str]
                  ) -> None:
@@ -285,13 +276,13 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._last_keys: tuple[list[str], torch.Tensor] = ([], torch.empty(0, dtype=torch.int64))
         self._is_weighted = False
         self._parameters_of = {
-            c.name: f"{self.kind.prefix}.{c.name}.weight" for c in self._configs}
+            c.name: f"{self._prefix}.{c.name}.weight" for c in self._configs}
         trains = {p.split(".")[1]: x.requires_grad for p, x in collection.named_parameters()}
-        table_module = TableBag if self.kind.pooled else TableEmbedding
+        table_module = TableBag if self._pooled else TableEmbedding
         self._table_modules = {
             c.name: table_module(tables, names[c.name], trains.get(c.name, False))
             for c in self._configs}
-        setattr(self, self.kind.prefix, TableModules(self._table_modules))
+        setattr(self, self._prefix, TableModules(self._table_modules))
         self._modules: dict[str, torch.nn.Module | None] = FixedEntries(self._modules)
         self._optimizer = _FusedOptimizer(
             tables, names, self._parameters_of,
@@ -335,11 +326,11 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         if weights is not None and weights.dtype != torch.float32:
             weights = weights.float()
         if features.variable_stride_per_key():
-            lengths, size = padded_lengths(features, self.kind.pooled)
+            lengths, size = padded_lengths(features, self._pooled)
         else:
             lengths, size = features.lengths(), features.stride()
         return Lookup(features.values().contiguous(), lengths.contiguous(), key_of, size, weights,
-                      self.kind.pooled)
+                      self._pooled)
 
     def _match(self, keys: tuple[str, ...]) -> torch.Tensor:
         key_of = self._key_of.get(keys)
@@ -353,9 +344,9 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         at = {key: k for k, key in enumerate(keys)}
         missing = [f for f in self._features if f not in at]
         if missing:
-            raise InvalidInputError(
-                fail("cannot look up", "missing features", missing[:8],
-                     f"keys {self._features[:8]}...", "add them to the KeyedJaggedTensor"))
+            raise InvalidInputError("cannot look up", "missing features", missing[:8],
+                                    f"keys {self._features[:8]}...",
+                                    "add them to the KeyedJaggedTensor")
         with torch.inference_mode(False):  # kept for batches outside of it
             return torch.tensor([at[f] for f in self._features], dtype=torch.int64)
 
@@ -379,7 +370,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     @property
     def unsharded_module_type(self) -> type:
-        return self.kind.unsharded
+        return self._unsharded
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -404,9 +395,9 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def update_shards(self, *_: Any) -> NoReturn:
         """What ``DistributedModelParallel.reshard`` asks for."""
-        raise InvalidInputError(
-            fail("cannot reshard tables that a plan has placed", "tables", list(self._names)[:8],
-                 "another plan for the model", "call oper.migrate(model, plan)"))
+        raise InvalidInputError("cannot reshard tables that a plan has placed", "tables",
+                                list(self._names)[:8], "another plan for the model",
+                                "call oper.migrate(model, plan)")
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_script(self)
@@ -424,7 +415,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
     several tables), values float32 [B, sum of dims].
     """
 
-    kind = _Kind("embedding_bags", EmbeddingBagCollection, True)
+    _prefix, _unsharded, _pooled = "embedding_bags", EmbeddingBagCollection, True
 
     def __init__(self, collection: EmbeddingBagCollection | QuantEmbeddingBagCollection,
                  tables: ShardedTables, names: Mapping[str, str]) -> None:
@@ -475,7 +466,7 @@ class ShardedEmbeddings(_ShardedCollection):
     D], lengths as in the input.
     """
 
-    kind = _Kind("embeddings", EmbeddingCollection, False)
+    _prefix, _unsharded, _pooled = "embeddings", EmbeddingCollection, False
 
     def __init__(self, collection: EmbeddingCollection | QuantEmbeddingCollection,
                  tables: ShardedTables, names: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ A TorchRec plan says for every table one of a few sharding types. What OPER's pl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +25,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError, fail
+from oper.errors import InvalidInputError, PlanError, PlanInfeasibleError
 from oper.integration.torchrec_modules import configs_of, table_specs
 from oper.plan import MAX_PATTERN, Piece, Plan, TablePlan, Tier
 from oper.search.cost.model import evaluate
@@ -64,11 +64,11 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         if self.row_ranges not in ROW_RANGES:
-            raise InvalidInputError(fail("cannot export a plan", "row_ranges", self.row_ranges,
-                                         f"one of {ROW_RANGES}", "choose one of these"))
+            raise InvalidInputError("cannot export a plan", "row_ranges", self.row_ranges,
+                                    f"one of {ROW_RANGES}", "choose one of these")
         if "table_wise" not in self.kinds:
-            raise InvalidInputError(fail("cannot export a plan", "kinds", sorted(self.kinds),
-                                         "table_wise among them", "allow it"))
+            raise InvalidInputError("cannot export a plan", "kinds", sorted(self.kinds),
+                                    "table_wise among them", "allow it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,10 @@ def to_torchrec(plan: Plan, module: nn.Module, options: ExportOptions | None = N
     for spec in wanted:
         held = known.get(spec.name)
         if held is None or (held.num_rows, held.dim) != (spec.num_rows, spec.dim):
-            raise PlanError(fail("the plan is for another model", "table, rows, columns",
-                                 (spec.name, spec.num_rows, spec.dim),
-                                 f"one of {[(t.name, t.num_rows, t.dim) for t in tables][:8]}",
-                                 "make a plan for this model"))
+            raise PlanError("the plan is for another model", "table, rows, columns",
+                            (spec.name, spec.num_rows, spec.dim),
+                            f"one of {[(t.name, t.num_rows, t.dim) for t in tables][:8]}",
+                            "make a plan for this model")
     out = {}
     for path, child in collections_of(module):
         entries = EmbeddingModuleShardingPlan()
@@ -294,9 +294,9 @@ def from_torchrec(sharding_plan: ShardingPlan, tables: Iterable[TableSpec], worl
     for spec in tables:
         shardings = found.get(spec.name, [])
         if len(shardings) != 1:
-            raise PlanError(fail("cannot import a TorchRec plan", f"shardings of {spec.name!r}",
-                                 len(shardings), "1", "name tables as the plan does, with the path "
-                                 "of their module before it where two are called alike"))
+            raise PlanError("cannot import a TorchRec plan", f"shardings of {spec.name!r}",
+                            len(shardings), "1", "name tables as the plan does, with the path "
+                            "of their module before it where two are called alike")
         pieces = _pieces(spec, shardings[0], world_size)
         if scattered:
             pieces = tuple(replace(p, tiers=_as_stripe(p.tiers)) for p in pieces)
@@ -347,6 +347,7 @@ def _as_stripe(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
 # -- OPER as TorchRec's planner --------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class OperPlanner(ShardingPlanner):
     """A planner for ``DistributedModelParallel(..., plan=planner.collective_plan(...))``.
 
@@ -365,16 +366,14 @@ class OperPlanner(ShardingPlanner):
         lost: what the export of the plan in OPER's space left out.
     """
 
-    def __init__(self, stats: AccessStats | None = None, topology: Topology | None = None, *,
-                 batch_size: int = 4096, constraints: Mapping[str, Any] | None = None,
-                 device_type: str = "cpu") -> None:
-        self.stats = stats
-        self.topology = topology
-        self.batch_size = batch_size
-        self.constraints = constraints
-        self.device_type = device_type
-        self.oper_plan: Plan | None = None
-        self.lost: list[str] = []
+    stats: AccessStats | None = None
+    topology: Topology | None = None
+    _: KW_ONLY
+    batch_size: int = 4096
+    constraints: Mapping[str, Any] | None = None
+    device_type: str = "cpu"
+    oper_plan: Plan | None = field(default=None, init=False)
+    lost: list[str] = field(default_factory=list, init=False)
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
         """Plan the collections of `module` that one of `sharders` shards (all when None).
@@ -410,10 +409,10 @@ class OperPlanner(ShardingPlanner):
         if best is None and refused is not None:
             raise refused
         if best is None:
-            raise PlanError(fail("no exported plan fits the topology", "memory_bytes",
-                                 [d.memory_bytes for d in topology.domains][:8],
-                                 "room for whole tables or even row ranges",
-                                 "run the plan by oper.shard, which places single rows"))
+            raise PlanError("no exported plan fits the topology", "memory_bytes",
+                            [d.memory_bytes for d in topology.domains][:8],
+                            "room for whole tables or even row ranges",
+                            "run the plan by oper.shard, which places single rows")
         _, result, self.oper_plan, self.lost = best
         return result
 
@@ -439,17 +438,17 @@ def _offered(module: nn.Module, sharders: Sequence[Any] | None, device_type: str
     """Sharding types that all sharders of the module's collections offer."""
     found = [type(child) for _, child in collections_of(module)]
     if not found:
-        raise InvalidInputError(fail("nothing to plan", "module", type(module).__name__,
-                                     "a model with an EmbeddingBagCollection or "
-                                     "EmbeddingCollection", "pass the model before sharding"))
+        raise InvalidInputError("nothing to plan", "module", type(module).__name__,
+                                "a model with an EmbeddingBagCollection or EmbeddingCollection",
+                                "pass the model before sharding")
     if sharders is None:
         return KINDS
     offered = KINDS
     for kind in set(found):
         able = [s for s in sharders if s.module_type is kind]
         if not able:
-            raise InvalidInputError(fail("nothing to plan with", "sharders", len(sharders),
-                                         f"one for {kind.__name__}", "add it"))
+            raise InvalidInputError("nothing to plan with", "sharders", len(sharders),
+                                    f"one for {kind.__name__}", "add it")
         offered &= frozenset(able[0].sharding_types(device_type))
     return offered
 

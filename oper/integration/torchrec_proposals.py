@@ -32,7 +32,7 @@ from torchrec.modules.embedding_configs import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.torchrec_plans import from_torchrec
 from oper.plan import Plan
 from oper.search.problem.statement import Problem, TableProblem
@@ -62,8 +62,8 @@ def torchrec_proposals(problem: Problem, time_limit_s: float = 10.0) -> Iterator
         InvalidInputError: the time limit is not positive, or a table's dtype is unknown to it.
     """
     if not time_limit_s > 0:
-        raise InvalidInputError(fail("cannot ask TorchRec's planner", "time_limit_s", time_limit_s,
-                                     "> 0", "give it time"))
+        raise InvalidInputError("cannot ask TorchRec's planner", "time_limit_s", time_limit_s,
+                                "> 0", "give it time")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     begin = time.monotonic()
     topology = planner_topology(problem.topology)
@@ -137,9 +137,8 @@ def _module(specs: list[TableSpec]) -> nn.Module:
     device = torch.device("meta")
     for k, spec in enumerate(specs):
         if spec.dtype not in _DTYPES:
-            raise InvalidInputError(fail(f"TorchRec's planner cannot place table {spec.name!r}",
-                                         "dtype", spec.dtype, f"one of {sorted(_DTYPES)}",
-                                         "leave the peer out"))
+            raise InvalidInputError(f"TorchRec's planner cannot place table {spec.name!r}", "dtype",
+                                    spec.dtype, f"one of {sorted(_DTYPES)}", "leave the peer out")
         common: dict[str, Any] = {
             "name": spec.name, "num_embeddings": spec.num_rows, "embedding_dim": spec.dim,
             "feature_names": list(spec.features) or [spec.name], "data_type": _DTYPES[spec.dtype]}

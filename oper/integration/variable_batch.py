@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 
 def padded_lengths(features: KeyedJaggedTensor, pooled: bool) -> tuple[torch.Tensor, int]:
@@ -21,10 +21,9 @@ def padded_lengths(features: KeyedJaggedTensor, pooled: bool) -> tuple[torch.Ten
         InvalidInputError: `pooled`, and no ``inverse_indices``.
     """
     if pooled and features.inverse_indices_or_none() is None:
-        raise InvalidInputError(
-            fail("cannot pool a variable batch per feature", "inverse_indices", None,
-                 "the sample of the whole batch by feature",
-                 "pass inverse_indices to the KeyedJaggedTensor"))
+        raise InvalidInputError("cannot pool a variable batch per feature", "inverse_indices", None,
+                                "the sample of the whole batch by feature",
+                                "pass inverse_indices to the KeyedJaggedTensor")
     strides = features.stride_per_key()
     size = max(strides, default=0)
     if size == min(strides, default=0):
@@ -54,8 +53,8 @@ def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str],
     at = {key: k for k, key in enumerate(keys)}
     missing = [n for n in names if n not in at]
     if missing:
-        raise InvalidInputError(
-            fail(what, "inverse_indices of", missing[:8], f"keys {list(at)[:8]}", remedy))
+        raise InvalidInputError(what, "inverse_indices of", missing[:8], f"keys {list(at)[:8]}",
+                                remedy)
     rows = samples if list(names) == list(keys) else samples[[at[n] for n in names]]
     size = rows.shape[1]
     if not rows.is_cpu or torch.compiler.is_compiling():
@@ -69,10 +68,10 @@ def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str],
     kind = torch.ops.oper.kind_of_rows(rows, limits)
     if kind < len(names):
         found = rows[kind]
-        raise InvalidInputError(
-            fail(what, f"inverse_indices of {names[kind]}", (int(found.min()), int(found.max())),
-                 f"0 <= row < {limits[kind]}, the feature's samples",
-                 "number the distinct samples from 0"))
+        raise InvalidInputError(what, f"inverse_indices of {names[kind]}",
+                                (int(found.min()), int(found.max())),
+                                f"0 <= row < {limits[kind]}, the feature's samples",
+                                "number the distinct samples from 0")
     if kind > len(names):  # every sample has bags of its own
         return values if len(values) == size else values[:size]
     spread_out: torch.Tensor = _Spread.apply(  # type: ignore[no-untyped-call]

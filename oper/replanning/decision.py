@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from oper.analysis import distance
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.plan import Plan, TablePlan
-from oper.replanning.moves import moves, state_bytes
+from oper.replanning.moves import moves
 from oper.rows.directory import TableDirectory
 from oper.search import evaluate, make_plan, make_problem
 from oper.stats import AccessStats, TableStats, hotness_order
+from oper.tables import OPTIMIZERS
 from oper.topology import Topology
 
 
@@ -76,8 +77,8 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
     """
     check_batch(plan)
     if not copy_gbps > 0:
-        raise InvalidInputError(fail("cannot weigh another plan", "copy_gbps", copy_gbps, "> 0",
-                                     "state the rate at which a rank copies rows"))
+        raise InvalidInputError("cannot weigh another plan", "copy_gbps", copy_gbps, "> 0",
+                                "state the rate at which a rank copies rows")
     tables = [t.table for t in plan.tables]
     new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
                     **{"message_bits": plan.message_bits, **dict(options or {})})
@@ -94,10 +95,9 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
 def check_batch(plan: Plan) -> None:
     """Raise InvalidInputError for a plan that does not tell its batch size."""
     if plan.batch_size < 1:
-        raise InvalidInputError(fail(
-            "cannot weigh another plan", "plan.batch_size", plan.batch_size,
-            ">= 1, the samples per rank and step that both are priced for",
-            "state it in the plan, or use one that oper plan has made"))
+        raise InvalidInputError("cannot weigh another plan", "plan.batch_size", plan.batch_size,
+                                ">= 1, the samples per rank and step that both are priced for",
+                                "state it in the plan, or use one that oper plan has made")
 
 
 def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
@@ -134,6 +134,7 @@ def _copied_bytes(plan: Plan) -> int:
     for entry in plan.tables:
         for piece in range(len(entry.pieces)):
             d = TableDirectory(entry, plan.world_size, piece)
-            held += d.num_slots * (d.row_bytes + state_bytes(d))
+            state = OPTIMIZERS[d.table.optimizer].state_bytes(d.dim)
+            held += d.num_slots * (d.row_bytes + state)
             held += d.num_replica_rows * d.row_bytes
     return int(held.max())

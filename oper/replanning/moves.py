@@ -131,9 +131,3 @@ def _sample(tier: TierLayout) -> tuple[np.ndarray, float]:
     if num <= _NUM_SAMPLED:
         return np.arange(start, stop), 1.0
     return np.random.default_rng(0).integers(start, stop, _NUM_SAMPLED), num / _NUM_SAMPLED
-
-
-def state_bytes(directory: TableDirectory) -> int:
-    """Bytes of a row's optimizer state that go with a piece."""
-    return sum(4 if per_row else 4 * directory.dim
-               for _, per_row in OPTIMIZERS[directory.table.optimizer].state)

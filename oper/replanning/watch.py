@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from oper.errors import OperError, fail, require, require_fields
+from oper.errors import OperError, require, require_fields
 from oper.plan import Plan
 from oper.replanning.decision import Replanning, check_batch, replan
 from oper.sharding import migrate, tables_of
@@ -244,8 +244,8 @@ class Replanner:
             except OperError as error:
                 made = error
             except Exception as error:  # others wait for this rank: they must learn of it
-                made = OperError(fail(_WHAT, "error", f"{type(error).__name__}: {error}",
-                                      "a plan", "correct plan_options or the statistics"))
+                made = OperError(_WHAT, "error", f"{type(error).__name__}: {error}", "a plan",
+                                 "correct plan_options or the statistics")
         found = self._group.all_gather(made)[0]
         if isinstance(found, OperError):
             raise found

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.errors import PlanError, fail
+from oper.errors import PlanError
 from oper.plan import MEMORIES, Plan, TablePlan, Tier
 from oper.tables import CODE_BITS, bytes_of_row
 
@@ -80,11 +80,10 @@ class TableDirectory:
         self.column = plan.pieces[piece].start
         self.dim = plan.pieces[piece].stop - plan.pieces[piece].start
         if plan.table.dtype in CODE_BITS and len(plan.pieces) > 1:
-            raise PlanError(
-                fail(f"cannot place table {self.table.name!r}", "columns",
-                     [(p.start, p.stop) for p in plan.pieces],
-                     f"whole rows for {plan.table.dtype}, whose codes share a scale",
-                     "plan without column splits"))
+            raise PlanError(f"cannot place table {self.table.name!r}", "columns",
+                            [(p.start, p.stop) for p in plan.pieces],
+                            f"whole rows for {plan.table.dtype}, whose codes share a scale",
+                            "plan without column splits")
         tiers = plan.pieces[piece].tiers
         # With single dealt tiers the order of rows is irrelevant: arithmetic on the id. All pieces
         # of a table order its rows alike, since they meet by position.
@@ -121,9 +120,8 @@ class TableDirectory:
         self.num_host_replica_rows = replicas - in_device[1]  # int64 [W]
         self.owner_begin = np.concatenate([[0], np.cumsum(slots)])  # int64 [W + 1]
         if plan.table.num_rows > MAX_ROWS:
-            raise PlanError(
-                fail(f"table {self.table.name!r} is too large", "rows", plan.table.num_rows,
-                     f"<= {MAX_ROWS}", "hash its ids into fewer rows or split it in two"))
+            raise PlanError(f"table {self.table.name!r} is too large", "rows", plan.table.num_rows,
+                            f"<= {MAX_ROWS}", "hash its ids into fewer rows or split it in two")
 
     def _lay_out(self, tier: Tier, slots: np.ndarray, replicas: np.ndarray) -> TierLayout:
         """A tier behind the rows and replicated rows that there are."""
@@ -207,15 +205,15 @@ class TableDirectory:
             positions[inside] = layout.tier.start + turn * layout.pattern.size + mine[k]
         return positions
 
-    def head_map(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Words int64 [n] and positions int32 [H] for the kernels, or None.
+    def head_map(self) -> tuple[np.ndarray, ...]:
+        """Words int64 [n] and positions int32 [H] for the kernels; () without a head.
 
         n = ceil(num_rows / 32); bit i % 32 of word i // 32 marks head row i, and the word's high
         half counts the head rows before it; `positions` lists their positions in ascending order
         of id.
         """
         if not self.head_ids.size:
-            return None
+            return ()
         num_words = -(-self.table.num_rows // 32)
         before = np.searchsorted(self._sorted_head, np.arange(num_words, dtype=np.int64) * 32)
         words = before.astype(np.uint64) << np.uint64(32)
@@ -223,13 +221,12 @@ class TableDirectory:
                          np.uint64(1) << (self._sorted_head % 32).astype(np.uint64))
         return words.view(np.int64), self._sorted_positions.astype(np.uint32).view(np.int32)
 
-    def head_order(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Head ids by position and ascending, int32 [H] each (bits of uint32), or None."""
+    def head_order(self) -> tuple[np.ndarray, ...]:
+        """Head ids by position and ascending, int32 [H] each (bits of uint32); () without."""
         if not self.head_ids.size:
-            return None
-        by_position, increasing = (ids.astype(np.uint32).view(np.int32)
-                                   for ids in (self.head_ids, self._sorted_head))
-        return by_position, increasing
+            return ()
+        return tuple(ids.astype(np.uint32).view(np.int32)
+                     for ids in (self.head_ids, self._sorted_head))
 
 
 def directories_of(plan: Plan, may_mix: bool = False) -> list[TableDirectory]:
@@ -242,9 +239,9 @@ def directories_of(plan: Plan, may_mix: bool = False) -> list[TableDirectory]:
              for t in plan.tables for piece in range(len(t.pieces))]
     for d in found:
         if d.is_mixed and not may_mix:
-            raise PlanError(fail(f"cannot shard table {d.table.name!r}", "types of its rows",
-                                 [(x.tier.start, x.dtype) for x in d.tiers], "one",
-                                 "publish it with oper.publish, whose tables may have several"))
+            raise PlanError(f"cannot shard table {d.table.name!r}", "types of its rows",
+                            [(x.tier.start, x.dtype) for x in d.tiers], "one",
+                            "publish it with oper.publish, whose tables may have several")
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from oper.errors import PlanError, fail
+from oper.errors import PlanError
 from oper.plan import Plan, TablePlan, Tier
 
 
@@ -72,12 +72,12 @@ def with_row_dtypes(entry: TablePlan, dtypes: Sequence[tuple[int, str]], hottest
     what = f"cannot give ranges of rows of table {spec.name!r} types of their own"
     common = min(head.size, hottest.size)
     if not np.array_equal(head[:common], hottest[:common]):
-        raise PlanError(fail(what, "head_ids", head[:4].tolist(), f"{hottest[:4].tolist()}...",
-                             "plan from the same statistics"))
+        raise PlanError(what, "head_ids", head[:4].tolist(), f"{hottest[:4].tolist()}...",
+                        "plan from the same statistics")
     if head.size < boundary and hottest.size:
         if hottest.size < boundary:
-            raise PlanError(fail(what, "rows with a known place in the hotness order",
-                                 hottest.size, f">= {boundary}", "count accesses exactly"))
+            raise PlanError(what, "rows with a known place in the hotness order", hottest.size,
+                            f">= {boundary}", "count accesses exactly")
         head = hottest[:boundary]
     pieces = tuple(replace(p, tiers=_cut(p.tiers, dtypes)) for p in entry.pieces)
     return TablePlan(spec, pieces, head)

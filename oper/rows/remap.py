@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError
 from oper.tables import TableSpec
 
 FOLDER = "remap"
@@ -27,13 +27,12 @@ def load_remap(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         try:
             found[path.stem] = np.load(path, allow_pickle=False)
         except (ValueError, EOFError, OSError) as error:
-            raise FileFormatError(
-                fail(what, "file", str(path), "a complete .npy file",
-                     f"{str(error)[:200]}: extend the vocabulary again")) from None
+            raise FileFormatError(what, "file", str(path), "a complete .npy file",
+                                  f"{str(error)[:200]}: extend the vocabulary again") from None
         _check(what, path.stem, found[path.stem])
     if not found:
-        raise FileFormatError(fail(what, "files", f"{FOLDER}/*.npy", "one for each column",
-                                   "name what 'oper vocabulary extend --reorder' wrote"))
+        raise FileFormatError(what, "files", f"{FOLDER}/*.npy", "one for each column",
+                              "name what 'oper vocabulary extend --reorder' wrote")
     return found
 
 
@@ -41,8 +40,8 @@ def _check(what: str, column: str, rows: np.ndarray) -> None:
     """Raise FileFormatError unless every row has a number of its own and row 0 stays."""
     ok = rows.ndim == 1 and rows.size and rows.dtype.kind in "iu" and rows[0] == 0
     if not ok or not np.array_equal(np.sort(rows), np.arange(rows.size)):
-        raise FileFormatError(fail(what, "rows", column, "each number once, row 0 in its place",
-                                   "extend the vocabulary again"))
+        raise FileFormatError(what, "rows", column, "each number once, row 0 in its place",
+                              "extend the vocabulary again")
 
 
 def of_table(spec: TableSpec, remap: Remap) -> np.ndarray | None:
@@ -55,12 +54,12 @@ def of_table(spec: TableSpec, remap: Remap) -> np.ndarray | None:
     if not named:
         return None
     if len(named) < len(spec.features) or any(not np.array_equal(named[0], x) for x in named[1:]):
-        raise InvalidInputError(
-            fail(f"cannot renumber table {spec.name!r}", "features", spec.features,
-                 "one re-map for all features of a table", "give them tables of their own"))
+        raise InvalidInputError(f"cannot renumber table {spec.name!r}", "features", spec.features,
+                                "one re-map for all features of a table",
+                                "give them tables of their own")
     if named[0].size != spec.num_rows:
-        raise InvalidInputError(
-            fail(f"cannot renumber table {spec.name!r}", "num_rows", spec.num_rows,
-                 f"{named[0].size} as in the re-map", "make the table as large as its vocabulary: "
-                 "a table that grows starts from a checkpoint"))
+        raise InvalidInputError(f"cannot renumber table {spec.name!r}", "num_rows", spec.num_rows,
+                                f"{named[0].size} as in the re-map",
+                                "make the table as large as its vocabulary: "
+                                "a table that grows starts from a checkpoint")
     return named[0]

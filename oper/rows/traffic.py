@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.tables import OPTIMIZERS, TableSpec
 from oper.topology import Topology
 
@@ -74,9 +74,8 @@ def link_classes(world_size: int, topology: Topology | None = None) -> np.ndarra
     if topology is None:
         return np.where(np.eye(world_size, dtype=bool), 0, 1)
     if topology.world_size != world_size:
-        raise InvalidInputError(fail("cannot tell links apart", "topology's ranks",
-                                     topology.world_size, f"{world_size}",
-                                     "pass the topology of this world"))
+        raise InvalidInputError("cannot tell links apart", "topology's ranks", topology.world_size,
+                                f"{world_size}", "pass the topology of this world")
     domain = np.array(topology.domain_of())
     host = np.array([topology.domains[k].host for k in domain])
     far = np.where(host[:, None] == host[None, :], 2, 3)

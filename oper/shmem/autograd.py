@@ -7,34 +7,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup
-from oper.shmem.group.turns import Turns
 from oper.shmem.passes import Backward
+from oper.shmem.protocol import Tables
 
 _VERSION = attrgetter("_version")  # how often a tensor was changed in place
-
-
-class Trained(Protocol):
-    """Tables as their lookups' graph sees them; see `ShardedTables`."""
-
-    anchor: torch.Tensor
-    collected: CollectedPasses
-    turns: Turns
-    frozen: frozenset[str]
-    num_steps: int
-    num_published: int
-
-    def forward(self, batch: Lookup, collective: bool = False
-                ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def apply_all(self, parts: list[Backward]) -> None: ...
-    def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
-                        updates: bool) -> torch.Tensor: ...
 
 
 class CollectedPasses:
@@ -53,7 +36,7 @@ class CollectedPasses:
         parts: by graph task, the thread that ran its lookups and their passes so far.
     """
 
-    def __init__(self, tables: Trained) -> None:
+    def __init__(self, tables: Tables) -> None:
         self._tables = weakref.ref(tables)
         self.parts: dict[int, tuple[int, list[Backward]]] = {}
         # A gradient that is there from the start is added to in place, which threads may do at
@@ -82,7 +65,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
-                tables: Trained, batch: Lookup) -> torch.Tensor:
+                tables: Tables, batch: Lookup) -> torch.Tensor:
         if batch.ids.is_inference() or (weights is not None and weights.is_inference()):
             # Copies, since nobody could notice changes of these.
             batch = replace(batch, ids=batch.ids.clone(), resolved=None,
@@ -132,21 +115,21 @@ class _Lookup(torch.autograd.Function):
 trained_lookup: Callable[..., torch.Tensor] = _Lookup.apply
 
 
-def _check_rows(tables: Trained, rows: tuple[int, int]) -> None:
+def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:
     """Raise InvalidInputError unless the rows are as they were: `rows` = steps and publications."""
     since = tables.num_steps - rows[0] + tables.num_published - rows[1]
     if since:
-        raise InvalidInputError(
-            fail("cannot take the gradient of per-sample weights",
-                 "updates of the rows since the lookup", since, "0, since it is made of the rows",
-                 "take all gradients of a step in one backward pass"))
+        raise InvalidInputError("cannot take the gradient of per-sample weights",
+                                "updates of the rows since the lookup", since,
+                                "0, since it is made of the rows",
+                                "take all gradients of a step in one backward pass")
 
 
 def _refuse_changes(watched: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Raise InvalidInputError for ids or weights that were written to after their lookup."""
     changed = [name for name, x, before in zip(
         ("ids", "per-sample weights"), watched, versions, strict=False) if x._version != before]
-    raise InvalidInputError(
-        fail("cannot update the rows of a lookup", "changed in place since the lookup", changed,
-             "ids and weights as they were looked up",
-             "write the next batch into other tensors, or after the backward pass"))
+    raise InvalidInputError("cannot update the rows of a lookup",
+                            "changed in place since the lookup", changed,
+                            "ids and weights as they were looked up",
+                            "write the next batch into other tensors, or after the backward pass")

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, fail
+from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
 from oper.shmem.settings import DEADLINE_ENV, OUTBOX_ENV, deadline_s
 from oper.tables import TableSpec
 
@@ -171,28 +171,27 @@ class BatchChecks:
         ids, lengths, weights = batch.ids, batch.lengths, batch.weights
         for name, value in (("ids", ids), ("lengths", lengths), ("per-sample weights", weights)):
             if value is not None and value.device != self._device:
-                raise InvalidInputError(
-                    fail("cannot look up", f"device of {name}", str(value.device),
-                         f"the tables' device {self._device}", "move the batch there"))
+                raise InvalidInputError("cannot look up", f"device of {name}", str(value.device),
+                                        f"the tables' device {self._device}",
+                                        "move the batch there")
         for name, value in (("ids", ids), ("lengths", lengths)):
             if value.dtype not in _INTEGERS or value.dim() != 1 or not value.is_contiguous():
-                raise InvalidInputError(
-                    fail("cannot look up", name, (value.dtype, tuple(value.shape)),
-                         "contiguous int64 or int32, one dimension", "convert the batch"))
+                raise InvalidInputError("cannot look up", name, (value.dtype, tuple(value.shape)),
+                                        "contiguous int64 or int32, one dimension",
+                                        "convert the batch")
         num_keys, rest = divmod(lengths.numel(), max(1, batch.batch_size))
         last = self._check_keys(batch.key_of)
         if rest or (num_keys <= last if batch.batch_size else num_keys):
-            raise InvalidInputError(
-                fail("cannot look up", "number of lengths", lengths.numel(),
-                     f"one per key and sample of batch size {batch.batch_size}",
-                     "correct the batch"))
+            raise InvalidInputError("cannot look up", "number of lengths", lengths.numel(),
+                                    f"one per key and sample of batch size {batch.batch_size}",
+                                    "correct the batch")
         if weights is None:
             return
         if (weights.dtype != torch.float32 or weights.shape != ids.shape
                 or not weights.is_contiguous()):
             raise InvalidInputError(
-                fail("cannot look up", "per-sample weights", (weights.dtype, tuple(weights.shape)),
-                     f"contiguous float32 of shape {tuple(ids.shape)}", "convert the batch"))
+                "cannot look up", "per-sample weights", (weights.dtype, tuple(weights.shape)),
+                f"contiguous float32 of shape {tuple(ids.shape)}", "convert the batch")
 
     def _check_keys(self, key_of: torch.Tensor) -> int:
         """The last key that a feature has."""
@@ -202,9 +201,9 @@ class BatchChecks:
         if version < 0 or known is None or known[0] is not key_of or known[1] != version:
             first, last = (int(k) for k in torch.aminmax(key_of))
             if first < 0:
-                raise InvalidInputError(
-                    fail("cannot look up", "key_of", key_of.tolist()[:8],
-                         "a key for every feature", "add the missing features to the batch"))
+                raise InvalidInputError("cannot look up", "key_of", key_of.tolist()[:8],
+                                        "a key for every feature",
+                                        "add the missing features to the batch")
             self._keys = known = key_of, version, last
         return known[2]
 
@@ -212,9 +211,9 @@ class BatchChecks:
 def refuse_weight_gradient(batch: Lookup) -> None:
     """Raise InvalidInputError where read-only tables are asked for the gradient of weights."""
     if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
-        raise InvalidInputError(
-            fail("cannot look up in read-only tables", "per-sample weights", "requires_grad=True",
-                 "weights that need no gradient", "detach them; they would not be trained"))
+        raise InvalidInputError("cannot look up in read-only tables", "per-sample weights",
+                                "requires_grad=True", "weights that need no gradient",
+                                "detach them; they would not be trained")
 
 
 def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch | None) -> NoReturn:
@@ -227,39 +226,36 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
     """
     peer: PeerLostError | DeadlineError | None = None
     if code == 1:
-        peer = PeerLostError(
-            fail("a peer process has ended", "rank", detail, "all ranks alive",
-                 "look at that rank's log and start all ranks again"))
+        peer = PeerLostError("a peer process has ended", "rank", detail, "all ranks alive",
+                             "look at that rank's log and start all ranks again")
     if code == 6:
-        peer = PeerLostError(
-            fail("a peer has given up this exchange", "rank", detail, "no error on any rank",
-                 "look at that rank's error and start all ranks again"))
+        peer = PeerLostError("a peer has given up this exchange", "rank", detail,
+                             "no error on any rank",
+                             "look at that rank's error and start all ranks again")
     if code == 2:
         peer = DeadlineError(
-            fail("a peer did not arrive at the gradient exchange", "rank", detail,
-                 f"arrival within {DEADLINE_ENV}={deadline_s():g} s",
-                 "every rank must run the same number of training steps; look at that rank"))
+            "a peer did not arrive at the gradient exchange", "rank", detail,
+            f"arrival within {DEADLINE_ENV}={deadline_s():g} s",
+            "every rank must run the same number of training steps; look at that rank")
     if code == 13:
-        peer = PeerLostError(
-            fail("a peer has refused its batch, which no rank has trained", "rank", detail,
-                 "a batch of every rank that its tables take",
-                 "look at that rank's error; all ranks may go on with the next batch"))
+        peer = PeerLostError("a peer has refused its batch, which no rank has trained", "rank",
+                             detail, "a batch of every rank that its tables take",
+                             "look at that rank's error; all ranks may go on with the next batch")
     if peer is not None:
         peer.rank = detail
         raise peer
     if code == 3:
-        raise OperError(
-            fail("the gradients of a batch do not fit the outbox", OUTBOX_ENV,
-                 outbox_bytes, "room for the batch's distinct rows",
-                 f"raise {OUTBOX_ENV} or use a smaller batch"))
+        raise OperError("the gradients of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes,
+                        "room for the batch's distinct rows",
+                        f"raise {OUTBOX_ENV} or use a smaller batch")
     assert failed is not None
     batch, offsets = failed.batch, failed.offsets
     if code == 5:
         least = int(batch.lengths.min()) if batch.lengths.numel() else None
-        raise InvalidInputError(
-            fail("bag lengths do not fit the ids", "sum(lengths), min(lengths)",
-                 (int(offsets[-1]), least),
-                 f"{batch.ids.numel()} as there are ids, none negative", "correct the batch"))
+        raise InvalidInputError("bag lengths do not fit the ids", "sum(lengths), min(lengths)",
+                                (int(offsets[-1]), least),
+                                f"{batch.ids.numel()} as there are ids, none negative",
+                                "correct the batch")
     key = int(torch.searchsorted(offsets, detail, right=True)) - 1
     key //= max(1, batch.batch_size)
     bad = int(batch.ids[detail])
@@ -267,6 +263,5 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
         num_rows = failed.specs[feature[1]].num_rows
         if carrier == key and not 0 <= bad < num_rows:
             break  # of a feature's tables the one that lacks the row
-    raise InvalidInputError(
-        fail(f"lookup of feature {feature[0]!r} in table {feature[1]!r}", "id", bad,
-             f"0 <= id < {num_rows}", "correct the input or enlarge the table"))
+    raise InvalidInputError(f"lookup of feature {feature[0]!r} in table {feature[1]!r}", "id", bad,
+                            f"0 <= id < {num_rows}", "correct the input or enlarge the table")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup
 from oper.tables import TableSpec
 
@@ -22,8 +22,7 @@ def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
     """Where the ids of each key begin, and behind the last one; [num_keys + 1]."""
     if batch.batch_size == 0:
         return [0] * (int(batch.key_of.max()) + 2)
-    bounds: list[int] = offsets[::batch.batch_size].tolist()
-    return bounds
+    return offsets[::batch.batch_size].tolist()
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
@@ -55,8 +54,8 @@ class BoundsCheck:
         name = str(getattr(mode, "name", mode)).lower().removeprefix("v2_")
         name = "fatal" if name == "none" else name
         if name not in BOUNDS_MODES:
-            raise InvalidInputError(fail("invalid bounds check", "mode", mode,
-                                         f"one of {BOUNDS_MODES}", "choose one"))
+            raise InvalidInputError("invalid bounds check", "mode", mode, f"one of {BOUNDS_MODES}",
+                                    "choose one")
         self.mode = name
         self.num_bad_ids = 0
         self._counting = threading.Lock()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._library.effects import EffectType
 
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.shmem.batch import Lookup
 from oper.shmem.passes import Backward
 from oper.shmem.protocol import Tables
@@ -47,9 +47,9 @@ def register(tables: Tables) -> int:
 def _tables(number: int) -> Tables:
     tables = _LIVE.get(number)
     if tables is None:
-        raise OperError(fail("a graph looks up tables that are gone", "tables", number,
-                             "tables of this process that are still open",
-                             "run it in the process that made it, and keep the model"))
+        raise OperError("a graph looks up tables that are gone", "tables", number,
+                        "tables of this process that are still open",
+                        "run it in the process that made it, and keep the model")
     return tables
 
 

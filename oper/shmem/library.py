@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from oper.errors import InvalidInputError, MissingDependencyError, fail
+from oper.errors import InvalidInputError, MissingDependencyError
 from oper.support.environment import check_environment, setting
 
 
@@ -34,10 +34,10 @@ def check_kernels() -> None:
 
     used = torch.ops.oper.kernel_name()
     if used != wanted:
-        raise InvalidInputError(fail(
+        raise InvalidInputError(
             "cannot run lookups", "environment variable OPER_CPU_KERNELS", wanted,
             f"kernels that this processor has, set before the first lookup of the process; {used} "
-            "are in use", "unset it for the best there are"))
+            "are in use", "unset it for the best there are")
 
 
 @functools.cache
@@ -50,9 +50,8 @@ def register() -> None:
     try:
         import torch
     except ImportError as error:
-        raise MissingDependencyError(
-            fail("cannot run lookups", "torch", str(error), "torch >= 2.11", "pip install torch")
-        ) from None
+        raise MissingDependencyError("cannot run lookups", "torch", str(error), "torch >= 2.11",
+                                     "pip install torch") from None
     _load("liboper_host.so", "the compiled extension", torch.__version__)
 
 
@@ -67,9 +66,9 @@ def load_device() -> Any:
     import torch
 
     if torch.version.cuda is None:
-        raise MissingDependencyError(
-            fail("cannot use device memory", "torch", torch.__version__, "a CUDA build of torch",
-                 "install one, or shard a model on the CPU"))
+        raise MissingDependencyError("cannot use device memory", "torch", torch.__version__,
+                                     "a CUDA build of torch",
+                                     "install one, or shard a model on the CPU")
     _load("liboper_cuda.so", "the compiled CUDA extension, which needs nvcc", torch.__version__)
     return torch.ops.oper
 
@@ -86,12 +85,10 @@ def _load(name: str, what: str, torch_version: str) -> None:
 
     path = Path(__file__).resolve().parent.parent / "_lib" / name
     if not path.exists():
-        raise MissingDependencyError(
-            fail("cannot run lookups", "library", name, what,
-                 "run 'make setup', or 'python setup.py build_ext --inplace'"))
+        raise MissingDependencyError("cannot run lookups", "library", name, what,
+                                     "run 'make setup', or 'python setup.py build_ext --inplace'")
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        raise MissingDependencyError(
-            fail(f"cannot load {what}", "torch", torch_version, "torch >= 2.11",
-                 f"build it again ({error})")) from None
+        raise MissingDependencyError(f"cannot load {what}", "torch", torch_version, "torch >= 2.11",
+                                     f"build it again ({error})") from None

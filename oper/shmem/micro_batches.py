@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.batch import LookedUp, Lookup
 from oper.shmem.passes import Backward
 from oper.shmem.protocol import Tables
@@ -152,10 +152,10 @@ class Parts:
         self._worker.raise_failed()
         self._refuse_more()
         if self._last is not None and self._last.frozen != passed.frozen:
-            raise InvalidInputError(
-                fail("cannot add up gradients", "frozen tables",
-                     [sorted(self._last.frozen), sorted(passed.frozen)],
-                     "the same in all parts of a batch", "freeze and unfreeze between batches"))
+            raise InvalidInputError("cannot add up gradients", "frozen tables",
+                                    [sorted(self._last.frozen), sorted(passed.frozen)],
+                                    "the same in all parts of a batch",
+                                    "freeze and unfreeze between batches")
         self._last = passed
         self._num_left += 1
         is_last = self._num_left == self._num_passes
@@ -169,15 +169,15 @@ class Parts:
         """Raise InvalidInputError where gradients of these parts would have to be forgotten."""
         if self._num_left:
             raise InvalidInputError(
-                fail("cannot forget gradients", "backward passes of this batch", self._num_left,
-                     "0, as their owners have them",
-                     "call zero_grad() before the first part, or behind oper.micro_batches"))
+                "cannot forget gradients", "backward passes of this batch", self._num_left,
+                "0, as their owners have them",
+                "call zero_grad() before the first part, or behind oper.micro_batches")
 
     def _refuse_more(self) -> None:
         if self._num_left == self._num_passes:
-            raise InvalidInputError(
-                fail("cannot train another part of this batch", "num_passes", self._num_passes,
-                     "as many backward passes", "pass their number, or leave it out"))
+            raise InvalidInputError("cannot train another part of this batch", "num_passes",
+                                    self._num_passes, "as many backward passes",
+                                    "pass their number, or leave it out")
 
     def settle(self) -> None:
         """Wait until all that was asked for is done, on any thread but the one that does it."""
@@ -230,10 +230,10 @@ def _versions(passed: Backward) -> tuple[int, ...]:
 def check_unchanged(before: tuple[int, ...], now: tuple[int, ...]) -> None:
     """Raise InvalidInputError for tensors that were written to while the thread used them."""
     if before != now:
-        raise InvalidInputError(
-            fail("cannot train a part of a batch", "changed in place",
-                 "ids, per-sample weights or the gradient of a lookup",
-                 "the same until the parts' update", "write the next part into other tensors"))
+        raise InvalidInputError("cannot train a part of a batch", "changed in place",
+                                "ids, per-sample weights or the gradient of a lookup",
+                                "the same until the parts' update",
+                                "write the next part into other tensors")
 
 
 def _check(tables: Tables) -> None:
@@ -247,15 +247,14 @@ def _check(tables: Tables) -> None:
         "move to another plan": tables.migration is not None}
     reason = next((text for text, holds in reasons.items() if holds), None)
     if reason is not None:
-        raise InvalidInputError(
-            fail("cannot train a batch in parts", "tables", f"{list(tables.specs)[:8]} {reason}",
-                 "tables in host memory with an optimizer, between two batches",
-                 "train whole batches, or wait until that has ended"))
+        raise InvalidInputError("cannot train a batch in parts", "tables",
+                                f"{list(tables.specs)[:8]} {reason}",
+                                "tables in host memory with an optimizer, between two batches",
+                                "train whole batches, or wait until that has ended")
 
 
 def refuse_in_parts(tables: Any, what: str) -> None:
     """Raise InvalidInputError, which begins with `what`, while a batch is trained in parts."""
     if tables.turns.parts is not None:
-        raise InvalidInputError(
-            fail(what, "tables", f"{list(tables.specs)[:8]} are trained in parts",
-                 "no batch under way", "do it before or after oper.micro_batches"))
+        raise InvalidInputError(what, "tables", f"{list(tables.specs)[:8]} are trained in parts",
+                                "no batch under way", "do it before or after oper.micro_batches")

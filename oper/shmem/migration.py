@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, OperError, PlanError, fail
+from oper.errors import InvalidInputError, OperError, PlanError
 from oper.plan import Plan
 from oper.shmem.batch import Lookup
 from oper.shmem.by_feature import key_bounds
@@ -26,7 +26,7 @@ from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.protocol import Tables
 from oper.shmem.rows import put_rows
 from oper.support import kernel
-from oper.tables import format_bytes
+from oper.tables import CODE_BITS, DTYPE_BYTES, format_bytes
 
 _CHUNK_BYTES = 16 << 20  # what is copied at a time within a step's budget
 _HUGE = 2 << 20
@@ -80,12 +80,11 @@ class Migration:
     def __init__(self, tables: Tables, plan: Plan, bytes_per_step: int | None) -> None:
         if bytes_per_step is not None and (not isinstance(bytes_per_step, int)
                                            or bytes_per_step < 1):
-            raise InvalidInputError(fail("cannot move tables to another plan", "bytes_per_step",
-                                         bytes_per_step, "an integer >= 1 or None",
-                                         "e.g. 64 << 20"))
+            raise InvalidInputError("cannot move tables to another plan", "bytes_per_step",
+                                    bytes_per_step, "an integer >= 1 or None", "e.g. 64 << 20")
         self._source = tables
         self._rank = tables.group.rank
-        self._target = tables.prepare(self._own_part(plan))
+        self._target = prepared(tables, self._own_part(plan))
         self._limit = bytes_per_step
         # Of all or of none: hosts may have got other pages, and asking for them is collective.
         self._pages = all(tables.group.all_gather(tables.page_kind not in ("4KiB", "device")))
@@ -99,24 +98,26 @@ class Migration:
         """The plan of this collection's tables, as their model describes them."""
         source = self._source
         if plan.world_size != source.group.world_size:
-            raise PlanError(fail("cannot move tables to another plan", "plan.world_size",
-                                 plan.world_size, f"{source.group.world_size}",
-                                 "save a checkpoint and load it on the other number of ranks"))
+            raise PlanError("cannot move tables to another plan", "plan.world_size",
+                            plan.world_size, f"{source.group.world_size}",
+                            "save a checkpoint and load it on the other number of ranks")
         if plan.message_bits != source.plan.message_bits:
-            raise PlanError(fail("cannot move tables to another plan", "plan.message_bits",
-                                 plan.message_bits.to_json(),
-                                 f"{source.plan.message_bits.to_json()}, as the tables are trained",
-                                 "plan with the same message_bits, or shard the model anew"))
+            raise PlanError("cannot move tables to another plan", "plan.message_bits",
+                            plan.message_bits.to_json(),
+                            f"{source.plan.message_bits.to_json()}, as the tables are trained",
+                            "plan with the same message_bits, or shard the model anew")
         entries = []
         for spec in source.specs.values():
             entry = plan.table(spec.name)
             entries.append(dataclasses.replace(entry, table=spec))
+            if spec.dtype in CODE_BITS:
+                raise PlanError("cannot move tables to another plan", "rows of", spec.dtype,
+                                " or ".join(DTYPE_BYTES), "shard the model anew")
             for name in ("num_rows", "dim", "dtype"):
                 if getattr(entry.table, name) != getattr(spec, name):
-                    raise PlanError(
-                        fail(f"the plan is for another table {spec.name!r}", name,
-                             getattr(entry.table, name), f"{getattr(spec, name)}",
-                             "make a plan for this model"))
+                    raise PlanError(f"the plan is for another table {spec.name!r}", name,
+                                    getattr(entry.table, name), f"{getattr(spec, name)}",
+                                    "make a plan for this model")
         return dataclasses.replace(plan, tables=tuple(entries))
 
     def _list_regions(self) -> list[_Region]:
@@ -328,7 +329,7 @@ def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
     if tables.keys is not None:
         tables.keys.refuse("cannot copy sharded tables", "save and load a checkpoint")
     tables.barrier()  # peers may still be updating
-    other = tables.prepare(tables.plan)
+    other = prepared(tables, tables.plan)
     other.continue_from(tables, memo)
     rank = tables.group.rank
     for k, d in enumerate(tables.directories):
@@ -343,10 +344,8 @@ def check_room(num_bytes: list[int], what: str = "the new plan beside the old on
     """Raise OperError unless the machine has room for arenas of these sizes, in bytes."""
     free = _available_bytes()
     if sum(num_bytes) > free:
-        raise OperError(
-            fail(f"no room for {what}", "bytes",
-                 format_bytes(sum(num_bytes)), f"<= {format_bytes(free)}, the free memory",
-                 todo))
+        raise OperError(f"no room for {what}", "bytes", format_bytes(sum(num_bytes)),
+                        f"<= {format_bytes(free)}, the free memory", todo)
 
 
 def _available_bytes() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup
 from oper.shmem.by_feature import key_bounds, offsets_of
 
@@ -79,10 +79,10 @@ def as_one(parts: Sequence[Backward]) -> Backward:
     """
     frozen = {p.frozen for p in parts}
     if len(frozen) > 1:
-        raise InvalidInputError(
-            fail("cannot add up gradients", "frozen tables", [sorted(f) for f in frozen],
-                 "the same in all backward passes of one update",
-                 "freeze and unfreeze between updates, or call zero_grad() first"))
+        raise InvalidInputError("cannot add up gradients", "frozen tables",
+                                [sorted(f) for f in frozen],
+                                "the same in all backward passes of one update",
+                                "freeze and unfreeze between updates, or call zero_grad() first")
     weighted = any(p.batch.weights is not None for p in parts)
     ids, lengths, weights, rows = [], [], [], []
     bounds = [key_bounds(p.batch, p.offsets) for p in parts]

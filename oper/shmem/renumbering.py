@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rows.remap import Remap, of_table
 from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.rows import CHUNK_ROWS, LogicalRows, put_rows
@@ -17,8 +17,8 @@ def check_renumbering(tables: LogicalRows, remap: Remap) -> None:
         if tables.keys is not None and of_table(spec, remap) is not None:
             tables.keys.refuse(f"cannot renumber table {name!r}", "leave it out of the re-map")
         if of_table(spec, remap) is not None and tables.optimizers is None:
-            raise InvalidInputError(fail(f"cannot renumber table {name!r}", "optimizer", None,
-                                         "tables that are trained", "publish them after training"))
+            raise InvalidInputError(f"cannot renumber table {name!r}", "optimizer", None,
+                                    "tables that are trained", "publish them after training")
 
 
 def renumber(tables: LogicalRows, remap: Remap) -> None:

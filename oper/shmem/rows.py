@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError, fail
+from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
 from oper.rows.directory import TableDirectory, TierLayout
 from oper.shmem.exchange.host import Exchange, Wanted
 from oper.shmem.group.desync import STATE_ACCESS
@@ -85,11 +85,10 @@ class LogicalRows:
             self.barrier()
             raise
 
-    def _parts(self, piece: int, ids: np.ndarray
+    def _parts(self, piece: int, positions: np.ndarray
                ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Owner, index into `ids` (int64 [n]) and slot of rows of a piece."""
-        d = self.directories[piece]
-        owner, slot = d.locate(d.position_of(ids))
+        """Owner, index into `positions` (int64 [n]) and slot of rows of a piece."""
+        owner, slot = self.directories[piece].locate(positions)
         for rank in range(self.group.world_size):
             at = np.flatnonzero(owner == rank)
             if at.size:
@@ -100,8 +99,8 @@ class LogicalRows:
         rows as uint8 [slots, bytes of a row]."""
         d = self.directories[piece]
         if self._heap is None:
-            raise OperError(fail("sharded tables were closed", "table", d.table.name, "open tables",
-                                 "read them before close()"))
+            raise OperError("sharded tables were closed", "table", d.table.name, "open tables",
+                            "read them before close()")
         columns = 1 if self._is_per_row(part, d.table.name) else d.dim
         return self._segment(
             self._addresses[rank] + int(getattr(self._layout, part)[piece, rank]),
@@ -120,9 +119,7 @@ class LogicalRows:
         if dtype in CODE_BITS:
             width = bytes_of_row(dtype, columns)
             return torch.ops.oper.segment_bytes(address, rows * width).view(rows, width)
-        view: torch.Tensor = torch.ops.oper.segment_view(
-            address, rows, columns, ROW_TYPES.index(dtype))
-        return view
+        return torch.ops.oper.segment_view(address, rows, columns, ROW_TYPES.index(dtype))
 
     def columns(self, part: str, piece: int) -> slice:
         """Where a directory's piece stands in a row of its table; one column for a state per row.
@@ -135,9 +132,8 @@ class LogicalRows:
         spec = self.specs[table]
         parts = {"rows": False, **dict(STATE_PARTS[spec.optimizer])}
         if part not in parts:
-            raise InvalidInputError(
-                fail(f"table {table!r} has no such part", "part", part, f"one of {list(parts)}",
-                     f"its optimizer is {spec.optimizer}"))
+            raise InvalidInputError(f"table {table!r} has no such part", "part", part,
+                                    f"one of {list(parts)}", f"its optimizer is {spec.optimizer}")
         return parts[part]
 
     def shape(self, table: str, part: str = "rows") -> tuple[int, ...]:
@@ -226,18 +222,28 @@ class LogicalRows:
         to = out[:, first - columns.start:last - columns.start]
         inside = slice(first - mine.start, last - mine.start)
         d = self.directories[piece]
-        whole = slice(0, d.row_bytes) if d.table.dtype in CODE_BITS and part == "rows" else None
+        positions = d.position_of(ids)
+        if part != "rows" or d.table.dtype not in CODE_BITS:
+            self._copy_stored(piece, positions, part, inside, to)
+            return
+        # The columns of quantised rows share a scale, and come together.
+        codes = torch.empty(ids.size, d.row_bytes, dtype=torch.uint8)
+        self._copy_stored(piece, positions, part, slice(0, d.row_bytes), codes)
+        to.copy_(dequantise(codes, d.table.dtype, d.dim)[:, inside])
+
+    def _copy_stored(self, piece: int, positions: np.ndarray, part: str, columns: slice,
+                     out: torch.Tensor) -> None:
+        """Copy rows as they are stored from whatever ranks own them: `columns` of the shards, bytes
+        where rows are quantised, to `out` [n, columns]. Collective between memory domains."""
         far: dict[int, Wanted] = {}
         places = {}
-        for rank, index, slot in self._parts(piece, ids):
+        for rank, index, slot in self._parts(piece, positions):
             if self._addresses[rank]:
-                rows = self.view(part, piece, rank)
-                to[index] = self._numbers(piece, rows, slot)[:, inside].to(to.device)
-            else:  # the columns of quantised rows share a scale, and come together
-                far[rank], places[rank] = (part, piece, slot, whole or inside), index
+                out[index] = self.view(part, piece, rank)[slot][:, columns].to(out.device)
+            else:
+                far[rank], places[rank] = (part, piece, slot, columns), index
         for rank, rows in self._fetch(far).items():
-            numbers = self._numbers(piece, rows)
-            to[places[rank]] = (numbers[:, inside] if whole else numbers).to(to.device)
+            out[places[rank]] = rows.to(out.device)
 
     def copy_near_replicas(self, piece: int, ids: np.ndarray, columns: slice, out: torch.Tensor
                            ) -> np.ndarray:
@@ -264,17 +270,10 @@ class LogicalRows:
             if holder is None or not at.size:
                 continue
             slot = position[at] - x.tier.start + int(x.replica_base[holder])
-            rows = self._numbers(piece, self.replica_view(piece, holder), torch.from_numpy(slot))
+            rows = self.replica_view(piece, holder)[torch.from_numpy(slot)]
             out[torch.from_numpy(at)] = rows[:, inside].to(out.device)
             found[at] = True
         return found
-
-    def _numbers(self, piece: int, rows: torch.Tensor, at: torch.Tensor | None = None
-                 ) -> torch.Tensor:
-        """Rows (all, or those `at` int64 [n]) as numbers."""
-        rows = rows if at is None else rows[at]
-        table = self.directories[piece].table
-        return dequantise(rows, table.dtype, table.dim) if rows.dtype == torch.uint8 else rows
 
     def _fetch(self, wanted: dict[int, Wanted]) -> dict[int, torch.Tensor]:
         """Rows of ranks in other memory domains, by rank; collective where there are such."""
@@ -303,9 +302,6 @@ class LogicalRows:
         Call `publish` afterwards.
         """
         values = values.detach().reshape(values.shape[0], -1)
-        if part == "rows" and self.specs[table].dtype in CODE_BITS:
-            self._write_codes(table, values, begin)
-            return
         for at in range(0, values.shape[0], CHUNK_ROWS):
             chunk = values[at:at + CHUNK_ROWS]
             ids = np.arange(begin + at, begin + at + chunk.shape[0])
@@ -313,14 +309,14 @@ class LogicalRows:
 
     def scatter(self, table: str, ids: np.ndarray, values: torch.Tensor, part: str = "rows",
                 column: int = 0) -> None:
-        """As `write`, of rows in any order; not of quantised ones.
+        """As `write`, of rows in any order.
 
         Args:
             table: its name.
             ids: int64 [n], valid, each once.
-            values: [n, columns] or [n].
-            part, column: as for `write`.
+            values, part, column: as for `write`.
         """
+        spec, rank = self.specs[table], self.group.rank
         values = values.detach().reshape(ids.size, -1)
         for piece in self.pieces[table]:
             columns = self.columns(part, piece)
@@ -328,47 +324,15 @@ class LogicalRows:
             last = min(columns.stop, column + values.shape[1])
             if first >= last:
                 continue
-            mine = self.view(part, piece, self.group.rank)[
-                :, first - columns.start:last - columns.start]
-            for rank, index, slot in self._parts(piece, ids):
-                if rank == self.group.rank:
-                    put_rows(mine, slot, values[:, first - column:last - column], index)
-
-    def held_here(self, table: str, ids: np.ndarray) -> np.ndarray:
-        """Which rows this rank owns any columns of, or has a replica of; bool [n]."""
-        held = np.zeros(ids.size, bool)
-        for piece in self.pieces[table]:
-            d = self.directories[piece]
-            position = d.position_of(ids)
-            held |= d.locate(position)[0] == self.group.rank
-            for x in d.tiers:
-                if x.replica_base[self.group.rank] >= 0:
-                    held |= (x.tier.start <= position) & (position < x.tier.stop)
-        return held
-
-    def scatter_replicas(self, table: str, ids: np.ndarray, values: torch.Tensor) -> None:
-        """Write whole rows into this rank's replicas of them, as `scatter` does into its own rows.
-        """
-        for piece in self.pieces[table]:
-            d = self.directories[piece]
-            position, columns = d.position_of(ids), self.columns("rows", piece)
-            for x in d.tiers:
-                first = int(x.replica_base[self.group.rank])
-                at = np.flatnonzero((x.tier.start <= position) & (position < x.tier.stop))
-                if first >= 0 and at.size:
-                    put_rows(self.replica_view(piece, self.group.rank),
-                             torch.from_numpy(position[at] - x.tier.start + first),
-                             values[:, columns], torch.from_numpy(at))
-
-    def _write_codes(self, table: str, values: torch.Tensor, begin: int) -> None:
-        (piece,) = self.pieces[table]
-        mine = self.view("rows", piece, self.group.rank)
-        for at in range(0, values.shape[0], CHUNK_ROWS):
-            stop = min(values.shape[0], at + CHUNK_ROWS)
-            for rank, index, slot in self._parts(piece, np.arange(begin + at, begin + stop)):
-                if rank == self.group.rank:
-                    codes = as_rows(values[index + at], self.specs[table])
-                    put_rows(mine, slot, codes, torch.arange(slot.numel()))
+            mine, positions = self.view(part, piece, rank), self.directories[piece].position_of(ids)
+            for owner, index, slot in self._parts(piece, positions):
+                if owner != rank:
+                    continue
+                if part == "rows" and spec.dtype in CODE_BITS:
+                    put_rows(mine, slot, as_rows(values[index], spec), torch.arange(slot.numel()))
+                else:
+                    put_rows(mine[:, first - columns.start:last - columns.start], slot,
+                             values[:, first - column:last - column], index)
 
     def publish(self) -> None:
         """Make written rows visible to all: wait for all ranks, refresh replicas. Collective."""
@@ -382,25 +346,13 @@ class LogicalRows:
 
     def _copy_replicas(self, piece: int, x: TierLayout) -> None:
         """Copy a replicated tier's master rows into this rank's replica, if it has one."""
-        d = self.directories[piece]
         first = int(x.replica_base[self.group.rank])
-        num_rows = x.tier.stop - x.tier.start
-        for at in range(0, num_rows, CHUNK_ROWS):
-            far: dict[int, Wanted] = {}
-            places = {}
-            if first >= 0:
-                copy = self.replica_view(piece, self.group.rank)[first:first + num_rows]
-                owner, slot = d.locate(np.arange(at, min(num_rows, at + CHUNK_ROWS)) + x.tier.start)
-                for peer in np.unique(owner).tolist():
-                    here = np.flatnonzero(owner == peer)
-                    places[peer] = torch.from_numpy(here + at)
-                    slots = torch.from_numpy(slot[here])
-                    if self._addresses[peer]:
-                        copy[places[peer]] = self.view("rows", piece, peer)[slots]
-                    else:
-                        far[peer] = ("rows", piece, slots, slice(0, copy.shape[1]))
-            for peer, rows in self._fetch(far).items():
-                copy[places[peer]] = rows.to(copy.device)
+        copies = self.replica_view(piece, self.group.rank)
+        for start in range(x.tier.start, x.tier.stop, CHUNK_ROWS):
+            stop = min(x.tier.stop, start + CHUNK_ROWS) if first >= 0 else start
+            begin = first + start - x.tier.start
+            self._copy_stored(piece, np.arange(start, stop), "rows", slice(0, copies.shape[1]),
+                              copies[begin:begin + stop - start])
 
     def replica(self, table: str, rank: int, piece: int = 0) -> torch.Tensor:
         """A rank's copy of the replicated rows of one column piece of a table.
@@ -412,8 +364,8 @@ class LogicalRows:
             OperError: the rank is in another memory domain.
         """
         if not self._addresses[rank]:
-            raise OperError(fail("cannot see a rank's replicas", "rank", rank,
-                                 "a rank of this memory domain", "read them there"))
+            raise OperError("cannot see a rank's replicas", "rank", rank,
+                            "a rank of this memory domain", "read them there")
         return self.replica_view(self.pieces[table][piece], rank)
 
     def replica_view(self, piece: int, rank: int) -> torch.Tensor:

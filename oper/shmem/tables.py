@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.messages import owners_pool
 from oper.plan import Plan
 from oper.rows.directory import directories_of
@@ -32,21 +32,20 @@ from oper.shmem.compiled import lookup_in_graph, register
 from oper.shmem.counters.measured import MeasuredTables
 from oper.shmem.exchange.host import Exchange
 from oper.shmem.exchange.pull import PullCosts, choose_pull
-from oper.shmem.group.desync import MIGRATION, in_phase, register_of
+from oper.shmem.group.desync import MIGRATION, phase_of, register_of
 from oper.shmem.group.domains import DomainGroup, find_domains
 from oper.shmem.group.groups import Group
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.micro_batches import check_unchanged, refuse_in_parts
-from oper.shmem.migration import Migration, check_room, copied, prepared
-from oper.shmem.optim.arguments import KernelArguments, feature_rows
+from oper.shmem.migration import Migration, check_room, copied
+from oper.shmem.optim.arguments import KernelArguments, feature_rows, rounding_key
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.optim.optimizers import Optimizer, check_supported
-from oper.shmem.optim.rounding import rounding_key
 from oper.shmem.passes import HeldPasses
-from oper.shmem.placement.layout import ArenaLayout, KernelMaps
+from oper.shmem.placement.layout import ArenaLayout, context_arguments
 from oper.shmem.placement.outbox import reserved_bytes
 from oper.shmem.protocol import Tables
 from oper.shmem.settings import deadline_s
@@ -177,17 +176,16 @@ class ShardedTables(TableUpdates, MeasuredTables):
         """Tables whose rows' gradients are clipped to a norm."""
         return [n for n, o in (self.optimizers or {}).items() if o.max_row_norm is not None]
 
-    def _maps(self) -> tuple[KernelMaps, torch.Tensor]:
+    def _context_arguments(self) -> tuple[Any, ...]:
         """What the kernels are told of the plan and of the features."""
         features, self.output_columns = feature_rows(self.features, self.specs, self.directories,
                                                      self.pieces)
-        return KernelMaps.build(self.directories, self._layout, self._addresses,
-                                self.group.rank), features
+        return context_arguments(self.directories, self._layout, self._addresses, self.group.rank,
+                                 features, self.device)
 
     def _create_context(self) -> int:
         heap = self._check_open()
-        maps, features = self._maps()
-        handle = int(torch.ops.oper.context_create(*maps.arguments(features)))
+        handle = int(torch.ops.oper.context_create(*self._context_arguments()))
         if len(self.members) > 1:
             torch.ops.oper.context_set_barrier(handle, heap.control, self.members, heap.pidfds,
                                                int(deadline_s() * 1000))
@@ -323,7 +321,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         return known if known is not None and known.fits(self.handle, batch) else None
 
     def _raise(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
-        code, detail = self._blame(code, detail)
+        code, detail = self._raise_peer_failure(code, detail)
         raise_status(code, detail, self._layout.outbox_bytes,
                      FailedBatch(batch, offsets, self.features, self.specs))
 
@@ -333,7 +331,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self._check_process()
         code, detail = torch.ops.oper.context_barrier(self.handle, self.phase)
         if code:
-            self._blame(code, detail)
+            self._raise_peer_failure(code, detail)
         if self._exchange is not None:
             self._exchange.barrier(self.phase)
 
@@ -345,7 +343,6 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self.finish_migration()
 
     @in_turn
-    @in_phase(MIGRATION)
     def start_migration(self, plan: Plan, bytes_per_step: int | None = None) -> None:
         """Begin to move rows, replicas and optimizer states to another plan. Collective.
 
@@ -365,11 +362,12 @@ class ShardedTables(TableUpdates, MeasuredTables):
         """
         refuse_in_parts(self, "cannot move tables to another plan")
         if self._migration is not None:
-            raise InvalidInputError(
-                fail("cannot move tables to another plan", "plan", "a move is under way",
-                     "one at a time", "wait until `migration` is None, or stop_migration()"))
-        self.barrier()
-        self._migration = Migration(self, plan, bytes_per_step)
+            raise InvalidInputError("cannot move tables to another plan", "plan",
+                                    "a move is under way", "one at a time",
+                                    "wait until `migration` is None, or stop_migration()")
+        with phase_of(self, MIGRATION):
+            self.barrier()
+            self._migration = Migration(self, plan, bytes_per_step)
 
     @in_turn
     def finish_migration(self) -> None:
@@ -390,12 +388,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
             self._migration.stop()
             self._migration = None
 
-    def prepare(self, plan: Plan) -> Tables:
-        """The same tables under another plan, with arenas that are still empty. Collective."""
-        return prepared(self, plan)
-
     def like(self, plan: Plan) -> ShardedTables:
-        """As `prepare`, whether there is room or not."""
+        """The same tables under another plan, with arenas that are still empty. Collective."""
         return ShardedTables(plan, self.features, self.group, self.optimizers, self.gradient_scale,
                              is_new=False)
 

@@ -56,6 +56,7 @@ _OCCASIONS = {"resolve": 3, "forward": 3, "outbox": 2, "barrier": 4, "update": 2
 DEADLINE_S = 1.5
 KILL_LIMIT_S = 2.0
 STOP_LIMIT_S = DEADLINE_S + 2.0
+NETWORK_S = 2.0  # longer where a loss is told over the network
 SLOW_S = 0.3
 _STEPS, _ARMED_AT = 6, 2
 
@@ -70,6 +71,7 @@ class Injection:
         victim: rank that harms itself.
         occasion: at which arrival at the point, from the step on in which it is armed.
         seed: of plans and batches.
+        labels: a letter for each rank; those of different letters share no memory. None: all do.
     """
 
     fault: str
@@ -78,6 +80,7 @@ class Injection:
     victim: int
     occasion: int
     seed: int
+    labels: str = ""
 
     @staticmethod
     def draw(fault: str, phase: str, rng: random.Random) -> Injection:
@@ -159,7 +162,7 @@ def _plan(specs: tuple[TableSpec, ...], world_size: int, seed: int) -> Plan:
 _SPECS = tuple(TableSpec(n, r, d, (f"f_{n}",), "sum", optimizer="rowwise_adagrad")
                for n, r, d in (("a", 400, 8), ("pushed", 300, 16), ("c", 50, 4)))
 
-def _batch(seed: int, size: int) -> Lookup:
+def batch_of(seed: int, size: int) -> Lookup:
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (len(_SPECS), size), generator=g)
     ids = [torch.randint(0, s.num_rows, (int(n.sum()),), generator=g)
@@ -192,6 +195,8 @@ def open_tables(world_size: int, seed: int) -> ShardedTables:
 def train_tables(rank: int, world_size: int, injection: Injection | None, note: str, seed: int
                  ) -> dict[str, Any]:
     """Train tables for some steps, the fault armed in the middle; final rows, or the error."""
+    if injection is not None and injection.labels:
+        os.environ["OPER_DOMAIN"] = injection.labels[rank]
     _wait_less(injection)
     tables = open_tables(world_size, seed)
     try:
@@ -201,7 +206,7 @@ def train_tables(rank: int, world_size: int, injection: Injection | None, note: 
                     _arm(injection, note)
                 if injection.phase == "migration":
                     tables.start_migration(_plan(_SPECS, world_size, seed + 1), 1 << 12)
-            batch = tables.resolve(_batch(100 * seed + 10 * step + rank, 6 + rank))
+            batch = tables.resolve(batch_of(100 * seed + 10 * step + rank, 6 + rank))
             tables.lookup(batch).square().sum().backward()
         tables.finish_migration()
         tables.barrier()
@@ -290,6 +295,8 @@ def _errors_of_survivors(running: World, injection: Injection, note: Path, outco
     expected, limit = {"kill": ("PeerLostError", KILL_LIMIT_S),
                        "memory limit": ("PeerLostError", KILL_LIMIT_S),
                        "stop": ("DeadlineError", STOP_LIMIT_S)}[injection.fault]
+    if injection.labels:
+        limit += NETWORK_S
     last = 0.0
     for rank in range(injection.world_size):
         if rank == injection.victim:
@@ -310,6 +317,8 @@ def _errors_of_survivors(running: World, injection: Injection, note: Path, outco
     outcome.detection_s = last - _check_note(note, outcome)
     if outcome.detection_s > limit:
         outcome.break_guarantee(f"noticed after {outcome.detection_s:.2f} s, guaranteed {limit} s")
+    if injection.fault == "stop" and outcome.detection_s < DEADLINE_S / 2:
+        outcome.break_guarantee(f"given up after {outcome.detection_s:.2f} s already")
 
 def _wake(running: World, injection: Injection, outcome: Outcome) -> None:
     """A stopped rank that goes on must learn that it is alone."""
@@ -321,6 +330,9 @@ def _wake(running: World, injection: Injection, outcome: Outcome) -> None:
         return
     if found["kind"] not in ("PeerLostError", "DeadlineError"):
         outcome.break_guarantee(f"woken, it said {found['kind']!r}")
+    # Between domains it may find that others are late for it.
+    elif not injection.labels and f"rank={injection.victim}," not in found["text"]:
+        outcome.break_guarantee(f"woken, it blames another one: {found['text']}")
 
 def _same_numbers(running: World, injection: Injection, undisturbed: dict[str, torch.Tensor],
                   outcome: Outcome) -> dict[str, torch.Tensor]:

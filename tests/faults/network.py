@@ -205,7 +205,7 @@ def _main(rank: int, world_size: int, seed: int, store: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from oper.errors import OperError
-    from tests.faults.injection import _SPECS, _batch, open_tables
+    from tests.faults.injection import _SPECS, batch_of, open_tables
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
@@ -214,7 +214,8 @@ def _main(rank: int, world_size: int, seed: int, store: str) -> dict[str, Any]:
     print(json.dumps({"kind": "ready"}), flush=True)
     try:
         for step in range(_STEPS):
-            tables.lookup(_batch(100 * seed + 10 * step + rank, 6 + rank)).square().sum().backward()
+            batch = batch_of(100 * seed + 10 * step + rank, 6 + rank)
+            tables.lookup(batch).square().sum().backward()
             time.sleep(0.03)
         rows = [tables.read(s.name) for s in _SPECS]
     except OperError as error:

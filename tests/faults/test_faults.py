@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from tests.faults import files, injection, memory, network
 from tests.faults.injection import Injection, Outcome
 from tests.faults.pauses import timed
+from tests.world_support import leftovers, report, world
 
 
 def check(outcome: Outcome) -> None:
@@ -31,6 +34,44 @@ def test_a_rank_is_killed(phase: str) -> None:
 @pytest.mark.parametrize("phase", ["outbox", "update", "checkpoint write", "migration"])
 def test_a_rank_stalls(phase: str) -> None:
     check_rank("stop", phase)
+
+
+@pytest.mark.parametrize("fault, labels, victim", [
+    ("kill", "ab", 0), ("kill", "aabb", 2), ("kill", "abcd", 3), ("stop", "aabb", 1)])
+@timed
+def test_ranks_that_share_no_memory(fault: str, labels: str, victim: int) -> None:
+    check(injection.inject(Injection(fault, "update", len(labels), victim, 1, 0, labels)))
+
+
+def _train_for_ever(rank: int, world_size: int) -> None:
+    tables = injection.open_tables(world_size, 0)
+    while True:
+        tables.lookup(injection.batch_of(rank, 6)).sum().backward()
+        report(None)
+
+
+def test_all_ranks_are_killed() -> None:
+    with world(2, _train_for_ever) as running:
+        for rank in range(2):
+            running.receive(rank)
+        for process in running.processes:
+            process.kill()
+        for process in running.processes:
+            process.join(10)
+        assert leftovers(running.pids) == []
+
+
+def test_leftovers_can_be_seen() -> None:
+    """The check itself: it must see a process, a name and a socket."""
+    name = Path("/dev/shm") / f"test-{os.getpid()}"  # no name that tests beside this one look for
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"\0oper-{os.getpid()}-test")
+        name.touch()
+        try:
+            text = " ".join(leftovers([os.getpid()]))
+        finally:
+            name.unlink()
+    assert "process" in text and "socket" in text and "/dev/shm" in text
 
 
 @pytest.mark.parametrize("phase", ["forward", "barrier", "replica broadcast"])
@@ -92,8 +133,6 @@ def test_there_is_no_room(what: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", files.WRITES)
 def test_a_folder_cannot_be_written(what: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as place:  # pytest's folders are closed to other users
         check(files.read_only_folder(what, random.Random(1), Path(place)))
 

@@ -159,7 +159,7 @@ def test_another_user_cannot_read_what_is_published() -> None:
     name, plan = _publication()
     publisher = Publisher(name, plan, {})
     try:
-        publisher.publish(lambda table: [(0, torch.ones(100, 4))], {})
+        publisher.publish_rows(lambda table: [(0, torch.ones(100, 4))], {})
         with _as_nobody("reads", name) as stranger:
             assert stranger.communicate(timeout=30)[0].split() == ["0", "0"]
         assert stranger.returncode == 0 and publisher.readers() == []

@@ -18,10 +18,9 @@ import torch
 from oper.errors import PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.shmem.batch import Lookup
-from oper.shmem.group.desync import Spot, Verdict
+from oper.shmem.group.desync import CollectivePhase, Verdict
 from oper.shmem.group.groups import ThreadGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
-from oper.shmem.placement.layout import KernelMaps
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import run_ranks
@@ -53,7 +52,7 @@ def _batch(rank: int) -> Lookup:
 class _Recorder:
     """Passes messages on to `inner` and keeps what rank 1 has sent."""
 
-    spot = Spot(0, 0)
+    at = CollectivePhase(0, 0)
 
     def __init__(self, inner: Any) -> None:
         self._inner, self.kept = inner, b""
@@ -67,7 +66,7 @@ class _Recorder:
 class _Player:
     """Gives `data` as rank 1's messages. Where it ends, rank 1 has ended: no message comes."""
 
-    spot = Spot(0, 0)
+    at = CollectivePhase(0, 0)
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -82,7 +81,7 @@ class _Player:
         if part:
             recv[back[0]:] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
 
-    def blame(self, verdict: Verdict) -> Verdict:
+    def attribute(self, verdict: Verdict) -> Verdict:
         return verdict
 
     def give_up(self, verdict: Verdict) -> None:
@@ -116,7 +115,7 @@ class Peer:
         tables.lookup(_batch(group.rank)).square().sum().backward()
         if group.rank == 0:
             self._tables, self.recorded = tables, recorder.kept
-            self._built = KernelMaps.build(tables.directories, tables._layout, tables._addresses, 0)
+            self._built = tables._context_arguments()
 
     @contextlib.contextmanager
     def _fresh(self) -> Iterator[ShardedTables]:
@@ -124,7 +123,7 @@ class Peer:
         tables, exchange = self._tables, self._tables._exchange
         assert exchange is not None
         before = tables.handle
-        with mock.patch.object(KernelMaps, "build", lambda *_: self._built):
+        with mock.patch.object(ShardedTables, "_context_arguments", lambda _: self._built):
             tables.handle = tables._create_context()
         torch.ops.oper.context_close(before)
         yield tables

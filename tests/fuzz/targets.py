@@ -37,9 +37,9 @@ from oper.search.problem.constraints import parse_constraints
 from oper.search.verbs import read_constraints
 from oper.serve import wire as serve_wire
 from oper.shmem.group.connections import rank_of
-from oper.shmem.group.desync import Spot
+from oper.shmem.group.desync import CollectivePhase
 from oper.shmem.group.groups import ThreadGroup
-from oper.shmem.group.liveness import Watch
+from oper.shmem.group.liveness import LivenessMonitor
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.stats import AccessStats
@@ -120,15 +120,15 @@ def _tables() -> ShardedTables:
 
 
 class _Peers:
-    """A `Watch` whose connections are in the fuzzer's hands."""
+    """A `LivenessMonitor` whose connections are in the fuzzer's hands."""
 
     def __init__(self) -> None:
-        self.watch = Watch.__new__(Watch)
-        self.watch.count, self.watch.loss = 1, None
-        self.watch.spot, self.watch.is_inside = Spot(0, 0), True
-        self.watch._told, self.watch.left, self.watch._is_closed = {}, set(), False
-        self.watch._changed = threading.Condition()
-        self.watch._group = type("Two", (), {"rank": 0, "world_size": 3})()
+        self.monitor = LivenessMonitor.__new__(LivenessMonitor)
+        self.monitor.count, self.monitor.failure = 1, None
+        self.monitor.at, self.monitor.is_inside = CollectivePhase(0, 0), True
+        self.monitor._told, self.monitor.left, self.monitor._is_closed = {}, set(), False
+        self.monitor._changed = threading.Condition()
+        self.monitor._group = type("Two", (), {"rank": 0, "world_size": 3})()
 
 
 def wire(data: bytes) -> None:
@@ -137,14 +137,14 @@ def wire(data: bytes) -> None:
     with here, there:
         there.sendall(data[:4096])
         there.shutdown(socket.SHUT_WR)
-        peers.watch._peers = {1: here}
+        peers.monitor._peers = {1: here}
         if data[:1] < b"\x80":
-            while peers.watch._heard(1, here):
+            while peers.monitor._receive(1, here):
                 pass
-            loss = peers.watch.loss
-            assert 1 in peers.watch.left or isinstance(getattr(loss, "rank", None), int)
+            failure = peers.monitor.failure
+            assert 1 in peers.monitor.left or isinstance(getattr(failure, "rank", None), int)
         else:
-            assert rank_of(here, b"t" * 32, peers.watch._group) is None, "a stranger was let in"
+            assert rank_of(here, b"t" * 32, peers.monitor._group) is None, "a stranger was let in"
 
 
 def parquet(data: bytes) -> None:

@@ -26,9 +26,10 @@ from oper.integration.torch_modules import module_spec
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.serve.allocator import give_back
 from tests.checkpoint_support import (
+    CHUNK,
     flat,
     fused,
-    read,
+    go_on,
     run_ranks,
     sharded,
     state_of,
@@ -36,59 +37,6 @@ from tests.checkpoint_support import (
 )
 from tests.runtime_support import assert_bitwise
 from tests.world_support import report, run_world, world
-
-CHUNK = 512  # bytes: every table of more than 16 rows is several chunks
-
-
-def go_on(rank: int, world_size: int, plan: int, steps: range, load: str | None = None,
-          save: str | None = None) -> dict[str, torch.Tensor]:
-    """Load, train and save in chunks; everything as whole tensors."""
-    model = sharded(world_size, plan, seed=0 if load is None else 99)
-    if load is not None:
-        extra = oper.load_checkpoint(load, model, fused(model))
-        assert extra["next_step"] == steps.start
-        assert_bitwise(extra["sums"], torch.arange(3.0), "a tensor of the user's")
-    train(model, rank, world_size, steps)
-    if save is not None:
-        oper.save_checkpoint(save, model, fused(model), chunk_bytes=CHUNK, extra={
-            "next_step": steps.stop, "sums": torch.arange(3.0), "note": {"by": ["a", "b"]}})
-    return flat(state_of(model))
-
-
-# ---- what is in it -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Two ranks, three steps, a plan that pushes and splits columns."""
-    folder = tmp_path_factory.mktemp("saved") / "two"
-    return folder, run_ranks(go_on, 2, 101, range(3), None, str(folder))
-
-
-def test_a_chunked_checkpoint_reads_without_oper(saved: Any) -> None:
-    folder, held = saved
-    found = read(folder)
-    stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    chunks = stored["model.bags.embedding_bags.tc.weight"].chunks
-    assert sorted(c.sizes[0] for c in chunks) == [4] + 31 * [16]
-    assert not [p for p in folder.parent.iterdir() if p != folder]
-    names = {"/" + k.replace(".", "/"): v for k, v in found.items()}
-    for name, value in held.items():
-        # `places` is a bare module: its state stands under "tables" and its path.
-        key = name.replace("/places/", "/tables/places/").replace(".", "/")
-        assert_bitwise(names["/" + key.lstrip("/")], value, name)
-
-
-@pytest.mark.parametrize("world_size, plan", [(1, 2), (2, 101), (4, 103)])
-def test_any_plan_and_world_goes_on(saved: Any, world_size: int, plan: int, tmp_path: Path) -> None:
-    folder, held = saved
-    there = run_ranks(go_on, world_size, plan, range(3, 3), str(folder), str(tmp_path / "there"))
-    assert_bitwise(there, held, "loaded by another world")
-    back = run_ranks(go_on, 2, 101, range(3, 3), str(tmp_path / "there"))
-    assert_bitwise(back, held, "and back")
-    if (world_size, plan) == (2, 101):
-        assert_bitwise(run_ranks(go_on, 2, 101, range(3, 6), str(folder)),
-                       run_ranks(go_on, 2, 101, range(6)), "training goes on")
 
 
 class _Counting(oper.LoadPlanner):

@@ -17,55 +17,32 @@ import oper
 from oper.errors import InvalidInputError
 from oper.integration.checkpoint.on_demand import TableRows
 from tests.checkpoint_support import (
+    CHUNK,
     Model,
     batch_of,
     flat,
-    fused,
+    go_on,
     read,
+    restore,
     run_ranks,
     sharded,
-    state_of,
-    train,
 )
-from tests.runtime_support import assert_bitwise
+from tests.runtime_support import assert_bitwise, assert_near
 from tests.world_support import RankFailedError, run_world
-
-
-def restore(model: Model, folder: str) -> None:
-    state = state_of(model)
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    fused(model).load_state_dict(state["optimizer"])
-    model.places.load_optimizer_state_dict(state["places"])
-
-
-def run(rank: int, world_size: int, plan_seed: int, steps: range, load: str | None = None,
-        save: str | None = None) -> dict[str, torch.Tensor]:
-    """Load, train, save; everything as whole tensors. With an empty range: only convert."""
-    # Another seed, so that what is not loaded shows.
-    model = sharded(world_size, plan_seed, seed=0 if load is None else 99)
-    if load is not None:
-        restore(model, load)
-    train(model, rank, world_size, steps)
-    state = state_of(model)
-    if save is not None:
-        dcp.save(state, checkpoint_id=save)
-    return flat(state)
-
-
-def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert got[name].shape == value.shape, name
-        gap = (got[name] - value).abs().max()
-        assert gap <= 1e-5 * value.abs().max(), f"{name}: {gap}"
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     """Two ranks, three steps: the checkpoint and what it holds."""
     folder = tmp_path_factory.mktemp("saved") / "two"
-    return folder, run_ranks(run, 2, 1, range(3), None, str(folder))
+    return folder, run_ranks(go_on, 2, 1, range(3), None, str(folder), None)
+
+
+@pytest.fixture(scope="module")
+def in_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The same by `oper.save_checkpoint`, under a plan that pushes and splits columns."""
+    folder = tmp_path_factory.mktemp("in_chunks") / "two"
+    return folder, run_ranks(go_on, 2, 101, range(3), None, str(folder))
 
 
 # ---- names and shapes ----------------------------------------------------------------------------
@@ -100,21 +77,44 @@ def test_the_state_dict_helpers_of_torch() -> None:
 # ---- training goes on ----------------------------------------------------------------------------
 
 
-def test_two_ranks_go_on_bitwise(saved: Any) -> None:
-    want = run_ranks(run, 2, 1, range(6))
-    for plan in (1, 3):
-        assert_bitwise(run_ranks(run, 2, plan, range(3, 6), str(saved[0])), want, f"plan {plan}")
+@pytest.mark.parametrize("how, plan, others", [("saved", 1, (1, 3)), ("in_chunks", 101, (101,))])
+def test_two_ranks_go_on_bitwise(how: str, plan: int, others: tuple[int, ...],
+                                 request: pytest.FixtureRequest) -> None:
+    folder, _ = request.getfixturevalue(how)
+    chunk = CHUNK if how == "in_chunks" else None
+    want = run_ranks(go_on, 2, plan, range(6))
+    for other in others:
+        got = run_ranks(go_on, 2, other, range(3, 6), str(folder), None, chunk)
+        assert_bitwise(got, want, f"plan {other}")
 
 
-@pytest.mark.parametrize("world_size, plan", [(1, 5), (4, 2)])
-def test_another_world_goes_on(saved: Any, world_size: int, plan: int, tmp_path: Path) -> None:
-    folder, held = saved
-    there = run_ranks(run, world_size, plan, range(0), str(folder), str(tmp_path / "there"))
+@pytest.mark.parametrize("how, world_size, plan", [
+    ("saved", 1, 5), ("saved", 4, 2), ("in_chunks", 1, 2), ("in_chunks", 4, 103)])
+def test_another_world_goes_on(how: str, world_size: int, plan: int, tmp_path: Path,
+                               request: pytest.FixtureRequest) -> None:
+    folder, held = request.getfixturevalue(how)
+    chunk, place = CHUNK if how == "in_chunks" else None, str(tmp_path / "there")
+    there = run_ranks(go_on, world_size, plan, range(3, 3), str(folder), place, chunk)
     assert_bitwise(there, held, "loaded by another world")
-    back = run_ranks(run, 2, 1, range(0), str(tmp_path / "there"))
+    back = run_ranks(go_on, 2, 1, range(3, 3), place, None, chunk)
     assert_bitwise(back, held, "and back")
-    close(run_ranks(run, world_size, plan, range(3, 6), str(folder)),
-          run_ranks(run, 2, 1, range(6)))
+    if how == "saved":
+        assert_near(run_ranks(go_on, world_size, plan, range(3, 6), str(folder), None, None),
+                    run_ranks(go_on, 2, 1, range(6)), "training")
+
+
+def test_a_chunked_checkpoint_reads_without_oper(in_chunks: Any) -> None:
+    folder, held = in_chunks
+    found = read(folder)
+    stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    chunks = stored["model.bags.embedding_bags.tc.weight"].chunks
+    assert sorted(c.sizes[0] for c in chunks) == [4] + 31 * [16]
+    assert not [p for p in folder.parent.iterdir() if p != folder]
+    names = {"/" + k.replace(".", "/"): v for k, v in found.items()}
+    for name, value in held.items():
+        # `places` is a bare module: its state stands under "tables" and its path.
+        key = name.replace("/places/", "/tables/places/").replace(".", "/")
+        assert_bitwise(names["/" + key.lstrip("/")], value, name)
 
 
 # ---- the unsharded model -------------------------------------------------------------------------
@@ -176,15 +176,15 @@ def test_optimizer_state_from_and_to_an_unsharded_optimizer(saved: Any) -> None:
         m(batch_of(3, 0, 1)).backward()
     rowwise.step()
     adagrad.step()
-    close({"ta": model.state_dict()["bags.embedding_bags.ta.weight"],
-           "places": model.state_dict()["places.weight"],
-           "ta state": model.bags.fused_optimizer.state_dict()["state"][
-               "embedding_bags.ta.weight"]["ta.momentum1"],
-           "places state": model.places.optimizer_state_dict()["state"]["weight"][
-               "weight.momentum1"]},
-          {"ta": ta.detach(), "places": places.detach(),
-           "ta state": rowwise.state[ta]["sum"].flatten(),
-           "places state": adagrad.state[places]["sum"]})
+    assert_near({"ta": model.state_dict()["bags.embedding_bags.ta.weight"],
+                 "places": model.state_dict()["places.weight"],
+                 "ta state": model.bags.fused_optimizer.state_dict()["state"][
+                     "embedding_bags.ta.weight"]["ta.momentum1"],
+                 "places state": model.places.optimizer_state_dict()["state"]["weight"][
+                     "weight.momentum1"]},
+                {"ta": ta.detach(), "places": places.detach(),
+                 "ta state": rowwise.state[ta]["sum"].flatten(),
+                 "places state": adagrad.state[places]["sum"]}, "OPER and torch")
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -192,5 +192,5 @@ def test_optimizer_state_from_and_to_an_unsharded_optimizer(saved: Any) -> None:
 
 def test_a_failed_load_on_all_ranks_leaves_them_alive(saved: Any) -> None:
     with pytest.raises((RankFailedError, InvalidInputError)):
-        run_ranks(run, 2, 1, range(0), str(saved[0]) + "-none")
-    run_ranks(run, 2, 1, range(0), str(saved[0]))
+        run_ranks(go_on, 2, 1, range(0), str(saved[0]) + "-none", None, None)
+    run_ranks(go_on, 2, 1, range(0), str(saved[0]), None, None)

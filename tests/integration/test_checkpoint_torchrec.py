@@ -19,8 +19,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
 from oper.integration.torchrec_modules import table_specs
-from tests.checkpoint_support import read
-from tests.runtime_support import assert_bitwise, mixed_plan
+from tests.checkpoint_support import random_kjt, read
+from tests.runtime_support import assert_bitwise, assert_near, mixed_plan
 from tests.world_support import RankFailedError, run_world
 
 ROWS = {"a": 38, "b": 200}
@@ -42,11 +42,7 @@ class Model(nn.Module):
 
 
 def batch_of(step: int, rank: int) -> KeyedJaggedTensor:
-    g = torch.Generator().manual_seed(10 * step + rank)
-    lengths = torch.randint(0, 4, (len(ROWS), 6), generator=g)
-    ids = [torch.randint(0, n, (int(k.sum()),), generator=g)
-           for n, k in zip(ROWS.values(), lengths, strict=True)]
-    return KeyedJaggedTensor(list(ROWS), torch.cat(ids), lengths=lengths.reshape(-1))
+    return random_kjt(ROWS, 6, 10 * step + rank)
 
 
 def by_torchrec(kind: str, seed: int, **tag: float) -> tuple[nn.Module, Any]:
@@ -119,12 +115,6 @@ def _train(model: nn.Module, rank: int, steps: range) -> None:
         (model(batch_of(step, rank)) - 0.2).square().sum().backward()
 
 
-def close(got: Any, want: Any) -> None:
-    for a, b in zip(got, want, strict=True):
-        for x, y in zip(a, b, strict=True):
-            assert (x - y).abs().max() <= 1e-5 * y.abs().max()
-
-
 # TorchRec keeps one state per column piece under column_wise, see below.
 @pytest.mark.parametrize("kind, parts", [
     ("table_wise", "both"), ("row_wise", "both"), ("column_wise", "model")])
@@ -136,10 +126,10 @@ def test_there_and_back(kind: str, parts: str, tmp_path: Path) -> None:
     back = run_world(2, run, kind, second, third, parts)
     assert_bitwise(read(second), read(first), "TorchRec to OPER")
     assert_bitwise(read(third), read(first), "OPER to TorchRec")
-    close([o[:1] for o in ours], [o[:1] for o in theirs])
+    assert_near([o[:1] for o in ours], [o[:1] for o in theirs], "outputs")
     if parts == "both":  # then training goes on alike as well
-        close(ours, theirs)
-        close(back, theirs)
+        assert_near(ours, theirs, "OPER")
+        assert_near(back, theirs, "back")
         assert (ours[0][0] - ours[0][1]).abs().max() > 1e-2
     one = str(tmp_path / "one")
     run_world(1, run, "oper", first, one, parts)
@@ -195,19 +185,13 @@ def test_the_state_of_a_row_is_the_unsharded_one(tmp_path: Path) -> None:
     after one step from the same rows."""
     folders = [str(tmp_path / n) for n in ("tw", "cw", "oper")]
     for kind, folder in zip(("table_wise", "column_wise"), folders, strict=False):
-        run_world(2, _one_step, kind, folder)
+        run_world(2, _planned, kind, None, folder)
     run_world(2, _planned, "oper", folders[1], folders[2])
     want, got = read(folders[0]), read(folders[2])
     for name, value in want.items():
         if "momentum" in name:
             torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-9)
             assert value.abs().max() > 1e-3
-
-
-def _one_step(rank: int, world_size: int, kind: str, save: str) -> None:
-    model, optimizer = by_torchrec(kind, 0)
-    _step(model, rank)
-    dcp.save(_state(model, optimizer, "both"), checkpoint_id=save)
 
 
 def test_other_shapes_of_states_are_refused(tmp_path: Path) -> None:

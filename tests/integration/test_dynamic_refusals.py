@@ -225,7 +225,7 @@ def test_many_lookups_wait_for_one_update() -> None:
     for out in waiting:
         _train(model, 2)
         out.sum().backward()
-    assert model.tables.keys.tables["weight"].clock == 11
+    assert model.tables.keys.clock("weight") == 11
     assert model.state_dict()["keys"][:, 1].tolist() == [6, 6, 0]
     del waiting, out
     for key in (3, 3):  # the third row, which nobody waits for afterwards

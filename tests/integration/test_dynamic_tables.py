@@ -166,7 +166,7 @@ def _save_and_resume(rank: int, world_size: int, folder: str, resumed: bool) -> 
             oper.save_checkpoint(folder, model, extra={"step": step})
         outputs.append(step_of(model, step, rank, world_size))
     return (torch.stack(outputs[-STEPS // 2:]), records(model), model.tables.read("weight"),
-            model.tables.read("weight", part="momentum1"), model.tables.keys.tables["weight"].clock)
+            model.tables.read("weight", part="momentum1"), model.tables.keys.clock("weight"))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import oper
 from oper.errors import OperError
 from oper.integration.torchrec_modules import table_specs
-from tests.checkpoint_support import flat, run_ranks
+from tests.checkpoint_support import flat, random_kjt, run_ranks
 from tests.runtime_support import assert_bitwise, mixed_plan
 
 OLD, NEW = {"a": 40, "b": 7}, {"a": 55, "b": 8}
@@ -37,11 +37,7 @@ def model_of(rows: dict[str, int], world_size: int, kind: str) -> Any:
 
 def train(bags: Any, rows: dict[str, int], rank: int, world_size: int, steps: range) -> None:
     for step in steps:
-        g = torch.Generator().manual_seed(17 * step + rank)
-        lengths = torch.randint(0, 4, (len(rows), 6), generator=g)
-        ids = [torch.randint(0, r, (int(n.sum()),), generator=g)
-               for r, n in zip(rows.values(), lengths, strict=True)]
-        kjt = KeyedJaggedTensor(list(rows), torch.cat(ids), lengths=lengths.reshape(-1))
+        kjt = random_kjt(rows, 6, 17 * step + rank)
         (bags(kjt).values().tanh().sum() / 6).backward()
 
 

@@ -76,7 +76,7 @@ def test_keys_move_to_a_table_of_another_rule_and_size(rule: oper.DynamicTable, 
         assert torch.equal(torch.as_tensor(getattr(again, name)),
                            torch.as_tensor(getattr(moved, name))), name
     train(other, 1)  # goes on
-    assert other.tables.keys.tables["weight"].clock == moved.clock + 1
+    assert other.tables.keys.clock("weight") == moved.clock + 1
 
 
 def _load(rank: int, world_size: int, entries: Any) -> Any:

@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as KJT
 
 import oper
 from oper.errors import InvalidInputError
-from tests.runtime_support import assert_bitwise
+from tests.runtime_support import assert_bitwise, whole
 from tests.world_support import run_world
 
 BATCH, LR, STEPS = 12, 0.1, 6
@@ -65,10 +65,7 @@ def _train(rank: int, world_size: int) -> dict[str, torch.Tensor]:
         if rank == 0:
             model(batch_of(STEPS + 1, 0, 1))
     found["map"] = ids.values().clone()
-    state = model.state_dict()
-    found |= {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone()
-              for k, v in state.items()}
-    return found
+    return found | whole(model.state_dict())
 
 
 def test_ranks_learn_one_map() -> None:

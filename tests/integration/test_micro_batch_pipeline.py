@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,13 @@ from oper.integration.splitting import joined, split_batch
 from tests.dlrm_support import (
     EBC,
     KEYS,
-    assert_close,
     make_batch,
     make_collection,
     make_dlrm,
     make_kjt,
     plan_for,
 )
-from tests.runtime_support import assert_bitwise
+from tests.runtime_support import assert_bitwise, assert_near, whole
 from tests.world_support import run_world
 
 LR, STEPS = 0.2, 4
@@ -32,13 +30,12 @@ LR, STEPS = 0.2, 4
 
 def _train(rank: int, world_size: int, num_parts: int | None) -> tuple[Any, list[Any], Any]:
     """State, what the steps returned, and the number of parts that was found."""
-    os.environ["OPER_DOMAIN"] = "ab"[rank]
     model = make_dlrm(seed=3)
     plan = plan_for(model.get_submodule(EBC), world_size, "mixed0")
     model = oper.shard(model, plan=plan, optimizer=oper.RowWiseAdagrad(lr=LR))
-    whole = DDP(model, static_graph=True, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD([p for p in whole.parameters() if p.is_leaf], lr=LR)
-    pipeline = oper.MicroBatchPipeline(whole, optimizer, num_parts)
+    wrapped = DDP(model, static_graph=True, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.is_leaf], lr=LR)
+    pipeline = oper.MicroBatchPipeline(wrapped, optimizer, num_parts)
     steps = STEPS if num_parts else 16
     batches = iter([make_batch(100 * rank + s, 9 + 3 * rank) for s in range(steps)])
     found = []
@@ -47,24 +44,21 @@ def _train(rank: int, world_size: int, num_parts: int | None) -> tuple[Any, list
             found.append(pipeline.progress(batches))
     assert len(found) == steps and model.get_submodule(EBC).tables.num_steps == steps
     assert not model.get_submodule(EBC)._ahead.coming  # each was looked up
-    state = {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
-             for k, v in model.state_dict().items()}
-    return state, found, pipeline.num_parts
+    return whole(model.state_dict()), found, pipeline.num_parts
 
 
 def _both(rank: int, world_size: int) -> None:
     (want, outputs, _), (got, parted, _) = (_train(rank, world_size, k) for k in (1, 3))
-    for name in want:
-        assert_close(got[name], want[name], name)
+    assert_near(got, want, "state")
     for (loss, (_, logits, labels)), (loss_3, (_, logits_3, labels_3)) in zip(
             outputs, parted, strict=True):
-        assert_close(loss_3, loss, "loss")
-        assert_close(logits_3, logits, "logits")
+        assert_near(loss_3, loss, "loss")
+        assert_near(logits_3, logits, "logits")
         assert torch.equal(labels, labels_3)
 
 
 def test_equals_whole_batches_under_ddp() -> None:
-    run_world(2, _both)
+    run_world(2, _both, labels="ab")
 
 
 def _choose(rank: int, world_size: int) -> Any:
@@ -72,7 +66,7 @@ def _choose(rank: int, world_size: int) -> Any:
 
 
 def test_the_number_of_parts_is_measured_alike_on_all_ranks() -> None:
-    found = run_world(2, _choose)
+    found = run_world(2, _choose, labels="ab")
     assert found[0] == found[1] and found[0] in (1, 2, 3, 4, 6)
 
 
@@ -139,7 +133,7 @@ def test_ids_that_the_model_maps_are_not_looked_up_before() -> None:
                 lengths=batch.sparse_features.lengths())
             pipeline.progress(iter([batch]))
         rows.append(model.bags.tables.read("t4"))
-    assert_close(rows[1], rows[0], "rows")
+    assert_near(rows[1], rows[0], "rows")
 
 
 def test_refusals() -> None:

@@ -1,4 +1,4 @@
-"""Unpooled lookups: EmbeddingCollection and nn.Embedding give what the unsharded modules give."""
+"""Unpooled lookups under every plan and in pipelines; their numbers: tests/programs."""
 
 from __future__ import annotations
 
@@ -9,115 +9,47 @@ import torch
 from torch import nn
 from torchrec.modules import embedding_configs
 from torchrec.modules.embedding_modules import EmbeddingCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
-from oper.shmem.batch import Lookup
-from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import assert_bitwise, plans_for, run_ranks
+from tests.checkpoint_support import random_kjt
+from tests.runtime_support import (
+    Case,
+    assert_bitwise,
+    make_steps,
+    plans_for,
+    same_bits,
+    train_virtual,
+    whole,
+)
 from tests.world_support import run_world
 
 DIM = 20
 TABLES = {"t0": (50, ["a", "b"]), "t1": (30, ["b", "c"]), "t2": (1, ["d"]), "t3": (700, ["e"])}
-KEYS = ["c", "unused", "a", "e", "d", "b"]
+ROWS = {"c": 30, "unused": 10**9, "a": 50, "e": 700, "d": 1, "b": 30}
 
 
-def collection(need_indices: bool = False, seed: int = 0) -> EmbeddingCollection:
-    torch.manual_seed(seed)
+def collection() -> EmbeddingCollection:
+    torch.manual_seed(0)
     return EmbeddingCollection(
         [embedding_configs.EmbeddingConfig(name=n, num_embeddings=rows, embedding_dim=DIM,
                                            feature_names=features)
-         for n, (rows, features) in TABLES.items()], need_indices=need_indices)
-
-
-def sequences(seed: int, batch_size: int = 9, dtype: torch.dtype = torch.int64
-              ) -> KeyedJaggedTensor:
-    """Sequences of 0 to 6 ids; every second one of `e` is empty, in batch 3 all of them."""
-    g = torch.Generator().manual_seed(seed)
-    rows = {"a": 50, "b": 30, "c": 30, "d": 1, "e": 700, "unused": 10**9}
-    lengths = torch.randint(0, 7, (len(KEYS), batch_size), generator=g)
-    lengths[KEYS.index("e"), ::1 if seed == 3 else 2] = 0
-    ids = [torch.randint(0, rows[k], (int(n.sum()),), generator=g)
-           for k, n in zip(KEYS, lengths, strict=True)]
-    return KeyedJaggedTensor(KEYS, torch.cat(ids).to(dtype), lengths=lengths.reshape(-1).to(dtype))
-
-
-def loss_of(out: dict[str, Any], batch_size: int) -> torch.Tensor:
-    """Every number of every sequence counts differently."""
-    total = torch.zeros(())
-    for k, jt in enumerate(out.values()):
-        v = jt.values()
-        at = torch.arange(v.numel(), dtype=torch.float32).view(v.shape)
-        total = total + ((v - torch.sin(at + k)) ** 2).sum()
-    return total / max(1, batch_size)
-
-
-def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    assert got.shape == want.shape, what
-    gap, largest = (got - want).abs().max(), want.abs().max()
-    assert gap <= 1e-5 * largest, f"{what}: {gap}, largest {largest}"
-
-
-# ---- EmbeddingCollection -------------------------------------------------------------------------
-
-
-def test_an_empty_batch() -> None:
-    """The unsharded collection fails on it; a rank of several may have one."""
-    sharded = oper.shard(collection(need_indices=True), optimizer=oper.SGD(lr=0.1))
-    before = sharded.state_dict()
-    out = sharded(sequences(5, 0))
-    assert list(out) == ["a", "b@t0", "b@t1", "c", "d", "e"]
-    for jt in out.values():
-        assert jt.values().shape == (0, DIM) and jt.lengths().shape == (0,)
-        assert jt.weights().shape == (0,) and jt.weights().dtype == torch.int64
-    loss_of(out, 0).backward()
-    assert_bitwise(dict(sharded.state_dict()), dict(before), "tables")
+         for n, (rows, features) in TABLES.items()])
 
 
 # ---- every plan and world size -------------------------------------------------------------------
 
 
-def _train_virtual(world_size: int, plan: Any, steps: int) -> tuple[list[Any], dict[str, Any]]:
-    plain = collection()
-    features = [(f, n) for n, (_, fs) in TABLES.items() for f in fs]
-    key_of = torch.tensor([KEYS.index(f) for f, _ in features])
-    optimizer = oper.Adam(lr=0.01, eps=1e-4)
-
-    def body(group: Any) -> tuple[list[Any], dict[str, Any]]:
-        tables = ShardedTables(plan, features, group, optimizer, 1 / world_size)
-        for name, weight in plain.state_dict().items():
-            tables.write(name.split(".")[1], weight)
-        tables.publish()
-        outputs = []
-        for step in range(steps):
-            kjt = sequences(step + 50 * group.rank, (9, 0, 4, 1)[(group.rank + step) % 4])
-            out = tables.lookup(Lookup(kjt.values(), kjt.lengths(), key_of, kjt.stride(),
-                                       pooled=False))
-            outputs.append(out.detach().clone())
-            (out * torch.cos(torch.arange(out.numel()).view(out.shape))).sum().backward()
-        tables.barrier()
-        return outputs, {f"{n} {p}": tables.read(n, part=p) for n in TABLES
-                         for p in ("rows", "momentum1", "momentum2")}
-
-    ranks = run_ranks(world_size, body)
-    for _, parts in ranks[1:]:
-        assert_bitwise(parts, ranks[0][1], "two ranks")
-    return [outputs for outputs, _ in ranks], ranks[0][1]
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_plans_are_bitwise_equal(world_size: int) -> None:
-    specs = [TableSpec(n, rows, DIM, tuple(fs), "none", optimizer="adam")
-             for n, (rows, fs) in TABLES.items()]
-    plans = plans_for(specs, world_size)
-    want = _train_virtual(world_size, plans.pop("striped"), 5)
-    assert {o.shape[0] for o in want[0][0]} >= {0}  # a rank had an empty batch
-    for name, plan in plans.items():
-        assert_bitwise(_train_virtual(world_size, plan, 5), want, name)
-
-
-# ---- nn.Embedding --------------------------------------------------------------------------------
+    case = Case(tuple(TableSpec(n, rows, DIM, tuple(features), "none")
+                      for n, (rows, features) in TABLES.items()), tuple(ROWS))
+    steps = make_steps(case, world_size, 5)
+    want, *others = (train_virtual(case, plan, steps, oper.Adam(lr=0.01, eps=1e-4))
+                     for plan in plans_for(case.tables, world_size).values())
+    assert any(not out.shape[0] for step in want.outputs for out in step)  # an empty batch
+    for other in others:
+        same_bits(other, want)
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -146,7 +78,7 @@ def make_batch(seed: int, batch_size: int) -> Any:
     from torchrec.datasets.utils import Batch
 
     g = torch.Generator().manual_seed(seed)
-    return Batch(torch.rand(batch_size, 1, generator=g), sequences(seed, batch_size),
+    return Batch(torch.rand(batch_size, 1, generator=g), random_kjt(ROWS, batch_size, seed),
                  torch.randint(0, 16, (batch_size, 5), generator=g))
 
 
@@ -181,9 +113,7 @@ def _body(rank: int, world_size: int, steps: int, pipelined: bool) -> dict[str, 
             loss.backward()
             dense.step()
             losses.append(value)
-    state = {n: v.full_tensor() if hasattr(v, "full_tensor") else v.clone()
-             for n, v in wrapped.state_dict().items()}
-    return state | {"losses": torch.stack(losses)}
+    return whole(wrapped.state_dict()) | {"losses": torch.stack(losses)}
 
 
 def test_two_processes_train_alike_pipelined_or_not() -> None:

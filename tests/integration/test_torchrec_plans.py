@@ -29,6 +29,7 @@ from oper.search.problem.space import EVERYTHING
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
+from tests.checkpoint_support import random_kjt
 from tests.support import map_tiers
 from tests.world_support import run_world
 
@@ -227,7 +228,6 @@ def test_import_names_a_missing_table() -> None:
 def _train(rank: int, world_size: int) -> tuple[dict[str, str], float, list[str], str]:
     """Plan collectively, shard by DistributedModelParallel, compare with the unsharded model."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     class Sharder(EmbeddingBagCollectionSharder):
         def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -242,11 +242,7 @@ def _train(rank: int, world_size: int) -> tuple[dict[str, str], float, list[str]
     sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=chosen,
                                        sharders=sharders)
     sharded.load_state_dict({k: v.clone() for k, v in plain.state_dict().items()})
-    g = torch.Generator().manual_seed(rank)
-    lengths = torch.randint(0, 4, (len(ROWS), 8), generator=g)
-    ids = torch.cat([torch.randint(0, n, (int(x.sum()),), generator=g)
-                     for n, x in zip(ROWS, lengths, strict=True)])
-    kjt = KeyedJaggedTensor([f"f{k}" for k in range(len(ROWS))], ids, lengths=lengths.reshape(-1))
+    kjt = random_kjt({f"f{k}": n for k, n in enumerate(ROWS)}, 8, rank)
     worst = float((sharded(kjt) - plain(kjt)).abs().max())
     assert planner.oper_plan is not None
     return ({n: s.sharding_type for n, s in chosen.plan["bags"].items()}, worst, planner.lost,

@@ -15,14 +15,13 @@ from torchrec.distributed.model_parallel import DistributedModelParallel as DMP
 import oper
 from tests.dlrm_support import (
     EBC,
-    assert_close,
     make_batch,
     make_collection,
     make_dlrm,
     make_kjt,
     plan_for,
 )
-from tests.runtime_support import assert_bitwise
+from tests.runtime_support import assert_bitwise, assert_near, whole
 from tests.world_support import run_world
 
 LR, STEPS = 0.2, 10
@@ -31,12 +30,6 @@ LR, STEPS = 0.2, 10
 def _shard(model: Any, world_size: int, kind: str, **fields: Any) -> Any:
     plan = plan_for(model.get_submodule(EBC), world_size, kind)
     return oper.shard(model, plan=plan, **{"optimizer": oper.SGD(lr=LR)} | fields)
-
-
-def _full(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Whole tensors of a state_dict. Collective where it holds DTensors."""
-    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
-            for k, v in state.items()}
 
 
 def _train(model: Any, rank: int, tables_too: bool) -> list[float]:
@@ -56,19 +49,13 @@ def _train(model: Any, rank: int, tables_too: bool) -> list[float]:
     return losses
 
 
-def _close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
-    assert list(got) == list(want), what
-    for name in want:
-        assert_close(got[name], want[name], f"{what}: {name}")
-
-
 # ---- DistributedDataParallel ---------------------------------------------------------------------
 
 
 def _ranks_disagree(rank: int, world_size: int) -> None:
     # As under DDP, rank 0's weights are everybody's.
     sharded = DDP(_shard(make_dlrm(seed=rank), world_size, "mixed0"))
-    _close(_full(sharded.module.state_dict()), _full(make_dlrm(seed=0).state_dict()), "rank 0's")
+    assert_near(whole(sharded.module.state_dict()), make_dlrm(seed=0).state_dict(), "rank 0's")
 
 
 def test_rank_0_decides_where_weights_differ() -> None:
@@ -113,7 +100,7 @@ def _dmp(rank: int, world_size: int, pipelined: bool) -> dict[str, torch.Tensor]
         assert begun == [max(0, step - 1) for step in range(STEPS)] and used == [True] * STEPS
     else:
         assert not begun and used == [False] * STEPS
-    state = _full(model.state_dict())
+    state = whole(model.state_dict())
     return {name: state[name] for name in plain.state_dict()}
 
 
@@ -140,9 +127,9 @@ def _watch(tables: Any) -> tuple[list[int], list[bool]]:
 def _both_pipelines(rank: int, world_size: int) -> None:
     unsharded = DDP(make_dlrm(seed=3))
     _train(unsharded, rank, True)
-    want = _full(unsharded.module.state_dict())
+    want = whole(unsharded.module.state_dict())
     plain, pipelined = (_dmp(rank, world_size, p) for p in (False, True))
-    _close(plain, want, "DMP")
+    assert_near(plain, want, "DMP")
     assert_bitwise(pipelined, plain, "pipelined and not")
 
 
@@ -180,7 +167,7 @@ def _announced(rank: int, world_size: int) -> None:
             assert collection.tables.migration is None, "the move has ended"
             # Batch 0 was not announced; one was resolved for the plan before the switch.
             assert begun == list(range(STEPS - 1)) and used.count(False) == 2, used
-        found.append((_full(model.state_dict()), losses))
+        found.append((whole(model.state_dict()), losses))
     assert_bitwise(found[1], found[0], "announced and not")
 
 
@@ -222,15 +209,15 @@ def _states(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
         assert state[name].shape == make_dlrm().state_dict()[name].shape
     other = _shard(make_dlrm(seed=6), world_size, "replicated")
     other.load_state_dict(state)
-    assert_bitwise(_full(other.state_dict()), _full(state), "DTensors")
+    assert_bitwise(whole(other.state_dict()), whole(state), "DTensors")
     dcp.save({"model": state}, checkpoint_id=folder)
     meta = make_dlrm(device="meta")
     torch.manual_seed(11 + rank)  # rank 0's seed rules
-    meta = _full(_shard(meta, world_size, "mixed2").state_dict())
+    meta = whole(_shard(meta, world_size, "mixed2").state_dict())
     with pytest.raises(oper.PlanError, match="world"):
         _shard(make_dlrm(), world_size + 1, "striped")
     return {"meta": {k: v for k, v in meta.items() if "embedding_bags" in k},
-            "trained": {k: v for k, v in _full(state).items() if "embedding_bags" in k}}
+            "trained": {k: v for k, v in whole(state).items() if "embedding_bags" in k}}
 
 
 def test_states_between_plans_and_worlds(tmp_path: Path) -> None:
@@ -256,9 +243,9 @@ def _subgroup(rank: int, world_size: int) -> dict[str, torch.Tensor] | None:
         return None
     # Ranks of the group are not those of the world, and their weights differ.
     model = _shard(make_dlrm(seed=rank), 2, "mixed0", process_group=group)
-    start = _full(model.state_dict())
+    start = whole(model.state_dict())
     model(make_batch(0))[0].backward()
-    end = _full(model.state_dict())
+    end = whole(model.state_dict())
     assert any((start[n] != end[n]).any() for n in start)
     return start
 

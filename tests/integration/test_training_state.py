@@ -14,19 +14,6 @@ from tests.integration.module_support import KJT, LR, bag, collection, kjt, rows
 # ---- freezing ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_table_is_trained_that_is_not_frozen_in_either_pass(when: str) -> None:
-    model = shard(bag())
-    before = rows(model)
-    model.weight.requires_grad = when != "forward"
-    weights = torch.ones(1, 1, requires_grad=True)
-    out = model(torch.tensor([[1]]), per_sample_weights=weights)
-    model.weight.requires_grad = when == "forward"
-    out.sum().backward()
-    assert torch.equal(rows(model), before)
-    assert torch.equal(weights.grad, before[1].sum().view(1, 1))
-
-
 def test_frozen_before_sharding_and_read_only() -> None:
     plain = bag()
     plain.weight.requires_grad = False

@@ -144,7 +144,7 @@ def copies_share_their_rows() -> Any:
 @fault("deepcopy")
 def copies_lose_their_rows() -> Any:
     """``copy.deepcopy`` gives empty tables."""
-    return mock.patch.object(_TABLES, "__deepcopy__", lambda self, memo: self.prepare(self.plan))
+    return mock.patch.object(_TABLES, "__deepcopy__", lambda self, memo: self.like(self.plan))
 
 
 # ---- batches -------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ Spec = dict[str, Any]
 NAMES = ("first", "second")  # children of a Net
 # What a batch may look like; `usual` has a few bags, some of them empty.
 SHAPES = ("usual", "usual", "usual", "empty_bags", "empty_batch", "one", "repeats", "same", "int32",
-          "strided", "two_d", "other_keys")
+          "strided", "two_d", "other_keys", "variable")
 
 
 # ---- drawing -------------------------------------------------------------------------------------
@@ -318,7 +318,10 @@ class Batch:
         keys = rng.permutation([*used, "extra"]).tolist() if shape == "other_keys" else used
         rows = {k: min((t["rows"] for t in emb["tables"] if k in t["features"]), default=5)
                 for k in keys}
-        lengths = [self._lengths(rng, size, shape) for _ in keys]
+        if emb["half"] and shape == "variable":  # torch adds up gradients of shared bags in fp16
+            shape = "usual"
+        strides = [int(rng.integers(1, size + 1)) if shape == "variable" else size for _ in keys]
+        lengths = [self._lengths(rng, stride, shape) for stride in strides]
         ids = torch.cat([self._ids(rng, rows[k], int(n.sum()), shape)
                          for k, n in zip(keys, lengths, strict=True)])
         if shape == "strided":
@@ -328,7 +331,13 @@ class Batch:
             weights = torch.from_numpy(rng.uniform(0.5, 1.5, ids.numel()))
             weights = weights.half() if emb["half"] else weights.float()
         counts = torch.from_numpy(np.concatenate(lengths)).to(ids.dtype)
-        features = KeyedJaggedTensor(keys, ids, weights, lengths=counts, stride=size)
+        layout: dict[str, Any] = {"stride": size}
+        if shape == "variable":
+            layout = {"stride_per_key_per_rank": [[stride] for stride in strides]}
+            if emb["kind"] == "ebc":
+                inverse = np.stack([rng.integers(0, stride, size) for stride in strides])
+                layout["inverse_indices"] = (keys, torch.from_numpy(inverse))
+        features = KeyedJaggedTensor(keys, ids, weights, lengths=counts, **layout)
         self._note(min(rows.values()), ids, counts, weights, (features,))
 
 

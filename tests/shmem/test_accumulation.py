@@ -11,69 +11,18 @@ import oper
 from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import SingleGroup
-from oper.shmem.optim.optimizers import Optimizer
+from oper.tables import TableSpec
 from tests.optimizer_support import EVERY
 from tests.runtime_support import (
-    Batch,
     Case,
     assert_bitwise,
     dlrm_case,
-    make_batch,
     mixed_plan,
     open_tables,
     rich_plan,
     run_ranks,
 )
-
-MICRO = 3
-
-
-def joined(case: Case, batches: list[Batch]) -> Batch:
-    """One batch of all samples, in order."""
-    ids, weights = [], []
-    for key in range(len(case.keys)):
-        for b in batches:
-            lengths = b.lengths.reshape(len(case.keys), b.size)
-            ends = [0, *lengths.sum(1).cumsum(0).tolist()]
-            ids.append(b.ids[ends[key]:ends[key + 1]])
-            if b.weights is not None:
-                weights.append(b.weights[ends[key]:ends[key + 1]])
-    lengths = torch.cat([b.lengths.reshape(len(case.keys), b.size) for b in batches], 1)
-    return Batch(lengths.reshape(-1), torch.cat(ids), torch.cat(weights) if weights else None,
-                 torch.cat([b.target for b in batches]))
-
-
-def micro_batches(case: Case, rank: int, step: int) -> list[Batch]:
-    return [make_batch(case, 100 * step + 10 * rank + m, size)
-            for m, size in enumerate((7, 0 if rank else 12, 5))]
-
-
-def train(case: Case, plan: object, optimizer: Optimizer, group, at_once: bool, pooled: bool = True
-          ) -> dict[str, torch.Tensor]:
-    tables = open_tables(case, plan, group, optimizer)
-    for step in range(3):
-        parts = micro_batches(case, group.rank, step)
-        if at_once:
-            parts = [joined(case, parts)]
-        for m, part in enumerate(parts):
-            batch = replace(part.lookup(case), pooled=pooled)
-            if m + 1 < len(parts):
-                with tables.no_sync():
-                    out = tables.lookup(batch)
-                    out.backward(gradient(out, part, pooled))
-            else:
-                out = tables.lookup(batch)
-                out.backward(gradient(out, part, pooled))
-    tables.barrier()
-    assert tables.num_steps == 3
-    return {t.name: tables.read(t.name) for t in case.tables}
-
-
-def gradient(out: torch.Tensor, batch: Batch, pooled: bool) -> torch.Tensor:
-    """What does not depend on how samples are grouped."""
-    if pooled:
-        return (out - batch.target).detach()
-    return out.detach() * 2 + 1
+from tests.shmem.test_micro_batches import train
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad_l2", "adam"])
@@ -83,24 +32,22 @@ def test_equals_one_batch(world_size: int, optimizer: str) -> None:
     case = dlrm_case(weighted=True)
     for plan in (mixed_plan(case.tables, world_size, 1),
                  rich_plan(case.tables, world_size, 3, True)):
-        micro, whole = (run_ranks(world_size, lambda g, at_once=at_once, plan=plan: train(
-            case, plan, EVERY[optimizer], g, at_once)) for at_once in (False, True))
+        micro, whole = (run_ranks(world_size, lambda g, how=how, plan=plan: train(
+            case, plan, EVERY[optimizer], g, how)) for how in ("whole", "joined"))
         assert_bitwise(micro, whole, "micro-batches and one batch")
 
 
 def test_unpooled() -> None:
     tables = tuple(replace(t, dim=16, pooling="none") for t in dlrm_case().tables)
     case = replace(dlrm_case(), tables=tables)
-    micro, whole = (run_ranks(2, lambda g, at_once=at_once: train(
-        case, mixed_plan(tables, 2, 1), EVERY["sgd"], g, at_once, False))
-        for at_once in (False, True))
+    micro, whole = (run_ranks(2, lambda g, how=how: train(
+        case, mixed_plan(tables, 2, 1), EVERY["sgd"], g, how))
+        for how in ("whole", "joined"))
     assert_bitwise(micro, whole, "micro-batches and one batch")
 
 
 def test_keys_in_another_order_and_optional_weights() -> None:
     """Micro-batches need not be laid out alike; no weights are weights of one."""
-    from oper.tables import TableSpec
-
     case = Case((TableSpec("a", 9, 4, ("f", "g"), "sum", optimizer="sgd"),), ("f", "g"))
     found = []
     for batches in ([((0, 1), [1, 2, 3], [1, 2], None), ((1, 0), [5, 1, 1], [1, 2], [1.0, 1, 1])],

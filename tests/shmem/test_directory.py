@@ -12,11 +12,10 @@ from hypothesis import given, settings, strategies as st
 from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.directory import TableDirectory
-from oper.shmem.batch import Lookup
 from oper.shmem.optim.optimizers import SGD
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import assert_bitwise, run_ranks
+from tests.runtime_support import assert_bitwise, bags_of_one, run_ranks
 
 FAST = settings(max_examples=150, deadline=None, derandomize=True)
 SLOW = settings(max_examples=25, deadline=None, derandomize=True)
@@ -98,7 +97,7 @@ def test_the_head_map_ranks_every_head_row(case: tuple[TablePlan, int]) -> None:
     plan, world_size = case
     directory = TableDirectory(plan, world_size)
     packed = directory.head_map()
-    if packed is None:
+    if not packed:
         assert not directory.head_ids.size
         return
     words, positions = packed
@@ -159,7 +158,7 @@ def _rows_found(group, plan: Plan, ids: torch.Tensor) -> dict[str, torch.Tensor]
     own = torch.arange(rows, dtype=torch.float32)
     tables.write("t", torch.stack([own, -own, own + 0.5, own * 2], 1))
     tables.publish()
-    batch = Lookup(ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64), ids.numel())
+    batch = bags_of_one(ids)
     with torch.no_grad():
         found = tables.lookup(batch).clone()
     # Only this rank sends a gradient to row `id`: 1000 * (id + 1), to be found there afterwards.

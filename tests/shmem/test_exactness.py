@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.group.groups import ProcessGroup, SingleGroup
+from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.optim.optimizers import SGD, PartialRowWiseAdam, RowWiseAdagrad
 from oper.tables import TableSpec
 from tests.runtime_support import (
@@ -22,7 +22,7 @@ from tests.runtime_support import (
     make_steps,
     merge_ranks,
     mixed_plan,
-    open_tables,
+    open_alone,
     plans_for,
     rank_loss,
     reference_forward,
@@ -104,7 +104,7 @@ def test_a_backward_pass_uses_its_own_batch() -> None:
     (first,), (second,) = make_steps(case, 1, 2)
     second = make_batch(case, 99, 9)
     lr = SGD(lr=0.3)
-    sharded = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), lr)
+    sharded = open_alone(case, lr)
     outs = [sharded.lookup(b.lookup(case)) for b in (first, second)]
     for out, batch in zip(outs, (first, second), strict=True):
         rank_loss(out, batch.target).backward()

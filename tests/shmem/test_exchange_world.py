@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -42,14 +41,8 @@ from tests.world_support import run_world
 CASE = dlrm_case()
 
 
-def _separate(rank: int, labels: str) -> None:
-    """Give this process the domain that its letter names."""
-    os.environ["OPER_DOMAIN"] = labels[rank]
-
-
-def _train(rank: int, world_size: int, labels: str, case: Case, plan: Plan,
+def _train(rank: int, world_size: int, case: Case, plan: Plan,
            steps: list[list[Batch]]) -> tuple[list[int], Result]:
-    _separate(rank, labels)
     group = ProcessGroup()
     found = find_domains(group)
     return found, train_rank(case, plan, steps, OPTIMIZERS["rowwise_adagrad"], group)
@@ -60,7 +53,7 @@ def _train(rank: int, world_size: int, labels: str, case: Case, plan: Plan,
 def test_processes_equal_one_domain(labels: str, domains: list[int]) -> None:
     steps = make_steps(CASE, len(labels), 6)
     plan = rich_plan(CASE.tables, len(labels), 1, columns=True)
-    ranks = run_world(len(labels), _train, labels, CASE, plan, steps)
+    ranks = run_world(len(labels), _train, CASE, plan, steps, labels=labels)
     assert all(found == domains for found, _ in ranks)
     same_bits(merge_ranks([result for _, result in ranks]),
               train_virtual(CASE, plan, steps, OPTIMIZERS["rowwise_adagrad"]), replicas=True)
@@ -86,9 +79,8 @@ def test_every_segment_arrives(world_size: int) -> None:
                          for r in range(world_size)]
 
 
-def _train_and_move(rank: int, world_size: int, labels: str, plans: tuple[Plan, Plan],
+def _train_and_move(rank: int, world_size: int, plans: tuple[Plan, Plan],
                     steps: list[list[Batch]]) -> tuple[int, Result]:
-    _separate(rank, labels)
     switched: list[int] = []
 
     def between(tables: ShardedTables, step: int) -> None:
@@ -107,7 +99,7 @@ def test_a_move_between_hosts_changes_no_bit(labels: str) -> None:
     """Rows and optimizer states go to another plan over gloo while the tables are trained."""
     steps = make_steps(CASE, len(labels), 8)
     plans = mixed_plan(CASE.tables, len(labels), 0), uniform_plan(CASE.tables, len(labels))
-    ranks = run_world(len(labels), _train_and_move, labels, plans, steps)
+    ranks = run_world(len(labels), _train_and_move, plans, steps, labels=labels)
     assert len({step for step, _ in ranks}) == 1 and 2 < ranks[0][0] < 8, ranks[0][0]
     same_bits(merge_ranks([result for _, result in ranks]),
               train_virtual(CASE, plans[0], steps, OPTIMIZERS["rowwise_adagrad"]))
@@ -119,10 +111,9 @@ WIDE = Case(tuple(TableSpec(n, r, 64, (f"f_{n}",), p, optimizer="rowwise_adagrad
             ("f_pushed", "f_pulled"))
 
 
-def _train_and_count(rank: int, world_size: int, labels: str, plan: Plan,
+def _train_and_count(rank: int, world_size: int, plan: Plan,
                      steps: list[list[Batch]]) -> tuple[dict[str, list[int]], list[float], Any]:
     """Bytes by kind and receiver, the losses, and all rows at the end."""
-    _separate(rank, labels)
     torch.manual_seed(5)
     tables = open_tables(WIDE, plan, ProcessGroup(), OPTIMIZERS["rowwise_adagrad"])
     tables.sent_bytes(reset=True)
@@ -150,7 +141,7 @@ def test_hosts_send_as_few_bytes_as_the_bits_say(labels: str) -> None:
         Tier(20, t.num_rows, "striped", tuple(range(size)), mode=tiers[t.name]))),))
         for t in WIDE.tables))
     exact, eight, again, mixed = (
-        run_world(size, _train_and_count, labels, replace(plan, message_bits=bits), steps)
+        run_world(size, _train_and_count, replace(plan, message_bits=bits), steps, labels=labels)
         for bits in (32, 8, 8, (16, 8)))
     domains = [labels.index(x) for x in labels]
     for bits, found in ((32, exact), (8, eight), ((16, 8), mixed)):
@@ -173,7 +164,6 @@ def test_hosts_send_as_few_bytes_as_the_bits_say(labels: str) -> None:
 
 def _shard(rank: int, world_size: int, message_bits: Any) -> tuple[list[list[int]], str]:
     """`oper.shard` on two hosts, with bits by rank: those of its plan, or the error."""
-    _separate(rank, "ab")
     bag = torch.nn.EmbeddingBag(500, 16, mode="sum")
     try:
         with warnings.catch_warnings():
@@ -188,8 +178,8 @@ def _shard(rank: int, world_size: int, message_bits: Any) -> tuple[list[list[int
 
 
 def test_shard_takes_bits_of_messages_and_refuses_several() -> None:
-    assert run_world(2, _shard, [8, 8]) == [([8, 8], "")] * 2
-    assert run_world(2, _shard, [(16, 8), (16, 8)]) == [([16, 8], "")] * 2
-    assert run_world(2, _shard, [None, None]) == [([32, 32], "")] * 2
-    for _, told in run_world(2, _shard, [8, (8, 16)]):
+    assert run_world(2, _shard, [8, 8], labels="ab") == [([8, 8], "")] * 2
+    assert run_world(2, _shard, [(16, 8), (16, 8)], labels="ab") == [([16, 8], "")] * 2
+    assert run_world(2, _shard, [None, None], labels="ab") == [([32, 32], "")] * 2
+    for _, told in run_world(2, _shard, [8, (8, 16)], labels="ab"):
         assert "message_bits by rank=[[8, 8], [8, 16]]" in told

@@ -15,11 +15,18 @@ import torch
 from oper.errors import MissingDependencyError, OperError
 from oper.plan import uniform_plan
 from oper.shmem import library
-from oper.shmem.group.groups import ProcessGroup, SingleGroup
+from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.memory import host_heap as heap_module
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.optim.optimizers import SGD
-from tests.runtime_support import dlrm_case, make_batch, open_tables, rank_loss, run_ranks
+from tests.runtime_support import (
+    dlrm_case,
+    make_batch,
+    open_alone,
+    open_tables,
+    rank_loss,
+    run_ranks,
+)
 from tests.world_support import run_world
 
 
@@ -88,7 +95,7 @@ def test_forgotten_tables_give_everything_back() -> None:
     gc.collect()
     before = len(segments())
     case = dlrm_case("sgd")
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD())
+    tables = open_alone(case, SGD())
     batch = make_batch(case, 0, 4)
     out = tables.lookup(batch.lookup(case))
     del tables
@@ -102,7 +109,7 @@ def test_forgotten_tables_give_everything_back() -> None:
 def test_tables_are_not_shared_by_accident() -> None:
     """That would be a second handle on the same rows, and training one would train both."""
     case = dlrm_case("sgd")
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD())
+    tables = open_alone(case, SGD())
     for attempt in (copy.copy, pickle.dumps):
         with pytest.raises(OperError, match="state_dict"):
             attempt(tables)
@@ -125,7 +132,7 @@ def test_a_virtual_rank_may_close_while_another_reads() -> None:
 
 def test_page_kinds_are_reported() -> None:
     case = dlrm_case("sgd")
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD())
+    tables = open_alone(case, SGD())
     want = tables.read("large")
     kind = tables.use_huge_pages()
     assert kind == tables.page_kind and ("2MiB" in kind or kind == "4KiB")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,9 +12,9 @@ import torch
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.shmem.batch import Lookup
-from oper.shmem.publication.publisher import Publisher
 from oper.shmem.publication.reader import PublishedTables, Reader, shared_pairs
 from oper.tables import TableSpec
+from tests.shmem.test_precision import published
 from tests.world_support import run_world
 
 # Features and columns: one block and several of everything that the kernels cut into blocks.
@@ -25,23 +23,16 @@ Users = tuple[Lookup, Lookup, torch.Tensor, torch.Tensor]  # what `of_users` mak
 
 
 @contextmanager
-def published(num_features: int, dim: int, dtype: str = "float32", seed: int = 0
-              ) -> Iterator[tuple[PublishedTables, Reader]]:
+def attached(num_features: int, dim: int, dtype: str = "float32", seed: int = 0
+             ) -> Iterator[tuple[PublishedTables, Reader]]:
     """Tables of 50 rows of normal numbers, attached within this process."""
     specs = [TableSpec(f"t{k}", 50, dim, (f"f{k}",), "mean" if k % 3 == 2 else "sum", dtype, "none")
              for k in range(num_features)]
     generator = torch.Generator().manual_seed(seed)
     rows = {s.name: torch.randn(50, dim, generator=generator) for s in specs}
-    name = f"interaction-{os.getpid()}-{time.monotonic_ns()}"
-    publisher = Publisher(name, uniform_plan(specs, 1, "owned"), {}, False, False)
-    publisher.publish(lambda table: [(0, rows[table])], {})
-    reader = Reader(name)
-    try:
+    with published(uniform_plan(specs, 1, "owned"), rows) as (_, (reader,)):
         yield PublishedTables(reader, reader.epoch & 1, [(s.features[0], s.name) for s in specs]
                               ), reader
-    finally:
-        reader.close()
-        publisher.close()
 
 
 def batch_of(num_features: int, size: int, weighted: bool = False, seed: int = 1) -> Lookup:
@@ -66,7 +57,7 @@ def differences(rank: int, world_size: int) -> tuple[list[str], str]:
     wrong, digest = [], hashlib.sha256()
     for dtype, shapes in (("float32", SHAPES), ("int8", SHAPES[4:7]), ("float16", SHAPES[2:4])):
         for num_features, dim in shapes:
-            with published(num_features, dim, dtype) as (tables, reader), reader.pinned():
+            with attached(num_features, dim, dtype) as (tables, reader), reader.pinned():
                 for size, weighted in ((1, False), (64, False), (131, True)):
                     batch = batch_of(num_features, size, weighted)
                     dense = torch.randn(size, dim, generator=torch.Generator().manual_seed(2))
@@ -93,7 +84,7 @@ def test_products_are_those_of_the_definition_and_equal_on_every_processor() -> 
 
 
 def test_a_sample_does_not_depend_on_its_batch_nor_on_threads() -> None:
-    with published(26, 64, "int8") as (tables, reader), reader.pinned():
+    with attached(26, 64, "int8") as (tables, reader), reader.pinned():
         batch, dense = batch_of(26, 200), torch.randn(200, 64)
         whole = tables.lookup_interaction(batch, dense)
         before = torch.get_num_threads()
@@ -114,7 +105,7 @@ def test_a_sample_does_not_depend_on_its_batch_nor_on_threads() -> None:
 @pytest.mark.parametrize("size", [1, 64, 150])
 def test_bags_that_samples_share_are_looked_up_once(size: int) -> None:
     """Three users in a batch, whose shared bags lie anywhere."""
-    with published(26, 64, "int8") as (tables, reader), reader.pinned():
+    with attached(26, 64, "int8") as (tables, reader), reader.pinned():
         batch, full, first, keys = of_users(26, size)
         dense = torch.randn(size, 64)
         assert shared_differs(tables, (batch, full, first, keys), dense) == []
@@ -169,7 +160,7 @@ def _only(batch: Lookup, sample: int) -> Lookup:
 
 
 def test_bad_batches_are_refused_by_name() -> None:
-    with published(3, 8) as (tables, reader), reader.pinned():
+    with attached(3, 8) as (tables, reader), reader.pinned():
         batch, dense = batch_of(3, 70), torch.zeros(70, 8)
         for bad in (torch.zeros(70, 9), torch.zeros(69, 8), torch.zeros(70, 8).double()):
             with pytest.raises(InvalidInputError, match="dense"):

@@ -20,6 +20,7 @@ from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import (
     assert_bitwise,
+    bags_of_one,
     dlrm_case,
     make_steps,
     open_tables,
@@ -46,11 +47,6 @@ def opened(group: ThreadGroup, plan: Plan, weights: torch.Tensor, seed: int = 0)
     return tables
 
 
-def batch_of(ids: torch.Tensor) -> Lookup:
-    """One bag for each id."""
-    return Lookup(ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64), ids.numel())
-
-
 def received(gradient: torch.Tensor, bits: Any, *, domains: Sequence[int] = (0, 1),
              senders: Sequence[int] = (1,), mode: str = "pull", seed: int = 0, steps: int = 1,
              num_threads: int = 1) -> list[torch.Tensor]:
@@ -67,7 +63,7 @@ def received(gradient: torch.Tensor, bits: Any, *, domains: Sequence[int] = (0, 
         ids = torch.arange(rows if group.rank in senders else 0)
         seen = [torch.zeros(rows, dim)]
         for _ in range(steps):
-            tables.lookup(batch_of(ids)).backward(gradient[:ids.numel()])
+            tables.lookup(bags_of_one(ids)).backward(gradient[:ids.numel()])
             seen.append(-tables.read("t"))
         tables.barrier()
         tables.close()
@@ -85,7 +81,7 @@ def looked_up(weights: torch.Tensor, bits: Any, domains: Sequence[int] = (0, 1),
 
     def body(group: ThreadGroup) -> torch.Tensor:
         tables = opened(group, plan, weights)
-        out = tables.lookup(batch_of(torch.arange(rows))).detach().clone()
+        out = tables.lookup(bags_of_one(torch.arange(rows))).detach().clone()
         tables.barrier()
         tables.close()
         return out
@@ -360,7 +356,7 @@ def test_kernels_that_disagree_say_so() -> None:
         assert tables._exchange is not None
         tables._exchange.bits = MessageBits(16, 32) if group.rank else MessageBits(32, 16)
         tables.handle = tables._create_context()
-        tables.lookup(batch_of(torch.arange(9)))
+        tables.lookup(bags_of_one(torch.arange(9)))
 
     for told in refusals(body, OperError):
         assert "message_bits on all ranks" in told

@@ -26,9 +26,11 @@ from tests.runtime_support import (
     Batch,
     Case,
     assert_bitwise,
+    assert_near,
     dlrm_case,
     make_batch,
     mixed_plan,
+    open_alone,
     open_tables,
     rich_plan,
     run_ranks,
@@ -44,9 +46,40 @@ def parts_of(case: Case, rank: int, step: int) -> list[Batch]:
             for m, size in enumerate((7, 0 if rank else 12, 5))]
 
 
-def gradient(out: torch.Tensor, batch: Batch, pooled: bool) -> torch.Tensor:
-    """What does not depend on how samples are grouped."""
-    return (out - batch.target).detach() if pooled else out.detach() * 2 + 1
+def gradient(out: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """What does not depend on how samples are grouped, pooled or not."""
+    return (out.detach() - batch.target if out.shape == batch.target.shape else
+            out.detach() * 2 + 1)
+
+
+def one_pass(tables: ShardedTables, case: Case, part: Batch) -> torch.Tensor:
+    """Forward and backward; what was looked up."""
+    out = tables.lookup(part.lookup(case))
+    out.backward(gradient(out, part))
+    return out
+
+
+@pytest.fixture
+def alone() -> tuple[Case, ShardedTables, Batch]:
+    """A case, its tables on one rank, and a part of a batch."""
+    case = dlrm_case()
+    return (case, open_alone(case, SGD(lr=0.3)),
+            parts_of(case, 0, 0)[0])
+
+
+def joined(case: Case, batches: list[Batch]) -> Batch:
+    """One batch of all samples, in order."""
+    ids, weights = [], []
+    for key in range(len(case.keys)):
+        for b in batches:
+            lengths = b.lengths.reshape(len(case.keys), b.size)
+            ends = [0, *lengths.sum(1).cumsum(0).tolist()]
+            ids.append(b.ids[ends[key]:ends[key + 1]])
+            if b.weights is not None:
+                weights.append(b.weights[ends[key]:ends[key + 1]])
+    lengths = torch.cat([b.lengths.reshape(len(case.keys), b.size) for b in batches], 1)
+    return Batch(lengths.reshape(-1), torch.cat(ids), torch.cat(weights) if weights else None,
+                 torch.cat([b.target for b in batches]))
 
 
 def in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
@@ -63,19 +96,21 @@ def in_parts(tables: ShardedTables, batches: list[Lookup], ahead: bool,
             body(k, tables.lookup(batch))
 
 
-def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str, pooled: bool = True
+def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str
           ) -> dict[str, torch.Tensor]:
-    """Rows and counts of steps; `how`: ``"whole"``, ``"parts"`` or ``"ahead"``."""
+    """Rows; `how`: ``"joined"`` into one batch, ``"whole"``, in ``"parts"`` or ``"ahead"``."""
     tables = open_tables(case, plan, group, optimizer)
     for step in range(STEPS):
         parts = parts_of(case, group.rank, step)
-        batches = [replace(p.lookup(case), pooled=pooled) for p in parts]
+        if how == "joined":
+            parts = [joined(case, parts)]
+        batches = [p.lookup(case) for p in parts]
         before = tables.read("large")
 
         def passes(k: int, out: torch.Tensor, parts: list[Batch] = parts) -> None:
-            out.backward(gradient(out, parts[k], pooled))
+            out.backward(gradient(out, parts[k]))
 
-        if how == "whole":
+        if how in ("joined", "whole"):
             for k, batch in enumerate(batches[:-1]):
                 with tables.no_sync():
                     passes(k, tables.lookup(batch))
@@ -88,11 +123,6 @@ def train(case: Case, plan: Plan, optimizer: Optimizer, group: Any, how: str, po
     return {t.name: tables.read(t.name) for t in case.tables}
 
 
-def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    for name, rows in want.items():
-        assert (got[name] - rows).abs().max() <= 2e-5 * rows.abs().max(), name
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad_l2", "adam", "clipped"])
 @pytest.mark.parametrize("domains", [None, (0, 1), (0, 0, 1)])
 def test_equals_whole_batches(domains: tuple[int, ...] | None, optimizer: str) -> None:
@@ -103,18 +133,18 @@ def test_equals_whole_batches(domains: tuple[int, ...] | None, optimizer: str) -
     for plan in (mixed_plan(case.tables, size, 1), rich_plan(case.tables, size, 3, True)):
         whole, parts, ahead = (run_ranks(size, lambda g, how=how, plan=plan: train(
             case, plan, rule, g, how), domains=domains) for how in ("whole", "parts", "ahead"))
-        close(ahead[0], parts[0])
+        assert_near(ahead[0], parts[0], "ahead", 2e-5)
         assert_bitwise(parts[0], parts[-1], "two ranks")
-        close(parts[0], whole[0])
+        assert_near(parts[0], whole[0], "parts", 2e-5)
 
 
 def test_one_rank_and_unpooled() -> None:
     tables = tuple(replace(t, dim=16, pooling="none") for t in dlrm_case().tables)
     case = replace(dlrm_case(), tables=tables)
     plan = mixed_plan(tables, 1, 1)
-    whole, ahead = (train(case, plan, EVERY["sgd"], SingleGroup(), how, False)
+    whole, ahead = (train(case, plan, EVERY["sgd"], SingleGroup(), how)
                     for how in ("whole", "ahead"))
-    close(ahead, whole)
+    assert_near(ahead, whole, "ahead", 2e-5)
 
 
 def test_messages_of_eight_bits_are_reproducible() -> None:
@@ -138,8 +168,7 @@ def test_rows_stand_still_inside() -> None:
             for k, part in enumerate(parts):
                 if k + 1 < len(parts):
                     tables.turns.parts.start(parts[k + 1].lookup(case))
-                out = tables.lookup(part.lookup(case))
-                out.backward(gradient(out, part, True))
+                out = one_pass(tables, case, part)
                 if looks:
                     tables.barrier()
                     seen.append(tables.read("large"))
@@ -164,8 +193,7 @@ def test_what_was_looked_up_does_not_outlive_the_update() -> None:
         part = parts_of(case, group.rank, 0)[0]
         with MicroBatches([tables]):
             kept = tables.turns.parts.start(part.lookup(case))
-            out = tables.lookup(part.lookup(case))
-            out.backward(gradient(out, part, True))
+            one_pass(tables, case, part)
         with torch.no_grad():
             old, new = kept.result().looked_up.out, tables.lookup(part.lookup(case))
             assert not torch.equal(old, new)
@@ -185,7 +213,7 @@ def test_an_error_inside_updates_nothing(domains: tuple[int, ...] | None) -> Non
         batches = [p.lookup(case) for p in parts]
 
         def passes(k: int, out: torch.Tensor) -> None:
-            out.backward(gradient(out, parts[k], True))
+            out.backward(gradient(out, parts[k]))
 
         def failing(k: int, out: torch.Tensor) -> None:
             if k:
@@ -207,32 +235,27 @@ def test_an_error_inside_updates_nothing(domains: tuple[int, ...] | None) -> Non
                      for fails in (False, True)), "after an error and without")
 
 
-def test_a_part_that_is_refused_updates_nothing() -> None:
+def test_a_part_that_is_refused_updates_nothing(alone: Any) -> None:
     """An id out of range, found on the thread: the error that names it, where it is looked up."""
-    case = dlrm_case()
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
-    part = parts_of(case, 0, 0)[0]
+    case, tables, part = alone
     before, bad = tables.read("large"), part.lookup(case)
     bad = replace(bad, ids=torch.full_like(bad.ids, 10**8))
     with (pytest.raises(InvalidInputError, match="100000000"),
           MicroBatches([tables])):
-        out = tables.lookup(part.lookup(case))
-        out.backward(gradient(out, part, True))
+        one_pass(tables, case, part)
         tables.lookup(bad)
     assert_bitwise(tables.read("large"), before, "rows")
     with MicroBatches([tables]):
-        out = tables.lookup(part.lookup(case))
-        out.backward(gradient(out, part, True))
+        one_pass(tables, case, part)
     assert tables.num_steps == 1 and not torch.equal(tables.read("large"), before)
 
 
-def test_refusals() -> None:
-    case = dlrm_case()
+def test_refusals(alone: Any) -> None:
+    case, tables, part = alone
     plan = uniform_plan(case.tables, 1)
     read_only = open_tables(case, plan, SingleGroup(), None)
     with pytest.raises(InvalidInputError, match="read-only"), MicroBatches([read_only]):
         pass
-    tables = open_tables(case, plan, SingleGroup(), SGD(lr=0.3))
     with pytest.raises(InvalidInputError, match="no_sync"), tables.no_sync(), MicroBatches(
             [tables]):
         pass
@@ -243,25 +266,21 @@ def test_refusals() -> None:
             pass
         with pytest.raises(InvalidInputError, match="another plan"):
             tables.start_migration(plan)
-    part = parts_of(case, 0, 0)[0]
     with pytest.raises(InvalidInputError, match="frozen"), MicroBatches([tables]):
         for frozen in (frozenset({"large"}), frozenset[str]()):
             tables.frozen = frozen
-            out = tables.lookup(part.lookup(case))
-            out.backward(gradient(out, part, True))
+            one_pass(tables, case, part)
     tables.frozen = frozenset()
     assert tables.num_steps == 0 and tables.turns.parts is None
     with pytest.raises(InvalidInputError, match="num_passes=1"), MicroBatches([tables], 1):
         for _ in range(2):
-            out = tables.lookup(part.lookup(case))
-            out.backward(gradient(out, part, True))
+            one_pass(tables, case, part)
     assert tables.turns.lock.acquire(blocking=False)
 
 
-def test_ids_must_not_change_while_the_thread_uses_them() -> None:
-    case = dlrm_case()
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
-    batch = parts_of(case, 0, 0)[0].lookup(case)
+def test_ids_must_not_change_while_the_thread_uses_them(alone: Any) -> None:
+    case, tables, part = alone
+    batch = part.lookup(case)
     before = tables.read("large")
     with (pytest.raises(InvalidInputError, match="changed in place"), MicroBatches([tables])):
         begun = tables.turns.parts.start(batch).result()
@@ -271,16 +290,15 @@ def test_ids_must_not_change_while_the_thread_uses_them() -> None:
 
 
 @pytest.mark.parametrize("num_passes", [None, 1])
-def test_gradients_must_not_change_while_the_thread_uses_them(num_passes: int | None) -> None:
-    case = dlrm_case()
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
-    part = parts_of(case, 0, 0)[0]
+def test_gradients_must_not_change_while_the_thread_uses_them(
+        num_passes: int | None, alone: Any) -> None:
+    case, tables, part = alone
     before, begin = tables.read("large"), threading.Event()
     with (pytest.raises(InvalidInputError, match="changed in place"),
           MicroBatches([tables], num_passes)):
         out = tables.lookup(part.lookup(case))
         tables.turns.parts._worker.ask(begin.wait, 20)  # the thread is busy
-        grad = gradient(out, part, True)
+        grad = gradient(out, part)
         out.backward(grad)
         grad.zero_()
         begin.set()
@@ -288,26 +306,23 @@ def test_gradients_must_not_change_while_the_thread_uses_them(num_passes: int | 
     assert_bitwise(tables.read("large"), before, "rows")
 
 
-def test_rows_are_read_behind_the_update_under_way() -> None:
-    case = dlrm_case()
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
-    part, step = parts_of(case, 0, 0)[0], tables.step
+def test_rows_are_read_behind_the_update_under_way(alone: Any) -> None:
+    case, tables, part = alone
+    step = tables.step
 
     def slow(*arguments: Any, **options: Any) -> None:
         time.sleep(0.3)
         step(*arguments, **options)
 
     with mock.patch.object(tables, "step", slow), MicroBatches([tables], 1):
-        out = tables.lookup(part.lookup(case))
-        out.backward(gradient(out, part, True))
+        one_pass(tables, case, part)
         inside = tables.read("large")
     assert_bitwise(inside, tables.read("large"), "rows")
 
 
-def test_lookups_without_gradients_notice_ids_that_change() -> None:
-    case = dlrm_case()
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
-    batch = parts_of(case, 0, 0)[0].lookup(case)
+def test_lookups_without_gradients_notice_ids_that_change(alone: Any) -> None:
+    case, tables, part = alone
+    batch = part.lookup(case)
     with MicroBatches([tables]), torch.no_grad():
         begun = tables.turns.parts.start(batch).result()
         batch.ids.zero_()
@@ -330,35 +345,29 @@ def test_rows_written_after_a_lookup_began_are_looked_up() -> None:
                 want = tables.lookup(part.lookup(case))
             out = tables.lookup(begun.result())
             assert_bitwise(out.detach(), want, "rows")
-            out.backward(gradient(out, part, True))
+            out.backward(gradient(out, part))
         assert tables.num_steps == 1
 
     run_ranks(2, body, domains=(0, 1))
 
 
-def test_gradients_of_parts_cannot_be_forgotten() -> None:
-    case = dlrm_case()
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
-    part = parts_of(case, 0, 0)[0]
+def test_gradients_of_parts_cannot_be_forgotten(alone: Any) -> None:
+    case, tables, part = alone
     with MicroBatches([tables]):
         tables.drop_gradients()
-        out = tables.lookup(part.lookup(case))
-        out.backward(gradient(out, part, True))
+        one_pass(tables, case, part)
         with pytest.raises(InvalidInputError, match="zero_grad"):
             tables.drop_gradients()
     assert tables.num_steps == 1
 
 
-def test_an_interrupted_end_leaves_tables_that_can_be_trained() -> None:
-    case = dlrm_case()
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), SGD(lr=0.3))
-    part = parts_of(case, 0, 0)[0]
+def test_an_interrupted_end_leaves_tables_that_can_be_trained(alone: Any) -> None:
+    case, tables, part = alone
     with (mock.patch("concurrent.futures.ThreadPoolExecutor.shutdown",
                      side_effect=KeyboardInterrupt),
           pytest.raises(KeyboardInterrupt), MicroBatches([tables])):
         pass
-    out = tables.lookup(part.lookup(case))
-    out.backward(gradient(out, part, True))
+    one_pass(tables, case, part)
     assert tables.num_steps == 1
 
 
@@ -374,7 +383,7 @@ def _two_collections(group: Any) -> str:
                 for tables in both:
                     out = tables.lookup(part.lookup(case))
                     bad = k == 1 and group.rank == 1
-                    out.backward(gradient(out, part, True) * (float("nan") if bad else 1.0))
+                    out.backward(gradient(out, part) * (float("nan") if bad else 1.0))
     except OperError as error:
         told = type(error).__name__
     for tables in both:
@@ -389,7 +398,6 @@ def test_a_refused_part_ends_that_of_all_collections() -> None:
 
 
 def _lose_a_peer(rank: int, world_size: int) -> str:
-    os.environ["OPER_DOMAIN"] = "ab"[rank]
     case = dlrm_case()
     tables = open_tables(case, uniform_plan(case.tables, 2), ProcessGroup(),
                          OPTIMIZERS["rowwise_adagrad"])
@@ -398,7 +406,7 @@ def _lose_a_peer(rank: int, world_size: int) -> str:
     def passes(k: int, out: torch.Tensor) -> None:
         if k == 1 and rank == 1:
             os._exit(9)
-        out.backward(gradient(out, parts[k], True))
+        out.backward(gradient(out, parts[k]))
 
     try:
         in_parts(tables, [p.lookup(case) for p in parts], True, passes)
@@ -409,6 +417,6 @@ def _lose_a_peer(rank: int, world_size: int) -> str:
 
 
 def test_a_peer_that_ends_inside_is_named() -> None:
-    with world(2, _lose_a_peer, env={"OPER_DEADLINE_S": "20"}) as running:
+    with world(2, _lose_a_peer, labels="ab", env={"OPER_DEADLINE_S": "20"}) as running:
         told = running.receive(0)
     assert told.startswith("PeerLostError") and "rank=1" in told, told

@@ -10,7 +10,6 @@ import torch
 
 from oper.errors import InvalidInputError, PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import (
     LAMB,
     SGD,
@@ -35,7 +34,7 @@ from tests.runtime_support import (
     make_batch,
     make_steps,
     mixed_plan,
-    open_tables,
+    open_alone,
     plans_for,
     rank_loss,
     rich_plan,
@@ -56,22 +55,11 @@ def small_case(**fields: object) -> Case:
     return Case(tables, ("w", "b", "unused", "shared", "n", "a", "only"), **fields)
 
 
-def one_optimizer(case: Case, optimizer: Optimizer) -> tuple[Case, dict[str, Optimizer]]:
-    optimizers = {t.name: optimizer for t in case.tables}
-    return case.with_optimizer(optimizers), optimizers
-
-
-def mixed_optimizers(case: Case) -> tuple[Case, dict[str, Optimizer]]:
-    """Every table its own; two share one."""
-    some = ("adam", "sgd", "rowwise_adagrad_l2", "partial_rowwise_adam", "adagrad", "sgd")
-    optimizers = {t.name: EVERY[n] for t, n in zip(case.tables, some, strict=True)}
-    return case.with_optimizer(optimizers), optimizers
-
-
 @functools.cache
 def reference(name: str, world_size: int, dtype: torch.dtype) -> Result:
-    case, optimizers = one_optimizer(small_case(), EVERY[name])
-    return train_reference(case, make_steps(case, world_size, len(RATES)), optimizers, dtype, RATES)
+    case = small_case()
+    return train_reference(case, make_steps(case, world_size, len(RATES)), EVERY[name], dtype,
+                           RATES)
 
 
 # ---- against the formulas ------------------------------------------------------------------------
@@ -81,9 +69,9 @@ def reference(name: str, world_size: int, dtype: torch.dtype) -> Result:
 @pytest.mark.parametrize("name", EVERY)
 def test_training_equals_the_formula(name: str, world_size: int) -> None:
     """Weights, all state and outputs over steps with changing learning rates."""
-    case, optimizers = one_optimizer(small_case(), EVERY[name])
+    case, optimizer = small_case(), EVERY[name]
     steps = make_steps(case, world_size, len(RATES))
-    got = train_sharded(case, mixed_plan(case.tables, world_size, 1), steps, optimizers, RATES)
+    got = train_sharded(case, mixed_plan(case.tables, world_size, 1), steps, optimizer, RATES)
     for dtype in (torch.float32, torch.float64):
         assert_close(got, reference(name, world_size, dtype))
 
@@ -91,9 +79,9 @@ def test_training_equals_the_formula(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", EVERY)
 def test_plans_are_bitwise_equal(name: str, world_size: int) -> None:
-    case, optimizers = one_optimizer(small_case(), EVERY[name])
+    case, optimizer = small_case(), EVERY[name]
     steps = make_steps(case, world_size, 3)
-    results = {plan: train_sharded(case, made, steps, optimizers, RATES[:3])
+    results = {plan: train_sharded(case, made, steps, optimizer, RATES[:3])
                for plan, made in plans_for(case.tables, world_size).items()}
     want = results.pop("striped")
     assert {"owned", "replicated", "mixed0"} <= results.keys()
@@ -103,25 +91,31 @@ def test_plans_are_bitwise_equal(name: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_mixed_optimizers_in_one_collection(world_size: int) -> None:
-    case, optimizers = mixed_optimizers(small_case())
+    """Every table its own; two share one."""
+    case = small_case()
+    some = ("adam", "sgd", "rowwise_adagrad_l2", "partial_rowwise_adam", "adagrad", "sgd")
+    optimizers = {t.name: EVERY[n] for t, n in zip(case.tables, some, strict=True)}
     steps = make_steps(case, world_size, len(RATES))
     got = train_sharded(case, mixed_plan(case.tables, world_size, 2), steps, optimizers, RATES)
     want = train_reference(case, steps, optimizers, torch.float64, RATES)
     assert_close(got, want)
     # A table is not disturbed by what its neighbours use.
     alone, together = (
-        train_sharded(c, uniform_plan(c.tables, world_size, "striped"), steps[:1], o, RATES[:1])
-        for c, o in (one_optimizer(small_case(), EVERY["adam"]), (case, optimizers)))
+        train_sharded(case, uniform_plan(case.tables, world_size), steps[:1], o, RATES[:1])
+        for o in (EVERY["adam"], optimizers))
     assert torch.equal(alone.weights["one"], together.weights["one"])
 
 
 # ---- which rows change ---------------------------------------------------------------------------
 
 
-def tiny(optimizer: Optimizer, rows: int = 6, dim: int = 5) -> tuple[Case, object]:
-    case, optimizers = one_optimizer(
-        Case((TableSpec("t", rows, dim, ("f",), "sum"),), ("f",)), optimizer)
-    return case, open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+def one_table(rows: int, dim: int, **fields: Any) -> Case:
+    return Case((TableSpec("t", rows, dim, ("f",), "sum"),), ("f",), **fields)
+
+
+def tiny(optimizer: Optimizer, dim: int = 5) -> tuple[Case, ShardedTables]:
+    case = one_table(6, dim)
+    return case, open_alone(case, optimizer)
 
 
 def step_on(case: Case, tables: object, ids: list[int], grad: torch.Tensor) -> None:
@@ -187,10 +181,9 @@ def test_equals_fbgemm(name: str, weighted: bool) -> None:
     tables = tuple(TableSpec(f"t{k}", rows, dim, (f"f{k}",), "sum") for k, (rows, dim) in enumerate(
         [(50, 8), (4000, 64), (300, 132), (1, 16), (900, 128)]))
     optimizer = EVERY[name]
-    case, optimizers = one_optimizer(Case(tables, tuple(f"f{k}" for k in range(5)), weighted,
-                                          max_length=5), optimizer)
+    case = Case(tables, tuple(f"f{k}" for k in range(5)), weighted, max_length=5)
     peer = fbgemm_peer(case, optimizer)
-    ours = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+    ours = open_alone(case, optimizer)
     for step, rate in enumerate(RATES * 3):
         ours.param_groups[0]["lr"] = optimizer.lr * rate
         peer.set_learning_rate(optimizer.lr * rate)
@@ -212,8 +205,7 @@ def test_equals_fbgemm(name: str, weighted: bool) -> None:
 
 def test_what_fbgemm_has_no_cpu_operator_for() -> None:
     """Why those and weight decay are held against formulas and torch, and not against FBGEMM."""
-    case, _ = one_optimizer(Case((TableSpec("t", 4, 8, ("f",), "sum"),), ("f",)),
-                            EVERY["rowwise_adagrad"])
+    case = one_table(4, 8)
     for name in FBGEMM.keys() - {"sgd", "rowwise_adagrad", "adagrad"}:
         with pytest.raises(AssertionError, match="not supported in CPU mode"):
             fbgemm_peer(case, EVERY[name])
@@ -277,14 +269,13 @@ def rowwise_torchrec(**options: float) -> object:
 def test_equals_torch(ours: Optimizer, theirs: object, sparse: bool, every_row: bool) -> None:
     """Equal always for the sparse ones, and for the dense ones if each step touches every row."""
     rows = 12
-    case, optimizers = one_optimizer(
-        Case((TableSpec("t", rows, 20, ("f",), "sum"),), ("f",), max_length=5), ours)
+    case = one_table(rows, 20, max_length=5)
     batches = [make_batch(case, k, 10) for k in range(8)]
     if every_row:
         batches = [Batch(torch.cat([b.lengths, torch.tensor([rows])]),
                          torch.cat([b.ids, torch.arange(rows)]), None,
                          torch.cat([b.target, torch.ones(1, 20)])) for b in batches]
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+    tables = open_alone(case, ours)
     for batch in batches:
         rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
     want = train_torch(theirs, case, batches, sparse)
@@ -298,11 +289,10 @@ def test_equals_torch(ours: Optimizer, theirs: object, sparse: bool, every_row: 
     (SGD(lr=0.1, momentum=0.8), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8)),
 ])
 def test_differs_from_dense_torch_on_untouched_rows(ours: Optimizer, theirs: object) -> None:
-    case, optimizers = one_optimizer(
-        Case((TableSpec("t", 12, 20, ("f",), "sum"),), ("f",)), ours)
+    case = one_table(12, 20)
     batches = [Batch(torch.tensor([2]), torch.tensor(ids), None, torch.zeros(1, 20))
                for ids in ([0, 1], [1, 2])]
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+    tables = open_alone(case, ours)
     for batch in batches:
         rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
     gap = (tables.read("t") - train_torch(theirs, case, batches, sparse=False)).abs().amax(1)
@@ -323,7 +313,7 @@ def test_adamw_has_torchs_defaults() -> None:
     PartialRowWiseLAMB(lr=0.125, weight_decay=0.5)], ids=str)
 def test_a_lamb_step_is_a_share_of_the_rows_norm(optimizer: Optimizer) -> None:
     """Whatever the gradient is: |change| = lr * |w|, of each row by itself."""
-    case, tables = tiny(optimizer, rows=6, dim=20)
+    case, tables = tiny(optimizer, dim=20)
     for scale in (1e-3, 1.0, 1e3):
         before = tables.read("t")
         step_on(case, tables, [1, 4, 4], scale * torch.linspace(-1, 2, 20))
@@ -334,7 +324,7 @@ def test_a_lamb_step_is_a_share_of_the_rows_norm(optimizer: Optimizer) -> None:
 
 def test_a_lars_step_is_a_share_of_the_rows_norm() -> None:
     """Of its first step, without decay: |change| = lr * eta * |w|; against the gradient."""
-    case, tables = tiny(LarsSGD(lr=0.5, eta=0.25), rows=6, dim=20)
+    case, tables = tiny(LarsSGD(lr=0.5, eta=0.25), dim=20)
     before, gradient = tables.read("t"), torch.linspace(-1, 2, 20)
     step_on(case, tables, [1, 4, 4], gradient)
     change = tables.read("t") - before
@@ -376,11 +366,11 @@ def test_whole_rows_are_not_split_by_columns(name: str) -> None:
                                        Adagrad(initial_accumulator_value=0.75)], ids=str)
 def test_accumulators_begin_where_they_are_told(optimizer: Optimizer) -> None:
     """On every rank and in every placement, before a step; a move keeps what has changed."""
-    case, optimizers = one_optimizer(small_case(), optimizer)
+    case = small_case().with_optimizer(optimizer.name)
     split = rich_plan(case.tables, 2, 1, columns=True)
 
     def body(group: object) -> dict[str, torch.Tensor]:
-        tables = ShardedTables(mixed_plan(case.tables, 2, 1), case.features, group, optimizers, 0.5)
+        tables = ShardedTables(mixed_plan(case.tables, 2, 1), case.features, group, optimizer, 0.5)
         found = {t.name: tables.read(t.name, part="momentum1") for t in case.tables}
         tables.barrier()
         tables.write("two", torch.full_like(found["two"], 2.0), 0, "momentum1")

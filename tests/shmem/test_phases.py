@@ -6,10 +6,8 @@ from collections import defaultdict
 
 import torch
 
-from oper.plan import uniform_plan
 from oper.shmem.counters.phases import BUCKETS_US, PHASES
-from oper.shmem.group.groups import SingleGroup
-from tests.runtime_support import OPTIMIZERS, dlrm_case, make_batch, open_tables, rank_loss
+from tests.runtime_support import OPTIMIZERS, dlrm_case, make_batch, open_alone, rank_loss
 
 
 def bucket(ns: int) -> int:
@@ -19,7 +17,7 @@ def bucket(ns: int) -> int:
 
 def test_every_batch_is_counted() -> None:
     case = dlrm_case("sgd")
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), OPTIMIZERS["sgd"])
+    tables = open_alone(case, OPTIMIZERS["sgd"])
     taken: dict[str, list[int]] = defaultdict(list)
     for seed in range(8):
         batch = make_batch(case, seed, 16)

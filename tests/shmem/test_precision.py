@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -43,10 +43,13 @@ def placed(dim: int, pooling: str = "sum", tiers: tuple[Tier, ...] | None = None
 
 
 @contextmanager
-def published(plan: Plan, values: torch.Tensor) -> Iterator[tuple[Publisher, list[Reader]]]:
+def published(plan: Plan, values: torch.Tensor | Mapping[str, torch.Tensor]
+              ) -> Iterator[tuple[Publisher, list[Reader]]]:
+    """Rows of the one table, or by table, with a reader of each domain within this process."""
     name = f"test-{os.getpid()}-{time.monotonic_ns()}"
     publisher = Publisher(name, plan, {})
-    publisher.publish(lambda _: [(0, values)], {})
+    publisher.publish_rows(
+        lambda table: [(0, values[table] if isinstance(values, Mapping) else values)], {})
     readers = [Reader(name, domain=d) for d in range(plan.world_size)]
     try:
         yield publisher, readers
@@ -172,15 +175,15 @@ def test_rows_change_as_in_a_whole_publication() -> None:
     with published(plan, values) as (publisher, (reader,)):
         ids = np.random.default_rng(0).permutation(NUM_ROWS)[:120]
         values[torch.from_numpy(ids)] = new = torch.randn(120, 64, generator=generator)
-        publisher.commit(publisher.prepare({"t": (ids, new)}, {}))
+        publisher.commit(publisher.prepare_rows({"t": (ids, new)}, {}))
         changed = reader.sums()
-        publisher.publish(lambda _: [(100, values[100:]), (0, values[:100])], {})
+        publisher.publish_rows(lambda _: [(100, values[100:]), (0, values[:100])], {})
         assert reader.sums() == changed
         with pytest.raises(InvalidInputError, match="before quantisation"):
-            publisher.commit(publisher.prepare({"t": (ids, quantise(new, "int8"))}, {}))
+            publisher.commit(publisher.prepare_rows({"t": (ids, quantise(new, "int8"))}, {}))
         new[7, 3] = float("nan")
         with pytest.raises(InvalidInputError, match=f"row {ids[7]}"):
-            publisher.commit(publisher.prepare({"t": (ids, new)}, {}))
+            publisher.commit(publisher.prepare_rows({"t": (ids, new)}, {}))
         assert reader.sums() == changed
 
 

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from oper.bench.core.memory import pss_bytes
 from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.plan import Plan, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.memory.numa import near_domain
 from oper.shmem.publication.publisher import Publisher, Rows
-from oper.shmem.publication.reader import PublishedTables, Reader, shared_pss_bytes
+from oper.shmem.publication.reader import SEGMENT_NAME, PublishedTables, Reader
 from oper.tables import TableSpec
 from tests.support import ROOT, wait_for
 from tests.world_support import leftovers
@@ -28,10 +29,12 @@ from tests.world_support import leftovers
 SPECS = [TableSpec("a", 30000, 64, ("f",), "sum", "float32", "none"),
          TableSpec("b", 900, 32, ("g",), "mean", "int8", "none")]
 FEATURES = [("f", "a"), ("g", "b")]
+TABLES = f"/memfd:{SEGMENT_NAME}"
 READER = """
 import os, sys, time, torch
-from tests.shmem.test_publication import look
-from oper.shmem.publication.reader import Reader, shared_pss_bytes
+from oper.bench.core.memory import pss_bytes
+from tests.shmem.test_publication import TABLES, look
+from oper.shmem.publication.reader import Reader
 torch.set_num_threads(1)
 reader = Reader(sys.argv[1], 180.0, int(sys.argv[2]))
 if sys.argv[3:] == ["hold"]:
@@ -41,7 +44,7 @@ if sys.argv[3:] == ["hold"]:
 print("ready", flush=True)
 print(*look(reader, int(sys.argv[1].rpartition("-")[2])), flush=True)
 sys.stdin.readline()
-print(shared_pss_bytes(), flush=True)
+print(pss_bytes(os.getpid(), TABLES), flush=True)
 sys.stdin.readline()
 """
 
@@ -121,7 +124,7 @@ def processes() -> Iterator[list[Process]]:
 def publisher(name: str) -> Iterator[Publisher]:
     """In its first epoch."""
     found = Publisher(name, plan(1), dense(0))
-    found.publish(constant(1), dense(1))
+    found.publish_rows(constant(1), dense(1))
     yield found
     found.close()
 
@@ -133,24 +136,33 @@ def reader(publisher: Publisher, name: str) -> Iterator[Reader]:
     found.close()
 
 
-@pytest.mark.parametrize("num_domains", [1, 2])
-def test_readers_see_whole_epochs_of_one_copy(num_domains: int, name: str,
-                                              processes: list[Process]) -> None:
+def publisher_and_readers(name: str, num_domains: int, processes: list[Process]) -> Publisher:
+    """In its first epoch, with two readers."""
     publisher = Publisher(name, plan(num_domains), dense(0))
-    publisher.publish(constant(1), dense(1))
-    for k in range(2):
-        processes.append(Process(name, str(k % num_domains)))
-    assert [p.first for p in processes] == ["ready"] * 2
-    assert publisher.readers() == sorted(p.run.pid for p in processes)
-    for epoch in range(2, 21):
-        assert publisher.publish(constant(epoch), dense(epoch)) == epoch
-        time.sleep(0.01)  # where processors are few, readers have their turn
+    publisher.publish_rows(constant(1), dense(1))
+    processes += [Process(name, str(k % num_domains)) for k in range(2)]
+    return publisher
+
+
+def assert_whole_epochs(processes: list[Process]) -> None:
     for process in processes:
         looks, torn, epochs = map(int, process.out.readline().split())
         assert torn == 0
         assert looks >= epochs > 3
+
+
+@pytest.mark.parametrize("num_domains", [1, 2])
+def test_readers_see_whole_epochs_of_one_copy(num_domains: int, name: str,
+                                              processes: list[Process]) -> None:
+    publisher = publisher_and_readers(name, num_domains, processes)
+    assert [p.first for p in processes] == ["ready"] * 2
+    assert publisher.readers() == sorted(p.run.pid for p in processes)
+    for epoch in range(2, 21):
+        assert publisher.publish_rows(constant(epoch), dense(epoch)) == epoch
+        time.sleep(0.01)  # where processors are few, readers have their turn
+    assert_whole_epochs(processes)
     wait_for(lambda: publisher.memory_bytes()["spare"] == 0)
-    pss = [shared_pss_bytes(), *(int(p.ask()) for p in processes)]
+    pss = [pss_bytes(os.getpid(), TABLES), *(int(p.ask()) for p in processes)]
     held = publisher.memory_bytes()
     # One copy, whoever reads it, in whole huge pages; three would be three times as much.
     copy = held["tables"] + held["dense"]
@@ -162,25 +174,19 @@ def test_readers_see_whole_epochs_of_one_copy(num_domains: int, name: str,
 def test_rows_that_change_in_place_are_seen_whole(num_domains: int, name: str,
                                                   processes: list[Process]) -> None:
     name = name[:-2] + "41"
-    publisher = Publisher(name, plan(num_domains), dense(0))
-    publisher.publish(constant(1), dense(1))
-    for k in range(2):
-        processes.append(Process(name, str(k % num_domains)))
+    publisher = publisher_and_readers(name, num_domains, processes)
     ids = {s.name: np.random.default_rng(s.dim).permutation(s.num_rows) for s in SPECS}
     for epoch in range(3, 42, 2):
         rows = {s.name: (ids[s.name], torch.full((s.num_rows, s.dim), float(epoch)))
                 for s in SPECS}
-        assert publisher.commit(publisher.prepare(rows, dense(epoch))) == epoch
+        assert publisher.commit(publisher.prepare_rows(rows, dense(epoch))) == epoch
         time.sleep(0.01)
-    for process in processes:
-        looks, torn, epochs = map(int, process.out.readline().split())
-        assert torn == 0
-        assert looks >= epochs > 3
+    assert_whole_epochs(processes)
     assert publisher.memory_bytes()["spare"] == 0
     reader = Reader(name)
     with pytest.raises(FileFormatError, match="checksums='none'"):
         reader.verify()
-    publisher.publish(constant(42), dense(42))
+    publisher.publish_rows(constant(42), dense(42))
     assert reader.verify() == 42
     reader.close()
     publisher.close()
@@ -191,18 +197,18 @@ def test_changes_wait_for_readers_and_need_something_to_change(
     publisher = Publisher(name, plan(1), dense(0))
     rows = {"b": (np.arange(3), torch.ones(3, 32))}
     with pytest.raises(InvalidInputError, match="publish all weights first"):
-        publisher.commit(publisher.prepare(rows, {}))
-    publisher.publish(constant(1), dense(1))
+        publisher.commit(publisher.prepare_rows(rows, {}))
+    publisher.publish_rows(constant(1), dense(1))
     processes.append(Process(name, "0", "hold"))  # within an epoch
     with pytest.raises(DeadlineError, match=str(processes[0].run.pid)):
-        publisher.commit(publisher.prepare(rows, {}), timeout_s=0.2)
+        publisher.commit(publisher.prepare_rows(rows, {}), timeout_s=0.2)
     for ids in (np.array([1, 2, 1]), torch.arange(3), np.array([True, False, True])):
         with pytest.raises(InvalidInputError, match="cannot change rows of table 'b': ids="):
-            publisher.prepare({"b": (ids, torch.ones(3, 32))}, {})
+            publisher.prepare_rows({"b": (ids, torch.ones(3, 32))}, {})
     with Reader(name).pinned() as epoch:  # the old one goes on
         assert epoch == 1
     os.kill(processes[0].run.pid, signal.SIGKILL)
-    assert publisher.commit(publisher.prepare(rows, {})) == 3
+    assert publisher.commit(publisher.prepare_rows(rows, {})) == 3
     publisher.close()
 
 
@@ -231,12 +237,12 @@ def test_a_killed_reader_is_forgotten(name: str, publisher: Publisher, processes
                                       ) -> None:
     processes.append(Process(name, "0", "hold"))  # within an epoch
     other = Reader(name)
-    publisher.publish(constant(2), dense(2))
+    publisher.publish_rows(constant(2), dense(2))
     with pytest.raises(DeadlineError, match=str(processes[0].run.pid)):
-        publisher.publish(constant(3), dense(3), timeout_s=0.2)
+        publisher.publish_rows(constant(3), dense(3), timeout_s=0.2)
     assert other.epoch == 2
     os.kill(processes[0].run.pid, signal.SIGKILL)
-    assert publisher.publish(constant(3), dense(3)) == 3
+    assert publisher.publish_rows(constant(3), dense(3)) == 3
     assert publisher.readers() == [os.getpid()]
     with other.pinned() as epoch:
         assert epoch == 3
@@ -249,7 +255,7 @@ PUBLISHER = """
 import sys, time
 from tests.shmem.test_publication import *
 publisher = Publisher(sys.argv[1], plan(1), dense(0))
-publisher.publish(constant(1), dense(1))
+publisher.publish_rows(constant(1), dense(1))
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -275,7 +281,7 @@ def test_a_killed_publisher_leaves_its_readers_alone_and_nothing_behind(
         Reader(name, timeout_s=0.1)
     # The name is free again at once.
     again = Publisher(name, plan(1), dense(0))
-    again.publish(constant(1), dense(1))
+    again.publish_rows(constant(1), dense(1))
     Reader(name).close()
     reader.close()
     again.close()
@@ -284,10 +290,10 @@ def test_a_killed_publisher_leaves_its_readers_alone_and_nothing_behind(
 def test_memory_of_the_other_buffer(name: str) -> None:
     for keep, most in ((False, 0), (True, 1)):
         publisher = Publisher(name, plan(1), dense(0), keep_spare=keep)
-        publisher.publish(constant(1), dense(1))
+        publisher.publish_rows(constant(1), dense(1))
         reader = Reader(name)
         with reader.pinned() as epoch:
-            publisher.publish(constant(2), dense(2))
+            publisher.publish_rows(constant(2), dense(2))
             assert (reader.dense(epoch & 1)["w"] == 1).all()  # not given back yet
         wait_for(lambda p=publisher, most=most: (p.memory_bytes()["spare"] > 0) == (most > 0))
         reader.close()
@@ -306,7 +312,7 @@ def test_weights_that_do_not_fit_change_nothing(publisher: Publisher, reader: Re
     ]
     for rows, weights in bad:
         with pytest.raises(InvalidInputError):
-            publisher.publish(rows, weights)  # type: ignore[arg-type]
+            publisher.publish_rows(rows, weights)  # type: ignore[arg-type]
         assert reader.epoch == 1
         assert reader.verify() == 1
 
@@ -324,10 +330,10 @@ def test_weights_that_do_not_fit_change_nothing(publisher: Publisher, reader: Re
             (one_bad(float("nan"), "b"), dense(2), "table 'b': row 5='inf or nan'"),
             (constant(2), {**dense(2), "w": dense(2)["w"] * float("nan")}, "w='nan'")):
         with pytest.raises(InvalidInputError, match=words):
-            publisher.publish(rows, weights)
+            publisher.publish_rows(rows, weights)
         assert reader.verify() == 1
     large = {**dense(2), "w": torch.full_like(dense(2)["w"], 3e38)}
-    assert publisher.publish(one_bad(3e38), large) == 2  # the sums are not finite
+    assert publisher.publish_rows(one_bad(3e38), large) == 2  # the sums are not finite
 
 
 def test_checksums_tell_damage(publisher: Publisher, reader: Reader) -> None:
@@ -347,7 +353,7 @@ def test_a_forked_child_is_no_reader_and_no_publisher(publisher: Publisher, read
             os._exit(7)
         os._exit(8)
     assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 7
-    assert publisher.publish(constant(2), dense(2)) == 2
+    assert publisher.publish_rows(constant(2), dense(2)) == 2
     assert publisher.readers() == [os.getpid()]
 
 
@@ -358,7 +364,7 @@ def test_threads_of_one_reader(publisher: Publisher, reader: Reader) -> None:
     for thread in threads:
         thread.start()
     for epoch in range(2, 13):
-        publisher.publish(constant(epoch), dense(epoch))
+        publisher.publish_rows(constant(epoch), dense(epoch))
     for thread in threads:
         thread.join()
     assert [torn for _, torn, _ in found] == [0, 0, 0]

@@ -11,16 +11,12 @@ import torch
 
 from oper.plan import Piece, Plan, TablePlan, uniform_plan
 from oper.shmem.batch import Lookup
+from oper.shmem.optim.arguments import rounding_key
 from oper.shmem.optim.optimizers import SGD, Optimizer
-from oper.shmem.optim.rounding import (
-    philox4x32,
-    round_stochastically,
-    rounding_bits,
-    rounding_key,
-)
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.optimizer_support import EVERY
+from tests.rounding_reference import philox4x32, round_stochastically, rounding_bits
 from tests.runtime_support import (
     Case,
     assert_bitwise,

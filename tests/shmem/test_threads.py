@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -13,13 +13,12 @@ from torch import nn
 import oper
 from oper.errors import InvalidInputError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
-from oper.shmem.batch import Lookup
 from oper.shmem.exchange.pull import choose_pull
 from oper.shmem.group.groups import SingleGroup, ThreadGroup
 from oper.shmem.optim.optimizers import SGD, STATE_PARTS, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
-from tests.runtime_support import run_ranks
+from tests.runtime_support import bags_of_one, run_ranks
 
 ROWS, DIM, BATCH = 256, 8, 32
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -39,8 +38,17 @@ def _pushed(spec: TableSpec) -> Plan:
     return Plan(1, (TablePlan(spec, pieces),))
 
 
-def _batch(ids: torch.Tensor) -> Lookup:
-    return Lookup(ids, torch.ones_like(ids), torch.zeros(1, dtype=torch.int64), ids.numel())
+def _alone() -> ShardedTables:
+    """Steps of lr = 1 down a slope of 1: every lookup of a row is counted in it."""
+    return ShardedTables(uniform_plan([_spec("sgd")], 1), [("t", "t")], SingleGroup(), SGD(lr=1))
+
+
+def _counted(lookups: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Rows that were zeros before these lookups."""
+    counts = torch.zeros(ROWS)
+    for ids in lookups:
+        counts.index_add_(0, ids, torch.ones(ids.numel()))
+    return -counts[:, None].expand(-1, DIM)
 
 
 def _ids(thread: int, num_threads: int, step: int) -> torch.Tensor:
@@ -93,7 +101,7 @@ def test_every_backward_pass_counts_once(optimizer: str, mode: str) -> None:
 
         def body(thread: int) -> None:
             for step in range(steps):
-                out = tables.lookup(_batch(_ids(thread, num_threads, step)))
+                out = tables.lookup(bags_of_one(_ids(thread, num_threads, step)))
                 seen[thread] += float(out.detach().double().abs().sum())
                 out.sum().backward()
 
@@ -114,21 +122,18 @@ def test_every_backward_pass_counts_once(optimizer: str, mode: str) -> None:
 
 
 def test_threads_that_share_rows() -> None:
-    """Steps of lr = 1 down a slope of 1: every lookup of a row is counted in it."""
     steps, num_threads = 500, 4
-    tables = ShardedTables(uniform_plan([_spec("sgd")], 1), [("t", "t")], SingleGroup(), SGD(lr=1))
+    tables = _alone()
+
+    def ids_of(step: int) -> torch.Tensor:
+        return torch.arange(BATCH).mul(step % 7 + 1).remainder(ROWS)
 
     def body(thread: int) -> None:
         for step in range(steps):
-            ids = torch.arange(BATCH).mul(step % 7 + 1).remainder(ROWS)
-            tables.lookup(_batch(ids)).sum().backward()
+            tables.lookup(bags_of_one(ids_of(step))).sum().backward()
 
     _at_once(num_threads, body)
-    counts = torch.zeros(ROWS)
-    for step in range(steps):
-        ids = torch.arange(BATCH).mul(step % 7 + 1).remainder(ROWS)
-        counts.index_add_(0, ids, torch.full((BATCH,), float(num_threads)))
-    assert torch.equal(tables.read("t"), -counts[:, None].expand(-1, DIM))
+    assert torch.equal(tables.read("t"), num_threads * _counted(map(ids_of, range(steps))))
 
 
 def test_a_sharded_module_with_batches_that_are_announced() -> None:
@@ -148,46 +153,40 @@ def test_a_sharded_module_with_batches_that_are_announced() -> None:
             return
         try:
             for step in range(steps):
-                batch = tables.resolve(_batch(_ids(thread, 2, step)))
+                batch = tables.resolve(bags_of_one(_ids(thread, 2, step)))
                 tables.lookup(batch).sum().backward()
         finally:
             if thread == 0:
                 done.set()
 
     _at_once(3, body)
-    counts = torch.zeros(ROWS)
-    for step in range(steps):
-        for thread in range(2):
-            counts.index_add_(0, _ids(thread, 2, step), torch.ones(BATCH))
-    assert torch.equal(model.state_dict()["0.weight"], -counts[:, None].expand(-1, DIM))
+    want = _counted(_ids(thread, 2, step) for step in range(steps) for thread in range(2))
+    assert torch.equal(model.state_dict()["0.weight"], want)
 
 
 def test_gradients_that_are_held_back() -> None:
     """Blocks of `no_sync` overlap between threads; nothing is lost, and none stays open."""
-    tables = ShardedTables(uniform_plan([_spec("sgd")], 1), [("t", "t")], SingleGroup(), SGD(lr=1))
+    tables = _alone()
 
     def body(thread: int) -> None:
         for step in range(100):
             with tables.no_sync():
-                tables.lookup(_batch(_ids(thread, 4, step))).sum().backward()
-            tables.lookup(_batch(_ids(thread, 4, step))).sum().backward()
+                tables.lookup(bags_of_one(_ids(thread, 4, step))).sum().backward()
+            tables.lookup(bags_of_one(_ids(thread, 4, step))).sum().backward()
 
     _at_once(4, body)
-    tables.lookup(_batch(torch.zeros(0, dtype=torch.int64))).sum().backward()
-    counts = torch.zeros(ROWS)
-    for step in range(100):
-        for thread in range(4):
-            counts.index_add_(0, _ids(thread, 4, step), torch.full((BATCH,), 2.0))
-    assert torch.equal(tables.read("t"), -counts[:, None].expand(-1, DIM))
+    tables.lookup(bags_of_one(torch.zeros(0, dtype=torch.int64))).sum().backward()
+    want = _counted(_ids(thread, 4, step) for step in range(100) for thread in range(4))
+    assert torch.equal(tables.read("t"), 2 * want)
 
 
 def test_lookups_without_gradients_wait_for_nobody() -> None:
-    tables = ShardedTables(uniform_plan([_spec("sgd")], 1), [("t", "t")], SingleGroup(), SGD(lr=1))
+    tables = _alone()
     found: list[torch.Tensor] = []
 
     def evaluate() -> None:
         with torch.no_grad():
-            found.append(tables.lookup(_batch(torch.arange(4))))
+            found.append(tables.lookup(bags_of_one(torch.arange(4))))
 
     with tables.turns.lock:  # as while a backward pass waits for its peers
         thread = threading.Thread(target=evaluate)
@@ -209,7 +208,7 @@ def test_lookups_at_once_of_rows_that_are_copied() -> None:
             def look(thread: int) -> None:
                 for step in range(200):
                     ids = torch.arange(step, step + 500 + 100 * thread).remainder(ROWS)
-                    out = tables.lookup(_batch(ids))
+                    out = tables.lookup(bags_of_one(ids))
                     assert torch.equal(out[:, 0], ids.float())
             _at_once(3, look)
         tables.barrier()
@@ -240,20 +239,20 @@ def _in_thread(name: str, body: Callable[[], object]) -> BaseException | None:
 def test_with_several_ranks_one_thread_trains(domains: tuple[int, int] | None) -> None:
     def body(group: ThreadGroup) -> None:
         tables = ShardedTables(uniform_plan([_spec("sgd")], 2), [("t", "t")], group, SGD(lr=1), 0.5)
-        ids = torch.arange(8)
-        out = tables.lookup(_batch(ids))
-        error = _in_thread("second", lambda: tables.lookup(_batch(ids)))
+        batch = bags_of_one(torch.arange(8))
+        out = tables.lookup(batch)
+        error = _in_thread("second", lambda: tables.lookup(batch))
         assert isinstance(error, InvalidInputError)
         assert "two threads" in str(error) and "'second'" in str(error)
         out.sum().backward()
         # One after another they may: the calls of a rank stay in one order.
         for name in ("second", "third"):
-            assert _in_thread(name, lambda: tables.lookup(_batch(ids)).sum().backward()) is None
+            assert _in_thread(name, lambda: tables.lookup(batch).sum().backward()) is None
         # Nor does a lookup count whose result nobody holds.
-        out = tables.lookup(_batch(ids))
+        out = tables.lookup(batch)
         del out
         gc.collect()
-        assert _in_thread("fourth", lambda: tables.lookup(_batch(ids)).sum().backward()) is None
+        assert _in_thread("fourth", lambda: tables.lookup(batch).sum().backward()) is None
         want = torch.zeros(ROWS, DIM)
         want[:8] = -4.0
         assert torch.equal(tables.read("t"), want)

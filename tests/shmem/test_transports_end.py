@@ -30,7 +30,7 @@ def _held() -> tuple[int, int]:
             found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
         except OSError:  # that of listdir itself
             continue
-    return found, sum(t.name == "oper-watch" for t in threading.enumerate())
+    return found, sum(t.name == "oper-liveness" for t in threading.enumerate())
 
 
 def _sharded(process_group: Any = None) -> Any:
@@ -44,7 +44,6 @@ def _train(model: Any) -> None:
 
 
 def _ends(rank: int, world_size: int, how: str) -> list[tuple[int, int]]:
-    os.environ["OPER_DOMAIN"] = str(rank)
     group = None
     if how == "subgroup":
         group = dist.new_group(list(range(world_size)))
@@ -77,19 +76,18 @@ def _ends(rank: int, world_size: int, how: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("how", ["close", "collect"])
 def test_closed_tables_leave_no_connection(how: str) -> None:
-    for found in run_world(2, _ends, how):
+    for found in run_world(2, _ends, how, labels="ab"):
         assert all(x == found[0] for x in found) and found[0][1] == 0, found
 
 
 def test_a_destroyed_subgroup_leaves_no_connection() -> None:
     """Even where its tables are still open."""
-    for before, after in run_world(2, _ends, "subgroup"):
+    for before, after in run_world(2, _ends, "subgroup", labels="ab"):
         # Left: the transport of the whole group, which has two connections to its peer.
         assert after[1] == 1, (before, after)
 
 
 def _destroyed(rank: int, world_size: int, store: str) -> list[tuple[int, int]]:
-    os.environ["OPER_DOMAIN"] = str(rank)
     dist.destroy_process_group()
     found, kept = [], []
     for k in range(3):
@@ -110,13 +108,12 @@ def _destroyed(rank: int, world_size: int, store: str) -> list[tuple[int, int]]:
 
 def test_a_destroyed_group_leaves_no_connection(tmp_path: Any) -> None:
     """Tables that were never closed do not keep them."""
-    for found in run_world(2, _destroyed, str(tmp_path / "store")):
+    for found in run_world(2, _destroyed, str(tmp_path / "store"), labels="ab"):
         assert found[1:] == found[:-1] and found[0][1] == 0, found
 
 
 def _one_closes(rank: int, world_size: int) -> list[float]:
     """Rank 0 closes its tables; the others still have theirs, and then shard again with it."""
-    os.environ["OPER_DOMAIN"] = str(rank)
     first = _sharded()
     _train(first)
     if rank == 0:
@@ -133,7 +130,7 @@ def _one_closes(rank: int, world_size: int) -> list[float]:
 
 
 def test_ranks_that_close_apart_shard_again() -> None:
-    first, second = run_world(2, _one_closes)
+    first, second = run_world(2, _one_closes, labels="ab")
     assert first == second
 
 

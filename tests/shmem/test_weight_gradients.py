@@ -10,28 +10,25 @@ import torch
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
 from oper.shmem.group.groups import SingleGroup
-from oper.shmem.optim.optimizers import SGD, Adam, Optimizer
+from oper.shmem.optim.optimizers import SGD, Adam
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.runtime_support import (
     Batch,
     Case,
     assert_bitwise,
+    assert_near,
     dlrm_case,
     initial_weights,
     make_batch,
     make_steps,
     mixed_plan,
+    open_alone,
     open_tables,
     rank_loss,
     reference_forward,
     run_ranks,
 )
-
-
-def ready(case: Case, optimizer: Optimizer) -> tuple[Case, dict[str, Optimizer]]:
-    optimizers = {t.name: optimizer for t in case.tables}
-    return case.with_optimizer(optimizers), optimizers
 
 
 def wanted(case: Case, batch: Batch) -> torch.Tensor:
@@ -42,11 +39,6 @@ def wanted(case: Case, batch: Batch) -> torch.Tensor:
     return weights.grad
 
 
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert got.shape == want.shape and got.dtype == torch.float32
-    assert want.numel() == 0 or (got - want).abs().max() <= 1e-5 * want.abs().max()
-
-
 @pytest.mark.parametrize("ids", [torch.int64, torch.int32])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_equals_autograd(world_size: int, ids: torch.dtype) -> None:
@@ -54,12 +46,12 @@ def test_equals_autograd(world_size: int, ids: torch.dtype) -> None:
 
     Each rank's gradient is that of its own loss, whatever W; the rows are those before the update.
     """
-    case, optimizers = ready(dlrm_case(weighted=True, id_dtype=ids), SGD(lr=0.5))
+    case = dlrm_case(weighted=True, id_dtype=ids)
     (batches,) = make_steps(case, world_size, 1)
     plan = mixed_plan(case.tables, world_size, 1)
 
     def body(group):
-        tables = open_tables(case, plan, group, optimizers)
+        tables = open_tables(case, plan, group, SGD(lr=0.5))
         batch = batches[group.rank]
         batch.weights.requires_grad_()
         rank_loss(tables.lookup(batch.lookup(case)), batch.target).backward()
@@ -67,7 +59,7 @@ def test_equals_autograd(world_size: int, ids: torch.dtype) -> None:
 
     got = run_ranks(world_size, body)
     for batch, gradient in zip(batches, got, strict=True):
-        close(gradient, wanted(case, batch))
+        assert_near(gradient, wanted(case, batch), "gradient")
     assert max(g.abs().max() for g in got if g.numel()) > 0.1
     # Keys that no table reads get zeros.
     extra = case.keys.index("extra")
@@ -78,29 +70,29 @@ def test_equals_autograd(world_size: int, ids: torch.dtype) -> None:
 
 def test_many_bags_on_several_threads() -> None:
     tables = (TableSpec("t", 500, 24, ("f",), "sum"), TableSpec("m", 70, 5, ("g", "f"), "mean"))
-    case, optimizers = ready(Case(tables, ("g", "f"), weighted=True, max_length=40), SGD(lr=0.1))
+    case = Case(tables, ("g", "f"), weighted=True, max_length=40)
     batch = make_batch(case, 1, 2500)
     batch.weights.requires_grad_()
     results = []
     for threads in (1, 2, 2):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        sharded = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+        sharded = open_alone(case, SGD(lr=0.1))
         rank_loss(sharded.lookup(batch.lookup(case)), batch.target).backward()
         torch.set_num_threads(before)
         results.append(batch.weights.grad)
         batch.weights.grad = None
-    close(results[0], wanted(case, batch))
+    assert_near(results[0], wanted(case, batch), "gradient")
     assert_bitwise(results[1:], results[:1] * 2, "weight gradients on one and two threads")
 
 
 def test_the_update_is_the_same_with_and_without() -> None:
     """Wanting the weights' gradient changes nothing for the tables."""
-    case, optimizers = ready(dlrm_case(weighted=True), Adam(lr=0.1))
+    case = dlrm_case(weighted=True)
     batch = make_batch(case, 4, 20)
     ends = []
     for wants in (False, True):
-        tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+        tables = open_alone(case, Adam(lr=0.1))
         weights = batch.weights.clone().requires_grad_(wants)
         other = Batch(batch.lengths, batch.ids, weights, batch.target)
         rank_loss(tables.lookup(other.lookup(case)), batch.target).backward()
@@ -110,8 +102,8 @@ def test_the_update_is_the_same_with_and_without() -> None:
 
 def test_rows_that_have_changed_since_the_lookup_are_refused() -> None:
     """The backward pass of one lookup updates the rows that the other's gradient is made of."""
-    case, optimizers = ready(dlrm_case(weighted=True), SGD(lr=0.5))
-    tables = open_tables(case, uniform_plan(case.tables, 1), SingleGroup(), optimizers)
+    case = dlrm_case(weighted=True)
+    tables = open_alone(case, SGD(lr=0.5))
     first, second = (replace(make_batch(case, 0, k).lookup(case)) for k in range(2))
     for batch in (first, second):
         batch.weights = batch.weights.clone().requires_grad_()

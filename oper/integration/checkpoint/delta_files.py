@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA, sum_of
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.shmem.rows import LogicalRows
@@ -100,8 +101,8 @@ def _checked(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
     if not (all(type(n) is int and n >= 0 for n in numbers) and meta["rank"] < meta["world_size"]
             and isinstance(meta.get("items"), list) and type(meta.get("last")) is bool
             and path.name == f"rank-{meta['rank']:05d}-{meta['part']:05d}.npz"):
-        raise FileFormatError(fail(f"cannot read {str(path)!r}", "description", numbers,
-                                   "a part of a delta checkpoint", "remove the folder of deltas"))
+        raise FileFormatError(f"cannot read {str(path)!r}", "description", numbers,
+                              "a part of a delta checkpoint", "remove the folder of deltas")
     return meta
 
 
@@ -139,11 +140,11 @@ def look(folder: Path, number: int) -> Delta:
             continue
         if delta.world_size not in (0, meta["world_size"]) or meta["number"] != number or (
                 delta.step not in (-1, meta["step"])):
-            raise FileFormatError(
-                fail(f"cannot read the deltas in {str(folder)!r}", "ranks, number, step",
-                     (meta["world_size"], meta["number"], meta["step"]),
-                     f"{(delta.world_size, number, delta.step)} in all files",
-                     "remove the folder of deltas"))
+            raise FileFormatError(f"cannot read the deltas in {str(folder)!r}",
+                                  "ranks, number, step",
+                                  (meta["world_size"], meta["number"], meta["step"]),
+                                  f"{(delta.world_size, number, delta.step)} in all files",
+                                  "remove the folder of deltas")
         delta.world_size, delta.step, delta.since = (
             meta["world_size"], meta["step"], meta["since"])
         delta.files[rank] = files
@@ -187,9 +188,9 @@ def check_readable(what: str, state: dict[str, Any]) -> None:
             torch.load(data, weights_only=True)
         except Exception:  # torch and pickle raise many kinds
             raise InvalidInputError(
-                fail(what, ".".join(map(str, path)), value, f"a tensor or a plain value, and not "
-                     f"{type(value).__module__}.{type(value).__qualname__}, which a load refuses",
-                     "convert it, for instance by float()")) from None
+                what, ".".join(map(str, path)), value, f"a tensor or a plain value, and not "
+                f"{type(value).__module__}.{type(value).__qualname__}, which a load refuses",
+                "convert it, for instance by float()") from None
 
 
 def _is_plain(value: Any) -> bool:
@@ -205,13 +206,8 @@ def copy_state(state: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 def _copied(value: Any) -> Any:
     """A copy of nested dicts and lists that owns its tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {k: _copied(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_copied, value))
-    return copy.deepcopy(value)
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor)
+                    else copy.deepcopy(x), value)
 
 
 def pack_state(copied: dict[str, Any]) -> np.ndarray:
@@ -234,16 +230,15 @@ def put_state(packed: np.ndarray, state: dict[str, Any]) -> dict[str, Any]:
             at[path[-1]] = value
         extra: dict[str, Any] = found["extra"]
     except Exception as error:
-        raise FileFormatError(
-            fail("cannot read a delta checkpoint", "state", f"{type(error).__name__}: {error}",
-                 "values of this model", "load it into the model that wrote it")) from error
+        raise FileFormatError("cannot read a delta checkpoint", "state",
+                              f"{type(error).__name__}: {error}", "values of this model",
+                              "load it into the model that wrote it") from error
     return extra
 
 
 def rows_to_numpy(rows: torch.Tensor) -> np.ndarray:
     """Rows as NumPy stores them."""
-    found: np.ndarray = rows.view(_AS_STORED.get(rows.dtype, rows.dtype)).numpy()
-    return found
+    return rows.view(_AS_STORED.get(rows.dtype, rows.dtype)).numpy()
 
 
 def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[LogicalRows]
@@ -270,6 +265,6 @@ def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[L
         except FileFormatError:
             raise
         except Exception as error:
-            raise FileFormatError(
-                fail(what, "rows", f"{type(error).__name__}: {error}", "rows of this model",
-                     "load it into the model that wrote it")) from error
+            raise FileFormatError(what, "rows", f"{type(error).__name__}: {error}",
+                                  "rows of this model",
+                                  "load it into the model that wrote it") from error

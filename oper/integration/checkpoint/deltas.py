@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.integration.checkpoint.delta_files import (
     base_of,
     check_readable,
@@ -78,9 +78,8 @@ class DeltaCheckpoints:
         found = [t for t in held if isinstance(t, ShardedTables)]
         if not found or len(found) < len(held) or memory_bytes < 1:
             raise InvalidInputError(
-                fail(_WHAT, "sharded tables that are trained, memory_bytes",
-                     (len(found), memory_bytes), "at least one collection, at least a byte",
-                     "save whole checkpoints"))
+                _WHAT, "sharded tables that are trained, memory_bytes", (len(found), memory_bytes),
+                "at least one collection, at least a byte", "save whole checkpoints")
         for t in found:
             if t.keys is not None:
                 t.keys.refuse(_WHAT, "save whole checkpoints")
@@ -211,9 +210,9 @@ class DeltaCheckpoints:
 
     def _raise_problem(self) -> None:
         if self._problem is not None:
-            raise OperError(fail(_WHAT, "folder", str(self._folder), "a place that can be written",
-                                 f"{self._problem}; make room and save a whole checkpoint"
-                                 )) from self._problem
+            raise OperError(
+                _WHAT, "folder", str(self._folder), "a place that can be written",
+                f"{self._problem}; make room and save a whole checkpoint") from self._problem
 
     def flush(self) -> None:
         """Wait until all deltas have been written; raises OperError when one could not."""

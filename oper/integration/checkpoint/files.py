@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
 
-from oper.errors import FileFormatError, fail
+from oper.errors import FileFormatError
 from oper.support.files import check_sizes, damage_told, read_arrays, write_arrays
 from oper.support.native import crc32
 
@@ -92,9 +92,9 @@ class CheckpointReader(FileSystemReader):
                 data = bytearray(shape[0] * row_bytes)
                 file.seek(at + begin * row_bytes)
                 if file.readinto(data) != len(data):
-                    raise FileFormatError(
-                        fail("cannot read a checkpoint", "file", place.relative_path,
-                             "all the bytes that its description names", "load another checkpoint"))
+                    raise FileFormatError("cannot read a checkpoint", "file", place.relative_path,
+                                          "all the bytes that its description names",
+                                          "load another checkpoint")
                 planner.commit_piece(
                     item, begin, torch.frombuffer(data, dtype=found.dtype).view(shape))
         return True
@@ -114,12 +114,12 @@ class CheckpointReader(FileSystemReader):
         except FileFormatError:
             raise
         except FileNotFoundError as error:
-            raise FileFormatError(fail(what, "missing file", error.filename, "a complete folder",
-                                       "load another checkpoint")) from None
+            raise FileFormatError(what, "missing file", error.filename, "a complete folder",
+                                  "load another checkpoint") from None
         except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
-            raise FileFormatError(fail(what, METADATA, f"{type(error).__name__}: {error}",
-                                       "what torch.distributed.checkpoint writes",
-                                       "load another checkpoint")) from error
+            raise FileFormatError(what, METADATA, f"{type(error).__name__}: {error}",
+                                  "what torch.distributed.checkpoint writes",
+                                  "load another checkpoint") from error
         return metadata
 
 
@@ -146,16 +146,16 @@ def _check_opcodes(data: bytes) -> None:
 def _check(metadata: Any, folder: Path, what: str) -> None:
     """Sizes that the folder's files can hold, places inside of them."""
     if not isinstance(metadata, Metadata):
-        raise FileFormatError(fail(what, METADATA, type(metadata).__name__, "Metadata",
-                                   "load another checkpoint"))
+        raise FileFormatError(what, METADATA, type(metadata).__name__, "Metadata",
+                              "load another checkpoint")
     sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.is_file()}
     for info in metadata.storage_data.values():
         path, begin, length = info.relative_path, info.offset, info.length
         end = sizes.get(path, -1) if os.path.basename(path) == path else -1
         if not (begin >= 0 and length >= 0 and begin + length <= end):
-            raise FileFormatError(fail(what, "file, offset, bytes", (path, begin, length),
-                                       f"a part of a file there, which has {end} bytes",
-                                       "load another checkpoint"))
+            raise FileFormatError(what, "file, offset, bytes", (path, begin, length),
+                                  f"a part of a file there, which has {end} bytes",
+                                  "load another checkpoint")
     total = sum(sizes.values())
     for name, item in metadata.state_dict_metadata.items():
         if isinstance(item, TensorStorageMetadata):
@@ -163,9 +163,9 @@ def _check(metadata: Any, folder: Path, what: str) -> None:
             inside = all(o >= 0 and n >= 0 and o + n <= whole for chunk in item.chunks
                          for o, n, whole in zip(chunk.offsets, chunk.sizes, item.size, strict=True))
             if min(item.size, default=0) < 0 or num_bytes > total or not inside:
-                raise FileFormatError(fail(what, name, tuple(item.size),
-                                           f"a tensor of at most {total} bytes, the files' size",
-                                           "load another checkpoint"))
+                raise FileFormatError(what, name, tuple(item.size),
+                                      f"a tensor of at most {total} bytes, the files' size",
+                                      "load another checkpoint")
 
 
 def sum_of(path: Path) -> tuple[int, int]:
@@ -207,17 +207,17 @@ def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
     wanted = meta.get("files")
     if not isinstance(wanted, dict) or not all(
             _is_file_name(n) and isinstance(v, list) for n, v in wanted.items()):
-        raise FileFormatError(fail(what, CHECKSUMS, meta, "sizes and sums by file",
-                                   "load another checkpoint"))
+        raise FileFormatError(what, CHECKSUMS, meta, "sizes and sums by file",
+                              "load another checkpoint")
     for name in sorted(wanted)[turn::turns]:
         try:
             found = list(sum_of(folder / name))
         except (FileNotFoundError, IsADirectoryError):
             found = []
         if found != wanted[name]:
-            raise FileFormatError(
-                fail(what, f"{name}: bytes, CRC-32", found, f"{wanted[name]} as when it was saved",
-                     "the file is damaged; load another checkpoint"))
+            raise FileFormatError(what, f"{name}: bytes, CRC-32", found,
+                                  f"{wanted[name]} as when it was saved",
+                                  "the file is damaged; load another checkpoint")
 
 
 class _Part(io.RawIOBase):
@@ -267,16 +267,16 @@ def check_archive(file: BinaryIO, what: str, begin: int = 0, size: int | None = 
         check_sizes(archive, what, size)
         records = archive.infolist()
         if records and not any(r.CRC for r in records):
-            raise FileFormatError(fail(
-                what, "CRC-32 of its records", 0, "checksums to verify the weights by",
-                "save it again with torch.serialization.set_crc32_options(True)"))
+            raise FileFormatError(what, "CRC-32 of its records", 0,
+                                  "checksums to verify the weights by",
+                                  "save it again with torch.serialization.set_crc32_options(True)")
         for record in records:
             found = _record_crc(part, record)
             if found != record.CRC:
-                raise FileFormatError(fail(
+                raise FileFormatError(
                     what, f"CRC-32 of record {record.filename!r}", f"{found:08x}",
                     f"{record.CRC:08x} as when it was saved",
-                    "the file is damaged, restore it from a copy or save it again"))
+                    "the file is damaged, restore it from a copy or save it again")
 
 
 def _record_crc(file: BinaryIO, record: zipfile.ZipInfo) -> int:
@@ -326,5 +326,5 @@ def load_archive(path: str | os.PathLike[str], what: str) -> Any:
                               weights_only=True, mmap=True)
         except Exception as error:  # torch raises many kinds for what is not its own
             raise FileFormatError(
-                fail(what, "content", f"{type(error).__name__} {error}".partition("\n")[0],
-                     "tensors and plain values written by torch.save", "write it again")) from None
+                what, "content", f"{type(error).__name__} {error}".partition("\n")[0],
+                "tensors and plain values written by torch.save", "write it again") from None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import FileFormatError, fail
+from oper.errors import FileFormatError
 from oper.integration.checkpoint.delta_files import (
     Delta,
     base_of,
@@ -126,18 +126,17 @@ class Follower:
         names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
         beyond = min((n for n in names if n.isdigit() and int(n) > self._next), default="")
         if beyond and f"{self._next:06d}" not in names:
-            raise FileFormatError(fail(
-                f"the chain of deltas in {str(folder)!r} is broken", "delta",
-                f"{self._next:06d} is missing, {beyond} is there", "all of them in order",
-                "wait for the next whole checkpoint"))
+            raise FileFormatError(f"the chain of deltas in {str(folder)!r} is broken", "delta",
+                                  f"{self._next:06d} is missing, {beyond} is there",
+                                  "all of them in order", "wait for the next whole checkpoint")
 
     def _read(self, delta: Delta) -> Change:
         """The weights of a complete delta, checked."""
         what = f"cannot follow delta {delta.number:06d}"
         if self._step >= 0 and delta.since != self._step:
-            raise FileFormatError(fail(what, "continues step", delta.since,
-                                       f"{self._step}, the one in service",
-                                       "wait for the next whole checkpoint"))
+            raise FileFormatError(what, "continues step", delta.since,
+                                  f"{self._step}, the one in service",
+                                  "wait for the next whole checkpoint")
         places: dict[str, dict[int, list[tuple[ArrayFile, int]]]] = {}
         dense: dict[str, torch.Tensor] = {}
         made = 0
@@ -154,9 +153,9 @@ class Follower:
                     if not name.endswith((".ids", ".rows", "state")):
                         file.read(name)
             except (KeyError, ValueError, TypeError, RuntimeError) as error:
-                raise FileFormatError(fail(
-                    what, path.name, f"{type(error).__name__}: {error}", "rows and a state",
-                    "wait for the next whole checkpoint")) from error
+                raise FileFormatError(what, path.name, f"{type(error).__name__}: {error}",
+                                      "rows and a state",
+                                      "wait for the next whole checkpoint") from error
         return Change(delta.number, delta.step, made / 1e6, _Rows(what, places, self.refuse),
                       dense)
 
@@ -181,9 +180,9 @@ class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
             pieces = {column: [(file.read(f"{k}.ids").astype(np.int64), _floats(
                 file.read(f"{k}.rows"))) for file, k in found] for column, found in places.items()}
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
-            damaged = FileFormatError(fail(
-                self._what, f"rows of table {table!r}", f"{type(error).__name__}: {error}",
-                "ids and rows", "wait for the next whole checkpoint"))
+            damaged = FileFormatError(self._what, f"rows of table {table!r}",
+                                      f"{type(error).__name__}: {error}", "ids and rows",
+                                      "wait for the next whole checkpoint")
             self._refuse(str(damaged))
             raise damaged from error
         return _joined(self._what, table, pieces)
@@ -220,9 +219,9 @@ def _joined(what: str, table: str, pieces: dict[int, list[tuple[np.ndarray, torc
         mine = np.concatenate([i for i, _ in found])
         order = np.argsort(mine, kind="stable")
         if ids is not None and not np.array_equal(ids, mine[order]):
-            raise FileFormatError(fail(what, f"pieces of table {table!r}",
-                                       f"{ids.size} and {mine.size} rows", "the same rows",
-                                       "wait for the next whole checkpoint"))
+            raise FileFormatError(what, f"pieces of table {table!r}",
+                                  f"{ids.size} and {mine.size} rows", "the same rows",
+                                  "wait for the next whole checkpoint")
         ids = mine[order]
         columns.append(torch.cat([v for _, v in found])[torch.from_numpy(order)])
     assert ids is not None

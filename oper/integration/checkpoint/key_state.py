@@ -42,7 +42,7 @@ def key_entries(tables: ShardedTables, name: str) -> dict[str, Any]:
         num_records = keys.num_records(name, RECORDS[part])
         begin, end = shard_range(num_records, size, tables.group.rank if size > 1 else 0)
         found[part] = distributed(tables, keys.read(name, part, begin, end), num_records)
-    return found | {"clock": torch.tensor(keys.tables[name].clock)}
+    return found | {"clock": torch.tensor(keys.clock(name))}
 
 
 def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, Any], prefix: str,
@@ -71,7 +71,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
                 for begin, records in chunks_of(state_dict[f"{prefix}{part}"]):
                     for at in range(0, records.shape[0], _CHUNK_RECORDS):
                         keys.write(name, part, begin + at, records[at:at + _CHUNK_RECORDS], checks)
-        keys.tables[name].set_clock(int(state_dict[f"{prefix}clock"]))
+        keys.set_clock(name, int(state_dict[f"{prefix}clock"]))
     except InvalidInputError as error:
         error_msgs.append(str(error))
     tables.barrier()
@@ -82,11 +82,11 @@ def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:
     for part in keys.parts(name):
         shape = (keys.num_records(name, RECORDS[part]), 3)
         if tuple(state[part].shape) != shape or state[part].dtype != torch.int64:
-            raise InvalidInputError(
-                fail(f"cannot load the {part} of dynamic table {name!r}", "dtype, shape",
-                     (state[part].dtype, tuple(state[part].shape)), f"{(torch.int64, shape)}",
-                     "load a checkpoint of a table with as many rows"))
+            raise InvalidInputError(f"cannot load the {part} of dynamic table {name!r}",
+                                    "dtype, shape", (state[part].dtype, tuple(state[part].shape)),
+                                    f"{(torch.int64, shape)}",
+                                    "load a checkpoint of a table with as many rows")
     if not 0 <= int(state["clock"]) <= MOST_UPDATES:
-        raise InvalidInputError(fail(f"cannot load dynamic table {name!r}", "clock",
-                                     int(state["clock"]), f"a number in [0, {MOST_UPDATES}]",
-                                     "load a checkpoint of this model"))
+        raise InvalidInputError(f"cannot load dynamic table {name!r}", "clock", int(state["clock"]),
+                                f"a number in [0, {MOST_UPDATES}]",
+                                "load a checkpoint of this model")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.shmem.tables import ShardedTables
 
 CHUNK_BYTES = 64 << 20
@@ -103,27 +103,26 @@ class TableRows:
         what = f"cannot load table {self.name!r}"
         if type(value).__name__ == "ShardedTensor":
             raise InvalidInputError(
-                fail(what, "value", "ShardedTensor", "a DTensor or a whole tensor",
-                     "save and load with torch.distributed.checkpoint, which reshards"))
+                what, "value", "ShardedTensor", "a DTensor or a whole tensor",
+                "save and load with torch.distributed.checkpoint, which reshards")
         found = tuple(getattr(value, "shape", ()))
         if not isinstance(value, torch.Tensor | TableRows) or found != self.shape:
-            raise InvalidInputError(fail(what, "shape", found, f"{tuple(self.shape)}",
-                                         "load a state_dict of this model"))
+            raise InvalidInputError(what, "shape", found, f"{tuple(self.shape)}",
+                                    "load a state_dict of this model")
         if isinstance(value, torch.Tensor) and (
                 value.is_meta or value.layout != torch.strided or value.is_complex()):
-            raise InvalidInputError(fail(what, "device, layout, dtype",
-                                         (value.device.type, value.layout, value.dtype),
-                                         "a dense tensor of real numbers", "convert it"))
+            raise InvalidInputError(what, "device, layout, dtype",
+                                    (value.device.type, value.layout, value.dtype),
+                                    "a dense tensor of real numbers", "convert it")
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__reduce_ex__(4)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise OperError(
-            fail("rows on demand cannot be copied or pickled", "table", self.name,
-                 "a planner that asks for them",
-                 "save with planner=oper.SavePlanner(), or call state_dict() outside of "
-                 "rows_on_demand()"))
+        raise OperError("rows on demand cannot be copied or pickled", "table", self.name,
+                        "a planner that asks for them",
+                        "save with planner=oper.SavePlanner(), or call state_dict() outside of "
+                        "rows_on_demand()")
 
     def __repr__(self) -> str:
         return f"TableRows({self.name!r}, {self.part!r}, {tuple(self.shape)}, {self.dtype})"
@@ -162,8 +161,8 @@ def rows_on_demand(chunk_bytes: int = CHUNK_BYTES) -> Iterator[None]:
         InvalidInputError: a chunk of no bytes.
     """
     if chunk_bytes < 1:
-        raise InvalidInputError(fail("cannot save rows on demand", "chunk_bytes", chunk_bytes,
-                                     ">= 1", "e.g. 64 << 20"))
+        raise InvalidInputError("cannot save rows on demand", "chunk_bytes", chunk_bytes, ">= 1",
+                                "e.g. 64 << 20")
     token = _CHUNK.set(chunk_bytes)
     try:
         yield

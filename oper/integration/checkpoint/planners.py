@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.integration.checkpoint.row_states import StateOfPieces
 from oper.shmem.keys.directories import RECORDS
@@ -99,10 +99,10 @@ def _check_keys(rows: Iterable[str], wanted: Container[str], stored: Container[s
         left = [f"{prefix}{part}" for part in (*RECORDS, "clock")
                 if f"{prefix}{part}" in stored and f"{prefix}{part}" not in wanted]
         if left and prefix != name:
-            raise InvalidInputError(fail(
-                f"cannot load {name!r}, rows of a dynamic table", "entries that the model lacks",
-                left, "a table with the same keys",
-                "shard it with the `dynamic=` of the run that saved"))
+            raise InvalidInputError(f"cannot load {name!r}, rows of a dynamic table",
+                                    "entries that the model lacks", left,
+                                    "a table with the same keys",
+                                    "shard it with the `dynamic=` of the run that saved")
 
 
 def _is_wanted(value: TableRows, chunk: ChunkStorageMetadata) -> bool:
@@ -183,15 +183,14 @@ class LoadPlanner(DefaultLoadPlanner):
             return []
         if not isinstance(stored, TensorStorageMetadata):
             found = "missing" if stored is None else type(stored).__name__
-            raise InvalidInputError(fail(what, "in the checkpoint", found, "a tensor of that name",
-                                         "load a checkpoint of this model"))
+            raise InvalidInputError(what, "in the checkpoint", found, "a tensor of that name",
+                                    "load a checkpoint of this model")
         saved, here = tuple(stored.size), tuple(value.shape)
         if saved != here and not (self._grown and saved[1:] == here[1:] and saved[0] < here[0]):
             raise InvalidInputError(
-                fail(what, "saved shape", saved, f"{here}" + ", or fewer rows" * self._grown,
-                     "load a checkpoint of this model" + (
-                         "" if self._grown else ", or one whose tables have grown with grown=True")
-                     ))
+                what, "saved shape", saved, f"{here}" + ", or fewer rows" * self._grown,
+                "load a checkpoint of this model"
+                + ", or one whose tables have grown with grown=True" * (not self._grown))
         items = []
         for k, chunk in enumerate(stored.chunks):
             # Empty ones are of a rank that had no rows of a small table.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.integration.checkpoint.table_state import shard_range
 
@@ -95,9 +95,9 @@ def _widths(name: str, num_pieces: int, num_rows: int, metadata: Metadata) -> Se
             widths = {c.offsets[1]: c.sizes[1] for c in rows.chunks if c.sizes[1]}
             if rows.size[0] != num_rows or len(widths) not in (1, num_pieces):
                 raise InvalidInputError(
-                    fail(f"cannot load the optimizer state {name!r}", "numbers per row", num_pieces,
-                         f"one, or one for each of the {len(widths)} column pieces of {other!r}",
-                         "load a checkpoint of one model"))
+                    f"cannot load the optimizer state {name!r}", "numbers per row", num_pieces,
+                    f"one, or one for each of the {len(widths)} column pieces of {other!r}",
+                    "load a checkpoint of one model")
             if len(widths) == num_pieces:
                 return [widths[column] for column in sorted(widths)]
     return [1] * num_pieces

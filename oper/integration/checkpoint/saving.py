@@ -422,6 +422,6 @@ def complete(path: Path) -> Path:
     for candidate in (path, path.with_name(path.name + ".previous")):
         if (candidate / METADATA).exists():
             return candidate
-    raise InvalidInputError(fail("cannot load a checkpoint", "folder", str(path),
-                                 f"a complete checkpoint with {METADATA}",
-                                 "name the folder that save_checkpoint wrote"))
+    raise InvalidInputError("cannot load a checkpoint", "folder", str(path),
+                            f"a complete checkpoint with {METADATA}",
+                            "name the folder that save_checkpoint wrote")

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.integration.checkpoint.on_demand import CHUNK_BYTES
 from oper.integration.checkpoint.saving import Alone, save_by, tables_of
 from oper.shmem.counters.progress import Mark, Progress
@@ -36,8 +36,8 @@ class Survivors:
         self._model, self._optimizer = model, optimizer
         tables = [t for t in tables_of(model) if isinstance(t, ShardedTables)]
         if not tables:
-            raise InvalidInputError(fail(_WHAT, "tables", 0, "sharded tables that are trained",
-                                         "save whole checkpoints"))
+            raise InvalidInputError(_WHAT, "tables", 0, "sharded tables that are trained",
+                                    "save whole checkpoints")
         for t in tables:
             if t.keys is not None:
                 t.keys.refuse(_WHAT, "save whole checkpoints")
@@ -69,16 +69,16 @@ class Survivors:
         """
         for progress, mark in zip(self._progress, self._marks, strict=True):
             if not progress.is_unchanged(mark):
-                raise OperError(fail(
+                raise OperError(
                     _WHAT, "(arrivals, updates begun, updates ended) by rank",
                     [tuple(c) for c in progress.counts()],
                     f"{mark.updates} updates on all ranks and a barrier that nobody passes",
-                    "the step was under way: load the last checkpoint"))
+                    "the step was under way: load the last checkpoint")
         first = self._progress[0]
         missing = set().union(*(p.missing() for p in self._progress))
         if not missing:
-            raise OperError(fail(_WHAT, "ranks that are missing", "none", "at least one",
-                                 "save a checkpoint with all of them"))
+            raise OperError(_WHAT, "ranks that are missing", "none", "at least one",
+                            "save a checkpoint with all of them")
         if first.rank != min(set(range(first.world_size)) - missing):
             return False
         path = Path(folder).absolute()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError
 from oper.integration.checkpoint.files import (
     METADATA,
     CheckpointReader,
@@ -50,9 +50,9 @@ class Weights:
         elif isinstance(source, Mapping):
             self._values = dict(_flat(source))
         elif not isinstance(source, str | os.PathLike):
-            raise InvalidInputError(fail("cannot read weights", "source", source,
-                                         "a model, a state_dict, a folder or a file",
-                                         "pass one of these"))
+            raise InvalidInputError("cannot read weights", "source", source,
+                                    "a model, a state_dict, a folder or a file",
+                                    "pass one of these")
         else:
             self._values = self._open(Path(source))
         self._prefix = _common_prefix(self._values, list(keys))
@@ -65,8 +65,8 @@ class Weights:
             # As oper.save_checkpoint lays it out, or the folder itself.
             found = sorted(path.rglob(METADATA))
             if len(found) != 1:
-                raise FileFormatError(fail(what, "checkpoints", len(found), "one in this folder",
-                                           "name the folder of one checkpoint"))
+                raise FileFormatError(what, "checkpoints", len(found), "one in this folder",
+                                      "name the folder of one checkpoint")
             self._folder = self._hold(found[0].parent)
             try:
                 check_files(self._folder)
@@ -77,9 +77,9 @@ class Weights:
         except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             if isinstance(error, FileFormatError):
                 raise
-            raise FileFormatError(
-                fail(what, "content", f"{type(error).__name__} {error}",
-                     "a checkpoint folder or a file of torch.save", "write it again")) from None
+            raise FileFormatError(what, "content", f"{type(error).__name__} {error}",
+                                  "a checkpoint folder or a file of torch.save",
+                                  "write it again") from None
 
     def _hold(self, folder: Path) -> Path:
         """A path to this very folder, although a training run may put its next checkpoint in its
@@ -96,9 +96,8 @@ class Weights:
         from torch.distributed.checkpoint.state_dict_loader import load
 
         if not hasattr(value, "size"):
-            raise InvalidInputError(
-                fail(f"cannot read {key!r}", "value", type(value).__name__, "a tensor",
-                     "save the model's state_dict"))
+            raise InvalidInputError(f"cannot read {key!r}", "value", type(value).__name__,
+                                    "a tensor", "save the model's state_dict")
         out = torch.empty(value.size, dtype=value.properties.dtype)
         name = self._prefix + key
         load({name: out}, storage_reader=CheckpointReader(self._folder), no_dist=True)
@@ -109,9 +108,9 @@ class Weights:
         value = self.value(key)
         if not isinstance(value, torch.Tensor) or value.is_meta:
             raise InvalidInputError(
-                fail(f"cannot read {key!r}", "value", "meta tensor" if isinstance(
-                    value, torch.Tensor) else type(value).__name__, "a tensor with values",
-                    "materialise the model, or pass weights="))
+                f"cannot read {key!r}", "value",
+                "meta tensor" if isinstance(value, torch.Tensor) else type(value).__name__,
+                "a tensor with values", "materialise the model, or pass weights=")
         return value.detach().cpu()
 
     def rows(self, key: str, held: TableSpec, wanted: TableSpec
@@ -130,14 +129,12 @@ class Weights:
                 yield begin, value.read(begin, end)
             return
         if getattr(value, "full_tensor", None) is not None:
-            raise InvalidInputError(
-                fail(f"cannot publish {key!r}", "value", type(value).__name__, "all its rows here",
-                     "save a checkpoint and publish its folder"))
+            raise InvalidInputError(f"cannot publish {key!r}", "value", type(value).__name__,
+                                    "all its rows here", "save a checkpoint and publish its folder")
         if not isinstance(value, torch.Tensor) or value.is_meta or value.dim() != 2:
-            raise InvalidInputError(
-                fail(f"cannot publish {key!r}", "value", _kind(value),
-                     f"rows [{wanted.num_rows}, {wanted.dim}] with values",
-                     "materialise the model, or pass weights="))
+            raise InvalidInputError(f"cannot publish {key!r}", "value", _kind(value),
+                                    f"rows [{wanted.num_rows}, {wanted.dim}] with values",
+                                    "materialise the model, or pass weights=")
         for begin in range(0, value.shape[0], CHUNK_ROWS):
             part = value[begin:begin + CHUNK_ROWS].detach().cpu()
             yield begin, _unpacked(part, held, wanted)
@@ -162,8 +159,8 @@ def _kind(value: Any) -> str:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Nested dicts as one, keys joined by dots."""
     if not isinstance(values, Mapping):
-        raise InvalidInputError(fail("cannot read weights", "type", type(values).__name__,
-                                     "a state_dict", "pass model.state_dict()"))
+        raise InvalidInputError("cannot read weights", "type", type(values).__name__,
+                                "a state_dict", "pass model.state_dict()")
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
@@ -182,8 +179,7 @@ def _common_prefix(values: Mapping[str, Any], keys: list[str]) -> str:
         best = min(best, (missing, prefix), key=lambda x: x[0])
     if best[0]:
         lacking = [k for k in keys if f"{best[1]}{k}" not in values]
-        raise InvalidInputError(
-            fail("weights of another model", "missing", lacking[:8],
-                 f"all of its {len(keys)} weights; there are {list(values)[:4]}...",
-                 "pass weights of the published model"))
+        raise InvalidInputError("weights of another model", "missing", lacking[:8],
+                                f"all of its {len(keys)} weights; there are {list(values)[:4]}...",
+                                "pass weights of the published model")
     return best[1]

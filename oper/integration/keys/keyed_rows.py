@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.keys.directories import MOST_UPDATES
 from oper.shmem.keys.places import buckets_of_keys, num_candidates, slots_of_buckets
 from oper.shmem.keys.rules import DynamicTable
@@ -147,10 +147,10 @@ class KeyedRows:
         slots = first + np.arange(order.size) - np.searchsorted(buckets, buckets)
         fits = slots < end
         if not fits.all() and not drop:
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 "cannot put keys into a dynamic table", "keys without a place", int((~fits).sum()),
                 f"none of {order.size} in buckets of {num_slots} rows",
-                "use a larger table, or pass drop=True to leave out those with the lowest counts"))
+                "use a larger table, or pass drop=True to leave out those with the lowest counts")
         held, at = torch.from_numpy(order[fits]), torch.from_numpy(slots[fits])
         records = _empty_records(num_slots)
         records[at] = torch.stack([x[held] for x in (self.keys, self.counts, self.clocks)], 1)
@@ -174,9 +174,9 @@ class KeyedRows:
         """
         n, num_places = self.keys.numel(), num_embeddings - 1
         if n > num_places or num_places < 1:
-            raise InvalidInputError(fail("cannot make a static table", "num_embeddings",
-                                         num_embeddings, f">= {max(n, 1) + 1}, for {n} keys and a "
-                                         "default row", "use more rows"))
+            raise InvalidInputError("cannot make a static table", "num_embeddings", num_embeddings,
+                                    f">= {max(n, 1) + 1}, for {n} keys and a default row",
+                                    "use more rows")
         last = self.keys[-1:] if n else self.keys.new_zeros(1)
         weight = self.default_row.repeat(num_embeddings, 1)
         weight[1:n + 1] = self.rows
@@ -212,15 +212,15 @@ class KeyMap(nn.Module):
     def __init__(self, num_keys: int) -> None:
         super().__init__()
         if num_keys < 1:
-            raise InvalidInputError(fail("cannot map keys to rows", "num_keys", num_keys, ">= 1",
-                                         "use a table of two rows or more"))
+            raise InvalidInputError("cannot map keys to rows", "num_keys", num_keys, ">= 1",
+                                    "use a table of two rows or more")
         self.register_buffer("keys", torch.zeros(num_keys, dtype=torch.int64))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows, int64, of keys int64 or int32 of any shape."""
         if ids.is_floating_point():
-            raise InvalidInputError(fail("cannot map keys to rows", "dtype", ids.dtype, "integers",
-                                         "convert the keys: large ones are not exact in floats"))
+            raise InvalidInputError("cannot map keys to rows", "dtype", ids.dtype, "integers",
+                                    "convert the keys: large ones are not exact in floats")
         ids = ids.long()
         at = torch.searchsorted(self.keys, ids).clamp(max=self.keys.numel() - 1)
         return torch.where(self.keys[at] == ids, at + 1, 0)
@@ -259,5 +259,5 @@ def _whole(entries: Mapping[str, Any], name: str) -> torch.Tensor:
 
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:
-    return InvalidInputError(fail("cannot take rows by key", name, value, expected,
-                                  "correct the keys, or take the state of another table"))
+    return InvalidInputError("cannot take rows by key", name, value, expected,
+                             "correct the keys, or take the state of another table")

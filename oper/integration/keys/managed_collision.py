@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.group.groups import Group
 
 
@@ -44,11 +44,11 @@ def _frozen(module: nn.Module, name: str, forward: Any, *args: Any, **kwargs: An
     """The forward pass of a module that must not learn."""
     if module.training:
         raise InvalidInputError(
-            fail("cannot learn a map of ids on several ranks", f"{name}, mode",
-                 f"{type(module).__name__}, training",
-                 "an MCHManagedCollisionModule, or a module in eval mode",
-                 f"call {name}.eval() after every train() of the model: it maps with what it has "
-                 "learnt; or let it learn in one process"))
+            "cannot learn a map of ids on several ranks", f"{name}, mode",
+            f"{type(module).__name__}, training",
+            "an MCHManagedCollisionModule, or a module in eval mode",
+            f"call {name}.eval() after every train() of the model: it maps with what it has "
+            "learnt; or let it learn in one process")
     return forward(*args, **kwargs)
 
 

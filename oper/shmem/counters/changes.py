@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from oper.shmem.tables import ShardedTables
@@ -26,9 +26,9 @@ class ChangedRows:
     def __init__(self, tables: ShardedTables) -> None:
         if tables.device.type != "cpu" or tables.optimizers is None:
             raise InvalidInputError(
-                fail("cannot note which rows change", "tables",
-                     f"on {tables.device}, {'with' if tables.optimizers else 'without'} optimizer",
-                     "trained tables in the host's memory", "save whole checkpoints"))
+                "cannot note which rows change", "tables",
+                f"on {tables.device}, {'with' if tables.optimizers else 'without'} optimizer",
+                "trained tables in the host's memory", "save whole checkpoints")
         self.tables = tables
         self._of = (0, -1)
         self.restart()

@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.rows.traffic import Traffic
-from oper.shmem.counters.phases import PHASES, Histogram, Span, histograms, take_spans
-from oper.shmem.group.desync import blame_peers
+from oper.shmem.counters.phases import PHASES, SPANS, Histogram, Span
+from oper.shmem.group.desync import raise_peer_failure
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.rows import LogicalRows
 
@@ -47,26 +47,25 @@ class MeasuredTables(LogicalRows):
         """A forked child writes to its parent's rows and would take its place in barriers."""
         self._check_open()
         if os.getpid() != self._process:
-            raise OperError(
-                fail("sharded tables cannot be changed in a forked process", "process", os.getpid(),
-                     f"process {self._process}, which made them",
-                     "look up under torch.no_grad(), or shard a model in the child"))
+            raise OperError("sharded tables cannot be changed in a forked process", "process",
+                            os.getpid(), f"process {self._process}, which made them",
+                            "look up under torch.no_grad(), or shard a model in the child")
 
     def _refuse(self, *_: Any) -> NoReturn:
         """What all calls of closed tables come to."""
-        raise OperError(fail("sharded tables were closed", "tables", list(self.specs)[:8],
-                             "open tables", "use them before close()"))
+        raise OperError("sharded tables were closed", "tables", list(self.specs)[:8], "open tables",
+                        "use them before close()")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise OperError(
-            fail("sharded tables cannot be pickled", "tables", list(self.specs)[:8],
-                 "one handle on the shared rows", "save and load the model's state_dict instead"))
+        raise OperError("sharded tables cannot be pickled", "tables", list(self.specs)[:8],
+                        "one handle on the shared rows",
+                        "save and load the model's state_dict instead")
 
-    def _blame(self, code: int, detail: int) -> tuple[int, int]:
+    def _raise_peer_failure(self, code: int, detail: int) -> tuple[int, int]:
         """Raise what a status code of the kernels about peers means; others are returned."""
         if self._exchange is not None:
             return self._exchange.check(code, detail)
-        return blame_peers(self, code, detail)
+        return raise_peer_failure(self, code, detail)
 
     def sent_bytes(self, reset: bool = False) -> dict[str, list[int]]:
         """Bytes that this rank has sent to other memory domains, by kind and receiver.
@@ -82,9 +81,8 @@ class MeasuredTables(LogicalRows):
     def check_clock(self) -> None:
         """Raise OperError where nobody can tell the time of phases."""
         if not self.times_phases:
-            raise OperError(
-                fail("cannot tell the time of phases", "device", str(self.device),
-                     "tables in host memory", "use torch.profiler, which names the kernels"))
+            raise OperError("cannot tell the time of phases", "device", str(self.device),
+                            "tables in host memory", "use torch.profiler, which names the kernels")
 
     def phase_ns(self) -> dict[str, int]:
         """Nanoseconds of the last forward and backward pass of this rank, by phase."""
@@ -99,7 +97,10 @@ class MeasuredTables(LogicalRows):
             reset: start again from zero.
         """
         self.check_clock()
-        return histograms(self.handle, reset)
+        flat = torch.ops.oper.context_phase_histograms(self.handle, reset)
+        width = len(flat) // len(PHASES)
+        return {name: Histogram(flat[k], tuple(flat[k + 1:k + width]))
+                for name, k in zip(PHASES, range(0, len(flat), width), strict=True)}
 
     def trace_phases(self, most: int) -> None:
         """Keep when phases begin and end from now on, for `take_spans`. Not collective.
@@ -116,7 +117,10 @@ class MeasuredTables(LogicalRows):
         """What this rank has done since the last call while it was traced; and how many spans there
         was no room for."""
         self.check_clock()
-        return take_spans(self.handle)
+        lost, *flat = torch.ops.oper.context_spans(self.handle)
+        width = len(Span._fields)
+        return [Span(SPANS[flat[k]], *flat[k + 1:k + width])
+                for k in range(0, len(flat), width)], lost
 
     def traffic(self, reset: bool = False) -> Traffic:
         """What this rank has read since it was built, or since the last reset: rows, ids, sums and

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 # As csrc/host/counters/phases.h numbers them.
 PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates", "refresh")
 # What a trace has beside them: ids resolved ahead; and, within phases, waits at the barrier of a
@@ -13,7 +11,6 @@ PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates
 SPANS = (*PHASES, "resolve", "barrier", "exchange")
 #: Of a histogram's buckets but the last: times below so many microseconds.
 BUCKETS_US = tuple(1 << k for k in range(23))
-_SPAN_WIDTH = 5
 
 
 class Histogram(NamedTuple):
@@ -44,18 +41,3 @@ class Span(NamedTuple):
     end_ns: int
     sent_bytes: int
     thread: int
-
-
-def histograms(handle: int, reset: bool) -> dict[str, Histogram]:
-    """What a placement has counted, by phase; `reset`: it starts again from zero."""
-    flat = torch.ops.oper.context_phase_histograms(handle, reset)
-    width = len(flat) // len(PHASES)
-    return {name: Histogram(flat[k], tuple(flat[k + 1:k + width]))
-            for name, k in zip(PHASES, range(0, len(flat), width), strict=True)}
-
-
-def take_spans(handle: int) -> tuple[list[Span], int]:
-    """What a traced placement has kept since the last call; and how much it had no room for."""
-    lost, *flat = torch.ops.oper.context_spans(handle)
-    return [Span(SPANS[flat[k]], *flat[k + 1:k + _SPAN_WIDTH])
-            for k in range(0, len(flat), _SPAN_WIDTH)], lost

@@ -9,8 +9,8 @@ from __future__ import annotations
 import select
 from typing import TYPE_CHECKING, NamedTuple
 
-from oper.errors import InvalidInputError, OperError, fail
-from oper.shmem.group.desync import FORWARD, GIVEN_UP, Line, lines_of
+from oper.errors import InvalidInputError, OperError
+from oper.shmem.group.desync import FORWARD, GIVEN_UP, BarrierState, barrier_states
 
 if TYPE_CHECKING:
     from oper.shmem.memory.host_heap import HostHeap
@@ -38,8 +38,8 @@ class Progress:
     def __init__(self, tables: ShardedTables) -> None:
         if not tables.is_one_domain or tables.device.type != "cpu":
             raise InvalidInputError(
-                fail("cannot tell how far all ranks are", "tables", f"on {tables.device}",
-                     "tables in host memory that all ranks share", "save delta checkpoints"))
+                "cannot tell how far all ranks are", "tables", f"on {tables.device}",
+                "tables in host memory that all ranks share", "save delta checkpoints")
         self._tables = tables
 
     @property
@@ -50,10 +50,10 @@ class Progress:
     def world_size(self) -> int:
         return self._tables.group.world_size
 
-    def counts(self) -> list[Line]:
+    def counts(self) -> list[BarrierState]:
         """Of every rank; empty with a single one, which waits for nobody. OperError when closed."""
         self._heap()
-        return lines_of(self._tables.handle)
+        return barrier_states(self._tables.handle)
 
     def missing(self) -> set[int]:
         """Ranks that have ended, and where this rank has given up those that it waited for: they
@@ -74,8 +74,8 @@ class Progress:
 
     def _heap(self) -> HostHeap:
         if self._tables._heap is None:
-            raise OperError(fail("cannot tell how far all ranks are", "tables", "closed",
-                                 "open tables", "load a checkpoint"))
+            raise OperError("cannot tell how far all ranks are", "tables", "closed", "open tables",
+                            "load a checkpoint")
         return self._tables._heap
 
     def mark(self) -> Mark:

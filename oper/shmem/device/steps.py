@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.shmem.batch import raise_status
 from oper.shmem.counters.device import DeviceCounters
 from oper.shmem.exchange.device import DeviceExchange, DeviceRows
@@ -152,22 +152,23 @@ class DeviceSteps:
 def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
     """Raise what a step says that could not go on, unless kernels have found an error."""
     if code == _NOT_IN_GRAPHS:
-        raise OperError(
-            fail("cannot capture a lookup in a graph", "tables", "several domains, or counted",
-                 "one domain, nothing counted: both wait for the device",
-                 "run such steps outside of graphs"))
+        raise OperError("cannot capture a lookup in a graph", "tables",
+                        "several domains, or counted",
+                        "one domain, nothing counted: both wait for the device",
+                        "run such steps outside of graphs")
     if code == _NEW_ARGUMENTS:
         raise OperError(
-            fail("cannot capture an update of the tables in a graph", "optimizers", optimizers,
-                 "arguments that stay the same: fp32 rows, no Adam or LAMB, a learning rate that "
-                 "an earlier step has used", "run such steps outside of graphs"))
+            "cannot capture an update of the tables in a graph", "optimizers", optimizers,
+            "arguments that stay the same: fp32 rows, no Adam or LAMB, a learning rate that "
+            "an earlier step has used", "run such steps outside of graphs")
     if code == _TOO_MANY_IDS:
-        raise OperError(fail("cannot look up", "ids", detail, f"< {_MOST_IDS}, and < 2^32 with "
-                             "those of column pieces", "use smaller batches"))
+        raise OperError("cannot look up", "ids", detail,
+                        f"< {_MOST_IDS}, and < 2^32 with those of column pieces",
+                        "use smaller batches")
     if code == _IDS_WITHOUT_BAGS:
-        raise InvalidInputError(
-            fail("bag lengths do not fit the ids", "ids", detail, "none where there are no bags",
-                 "make lengths and ids of the same bags"))
+        raise InvalidInputError("bag lengths do not fit the ids", "ids", detail,
+                                "none where there are no bags",
+                                "make lengths and ids of the same bags")
 
 
 def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]],
@@ -179,18 +180,17 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
     code, rank, detail = found
     if code == 4:
         feature, table = features[rank]
-        raise InvalidInputError(
-            fail(f"lookup of feature {feature!r} in table {table!r}", "id", detail,
-                 f"0 <= id < {specs[table].num_rows}", "map ids to rows first, or enlarge the "
-                 "table; the other ids of that batch may have been trained"))
+        raise InvalidInputError(f"lookup of feature {feature!r} in table {table!r}", "id", detail,
+                                f"0 <= id < {specs[table].num_rows}",
+                                "map ids to rows first, or enlarge the "
+                                "table; the other ids of that batch may have been trained")
     if code == 5:
-        raise InvalidInputError(
-            fail("bag lengths do not fit the ids", "a length, or the sum of all", detail,
-                 "no length below 0, and as many ids as their sum",
-                 "make lengths and ids of the same bags"))
+        raise InvalidInputError("bag lengths do not fit the ids", "a length, or the sum of all",
+                                detail, "no length below 0, and as many ids as their sum",
+                                "make lengths and ids of the same bags")
     if code == 8:
-        raise OperError(
-            fail("rows of another memory domain are not where they should be", "rank, detail",
-                 (rank, detail), "the same plan and the same calls on all ranks",
-                 "a lookup without gradients is collective across memory domains as well"))
+        raise OperError("rows of another memory domain are not where they should be",
+                        "rank, detail", (rank, detail),
+                        "the same plan and the same calls on all ranks",
+                        "a lookup without gradients is collective across memory domains as well")
     raise_status(code, rank if code in (1, 2) else detail, outbox_bytes, None)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from oper.errors import OperError, PlanError, fail
+from oper.errors import OperError, PlanError
 from oper.plan import Plan
 from oper.rows.traffic import Traffic
 from oper.shmem import library
@@ -84,9 +84,8 @@ class DeviceTables(ShardedTables):
     def _open_heap(self) -> None:
         codes = sorted({t.dtype for t in self.specs.values()} & set(CODE_BITS))
         if codes:
-            raise PlanError(
-                fail("cannot shard tables in device memory", "rows of", codes,
-                     " or ".join(DTYPE_BYTES), "keep quantised tables in host memory"))
+            raise PlanError("cannot shard tables in device memory", "rows of", codes,
+                            " or ".join(DTYPE_BYTES), "keep quantised tables in host memory")
         exchange = 0
         if self._leaves_rows and (self.group.world_size > 1 or self._needs_exchange()):
             least = min(self.group.all_gather(self._exchange_bytes()))
@@ -118,9 +117,8 @@ class DeviceTables(ShardedTables):
 
     def _create_context(self) -> int:
         rank, arenas = self.group.rank, self.arenas
-        maps, features = self._maps()
         handle = int(torch.ops.oper.device_context_create(
-            *maps.arguments(features, self.device), torch.from_numpy(arenas.pads),
+            *self._context_arguments(), torch.from_numpy(arenas.pads),
             int(deadline_s() * 1000), self._addresses[rank], self._layout.outbox[rank],
             self.members, torch.empty(0, device=self.device)))
         self.order = torch.ops.oper.device_context_order(handle)
@@ -256,11 +254,10 @@ class DeviceTables(ShardedTables):
     def traffic(self, reset: bool = False) -> Traffic:
         """As `ShardedTables.traffic`, since `start_counting`."""
         if self._steps.counters is None:
-            raise OperError(
-                fail("cannot tell what was read", "device", str(self.device),
-                     "counting to have begun: it makes every pass wait for the device",
-                     "call start_counting() first, or replay the batches with "
-                     "oper.search.replay.simulate"))
+            raise OperError("cannot tell what was read", "device", str(self.device),
+                            "counting to have begun: it makes every pass wait for the device",
+                            "call start_counting() first, or replay the batches with "
+                            "oper.search.replay.simulate")
         found = self._steps.counters.traffic
         if reset:
             self.start_counting()

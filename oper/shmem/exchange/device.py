@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
 from oper.shmem.batch import raise_status
@@ -110,9 +110,9 @@ class DeviceExchange(Exchange):
         group = tables.group
         super().__init__(group, domain_of, collection, bits)
         if 8 in bits.to_json():
-            raise InvalidInputError(fail(
-                "cannot exchange rows in device memory", "message_bits", bits.to_json(),
-                "32 or 16", "choose 16, or keep the tables in host memory"))
+            raise InvalidInputError("cannot exchange rows in device memory", "message_bits",
+                                    bits.to_json(), "32 or 16",
+                                    "choose 16, or keep the tables in host memory")
         self._tables, self._device = tables, tables.device
         self.far = [r for r in range(group.world_size) if r not in self.members]
         self._size, self._rank = group.world_size, group.rank
@@ -175,8 +175,7 @@ class DeviceExchange(Exchange):
             if found[0] != _TRANSPORT_FAILED:  # which keeps its own error
                 self._failed = found[0], found[1]
             raise_status(*self.check(*found), outbox_bytes, None)
-        numbers: np.ndarray = theirs.numpy()
-        return numbers
+        return theirs.numpy()
 
     def exchange(self, *sources: tuple[Any, Any], is_reply: bool = False,
                  targets: Sequence[Any] = ()) -> tuple[np.ndarray, torch.Tensor]:
@@ -209,8 +208,7 @@ class DeviceExchange(Exchange):
     def starts(memory: torch.Tensor, sizes: np.ndarray) -> np.ndarray:
         """Addresses of parts of so many numbers of 4 bytes that follow each other, int64 [W, T]."""
         flat = sizes.reshape(-1)
-        starts: np.ndarray = memory.data_ptr() + 4 * (np.cumsum(flat) - flat).reshape(sizes.shape)
-        return starts
+        return memory.data_ptr() + 4 * (np.cumsum(flat) - flat).reshape(sizes.shape)
 
     def words(self, address: int, count: int) -> torch.Tensor:
         """Device memory as int32 [count]."""

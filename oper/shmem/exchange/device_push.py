@@ -176,5 +176,4 @@ class PushMessages:
 
 
 def _words(num_bits: np.ndarray) -> np.ndarray:
-    words: np.ndarray = -(-num_bits // 32)
-    return words
+    return -(-num_bits // 32)

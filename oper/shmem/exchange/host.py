@@ -22,7 +22,6 @@ from oper.errors import (
     InvalidInputError,
     OperError,
     PeerLostError,
-    fail,
 )
 from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
@@ -32,9 +31,9 @@ from oper.shmem.group.desync import (
     GAVE_UP,
     PEER_CODES,
     STATE_ACCESS,
-    Spot,
+    CollectivePhase,
     Verdict,
-    outnumbered,
+    out_of_step,
     raise_verdict,
 )
 from oper.shmem.group.groups import Group
@@ -76,17 +75,16 @@ class Exchange:
                  bits: MessageBits) -> None:
         everyones = group.all_gather(bits.to_json())
         if any(x != bits.to_json() for x in everyones):
-            raise InvalidInputError(fail(
-                "ranks of several memory domains disagree on their messages",
-                "message_bits by rank", everyones[:16],
-                "the same on all ranks", "pass the same message_bits and the same plan everywhere"))
+            raise InvalidInputError("ranks of several memory domains disagree on their messages",
+                                    "message_bits by rank", everyones[:16], "the same on all ranks",
+                                    "pass the same message_bits and the same plan everywhere")
         self.collection, self.bits = collection, bits
         self._group = group
         self._domain_of = list(domain_of)
         self.members = [r for r in range(group.world_size)
                         if domain_of[r] == domain_of[group.rank]]
         self._transport = transport_of(group)
-        self._let_go = self._transport.hold(self)
+        self._release = self._transport.hold(self)
         self._error: BaseException | None = None
         self._handle = 0
         self.callback = _TRANSPORT(self._move)
@@ -112,14 +110,14 @@ class Exchange:
 
     def close(self) -> None:
         """End this collection's use of the connections to other ranks; the last one closes them."""
-        self._let_go()
+        self._release()
 
     # ---- bytes -----------------------------------------------------------------------------------
 
     def _move(self, what: int, send: int, send_bytes: int, recv: int, recv_bytes: int) -> int:
         """The kernels' transport; an error is kept for `check`."""
         try:
-            self._transport.spot = Spot(self.collection, what)
+            self._transport.at = CollectivePhase(self.collection, what)
             there, back = (np.ctypeslib.as_array((ctypes.c_int64 * self._group.world_size)
                                                  .from_address(a)).tolist()
                            for a in (send_bytes, recv_bytes))
@@ -133,48 +131,47 @@ class Exchange:
     def check(self, code: int, detail: int) -> tuple[int, int]:
         """The status that explains what the kernels found; raises errors of peers and the
         transport's own."""
-        spot = self._transport.spot
+        at = self._transport.at
         if self._error is not None:
             error, self._error = self._error, None
-            self._give_up_after(error)
+            self._abort_after(error)
             raise error
         if code == ELSEWHERE:
             self._raise_elsewhere(detail)
         if code == 9:
-            self._transport.give_up(Verdict(GAVE_UP, detail, spot))
+            self._transport.give_up(Verdict(GAVE_UP, detail, at))
             raise OperError(
-                fail("a rank of another memory domain has sent what no rank of this job can send",
-                     "rank", detail, "counts and slots of tables placed by the same plan",
-                     "start all ranks with the same version, model and plan"))
+                "a rank of another memory domain has sent what no rank of this job can send",
+                "rank", detail, "counts and slots of tables placed by the same plan",
+                "start all ranks with the same version, model and plan")
         if code == 11:
-            self._transport.give_up(Verdict(GAVE_UP, detail, spot))
-            raise OperError(
-                fail("there is no memory for what a rank of another memory domain sends", "rank",
-                     detail, "room for the rows and gradients of its batch",
-                     "use smaller batches; look at that rank if they are small"))
+            self._transport.give_up(Verdict(GAVE_UP, detail, at))
+            raise OperError("there is no memory for what a rank of another memory domain sends",
+                            "rank", detail, "room for the rows and gradients of its batch",
+                            "use smaller batches; look at that rank if they are small")
         if code in PEER_CODES:
-            verdict = self._transport.blame(Verdict(code, detail, spot))
+            verdict = self._transport.attribute(Verdict(code, detail, at))
             self._transport.give_up(verdict)
             raise_verdict(verdict, self._group)
         return code, detail
 
     def _raise_elsewhere(self, rank: int) -> NoReturn:
         """Raise what heads that do not fit each other mean; `rank` sent one of them."""
-        spots, sequence = self._last_phases()
-        if len(set(spots)) > 1:
-            raise_verdict(outnumbered(ELSEWHERE, spots, rank), self._group)
+        phases, sequence = self._last_phases()
+        if len(set(phases)) > 1:
+            raise_verdict(out_of_step(ELSEWHERE, phases, rank), self._group)
         if len(set(sequence)) > 1:
             behind = min(range(len(sequence)), key=lambda r: (sequence[r], r))
-            raise_verdict(Verdict(ELSEWHERE, behind, spots[0]), self._group)
-        raise OperError(
-            fail("ranks are not at the same exchange", "rank", rank,
-                 "the same lookups, updates and message_bits on all ranks",
-                 "a lookup without gradients is collective across memory domains as well"))
+            raise_verdict(Verdict(ELSEWHERE, behind, phases[0]), self._group)
+        raise OperError("ranks are not at the same exchange", "rank", rank,
+                        "the same lookups, updates and message_bits on all ranks",
+                        "a lookup without gradients is collective across memory domains as well")
 
-    def _last_phases(self) -> tuple[list[Spot], list[int]]:
+    def _last_phases(self) -> tuple[list[CollectivePhase], list[int]]:
         """Where each rank's last head came from, and the head's number."""
         flat = self._ask("last_phases")
-        return ([Spot(flat[k + 2], flat[k + 1]) for k in range(0, len(flat), 3)], flat[::3])
+        return [CollectivePhase(flat[k + 2], flat[k + 1])
+                for k in range(0, len(flat), 3)], flat[::3]
 
     def sent_bytes(self, reset: bool) -> dict[str, list[int]]:
         """As `ShardedTables.sent_bytes`."""
@@ -182,9 +179,7 @@ class Exchange:
         return {kind: sent[k * size:(k + 1) * size] for k, kind in enumerate(SENT)}
 
     def _ask(self, what: str, *arguments: bool) -> list[int]:
-        flat: list[int] = getattr(torch.ops.oper, f"{self._operators}_{what}")(
-            self._handle, *arguments)
-        return flat
+        return getattr(torch.ops.oper, f"{self._operators}_{what}")(self._handle, *arguments)
 
     def barrier(self, phase: int = STATE_ACCESS) -> None:
         """Wait for all ranks of all domains."""
@@ -197,7 +192,7 @@ class Exchange:
             DesyncError: a rank is elsewhere.
             PeerLostError: a rank has found an error.
         """
-        mine = Spot(self.collection, phase)
+        mine = CollectivePhase(self.collection, phase)
         head = _HEAD.pack(phase, 0, 0, 0, 0, 0, self.collection, 0)
         sent = b"".join((head + body).ljust(_HEAD_BYTES, b"\0") for body in bodies)
         received = torch.empty(len(sent), dtype=torch.uint8)
@@ -208,9 +203,9 @@ class Exchange:
         for rank, (_, _, code, *_) in enumerate(heads):
             if code:
                 raise_verdict(Verdict(GAVE_UP, rank, mine), self._group)
-        spots = [Spot(h[6], h[0]) for h in heads]
-        if any(spot != mine for spot in spots):
-            raise_verdict(outnumbered(ELSEWHERE, spots, self._group.rank), self._group)
+        phases = [CollectivePhase(h[6], h[0]) for h in heads]
+        if any(at != mine for at in phases):
+            raise_verdict(out_of_step(ELSEWHERE, phases, self._group.rank), self._group)
         return [data[at + _HEAD.size:at + _HEAD_BYTES]
                 for at in range(0, len(data), _HEAD_BYTES)]
 
@@ -219,18 +214,18 @@ class Exchange:
         """Exchange bytes between memory domains; errors name `phase`, by default that of the
         exchange before."""
         if phase is not None:
-            self._transport.spot = Spot(self.collection, phase)
+            self._transport.at = CollectivePhase(self.collection, phase)
         try:
             self._transport.exchange(send, send_bytes, recv, recv_bytes)
         except Exception as error:
-            self._give_up_after(error)
+            self._abort_after(error)
             raise
 
-    def _give_up_after(self, error: BaseException) -> None:
+    def _abort_after(self, error: BaseException) -> None:
         """Tell the peers, unless the transport has done so."""
         if not isinstance(error, (PeerLostError, DeadlineError, DesyncError)):
             self._transport.give_up(
-                Verdict(GAVE_UP, self._group.rank, self._transport.spot))
+                Verdict(GAVE_UP, self._group.rank, self._transport.at))
 
     def fetch(self, wanted: Mapping[int, Wanted], serve: Callable[[str, int], torch.Tensor],
               phase: int = STATE_ACCESS) -> dict[int, torch.Tensor]:
@@ -292,10 +287,9 @@ def _served(serve: Callable[[str, int], torch.Tensor], of: tuple[bytes, int], in
 
 
 def _no_request(found: object) -> OperError:
-    return OperError(
-        fail("a rank of another memory domain asks for rows that there are not", "request", found,
-             "parts, pieces and slots of tables placed by the same plan",
-             "start all ranks with the same version, model and plan"))
+    return OperError("a rank of another memory domain asks for rows that there are not", "request",
+                     found, "parts, pieces and slots of tables placed by the same plan",
+                     "start all ranks with the same version, model and plan")
 
 
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.shmem.group.groups import Group
 
 _CONNECT_S = 60.0
@@ -41,10 +41,9 @@ def connect(group: Group) -> dict[int, socket.socket]:
             peers |= _accepted(server, token, group)
         except OSError as error:
             raise OperError(
-                fail("cannot connect to the other ranks", "addresses",
-                     [e[:2] for e in everyone][:8], "hosts that can reach each other",
-                     f"set GLOO_SOCKET_IFNAME to the interface between them ({error})"
-                     )) from error
+                "cannot connect to the other ranks", "addresses", [e[:2] for e in everyone][:8],
+                "hosts that can reach each other",
+                f"set GLOO_SOCKET_IFNAME to the interface between them ({error})") from error
     for peer in peers.values():
         peer.settimeout(None)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

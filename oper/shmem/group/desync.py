@@ -9,21 +9,19 @@ leaves its verdict there before it raises, and whoever comes later repeats it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from oper.errors import DeadlineError, DesyncError, PeerLostError, fail
+from oper.errors import DeadlineError, DesyncError, PeerLostError
 from oper.shmem.group.groups import Group
 from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 # By number: CollectivePhase and kSharing of csrc/common/exchange.h, then those of `barrier`.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + (
     "state access", "migration", "update of keys")
@@ -33,7 +31,7 @@ LOST, LATE, GAVE_UP, ELSEWHERE, CLOSED = PEER_CODES = 1, 2, 6, 8, 12
 GIVEN_UP, _CLOSED = 1, 2  # Absence in csrc/host/barrier.h
 
 
-class Spot(NamedTuple):
+class CollectivePhase(NamedTuple):
     """A collection, by its number, and a phase of it."""
 
     collection: int
@@ -43,34 +41,34 @@ class Spot(NamedTuple):
         return (self.collection & 0xFFFFFF) << 8 | self.phase & 0xFF
 
     @staticmethod
-    def unpack(number: int) -> Spot:
-        return Spot(number >> 8 & 0xFFFFFF, number & 0xFF)
+    def unpack(number: int) -> CollectivePhase:
+        return CollectivePhase(number >> 8 & 0xFFFFFF, number & 0xFF)
 
 
 class Verdict(NamedTuple):
-    """Who is to blame.
+    """Which rank a failure is attributed to.
 
     Attributes:
         code: one of `PEER_CODES`.
         rank: the rank that is behind.
-        spot: where the others wait for it.
+        at: where the others wait for it.
     """
 
     code: int
     rank: int
-    spot: Spot
+    at: CollectivePhase
 
     def pack(self) -> int:
-        return 1 << 62 | self.code << 48 | self.rank << 32 | self.spot.pack()
+        return 1 << 62 | self.code << 48 | self.rank << 32 | self.at.pack()
 
     @staticmethod
     def unpack(number: int) -> Verdict | None:
         if not number:
             return None
-        return Verdict(number >> 48 & 0xFF, number >> 32 & 0xFFFF, Spot.unpack(number))
+        return Verdict(number >> 48 & 0xFF, number >> 32 & 0xFFFF, CollectivePhase.unpack(number))
 
 
-class Line(NamedTuple):
+class BarrierState(NamedTuple):
     """What a rank has left at a collection's barrier, see ``Barrier::positions``.
 
     Attributes:
@@ -89,11 +87,11 @@ class Line(NamedTuple):
     ended: int
 
 
-def lines_of(handle: int) -> list[Line]:
+def barrier_states(handle: int) -> list[BarrierState]:
     """Of the ranks of this rank's memory domain, by rank; empty with a single one."""
     flat = torch.ops.oper.context_positions(handle)
-    width = len(Line._fields)
-    return [Line(*flat[k:k + width]) for k in range(0, len(flat), width)]
+    width = len(BarrierState._fields)
+    return [BarrierState(*flat[k:k + width]) for k in range(0, len(flat), width)]
 
 
 # ---- collections of a group ----------------------------------------------------------------------
@@ -114,38 +112,38 @@ class Register:
         self._titles[number] = _title(tables)
         return number
 
-    def phase_of(self, spot: Spot) -> str:
+    def describe(self, at: CollectivePhase) -> str:
         """A place as errors name it. A peer may have said anything."""
-        tables = self._live.get(spot.collection)
+        tables = self._live.get(at.collection)
         title = _title(tables) if tables is not None else self._titles.get(
-            spot.collection, f"unknown collection {spot.collection}")
-        phase = PHASES[spot.phase] if spot.phase < len(PHASES) else f"phase {spot.phase}"
+            at.collection, f"unknown collection {at.collection}")
+        phase = PHASES[at.phase] if at.phase < len(PHASES) else f"phase {at.phase}"
         return f"the {phase} of {title}"
 
-    def boards(self) -> dict[int, list[Line]]:
+    def barriers(self) -> dict[int, list[BarrierState]]:
         """What all ranks have left, by collection; those whose barriers can be read here."""
         found = {}
         for number, tables in sorted(self._live.items()):
             if not tables.is_watched:
                 continue
             with contextlib.suppress(AttributeError, RuntimeError):  # not open yet, or closed
-                if lines := lines_of(tables.handle):
-                    found[number] = lines
+                if states := barrier_states(tables.handle):
+                    found[number] = states
         return found
 
-    def waits(self, rank: int) -> Spot | None:
+    def waits(self, rank: int) -> CollectivePhase | None:
         """Where a rank of this rank's memory domain waits for others of the domain, or did when it
         gave up."""
-        for number, board in self.boards().items():
-            mine = board[self._live[number].members.index(rank)]
-            if _is_ahead(mine, board):
-                return Spot(number, mine.phase)
+        for number, states in self.barriers().items():
+            mine = states[self._live[number].members.index(rank)]
+            if _is_ahead(mine, states):
+                return CollectivePhase(number, mine.phase)
         return None
 
 
-def _is_ahead(line: Line, board: list[Line]) -> bool:
+def _is_ahead(state: BarrierState, states: list[BarrierState]) -> bool:
     """Whether a rank waits for another one at a collection, or did when it gave up."""
-    return line.absent != _CLOSED and any(x.arrivals < line.arrivals for x in board)
+    return state.absent != _CLOSED and any(x.arrivals < state.arrivals for x in states)
 
 
 def _title(tables: Collection) -> str:
@@ -177,115 +175,105 @@ def phase_of(tables: Collection, phase: int) -> Iterator[None]:
         tables.phase = before
 
 
-def in_phase(phase: int) -> Callable[[_Method], _Method]:
-    """A method of tables whose barriers are of one phase."""
-    def decorate(method: _Method) -> _Method:
-        @functools.wraps(method)
-        def call(self: Collection, *args: Any, **kwargs: Any) -> Any:
-            with phase_of(self, phase):
-                return method(self, *args, **kwargs)
-        return call  # type: ignore[return-value]
-    return decorate
-
-
 # ---- who is behind -------------------------------------------------------------------------------
 
 
-def judge(tables: Collection, code: int, rank: int) -> Verdict:
+def attribute_failure(tables: Collection, code: int, rank: int) -> Verdict:
     """The verdict on a failure that looked to the barrier of `tables` like `code` of `rank`, of one
     memory domain that is the whole group. Left for the others to find."""
-    boards = register_of(tables.group).boards()
+    barriers = register_of(tables.group).barriers()
     own, me = tables.collection, tables.group.rank
-    if own not in boards:  # closed meanwhile
-        return Verdict(code, rank, Spot(own, STATE_ACCESS))
-    here = Spot(own, boards[own][me].phase)
-    known = None if code in (ELSEWHERE, CLOSED) else _left_by_others(boards, own, me, rank)
+    if own not in barriers:  # closed meanwhile
+        return Verdict(code, rank, CollectivePhase(own, STATE_ACCESS))
+    here = CollectivePhase(own, barriers[own][me].phase)
+    known = None if code in (ELSEWHERE, CLOSED) else _left_by_others(barriers, own, me, rank)
     if known is None and code == LATE:  # of a rank that waited elsewhere, for another one
-        known = _first_verdict(line for board in boards.values() for line in board)
+        known = _first_verdict(state for states in barriers.values() for state in states)
     if known is not None:
         found = known
     elif code == LATE:
-        found = _latest(boards, here, rank)
+        found = _latest(barriers, here, rank)
     elif code == ELSEWHERE:
-        spots = [Spot(own, line.phase) for line in boards[own]]
-        found = outnumbered(code, spots, rank)
+        phases = [CollectivePhase(own, state.phase) for state in barriers[own]]
+        found = out_of_step(code, phases, rank)
     else:
         found = Verdict(code, rank, here)
     torch.ops.oper.context_give_up(tables.handle, found.pack())
     return found
 
 
-def _left_by_others(boards: dict[int, list[Line]], own: int, me: int, peer: int) -> Verdict | None:
+def _left_by_others(barriers: dict[int, list[BarrierState]], own: int, me: int, peer: int
+                    ) -> Verdict | None:
     """A verdict that stands: this rank's own, or that of the peer which it waits for, here or at
     another collection."""
-    lines = [boards[own][me], boards[own][peer], *(b[peer] for b in boards.values())]
-    lines += [x for x in boards[own] if x.absent == GIVEN_UP]
-    return _first_verdict(lines)
+    states = [barriers[own][me], barriers[own][peer], *(b[peer] for b in barriers.values())]
+    states += [x for x in barriers[own] if x.absent == GIVEN_UP]
+    return _first_verdict(states)
 
 
-def _first_verdict(lines: Iterable[Line]) -> Verdict | None:
-    return next((v for v in map(Verdict.unpack, (x.verdict for x in lines)) if v), None)
+def _first_verdict(states: Iterable[BarrierState]) -> Verdict | None:
+    return next((v for v in map(Verdict.unpack, (x.verdict for x in states)) if v), None)
 
 
-def _latest(boards: dict[int, list[Line]], here: Spot, missed: int) -> Verdict:
+def _latest(barriers: dict[int, list[BarrierState]], here: CollectivePhase, missed: int) -> Verdict:
     """Who came too late: of the ranks that wait for nobody the one with the fewest arrivals; where
     all wait, at different places, one that is not where most are."""
-    size = len(boards[here.collection])
-    waits: list[Spot | None] = [None] * size
-    for number, board in boards.items():
-        for r, line in enumerate(board):
-            if _is_ahead(line, board):
-                waits[r] = Spot(number, line.phase)
-    arrivals = [sum(board[r].arrivals for board in boards.values()) for r in range(size)]
+    size = len(barriers[here.collection])
+    waits: list[CollectivePhase | None] = [None] * size
+    for number, states in barriers.items():
+        for r, state in enumerate(states):
+            if _is_ahead(state, states):
+                waits[r] = CollectivePhase(number, state.phase)
+    arrivals = [sum(states[r].arrivals for states in barriers.values()) for r in range(size)]
     free = [r for r in range(size) if waits[r] is None]
     if not free:
-        return outnumbered(LATE, [w for w in waits if w], missed, arrivals)
+        return out_of_step(LATE, [w for w in waits if w], missed, arrivals)
     behind = min(free, key=lambda r: (arrivals[r], r))
-    return Verdict(LATE, behind, _common([w for w in waits if w] or [here]))
+    return Verdict(LATE, behind, common_phase([w for w in waits if w] or [here]))
 
 
-def outnumbered(code: int, spots: Sequence[Spot], missed: int,
+def out_of_step(code: int, phases: Sequence[CollectivePhase], missed: int,
                 arrivals: Sequence[int] | None = None) -> Verdict:
-    """The verdict where all ranks wait, each at one of `spots` [W].
+    """The verdict where all ranks wait, each at one of `phases` [W].
 
     Against one that is not where most are, or as many and the lowest rank; against `missed` where
     all are at one place.
     """
-    common = _common(spots)
-    others = [r for r, spot in enumerate(spots) if spot != common]
+    common = common_phase(phases)
+    others = [r for r, at in enumerate(phases) if at != common]
     behind = min(others, key=lambda r: (arrivals[r] if arrivals else 0, r), default=missed)
     return Verdict(code, behind, common)
 
 
-def _common(spots: Sequence[Spot]) -> Spot:
+def common_phase(phases: Sequence[CollectivePhase]) -> CollectivePhase:
     """Where most are; of places with as many, that of the lowest rank."""
-    return Counter(spots).most_common(1)[0][0]  # counted in order, and sorted stably
+    return Counter(phases).most_common(1)[0][0]  # counted in order, and sorted stably
 
 
-def blame_peers(tables: Collection, code: int, detail: int) -> tuple[int, int]:
+def raise_peer_failure(tables: Collection, code: int, detail: int) -> tuple[int, int]:
     """Raise what a status code of the kernels about peers means; others are returned."""
     if code in PEER_CODES:
-        verdict = judge(tables, code, detail)
-        raise_verdict(verdict, tables.group, where(tables, verdict.rank))
+        verdict = attribute_failure(tables, code, detail)
+        raise_verdict(verdict, tables.group, last_seen(tables, verdict.rank))
     return code, detail
 
 
 # ---- telling -------------------------------------------------------------------------------------
 
 
-def where(tables: Collection, rank: int) -> str:
+def last_seen(tables: Collection, rank: int) -> str:
     """What a rank was seen to do, for a message; empty where this rank cannot see it."""
     register = register_of(tables.group)
     if not tables.is_one_domain:
         return ""
-    spot = register.waits(rank)
-    board = register.boards().get(tables.collection, [])
-    if spot is not None:
-        return f"it waits in {register.phase_of(spot)}; "
-    if rank < len(board) and board[rank].arrivals:
-        line = board[rank]
-        spot = Spot(tables.collection, line.phase)
-        return f"it was last seen in {register.phase_of(spot)}; "
+    at = register.waits(rank)
+    states = register.barriers().get(tables.collection, [])
+    if at is not None:
+        return f"it waits in {register.describe(at)}; "
+    if rank < len(states) and states[rank].arrivals:
+        state = states[rank]
+        at = CollectivePhase(tables.collection, state.phase)
+        return f"it was last seen in {register.describe(at)}; "
     return ""
 
 
@@ -298,25 +286,23 @@ def raise_verdict(verdict: Verdict, group: Group, seen: str = "", detail: str = 
         seen: what that rank was seen to do, ending in ``"; "``, or nothing.
         detail: of an error that this one stems from.
     """
-    code, rank, spot = verdict
-    phase = register_of(group).phase_of(spot)
+    code, rank, at = verdict
+    phase = register_of(group).describe(at)
     who = "this rank" if rank == group.rank else "a peer"
     tail = f" ({detail})" if detail else ""
     same = f"{seen}every rank must run the same lookups and training steps in the same order{tail}"
     error: PeerLostError | DeadlineError | DesyncError
     if code == LATE:
-        error = DeadlineError(fail(
-            f"{who} did not arrive at {phase}", "rank", rank,
-            f"arrival within {DEADLINE_ENV}={deadline_s():g} s", same))
+        error = DeadlineError(f"{who} did not arrive at {phase}", "rank", rank,
+                              f"arrival within {DEADLINE_ENV}={deadline_s():g} s", same)
     elif code == ELSEWHERE:
-        error = DesyncError(fail(
-            f"{who} is not at {phase}", "rank", rank, "all ranks at the same call", same))
+        error = DesyncError(f"{who} is not at {phase}", "rank", rank, "all ranks at the same call",
+                            same)
     else:
         what = {LOST: "a peer process has ended", CLOSED: f"{who} has closed its tables"}.get(
             code, f"{who} has given up this exchange")
-        error = PeerLostError(fail(
-            f"{what} before {phase}", "rank", rank,
-            "all ranks alive" if code == LOST else "no error on any rank",
-            f"{seen}look at that rank's log and start all ranks again{tail}"))
+        error = PeerLostError(f"{what} before {phase}", "rank", rank,
+                              "all ranks alive" if code == LOST else "no error on any rank",
+                              f"{seen}look at that rank's log and start all ranks again{tail}")
     error.rank = rank
     raise error

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.group.groups import Group
 
 DOMAIN_ENV = "OPER_DOMAIN"
@@ -83,8 +83,8 @@ def _stated(labels: Any, world_size: int) -> list[int]:
     if labels is None:
         return [0] * world_size
     if len(labels) != world_size:
-        raise InvalidInputError(fail("cannot tell memory domains", "domains", labels,
-                                     f"one label per rank of {world_size}", "correct the group"))
+        raise InvalidInputError("cannot tell memory domains", "domains", labels,
+                                f"one label per rank of {world_size}", "correct the group")
     number = {label: k for k, label in enumerate(dict.fromkeys(labels))}
     return [number[label] for label in labels]
 

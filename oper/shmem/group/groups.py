@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from oper.errors import DeadlineError, PeerLostError, fail
+from oper.errors import DeadlineError, PeerLostError
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
 _SLICE = timedelta(milliseconds=200)  # waits are cut, since gloo's own limit may be half an hour
@@ -91,9 +91,9 @@ class ProcessGroup:
             _wait(work, deadline_s())
         except RuntimeError as error:
             text = str(error).strip().partition("\n")[0]
-            raise PeerLostError(
-                fail("a peer has gone during a collective", "rank", "unknown", "all ranks alive",
-                     f"look at the other ranks' logs ({text})")) from error
+            raise PeerLostError("a peer has gone during a collective", "rank", "unknown",
+                                "all ranks alive",
+                                f"look at the other ranks' logs ({text})") from error
         return parts
 
 
@@ -107,10 +107,9 @@ def _wait(work: Any, seconds: float) -> None:
             work.wait()
             return
         if time.monotonic() - start > seconds:
-            raise DeadlineError(
-                fail("a peer did not arrive at a collective", "rank", "unknown",
-                     f"arrival within {DEADLINE_ENV}={seconds:g} s",
-                     "every rank must make the same calls; look at the other ranks"))
+            raise DeadlineError("a peer did not arrive at a collective", "rank", "unknown",
+                                f"arrival within {DEADLINE_ENV}={seconds:g} s",
+                                "every rank must make the same calls; look at the other ranks")
 
 
 class ThreadGroup:
@@ -143,9 +142,9 @@ class ThreadGroup:
             values = list(shared.values)
             shared.barrier.wait(shared.deadline_s)
         except threading.BrokenBarrierError:
-            raise DeadlineError(
-                fail("a virtual rank is missing", "rank", self.rank, "all ranks to take part",
-                     "look for an error on another thread")) from None
+            raise DeadlineError("a virtual rank is missing", "rank", self.rank,
+                                "all ranks to take part",
+                                "look for an error on another thread") from None
         return values
 
     def abort(self) -> None:

@@ -14,39 +14,48 @@ import struct
 import threading
 
 from oper.shmem.group.connections import connect, receive
-from oper.shmem.group.desync import GAVE_UP, LATE, LOST, Spot, Verdict, outnumbered, register_of
+from oper.shmem.group.desync import (
+    GAVE_UP,
+    LATE,
+    LOST,
+    CollectivePhase,
+    Verdict,
+    common_phase,
+    out_of_step,
+    register_of,
+)
 from oper.shmem.group.groups import Group
 
 _MESSAGE = struct.Struct("<4sqq")  # what, and two numbers
 _ASK, _TELL, _GAVE_UP, _LEAVE = b"ask?", b"tell", b"gave", b"bye."
 _ANSWER_S = 1.0
-_WAITS = 1 << 40  # beside a packed spot
+_WAITS = 1 << 40  # beside a packed phase
 
 
-class Watch:
+class LivenessMonitor:
     """Connections to all other ranks of a group. Creation is collective.
 
     Attributes:
-        count: exchanges that this rank has begun; the owner of the watch counts.
-        spot: where the last one was.
+        count: exchanges that this rank has begun; the owner of the monitor counts.
+        at: where the last one was.
         is_inside: whether it is under way.
-        loss: the first verdict on a rank that takes no part any more, or None.
-        left: ranks that have closed their connections in good order. That is no loss: others may
+        failure: the first verdict on a rank that takes no part any more, or None.
+        left: ranks that have closed their connections in good order. That is no failure: others may
             still complete what these have done their part of.
     """
 
     def __init__(self, group: Group) -> None:
         self.count = 0
-        self.spot = Spot(0, 0)
+        self.at = CollectivePhase(0, 0)
         self.is_inside = False
-        self.loss: Verdict | None = None
+        self.failure: Verdict | None = None
         self.left: set[int] = set()
         self._is_closed = False
         self._group = group
         self._peers = connect(group)
-        self._told: dict[int, tuple[int, Spot, bool]] = {}
+        self._told: dict[int, tuple[int, CollectivePhase, bool]] = {}
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._listen, name="oper-watch", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="oper-liveness", daemon=True)
         self._thread.start()
 
     # ---- listening -------------------------------------------------------------------------------
@@ -58,14 +67,14 @@ class Watch:
             while selector.get_map() and not self._is_closed:
                 for key, _ in selector.select():
                     assert isinstance(key.fileobj, socket.socket)
-                    if not self._heard(key.data, key.fileobj):
+                    if not self._receive(key.data, key.fileobj):
                         selector.unregister(key.fileobj)
 
     def close(self) -> None:
         """Leave: tell the others, end the thread, close the connections. Not collective."""
         self._is_closed = True
         for rank, peer in self._peers.items():
-            self._say(rank, _LEAVE, 0, 0)
+            self._send(rank, _LEAVE, 0, 0)
             with contextlib.suppress(OSError):  # the peer has ended
                 peer.shutdown(socket.SHUT_RDWR)  # wakes the thread
         if threading.current_thread() is not self._thread:  # a finalizer may run on any thread
@@ -73,13 +82,13 @@ class Watch:
         for peer in self._peers.values():
             peer.close()
 
-    def _heard(self, rank: int, peer: socket.socket) -> bool:
+    def _receive(self, rank: int, peer: socket.socket) -> bool:
         """Act on what a peer says; False when its connection is at its end."""
         try:
             what, a, b = _MESSAGE.unpack(receive(peer, _MESSAGE.size))
         except (OSError, struct.error):
             if not self._is_closed:
-                self._lose(Verdict(LOST, rank, self.spot))
+                self._record(Verdict(LOST, rank, self.at))
             return False
         if what == _LEAVE:
             with self._changed:
@@ -87,64 +96,67 @@ class Watch:
                 self._changed.notify_all()
             return False
         if what == _ASK:
-            spot, waits = self._place()
-            self._say(rank, _TELL, self.count, spot.pack() + _WAITS * waits)
+            at, waits = self._status()
+            self._send(rank, _TELL, self.count, at.pack() + _WAITS * waits)
         elif what == _GAVE_UP:
-            self._lose(Verdict.unpack(int(a)) or Verdict(GAVE_UP, rank, self.spot))
+            self._record(Verdict.unpack(int(a)) or Verdict(GAVE_UP, rank, self.at))
         else:
             with self._changed:
-                self._told[rank] = int(a), Spot.unpack(int(b)), bool(b & _WAITS)
+                self._told[rank] = int(a), CollectivePhase.unpack(int(b)), bool(b & _WAITS)
                 self._changed.notify_all()
         return True
 
-    def _place(self) -> tuple[Spot, bool]:
+    def _status(self) -> tuple[CollectivePhase, bool]:
         """Where this rank is, and whether it waits there: in an exchange, or within its memory
         domain for a neighbour."""
         if self.is_inside:
-            return self.spot, True
+            return self.at, True
         near = register_of(self._group).waits(self._group.rank)
-        return (self.spot, False) if near is None else (near, True)
+        return (self.at, False) if near is None else (near, True)
 
-    def _lose(self, loss: Verdict) -> None:
+    def _record(self, failure: Verdict) -> None:
         with self._changed:
-            self.loss = self.loss or loss
+            self.failure = self.failure or failure
             self._changed.notify_all()
 
-    def _say(self, rank: int, what: bytes, a: int, b: int) -> None:
+    def _send(self, rank: int, what: bytes, a: int, b: int) -> None:
         with contextlib.suppress(OSError):
             self._peers[rank].sendall(_MESSAGE.pack(what, a, b))
 
     # ---- asking ----------------------------------------------------------------------------------
 
-    def wait_for_loss(self, seconds: float, of: int = -1) -> Verdict | None:
+    def wait_for_failure(self, seconds: float, of: int = -1) -> Verdict | None:
         """The first lost peer, as soon as there is one; waits no longer once `of` has left."""
         with self._changed:
-            self._changed.wait_for(lambda: self.loss is not None or of in self.left, seconds)
-            return self.loss
+            self._changed.wait_for(lambda: self.failure is not None or of in self.left, seconds)
+            return self.failure
 
-    def behind(self, missed: int) -> Verdict:
+    def find_late(self, missed: int) -> Verdict:
         """Who is behind, by what all peers say: one that does not answer, else one that has begun
         fewer exchanges than this rank and waits for nobody within its memory domain, else one that
         is elsewhere than most; `missed` where none is."""
         with self._changed:
             self._told.clear()
         for rank in self._peers:
-            self._say(rank, _ASK, 0, 0)
+            self._send(rank, _ASK, 0, 0)
         with self._changed:
             self._changed.wait_for(lambda: len(self._told) == len(self._peers), _ANSWER_S)
             told = dict(self._told)
-        told[self._group.rank] = self.count, *self._place()
+        told[self._group.rank] = self.count, *self._status()
         ranks = sorted(told)
-        waited = [told[r][1] for r in ranks if told[r][2]] or [self.spot]
-        common = outnumbered(LATE, waited, 0).spot
         silent = [r for r in self._peers if r not in told]
         late = sorted((r for r in ranks if told[r][0] < self.count),
                       key=lambda r: (told[r][2], told[r][0], r))
         if silent or late:
-            return Verdict(LATE, min(silent) if silent else late[0], common)
-        return outnumbered(LATE, [told[r][1] for r in ranks], missed)
+            behind = min(silent) if silent else late[0]
+            waited = [told[r][1] for r in ranks if told[r][2] and r != behind]
+            found = Verdict(LATE, behind, common_phase(waited or [self.at]))
+        else:
+            found = out_of_step(LATE, [told[r][1] for r in ranks], missed)
+        # One that has given up meanwhile waits no longer, and has said before for whom it did.
+        return self.failure or found
 
     def give_up(self, verdict: Verdict) -> None:
-        """Tell all peers that this rank will not take part any more, and who is to blame."""
+        """Tell all peers that this rank will not take part any more, and which rank is behind."""
         for rank in self._peers:
-            self._say(rank, _GAVE_UP, verdict.pack(), 0)
+            self._send(rank, _GAVE_UP, verdict.pack(), 0)

@@ -14,19 +14,19 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from oper.errors import OperError, PeerLostError, fail
+from oper.errors import OperError, PeerLostError
 from oper.shmem.group.connections import connect
 from oper.shmem.group.desync import (
     CLOSED,
     ELSEWHERE,
     LATE,
     LOST,
-    Spot,
+    CollectivePhase,
     Verdict,
     raise_verdict,
 )
 from oper.shmem.group.groups import Group, ProcessGroup, ThreadGroup
-from oper.shmem.group.liveness import Watch
+from oper.shmem.group.liveness import LivenessMonitor
 from oper.shmem.library import register
 from oper.shmem.settings import deadline_s
 
@@ -39,10 +39,10 @@ class Transport(Protocol):
     """One all-to-all exchange of bytes at a time.
 
     Attributes:
-        spot: what the next exchange is for; whoever calls it sets it.
+        at: what the next exchange is for; whoever calls it sets it.
     """
 
-    spot: Spot
+    at: CollectivePhase
 
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
@@ -61,7 +61,7 @@ class Transport(Protocol):
     def hold(self, owner: object) -> Callable[[], object]:
         """Keep the transport open until the result is called, or `owner` is collected."""
 
-    def blame(self, verdict: Verdict) -> Verdict:
+    def attribute(self, verdict: Verdict) -> Verdict:
         """What is behind a failure that looked like `verdict`."""
 
     def give_up(self, verdict: Verdict) -> None:
@@ -71,7 +71,7 @@ class Transport(Protocol):
 class ThreadTransport:
     """Between virtual ranks."""
 
-    spot = Spot(0, 0)
+    at = CollectivePhase(0, 0)
 
     def __init__(self, group: ThreadGroup) -> None:
         self._group = group
@@ -94,27 +94,27 @@ class ThreadTransport:
     def hold(self, owner: object) -> Callable[[], object]:
         return lambda: None
 
-    def blame(self, verdict: Verdict) -> Verdict:
+    def attribute(self, verdict: Verdict) -> Verdict:
         return verdict
 
     def give_up(self, verdict: Verdict) -> None:
         pass
 
 
-class _WatchedTransport(ABC):
+class _MonitoredTransport(ABC):
     """Exchanges between processes that also watch for dead or late peers."""
 
     closes_with_tables = False
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._whole = group
-        self.spot = Spot(0, 0)
+        self.at = CollectivePhase(0, 0)
         self._deadline_s = deadline_s()
         self._device = device
-        self._watch = Watch(group)
+        self._monitor = LivenessMonitor(group)
         self._staging: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
         self._holders: set[object] = set()
-        self._closes(_leave, self._watch)
+        self._closes(_leave, self._monitor)
 
     @abstractmethod
     def _move(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
@@ -123,16 +123,16 @@ class _WatchedTransport(ABC):
 
     def exchange(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
                  recv_bytes: list[int]) -> None:
-        watch = self._watch
+        monitor = self._monitor
         if not self.is_open:
-            raise OperError(fail("cannot exchange bytes with other hosts", "state",
-                                 "the connections are closed",
-                                 "a process group that exists, and tables that are open on all "
-                                 "ranks", "shard the model again, on all ranks"))
-        if watch.loss is not None:  # bytes of an unfinished exchange would be read as this one's
-            self._fail(watch.loss, "earlier")
-        watch.count += 1
-        watch.spot, watch.is_inside = self.spot, True
+            raise OperError("cannot exchange bytes with other hosts", "state",
+                            "the connections are closed",
+                            "a process group that exists, and tables that are open on all ranks",
+                            "shard the model again, on all ranks")
+        if monitor.failure is not None:  # an unfinished exchange would be read as this one
+            self._fail(monitor.failure, "earlier")
+        monitor.count += 1
+        monitor.at, monitor.is_inside = self.at, True
         try:
             there, back = self._on_device(0, send), self._on_device(1, recv)
             if there is not send:
@@ -141,7 +141,7 @@ class _WatchedTransport(ABC):
             if back is not recv:
                 recv.copy_(back)
         finally:
-            watch.is_inside = False
+            monitor.is_inside = False
 
     def _on_device(self, place: int, data: torch.Tensor) -> torch.Tensor:
         """A buffer of the transport's device for `data`: itself, or staging memory that grows."""
@@ -155,10 +155,10 @@ class _WatchedTransport(ABC):
     def _check_peers(self, begun: float) -> None:
         """Raise if a peer is lost, or has not come within the deadline; `begun`: by
         `time.monotonic`."""
-        if self._watch.loss is not None:
-            self._fail(self._watch.loss, "it will not take part")
+        if self._monitor.failure is not None:
+            self._fail(self._monitor.failure, "it will not take part")
         if time.monotonic() - begun > self._deadline_s:
-            self._fail(self._watch.behind(self._whole.rank))
+            self._fail(self._monitor.find_late(self._whole.rank))
 
     def _fail(self, verdict: Verdict, detail: str = "", cause: BaseException | None = None
               ) -> NoReturn:
@@ -169,22 +169,22 @@ class _WatchedTransport(ABC):
         except OperError as error:
             raise error from cause
 
-    def blame(self, verdict: Verdict) -> Verdict:
-        if verdict.code == LATE and self._watch.loss is None:
-            return self._watch.behind(verdict.rank)
-        return self._watch.wait_for_loss(_SLICE_S) or verdict
+    def attribute(self, verdict: Verdict) -> Verdict:
+        if verdict.code == LATE and self._monitor.failure is None:
+            return self._monitor.find_late(verdict.rank)
+        return self._monitor.wait_for_failure(_SLICE_S) or verdict
 
     def give_up(self, verdict: Verdict) -> None:
-        self._watch.give_up(verdict)
+        self._monitor.give_up(verdict)
 
     def hold(self, owner: object) -> Callable[[], object]:
         token = object()
         self._holders.add(token)
-        release = weakref.finalize(owner, self._let_go, token)
+        release = weakref.finalize(owner, self._release, token)
         release.atexit = False
         return release
 
-    def _let_go(self, token: object) -> None:
+    def _release(self, token: object) -> None:
         self._holders.discard(token)
         if self.closes_with_tables and not self._holders:
             self.close()
@@ -205,7 +205,7 @@ class _WatchedTransport(ABC):
         self._close.atexit = False  # peers of a process that ends see it as lost
 
 
-class SocketTransport(_WatchedTransport):
+class SocketTransport(_MonitoredTransport):
     """Bytes in host memory, over TCP connections of its own (csrc/host/exchange/sockets.h).
 
     They are closed with the last tables that use them, or with their process group.
@@ -226,16 +226,16 @@ class SocketTransport(_WatchedTransport):
             [self._connections[r].fileno() if r != group.rank else -1
              for r in range(group.world_size)])
         self._close.detach()
-        self._closes(_disconnect, self._watch, self._handle, list(self._connections.values()))
+        self._closes(_disconnect, self._monitor, self._handle, list(self._connections.values()))
 
     def _move(self, send: torch.Tensor, send_bytes: list[int], recv: torch.Tensor,
               recv_bytes: list[int]) -> None:
         ops = torch.ops.oper
         if not ops.sockets_begin(self._handle, send, send_bytes, recv, recv_bytes):
-            raise OperError(fail("cannot exchange bytes with other hosts", "state",
-                                 "an earlier exchange was interrupted",
-                                 "every earlier exchange complete",
-                                 "restart the job from its last checkpoint"))
+            raise OperError("cannot exchange bytes with other hosts", "state",
+                            "an earlier exchange was interrupted",
+                            "every earlier exchange complete",
+                            "restart the job from its last checkpoint")
         begun = time.monotonic()
         while True:
             result, rank = ops.sockets_run(self._handle, round(1e3 * _SLICE_S))
@@ -244,15 +244,15 @@ class SocketTransport(_WatchedTransport):
             if result == self._WAITS:
                 self._check_peers(begun)
             elif result == self._LOST:
-                loss = self._watch.wait_for_loss(_NAMING_S, rank)
-                code = CLOSED if rank in self._watch.left else LOST
-                self._fail(loss or Verdict(code, rank, self.spot), "its connection has ended")
+                failure = self._monitor.wait_for_failure(_NAMING_S, rank)
+                code = CLOSED if rank in self._monitor.left else LOST
+                self._fail(failure or Verdict(code, rank, self.at), "its connection has ended")
             else:
-                self._fail(Verdict(ELSEWHERE, rank, self.spot),
+                self._fail(Verdict(ELSEWHERE, rank, self.at),
                            "its message is of another exchange or size")
 
 
-class CollectiveTransport(_WatchedTransport):
+class CollectiveTransport(_MonitoredTransport):
     """Bytes in device memory, over collectives of the group's own back end.
 
     It has a process group of its own, so that the program's collectives cannot mix with its own.
@@ -285,31 +285,31 @@ class CollectiveTransport(_WatchedTransport):
         except OperError:
             raise
         except RuntimeError as error:
-            loss = self._watch.wait_for_loss(_NAMING_S)
+            failure = self._monitor.wait_for_failure(_NAMING_S)
             text = str(error).strip().partition("\n")[0]
-            if loss is None:
-                raise PeerLostError(
-                    fail("an exchange between memory domains has failed", "rank", "unknown",
-                         "all ranks alive", f"look at the other ranks' logs ({text})")) from error
-            self._fail(loss, text, error)
+            if failure is None:
+                raise PeerLostError("an exchange between memory domains has failed", "rank",
+                                    "unknown", "all ranks alive",
+                                    f"look at the other ranks' logs ({text})") from error
+            self._fail(failure, text, error)
 
 
-def _leave(process: int, watch: Watch) -> None:
+def _leave(process: int, monitor: LivenessMonitor) -> None:
     """Close what watches the peers, unless this is a child of the process that has opened it."""
     if os.getpid() == process:
-        watch.close()
+        monitor.close()
 
 
-def _disconnect(process: int, watch: Watch, handle: int, connections: Sequence[socket.socket]
-                ) -> None:
+def _disconnect(process: int, monitor: LivenessMonitor, handle: int,
+                connections: Sequence[socket.socket]) -> None:
     """Close everything of a `SocketTransport`; peers learn first that this rank leaves."""
-    _leave(process, watch)
+    _leave(process, monitor)
     torch.ops.oper.sockets_close(handle)
     for connection in connections:
         connection.close()
 
 
-_TRANSPORTS: weakref.WeakKeyDictionary[Any, _WatchedTransport] = weakref.WeakKeyDictionary()
+_TRANSPORTS: weakref.WeakKeyDictionary[Any, _MonitoredTransport] = weakref.WeakKeyDictionary()
 
 
 def transport_of(group: Group) -> Transport:
@@ -340,7 +340,7 @@ def transport_of(group: Group) -> Transport:
     return known
 
 
-def _close(transport: weakref.ref[_WatchedTransport]) -> None:
+def _close(transport: weakref.ref[_MonitoredTransport]) -> None:
     """Close a transport whose process group is gone."""
     found = transport()
     if found is not None:

@@ -15,16 +15,14 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.passes import Backward
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_Self = TypeVar("_Self", bound="InTurn")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _MANY = 32  # lookups that await their backward passes, from which on dropped ones are looked for
 
 
@@ -64,10 +62,10 @@ class Turns:
             return
         names = {t.ident: t.name for t in threading.enumerate()}
         raise InvalidInputError(
-            fail("cannot train from two threads at once", "thread", names.get(me, me),
-                 f"the only one: a lookup of {names.get(other, other)!r} awaits its backward pass",
-                 "with several ranks let one thread train, which keeps their calls in one order, "
-                 "and look up under torch.no_grad() in others"))
+            "cannot train from two threads at once", "thread", names.get(me, me),
+            f"the only one: a lookup of {names.get(other, other)!r} awaits its backward pass",
+            "with several ranks let one thread train, which keeps their calls in one order, "
+            "and look up under torch.no_grad() in others")
 
     def begin(self, offsets: torch.Tensor) -> None:
         """A lookup with gradients has given these offsets; its backward pass has not run."""
@@ -83,18 +81,13 @@ class Turns:
             self._awaited.pop(id(part.offsets), None)
 
 
-class InTurn(Protocol):
-    """Tables whose methods take turns."""
-
-    turns: Turns
-
-
-def in_turn(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Concatenate[_Self, _P], _T]:
+def in_turn(method: _Method) -> _Method:
     """A method of tables that waits for its turn."""
     @functools.wraps(method)
-    def call(self: _Self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with self.turns.lock:
-            if self.turns.parts is not None:
-                self.turns.parts.settle()
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        turns: Turns = self.turns
+        with turns.lock:
+            if turns.parts is not None:
+                turns.parts.settle()
             return method(self, *args, **kwargs)
     return call  # type: ignore[return-value]

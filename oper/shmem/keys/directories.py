@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.shmem.batch import BAD_BATCH, BatchChecks, Lookup, SeenKeys
 from oper.shmem.group.desync import KEYS, phase_of
 from oper.shmem.keys.late import RowHistory
@@ -87,28 +87,6 @@ class KeyCounts:
         return self.missed / max(self.lookups, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class KeyTable:
-    """One dynamic table.
-
-    Attributes:
-        handle: of the directories.
-        number: among them.
-    """
-
-    handle: int
-    number: int
-
-    @property
-    def clock(self) -> int:
-        """Updates so far."""
-        return int(torch.ops.oper.keys_clock(self.handle, self.number))
-
-    def set_clock(self, clock: int) -> None:
-        """Restore the number of updates."""
-        torch.ops.oper.keys_set_clock(self.handle, self.number, clock)
-
-
 class Keys:
     """The directories of a collection's dynamic tables. Creation is collective.
 
@@ -117,7 +95,7 @@ class Keys:
         rules: by table, for those that are dynamic.
 
     Attributes:
-        tables: the dynamic tables by name.
+        tables: number of each dynamic table, by name.
         num_bytes: of all ranks' directories.
 
     Raises:
@@ -135,13 +113,12 @@ class Keys:
                  for rank in range(group.world_size)]
         self.num_bytes = sum(of_slots for of_slots, _ in sizes)
         self._heap = HostHeap(group, [n for _, n in sizes], num_outbox_bytes=seen_bytes)
-        numbers = {name: number for number, name in enumerate(rules)}
+        self.tables = {name: number for number, name in enumerate(rules)}
         self._handle = int(operators.keys_open(
             self._heap.addresses, group.rank, seen_bytes, *arguments,
-            [numbers.get(table, -1) for _, table in tables.features]))
+            [self.tables.get(table, -1) for _, table in tables.features]))
         # Buckets are read in random order.
         self._heap.collapse([of_slots for of_slots, _ in sizes], tables.barrier)
-        self.tables = {name: KeyTable(self._handle, k) for name, k in numbers.items()}
         self._checks = BatchChecks()
         self._history = RowHistory()
         self._new: tuple[torch.Tensor, list[int]] = (torch.empty(0, 2, dtype=torch.int64),
@@ -154,7 +131,7 @@ class Keys:
 
     def refuse(self, what: str, todo: str) -> NoReturn:
         """Raise InvalidInputError for what dynamic tables cannot do."""
-        raise InvalidInputError(fail(what, "dynamic tables", list(self.tables), "none", todo))
+        raise InvalidInputError(what, "dynamic tables", list(self.tables), "none", todo)
 
     # ---- lookups ---------------------------------------------------------------------------------
 
@@ -166,8 +143,7 @@ class Keys:
         if torch.compiler.is_exporting():
             self.refuse("cannot export a lookup", "export models of static tables")
         if torch.compiler.is_compiling():
-            found: torch.Tensor = torch.compiler.disable(look_up)(batch)
-            return found
+            return torch.compiler.disable(look_up)(batch)
         # An update may give the row of a key to another one in the meantime.
         with self._tables.turns.lock:
             return look_up(self.translate(batch), has_rows=True)
@@ -223,15 +199,13 @@ class Keys:
 
     def _refuse_batch(self, left: int, number: int) -> NoReturn:
         if left == _CLOCK_AT_END:
-            raise OperError(fail(f"cannot update dynamic table {list(self.tables)[number]!r}",
-                                 "updates", MOST_UPDATES,
-                                 f"< {MOST_UPDATES}, as its clock has 32 bits",
-                                 "export it and begin a new one"))
+            raise OperError(f"cannot update dynamic table {list(self.tables)[number]!r}", "updates",
+                            MOST_UPDATES, f"< {MOST_UPDATES}, as its clock has 32 bits",
+                            "export it and begin a new one")
         assert left == _NO_ROOM
-        raise OperError(
-            fail("the keys of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes(),
-                 "8 bytes for each of its distinct keys, 16 for those without a row",
-                 f"raise {OUTBOX_ENV} or use a smaller batch"))
+        raise OperError("the keys of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes(),
+                        "8 bytes for each of its distinct keys, 16 for those without a row",
+                        f"raise {OUTBOX_ENV} or use a smaller batch")
 
     def take(self, frozen: frozenset[str]) -> None:
         """Update the directories from what all ranks have left, and begin new rows. Collective.
@@ -241,7 +215,7 @@ class Keys:
         """
         operators, tables = torch.ops.oper, self._tables
         operators.keys_update(self._handle,
-                              [self.tables[n].number for n in frozen if n in self.tables])
+                              [self.tables[n] for n in frozen if n in self.tables])
         with phase_of(tables, KEYS):
             tables.barrier()
             self._new = operators.keys_new(self._handle)
@@ -253,8 +227,8 @@ class Keys:
     def new_rows(self) -> dict[str, np.ndarray]:
         """Rows that the last update has given to new keys, int64 [n], by table; on all ranks."""
         rows, bounds = self._new[0][:, 0].numpy(), self._new[1]
-        found = {name: rows[bounds[t.number]:bounds[t.number + 1]]
-                 for name, t in self.tables.items()}
+        found = {name: rows[bounds[k]:bounds[k + 1]]
+                 for name, k in self.tables.items()}
         return {name: of[of > 0] for name, of in found.items() if (of > 0).any()}
 
     # ---- state -----------------------------------------------------------------------------------
@@ -263,17 +237,24 @@ class Keys:
         """The parts of a table's directory in a checkpoint, beside its clock."""
         return [part for part, c in RECORDS.items() if self.num_records(name, c)]
 
+    def clock(self, name: str) -> int:
+        """Updates of a table so far."""
+        return int(torch.ops.oper.keys_clock(self._handle, self.tables[name]))
+
+    def set_clock(self, name: str, clock: int) -> None:
+        """Restore the number of updates of a table."""
+        torch.ops.oper.keys_set_clock(self._handle, self.tables[name], clock)
+
     def num_records(self, name: str, candidates: bool) -> int:
         """Slots of a table, or places of keys that are counted without a row."""
-        return int(torch.ops.oper.keys_num_records(self._handle, self.tables[name].number,
+        return int(torch.ops.oper.keys_num_records(self._handle, self.tables[name],
                                                    candidates))
 
     def read(self, name: str, part: str, begin: int, end: int) -> torch.Tensor:
         """Records `[begin, end)`, int64 [n, 3]: key, count, clock; the clock is -1 where there is
         none. One-sided: no rank may be in an update."""
-        records: torch.Tensor = torch.ops.oper.keys_read(
-            self._handle, self.tables[name].number, RECORDS[part], begin, end)
-        return records
+        return torch.ops.oper.keys_read(
+            self._handle, self.tables[name], RECORDS[part], begin, end)
 
     def write(self, name: str, part: str, begin: int, records: torch.Tensor,
               checks: bool = False) -> None:
@@ -285,20 +266,18 @@ class Keys:
         """
         if records.dtype != torch.int64 or records.dim() != 2 or (
                 records.shape[1] != _RECORD_COLUMNS):
-            raise InvalidInputError(
-                fail(f"cannot load the {part} of dynamic table {name!r}", "records",
-                     (records.dtype, tuple(records.shape)), "int64 [n, 3]",
-                     "load a checkpoint of this model"))
+            raise InvalidInputError(f"cannot load the {part} of dynamic table {name!r}", "records",
+                                    (records.dtype, tuple(records.shape)), "int64 [n, 3]",
+                                    "load a checkpoint of this model")
         if not checks:
             self._history.load()
-        bad = torch.ops.oper.keys_write(self._handle, self.tables[name].number, RECORDS[part],
+        bad = torch.ops.oper.keys_write(self._handle, self.tables[name], RECORDS[part],
                                         begin, records.contiguous(), checks)
         if bad >= 0:
             raise InvalidInputError(
-                fail(f"cannot load the {part} of dynamic table {name!r}",
-                     f"record {begin + bad}", records[bad].tolist(),
-                     "a key that belongs there, a count and a clock",
-                     "load a checkpoint of a table with the same rows, seed and admit_after"))
+                f"cannot load the {part} of dynamic table {name!r}", f"record {begin + bad}",
+                records[bad].tolist(), "a key that belongs there, a count and a clock",
+                "load a checkpoint of a table with the same rows, seed and admit_after")
 
     def counts(self, name: str) -> KeyCounts:
         """What has happened to the keys of a table. Collective, between two batches."""
@@ -309,7 +288,7 @@ class Keys:
         held = np.concatenate(clocks) >= 0
         begin, end = slots_of_buckets(np.arange(num_buckets(slots)), slots)
         full = np.add.reduceat(held, begin, dtype=np.int64) == end - begin
-        mine = torch.ops.oper.keys_counts(self._handle, self.tables[name].number)
+        mine = torch.ops.oper.keys_counts(self._handle, self.tables[name])
         found = np.sum(self._tables.all_gather(mine), axis=0)
         return KeyCounts(slots, int(held.sum()), full.size, int(full.sum()), *found.tolist())
 
@@ -359,24 +338,22 @@ def _check(tables: Tables, rules: Mapping[str, DynamicTable]) -> None:
     """Raise InvalidInputError for tables that cannot be dynamic."""
     what = "cannot make tables dynamic"
     if tables.optimizers is None:
-        raise InvalidInputError(fail(what, "objective", "inference", "training",
-                                     "shard for training, and look up without gradients"))
+        raise InvalidInputError(what, "objective", "inference", "training",
+                                "shard for training, and look up without gradients")
     if tables.device.type != "cpu" or not tables.is_one_domain:
         where = tables.device.type if tables.device.type != "cpu" else "several memory domains"
-        raise InvalidInputError(fail(what, "tables in", where,
-                                     "host memory that all ranks share",
-                                     "train on the ranks of one host"))
+        raise InvalidInputError(what, "tables in", where, "host memory that all ranks share",
+                                "train on the ranks of one host")
     users: dict[str, list[str]] = {}
     for feature, table in tables.features:
         users.setdefault(feature, []).append(table)
     for feature, found in users.items():
         if len(found) > 1 and any(t in rules for t in found):
-            raise InvalidInputError(fail(what, f"tables of feature {feature!r}", found,
-                                         "one, where it is dynamic",
-                                         "give each of them a feature of its own"))
+            raise InvalidInputError(what, f"tables of feature {feature!r}", found,
+                                    "one, where it is dynamic",
+                                    "give each of them a feature of its own")
     for name in rules:
         if tables.specs[name].num_rows < 2:
-            raise InvalidInputError(fail(what, f"num_embeddings of {name!r}",
-                                         tables.specs[name].num_rows,
-                                         "at least 2, for the default row and a key",
-                                         "enlarge the table"))
+            raise InvalidInputError(
+                what, f"num_embeddings of {name!r}", tables.specs[name].num_rows,
+                "at least 2, for the default row and a key", "enlarge the table")

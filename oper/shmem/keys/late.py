@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.batch import SeenKeys
 
 _TODO = ("call backward() for all lookups before the next update, at once or within oper.no_sync")
@@ -63,9 +63,9 @@ class RowHistory:
             names: of the dynamic tables, by number.
         """
         if seen.updates < self._loaded:
-            raise InvalidInputError(fail(
-                "cannot update dynamic tables", "loaded since the lookup", list(names),
-                "keys as they were looked up", "look up again after loading a state"))
+            raise InvalidInputError("cannot update dynamic tables", "loaded since the lookup",
+                                    list(names), "keys as they were looked up",
+                                    "look up again after loading a state")
         for number, begin, end, _ in seen.parts.tolist():
             moved = [u.rows[u.bounds[number]:u.bounds[number + 1]] for u in self._updates
                      if u.number > seen.updates]
@@ -77,7 +77,7 @@ class RowHistory:
             what, lost = "keys that have lost their rows since the lookup", seen.ids
             if seen.version < 0 or lost._version != seen.version:  # they may be other ones by now
                 what, lost = "rows that keys have lost since the lookup", seen.rows
-            raise InvalidInputError(fail(
-                f"cannot update dynamic table {names[number]!r}", what,
-                lost[at].unique()[:4].tolist(),
-                "none, so that gradients reach the rows that were looked up", _TODO))
+            raise InvalidInputError(f"cannot update dynamic table {names[number]!r}", what,
+                                    lost[at].unique()[:4].tolist(),
+                                    "none, so that gradients reach the rows that were looked up",
+                                    _TODO)

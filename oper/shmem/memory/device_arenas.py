@@ -91,8 +91,7 @@ class DeviceArenas:
         index = self._device.index if self._device.type == "cuda" else -1
         # Peers' memory, too, is this device's to read: DLPack says so, and torch believes it.
         managed = torch.ops.oper.device_view(address, rows, columns, ROW_TYPES.index(dtype), index)
-        view: torch.Tensor = torch.utils.dlpack.from_dlpack(_capsule(managed, b"dltensor", None))
-        return view
+        return torch.utils.dlpack.from_dlpack(_capsule(managed, b"dltensor", None))
 
     def memory(self, address: int, count: int) -> torch.Tensor:
         """As `segment`, float32 [count]."""

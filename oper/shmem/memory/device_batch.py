@@ -34,8 +34,7 @@ class StepArrays:
     def lists(self, world_size: int) -> np.ndarray:
         """Where each table's entries begin in what each rank has left for this one, int64
         [W, T + 1], tables in the order of keys; within an update."""
-        found: np.ndarray = self._inbox[0].cpu().numpy()
-        return found.reshape(world_size, -1)
+        return self._inbox[0].cpu().numpy().reshape(world_size, -1)
 
     def merged_slots(self, directories: Sequence[TableDirectory], table: int, rank: int
                      ) -> np.ndarray:
@@ -46,8 +45,7 @@ class StepArrays:
         every = torch.unique(unsigned(torch.cat(
             [x[a:b] for x, (a, b) in zip(rows, begin[:, table:table + 2].tolist(), strict=True)])))
         first = sum(int(d.num_slots[rank]) for d in directories[:table])
-        found: np.ndarray = (every - first).cpu().numpy()
-        return found
+        return (every - first).cpu().numpy()
 
 
 class KeyRange(NamedTuple):

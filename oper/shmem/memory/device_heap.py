@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from oper.errors import OperError, PlanError, fail
+from oper.errors import OperError, PlanError
 from oper.shmem import library
 from oper.shmem.group.domains import DomainGroup
 from oper.shmem.group.groups import Group, ProcessGroup
@@ -74,17 +74,16 @@ class DeviceHeap:
         if has_host:
             reason = "it has no rows in host memory"
             if wanted == "symmetric":
-                raise OperError(fail("cannot open the device heap", HEAP_ENV, wanted,
-                                     "virtual, for a plan with rows in host memory", "unset it"))
+                raise OperError("cannot open the device heap", HEAP_ENV, wanted,
+                                "virtual, for a plan with rows in host memory", "unset it")
         elif wanted != "virtual":
             reason = self._open_symmetric()
             if not reason:
                 self.kind = "symmetric memory"
                 return
             if wanted == "symmetric":
-                raise OperError(fail("cannot open the device heap", "symmetric memory", reason,
-                                     "a torch and a driver that provide it",
-                                     f"unset {HEAP_ENV}"))
+                raise OperError("cannot open the device heap", "symmetric memory", reason,
+                                "a torch and a driver that provide it", f"unset {HEAP_ENV}")
         self.kind = "virtual memory"
         self._open_virtual(reason)
 
@@ -101,9 +100,8 @@ class DeviceHeap:
         everyone = self._group.all_gather((address, str(self.device)))
         devices = {where for _, where in everyone}
         if len(devices) > 1:
-            raise PlanError(
-                fail("virtual ranks cannot address each other's memory", "devices",
-                     sorted(devices), "one device", "start one process per device"))
+            raise PlanError("virtual ranks cannot address each other's memory", "devices",
+                            sorted(devices), "one device", "start one process per device")
         self.addresses = [address for address, _ in everyone]
 
     def _name(self) -> str:
@@ -175,11 +173,10 @@ class DeviceHeap:
         try:
             errors = [(rank, e) for rank, e in enumerate(self._whole.all_gather(error)) if e]
             if errors:
-                raise OperError(
-                    fail("cannot share device memory between processes", "rank", errors[0],
-                         "POSIX descriptors of CUDA virtual memory",
-                         f"symmetric memory was not used either ({reason}); use a plan that "
-                         "exchanges over torch.distributed"))
+                raise OperError("cannot share device memory between processes", "rank", errors[0],
+                                "POSIX descriptors of CUDA virtual memory",
+                                f"symmetric memory was not used either ({reason}); use a plan that "
+                                "exchanges over torch.distributed")
             _, received = exchange_over_sockets(group, fds)
             own: PlanError | None = None
             for rank in range(group.world_size):
@@ -202,11 +199,10 @@ class DeviceHeap:
             address = int(torch.ops.oper.device_memory_attach(
                 fds, self._size, parts, self.device.index or 0))
         except RuntimeError as error:
-            raise PlanError(
-                fail(f"rank {self._group.rank} cannot address the memory of rank {rank}", "device",
-                     str(self.device), "devices with peer access",
-                     "use a plan that exchanges over torch.distributed "
-                     f"({str(error).splitlines()[0]})")) from None
+            raise PlanError(f"rank {self._group.rank} cannot address the memory of rank {rank}",
+                            "device", str(self.device), "devices with peer access",
+                            "use a plan that exchanges over torch.distributed "
+                            f"({str(error).splitlines()[0]})") from None
         self._mapped.append((address, parts))
         return address
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.shmem.group.domains import peer_credentials
 from oper.shmem.group.groups import Group
 from oper.shmem.library import load
@@ -111,9 +111,8 @@ class HostHeap:
             raise problem
         for rank, text in enumerate(found):
             if text is not None:
-                raise OperError(
-                    fail("a peer cannot share its arena", "rank", rank,
-                         "memory and address space on all ranks", f"there: {text}"))
+                raise OperError("a peer cannot share its arena", "rank", rank,
+                                "memory and address space on all ranks", f"there: {text}")
 
     def _segment_sizes(self, rank: int) -> list[int]:
         """A rank's segments: its arena, the control segment if it is rank 0, its host memory."""
@@ -161,9 +160,9 @@ class HostHeap:
         segments = [mine if r == group.rank else received[r] for r in range(group.world_size)]
         for rank, got in enumerate(segments):
             if len(got) != len(self._segment_sizes(rank)):
-                raise OperError(
-                    fail("cannot attach to a peer's arena", "rank, descriptors", (rank, len(got)),
-                         f"{len(self._segment_sizes(rank))}", "start all ranks with one plan"))
+                raise OperError("cannot attach to a peer's arena", "rank, descriptors",
+                                (rank, len(got)), f"{len(self._segment_sizes(rank))}",
+                                "start all ranks with one plan")
         self._map_all(segments)
 
     def collapse(self, num_bytes: list[int], sync: Callable[[], None]) -> None:
@@ -251,9 +250,8 @@ def _exchange_descriptors(
             data, fds, _, _ = socket.recv_fds(connection, 4, _MAX_SEGMENTS)
             received[peer] = list(fds)
             if data != b"oper" or not fds:
-                raise OperError(
-                    fail("cannot attach to a peer's arena", "rank", peer, "its descriptors",
-                         "look at that rank's log"))
+                raise OperError("cannot attach to a peer's arena", "rank", peer, "its descriptors",
+                                "look at that rank's log")
     except BaseException:
         for fds in received.values():
             for fd in fds:

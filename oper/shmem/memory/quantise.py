@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.tables import CODE_BITS, SCALE_BIAS_BYTES, TableSpec
 
 
@@ -42,9 +42,9 @@ def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
     if bad.any():
         row = int(bad.nonzero()[0])
         raise InvalidInputError(
-            fail("cannot quantise", "row", numbers[row, :4].tolist(),
-                 "finite numbers, their least and their range within float16's 65504",
-                 "keep this table in a float type"))
+            "cannot quantise", "row", numbers[row, :4].tolist(),
+            "finite numbers, their least and their range within float16's 65504",
+            "keep this table in a float type")
     codes = ((numbers - bias) * inverse).round_().clamp_(0, largest).to(torch.uint8)
     if dtype == "int4":
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
@@ -56,7 +56,7 @@ def dequantise(rows: torch.Tensor, dtype: str, dim: int) -> torch.Tensor:
     heads = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16).float()
     codes = rows[:, SCALE_BIAS_BYTES:]
     if dtype == "int4":
-        codes = torch.stack([codes & 15, codes >> 4], dim=2).reshape(rows.shape[0], -1)
+        codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
     # The product is exact in float32 (11 + 8 bits): rounded once, as by a fused operation.
     return codes[:, :dim].float() * heads[:, :1] + heads[:, 1:]
 
@@ -80,10 +80,10 @@ def as_rows(values: torch.Tensor, spec: TableSpec) -> torch.Tensor:
         values.shape[1] >= wanted if is_codes else values.shape[1] == wanted)
     if not fits or (is_codes and spec.dtype not in CODE_BITS):
         raise InvalidInputError(
-            fail(f"cannot store rows of table {spec.name!r}", "values",
-                 (values.dtype, tuple(values.shape)),
-                 f"floats [n, {spec.dim}], or uint8 [n, {spec.row_bytes}] if it is quantised",
-                 "pass this table's rows"))
+            f"cannot store rows of table {spec.name!r}", "values",
+            (values.dtype, tuple(values.shape)),
+            f"floats [n, {spec.dim}], or uint8 [n, {spec.row_bytes}] if it is quantised",
+            "pass this table's rows")
     if is_codes:
         return values[:, :wanted]
     return quantise(values, spec.dtype) if spec.dtype in CODE_BITS else values.to(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.shmem.settings import OUTBOX_ENV
 from oper.tables import format_bytes
 
@@ -64,7 +64,7 @@ def no_segment(what: str, num_bytes: int, error: OSError, num_outbox_bytes: int 
     if num_outbox_bytes:
         todo += (f", or set {OUTBOX_ENV} below {num_outbox_bytes // 2}: "
                  f"{format_bytes(num_outbox_bytes)} of it are for the gradients of a batch")
-    return OperError(fail(what, "bytes", num_bytes, limit, f"{todo} ({error.strerror or error})"))
+    return OperError(what, "bytes", num_bytes, limit, f"{todo} ({error.strerror or error})")
 
 
 def _limit(error: OSError) -> tuple[str, str]:

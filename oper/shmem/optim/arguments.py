@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 
-from oper.errors import PlanError, fail
+from oper.errors import PlanError
 from oper.rows.directory import TableDirectory
-from oper.shmem.optim.optimizers import Optimizer
+from oper.shmem.optim.optimizers import SGD, Adam, LarsSGD, Optimizer, RowWiseAdagrad
 from oper.tables import OPTIMIZERS, TableSpec
 
 _RATE = itemgetter("lr")
+
+
+def rounding_key(seed: int, table: str) -> tuple[int, int]:
+    """The key of a table's random numbers for stochastic rounding: two 32-bit numbers.
+
+    An element of a 16-bit row is rounded up with a probability equal to the part of the step
+    between its two neighbours that lies below it, so that the expected value is exact (Gupta et
+    al., "Deep learning with limited numerical precision", ICML 2015). The draw is Philox4x32-10
+    (Salmon et al., SC 2011) of seed, table name, step, logical row and column: the plan, the number
+    of ranks and threads and the instruction set have no part in it.
+    """
+    digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def _column(o: Optimizer, lr: float, step: int) -> list[float]:
+    """The first of ``OptimizerColumn`` in csrc/common/description.h: what an optimizer does at
+    learning rate `lr` and step number `step` (from 1)."""
+    decay = getattr(o, "weight_decay", 0.0)
+    kind = 0  # Decay in csrc/common/optimizer.h: none, of the gradient (L2), of the row
+    if decay and isinstance(o, SGD | RowWiseAdagrad):
+        kind = 2 if getattr(o, "decoupled", False) else 1
+    if isinstance(o, LarsSGD):
+        lr *= o.eta
+    first, second = getattr(o, "momentum", 0.0), 0.0
+    bias = 1.0, 1.0
+    if isinstance(o, Adam):
+        # The kernel's betas are fp32, and 1 - beta in the moments must match 1 - beta^t here: with
+        # 0.999 the rounding of beta alone changes 1 - beta by 1.3e-5 of its value.
+        first, second = (float(np.float32(b)) for b in o.betas)
+        bias = 1 - first**step, 1 - second**step
+    return [OPTIMIZERS[o.name].code, kind, lr, getattr(o, "eps", 0.0), decay, first, second, *bias]
 
 
 class KernelArguments:
@@ -21,7 +55,7 @@ class KernelArguments:
 
     Args:
         optimizers: by table.
-        rounding_keys: two numbers by table, see `oper.shmem.optim.rounding`.
+        rounding_keys: two numbers by table, see `rounding_key`.
         is_rounded: whether rows, or gradients on their way, are rounded by the number of the step.
             Else that number stays as it was when the arguments were made: writing it would read
             torch's code back into caches that the kernels have emptied.
@@ -55,7 +89,7 @@ class KernelArguments:
         key = (rates, tables, frozen, (step, *skipped.values()) if self._by_step else 0)
         if self._known is None or self._known[0] != key:
             rate = {name: r for r, g in zip(rates, groups, strict=True) for name in g["tables"]}
-            own = {name: [*o.arguments(rate[name], step - skipped[name]), o.max_row_norm or 0.0,
+            own = {name: [*_column(o, rate[name], step - skipped[name]), o.max_row_norm or 0.0,
                           *self._rounding_keys[name], step]
                    for name, o in self._optimizers.items()}
             own |= {name: [0.0] * len(own[name]) for name in frozen}  # Optimizer::kNone
@@ -87,9 +121,8 @@ def feature_rows(features: Sequence[tuple[str, str]], specs: Mapping[str, TableS
     column, rows = 0, []
     for number, (name, table) in enumerate(features):
         if table not in specs:
-            raise PlanError(
-                fail("a feature names a table that the plan lacks", "feature, table",
-                     (name, table), f"one of {list(specs)[:8]}", "plan for this model"))
+            raise PlanError("a feature names a table that the plan lacks", "feature, table",
+                            (name, table), f"one of {list(specs)[:8]}", "plan for this model")
         for k in pieces[table]:
             start = directories[k].column
             rows.append([k, column + start, number, start])

@@ -36,8 +36,8 @@ class GradientGuard:
     def choose(self, mode: str) -> None:
         """Set the mode; raises InvalidInputError for another than those of `GUARDS`."""
         if mode not in GUARDS:
-            raise InvalidInputError(fail("cannot guard gradients", "gradient_guard", mode,
-                                         f"one of {GUARDS}", "choose one of these"))
+            raise InvalidInputError("cannot guard gradients", "gradient_guard", mode,
+                                    f"one of {GUARDS}", "choose one of these")
         self.mode = mode
 
     def apply(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor, step: int

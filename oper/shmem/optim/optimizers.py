@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, PlanError, fail, require
+from oper.errors import InvalidInputError, PlanError, require
 from oper.tables import OPTIMIZERS, TableSpec
 
 MAX_DIM = 1024
@@ -44,6 +44,17 @@ class Clipping:
     max_gradient: float | None = None
     max_row_norm: float | None = None
 
+    def __post_init__(self) -> None:
+        what = f"invalid {type(self).__name__}"
+        others = ("max_gradient", "max_row_norm", "betas", "decoupled")
+        settings = {f.name: getattr(self, f.name) for f in fields(self)}
+        require(what, "pass a finite number >= 0", *(
+            (name, value, _is_fp32(value) and value >= 0, "a number >= 0 that fp32 holds")
+            for name, value in settings.items() if name not in others))
+        require(what, "pass a positive number, or None for no limit", *(
+            (name, limit, limit is None or (_is_fp32(limit) and limit > 0), "> 0, or None")
+            for name, limit in settings.items() if name in others[:2]))
+
 
 @dataclass(frozen=True, slots=True)
 class SGD(Clipping):
@@ -61,18 +72,10 @@ class SGD(Clipping):
     momentum: float = 0.0
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
-
     @property
     def name(self) -> str:
         """What plans call it: with momentum it keeps a state, and is another optimizer there."""
         return "momentum_sgd" if self.momentum else "sgd"
-
-    def arguments(self, lr: float, step: int) -> list[float]:
-        """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        decay = _L2 if self.weight_decay else _NO_DECAY
-        return [_code(self), decay, lr, 0.0, self.weight_decay, self.momentum, 0.0, 1.0, 1.0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +92,6 @@ class LarsSGD(Clipping):
     eta: float = 0.001
 
     name = "lars_sgd"
-
-    def __post_init__(self) -> None:
-        _check(self, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay,
-               eta=self.eta)
-
-    def arguments(self, lr: float, step: int) -> list[float]:
-        """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        return [_code(self), _NO_DECAY, lr * self.eta, 0.0, self.weight_decay, self.momentum, 0.0,
-                1.0, 1.0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +115,6 @@ class RowWiseAdagrad(Clipping):
 
     name = "rowwise_adagrad"
 
-    def __post_init__(self) -> None:
-        _check(self, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay,
-               initial_accumulator_value=self.initial_accumulator_value)
-
-    def arguments(self, lr: float, step: int) -> list[float]:
-        """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        decay = _NO_DECAY if self.weight_decay == 0 else _DECOUPLED if self.decoupled else _L2
-        return [_code(self), decay, lr, self.eps, self.weight_decay, 0.0, 0.0, 1.0, 1.0]
-
 
 @dataclass(frozen=True, slots=True)
 class Adagrad(Clipping):
@@ -145,14 +130,6 @@ class Adagrad(Clipping):
     initial_accumulator_value: float = 0.0
 
     name = "adagrad"
-
-    def __post_init__(self) -> None:
-        _check(self, lr=self.lr, eps=self.eps,
-               initial_accumulator_value=self.initial_accumulator_value)
-
-    def arguments(self, lr: float, step: int) -> list[float]:
-        """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        return [_code(self), _NO_DECAY, lr, self.eps, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,25 +147,17 @@ class Adam(Clipping):
     name = "adam"
 
     def __post_init__(self) -> None:
-        _check(self, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        Clipping.__post_init__(self)
         what = f"invalid {type(self).__name__}"
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
-            raise InvalidInputError(fail(what, "betas", self.betas, "two numbers",
-                                         "pass a pair such as (0.9, 0.999)"))
+            raise InvalidInputError(what, "betas", self.betas, "two numbers",
+                                    "pass a pair such as (0.9, 0.999)")
         for k, beta in enumerate(self.betas):
             # As fp32, which the kernel's are: 1 there would divide by 1 - 1^t.
             if not _is_fp32(beta) or not 0 <= np.float32(beta) < 1:
-                raise InvalidInputError(fail(what, f"betas[{k}]", beta, "0 <= beta < 1 in fp32",
-                                             "choose a smaller value"))
+                raise InvalidInputError(what, f"betas[{k}]", beta, "0 <= beta < 1 in fp32",
+                                        "choose a smaller value")
         object.__setattr__(self, "betas", tuple(self.betas))  # a list could not be hashed
-
-    def arguments(self, lr: float, step: int) -> list[float]:
-        """The kernel's arguments at learning rate `lr` and step number `step` (from 1)."""
-        # The kernel's betas are fp32, and 1 - beta in the moments must match 1 - beta^t here: with
-        # 0.999 the rounding of beta alone changes 1 - beta by 1.3e-5 of its value.
-        b1, b2 = (float(np.float32(b)) for b in self.betas)
-        return [_code(self), _NO_DECAY, lr, self.eps, self.weight_decay, b1, b2, 1 - b1**step,
-                1 - b2**step]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +200,6 @@ class PartialRowWiseLAMB(LAMB):
 
 Optimizer = (SGD | LarsSGD | RowWiseAdagrad | Adagrad | Adam | AdamW | PartialRowWiseAdam | LAMB
              | PartialRowWiseLAMB)
-_NO_DECAY, _L2, _DECOUPLED = range(3)  # Decay in csrc/common/optimizer.h
 
 
 def initial_state(optimizer: Optimizer) -> float:
@@ -239,26 +207,9 @@ def initial_state(optimizer: Optimizer) -> float:
     return float(getattr(optimizer, "initial_accumulator_value", 0.0))
 
 
-def _code(optimizer: Optimizer) -> int:
-    """The first of the kernel's arguments, which stand in the order of ``OptimizerColumn`` in
-    csrc/common/description.h."""
-    return OPTIMIZERS[optimizer.name].code
-
-
 def _is_fp32(value: Any) -> bool:
     """Whether it is a number that fp32 holds, which the kernels compute in."""
     return isinstance(value, numbers.Real) and abs(float(value)) <= _LARGEST
-
-
-def _check(optimizer: Clipping, **values: Any) -> None:
-    what = f"invalid {type(optimizer).__name__}"
-    require(what, "pass a finite number >= 0", *(
-        (name, value, _is_fp32(value) and value >= 0, "a number >= 0 that fp32 holds")
-        for name, value in values.items()))
-    for name in ("max_gradient", "max_row_norm"):
-        limit = getattr(optimizer, name)
-        require(what, "pass a positive number, or None for no limit",
-                (name, limit, limit is None or (_is_fp32(limit) and limit > 0), "> 0, or None"))
 
 
 def check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimizer] | None
@@ -267,7 +218,7 @@ def check_supported(tables: Sequence[TableSpec], optimizers: Mapping[str, Optimi
     for t in tables:
         what = f"cannot shard table {t.name!r}"
         if t.dim > MAX_DIM:
-            raise PlanError(fail(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns"))
+            raise PlanError(what, "dim", t.dim, f"<= {MAX_DIM}", "split the table by columns")
         if optimizers is not None and t.optimizer != optimizers[t.name].name:
-            raise PlanError(fail(what, "plan's optimizer", t.optimizer, optimizers[t.name].name,
-                                 "plan again for this optimizer"))
+            raise PlanError(what, "plan's optimizer", t.optimizer, optimizers[t.name].name,
+                            "plan again for this optimizer")

@@ -124,113 +124,87 @@ def replicated_slots(directory: TableDirectory, rank: int) -> int:
     return sum(int(x.num_rows[rank]) for x in directory.tiers if x.tier.placement == "replicated")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KernelMaps:
-    """The arrays that `torch.ops.oper.context_create` takes; see csrc/bindings/lookup.cpp.
+def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout,
+                      addresses: list[int], rank: int, features: torch.Tensor,
+                      device: torch.device = _CPU) -> tuple[Any, ...]:
+    """What the operators that make a context of the kernels take first; see
+    csrc/bindings/lookup.cpp.
 
-    Attributes:
-        rank, world_size: of whom they are.
-        tables: int64 [T, 14]; owner_begin: int64 [T, W + 1]; tiers: int64 [N, 7];
-        maps: int64 [2, M] (bases, steps); refreshes: int64 [K, 8]; touched, squares: int64 [T, W];
-        outboxes: int64 [W], addresses; those of other memory domains mean nothing.
-        outbox_bytes: size of each.
-        heads: head maps, two arrays per table that needs them, and head orders, two arrays.
+    The read map of a row that `rank` cannot address gives ``-1 - k`` for home key `k` (see
+    `oper.rows.directory`).
+
+    Args:
+        directories: one per column piece of each table.
+        layout: of the arenas.
+        addresses: [W], where `rank` sees the arenas; 0 = in another memory domain.
+        rank: whose context it is.
+        features: see `oper.shmem.optim.arguments.feature_rows`.
+        device: where head maps are read.
+
+    Returns:
+        The rank; W; int64 tensors: tables [T, 14], first home keys [T, W + 1], tiers [N, 7], maps
+        [2, M] (bases, steps), `features`, refreshes [K, 8], addresses of touched and squares
+        [T, W] and of outboxes [W] (those of other memory domains mean nothing); bytes of an outbox;
+        head maps, two tensors per table that needs them, and head orders, two likewise.
     """
+    bases: list[np.ndarray] = []
+    steps: list[np.ndarray] = []
+    tables: list[list[int]] = []
+    tiers: list[list[int]] = []
+    refreshes: list[list[int]] = []
+    heads: list[np.ndarray] = []
+    num_maps = 0
 
-    rank: int
-    world_size: int
-    tables: np.ndarray
-    owner_begin: np.ndarray
-    tiers: np.ndarray
-    maps: np.ndarray
-    refreshes: np.ndarray
-    touched: np.ndarray
-    squares: np.ndarray
-    outboxes: np.ndarray
-    outbox_bytes: int
-    heads: list[np.ndarray]
+    def add_map(base: np.ndarray, step: np.ndarray) -> tuple[int, int]:
+        nonlocal num_maps
+        bases.append(np.asarray(base, np.int64))
+        steps.append(np.asarray(step, np.int64))
+        num_maps += bases[-1].size
+        return num_maps - bases[-1].size, bases[-1].size
 
-    @staticmethod
-    def build(directories: Sequence[TableDirectory], layout: ArenaLayout, addresses: list[int],
-              rank: int) -> KernelMaps:
-        """The maps of `rank`, which sees arena r at `addresses[r]`; 0 = in another memory domain.
-
-        The read map of a row that it cannot address gives ``-1 - k`` for home key `k` (see
-        `oper.rows.directory`).
-        """
-        bases: list[np.ndarray] = []
-        steps: list[np.ndarray] = []
-        tables: list[list[int]] = []
-        tiers: list[list[int]] = []
-        refreshes: list[list[int]] = []
-        heads: list[np.ndarray] = []
-        num_maps = 0
-
-        def add_map(base: np.ndarray, step: np.ndarray) -> tuple[int, int]:
-            nonlocal num_maps
-            bases.append(np.asarray(base, np.int64))
-            steps.append(np.asarray(step, np.int64))
-            num_maps += bases[-1].size
-            return num_maps - bases[-1].size, bases[-1].size
-
-        where = np.asarray(addresses, np.int64)
-        logical = {name: k for k, name in enumerate(dict.fromkeys(
-            d.table.name for d in directories))}
-        for t, d in enumerate(directories):
-            row_address = where + layout.rows[t]
-            replica_address = where + layout.replicas[t]
-            first_tier = len(tiers)
-            for x in d.tiers:
-                slot = x.slot_base[x.pattern] + x.within
-                home = add_map(d.owner_begin[x.pattern] + slot, x.weight[x.pattern])
-                copy_at = nearest_replica(x, rank, where != 0)
-                if copy_at >= 0:
-                    copy = replica_address[copy_at] + x.replica_begin[copy_at]
-                    read = add_map(np.array([copy]), np.array([x.row_bytes]))
-                else:
-                    near = where[x.pattern] != 0
-                    key = d.owner_begin[x.pattern] + slot
-                    read = add_map(
-                        np.where(near, row_address[x.pattern] + x.begin[x.pattern]
-                                 + x.within * x.row_bytes, -1 - key),
-                        np.where(near, x.row_bytes, -1) * x.weight[x.pattern])
-                tiers.append([x.tier.start, *read, *home, int(x.tier.mode == "push"),
-                              ROW_TYPES.index(x.dtype)])
-                if x.tier.placement == "replicated":
-                    refreshes += _refreshes(t, x, row_address, replica_address[rank], rank)
-            head = d.head_map()
-            head_at = -1 if head is None else len(heads)
-            heads += [] if head is None else list(head)
-            order = d.head_order() if d.table.dtype != "float32" else None
-            order_at = -1 if order is None else len(heads)
-            heads += [] if order is None else list(order)
-            state = {name: int(where[rank] + getattr(layout, name)[t, rank])
-                     for name, _ in STATE_PARTS[d.table.optimizer]}
-            tables.append([d.table.num_rows, d.dim, int(d.table.pooling == "mean"),
-                           first_tier, len(tiers), int(row_address[rank]),
-                           state.get("momentum1", 0), state.get("momentum2", 0), head_at,
-                           logical[d.table.name], d.table.dim, ROW_TYPES.index(d.table.dtype),
-                           d.column, order_at])
-        return KernelMaps(
-            rank, len(addresses), np.array(tables, np.int64),
-            np.stack([d.owner_begin for d in directories]),
-            np.array(tiers, np.int64), np.stack([np.concatenate(bases), np.concatenate(steps)]),
-            np.array(refreshes, np.int64).reshape(-1, 8), where[None, :] + layout.touched,
-            where[None, :] + layout.squares, where + np.array(layout.outbox, np.int64),
-            layout.outbox_bytes, heads)
-
-    def arguments(self, features: torch.Tensor, device: torch.device = _CPU) -> tuple[Any, ...]:
-        """What the operators that make a context take first.
-
-        Args:
-            features: see `oper.shmem.optim.arguments.feature_rows`.
-            device: where head maps are read.
-        """
-        before, after = ((torch.from_numpy(x) for x in xs) for xs in (
-            (self.tables, self.owner_begin, self.tiers, self.maps),
-            (self.refreshes, self.touched, self.squares, self.outboxes)))
-        return (self.rank, self.world_size, [*before, features, *after], self.outbox_bytes,
-                [torch.from_numpy(h).to(device) for h in self.heads])
+    where = np.asarray(addresses, np.int64)
+    logical = {name: k for k, name in enumerate(dict.fromkeys(
+        d.table.name for d in directories))}
+    for t, d in enumerate(directories):
+        row_address = where + layout.rows[t]
+        replica_address = where + layout.replicas[t]
+        first_tier = len(tiers)
+        for x in d.tiers:
+            slot = x.slot_base[x.pattern] + x.within
+            home = add_map(d.owner_begin[x.pattern] + slot, x.weight[x.pattern])
+            copy_at = nearest_replica(x, rank, where != 0)
+            if copy_at >= 0:
+                copy = replica_address[copy_at] + x.replica_begin[copy_at]
+                read = add_map(np.array([copy]), np.array([x.row_bytes]))
+            else:
+                near = where[x.pattern] != 0
+                key = d.owner_begin[x.pattern] + slot
+                read = add_map(
+                    np.where(near, row_address[x.pattern] + x.begin[x.pattern]
+                             + x.within * x.row_bytes, -1 - key),
+                    np.where(near, x.row_bytes, -1) * x.weight[x.pattern])
+            tiers.append([x.tier.start, *read, *home, int(x.tier.mode == "push"),
+                          ROW_TYPES.index(x.dtype)])
+            if x.tier.placement == "replicated":
+                refreshes += _refreshes(t, x, row_address, replica_address[rank], rank)
+        places = []  # of the head map and of the head order
+        for head in (d.head_map(), () if d.table.dtype == "float32" else d.head_order()):
+            places.append(len(heads) if head else -1)
+            heads += head
+        state = {name: int(where[rank] + getattr(layout, name)[t, rank])
+                 for name, _ in STATE_PARTS[d.table.optimizer]}
+        tables.append([d.table.num_rows, d.dim, int(d.table.pooling == "mean"),
+                       first_tier, len(tiers), int(row_address[rank]),
+                       state.get("momentum1", 0), state.get("momentum2", 0), places[0],
+                       logical[d.table.name], d.table.dim, ROW_TYPES.index(d.table.dtype),
+                       d.column, places[1]])
+    arrays = [np.array(tables, np.int64), np.stack([d.owner_begin for d in directories]),
+              np.array(tiers, np.int64), np.stack([np.concatenate(bases), np.concatenate(steps)]),
+              np.array(refreshes, np.int64).reshape(-1, 8), where[None, :] + layout.touched,
+              where[None, :] + layout.squares, where + np.array(layout.outbox, np.int64)]
+    tensors = [torch.from_numpy(x) for x in arrays]
+    return (rank, len(addresses), [*tensors[:4], features, *tensors[4:]], layout.outbox_bytes,
+            [torch.from_numpy(h).to(device) for h in heads])
 
 
 def nearest_replica(x: TierLayout, rank: int, near: np.ndarray) -> int:
@@ -258,4 +232,3 @@ def _refreshes(
     return [[table, owner, int(x.slot_base[owner]), int(x.slot_base[owner] + x.num_rows[owner]),
              k, period, int(row_address[owner]), copy]
             for k, owner in enumerate(x.pattern.tolist())]
-

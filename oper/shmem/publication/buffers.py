@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from oper.plan import Plan
-from oper.rows.directory import TierLayout, directories_of
+from oper.rows.directory import TableDirectory, TierLayout, directories_of
 from oper.shmem.memory.quantise import dequantise
 from oper.shmem.placement.layout import ArenaLayout
 from oper.shmem.rows import CHUNK_ROWS, LogicalRows
@@ -120,15 +120,12 @@ class Layout:
         for piece in self.pieces[table]:
             d = self.directories[piece]
             mine = rows if rows.dtype == torch.uint8 else rows[:, d.column:d.column + d.dim]
-            for x, at, owner, number in d.by_tier(d.position_of(ids)):
-                for domain in np.unique(owner).tolist():
-                    here = np.flatnonzero(owner == domain)
-                    some = mine if here.size == ids.size else mine[torch.from_numpy(at[here])]
-                    yield Write(piece, x, domain, torch.from_numpy(number[here]),
-                                some.contiguous())
+            for x, domain, at, numbers in _by_owner(d, d.position_of(ids)):
+                some = mine if at.numel() == ids.size else mine[at]
+                yield Write(piece, x, domain, numbers, some.contiguous())
 
     def to_text(self) -> str:
-        """For the greeting of a publisher."""
+        """For the handshake of a publisher."""
         return json.dumps({"plan": self.plan.to_text(), "dense": [
             [e.key, e.dtype, list(e.shape), e.offset] for e in self.dense]})
 
@@ -141,14 +138,23 @@ class Layout:
             for key, dtype, shape, offset in value["dense"]])
 
 
+def _by_owner(d: TableDirectory, positions: np.ndarray
+              ) -> Iterator[tuple[TierLayout, int, torch.Tensor, torch.Tensor]]:
+    """For every tier and owner with any of the positions (int64 [n]): these; which positions they
+    are, and the places of their rows among the owner's rows of the tier (int64 [m] each)."""
+    for x, at, owner, number in d.by_tier(positions):
+        for rank in np.unique(owner).tolist():
+            here = np.flatnonzero(owner == rank)
+            yield x, rank, torch.from_numpy(at[here]), torch.from_numpy(number[here])
+
+
+@dataclass(slots=True)
 class _Domain:
     """One memory domain of a host, as the rows' base class wants its ranks."""
 
-    is_local = True
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    rank: int
+    world_size: int
+    is_local: bool = True
 
     def all_gather(self, value: Any) -> list[Any]:
         return [value] * self.world_size
@@ -189,12 +195,11 @@ class BufferRows(LogicalRows):
         if not d.is_mixed:
             super().gather_piece(piece, ids, part, columns, out)
             return
-        for x, at, owner, number in d.by_tier(d.position_of(ids)):
-            for rank in np.unique(owner).tolist():
-                here = np.flatnonzero(owner == rank)
-                rows = self._tier(piece, x, rank)[torch.from_numpy(number[here])]
-                numbers = dequantise(rows, x.dtype, d.dim) if x.dtype in CODE_BITS else rows
-                out[torch.from_numpy(at[here])] = numbers[:, columns].to(out)
+        for x, rank, at, numbers in _by_owner(d, d.position_of(ids)):
+            rows = self._tier(piece, x, rank)[numbers]
+            if x.dtype in CODE_BITS:
+                rows = dequantise(rows, x.dtype, d.dim)
+            out[at] = rows[:, columns].to(out)
 
     def _tier(self, piece: int, x: TierLayout, rank: int) -> torch.Tensor:
         """A domain's rows of a tier."""
@@ -211,18 +216,14 @@ class BufferRows(LogicalRows):
                              x.dtype)
         for first in range(x.tier.start, x.tier.stop, CHUNK_ROWS):
             positions = np.arange(first, min(first + CHUNK_ROWS, x.tier.stop))
-            for _, at, owner, number in d.by_tier(positions):
-                for rank in np.unique(owner).tolist():
-                    here = np.flatnonzero(owner == rank)
-                    copy[torch.from_numpy(first - x.tier.start + at[here])] = self._tier(
-                        piece, x, rank)[torch.from_numpy(number[here])]
+            for _, rank, at, numbers in _by_owner(d, positions):
+                copy[first - x.tier.start + at] = self._tier(piece, x, rank)[numbers]
 
 
 def dense_view(address: int, entry: DenseEntry) -> torch.Tensor:
     """A weight of the dense segment at `address`, mapped."""
     raw = torch.ops.oper.segment_bytes(address + HEADER_BYTES + entry.offset, entry.num_bytes)
-    view: torch.Tensor = raw.view(getattr(torch, entry.dtype)).view(entry.shape)
-    return view
+    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str, int]:

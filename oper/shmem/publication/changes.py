@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.shmem.memory.quantise import as_rows
 from oper.shmem.publication.buffers import DenseEntry, Layout
 
@@ -22,18 +22,18 @@ def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
     what = f"cannot change rows of table {name!r}"
     spec = layout.specs.get(name)
     if spec is None:
-        raise InvalidInputError(fail(what, "table", name, f"one of {list(layout.specs)}",
-                                     "publish weights of the same model"))
+        raise InvalidInputError(what, "table", name, f"one of {list(layout.specs)}",
+                                "publish weights of the same model")
     if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or (
             ids.shape != (values.shape[0],)) or (ids.size and not (
             int(ids.min()) >= 0 and int(ids.max()) < spec.num_rows)):
-        raise InvalidInputError(fail(what, "ids", (type(ids).__name__, tuple(ids.shape),
-                                                   ids[:4].tolist()),
-                                     f"a NumPy array, int64 [{values.shape[0]}] in "
-                                     f"[0, {spec.num_rows})", "pass ids of the rows"))
+        raise InvalidInputError(what, "ids",
+                                (type(ids).__name__, tuple(ids.shape), ids[:4].tolist()),
+                                f"a NumPy array, int64 [{values.shape[0]}] in [0, {spec.num_rows})",
+                                "pass ids of the rows")
     if not (ids[1:] > ids[:-1]).all() and np.unique(ids).size < ids.size:
-        raise InvalidInputError(fail(what, "ids", "some are there twice", "each once",
-                                     "pass the last row of each id"))
+        raise InvalidInputError(what, "ids", "some are there twice", "each once",
+                                "pass the last row of each id")
     return stored_rows(what, layout, name, ids, values)
 
 
@@ -47,8 +47,9 @@ def stored_rows(what: str, layout: Layout, name: str, ids: np.ndarray, values: t
     """
     spec = layout.specs[name]
     if values.dtype == torch.uint8 and layout.is_mixed(name):
-        raise InvalidInputError(fail(what, "rows", "codes", "numbers, which ranges of rows store "
-                                     "in types of their own", "pass the rows before quantisation"))
+        raise InvalidInputError(what, "rows", "codes",
+                                "numbers, which ranges of rows store in types of their own",
+                                "pass the rows before quantisation")
     _check_finite(what, values, ids)
     found = []
     for dtype, at in layout.types_of(name, ids).items():
@@ -66,9 +67,9 @@ def _check_finite(what: str, rows: torch.Tensor, ids: np.ndarray) -> None:
         return
     bad = ~torch.isfinite(rows).all(dim=1)
     if bool(bad.any()):
-        raise InvalidInputError(fail(what, f"row {int(ids[int(bad.nonzero()[0])])}", "inf or nan",
-                                     f"finite numbers that {rows.dtype} holds",
-                                     "look at the training run"))
+        raise InvalidInputError(what, f"row {int(ids[int(bad.nonzero()[0])])}", "inf or nan",
+                                f"finite numbers that {rows.dtype} holds",
+                                "look at the training run")
 
 
 def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
@@ -77,13 +78,13 @@ def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[D
     entries = [e for e in layout.dense if e.key in dense]
     unknown = sorted(set(dense) - {e.key for e in entries})
     if unknown:
-        raise InvalidInputError(fail(what, "keys", unknown[:8], "weights of the published model",
-                                     "publish weights of the same model"))
+        raise InvalidInputError(what, "keys", unknown[:8], "weights of the published model",
+                                "publish weights of the same model")
     for entry in entries:
         check_dense(entry, dense)
         if not bool(torch.isfinite(dense[entry.key]).all()):
-            raise InvalidInputError(fail(what, entry.key, "inf or nan", "finite numbers",
-                                         "look at the training run"))
+            raise InvalidInputError(what, entry.key, "inf or nan", "finite numbers",
+                                    "look at the training run")
     return entries
 
 
@@ -94,9 +95,9 @@ def check_dense(entry: DenseEntry, dense: Mapping[str, torch.Tensor]) -> None:
     found = None if value is None else (str(value.dtype).removeprefix("torch."),
                                         tuple(value.shape))
     if value is None or found != (entry.dtype, entry.shape):
-        raise InvalidInputError(
-            fail("cannot publish weights beside the tables", entry.key, found,
-                 f"{(entry.dtype, entry.shape)}", "publish weights of the same model"))
+        raise InvalidInputError("cannot publish weights beside the tables", entry.key, found,
+                                f"{(entry.dtype, entry.shape)}",
+                                "publish weights of the same model")
     if bool(value.isnan().any()):
-        raise InvalidInputError(fail("cannot publish weights beside the tables", entry.key, "nan",
-                                     "numbers", "look at the training run"))
+        raise InvalidInputError("cannot publish weights beside the tables", entry.key, "nan",
+                                "numbers", "look at the training run")

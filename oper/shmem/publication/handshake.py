@@ -1,6 +1,6 @@
 """How a reader of published tables finds its publisher, and what it is told first.
 
-A publisher listens on an abstract socket of its user. It greets with `GREETING`, the descriptors of
+A publisher listens on an abstract socket of its user. It sends `HANDSHAKE`, the descriptors of
 its segments, and a text.
 """
 
@@ -11,11 +11,11 @@ import socket
 import struct
 import time
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.shmem.group.domains import peer_credentials
 
 MAGIC = b"OPERPUB1"
-GREETING = struct.Struct("<8sI")  # magic, bytes of the text that follows
+HANDSHAKE = struct.Struct("<8sI")  # magic, bytes of the text that follows
 _MAX_TEXT = 1 << 30
 _MAX_FDS = 253  # of one message
 _RETRY_S = 0.02
@@ -26,8 +26,8 @@ def check_name(name: str) -> str:
     allowed = isinstance(name, str) and 1 <= len(name) <= 64 and all(
         c.isascii() and (c.isalnum() or c in "._-") for c in name)
     if not allowed:
-        raise InvalidInputError(fail("invalid name of a publication", "name", name,
-                                     "1 to 64 of A-Z a-z 0-9 . _ -", "choose another"))
+        raise InvalidInputError("invalid name of a publication", "name", name,
+                                "1 to 64 of A-Z a-z 0-9 . _ -", "choose another")
     return name
 
 
@@ -51,33 +51,32 @@ def connect(name: str, timeout_s: float) -> socket.socket:
             reason = str(error)
         connection.close()
         if time.monotonic() >= deadline:
-            raise OperError(
-                fail("no such publication", "name", name,
-                     f"a publisher of this user on this host within {timeout_s:g} s",
-                     f"start one with oper.publish ({reason})"))
+            raise OperError("no such publication", "name", name,
+                            f"a publisher of this user on this host within {timeout_s:g} s",
+                            f"start one with oper.publish ({reason})")
         time.sleep(_RETRY_S)
 
 
-def greeting(connection: socket.socket) -> tuple[str, list[int]]:
+def receive_handshake(connection: socket.socket) -> tuple[str, list[int]]:
     """What a publisher says first, and the descriptors of its segments."""
     try:
-        head, fds, _, _ = socket.recv_fds(connection, GREETING.size, _MAX_FDS)
+        head, fds, _, _ = socket.recv_fds(connection, HANDSHAKE.size, _MAX_FDS)
         parts, size = [], 0
-        if len(head) == GREETING.size:
-            magic, size = GREETING.unpack(head)
+        if len(head) == HANDSHAKE.size:
+            magic, size = HANDSHAKE.unpack(head)
             if magic != MAGIC or size > _MAX_TEXT:
-                raise ValueError(f"greeting {magic!r}")
+                raise ValueError(f"handshake {magic!r}")
         else:
-            raise OperError(fail("a publisher hung up", "greeting", head, "its tables",
-                                 "attach again, or look at the publisher"))
+            raise OperError("a publisher hung up", "handshake", head, "its tables",
+                            "attach again, or look at the publisher")
         while size > 0:
             part = connection.recv(min(size, 1 << 20))
             if not part:
-                raise OperError(fail("a publisher hung up", "missing bytes", size, "0",
-                                     "attach again, or look at the publisher"))
+                raise OperError("a publisher hung up", "missing bytes", size, "0",
+                                "attach again, or look at the publisher")
             parts.append(part)
             size -= len(part)
     except OSError as error:
-        raise OperError(fail("a publisher does not answer", "greeting", str(error),
-                             "its tables in time", "look at the publisher")) from None
+        raise OperError("a publisher does not answer", "handshake", str(error),
+                        "its tables in time", "look at the publisher") from None
     return b"".join(parts).decode(), fds

@@ -1,4 +1,4 @@
-"""The publishing side of read-only tables: two buffers, an epoch, and a door for readers.
+"""The publishing side of read-only tables: two buffers, an epoch, a thread that accepts readers.
 
 Segments are anonymous memory files, so that nothing is left when the publisher and its readers are
 gone, however they ended. Readers get descriptors that cannot be written through. The connection
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import DeadlineError, InvalidInputError, OperError, fail
+from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.plan import Plan
 from oper.shmem.group.domains import peer_credentials
 from oper.shmem.library import load
@@ -47,7 +47,7 @@ from oper.shmem.publication.changes import (
     packed_rows,
     stored_rows,
 )
-from oper.shmem.publication.handshake import GREETING, MAGIC, check_name, socket_name
+from oper.shmem.publication.handshake import HANDSHAKE, MAGIC, check_name, socket_name
 from oper.shmem.publication.reader import VERSION
 from oper.shmem.publication.state import State
 from oper.shmem.rows import CHUNK_ROWS
@@ -56,7 +56,7 @@ Rows = Iterable[tuple[int, torch.Tensor]]
 _WAIT_S = 5e-5  # between looks for readers
 _QUIET_S = 0.005  # to wait for a moment without any before some of them have to wait
 _TICK_S = 0.05  # between attempts to give a buffer back that somebody still reads
-_SEND_S = 10.0  # that a reader may take to accept its greeting
+_SEND_S = 10.0  # that a reader may take to accept its handshake
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +77,9 @@ class Publisher:
         keep_spare: keep the memory of the buffer that is not read, for the next publication.
         checksum: write checksums that `Reader.verify` compares.
 
+    Attributes:
+        page_kind: pages of the tables: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent).
+
     Raises:
         OperError: no memory, or another publisher of this user has the name.
     """
@@ -92,28 +95,19 @@ class Publisher:
         listener = _listen(name)
         try:
             self._state = State(self.layout, nodes[:plan.world_size])
-        except OSError as error:
-            listener.close()
-            raise OperError(
-                fail("cannot publish tables", "bytes", 2 * self.layout.num_bytes,
-                     "memory and descriptors for two buffers", str(error))) from error
         except BaseException:
             listener.close()
             raise
-        self._page_kind = "4KiB"
-        self._door = _Door(listener, self._state)
-        self._release = weakref.finalize(self, _close, self._door, self._state)
+        self.page_kind = "4KiB"
+        self._acceptor = _Acceptor(listener, self._state)
+        self._release = weakref.finalize(self, _close, self._acceptor, self._state)
 
     @property
     def epoch(self) -> int:
-        """The last epoch that was published; 0 = none yet."""
+        """Number of the last weights, 0 = none yet: grows by one where all of them are replaced, by
+        two where some are changed in place."""
         self._check_open()
         return self._state.epoch
-
-    @property
-    def page_kind(self) -> str:
-        """Pages of the tables after the last publication, as `HostHeap.page_kind`."""
-        return self._page_kind
 
     def readers(self) -> list[int]:
         """Process ids of the attached readers."""
@@ -126,7 +120,7 @@ class Publisher:
         spare = self._state.buffers[(self.epoch + 1) & 1].held_bytes()
         return {"tables": self.layout.num_bytes - dense, "dense": dense, "spare": spare}
 
-    def publish(self, rows: Callable[[str], Rows], dense: Mapping[str, torch.Tensor],
+    def publish_rows(self, rows: Callable[[str], Rows], dense: Mapping[str, torch.Tensor],
                 timeout_s: float = 60.0) -> int:
         """Write the other buffer and make it the one that readers see.
 
@@ -159,15 +153,15 @@ class Publisher:
                 raise
             torch.ops.oper.publication_set_epoch(state.control, epoch)
             state.is_spare_pending = not self._keep_spare and epoch > 1
-        self._door.open()
+        self._acceptor.listen()
         state.try_to_give_back()
         return epoch
 
-    def prepare(self, rows: Changes, dense: Mapping[str, torch.Tensor]) -> Prepared:
+    def prepare_rows(self, rows: Changes, dense: Mapping[str, torch.Tensor]) -> Prepared:
         """Check and round changes; `commit` makes them.
 
         Args:
-            rows: by table name, ids int64 [n], each once, and their rows as for `publish`.
+            rows: by table name, ids int64 [n], each once, and their rows as for `publish_rows`.
             dense: weights beside the tables; those that are not there stay.
 
         Raises:
@@ -189,7 +183,7 @@ class Publisher:
         publications only.
 
         Args:
-            prepared: what `prepare` has made.
+            prepared: what `prepare_rows` has made.
             timeout_s: how long to wait for readers that are under way; others wait as long.
 
         Returns:
@@ -204,8 +198,8 @@ class Publisher:
         with state.lock:
             epoch = state.epoch
             if not epoch:
-                raise InvalidInputError(fail("cannot change published rows", "epoch", 0, ">= 1",
-                                             "publish all weights first"))
+                raise InvalidInputError("cannot change published rows", "epoch", 0, ">= 1",
+                                        "publish all weights first")
             *segments, dense_at = state.buffers[epoch & 1].addresses
             views = [BufferRows(layout, segments, d) for d in range(layout.plan.world_size)]
             places = views[0].places(prepared.writes)
@@ -242,10 +236,10 @@ class Publisher:
         deadline = time.monotonic() + timeout_s
         while busy := self._state.busy(buffer):
             if time.monotonic() > deadline:
-                raise DeadlineError(
-                    fail("a reader does not leave the buffer that is to be overwritten",
-                         "processes", busy, f"an end of its lookups within {timeout_s:g} s",
-                         "look at that process (stopped?), or end it"))
+                raise DeadlineError("a reader does not leave the buffer that is to be overwritten",
+                                    "processes", busy,
+                                    f"an end of its lookups within {timeout_s:g} s",
+                                    "look at that process (stopped?), or end it")
             time.sleep(_WAIT_S)
 
     def _write(self, buffer: int, epoch: int, rows: Callable[[str], Rows],
@@ -263,10 +257,9 @@ class Publisher:
             covered = 0
             for begin, values in rows(name):
                 if begin < 0 or begin + values.shape[0] > spec.num_rows:
-                    raise InvalidInputError(
-                        fail(f"cannot publish table {name!r}", "rows",
-                             (begin, begin + values.shape[0]), f"within 0..{spec.num_rows}",
-                             "pass this table's rows"))
+                    raise InvalidInputError(f"cannot publish table {name!r}", "rows",
+                                            (begin, begin + values.shape[0]),
+                                            f"within 0..{spec.num_rows}", "pass this table's rows")
                 for at in range(0, values.shape[0], CHUNK_ROWS):
                     chunk = values[at:at + CHUNK_ROWS]
                     ids = np.arange(begin + at, begin + at + chunk.shape[0])
@@ -276,9 +269,8 @@ class Publisher:
                             torch.ops.oper.place_rows(*views[0].places([write]))
                 covered += values.shape[0]
             if covered != spec.num_rows:
-                raise InvalidInputError(
-                    fail(f"cannot publish table {name!r}", "rows", covered, f"{spec.num_rows}",
-                         "pass all rows of this table once"))
+                raise InvalidInputError(f"cannot publish table {name!r}", "rows", covered,
+                                        f"{spec.num_rows}", "pass all rows of this table once")
         for view in views:
             view.publish()  # replicas
         for entry in layout.dense:
@@ -288,7 +280,7 @@ class Publisher:
         for address, size in zip(segments, layout.arena.used_bytes, strict=True):
             want += size
             done += int(torch.ops.oper.collapse_segment(address, size))
-        self._page_kind = page_kind(done, want)
+        self.page_kind = page_kind(done, want)
         _write_header(dense_at, self._header(epoch, checksums(
             layout, segments, dense_at) if self._checksum else {}))
 
@@ -301,11 +293,11 @@ class Publisher:
 
     def _check_open(self) -> None:
         if not self._state.buffers:
-            raise OperError(fail("the publication was closed", "name", self.name, "an open one",
-                                 "publish again"))
+            raise OperError("the publication was closed", "name", self.name, "an open one",
+                            "publish again")
 
     def close(self) -> None:
-        """Close the door and forget the tables; attached readers keep what they have."""
+        """Accept no more readers and forget the tables; attached ones keep what they have."""
         self._release()
 
 
@@ -313,7 +305,7 @@ def _write_header(dense_at: int, header: torch.Tensor) -> None:
     torch.ops.oper.segment_bytes(dense_at, header.numel()).copy_(header)
 
 
-class _Door(threading.Thread):
+class _Acceptor(threading.Thread):
     """Gives attaching readers a place and the descriptors; frees the places of those that end."""
 
     def __init__(self, listener: socket.socket, state: State) -> None:
@@ -327,9 +319,9 @@ class _Door(threading.Thread):
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._slots: dict[socket.socket, int] = {}
-        _DOORS.add(self)
+        _ACCEPTORS.add(self)
 
-    def open(self) -> None:
+    def listen(self) -> None:
         """Let readers in, from the first publication on."""
         if self.ident is None:
             self._listener.listen(128)
@@ -358,13 +350,13 @@ class _Door(threading.Thread):
                     if b"q" in self._woken.recv(4096):
                         return
                 elif key.fileobj is self._listener:
-                    self._let_in()
+                    self._accept()
                 else:
                     assert isinstance(key.fileobj, socket.socket)
-                    self._see_off(key.fileobj)
+                    self._disconnect(key.fileobj)
             self._state.try_to_give_back()
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError:
@@ -376,7 +368,7 @@ class _Door(threading.Thread):
                 connection.close()
                 return
             if not self._free:
-                _say(connection, {"error": f"{len(self._slots)} readers are attached"}, [])
+                _send(connection, {"error": f"{len(self._slots)} readers are attached"}, [])
                 connection.close()
                 return
             slot = self._free.pop()
@@ -384,14 +376,14 @@ class _Door(threading.Thread):
             self._slots[connection] = slot
             self._state.pids[slot] = pid
             self._selector.register(connection, selectors.EVENT_READ)
-            self._greet(connection, slot)
+            self._send_handshake(connection, slot)
         except OSError:  # it has gone already
             if connection in self._slots:
-                self._see_off(connection)
+                self._disconnect(connection)
             else:
                 connection.close()
 
-    def _greet(self, connection: socket.socket, slot: int) -> None:
+    def _send_handshake(self, connection: socket.socket, slot: int) -> None:
         state = self._state
         fds = [state.control_fd]
         try:
@@ -399,13 +391,13 @@ class _Door(threading.Thread):
             for buffer in state.buffers:
                 fds += [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
                         for fd in buffer.fds]
-            _say(connection, {"slot": slot, "nodes": [n.processors for n in state.nodes],
+            _send(connection, {"slot": slot, "nodes": [n.processors for n in state.nodes],
                               "layout": state.layout.to_text()}, fds)
         finally:
             for fd in fds[1:]:
                 os.close(fd)
 
-    def _see_off(self, connection: socket.socket) -> None:
+    def _disconnect(self, connection: socket.socket) -> None:
         """A reader has closed its end or died: nobody reads in its name any more."""
         slot = self._slots.pop(connection)
         self._selector.unregister(connection)
@@ -415,20 +407,20 @@ class _Door(threading.Thread):
         self._free.append(slot)
 
 
-_DOORS: weakref.WeakSet[_Door] = weakref.WeakSet()
+_ACCEPTORS: weakref.WeakSet[_Acceptor] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
     """A forked child does not publish: the name and its readers' places stay the parent's."""
-    for door in _DOORS:
-        door.forget()
+    for acceptor in _ACCEPTORS:
+        acceptor.forget()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _close(door: _Door, state: State) -> None:
-    door.close()
+def _close(acceptor: _Acceptor, state: State) -> None:
+    acceptor.close()
     state.close()
 
 
@@ -438,15 +430,15 @@ def _listen(name: str) -> socket.socket:
         listener.bind(socket_name(name))
     except OSError as error:
         listener.close()
-        raise OperError(fail("cannot publish tables", "name", name,
-                             "a name that no running publisher has",
-                             f"choose another name, or end that publisher ({error})")) from error
+        raise OperError("cannot publish tables", "name", name,
+                        "a name that no running publisher has",
+                        f"choose another name, or end that publisher ({error})") from error
     return listener
 
 
-def _say(connection: socket.socket, value: Mapping[str, Any], fds: list[int]) -> None:
+def _send(connection: socket.socket, value: Mapping[str, Any], fds: list[int]) -> None:
     text = json.dumps(value).encode()
-    head = GREETING.pack(MAGIC, len(text))
+    head = HANDSHAKE.pack(MAGIC, len(text))
     if fds:
         socket.send_fds(connection, [head], fds)
     else:

@@ -17,12 +17,11 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from oper.errors import FileFormatError, InvalidInputError, OperError, fail
+from oper.errors import FileFormatError, InvalidInputError, OperError
 from oper.rows.traffic import Traffic
 from oper.shmem.batch import (
     BatchChecks,
@@ -38,9 +37,9 @@ from oper.shmem.library import load
 from oper.shmem.memory.numa import near_domain
 from oper.shmem.memory.segments import map_segment, no_segment
 from oper.shmem.optim.arguments import feature_rows
-from oper.shmem.placement.layout import KernelMaps
+from oper.shmem.placement.layout import context_arguments
 from oper.shmem.publication.buffers import HEADER, BufferRows, Layout, checksums, dense_view
-from oper.shmem.publication.handshake import MAGIC, check_name, connect, greeting
+from oper.shmem.publication.handshake import MAGIC, check_name, connect, receive_handshake
 
 VERSION = 1
 SEGMENT_NAME = "oper-tables"
@@ -69,8 +68,8 @@ class PublishedTables(BufferRows):
         self._row_dim = self.specs[self.features[0][1]].dim
         outputs, self._num_columns = feature_rows(self.features, self.specs, self.directories,
                                                   self.pieces)
-        maps = KernelMaps.build(self.directories, self._layout, self._addresses, self.group.rank)
-        self.handle = int(torch.ops.oper.context_create(*maps.arguments(outputs)))
+        self.handle = int(torch.ops.oper.context_create(*context_arguments(
+            self.directories, self._layout, self._addresses, self.group.rank, outputs)))
         self._release = weakref.finalize(self, torch.ops.oper.context_close, self.handle)
         self._release.atexit = False
 
@@ -157,9 +156,9 @@ class PublishedTables(BufferRows):
         batch = self._checked(batch)
         want = (batch.batch_size, self._row_dim)
         if not batch.pooled or tuple(dense.shape) != want or dense.dtype != torch.float32:
-            raise InvalidInputError(
-                fail("cannot take the interaction", "dense", (dense.dtype, tuple(dense.shape)),
-                     f"float32 {want}, beside a pooled batch", "correct the model"))
+            raise InvalidInputError("cannot take the interaction", "dense",
+                                    (dense.dtype, tuple(dense.shape)),
+                                    f"float32 {want}, beside a pooled batch", "correct the model")
         return batch, dense.contiguous()
 
     def _check_status(self, code: int, detail: int, batch: Lookup, offsets: torch.Tensor) -> None:
@@ -179,8 +178,8 @@ class PublishedTables(BufferRows):
 
     def publish(self) -> None:
         """Nothing to do: rows are written by the publisher."""
-        raise OperError(fail("cannot write published tables", "tables", list(self.specs)[:8],
-                             "tables of a trainer", "publish new weights from the trainer"))
+        raise OperError("cannot write published tables", "tables", list(self.specs)[:8],
+                        "tables of a trainer", "publish new weights from the trainer")
 
     def traffic(self, reset: bool = False) -> Traffic:
         """Rows read since the start or the last reset, by table and memory domain."""
@@ -240,11 +239,11 @@ class Reader:
         self.publisher_pid, _ = peer_credentials(self._connection)
         fds: list[int] = []
         try:
-            text, fds = greeting(self._connection)
+            text, fds = receive_handshake(self._connection)
             told = json.loads(text)
             if "error" in told:
-                raise OperError(fail(f"cannot attach to publication {name!r}", "reason",
-                                     told["error"], "a free place", "stop a reader"))
+                raise OperError(f"cannot attach to publication {name!r}", "reason", told["error"],
+                                "a free place", "stop a reader")
             self.layout = Layout.from_text(told["layout"])
             self._slot = int(told["slot"])
             self.domain = near_domain(told["nodes"]) if domain is None else domain
@@ -252,10 +251,9 @@ class Reader:
             self._connection.setblocking(False)  # from here on it only tells who lives
         except (ValueError, KeyError, TypeError) as error:
             self.close()
-            raise FileFormatError(
-                fail(f"cannot attach to publication {name!r}", "greeting",
-                     f"{type(error).__name__} {error}", f"one of version {VERSION}",
-                     "run one version of this package on a host")) from None
+            raise FileFormatError(f"cannot attach to publication {name!r}", "handshake",
+                                  f"{type(error).__name__} {error}", f"one of version {VERSION}",
+                                  "run one version of this package on a host") from None
         except BaseException:
             self.close()
             raise
@@ -326,11 +324,10 @@ class Reader:
             if epoch >= 0:
                 return epoch
             if not is_alive or time.monotonic() > until:
-                raise OperError(fail(
+                raise OperError(
                     f"publication {self.name!r} cannot be read", "publisher",
                     f"process {self.publisher_pid}, {'stuck' if is_alive else 'ended'} while it "
-                    f"changed rows of epoch {-epoch}", "a whole epoch",
-                    "publish all weights again"))
+                    f"changed rows of epoch {-epoch}", "a whole epoch", "publish all weights again")
             is_alive = self.publisher_alive
             time.sleep(_PAUSE_S)
 
@@ -338,18 +335,16 @@ class Reader:
         """The epoch that this thread reads; raises OperError unless it lies in that buffer."""
         epoch = getattr(self._pins, "epoch", None)
         if epoch is None or epoch & 1 != buffer:
-            raise OperError(
-                fail("lookup outside of its epoch", "epoch", epoch,
-                     "a call of the served model, or of its parts within served.pinned()",
-                     "call the model that oper.attach returned"))
+            raise OperError("lookup outside of its epoch", "epoch", epoch,
+                            "a call of the served model, or of its parts within served.pinned()",
+                            "call the model that oper.attach returned")
         return int(epoch)
 
     def _check_open(self) -> None:
         if not self._mapped or self._owner != os.getpid():
-            raise OperError(
-                fail(f"publication {self.name!r} is not open here", "process", os.getpid(),
-                     f"process {self._owner}, before close()",
-                     "attach again in a process that was forked"))
+            raise OperError(f"publication {self.name!r} is not open here", "process", os.getpid(),
+                            f"process {self._owner}, before close()",
+                            "attach again in a process that was forked")
 
     @property
     def publisher_alive(self) -> bool:
@@ -384,15 +379,14 @@ class Reader:
             raw = torch.ops.oper.segment_bytes(self._dense[buffer], HEADER.size + size)
             told = json.loads(raw.numpy()[HEADER.size:].tobytes())
             if not told["crc32"]:
-                raise FileFormatError(fail(
-                    f"publication {self.name!r} cannot be verified", "checksums", "none",
-                    "those of a whole publication that writes them", "publish all weights"))
+                raise FileFormatError(f"publication {self.name!r} cannot be verified", "checksums",
+                                      "none", "those of a whole publication that writes them",
+                                      "publish all weights")
             found = self.sums()
             bad = [k for k, crc in found.items() if told["crc32"].get(k) != crc]
         if bad:
-            raise FileFormatError(
-                fail(f"publication {self.name!r} is damaged", "parts", bad[:8],
-                     "the checksums that the publisher wrote", "publish again"))
+            raise FileFormatError(f"publication {self.name!r} is damaged", "parts", bad[:8],
+                                  "the checksums that the publisher wrote", "publish again")
         return epoch
 
     def sums(self) -> dict[str, int]:
@@ -421,18 +415,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def shared_pss_bytes(pid: int | str = "self") -> int:
-    """Proportional share of a process in the memory of published tables (PSS), bytes.
-
-    The sum over all processes that map a publication is its one copy.
-    """
-    total, ours = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
-        words = line.split()
-        if "-" in words[0]:
-            ours = f"/memfd:{SEGMENT_NAME}" in line
-        elif ours and words[0] == "Pss:":
-            total += int(words[1]) * 1024
-    return total

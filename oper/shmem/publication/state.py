@@ -69,7 +69,7 @@ def _bind(address: int, num_bytes: int, node: int) -> None:
 
 
 class State:
-    """What the publisher and its door share, and what is to be released."""
+    """What the publisher and its acceptor share, and what is to be released."""
 
     def __init__(self, layout: Layout, nodes: list[numa.Node]) -> None:
         self.layout = layout

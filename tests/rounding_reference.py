@@ -1,15 +1,9 @@
 """Stochastic rounding of 16-bit rows, in NumPy: what csrc/common/{philox,elements}.h compute.
 
-A row's element is rounded up with a probability equal to the part of the step between its two
-neighbours that lies below it, so that the expected value is exact (Gupta et al., "Deep learning
-with limited numerical precision", ICML 2015). The draw is Philox4x32-10 (Salmon et al., SC 2011)
-of seed, table name, step, logical row and column: the plan, the number of ranks and threads and
-the instruction set have no part in it.
+See `oper.shmem.optim.arguments.rounding_key`.
 """
 
 from __future__ import annotations
-
-import hashlib
 
 import numpy as np
 
@@ -17,12 +11,6 @@ _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _TAG = 0x4F504552
 _LOW = np.uint64(0xFFFFFFFF)
-
-
-def rounding_key(seed: int, table: str) -> tuple[int, int]:
-    """The generator's key for a table: two 32-bit numbers."""
-    digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
