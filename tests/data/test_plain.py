@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from oper.data.reading import plain, readers
-from oper.data.reading.readers import Unit, read_unit, where
+from oper.data.reading.lines import Unit
+from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import Rows, concat
 from oper.data.reading.text import TextLayout, text_layout
 from oper.data.recipe import Recipe, load_recipe, recipe_from_dict
@@ -110,10 +111,10 @@ def test_any_bytes(tmp_path: Path, data: bytes, seed: int) -> None:
     path = tmp_path / "log.txt"
     path.write_bytes(bytes(noise[:2000]) + data + bytes(noise[2000:]))
     rules = load_recipe("criteo-kaggle")
-    whole = list(read_unit(Unit(str(path), "tsv"), rules, lambda _: None))
+    whole = list(read_unit(Unit(str(path), "tsv"), rules))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "is_plain", lambda _: False)
-        want = list(read_unit(Unit(str(path), "tsv"), rules, lambda _: None))
+        want = list(read_unit(Unit(str(path), "tsv"), rules))
     assert_same(concat(whole), concat(want))
 
 
@@ -135,7 +136,7 @@ def test_an_odd_field_within_a_block_of_lines(tmp_path: Path, ending: str) -> No
     rules = load_recipe("criteo-kaggle")
 
     def rows() -> Rows:
-        return concat(list(read_unit(Unit(str(path), "tsv"), rules, lambda _: None)))
+        return concat(list(read_unit(Unit(str(path), "tsv"), rules)))
 
     found = rows()
     with pytest.MonkeyPatch.context() as patch:
@@ -158,10 +159,10 @@ def test_pieces_blocks_and_malformed_rows_far_into_a_file(
     path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), 1))
     rules = load_recipe("criteo-kaggle")
     unit = Unit(str(path), "tsv")
-    one = concat(list(read_unit(unit, rules, lambda _: None)))
+    one = concat(list(read_unit(unit, rules)))
     with monkeypatch.context() as patch:
         patch.setattr(readers, "is_plain", lambda _: False)
-        other = concat(list(read_unit(unit, rules, lambda _: None)))
+        other = concat(list(read_unit(unit, rules)))
     assert one.num_bad == bad.size
     assert one.rows.tolist() == sorted(set(range(12_000)) - set(bad.tolist()))
     assert_same(one, other)

@@ -33,8 +33,8 @@ from oper.data.preprocessing.writing import (
     train_codes,
 )
 from oper.data.reading import estimate, store
+from oper.data.reading.lines import Unit
 from oper.data.reading.pagecache import is_large
-from oper.data.reading.readers import Unit
 from oper.data.recipe import Recipe, parse_share
 from oper.data.vocabulary.building import Vocabulary, build, build_hashed
 from oper.data.vocabulary.finished import (
@@ -117,7 +117,7 @@ class Job:
 
     def identity(self) -> str:
         """A digest of everything that the output depends on."""
-        about = [FOLDER_VERSION, asdict(self.recipe), [u.to_json() for u in self.units],
+        about = [FOLDER_VERSION, asdict(self.recipe), [asdict(u) for u in self.units],
                  [(store.full_name(p), *store.stamp(p)) for p in [
                      *self.paths, *(join.file for join in self.recipe.joins)]],
                  [str(x) for x in self.shares], self.min_count, self.options.max_bad,

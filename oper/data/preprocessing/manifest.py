@@ -20,7 +20,7 @@ from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, SPLITS
 from oper.data.preprocessing.options import PreprocessOptions
 from oper.data.preprocessing.writing import Split
 from oper.data.reading import store
-from oper.data.reading.readers import Unit
+from oper.data.reading.lines import Unit
 from oper.data.reading.rows import MAX_EXAMPLES
 from oper.data.recipe import Recipe
 from oper.data.vocabulary.finished import FinishedVocabulary, numbering_of

@@ -24,8 +24,9 @@ import pyarrow.compute as pc
 from oper.data.arrays import as_numpy, read_header, save
 from oper.data.reading.columns import Ids
 from oper.data.reading.derived import Derived
+from oper.data.reading.lines import Unit
 from oper.data.reading.pagecache import Passing
-from oper.data.reading.readers import Unit, read_unit, where
+from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
 from oper.data.recipe import Recipe
 from oper.errors import FileFormatError, fail

@@ -19,7 +19,7 @@ from oper.data.preprocessing.run import preprocess
 from oper.data.reading import store
 from oper.data.reading.detect import find_inputs, plan_units
 from oper.data.reading.estimate import needs
-from oper.data.reading.lines import Quoting, Span, first_line, read_blocks
+from oper.data.reading.lines import Unit, first_line, read_blocks
 from oper.data.reading.readers import open_parquet
 from oper.data.reading.text import parse_options, text_layout, unified
 from oper.data.recipe import Column, Layout, Recipe
@@ -111,8 +111,7 @@ def _first_lines(path: str, layout: Layout, num_rows: int) -> list[bytes]:
     """Blocks of whole records until there are so many, the header with them."""
     blocks: list[bytes] = []
     found = 0
-    for block in read_blocks(Span(path), False, lambda _: None,
-                             Quoting(layout.quote, layout.escape), _BLOCK_BYTES):
+    for block in read_blocks(Unit(path), replace(layout, header=False), block_bytes=_BLOCK_BYTES):
         blocks.append(block.data)
         found += block.num_lines
         if found >= num_rows:

@@ -8,8 +8,8 @@ from datetime import datetime
 from oper.data.generic import GENERIC
 from oper.data.preprocessing.staging import too_many_bad
 from oper.data.reading.columns import TOP_SECONDS
-from oper.data.reading.lines import first_line
-from oper.data.reading.readers import Unit, read_first, where
+from oper.data.reading.lines import Unit, first_line, first_of_each_file
+from oper.data.reading.readers import read_first, where
 from oper.data.reading.rows import BadRow
 from oper.data.reading.text import SEPARATORS, separator_advice, split_line
 from oper.data.recipe import Column, Layout, Recipe
@@ -26,9 +26,7 @@ def check_first_rows(recipe: Recipe, units: Sequence[Unit], max_bad: int) -> Non
         FileFormatError: too many malformed rows, or a file of other columns.
         InvalidInputError: a column of a type that it may not have.
     """
-    first_units = {u.path: u for u in reversed(units)}  # the first of each file
-    for path in list(dict.fromkeys(u.path for u in units))[:_FILES]:
-        unit = first_units[path]
+    for unit in first_of_each_file(units)[:_FILES]:
         rows = read_first(unit, recipe)
         if rows is not None and rows.num_bad > max_bad:
             too_many_bad(rows.num_bad, max_bad, [where(unit, recipe, b) for b in rows.bad[:3]],
@@ -37,8 +35,8 @@ def check_first_rows(recipe: Recipe, units: Sequence[Unit], max_bad: int) -> Non
 
 def _advice(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
     layout = recipe.layout(unit.layout)
-    column = next((c for c in layout.columns if c.name == bad.column), None)
-    found = ""
+    columns = layout.columns if layout.format in ("text", "parquet") else ()  # that show a field
+    column = next((c for c in columns if c.name == bad.column), None)
     if column is None:
         found = _about_fields(unit, layout)
     elif column.kind == "time":
