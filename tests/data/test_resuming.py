@@ -109,15 +109,13 @@ HELD = """
 import pathlib, sys, time
 from oper.data import *
 from oper.data.preprocessing import run as preprocessing
-folder, reader = pathlib.Path(sys.argv[2]).parent, preprocessing.Job._reader
+folder, read = pathlib.Path(sys.argv[2]).parent, preprocessing.Job._read
 def held(job, k):
-    def run():
-        reader(job, k)()
-        (folder / "began").touch()
-        while not (folder / "go").exists():
-            time.sleep(0.01)
-    return run
-preprocessing.Job._reader = held
+    read(job, k)
+    (folder / "began").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+preprocessing.Job._read = held
 preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2], PreprocessOptions(
     unit_bytes=20_000, row_group_rows=64, part_rows=128))
 """
@@ -180,18 +178,16 @@ def test_a_resumed_run_reads_no_unit_twice(
     tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    original = preprocessing.Job._reader
+    original = preprocessing.Job._read
 
-    def counted(job: Any, k: int) -> Any:
-        def run() -> None:
-            if len(read) == 5:
-                raise KeyboardInterrupt
-            read.append(k)
-            original(job, k)()
-        return run
+    def counted(job: Any, k: int) -> None:
+        if len(read) == 5:
+            raise KeyboardInterrupt
+        read.append(k)
+        original(job, k)
 
     with monkeypatch.context() as patch:
-        patch.setattr(preprocessing.Job, "_reader", counted)
+        patch.setattr(preprocessing.Job, "_read", counted)
         with pytest.raises(KeyboardInterrupt):
             preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
         with pytest.raises(InvalidInputError, match="--force"):
@@ -199,8 +195,8 @@ def test_a_resumed_run_reads_no_unit_twice(
         assert read == [0, 1, 2, 3, 4]
     again: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(preprocessing.Job, "_reader", lambda job, k: lambda: (
-            again.append(k), original(job, k)()))
+        patch.setattr(preprocessing.Job, "_read", lambda job, k: (
+            again.append(k), original(job, k)))
         preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
     assert again == list(range(5, 5 + len(again))) and again
 
