@@ -181,7 +181,7 @@ def _bisect(falling: Callable[[float], float], low: float, high: float) -> float
 
 
 def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float, num_touched: int
-                 ) -> tuple[Popularity, int]:
+                 ) -> Popularity:
     """A popularity whose accesses repeat rows as in a published histogram.
 
     A trace is described by how often its touched rows occur: shares of these rows and of the
@@ -193,9 +193,6 @@ def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float
         row_shares, access_shares: float64 [17].
         reuse: accesses per touched row.
         num_touched: rows that the trace touches.
-
-    Returns:
-        The popularity, and the accesses of a trace of this kind.
     """
     rates = np.exp(np.linspace(np.log(0.02), np.log(400_000.0), 160))
     row_part, access_part = _poisson_bins(rates)
@@ -208,8 +205,7 @@ def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float
     square, linear = matrix.T @ matrix, matrix.T @ wanted
     for _ in range(20_000):
         mixture *= linear / np.maximum(square @ mixture, 1e-300)
-    whole, rate = _whole_levels(mixture[::-1, 0] * num_touched, rates[::-1])
-    return Popularity.of(whole, rate), round(float(whole @ rate))
+    return Popularity.of(*_whole_levels(mixture[::-1, 0] * num_touched, rates[::-1]))
 
 
 def _whole_levels(rows: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -247,13 +243,4 @@ def _poisson_bins(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return row_part, access_part
 
 
-def locality(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of rows and of accesses by count, as `fit_locality` takes them.
 
-    Args:
-        counts: int64 [R], occurrences of each touched row.
-    """
-    bins = np.searchsorted(np.array(_EDGES[1:]), counts)
-    rows = np.bincount(bins, minlength=17).astype(np.float64)
-    accesses = np.bincount(bins, counts, minlength=17)
-    return rows / rows.sum(), accesses / accesses.sum()
