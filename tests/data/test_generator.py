@@ -107,7 +107,8 @@ def test_cardinality_fit_finds_a_known_law() -> None:
 
 def test_mlperf_bags_are_fixed_per_first_id() -> None:
     workload = load_workload("mlperf-dlrm-v2")
-    assert [t.lengths[0].tolist() for t in workload.tables] == [[n] for n in published.MLPERF_MULTI_HOT]
+    lengths = [t.lengths[0].tolist() for t in workload.tables]
+    assert lengths == [[n] for n in published.MLPERF_MULTI_HOT]
     assert sum(t.num_rows for t in workload.tables) == pytest.approx(204_184_588, rel=0.002)
     assert "synthetic" in workload.name
     _, batch = next(workload.batches(400, 400))

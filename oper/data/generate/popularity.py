@@ -241,6 +241,3 @@ def _poisson_bins(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         row_part[-1, k] = max(0.0, 1.0 - pmf.sum())
         access_part[-1, k] = max(0.0, rate - float(pmf @ counts))
     return row_part, access_part
-
-
-
