@@ -8,7 +8,7 @@ it merges by addition. A planner reads histogram and head, never a dense array o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -401,8 +401,14 @@ class AccessStats:
         return (f"AccessStats(num_samples={self.num_samples}, {len(self.tables)} tables of "
                 f"{sum(t.num_rows for t in self.tables.values())} rows, source={self.source!r})")
 
-    def merge(self, other: AccessStats) -> AccessStats:
-        """Statistics of both parts together; raises InvalidInputError when the tables differ."""
+    def merge(self, other: AccessStats, merge_tables: Callable[
+            [str, TableStats, TableStats], TableStats] = lambda _, a, b: a.merge(b)) -> AccessStats:
+        """Statistics of both parts together; raises InvalidInputError when the tables differ.
+
+        Args:
+            other: the later part.
+            merge_tables: merges the parts of the table of a name.
+        """
         if set(self.tables) != set(other.tables):
             raise InvalidInputError(
                 fail("cannot merge statistics", "tables",
@@ -410,7 +416,7 @@ class AccessStats:
                      "the same tables in both parts", "count the same tables"))
         return AccessStats(
             self.num_samples + other.num_samples,
-            {name: t.merge(other.tables[name]) for name, t in self.tables.items()},
+            {name: merge_tables(name, t, other.tables[name]) for name, t in self.tables.items()},
             " + ".join(dict.fromkeys(f"{self.source} + {other.source}".split(" + "))),
             self.ids_in_hotness_order and other.ids_in_hotness_order)
 
