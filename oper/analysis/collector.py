@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.analysis.counting import CountOptions, TableCounter
+from oper.analysis.counting import CountOptions
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError, fail
 from oper.stats import AccessStats
@@ -65,11 +65,8 @@ class Collector:
         feature of its own name."""
         options = options or CountOptions()
         self._tables = tables_of(model_or_tables)
-        dense = options.dense_tables([t.num_rows for t in self._tables])
-        self._counters = [
-            TableCounter(t.name, t.num_rows, d, options.presence_samples,
-                         options.sparse_budget_bytes)
-            for t, d in zip(self._tables, dense, strict=True)]
+        self._counters = options.counters([t.name for t in self._tables],
+                                          [t.num_rows for t in self._tables])
         self._num_samples = 0
         self._seen: set[str] = set()
         self._share = options.max_overhead

@@ -34,7 +34,7 @@ from oper.data.preprocessing.writing import (
 from oper.data.reading import estimate, store
 from oper.data.reading.pagecache import is_large
 from oper.data.vocabulary.building import Vocabulary, build, build_hashed
-from oper.data.vocabulary.finished import unseen_values, write_unseen
+from oper.data.vocabulary.finished import write_unseen
 from oper.data.vocabulary.merging import RunMerger
 from oper.data.vocabulary.raw_keys import MISSING_KEY, RawKeys, texts_hashed
 from oper.errors import FileFormatError, InvalidInputError, fail
@@ -230,7 +230,8 @@ class Job(JobSpec):
         for found, num_accesses in self._train_counts(column, split):
             values, counts = found.values, found.counts
             if known is not None:
-                values, counts = unseen_values(known, values, counts)
+                new = ~known.has(values)
+                values, counts = values[new], counts[new]
             merger.add(values, counts)
             num_missing += found.num_missing
             num_train += num_accesses

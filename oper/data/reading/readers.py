@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -47,7 +46,7 @@ def read_unit(unit: Unit, recipe: Recipe, progress: Progress = lambda _: None,
     Args:
         unit: what to read.
         recipe: how.
-        progress: is told of file bytes read.
+        progress: is told of file bytes of text read.
         reuse: memory may be filled again: rows are good until the next ones are asked for.
 
     Raises:
@@ -55,9 +54,9 @@ def read_unit(unit: Unit, recipe: Recipe, progress: Progress = lambda _: None,
     """
     layout = recipe.layout(unit.layout)
     if layout.format == "parquet":
-        yield from _read_parquet(unit, recipe, layout, progress)
+        yield from _read_parquet(unit, recipe, layout)
     elif layout.format == "npy":
-        yield from _read_npy(unit, recipe, progress)
+        yield from _read_npy(unit, recipe)
     elif (text := _text_layout(unit, recipe)) is not None and is_plain(text):
         yield from read_plain(unit, text, progress, reuse)
     else:
@@ -209,8 +208,7 @@ def _bags(recipe: Recipe, layout: Layout) -> _Parse:
     return parse
 
 
-def _read_parquet(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress
-                  ) -> Iterator[Rows]:
+def _read_parquet(unit: Unit, recipe: Recipe, layout: Layout) -> Iterator[Rows]:
     file = open_parquet(unit.path)
     stop = file.num_row_groups if unit.stop is None else unit.stop
     first = 0
@@ -224,7 +222,6 @@ def _read_parquet(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress
             raise FileFormatError(
                 fail(f"cannot read {unit.path!r}", "row group", group, "a complete Parquet file",
                      str(error)[:200])) from None
-        progress(file.metadata.row_group(group).total_byte_size)
 
 
 def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, size: int
@@ -295,7 +292,7 @@ def _arrow_rows(columns: dict[str, tuple[Column, pa.Array]], recipe: Recipe, row
                      lambda: no_rows([c for c, _ in columns.values()], dense, sparse))
 
 
-def _read_npy(unit: Unit, recipe: Recipe, progress: Progress) -> Iterator[Rows]:
+def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:
     """``X_sparse.npy`` (or ``X_sparse_multi_hot.npz``) with ``X_dense.npy``, ``X_labels.npy``."""
     base = unit.path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
     dense, labels = (_load(f"{base}_{name}.npy") for name in ("dense", "labels"))
@@ -310,7 +307,6 @@ def _read_npy(unit: Unit, recipe: Recipe, progress: Progress) -> Iterator[Rows]:
         raise FileFormatError(
             fail(f"cannot read {unit.path!r}", "shapes of dense, labels, sparse", shapes,
                  f"rows x {len(recipe.names('dense'))}, 1, {len(names)}", "pass matching files"))
-    each = max(1, os.path.getsize(unit.path) // max(1, count))
     for start in range(0, count, _BATCH_ROWS):
         part = slice(start, min(start + _BATCH_ROWS, count))
         rows = np.arange(part.start, part.stop)
@@ -325,7 +321,6 @@ def _read_npy(unit: Unit, recipe: Recipe, progress: Progress) -> Iterator[Rows]:
                     for r in rows[~good][:MAX_EXAMPLES])
         yield Rows(rows.size, rows[good], truth[good].astype(np.int8), numbers[:, good],
                    tuple(sparse), None, int((~good).sum()), bad)
-        progress(rows.size * each)
 
 
 def num_arrays_rows(path: str) -> int:

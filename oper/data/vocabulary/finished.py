@@ -334,14 +334,6 @@ def _merged(old: Vocabulary, new: Vocabulary, shift: int) -> Parts:
         yield values[at:].astype(kind, copy=False), ids[at:] + np.int32(shift), counts[at:]
 
 
-def unseen_values(vocabulary: Vocabulary, values: np.ndarray, counts: np.ndarray
-                  ) -> tuple[np.ndarray, np.ndarray]:
-    """The values and counts that a vocabulary lacks, of distinct ascending values [K] and their
-    counts [K]."""
-    new = ~vocabulary.has(values)
-    return values[new], counts[new]
-
-
 def write_unseen(path: Path, merger: RunMerger, num_missing: int) -> tuple[int, int]:
     """Write the values that a vocabulary lacks, as `write_parquet` with ids of 0.
 
