@@ -42,6 +42,30 @@ def _whole(name: str, value: Any, least: int, most: int = (1 << 63) - 1) -> int:
     return value
 
 
+def read_manifest(folder: Path, what: str, todo: str, *kinds: tuple[str, int]) -> dict[str, Any]:
+    """The manifest of a folder, of one of some kinds and versions.
+
+    Args:
+        folder: its folder.
+        what: how an error begins.
+        todo: what to do where there is none.
+        kinds: kinds and versions that are read.
+
+    Raises:
+        FileFormatError: there is none, or it is damaged or another one.
+    """
+    try:
+        manifest = read_json(folder / MANIFEST, what)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileFormatError(
+            fail(what, "manifest", MANIFEST, "an existing file", todo)) from None
+    found = (manifest.get("kind"), manifest.get("version")) if isinstance(manifest, dict) else ()
+    if found not in kinds:
+        raise FileFormatError(fail(what, "kind, version", found, f"one of {kinds}",
+                                   "preprocess again with this release"))
+    return manifest
+
+
 @dataclass(frozen=True, slots=True)
 class Folder:
     """A folder that preprocessing wrote.
@@ -96,25 +120,11 @@ class Folder:
         """
         folder = Path(path)
         what = f"cannot open {os.fspath(path)!r} as a preprocessed folder"
-        try:
-            manifest = read_json(folder / MANIFEST, what)
-        except (FileNotFoundError, NotADirectoryError):
-            todo = "name a folder that 'oper preprocess' wrote"
-            if (folder / LOOKUPS).exists():
-                todo = ("'oper generate' wrote lookups there, which have no labels to train on and "
-                        "whose statistics it has written: " + todo)
-            raise FileFormatError(
-                fail(what, "manifest", MANIFEST, "an existing file", todo)) from None
-        try:
-            kind, version = manifest["kind"], manifest["version"]
-        except (KeyError, TypeError) as error:
-            raise FileFormatError(
-                fail(what, "manifest", str(error), "JSON with kind and version",
-                     "preprocess again")) from None
-        if (kind, version) != (FOLDER_KIND, FOLDER_VERSION):
-            raise FileFormatError(
-                fail(what, "kind, version", (kind, version), f"{(FOLDER_KIND, FOLDER_VERSION)}",
-                     "preprocess again with this release"))
+        todo = "name a folder that 'oper preprocess' wrote"
+        if (folder / LOOKUPS).exists():
+            todo = ("'oper generate' wrote lookups there, which have no labels to train on and "
+                    "whose statistics it has written: " + todo)
+        manifest = read_manifest(folder, what, todo, (FOLDER_KIND, FOLDER_VERSION))
         try:
             columns, tables = manifest["columns"], manifest["tables"]
             sparse, multi_hot = _names(columns["sparse"]), _names(columns["multi_hot"])

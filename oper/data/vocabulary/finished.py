@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from oper.data.arrays import as_numpy
-from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, Folder
+from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, Folder, read_manifest
 from oper.data.vocabulary.building import (
     Parts,
     Vocabulary,
@@ -71,27 +71,19 @@ class FinishedVocabulary:
         check_local(path)
         folder, what = Path(path), f"cannot open {os.fspath(path)!r} as a vocabulary"
         todo = "name a folder that 'oper preprocess' or 'oper vocabulary extend' wrote"
+        value = read_manifest(folder, what, todo, (FOLDER_KIND, FOLDER_VERSION),
+                              (VOCABULARY_KIND, VOCABULARY_VERSION))
+        if value.get("raw_ids"):
+            raise FileFormatError(fail(what, "ids", "raw", "row numbers of a vocabulary",
+                                       "raw ids need none: pass --raw-ids again instead"))
         try:
-            value = read_json(folder / MANIFEST, what)
-            kind = (value["kind"], value["version"])
-            if kind not in ((FOLDER_KIND, FOLDER_VERSION), (VOCABULARY_KIND, VOCABULARY_VERSION)):
-                raise FileFormatError(fail(what, "kind, version", kind, "those of this release",
-                                           "preprocess again with this release"))
-            if value.get("raw_ids"):
-                raise FileFormatError(fail(what, "ids", "raw", "row numbers of a vocabulary",
-                                           "raw ids need none: pass --raw-ids again instead"))
             columns = tuple(map(str, value["columns"]["sparse"]))
             facts = {n: VocabularyFacts(**value["tables"][n]) for n in columns}
             found = FinishedVocabulary(
                 folder, columns, facts, int(value["min_count"]),
                 hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:32],
                 str(value["recipe"]["name"]), str(value.get("numbering", "")))
-        except (FileNotFoundError, NotADirectoryError):
-            raise FileFormatError(fail(what, "manifest", MANIFEST, "an existing file", todo)
-                                  ) from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, FileFormatError):
-                raise
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns and tables", todo)) from None
         missing = [n for n in columns if not found.file(n).is_file()]
