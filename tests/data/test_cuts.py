@@ -20,7 +20,8 @@ from oper.data.reading import cuts
 from oper.data.reading.lines import Unit, line_of, read_blocks, units_of_text
 from oper.data.recipe import Layout
 from oper.errors import FileFormatError
-from tests.data.test_resuming import KILLED, digest, parquet_bytes
+from tests.data.folder_support import digest, parquet_bytes
+from tests.data.test_resuming import KILLED
 
 pytest.importorskip("rapidgzip")
 KAGGLE = load_recipe("criteo-kaggle")

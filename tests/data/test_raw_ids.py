@@ -19,7 +19,7 @@ from oper.data.preprocessing.sequences import write_sequences
 from oper.errors import FileFormatError, InvalidInputError
 from oper.rl_rec.data.interactions import load_interactions
 from oper.stats import AccessStats
-from tests.data.test_resuming import parquet_bytes
+from tests.data.folder_support import encoded, parquet_bytes
 from tests.data.test_verbs import run
 
 MASK = (1 << 64) - 1
@@ -74,18 +74,13 @@ def make(tmp_path: Path, out: str, day: int = 0, **options: Any) -> tuple[list[R
     return rows, manifest
 
 
-def written(folder: Path, column: str) -> list[Any]:
-    opened = Folder.open(folder, allow_raw=True)
-    return [v for split in ("train", "valid") for part in opened.parts(split)
-            for v in opened.read_part(part, (column,)).column(column).to_pylist()]
-
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_keys_are_those_of_the_values(tmp_path: Path, compression: str) -> None:
     rows, manifest = make(tmp_path, "out", compression=compression)
     expected = [keys_of(row) for row in rows]
     for k, name in enumerate(COLUMNS):
-        assert written(tmp_path / "out", name) == [keys[k] for keys in expected], name
+        assert encoded(tmp_path / "out", name) == [keys[k] for keys in expected], name
     assert not (tmp_path / "out" / "vocabulary").exists()
     assert manifest["numbering"] == "raw ids; hashes of texts: user, tags"
     assert {n: t["hashed_texts"] for n, t in manifest["tables"].items()} == {
@@ -98,8 +93,8 @@ def test_keys_are_those_of_the_values(tmp_path: Path, compression: str) -> None:
 def test_another_day_has_the_same_keys(tmp_path: Path) -> None:
     (rows, first), (_, second) = make(tmp_path, "d0"), make(tmp_path, "d1", day=1)
     assert first["numbering"] == second["numbering"]
-    assert set(written(tmp_path / "d0", "item")) & set(written(tmp_path / "d1", "item"))
-    assert set(written(tmp_path / "d0", "user")) & set(written(tmp_path / "d1", "user")) == {
+    assert set(encoded(tmp_path / "d0", "item")) & set(encoded(tmp_path / "d1", "item"))
+    assert set(encoded(tmp_path / "d0", "user")) & set(encoded(tmp_path / "d1", "user")) == {
         MISSING}
     assert len(rows) == sum(first["rows"].values())
 
@@ -191,7 +186,7 @@ def test_a_column_without_a_value(tmp_path: Path) -> None:
     log = parquet_log(tmp_path / "a.parquet", pa.array([None] * 4, pa.string()))
     preprocess(generic_recipe("parquet", Choice(["id"], "y")), [log], tmp_path / "out",
                PreprocessOptions(raw_ids=True, valid="0"))
-    assert written(tmp_path / "out", "id") == [MISSING] * 4
+    assert encoded(tmp_path / "out", "id") == [MISSING] * 4
 
 
 def test_who_needs_row_numbers_says_so(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -27,28 +26,11 @@ from oper.data.reading.estimate import needs
 from oper.data.vocabulary.building import Vocabulary, build, build_hashed, hash_values
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError
+from tests.data.folder_support import digest
 from tests.support import wait_for
 
 KAGGLE = load_recipe("criteo-kaggle")
 SMALL = PreprocessOptions(unit_bytes=20_000, row_group_rows=64, part_rows=128)
-
-
-def parquet_bytes(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.parquet"))}
-
-
-def digest(folder: Path) -> str:
-    """Of the names and bytes of all files but the manifest's, whose job number is left out."""
-    state = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            data = path.read_bytes()
-            if path.name == "manifest.json":
-                found = json.loads(data)
-                del found["job"]
-                data = json.dumps(found).encode()
-            state.update(str(path.relative_to(folder)).encode() + data)
-    return state.hexdigest()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from oper.data.vocabulary.finished import FinishedVocabulary, extend
 from oper.errors import FileFormatError, InvalidInputError
 from oper.rows.remap import load_remap
 from oper.stats import AccessStats
-from tests.data.test_resuming import parquet_bytes
+from tests.data.folder_support import encoded, ids_of, parquet_bytes
 from tests.data.test_verbs import run
 
 RECIPE = generic_recipe("csv", Choice(["user", "item", "tags:|"], "clicked", time="ts"))
@@ -53,16 +53,6 @@ def make(tmp_path: Path, day: str, out: str, **options: Any) -> dict[str, Any]:
     return preprocess(RECIPE, [str(tmp_path / f"{day}.csv")], tmp_path / out,
                       PreprocessOptions(row_group_rows=128, **ALL, **options))
 
-
-def ids_of(folder: Path, column: str) -> dict[str | None, int]:
-    table = pq.read_table(folder / "vocabulary" / f"{column}.parquet")
-    return dict(zip(table["value"].to_pylist(), table["id"].to_pylist(), strict=True))
-
-
-def encoded(folder: Path, column: str) -> list[Any]:
-    opened = Folder.open(folder)
-    return [v for split in ("train", "valid") for part in opened.parts(split)
-            for v in opened.read_part(part, (column,)).column(column).to_pylist()]
 
 
 def test_a_finished_vocabulary_is_applied(days: Days, tmp_path: Path) -> None:
