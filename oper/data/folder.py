@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,8 @@ class Folder:
             have no id of their own and share row 0 with rare and unseen values (hashed columns:
             with nothing else).
         raw_ids: whether ids are raw 64-bit keys, for dynamic tables, in the place of row numbers.
-        part_sizes: by ``SPLIT/FILE`` the bytes and rows of the Parquet files; those of earlier
-            releases are not known.
-        row_group_rows: rows of every row group but a file's last; 0 = not known.
+        part_sizes: by ``SPLIT/FILE`` the bytes and rows of the Parquet files.
+        row_group_rows: rows of every row group but a file's last.
         time: name of the column of times, int64 seconds since 1970; empty for a log without times.
     """
 
@@ -98,12 +97,12 @@ class Folder:
     bucket: str
     num_rows: tuple[int, ...]
     rows: dict[str, int]
-    multi_hot: tuple[str, ...] = ()
-    time: str = ""
-    missing_ids: dict[str, int] = field(default_factory=dict)
-    raw_ids: bool = False
-    part_sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    row_group_rows: int = 0
+    multi_hot: tuple[str, ...]
+    time: str
+    missing_ids: dict[str, int]
+    raw_ids: bool
+    part_sizes: dict[str, tuple[int, int]]
+    row_group_rows: int
 
     @staticmethod
     def open(path: str | os.PathLike[str], allow_raw: bool = False) -> Folder:
@@ -134,7 +133,7 @@ class Folder:
             for name in ("recipe", "dense_transforms"):
                 if not isinstance(manifest.get(name, {}), dict):
                     raise TypeError(f"{name} is not an object")
-            raw = bool(manifest.get("raw_ids", False))
+            raw = bool(manifest["raw_ids"])
             num_rows = () if raw else tuple(
                 _whole(f"num_rows of {n!r}", tables[n]["num_rows"], 1) for n in sparse)
             lowest, tops = (-1 << 63, [(1 << 63) - 1] * len(sparse)) if raw else (
@@ -147,8 +146,8 @@ class Folder:
                 {n: _whole(f"missing_id of {n!r}", tables[n]["missing_id"], lowest, top)
                  for n, top in zip(sparse, tops, strict=True)}, raw,
                 {str(name): (_whole("bytes", size, 0), _whole("rows", rows, 0))
-                 for name, (size, rows) in manifest.get("parts", {}).items()},
-                _whole("row_group_rows", manifest.get("row_group_rows", 0), 0))
+                 for name, (size, rows) in manifest["parts"].items()},
+                _whole("row_group_rows", manifest["row_group_rows"], 1))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")
