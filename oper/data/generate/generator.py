@@ -190,31 +190,24 @@ def workload_from_dict(value: Mapping[str, Any], seed: int = 1) -> Workload:
     with ``weights``, ``drift``, ``fixed_bags``, and ``count`` (so many tables alike).
     """
     what = "invalid workload"
-    entries = value.get("table", [])
-    unknown = sorted(set(value) - {"name", "days", "table"})
-    if unknown or not isinstance(entries, list) or not entries:
-        raise InvalidInputError(fail(what, "keys", unknown or sorted(value),
-                                     "name, days and table entries", "correct the file"))
-    days = value.get("days", 1)
-    if type(days) is not int or not 1 <= days <= 127:
-        raise InvalidInputError(fail(what, "days", days, "1..127", "correct the file"))
+    entries, days = value.get("table", []), value.get("days", 1)
+    require(what, "correct the file",
+            ("keys", sorted(value), set(value) <= {"name", "days", "table"}
+             and isinstance(entries, list) and bool(entries), "name, days and table entries"),
+            ("days", days, type(days) is int and 1 <= days <= 127, "1..127"))
     tables = tuple(t for entry in entries for t in _tables(what, entry))
     names = [t.name for t in tables]
-    if len(set(names)) < len(names):
-        raise InvalidInputError(fail(what, "table names", names[:12], "unique names",
-                                     "correct the file"))
+    require(what, "correct the file",
+            ("table names", names[:12], len(set(names)) == len(names), "unique names"))
     return Workload(f"synthetic, {value.get('name', 'specification')}", tables, days, seed)
 
 
 def _tables(what: str, entry: Any) -> list[TableModel]:
-    if not isinstance(entry, Mapping):
-        raise InvalidInputError(fail(what, "table", entry, "[[table]] sections",
-                                     "correct the file"))
-    unknown = sorted(set(entry) - _TABLE_KEYS - {"name"})
-    if unknown or not {"name", "rows"} <= set(entry):
-        raise InvalidInputError(
-            fail(what, "keys of a table", unknown or sorted(entry),
-                 f"name, rows and of {sorted(_TABLE_KEYS)}", "correct the file"))
+    keys = set(entry) if isinstance(entry, Mapping) else set()
+    require(what, "correct the file",
+            ("table", entry, isinstance(entry, Mapping), "[[table]] sections"),
+            ("keys of a table", sorted(keys), {"name", "rows"} <= keys <= _TABLE_KEYS | {"name"},
+             f"name, rows and of {sorted(_TABLE_KEYS)}"))
     try:
         values = np.array(entry.get("lengths", [entry.get("length", 1)]), np.int64)
         weights = np.array(entry.get("weights", [1.0] * values.size), np.float64)
@@ -224,14 +217,13 @@ def _tables(what: str, entry: Any) -> list[TableModel]:
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInputError(fail(what, "table", entry["name"], "numbers", str(error))
                                 ) from None
-    if (values.shape != weights.shape or values.min(initial=0) < 0 or weights.min(initial=0) < 0
-            or values.ndim != 1 or not weights.any() or not np.isfinite(weights).all()
-            or not 0 <= drift <= 1 or not 1 <= count <= _MAX_TABLES):
-        raise InvalidInputError(
-            fail(what, "lengths, weights, drift, count",
-                 (values.tolist(), weights.tolist(), drift, count),
-                 "none negative, as many weights as lengths, drift 0..1, "
-                 f"count 1..{_MAX_TABLES}", "correct the file"))
+    require(what, "correct the file",
+            ("lengths, weights", (values.tolist(), weights.tolist()),
+             values.shape == weights.shape and values.ndim == 1 and values.min(initial=0) >= 0
+             and weights.min(initial=0) >= 0 and np.isfinite(weights).all() and weights.any(),
+             "none negative, as many weights as lengths"),
+            ("drift", drift, 0 <= drift <= 1, "0..1"),
+            ("count", count, 1 <= count <= _MAX_TABLES, f"1..{_MAX_TABLES}"))
     names = [str(entry["name"])] if count == 1 else [f"{entry['name']}{k}" for k in range(count)]
     return [TableModel(n, popularity, (values, weights), drift,
                        fixed_bags=bool(entry.get("fixed_bags", False))) for n in names]
