@@ -220,7 +220,7 @@ def _tables(what: str, entry: Any) -> list[TableModel]:
     require(what, "correct the file",
             ("lengths, weights", (values.tolist(), weights.tolist()),
              values.shape == weights.shape and values.ndim == 1 and values.min(initial=0) >= 0
-             and weights.min(initial=0) >= 0 and np.isfinite(weights).all() and weights.any(),
+             and weights.min(initial=0) >= 0 and bool(np.isfinite(weights).all() and weights.any()),
              "none negative, as many weights as lengths"),
             ("drift", drift, 0 <= drift <= 1, "0..1"),
             ("count", count, 1 <= count <= _MAX_TABLES, f"1..{_MAX_TABLES}"))
