@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import random
 import signal
@@ -133,7 +134,7 @@ def test_files_that_are_not_cut(tmp_path: Path, log: Path, monkeypatch: Any, why
     elif why == "no room":
         def refuse(*_: Any) -> None:
             raise OSError("no room")
-        monkeypatch.setattr(cuts.fcntl, "flock", refuse)
+        monkeypatch.setattr(fcntl, "flock", refuse)
     before = set(tmp_path.iterdir())
     assert units_of_text(str(path), LINES, 20_000) == [Unit(str(path), "lines")]
     assert set(tmp_path.iterdir()) == before or why == "no room"

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from oper.errors import InvalidInputError, OperError, fail
 from oper.support.files import write_text
-from oper.support.locks import is_at
+from oper.support.locks import alone
 
 _ABOUT = "job.json"
 
@@ -37,7 +37,6 @@ class WorkFolder:
         """The work folder of the output `target`, for the job with the digest `job`."""
         self.path = work_folder(target)
         self._target, self._job = target, job
-        self._lock = target.parent / f".{target.name}.lock"
 
     @contextlib.contextmanager
     def opened(self, force: bool, begin: Callable[[Path], None]) -> Iterator[None]:
@@ -90,18 +89,9 @@ class WorkFolder:
         with self._alone():
             self._remove()
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
         """Nobody else looks at the folder, enters or removes it inside the block."""
-        while True:
-            with self._lock.open("ab") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                if is_at(file.fileno(), self._lock):  # else its last holder has removed it
-                    try:
-                        yield
-                    finally:
-                        self._lock.unlink(missing_ok=True)
-                    return
+        return alone(self._target.parent / f".{self._target.name}.lock")
 
     def _about(self) -> dict[str, Any]:
         """Who began the work in the folder; empty where nobody has."""
