@@ -8,7 +8,7 @@ it merges by addition. A planner reads histogram and head, never a dense array o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -411,19 +411,6 @@ class AccessStats:
             self.ids_in_hotness_order and other.ids_in_hotness_order)
 
     __add__ = merge
-
-    @staticmethod
-    def merge_all(parts: Iterable[AccessStats]) -> AccessStats:
-        """Statistics of all parts together, merged as a balanced tree."""
-        level = list(parts)
-        if not level:
-            raise InvalidInputError(
-                fail("cannot merge statistics", "parts", 0, "at least one part",
-                     "pass the statistics of one part or more"))
-        while len(level) > 1:
-            level = [level[i].merge(level[i + 1]) if i + 1 < len(level) else level[i]
-                     for i in range(0, len(level), 2)]
-        return level[0]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the statistics to one checked file, atomically."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from oper.analysis import merge_stats
 from oper.bench.core.planning import bytes_read, slowest
 from oper.bench.core.workload import TIMED, Workload, batch_ids, collect_stats
 from oper.bench.tables.ceiling import PREFETCH_ROWS, row_addresses
@@ -95,7 +96,7 @@ def measure(case: dict[str, Any], progress: Callable[[str], None]) -> dict[str, 
         return _gather(group, int(case["gather"]))
     work: Workload = case["work"]
     mine = collect_stats(work, group.rank, group.world_size, 8)
-    stats = AccessStats.merge_all(group.all_gather(mine))
+    stats = merge_stats(group.all_gather(mine))
     if group.rank == 0:
         stats.save(case["stats"])
     # As many batches as keep repeated steps from finding all of their rows in cache.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from oper.analysis import merge_stats
 from oper.bench.cluster import link_change
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import (
@@ -153,7 +154,7 @@ class _Runner:
                                      self.case.num_stats_batches))
         self.progress("planning, OPER and its peers")
         planned_s = time.perf_counter()
-        problem = self._problem(AccessStats.merge_all(parts), topology) if self.rank == 0 else None
+        problem = self._problem(merge_stats(parts), topology) if self.rank == 0 else None
         planned: Planned = gather(plan_all(problem) if problem else None)[0]
         planned_s = time.perf_counter() - planned_s
         every = contenders(self.work, planned, self.links, topology, self.case.objective,

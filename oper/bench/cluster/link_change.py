@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from oper.analysis import merge_stats
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_plan, set_gradient
 from oper.bench.cluster.network import Links
@@ -24,7 +25,6 @@ from oper.plan import Plan
 from oper.replanning import Event, Replanner, WatchOptions
 from oper.search.planner import plan_problem
 from oper.search.problem.statement import make_problem
-from oper.stats import AccessStats
 from oper.topology import Topology
 
 _WINDOW = 8  # steps
@@ -65,7 +65,7 @@ class _Run:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         ids = timed_ids(self.work, self.rank, self.world_size, case.num_batches)
         self.batches = [make_batch(self.work, x, (TIMED, self.rank, k)) for k, x in enumerate(ids)]
-        self.stats = AccessStats.merge_all(gather(
+        self.stats = merge_stats(gather(
             collect_stats(self.work, self.rank, self.world_size, case.num_stats_batches)))
         self.step_ms: list[float] = []
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch.distributed as dist
 
+from oper.analysis import merge_stats
 from oper.bench.core.workload import Workload, collect_stats
 from oper.plan import Plan, TablePlan
 from oper.rows.traffic import LINKS
-from oper.stats import AccessStats
 from oper.topology import Topology
 
 if TYPE_CHECKING:
@@ -84,6 +84,6 @@ def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_h
     begin = time.perf_counter()
     if rank == 0:
         topology = Topology.of_domains([0] * world_size if is_one_host else range(world_size))
-        made = make_plan(work.tables(), AccessStats.merge_all(parts), topology,
+        made = make_plan(work.tables(), merge_stats(parts), topology,
                          objective=objective, batch_size=work.batch_size // world_size)
     return gather((made, time.perf_counter() - begin))[0]
