@@ -194,7 +194,7 @@ def test_amazon_is_asked_not_guessed(tmp_path: Path) -> None:
         "r.json.gz": gzip.compress(reviews + b'{"reviewerID": 5\n' + b"[]\n")}, options)
     assert columns["user"] == ["A0", "A1"] and columns["label"] == [0, 1]
     assert manifest["bad_rows"]["count"] == 2 and "row 3" in manifest["bad_rows"]["first"][0]
-    with pytest.raises(FileFormatError, match="malformed rows=2, .*; correct the log, or raise"):
+    with pytest.raises(FileFormatError, match=r"malformed rows=2, .*; correct the log, or raise"):
         read(tmp_path, "amazon", {"r.json": reviews + b'{"reviewerID": 5\n' + b"[]\n"},
              replace(options, max_bad=1))
 
