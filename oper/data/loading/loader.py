@@ -149,8 +149,9 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
     def _check_group(self) -> None:
         name = self.options.group_by
         single = [n for n in self.folder.sparse if n not in self.folder.multi_hot]
-        require("cannot make a loader", "name one", ("group_by", name, name in ("", *single),
-                                                     f"a sparse column of one id each, of {single}"))
+        require("cannot make a loader", "name one",
+                ("group_by", name, name in ("", *single),
+                 f"a sparse column of one id each, of {single}"))
 
     @property
     def num_rows(self) -> int:
