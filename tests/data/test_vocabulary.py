@@ -55,6 +55,12 @@ def make(tmp_path: Path, day: str, out: str, **options: Any) -> dict[str, Any]:
 
 
 
+def values_of(rows: list[tuple[str, str, str]]) -> dict[str, list[str | None]]:
+    """What the columns of some rows hold, one after the other."""
+    return {"user": [r[0] for r in rows], "item": [r[1] or None for r in rows],
+            "tags": [t for r in rows for t in r[2].split("|") if t]}
+
+
 def test_a_finished_vocabulary_is_applied(days: Days, tmp_path: Path) -> None:
     make(tmp_path, "day0", "d0")
     manifest = make(tmp_path, "day1", "d1", vocabulary=tmp_path / "d0")
@@ -66,9 +72,8 @@ def test_a_finished_vocabulary_is_applied(days: Days, tmp_path: Path) -> None:
     assert encoded(tmp_path / "d1", "tags") == [
         [tags.get(t, 0) for t in r[2].split("|") if t] for r in days["day1"]]
     train = days["day1"][:manifest["rows"]["train"]]
-    for name, known, values in (
-            ("user", users, [r[0] for r in train]), ("item", items, [r[1] or None for r in train]),
-            ("tags", tags, [t for r in train for t in r[2].split("|") if t])):
+    for name, values in values_of(train).items():
+        known = ids_of(tmp_path / "d0", name)
         unseen = Counter(v for v in values if v not in known)
         listed = pq.read_table(tmp_path / "d1" / "unseen" / f"{name}.parquet")
         assert dict(zip(listed["value"].to_pylist(), listed["count"].to_pylist(),
@@ -238,18 +243,14 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
     seen = [r for d, f in (("day0", "d0"), ("day1", "day1"), ("day2", "day2"))
             for r in days[d][:rows[f]]]
     remap = load_remap(tmp_path / "v2")
-    for name, values in (("user", [r[0] for r in seen]), ("item", [r[1] or None for r in seen]),
-                         ("tags", [t for r in seen for t in r[2].split("|") if t])):
+    day0 = values_of(days["day0"][:rows["d0"]])
+    for name, values in values_of(seen).items():
         before, after = (ids_of(tmp_path / v, name) for v in ("v1", "v2"))
         assert after == {v: remap[name][k] for v, k in before.items()}
         # Rows by count over all days, ties by value, a missing field first. What the first day saw
         # too rarely for a row of its own counts from the second on.
-        first = Counter(values)
-        old = ids_of(tmp_path / "d0", name)
-        day0 = Counter([r[0] for r in days["day0"][:rows["d0"]]] if name == "user" else
-                       [r[1] or None for r in days["day0"][:rows["d0"]]] if name == "item" else
-                       [t for r in days["day0"][:rows["d0"]] for t in r[2].split("|") if t])
-        count = {v: first[v] - (0 if v in old else day0[v]) for v in after}
+        old, every, first = ids_of(tmp_path / "d0", name), Counter(values), Counter(day0[name])
+        count = {v: every[v] - (0 if v in old else first[v]) for v in after}
         assert sorted(after, key=lambda v: after[v]) == sorted(
             after, key=lambda v: (-count[v], v is not None, (v or "").encode()))
         assert manifest["tables"][name]["missing_id"] == after.get(None, 0)
