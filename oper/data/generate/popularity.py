@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,13 +57,7 @@ class Popularity:
 
     def expected(self, num_accesses: int, at_least: int = 1) -> float:
         """Rows that `num_accesses` independent accesses touch at least so often (Poisson)."""
-        rate = num_accesses * self.mass / self.rows
-        term = np.exp(-rate)
-        below = term.copy()
-        for k in range(1, at_least):
-            term = term * rate / k
-            below += term
-        return float(self.rows @ (1.0 - below))
+        return float(self.rows @ _reached(at_least, num_accesses * self.mass / self.rows))
 
 
 def power_law(num_rows: int, exponent: float, shift: float = 0.0, heavy: Sequence[float] = ()
@@ -227,17 +220,16 @@ def _whole_levels(rows: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, np.n
 
 def _poisson_bins(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Probability of a count in each bin, and expected accesses from it, float64 [17, K] each."""
-    top = _EDGES[-1]
-    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, top + 1)))])
-    counts = np.arange(top + 1)
-    row_part = np.zeros((len(_EDGES), rates.size))
-    access_part = np.zeros_like(row_part)
-    for k, rate in enumerate(rates):
-        pmf = np.exp(counts * np.log(rate) - rate - log_factorial)
-        for b, (low, high) in enumerate(itertools.pairwise(_EDGES)):
-            part = pmf[low + 1:high + 1]
-            row_part[b, k] = part.sum()
-            access_part[b, k] = part @ counts[low + 1:high + 1]
-        row_part[-1, k] = max(0.0, 1.0 - pmf.sum())
-        access_part[-1, k] = max(0.0, rate - float(pmf @ counts))
-    return row_part, access_part
+    edges = np.array(_EDGES, np.float64)[:, None]
+    # A Poisson number n, weighted by n, is one more than a Poisson number, times the mean.
+    above, from_edge = _reached(edges + 1, rates), rates * _reached(edges, rates)
+    return -np.diff(above, axis=0, append=0), -np.diff(from_edge, axis=0, append=0)
+
+
+def _reached(count: float | np.ndarray, rate: np.ndarray) -> np.ndarray:
+    """Probability that a Poisson number with the mean `rate` is `count` or more."""
+    import torch
+
+    found: np.ndarray = torch.special.gammainc(
+        torch.as_tensor(count, dtype=torch.float64), torch.as_tensor(rate)).numpy()
+    return found

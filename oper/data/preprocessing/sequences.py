@@ -63,14 +63,10 @@ class _Sequences:
         lengths = ends - starts
         events, last = rows[places_of(starts, lengths)], rows[ends - 1]
         self.events[split] += events.size
-        found: dict[str, Any] = {own.label: table.column(own.label).to_numpy()[last],
-                                 own.bucket: np.zeros(last.size, np.int8)}
-        found.update((n, table.column(n).to_numpy()[last]) for n in own.dense)
-        found[self.by] = table.column(self.by).to_numpy()[last]
-        found.update((n, lists(lengths, table.column(n).to_numpy()[events]))
-                     for n in self.columns)
-        if own.time:
-            found[own.time] = table.column(own.time).to_numpy()[last]
+        found: dict[str, Any] = {own.bucket: np.zeros(last.size, np.int8)}
+        for n in self.read:
+            values = table.column(n).to_numpy()
+            found[n] = lists(lengths, values[events]) if n in self.columns else values[last]
         arrays = [pa.array(x) for x in found.values()]
         return pa.Table.from_arrays(arrays, schema=pa.schema(
             [pa.field(n, a.type, nullable=False) for n, a in zip(found, arrays, strict=True)]))
