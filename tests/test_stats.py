@@ -23,7 +23,7 @@ from oper.stats import (
     table_stats_for,
 )
 from oper.support.files import read_arrays, write_arrays
-from tests.support import access_stats, table_stats
+from tests.support import access_stats, counts_by, table_stats
 
 INT = np.int64
 
@@ -59,10 +59,8 @@ def test_merge_adds_counts_and_is_commutative(a: TableStats, b: TableStats) -> N
     assert both.head_ids.tolist() == order
     lengths: Counter[int] = Counter()
     for part in (a, b):
-        lengths.update(dict(zip(part.length_values.tolist(), part.length_counts.tolist(),
-                                strict=True)))
-    assert dict(zip(both.length_values.tolist(), both.length_counts.tolist(), strict=True)
-                ) == lengths
+        lengths.update(counts_by(part.length_values, part.length_counts))
+    assert counts_by(both.length_values, both.length_counts) == lengths
     assert_equal(both, b.merge(a), any_bucket_order=True)
 
 

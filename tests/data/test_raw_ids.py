@@ -21,6 +21,7 @@ from oper.rl_rec.data.interactions import load_interactions
 from oper.stats import AccessStats
 from tests.data.folder_support import encoded, parquet_bytes
 from tests.data.test_verbs import run
+from tests.support import counts_by
 
 MASK = (1 << 64) - 1
 MISSING = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -128,10 +129,9 @@ def test_statistics_of_keys(tmp_path: Path) -> None:
         counts = Counter(key for bag in bags for key in bag)  # type: ignore[union-attr]
         table = read.tables[name]
         assert table.head_ids.size == 0
-        assert dict(zip(table.tail_values.tolist(), table.tail_num_rows.tolist(), strict=True)
-                    ) == Counter(counts.values())
-        assert dict(zip(table.length_values.tolist(), table.length_counts.tolist(), strict=True)
-                    ) == Counter(map(len, bags))  # type: ignore[arg-type]
+        assert counts_by(table.tail_values, table.tail_num_rows) == Counter(counts.values())
+        assert counts_by(table.length_values, table.length_counts) == Counter(
+            map(len, bags))  # type: ignore[arg-type]
         first = {key: bucket for bag, bucket in reversed(list(zip(bags, buckets, strict=True)))
                  for key in bag}  # type: ignore[union-attr]
         per_bucket = Counter(first.values())

@@ -27,7 +27,7 @@ from oper.data.vocabulary.building import Vocabulary, build, build_hashed, hash_
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError
 from tests.data.folder_support import digest
-from tests.support import wait_for
+from tests.support import counts_by, wait_for
 
 KAGGLE = load_recipe("criteo-kaggle")
 SMALL = PreprocessOptions(unit_bytes=20_000, row_group_rows=64, part_rows=128)
@@ -375,7 +375,7 @@ def test_vocabularies_in_little_memory(
         found.append((facts, vocabulary.lookup(distinct).tolist()))
     assert found[0] == found[1]
     facts, ids = found[0]
-    counts = dict(zip(*(x.tolist() for x in np.unique(values, return_counts=True)), strict=True))
+    counts = counts_by(*np.unique(values, return_counts=True))
     order = sorted([(-37, -1, None)] + [(-c, k, v) for k, (v, c) in enumerate(counts.items())])
     kept = [v for c, _, v in order if -c >= 3][:899]
     expected = {v: k + 1 for k, v in enumerate(kept)}

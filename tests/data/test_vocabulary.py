@@ -21,6 +21,7 @@ from oper.rows.remap import load_remap
 from oper.stats import AccessStats
 from tests.data.folder_support import encoded, ids_of, parquet_bytes
 from tests.data.test_verbs import run
+from tests.support import counts_by
 
 RECIPE = generic_recipe("csv", Choice(["user", "item", "tags:|"], "clicked", time="ts"))
 ALL = {"valid": "1/10"}
@@ -75,9 +76,8 @@ def test_a_finished_vocabulary_is_applied(days: Days, tmp_path: Path) -> None:
     for name, values in values_of(train).items():
         known = ids_of(tmp_path / "d0", name)
         unseen = Counter(v for v in values if v not in known)
-        listed = pq.read_table(tmp_path / "d1" / "unseen" / f"{name}.parquet")
-        assert dict(zip(listed["value"].to_pylist(), listed["count"].to_pylist(),
-                        strict=True)) == unseen
+        listed = pq.read_table(tmp_path / "d1" / "unseen" / f"{name}.parquet").to_pydict()
+        assert dict(zip(listed["value"], listed["count"], strict=True)) == unseen
         assert manifest["unseen"][name] == {
             "values": len(unseen), "accesses": sum(unseen.values()),
             "share": sum(unseen.values()) / len(values)}
@@ -225,8 +225,7 @@ def test_verbs_and_statistics_over_days(
                 found = opened.read_part(part, (name,)).column(name).combine_chunks()
                 counts.update((found.flatten() if pa.types.is_list(found.type)
                                else found).to_pylist())
-        assert dict(zip(table.head_ids.tolist(), table.head_counts.tolist(),
-                        strict=True)) == counts
+        assert counts_by(table.head_ids, table.head_counts) == counts
         assert table.num_rows == parts[2].tables[name].num_rows
         assert int(table.tail_num_rows.sum()) + table.head_ids.size == table.num_rows
 
@@ -270,9 +269,8 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
     for name, table in found.tables.items():
         assert table.num_rows == manifest["tables"][name]["num_rows"]
         expected = plain.tables[name]
-        assert dict(zip(table.head_ids.tolist(), table.head_counts.tolist(), strict=True)) == dict(
-            zip(remap[name][expected.head_ids].tolist(), expected.head_counts.tolist(),
-                strict=True))
+        assert counts_by(table.head_ids, table.head_counts) == counts_by(
+            remap[name][expected.head_ids], expected.head_counts)
         for one, other in zip(table.buckets, expected.buckets, strict=True):
             order = np.argsort(remap[name][other.ids])
             assert one.ids.tolist() == remap[name][other.ids[order]].tolist()
