@@ -114,7 +114,7 @@ def test_a_bucket_and_back(local: Path, bucket: str) -> None:
 
 
 def test_google_cloud_storage(local: Path) -> None:
-    """Through pyarrow, which cuts reads into ranges and writes by resumable uploads."""
+    """Through pyarrow, which writes by resumable uploads."""
     with gcs_server() as url:
         store.upload(local, url.format("raw"), [])
         preprocess(CRITEO, [url.format("raw/train.txt")], url.format("out"))
