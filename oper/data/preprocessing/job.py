@@ -312,11 +312,10 @@ class Job(JobSpec):
         records = [self.stage.record(k) for k in range(len(self.units))]
         rows = dict.fromkeys(SPLITS, 0)
         for k in range(len(self.units if split.by == "rows" else self._spans)):
-            found = json.loads((self.work / "stage" / f"{k:06d}.rows.json").read_text())
+            found = self.stage.noted(f"{k:06d}.rows.json")
             rows = {s: rows[s] + found[s] for s in SPLITS}
         columns = self.recipe.sparse
         unseen = {} if self.finished is None else {
-            name: json.loads((self.work / "stage" / f"unseen-{k:03d}.json").read_text())
-            for k, name in enumerate(columns)}
+            name: self.stage.noted(f"unseen-{k:03d}.json") for k, name in enumerate(columns)}
         return {**describe(self, split, records, rows, self._tables(records), unseen),
                 "plan": json.loads((self.work / _PLAN).read_text())}

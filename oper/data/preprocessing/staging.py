@@ -94,7 +94,11 @@ class Stage:
 
     def record(self, number: int) -> dict[str, Any]:
         """What is known of a unit that has been read."""
-        path = self._folder / f"{number:06d}.json"
+        return self.noted(f"{number:06d}.json")
+
+    def noted(self, name: str) -> dict[str, Any]:
+        """What `note` has written; raises FileFormatError where it is damaged."""
+        path = self._folder / name
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
