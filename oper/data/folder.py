@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, fail, require
 from oper.support.files import read_json
 from oper.tables import TableSpec
 
@@ -152,11 +152,10 @@ class Folder:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")
             ) from None
-        if raw and not allow_raw:
-            raise InvalidInputError(fail(
-                f"cannot use {os.fspath(path)!r} here", "ids", "raw", "row numbers of a vocabulary",
+        require(f"cannot use {os.fspath(path)!r} here",
                 "train a DLRM on it, with dynamic.rows in the configuration of oper train, or "
-                "preprocess without --raw-ids"))
+                "preprocess without --raw-ids",
+                ("ids", "raw", allow_raw or not raw, "row numbers of a vocabulary"))
         return found
 
     @property
@@ -184,9 +183,7 @@ class Folder:
     def parts(self, split: str) -> list[Path]:
         """The Parquet files of a split, in order; raises InvalidInputError or FileFormatError."""
         what = f"cannot read {str(self.path)!r}"
-        if split not in SPLITS:
-            raise InvalidInputError(
-                fail(what, "split", split, f"one of {SPLITS}", "choose one of them"))
+        require(what, "choose one of them", ("split", split, split in SPLITS, f"one of {SPLITS}"))
         found = sorted((self.path / split).glob("part-*.parquet"))
         if not found and self.rows[split]:
             raise FileFormatError(

@@ -37,7 +37,7 @@ from oper.data.vocabulary.building import Vocabulary, build, build_hashed
 from oper.data.vocabulary.finished import write_unseen
 from oper.data.vocabulary.merging import RunMerger
 from oper.data.vocabulary.raw_keys import MISSING_KEY, RawKeys, texts_hashed
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError, fail, require
 from oper.support.files import read_json, write_text
 
 _log = logging.getLogger(__name__)
@@ -125,10 +125,10 @@ class Job(JobSpec):
         need = estimate.needs(self.recipe, self.units, self.options.id_bytes)
         free = shutil.disk_usage(self.target.parent).free
         _log.info("%s", need.text(free))
-        if need.disk_bytes > free and self.options.check_disk:
-            raise InvalidInputError(
-                fail("cannot preprocess", "free bytes of the disk", free,
-                     f"about {need.disk_bytes} at the peak", "free some, or pass --no-disk-check"))
+        require("cannot preprocess", "free some, or pass --no-disk-check",
+                ("free bytes of the disk", free,
+                 need.disk_bytes <= free or not self.options.check_disk,
+                 f"about {need.disk_bytes} at the peak"))
         return need
 
     def run(self) -> None:
@@ -188,10 +188,9 @@ class Job(JobSpec):
         if num_bad > self.options.max_bad:
             too_many_bad(num_bad, self.options.max_bad,
                          [b for r in records for b in r["first"]][:3])
-        if not sum(r["rows"] + r["bad"] for r in records):
-            raise InvalidInputError(
-                fail("cannot preprocess", "inputs", self.paths, "at least one row",
-                     "the files are empty, pass others"))
+        require("cannot preprocess", "the files are empty, pass others",
+                ("inputs", self.paths, any(r["rows"] + r["bad"] for r in records),
+                 "at least one row"))
         if not sum(r["rows"] for r in records):
             raise self._no_training_row()
         if self.options.raw_ids:

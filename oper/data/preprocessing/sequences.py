@@ -18,7 +18,7 @@ from oper.data.arrays import lists, places_of
 from oper.data.folder import MANIFEST, SPLITS, Folder, reading
 from oper.data.preprocessing.manifest import parts_of
 from oper.data.preprocessing.writing import PartWriter, WriteOptions
-from oper.errors import InvalidInputError, fail, require
+from oper.errors import require
 from oper.support.files import check_local, write_text
 
 _ROWS_AT_ONCE = 1 << 20  # that are held in memory, unless they would make too many files
@@ -110,16 +110,13 @@ def write_sequences(
     what = "cannot write sequences"
     check_local(output)
     folder, target = Folder.open(path), Path(output)
-    if target.exists():
-        raise InvalidInputError(fail(what, "output", str(target), "a new folder",
-                                     "choose another one"))
+    require(what, "choose another one",
+            ("output", str(target), not target.exists(), "a new folder"))
     single = [n for n in folder.sparse if n not in folder.multi_hot]
     kept = tuple(n for n in folder.sparse if n != by and (columns is None or n in columns))
-    for name in (by, *kept, *(columns or ())):
-        if name not in single:
-            raise InvalidInputError(fail(
-                what, "column", name, f"a sparse column of one id per row, of {single}",
-                "name the columns to keep: events of several ids would run into each other"))
+    require(what, "name the columns to keep: events of several ids would run into each other",
+            *(("column", name, name in single, f"a sparse column of one id per row, of {single}")
+              for name in (by, *kept, *(columns or ()))))
     require(what, "choose another length",
             ("min_length", min_length, min_length >= 1, ">= 1"),
             ("max_length", max_length, max_length is None or max_length >= 1, "None or >= 1"))

@@ -15,7 +15,7 @@ from oper.data.reading import store
 from oper.data.reading.lines import Unit
 from oper.data.recipe import Recipe, parse_share
 from oper.data.vocabulary.finished import FinishedVocabulary
-from oper.errors import InvalidInputError, fail
+from oper.errors import require
 
 
 @dataclass(slots=True)
@@ -49,10 +49,8 @@ class JobSpec:
             value = getattr(self.options, name)
             found.append(getattr(self.recipe, name) if value is None else parse_share(
                 value, "cannot split the log", name))
-        if sum(found) >= 1:
-            raise InvalidInputError(
-                fail("cannot split the log", "valid + test", str(sum(found)), "below 1",
-                     "lower the shares"))
+        require("cannot split the log", "lower the shares",
+                ("valid + test", str(sum(found)), sum(found) < 1, "below 1"))
         return found[0], found[1]
 
     @property

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from oper.data.reading import cuts, store
 from oper.data.recipe import Layout
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, fail, require
 
 MAX_LINE_BYTES = 1 << 20
 _MARK = b"\xef\xbb\xbf"  # byte order mark
@@ -89,23 +89,17 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
     for name in inputs:
         found = (sorted(store.files_below(name), key=natural_key) if store.is_url(name)
                  else _local_files(name))
-        if not found:
-            raise InvalidInputError(
-                fail(what, "input", name, "an existing file, a folder of files, or a pattern",
-                     "check the path"))
-        for file in found:
-            # It is read more than once, and its size is asked for.
-            if not store.is_url(file) and not os.path.isfile(file):
-                raise InvalidInputError(
-                    fail(what, "input", file, "an ordinary file, or a pipe as the only input",
-                         "write what comes through it into a file first"))
+        require(what, "check the path",
+                ("input", name, bool(found), "an existing file, a folder of files, or a pattern"))
+        # A file is read more than once, and its size is asked for.
+        require(what, "write what comes through it into a file first",
+                *(("input", file, store.is_url(file) or os.path.isfile(file),
+                   "an ordinary file, or a pipe as the only input") for file in found))
         paths += found
     real = [p if store.is_url(p) else os.path.realpath(p) for p in paths]
     twice = sorted({p for p, r in zip(paths, real, strict=True) if real.count(r) > 1})
-    if not paths or twice:
-        raise InvalidInputError(
-            fail(what, "inputs", twice or paths, "at least one file, each once",
-                 "name every file once"))
+    require(what, "name every file once",
+            ("inputs", twice or paths, bool(paths) and not twice, "at least one file, each once"))
     return paths
 
 

@@ -31,7 +31,7 @@ from oper.data.vocabulary.building import (
     write_parts,
 )
 from oper.data.vocabulary.merging import RunMerger
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, fail, require
 from oper.rows import remap
 from oper.support.files import check_local, read_json, write_text
 
@@ -159,11 +159,9 @@ def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
 
 def check_columns(finished: FinishedVocabulary, columns: Sequence[str]) -> None:
     """Raise InvalidInputError unless a vocabulary is of these sparse columns."""
-    if finished.columns != tuple(columns):
-        raise InvalidInputError(
-            fail("cannot apply a vocabulary", "sparse columns", list(columns),
-                 f"{list(finished.columns)} as in {str(finished.path)!r}",
-                 "pass the recipe and columns that it was made with"))
+    require("cannot apply a vocabulary", "pass the recipe and columns that it was made with",
+            ("sparse columns", list(columns), finished.columns == tuple(columns),
+             f"{list(finished.columns)} as in {str(finished.path)!r}"))
 
 
 def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str]],
@@ -193,17 +191,14 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
     what = "cannot extend a vocabulary"
     old, target = FinishedVocabulary.open(path), Path(output)
     check_local(output)
-    if target.exists():
-        raise InvalidInputError(fail(what, "output", str(target), "a new folder",
-                                     "choose another one"))
+    require(what, "choose another one",
+            ("output", str(target), not target.exists(), "a new folder"))
     hashed = [n for n, f in old.facts.items() if f.hashed]
-    if hashed:
-        raise InvalidInputError(fail(what, "hashed columns", hashed[:8], "none",
-                                     "a hash has a row for every value already"))
+    require(what, "a hash has a row for every value already",
+            ("hashed columns", hashed[:8], not hashed, "none"))
     sources = [_source(what, old, Path(f)) for f in folders]
-    if not sources:
-        raise InvalidInputError(fail(what, "folders", [], "at least one", "name what was "
-                                     "preprocessed with --vocabulary"))
+    require(what, "name what was preprocessed with --vocabulary",
+            ("folders", sources, bool(sources), "at least one"))
     least = old.min_count if min_count is None else min_count
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as work:
@@ -233,10 +228,9 @@ def _source(what: str, old: FinishedVocabulary, folder: Path) -> Path:
         applied = read_json(folder / MANIFEST, what).get("vocabulary") or {}
     except (OSError, AttributeError):
         applied = {}
-    if applied.get("digest") != old.digest:
-        raise InvalidInputError(
-            fail(what, "folder", str(folder), f"one preprocessed with --vocabulary {old.path}",
-                 "its unseen values are those of another vocabulary, or it has none"))
+    require(what, "its unseen values are those of another vocabulary, or it has none",
+            ("folder", str(folder), applied.get("digest") == old.digest,
+             f"one preprocessed with --vocabulary {old.path}"))
     return folder
 
 
@@ -300,9 +294,8 @@ def _extend_column(old: FinishedVocabulary, name: str, sources: Sequence[Path], 
     shift = facts.num_rows - 1
     missing_id = facts.missing_id or (more.missing_id + shift if more.missing_id else 0)
     given = replace(facts, num_rows=facts.num_rows + more.num_rows - 1, missing_id=missing_id)
-    if given.num_rows > 1 << 31:
-        raise InvalidInputError(fail(f"cannot extend the vocabulary of {name!r}", "rows",
-                                     given.num_rows, "<= 2^31", "pass --max-rows"))
+    require(f"cannot extend the vocabulary of {name!r}", "pass --max-rows",
+            ("rows", given.num_rows, given.num_rows <= 1 << 31, "<= 2^31"))
     missing = before.num_missing if facts.missing_id else num_missing
     write_parquet(work / "out" / "vocabulary" / f"{name}.parquet",
                   lambda: _merged(before, Vocabulary(new), shift),
