@@ -150,16 +150,18 @@ class Job(JobSpec):
             self._share("counting", {f"count-{k:03d}": partial(self._count, k, split)
                                      for k in range(len(self.recipe.sparse))}, [])
             share({"counted": lambda: None}, tasks)
-        sizes = self._bytes() if split.by == "rows" else [rows for _, _, rows in self._spans]
+        by_rows = split.by == "rows"
+        sizes = self._bytes() if by_rows else [rows for _, _, rows in self._spans]
+        # Units that have been written are removed at once, but after they are marked as done.
         self._share("writing", {f"write-{k:06d}": partial(self._write, k, split)
-                                for k in range(len(sizes))}, sizes,
-                    # What has been written is removed at once, but after it is marked as done.
-                    lambda name: split.by == "rows" and self.stage.drop(
-                        int(name.removeprefix("write-"))))
+                                for k in range(len(sizes))}, sizes, self._drop if by_rows else None)
         share({"finished": lambda: self._finish(split)}, tasks)
 
+    def _drop(self, task: str) -> None:
+        self.stage.drop(int(task.removeprefix("write-")))
+
     def _share(self, title: str, tasks: dict[str, Any], sizes: list[int],
-               done: Callable[[str], object] = lambda name: None) -> None:
+               done: Callable[[str], None] | None = None) -> None:
         """Have tasks done; `sizes` of them, in bytes or rows, for the progress bar."""
         unit = "" if sizes else " columns"
         sizes = sizes or [1] * len(tasks)
@@ -168,7 +170,8 @@ class Job(JobSpec):
                   disable=not self.options.show_progress) as bar:
             def tell(name: str) -> None:
                 bar.update(weight[name])
-                done(name)
+                if done is not None:
+                    done(name)
 
             share(tasks, self.work / "tasks", tell)
 
