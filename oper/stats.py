@@ -8,12 +8,12 @@ it merges by addition. A planner reads histogram and head, never a dense array o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError, fail, require
 from oper.support.files import read_arrays, write_arrays
 
 STATS_KIND = "oper-stats"
@@ -48,16 +48,17 @@ def _whole_numbers(what: str, name: str, values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, np.int64)
 
 
-def _check_equal_lengths(what: str, owner: object, *names: str) -> None:
+Check = tuple[str, object, bool, str]
+
+
+def _equal_lengths(owner: object, *names: str) -> Check:
     sizes = [np.shape(getattr(owner, name)) for name in names]
-    if len(set(sizes)) > 1:
-        raise InvalidInputError(
-            fail(what, f"shapes of {', '.join(names)}", sizes, "equal shapes", "count again"))
+    return f"shapes of {', '.join(names)}", sizes, len(set(sizes)) == 1, "equal shapes"
 
 
-def _check_ascending(what: str, name: str, values: np.ndarray) -> None:
-    if (np.diff(values) <= 0).any():
-        raise InvalidInputError(fail(what, name, values, "ascending values", "count again"))
+def _ascending(owner: object, name: str) -> Check:
+    values = getattr(owner, name)
+    return name, values, bool((np.diff(values) > 0).all()), "ascending values"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,10 +79,8 @@ class TimeBucket:
         what = f"invalid time bucket {self.label!r}"
         for name in ("ids", "counts"):
             object.__setattr__(self, name, _whole_numbers(what, name, getattr(self, name)))
-        _check_equal_lengths(what, self, "ids", "counts")
-        _check_ascending(what, "ids", self.ids)
-        if self.counts.min(initial=1) < 1:
-            raise InvalidInputError(fail(what, "counts", self.counts, ">= 1", "count again"))
+        require(what, "count again", _equal_lengths(self, "ids", "counts"), _ascending(self, "ids"),
+                ("counts", self.counts, self.counts.min(initial=1) >= 1, ">= 1"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,13 +107,11 @@ class Sketch:
         what = "invalid sketch"
         for name in _SKETCH:
             object.__setattr__(self, name, _whole_numbers(what, name, getattr(self, name)))
-        for kind in ("heavy", "sample"):
-            _check_equal_lengths(what, self, f"{kind}_ids", f"{kind}_counts")
-            _check_ascending(what, f"{kind}_ids", getattr(self, f"{kind}_ids"))
-        if self.heavy_error < 0 or not 0 <= self.sample_level < 64:
-            raise InvalidInputError(
-                fail(what, "heavy_error, sample_level", (self.heavy_error, self.sample_level),
-                     ">= 0, below 64", "count again"))
+        require(what, "count again",
+                *(_equal_lengths(self, f"{x}_ids", f"{x}_counts") for x in ("heavy", "sample")),
+                *(_ascending(self, f"{x}_ids") for x in ("heavy", "sample")),
+                ("heavy_error, sample_level", (self.heavy_error, self.sample_level),
+                 self.heavy_error >= 0 and 0 <= self.sample_level < 64, ">= 0, below 64"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,39 +157,32 @@ class TableStats:
                 object.__setattr__(self, name, _whole_numbers(what, name, getattr(self, name)))
         rows = np.ascontiguousarray(self.presence_rows, np.float64)
         object.__setattr__(self, "presence_rows", rows)
-        for a, b in (("head_ids", "head_counts"), ("tail_values", "tail_num_rows"),
-                     ("length_values", "length_counts"), ("presence_samples", "presence_rows"),
-                     ("presence_samples", "presence_windows")):
-            _check_equal_lengths(what, self, a, b)
-        for name in ("tail_values", "length_values", "presence_samples"):
-            _check_ascending(what, name, getattr(self, name))
-        if not (np.isfinite(rows).all() and rows.min(initial=0.0) >= 0):
-            raise InvalidInputError(fail(what, "presence_rows", rows, "values >= 0", "count again"))
-        if self.num_rows < 1:
-            raise InvalidInputError(fail(what, "num_rows", self.num_rows, ">= 1", "count again"))
+        require(what, "count again",
+                *(_equal_lengths(self, *names) for names in (
+                    ("head_ids", "head_counts"), ("tail_values", "tail_num_rows"),
+                    ("length_values", "length_counts"),
+                    ("presence_samples", "presence_rows", "presence_windows"))),
+                *(_ascending(self, name)
+                  for name in ("tail_values", "length_values", "presence_samples")),
+                ("presence_rows", rows, bool(np.isfinite(rows).all())
+                 and rows.min(initial=0.0) >= 0, "values >= 0"),
+                ("num_rows", self.num_rows, self.num_rows >= 1, ">= 1"))
         ids = [self.head_ids, *(b.ids for b in self.buckets)]
         top = max((int(i.max()) for i in ids if i.size), default=-1)
-        if top >= self.num_rows:
-            raise InvalidInputError(
-                fail(what, "largest id", top, f"< num_rows={self.num_rows}",
-                     "pass the number of rows of the table, above its largest id"))
+        require(what, "pass the number of rows of the table, above its largest id",
+                ("largest id", top, top < self.num_rows, f"< num_rows={self.num_rows}"))
         known = self.head_ids.size + int(self.tail_num_rows.sum())
-        if known != self.num_rows:
-            raise InvalidInputError(
-                fail(what, "rows in head and tail", known, f"num_rows={self.num_rows}",
-                     "count again"))
-        self._check_head(what)
-
-    def _check_head(self, what: str) -> None:
-        counts, ids = self.head_counts, self.head_ids
+        counts = self.head_counts
         steps = np.diff(counts)
-        is_ordered = not (steps > 0).any() and not (np.diff(ids)[steps == 0] <= 0).any()
-        if counts.size and (not is_ordered or counts[-1] < 1):
-            raise InvalidInputError(
-                fail(what, "head_counts", counts, "counts >= 1, descending, ties by ascending id",
-                     "count again"))
-        if not np.diff(np.sort(ids)).all():  # np.unique hashes, which takes ten times as long
-            raise InvalidInputError(fail(what, "head_ids", ids, "distinct ids", "count again"))
+        is_ordered = not (steps > 0).any() and not (np.diff(self.head_ids)[steps == 0] <= 0).any()
+        require(what, "count again",
+                ("rows in head and tail", known, known == self.num_rows,
+                 f"num_rows={self.num_rows}"),
+                ("head_counts", counts, not counts.size or (is_ordered and counts[-1] >= 1),
+                 "counts >= 1, descending, ties by ascending id"),
+                # np.unique hashes, which takes ten times as long.
+                ("head_ids", self.head_ids, bool(np.diff(np.sort(self.head_ids)).all()),
+                 "distinct ids"))
 
     def __repr__(self) -> str:
         return (f"TableStats(num_rows={self.num_rows}, num_accesses={self.num_accesses}, "
@@ -401,8 +391,14 @@ class AccessStats:
         return (f"AccessStats(num_samples={self.num_samples}, {len(self.tables)} tables of "
                 f"{sum(t.num_rows for t in self.tables.values())} rows, source={self.source!r})")
 
-    def merge(self, other: AccessStats) -> AccessStats:
-        """Statistics of both parts together; raises InvalidInputError when the tables differ."""
+    def merge(self, other: AccessStats, merge_tables: Callable[
+            [str, TableStats, TableStats], TableStats] = lambda _, a, b: a.merge(b)) -> AccessStats:
+        """Statistics of both parts together; raises InvalidInputError when the tables differ.
+
+        Args:
+            other: the later part.
+            merge_tables: merges the parts of the table of a name.
+        """
         if set(self.tables) != set(other.tables):
             raise InvalidInputError(
                 fail("cannot merge statistics", "tables",
@@ -410,24 +406,11 @@ class AccessStats:
                      "the same tables in both parts", "count the same tables"))
         return AccessStats(
             self.num_samples + other.num_samples,
-            {name: t.merge(other.tables[name]) for name, t in self.tables.items()},
+            {name: merge_tables(name, t, other.tables[name]) for name, t in self.tables.items()},
             " + ".join(dict.fromkeys(f"{self.source} + {other.source}".split(" + "))),
             self.ids_in_hotness_order and other.ids_in_hotness_order)
 
     __add__ = merge
-
-    @staticmethod
-    def merge_all(parts: Iterable[AccessStats]) -> AccessStats:
-        """Statistics of all parts together, merged as a balanced tree."""
-        level = list(parts)
-        if not level:
-            raise InvalidInputError(
-                fail("cannot merge statistics", "parts", 0, "at least one part",
-                     "pass the statistics of one part or more"))
-        while len(level) > 1:
-            level = [level[i].merge(level[i + 1]) if i + 1 < len(level) else level[i]
-                     for i in range(0, len(level), 2)]
-        return level[0]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the statistics to one checked file, atomically."""

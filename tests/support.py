@@ -171,6 +171,11 @@ def access_stats(draw: st.DrawFn) -> AccessStats:
                        draw(st.sampled_from(["", "log", "day 1"])), draw(st.booleans()))
 
 
+def counts_by(ids: np.ndarray, counts: np.ndarray) -> dict[int, int]:
+    """Counts by id, to be compared with those of a `Counter`."""
+    return dict(zip(ids.tolist(), counts.tolist(), strict=True))
+
+
 def wait_for(condition: Any, seconds: float = 180) -> None:
     """Wait until `condition` holds; fails after a while, in which any machine would be done."""
     until = time.monotonic() + seconds

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from oper.analysis import merge_stats
 from oper.errors import FileFormatError, InvalidInputError
 from oper.stats import (
     STATS_KIND,
@@ -22,7 +23,7 @@ from oper.stats import (
     table_stats_for,
 )
 from oper.support.files import read_arrays, write_arrays
-from tests.support import access_stats, table_stats
+from tests.support import access_stats, counts_by, table_stats
 
 INT = np.int64
 
@@ -58,10 +59,8 @@ def test_merge_adds_counts_and_is_commutative(a: TableStats, b: TableStats) -> N
     assert both.head_ids.tolist() == order
     lengths: Counter[int] = Counter()
     for part in (a, b):
-        lengths.update(dict(zip(part.length_values.tolist(), part.length_counts.tolist(),
-                                strict=True)))
-    assert dict(zip(both.length_values.tolist(), both.length_counts.tolist(), strict=True)
-                ) == lengths
+        lengths.update(counts_by(part.length_values, part.length_counts))
+    assert counts_by(both.length_values, both.length_counts) == lengths
     assert_equal(both, b.merge(a), any_bucket_order=True)
 
 
@@ -90,8 +89,8 @@ def test_presence_merges_as_a_weighted_mean() -> None:
 
 
 @given(st.lists(access_stats(), min_size=1, max_size=5))
-def test_merge_all_is_merging_one_by_one(parts: list[AccessStats]) -> None:
-    tree, chain = AccessStats.merge_all(parts), reduce(lambda a, b: a + b, parts)
+def test_all_parts_merge_as_one_by_one(parts: list[AccessStats]) -> None:
+    tree, chain = merge_stats(parts), reduce(lambda a, b: a + b, parts)
     assert tree.num_samples == chain.num_samples == sum(p.num_samples for p in parts)
     assert tree.ids_in_hotness_order == all(p.ids_in_hotness_order for p in parts)
     for name in ("a", "b"):
@@ -136,8 +135,6 @@ def test_merge_refuses_other_tables() -> None:
         a.merge(b)
     with pytest.raises(InvalidInputError, match=r"tables=\['u', 'v'\]"):
         AccessStats(0, {"t": a, "u": a}).merge(AccessStats(0, {"t": a, "v": a}))
-    with pytest.raises(InvalidInputError, match="at least one part"):
-        AccessStats.merge_all([])
 
 
 VALID: dict[str, Any] = {

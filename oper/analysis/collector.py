@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from oper.analysis.counting import CountOptions, TableCounter
+from oper.analysis.counting import CountOptions
 from oper.analysis.presence import Lookups
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError, fail, require
 from oper.stats import AccessStats
 from oper.tables import TableSpec, check_unique, plan_names
 
@@ -65,11 +65,8 @@ class Collector:
         feature of its own name."""
         options = options or CountOptions()
         self._tables = tables_of(model_or_tables)
-        dense = options.dense_tables([t.num_rows for t in self._tables])
-        self._counters = [
-            TableCounter(t.name, t.num_rows, d, options.presence_samples,
-                         options.sparse_budget_bytes)
-            for t, d in zip(self._tables, dense, strict=True)]
+        self._counters = options.counters([t.name for t in self._tables],
+                                          [t.num_rows for t in self._tables])
         self._num_samples = 0
         self._seen: set[str] = set()
         self._share = options.max_overhead
@@ -105,10 +102,8 @@ class Collector:
             found, samples = _read(source)
             num_samples = max(num_samples, samples)
             twice = sorted(features.keys() & found.keys())
-            if twice:
-                raise InvalidInputError(
-                    fail("cannot read a batch", "features", twice, "each feature once",
-                         "pass one part of the batch"))
+            require("cannot read a batch", "pass one part of the batch",
+                    ("features", twice, not twice, "each feature once"))
             features.update(found)
         for table, counter in zip(self._tables, self._counters, strict=True):
             lookups = [features[f] for f in table.features or (table.name,) if f in features]
@@ -121,11 +116,10 @@ class Collector:
         """The statistics; raises InvalidInputError when a table was never looked up."""
         unseen = [t.name for t in self._tables
                   if not self._seen.intersection(t.features or (t.name,))]
-        if unseen:
-            raise InvalidInputError(
-                fail("no lookups of some tables", "tables", unseen,
-                     f"a feature of each in the batches, which have {sorted(self._seen)[:12]}",
-                     "pass batches with these features, or only the other tables"))
+        require("no lookups of some tables",
+                "pass batches with these features, or only the other tables",
+                ("tables", unseen, not unseen, "a feature of each in the batches, which have "
+                 f"{sorted(self._seen)[:12]}"))
         return AccessStats(
             self._num_samples,
             {t.name: c.finish() for t, c in zip(self._tables, self._counters, strict=True)},
@@ -144,10 +138,9 @@ def tables_of(model_or_tables: Any) -> tuple[TableSpec, ...]:
         found = list(_module_tables(model_or_tables))
         names = plan_names((path, t.name) for path, t in found)
         tables = [replace(t, name=names[path, t.name]) for path, t in found]
-        if not tables:
-            raise InvalidInputError(
-                fail("cannot collect statistics", "model", type(model_or_tables).__name__,
-                     "a module with embedding tables", "pass the model or its tables"))
+        require("cannot collect statistics", "pass the model or its tables",
+                ("model", type(model_or_tables).__name__, bool(tables),
+                 "a module with embedding tables"))
         return check_unique(tables)
     if isinstance(model_or_tables, TableSpec):
         return (model_or_tables,)
@@ -214,10 +207,9 @@ def _pair(name: str, value: Any) -> Lookups:
     if isinstance(value, tuple | list) and len(value) == 2 and not np.isscalar(value[0]):
         return Lookups(_array(value[0]), None if value[1] is None else _array(value[1]))
     array = _array(value)
-    if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise InvalidInputError(
-            fail(f"cannot read feature {name!r}", "ids", (array.dtype.name, array.shape),
-                 "(ids, lengths) or a flat integer array", "convert it"))
+    require(f"cannot read feature {name!r}", "convert it",
+            ("ids", (array.dtype.name, array.shape), array.dtype.kind in "iu" and array.ndim == 1,
+             "(ids, lengths) or a flat integer array"))
     return Lookups(array)
 
 

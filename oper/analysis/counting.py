@@ -58,6 +58,12 @@ class CountOptions:
             result[k] = True
         return result
 
+    def counters(self, names: Sequence[str], num_rows: Sequence[int]) -> list[TableCounter]:
+        """A counter of each table, of its name and rows."""
+        return [TableCounter(name, rows, dense, self.presence_samples, self.sparse_budget_bytes)
+                for name, rows, dense in zip(names, num_rows, self.dense_tables(num_rows),
+                                             strict=True)]
+
 
 class AdaptiveCounter:
     """Counts exactly while the distinct ids fit a memory budget, by sketches from then on."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import require
 
 PRESENCE_SAMPLES = (512, 2048, 4096, 8192, 16384)
 _MAX_BLOCKS = 16
@@ -49,10 +49,9 @@ class PresenceSampler:
     def __init__(self, num_rows: int, num_samples: Sequence[int] = PRESENCE_SAMPLES) -> None:
         """Start a sampler for a table of `num_rows` rows; `num_samples` are the window sizes n."""
         sizes = sorted(set(int(n) for n in num_samples))
-        if not sizes or sizes[0] < 1:
-            raise InvalidInputError(
-                fail("cannot measure presence", "num_samples", list(num_samples),
-                     "at least one window size, all >= 1", "correct the sizes"))
+        require("cannot measure presence", "correct the sizes",
+                ("num_samples", list(num_samples), bool(sizes) and sizes[0] >= 1,
+                 "at least one window size, all >= 1"))
         self._sizes = sizes
         self._block = sizes[-1]
         self._bits = (self._block - 1).bit_length()

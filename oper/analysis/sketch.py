@@ -24,49 +24,58 @@ SAMPLE_ENTRIES = 1 << 18  # ids that a distinct sample keeps
 _MAX_RELATIVE_ERROR = 0.1
 _MAX_LEVEL = 63
 _FEW = 1 << 12  # counts below are found by counting them
-_NONE = np.zeros(0, np.int64)
 
 
-class HeavyHitters:
-    """A Misra-Gries summary: counts too low by at most `error`, and no id above it is lost.
+class _Summary:
+    """Ids with their counts, of which so many are kept when there are twice as many."""
 
-    `error` is at most (number of ids) / `num_entries`, on skewed ids far less.
-    """
-
-    def __init__(self, num_entries: int = HEAVY_ENTRIES) -> None:
-        """Keep `num_entries` ids."""
+    def __init__(self, num_entries: int) -> None:
         self.num_entries = num_entries
-        self.error = 0
         self._parts: list[tuple[np.ndarray, np.ndarray]] = []
 
     def add(self, ids: np.ndarray, counts: np.ndarray) -> None:
         """Add distinct ascending ids int64 [K] with their counts int64 [K]."""
         self._parts.append((ids, counts))
         if sum(i.size for i, _ in self._parts) > 2 * self.num_entries:
-            self._reduce()
+            self.result()
 
-    def _reduce(self) -> None:
-        ids, counts = merge_counts(self._parts)
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, ascending, and their counts, int64 [M], `num_entries` of them at most."""
+        if not self._parts:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._parts = [self._kept(*merge_counts(self._parts))]
+        return self._parts[0]
+
+    def _kept(self, ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        raise NotImplementedError
+
+
+class HeavyHitters(_Summary):
+    """A Misra-Gries summary: counts too low by at most `error`, and no id above it is lost.
+
+    `error` is at most (number of ids) / `num_entries`, on skewed ids far less; true count - error
+    <= count <= true count.
+    """
+
+    def __init__(self, num_entries: int = HEAVY_ENTRIES) -> None:
+        """Keep `num_entries` ids."""
+        super().__init__(num_entries)
+        self.error = 0
+
+    def _kept(self, ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if ids.size > self.num_entries:
             # What is subtracted from one id is subtracted from num_entries others as well.
             level = _smallest(counts, ids.size - self.num_entries - 1)
             keep = counts > level
             ids, counts = ids[keep], counts[keep] - level
             self.error += level
-        self._parts = [(ids, counts)]
+        return ids, counts
 
     def merge(self, other: HeavyHitters) -> None:
         """Add another summary; the errors add up."""
         self.error += other.error
         for part in other._parts:
             self.add(*part)
-
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, ascending, and counts int64 [H]: true count - error <= count <= true count."""
-        if not self._parts:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self._reduce()
-        return self._parts[0]
 
 
 def _smallest(counts: np.ndarray, place: int) -> int:
@@ -76,29 +85,25 @@ def _smallest(counts: np.ndarray, place: int) -> int:
     return level if level < _FEW else int(np.partition(counts, place)[place])
 
 
-class DistinctSample:
+class DistinctSample(_Summary):
     """Exact counts of the ids whose hash has `level` leading zeros: a share 2^-level of all ids."""
 
     def __init__(self, num_entries: int = SAMPLE_ENTRIES) -> None:
         """Keep at most `num_entries` ids."""
-        self.num_entries = num_entries
+        super().__init__(num_entries)
         self.level = 0
-        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
 
     def add(self, ids: np.ndarray, counts: np.ndarray) -> None:
         """Add distinct ascending ids int64 [K] with their counts int64 [K]."""
         keep = sampled(ids, self.level)
-        self._parts.append((ids[keep], counts[keep]))
-        if sum(i.size for i, _ in self._parts) > 2 * self.num_entries:
-            self._reduce()
+        super().add(ids[keep], counts[keep])
 
-    def _reduce(self) -> None:
-        ids, counts = merge_counts(self._parts)
+    def _kept(self, ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         while ids.size > self.num_entries and self.level < _MAX_LEVEL:
             self.level += 1
             keep = sampled(ids, self.level)
             ids, counts = ids[keep], counts[keep]
-        self._parts = [(ids, counts)]
+        return ids, counts
 
     def merge(self, other: DistinctSample) -> None:
         """Add another sample."""
@@ -106,13 +111,6 @@ class DistinctSample:
         mine, self._parts = self._parts, []
         for part in [*mine, *other._parts]:
             self.add(*part)
-
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, ascending, and their counts, int64 [M]."""
-        if not self._parts:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self._reduce()
-        return self._parts[0]
 
 
 def sketched_stats(
@@ -283,20 +281,12 @@ def _merge_two(one: AccessStats, other: AccessStats, grown: bool) -> AccessStats
             s, tables={n: t.grown(rows[n]) for n, t in s.tables.items()},
             ids_in_hotness_order=s.ids_in_hotness_order and all(
                 t.num_rows == rows[n] for n, t in s.tables.items())) for s in (one, other))
-    mixed = {name for name, t in one.tables.items()
-             if name in other.tables and not (t.is_exact and other.tables[name].is_exact)}
-    if not mixed:
+    return one.merge(other, _merge_tables)
+
+
+def _merge_tables(name: str, one: TableStats, other: TableStats) -> TableStats:
+    if one.is_exact and other.is_exact:
         return one.merge(other)
-    bare = [replace(s, tables={n: TableStats.from_counts(t.num_rows, _NONE, _NONE, (_NONE, _NONE))
-                               if n in mixed else t for n, t in s.tables.items()})
-            for s in (one, other)]
-    merged = bare[0].merge(bare[1])
-    return replace(merged, tables={
-        n: _merge_sketched(n, one.tables[n], other.tables[n]) if n in mixed else t
-        for n, t in merged.tables.items()})
-
-
-def _merge_sketched(name: str, one: TableStats, other: TableStats) -> TableStats:
     if one.num_rows != other.num_rows:
         raise InvalidInputError(
             fail(f"cannot merge statistics of table {name!r}", "num_rows",

@@ -13,7 +13,7 @@ from typing import IO
 import numpy as np
 
 from oper.analysis.sketch import whole_rows
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, fail, require
 from oper.stats import AccessStats, TableStats
 
 _NAMES = {"field": ("field", "column", "feature"), "value": ("value", "id"),
@@ -58,16 +58,14 @@ def stats_from_value_counts(path: str | os.PathLike[str], options: ValueCountOpt
     least = options.min_count or min(int(c.min()) for c in fields.values())
     what = f"cannot use the counts of {os.fspath(path)!r}"
     unknown = sorted(set(options.num_rows or {}) - set(fields))
-    if unknown:
-        raise InvalidInputError(fail(what, "num_rows", unknown, f"fields {sorted(fields)[:12]}",
-                                     "name fields that the file has"))
+    require(what, "name fields that the file has",
+            ("num_rows", unknown, not unknown, f"fields {sorted(fields)[:12]}"))
     tables, modelled = {}, 0
     for name, counts in fields.items():
         missing = total - int(counts.sum())
-        if missing < 0:
-            raise InvalidInputError(
-                fail(what, f"accesses of {name!r}", int(counts.sum()), f"<= num_samples={total}",
-                     "correct the number of samples"))
+        require(what, "correct the number of samples",
+                (f"accesses of {name!r}", int(counts.sum()), missing >= 0,
+                 f"<= num_samples={total}"))
         known = (options.num_rows or {}).get(name)
         tail = _tail(counts, missing, least, None if known is None else known - counts.size)
         modelled += missing

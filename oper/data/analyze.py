@@ -70,9 +70,7 @@ def _counters(folder: Folder, options: CountOptions) -> Sequence[TableCounter | 
     if folder.raw_ids:
         return [KeyCounter(options.presence_samples, options.sparse_budget_bytes)
                 for _ in folder.sparse]
-    dense = options.dense_tables(folder.num_rows)
-    return [TableCounter(name, rows, d, options.presence_samples, options.sparse_budget_bytes)
-            for name, rows, d in zip(folder.sparse, folder.num_rows, dense, strict=True)]
+    return options.counters(folder.sparse, folder.num_rows)
 
 
 def _count(counters: Sequence[TableCounter | KeyCounter], labels: list[str], buckets: np.ndarray,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, fail, require
 from oper.support.files import check_local, read_json
 from oper.tables import TableSpec
 
@@ -42,6 +42,30 @@ def _whole(name: str, value: Any, least: int, most: int = (1 << 63) - 1) -> int:
     return value
 
 
+def read_manifest(folder: Path, what: str, todo: str, *kinds: tuple[str, int]) -> dict[str, Any]:
+    """The manifest of a folder, of one of some kinds and versions.
+
+    Args:
+        folder: its folder.
+        what: how an error begins.
+        todo: what to do where there is none.
+        kinds: kinds and versions that are read.
+
+    Raises:
+        FileFormatError: there is none, or it is damaged or another one.
+    """
+    try:
+        manifest = read_json(folder / MANIFEST, what)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileFormatError(
+            fail(what, "manifest", MANIFEST, "an existing file", todo)) from None
+    found = (manifest.get("kind"), manifest.get("version")) if isinstance(manifest, dict) else ()
+    if found not in kinds:
+        raise FileFormatError(fail(what, "kind, version", found, f"one of {kinds}",
+                                   "preprocess again with this release"))
+    return manifest
+
+
 @dataclass(frozen=True, slots=True)
 class Folder:
     """A folder that preprocessing wrote.
@@ -60,9 +84,8 @@ class Folder:
             have no id of their own and share row 0 with rare and unseen values (hashed columns:
             with nothing else).
         raw_ids: whether ids are raw 64-bit keys, for dynamic tables, in the place of row numbers.
-        part_sizes: by ``SPLIT/FILE`` the bytes and rows of the Parquet files; those of earlier
-            releases are not known.
-        row_group_rows: rows of every row group but a file's last; 0 = not known.
+        part_sizes: by ``SPLIT/FILE`` the bytes and rows of the Parquet files.
+        row_group_rows: rows of every row group but a file's last.
         time: name of the column of times, int64 seconds since 1970; empty for a log without times.
     """
 
@@ -74,12 +97,12 @@ class Folder:
     bucket: str
     num_rows: tuple[int, ...]
     rows: dict[str, int]
-    multi_hot: tuple[str, ...] = ()
-    time: str = ""
-    missing_ids: dict[str, int] = field(default_factory=dict)
-    raw_ids: bool = False
-    part_sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    row_group_rows: int = 0
+    multi_hot: tuple[str, ...]
+    time: str
+    missing_ids: dict[str, int]
+    raw_ids: bool
+    part_sizes: dict[str, tuple[int, int]]
+    row_group_rows: int
 
     @staticmethod
     def open(path: str | os.PathLike[str], allow_raw: bool = False) -> Folder:
@@ -97,25 +120,11 @@ class Folder:
         check_local(path)
         folder = Path(path)
         what = f"cannot open {os.fspath(path)!r} as a preprocessed folder"
-        try:
-            manifest = read_json(folder / MANIFEST, what)
-        except (FileNotFoundError, NotADirectoryError):
-            todo = "name a folder that 'oper preprocess' wrote"
-            if (folder / LOOKUPS).exists():
-                todo = ("'oper generate' wrote lookups there, which have no labels to train on and "
-                        "whose statistics it has written: " + todo)
-            raise FileFormatError(
-                fail(what, "manifest", MANIFEST, "an existing file", todo)) from None
-        try:
-            kind, version = manifest["kind"], manifest["version"]
-        except (KeyError, TypeError) as error:
-            raise FileFormatError(
-                fail(what, "manifest", str(error), "JSON with kind and version",
-                     "preprocess again")) from None
-        if (kind, version) != (FOLDER_KIND, FOLDER_VERSION):
-            raise FileFormatError(
-                fail(what, "kind, version", (kind, version), f"{(FOLDER_KIND, FOLDER_VERSION)}",
-                     "preprocess again with this release"))
+        todo = "name a folder that 'oper preprocess' wrote"
+        if (folder / LOOKUPS).exists():
+            todo = ("'oper generate' wrote lookups there, which have no labels to train on and "
+                    "whose statistics it has written: " + todo)
+        manifest = read_manifest(folder, what, todo, (FOLDER_KIND, FOLDER_VERSION))
         try:
             columns, tables = manifest["columns"], manifest["tables"]
             sparse, multi_hot = _names(columns["sparse"]), _names(columns["multi_hot"])
@@ -125,7 +134,7 @@ class Folder:
             for name in ("recipe", "dense_transforms"):
                 if not isinstance(manifest.get(name, {}), dict):
                     raise TypeError(f"{name} is not an object")
-            raw = bool(manifest.get("raw_ids", False))
+            raw = bool(manifest["raw_ids"])
             num_rows = () if raw else tuple(
                 _whole(f"num_rows of {n!r}", tables[n]["num_rows"], 1) for n in sparse)
             lowest, tops = (-1 << 63, [(1 << 63) - 1] * len(sparse)) if raw else (
@@ -138,17 +147,16 @@ class Folder:
                 {n: _whole(f"missing_id of {n!r}", tables[n]["missing_id"], lowest, top)
                  for n, top in zip(sparse, tops, strict=True)}, raw,
                 {str(name): (_whole("bytes", size, 0), _whole("rows", rows, 0))
-                 for name, (size, rows) in manifest.get("parts", {}).items()},
-                _whole("row_group_rows", manifest.get("row_group_rows", 0), 0))
+                 for name, (size, rows) in manifest["parts"].items()},
+                _whole("row_group_rows", manifest["row_group_rows"], 1))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")
             ) from None
-        if raw and not allow_raw:
-            raise InvalidInputError(fail(
-                f"cannot use {os.fspath(path)!r} here", "ids", "raw", "row numbers of a vocabulary",
+        require(f"cannot use {os.fspath(path)!r} here",
                 "train a DLRM on it, with dynamic.rows in the configuration of oper train, or "
-                "preprocess without --raw-ids"))
+                "preprocess without --raw-ids",
+                ("ids", "raw", allow_raw or not raw, "row numbers of a vocabulary"))
         return found
 
     @property
@@ -176,9 +184,7 @@ class Folder:
     def parts(self, split: str) -> list[Path]:
         """The Parquet files of a split, in order; raises InvalidInputError or FileFormatError."""
         what = f"cannot read {str(self.path)!r}"
-        if split not in SPLITS:
-            raise InvalidInputError(
-                fail(what, "split", split, f"one of {SPLITS}", "choose one of them"))
+        require(what, "choose one of them", ("split", split, split in SPLITS, f"one of {SPLITS}"))
         found = sorted((self.path / split).glob("part-*.parquet"))
         if not found and self.rows[split]:
             raise FileFormatError(

@@ -227,10 +227,8 @@ def parse_share(value: object, what: str, name: str) -> Fraction:
         share = Fraction(text if _SHARE.fullmatch(text) else -1)
     except (ValueError, ZeroDivisionError):
         share = Fraction(-1)
-    if not 0 <= share < 1:
-        raise InvalidInputError(
-            fail(what, name, value, "a share from 0 to below 1, e.g. '1/7'",
-                 "write a share below 1"))
+    require(what, "write a share below 1",
+            (name, value, 0 <= share < 1, "a share from 0 to below 1, e.g. '1/7'"))
     return share
 
 
@@ -358,50 +356,44 @@ def _columns(what: str, entry: Any) -> list[Column]:
     fields = {f.name for f in dataclasses.fields(Column)}
     _check_keys(what, entry, {"name", "kind"}, {"first", "last"} | fields)
     kind = entry["kind"]
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise InvalidInputError(fail(what, "kind", kind, f"one of {tuple(KINDS)}",
-                                     "choose one of these kinds"))
+    require(what, "choose one of these kinds",
+            ("kind", kind, isinstance(kind, str) and kind in KINDS, f"one of {tuple(KINDS)}"))
     parse, transform = entry.get("parse", KINDS[kind][0]), entry.get("transform", "none")
-    if parse not in KINDS[kind]:
-        raise InvalidInputError(fail(what, "parse", parse, f"one of {KINDS[kind]}",
-                                     "choose one of these, or another kind"))
-    if transform not in TRANSFORMS or (transform != "none" and kind != "dense"):
-        raise InvalidInputError(
-            fail(what, "transform", transform, f"one of {TRANSFORMS}, of a dense column",
-                 "choose one of these, or leave it out"))
     multi = entry.get("multi", "")
-    if not isinstance(multi, str) or len(multi) > 1 or (multi and kind != "sparse"):
-        raise InvalidInputError(fail(what, "multi", multi, "a character, of a sparse column only",
-                                     "give one character to a sparse column, or leave it out"))
+    bins = tuple(_number(what, "bins", x) for x in _list(entry.get("bins", [])))
+    require(what, "choose one of these, or another kind",
+            ("parse", parse, parse in KINDS[kind], f"one of {KINDS[kind]}"))
+    require(what, "choose one of these, or leave it out",
+            ("transform", transform, transform == "none"
+             or (transform in TRANSFORMS and kind == "dense"),
+             f"one of {TRANSFORMS}, of a dense column"))
+    require(what, "give one character to a sparse column, or leave it out",
+            ("multi", multi, multi == "" or (isinstance(multi, str) and len(multi) == 1
+                                             and kind == "sparse"),
+             "a character, of a sparse column only"))
+    require(what, "give the lower bounds of the bins",
+            ("bins", bins, bool(bins) == (parse == "bins") and list(bins) == sorted(set(bins)),
+             'ascending numbers, with parse = "bins"'))
     options: dict[str, Any] = {k: _texts(what, k, entry[k])
                                for k in ("source", "missing", "positive") if k in entry}
     if "threshold" in entry:
         options["threshold"] = _number(what, "threshold", entry["threshold"])
-    if "bins" in entry or parse == "bins":
-        bins = tuple(_number(what, "bins", x) for x in _list(entry.get("bins", [])))
-        if parse != "bins" or not bins or list(bins) != sorted(set(bins)):
-            raise InvalidInputError(
-                fail(what, "bins", bins, 'ascending numbers, with parse = "bins"',
-                     "give the lower bounds of the bins"))
-        options["bins"] = bins
     names = [str(entry["name"])]
     if "first" in entry or "last" in entry:
         first, last = entry.get("first"), entry.get("last")
-        if (type(first) is not int or type(last) is not int or "{}" not in names[0]
-                or not 0 <= last - first < _MAX_COLUMNS):
-            raise InvalidInputError(
-                fail(what, "first, last", (first, last), "two integers, at most "
-                     f"{_MAX_COLUMNS} columns, and a name with {{}}",
-                     "give both, the first not above the last, and put {} into the name"))
+        require(what, "give both, the first not above the last, and put {} into the name",
+                ("first, last", (first, last), type(first) is int and type(last) is int
+                 and "{}" in names[0] and 0 <= last - first < _MAX_COLUMNS,
+                 f"two integers, at most {_MAX_COLUMNS} columns, and a name with {{}}"))
         names = [names[0].replace("{}", str(k)) for k in range(first, last + 1)]
-    return [Column(name, kind, parse, transform, multi=multi, **options)
+    return [Column(name, kind, parse, transform, multi=multi, bins=bins, **options)
             for name in names]
 
 
 def _texts(what: str, name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(x, str | int | float)
-                                                      for x in value):
-        raise InvalidInputError(fail(what, name, value, "a list of texts", "write a list of texts"))
+    require(what, "write a list of texts",
+            (name, value, isinstance(value, list | tuple)
+             and all(isinstance(x, str | int | float) for x in value), "a list of texts"))
     return tuple(map(str, value))
 
 
@@ -410,8 +402,8 @@ def _number(what: str, name: str, value: Any) -> float:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
         number = math.nan
-    if not math.isfinite(number):
-        raise InvalidInputError(fail(what, name, value, "a finite number", "write a finite number"))
+    require(what, "write a finite number",
+            (name, value, math.isfinite(number), "a finite number"))
     return number
 
 
@@ -500,8 +492,7 @@ def _layout_checks(layout: Layout, recipe: Recipe) -> list[tuple[str, object, bo
 
 
 def _check_keys(what: str, value: Any, needed: set[str], optional: set[str]) -> None:
-    keys = set(value) if isinstance(value, dict) else None
-    if keys is None or needed - keys or keys - needed - optional:
-        raise InvalidInputError(
-            fail(what, "keys", sorted(keys) if keys is not None else value,
-                 f"{sorted(needed)} and at most {sorted(optional)}", "correct the recipe"))
+    keys = set(value) if isinstance(value, dict) else set()
+    require(what, "correct the recipe",
+            ("keys", sorted(keys) or value, isinstance(value, dict) and needed <= keys
+             and keys <= needed | optional, f"{sorted(needed)} and at most {sorted(optional)}"))

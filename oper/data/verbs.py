@@ -6,10 +6,10 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from oper.errors import InvalidInputError, UsageError, fail
+from oper.errors import InvalidInputError, UsageError, fail, require
 from oper.support.files import check_target
 from oper.support.flags import number, whole
 from oper.support.text import aligned
@@ -74,7 +74,7 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                              "settings has left; a run that is alive is never replaced")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     own = parser.add_argument_group("files of your own (recipes csv and parquet)")
-    own.add_argument("--sparse", metavar="A,B",
+    own.add_argument("--sparse", type=_names, default=[], metavar="A,B",
                      help="id columns; in CSV files texts, but for A:int, A:uint64, A:hex32, "
                           "A:integral (ids written 17850.0), A:bins=18/30 (numbers by bins); "
                           "A:| for fields like 3|17|4")
@@ -82,16 +82,19 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                      help="column of 0 and 1, or of what --threshold or --among make 0 and 1 of")
     own.add_argument("--threshold", type=number(-math.inf), metavar="X",
                      help="the label is 1 for numbers from X on")
-    own.add_argument("--among", metavar="A,B", help="the label is 1 for these texts")
-    own.add_argument("--dense", metavar="A,B", help="number columns; A:log1p = log(1 + max(A, 0))")
+    own.add_argument("--among", type=_names, default=[], metavar="A,B",
+                     help="the label is 1 for these texts")
+    own.add_argument("--dense", type=_names, default=[], metavar="A,B",
+                     help="number columns; A:log1p = log(1 + max(A, 0))")
     own.add_argument("--cross", action="append", metavar="A*B=N", default=[],
                      help="a further id column: the ids of A and B, hashed into N rows")
     own.add_argument("--join", metavar="FILE",
                      help="a side table (CSV with a header, or Parquet), of the items say")
     own.add_argument("--join-on", metavar="A[=B]", default="",
                      help="id column that its rows are found by, called B in FILE")
-    own.add_argument("--join-sparse", metavar="A,B", help="its columns to add, as --sparse")
-    own.add_argument("--join-dense", metavar="A,B", help="its columns to add, as --dense")
+    for kind in ("sparse", "dense"):
+        own.add_argument(f"--join-{kind}", type=_names, default=[], metavar="A,B",
+                         help=f"its columns to add, as --{kind}")
     own.add_argument("--encoding", choices=("utf-8", "latin-1"), default="utf-8",
                      help="of CSV files")
     own.add_argument("--time", metavar="NAME", help="time column to split by")
@@ -186,22 +189,15 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     from oper.data.generic import GENERIC, Choice, check_generic_inputs, generic_recipe
     from oper.data.recipe import load_recipe
 
-    own = {n: getattr(args, n) for n in ("sparse", "label", "dense", "time", "threshold", "among",
-                                         "join")}
+    own = {f.name: getattr(args, f.name) for f in fields(Choice)}
     if args.recipe not in GENERIC:
-        given = [f"--{n}" for n, value in {**own, "filter": args.filter or None,
-                                           "cross": args.cross or None}.items()
-                 if value is not None]
-        if given:
-            raise InvalidInputError(
-                fail("cannot preprocess", "options", given, f"only with {' or '.join(GENERIC)}",
-                     f"leave them out: recipe {args.recipe!r} names its columns"))
+        given = [f"--{n.replace('_', '-')}" for n, value in own.items()
+                 if value not in (None, [], getattr(Choice(()), n))]
+        require("cannot preprocess", f"leave them out: recipe {args.recipe!r} names its columns",
+                ("options", given, not given, f"only with {' or '.join(GENERIC)}"))
         return load_recipe(args.recipe)
     check_generic_inputs(args.recipe, args.inputs)
-    return generic_recipe(args.recipe, Choice(
-        _names(own["sparse"]), own["label"], _names(own["dense"]), own["time"], args.time_format,
-        _separator(args.separator), args.filter, args.threshold, _names(args.among), args.encoding,
-        args.join, args.join_on, _names(args.join_sparse), _names(args.join_dense), args.cross))
+    return generic_recipe(args.recipe, Choice(**{**own, "separator": _separator(args.separator)}))
 
 
 def _separator(text: str) -> str:
@@ -213,8 +209,8 @@ def _separator(text: str) -> str:
     return separator
 
 
-def _names(text: str | None) -> list[str]:
-    return [n for n in (text or "").split(",") if n]
+def _names(text: str) -> list[str]:
+    return [n for n in text.split(",") if n]
 
 
 def _print_manifest(manifest: dict[str, Any], output: str) -> None:
@@ -299,7 +295,7 @@ def configure_sequences(parser: argparse.ArgumentParser) -> None:
                              "time; rare, unseen and missing users are left out")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="NEW",
                         help="folder to write")
-    parser.add_argument("--columns", metavar="A,B",
+    parser.add_argument("--columns", type=_names, metavar="A,B",
                         help="columns of one id each to keep beside it (default: all)")
     parser.add_argument("--max-length", type=whole(1), metavar="N",
                         help="keep the N latest events of each")
@@ -315,7 +311,7 @@ def run_sequences(args: argparse.Namespace) -> int:
     from oper.data.preprocessing.sequences import write_sequences
 
     manifest = write_sequences(
-        args.folder, args.output, args.by, columns=_names(args.columns) or None,
+        args.folder, args.output, args.by, columns=args.columns or None,
         max_length=args.max_length, min_length=args.min_length, compression=args.compression)
     for problem in manifest["problems"]:
         print(f"warning: {problem}", file=sys.stderr)

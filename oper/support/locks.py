@@ -1,4 +1,4 @@
-"""Folders that one process at a time writes into."""
+"""Folders and files that one process at a time writes into."""
 
 from __future__ import annotations
 
@@ -73,6 +73,20 @@ def _acquire(path: Path, what: str) -> int:
             os.close(number)
             raise
         os.close(number)  # removed by its holder between the two calls
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Hold a lock file inside the block, which begins once nobody else does; it is removed then."""
+    while True:
+        with path.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if is_at(file.fileno(), path):  # else its last holder has removed it
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
 
 
 def is_at(number: int, path: Path) -> bool:

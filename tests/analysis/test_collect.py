@@ -16,6 +16,7 @@ from oper.analysis import Collector, collect, tables_of
 from oper.errors import InvalidInputError
 from oper.stats import AccessStats
 from oper.tables import TableSpec
+from tests.support import counts_by
 
 TABLES = (TableSpec("t1", 10, 4, ("a", "b")), TableSpec("t2", 6, 4, ("c",)))
 BATCH = {
@@ -49,11 +50,10 @@ def fake_jagged() -> FakeJagged:
 
 def check(stats: AccessStats, times: int = 1) -> None:
     t1, t2 = stats.tables["t1"], stats.tables["t2"]
-    assert dict(zip(t1.head_ids.tolist(), t1.head_counts.tolist(), strict=True)) == {
+    assert counts_by(t1.head_ids, t1.head_counts) == {
         3: 2 * times, 1: times, 2: times, 9: times}
     assert t1.head_ids[0] == 3
-    assert dict(zip(t2.head_ids.tolist(), t2.head_counts.tolist(), strict=True)) == {
-        5: 2 * times, 0: times}
+    assert counts_by(t2.head_ids, t2.head_counts) == {5: 2 * times, 0: times}
     assert t1.length_values.tolist() == [0, 1, 2]
     assert t1.length_counts.tolist() == [2 * times, 3 * times, times]
     assert t2.length_counts.tolist() == [3 * times]

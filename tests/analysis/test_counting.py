@@ -11,11 +11,7 @@ from hypothesis import given, strategies as st
 from oper.analysis import CountOptions, TableCounter
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError
-from oper.stats import TableStats
-
-
-def as_dict(table: TableStats) -> dict[int, int]:
-    return dict(zip(table.head_ids.tolist(), table.head_counts.tolist(), strict=True))
+from tests.support import counts_by
 
 
 def random_bags(rng: np.random.Generator, rows: int, bags: int) -> Lookups:
@@ -37,13 +33,12 @@ def test_counts_lengths_and_buckets_are_exact(dense: bool, dtype: type) -> None:
             ids_of.setdefault(label, Counter()).update(part.ids.tolist())
             lengths.update(part.lengths.tolist() if part.lengths is not None else [])
     stats = counter.finish()
-    assert as_dict(stats) == dict(sum(ids_of.values(), Counter()))
-    assert dict(zip(stats.length_values.tolist(), stats.length_counts.tolist(), strict=True)) == {
+    assert counts_by(stats.head_ids, stats.head_counts) == dict(sum(ids_of.values(), Counter()))
+    assert counts_by(stats.length_values, stats.length_counts) == {
         k: v for k, v in lengths.items() if v}
     assert [b.label for b in stats.buckets] == ["mon", "tue", "wed"]
     for bucket in stats.buckets:
-        assert dict(zip(bucket.ids.tolist(), bucket.counts.tolist(), strict=True)) == dict(
-            ids_of[bucket.label])
+        assert counts_by(bucket.ids, bucket.counts) == dict(ids_of[bucket.label])
         assert (np.diff(bucket.ids) > 0).all()
     assert stats.num_bags == 5 * 2 * 20
 
@@ -60,8 +55,8 @@ def test_dense_and_sparse_agree_and_spilling_loses_nothing(monkeypatch: pytest.M
         total.update(ids.tolist())
         for counter in both:
             counter.add([Lookups(ids)])
-    dense, sparse = (as_dict(c.finish()) for c in both)
-    assert dense == sparse == dict(total)
+    for stats in (c.finish() for c in both):
+        assert counts_by(stats.head_ids, stats.head_counts) == dict(total)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=30), min_size=2, max_size=6))
@@ -78,7 +73,8 @@ def test_parts_merge_to_the_whole(batches: list[list[int]]) -> None:
     for part_stats in parts[1:]:
         merged = merged.merge(part_stats)
     expected = whole.finish()
-    assert as_dict(merged) == as_dict(expected)
+    assert counts_by(merged.head_ids, merged.head_counts) == counts_by(
+        expected.head_ids, expected.head_counts)
     assert merged.length_counts.tolist() == expected.length_counts.tolist()
     # A label comes into being with its first id; the order of days is that of the log.
     assert [b.label for b in merged.buckets] == [b.label for b in expected.buckets]

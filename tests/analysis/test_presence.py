@@ -8,6 +8,7 @@ import pytest
 from oper.analysis import PresenceSampler
 from oper.analysis.presence import Lookups
 from oper.errors import InvalidInputError
+from tests.support import counts_by
 
 
 def brute_force(bags: list[list[int]], block: int, sizes: tuple[int, ...]) -> dict[int, float]:
@@ -43,7 +44,7 @@ def test_presence_equals_brute_force(num_rows: int, batch: int, num_samples: int
         sampler.add(lookups)
     samples, means, windows = sampler.result()
     expected = brute_force([a + b for a, b in zip(*both, strict=True)], 16, sizes)
-    assert dict(zip(samples.tolist(), means.tolist(), strict=True)) == pytest.approx(expected)
+    assert counts_by(samples, means) == pytest.approx(expected)
     assert (windows > 0).all()
 
 

@@ -1,10 +1,10 @@
-"""A store that answers the requests of Google Cloud Storage's JSON API which pyarrow makes."""
+"""A store that answers the requests of Google Cloud Storage's JSON API which pyarrow makes for
+small files."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +21,6 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     objects: ClassVar[dict[str, bytes]] = {}
     metadata: ClassVar[dict[str, dict[str, str]]] = {}  # with which pyarrow marks folders
-    uploads: ClassVar[dict[str, bytearray]] = {}
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -31,8 +30,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def _json(self, value: dict[str, Any], code: int = 200) -> None:
         self._answer(code, json.dumps(value).encode(), Content_Type="application/json")
@@ -50,10 +48,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _request(self) -> tuple[str, dict[str, str]]:
         """The object's name ("" = the bucket's list) and what is asked about it."""
         url = urlsplit(self.path)
-        found = re.match(rf"/(?:download/|upload/)?storage/v1/b/{BUCKET}(?:/o(?:/(.*))?)?$",
-                         url.path)
-        name = found[1] if found else url.path.removeprefix(f"/{BUCKET}/")
-        return unquote(name or ""), {k: v[0] for k, v in parse_qs(url.query).items()}
+        name = url.path.partition(f"/b/{BUCKET}/o/")[2]
+        return unquote(name), {k: v[0] for k, v in parse_qs(url.query).items()}
 
     def _body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -69,57 +65,28 @@ class _Handler(BaseHTTPRequestHandler):
                 self._about(n) for n in sorted(self.objects) if n.startswith(below)]})
         elif name not in self.objects:
             self._missing()
-        elif asked.get("alt") == "media" or "storage/v1" not in self.path:
-            data = self.objects[name]
-            limits = re.match(r"bytes=(\d+)-(\d*)$", self.headers.get("Range", ""))
-            if limits is None:
-                self._answer(200, data, x_goog_generation="1")
-                return
-            first, last = int(limits[1]), min(int(limits[2] or len(data) - 1), len(data) - 1)
-            if first >= len(data):
-                self._answer(416)
-                return
-            self._answer(206, data[first:last + 1], x_goog_generation="1",
-                         Content_Range=f"bytes {first}-{last}/{len(data)}")
+        elif asked.get("alt") == "media":
+            self._answer(200, self.objects[name], x_goog_generation="1")
         else:
             self._json(self._about(name))
 
     def do_POST(self) -> None:
         _, asked = self._request()
-        body = self._body()
-        if asked.get("uploadType") == "multipart":
+        body, name = self._body(), asked["name"]
+        if asked["uploadType"] == "multipart":
             boundary = self.headers["Content-Type"].partition("boundary=")[2].strip('"')
-            mark = f"--{boundary}".encode()
             about, data = (part.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
-                           for part in body.split(mark)[1:3])
-            name = asked.get("name") or json.loads(about)["name"]
+                           for part in body.split(f"--{boundary}".encode())[1:3])
             self.objects[name], self.metadata[name] = data, json.loads(about).get("metadata", {})
             self._json(self._about(name))
-        elif asked.get("uploadType") == "resumable":
-            name = asked.get("name") or json.loads(body)["name"]
-            self.uploads[name] = bytearray()
+        else:
             self._answer(200, Location=f"http://{self.headers['Host']}/upload/storage/v1/b/{BUCKET}"
                                        f"/o?uploadType=resumable&name={name}&upload_id={name}")
-        else:
-            self.objects[asked["name"]] = body
-            self._json(self._about(asked["name"]))
 
     def do_PUT(self) -> None:
         name = self._request()[1]["upload_id"]
-        data = self.uploads[name]
-        data += self._body()
-        if self.headers.get("Content-Range", "").endswith("/*"):
-            self._answer(308, **({"Range": f"bytes=0-{len(data) - 1}"} if data else {}))
-            return
-        self.objects[name] = bytes(data)
+        self.objects[name] = self._body()
         self._json(self._about(name))
-
-    def do_DELETE(self) -> None:
-        name, _ = self._request()
-        if self.objects.pop(name, None) is None:
-            self._missing()
-        else:
-            self._answer(204)
 
 
 @contextlib.contextmanager

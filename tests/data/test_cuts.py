@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import random
 import signal
@@ -17,17 +18,18 @@ import pytest
 
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.reading import cuts
-from oper.data.reading.lines import Span, line_of, read_blocks, spans_of
+from oper.data.reading.lines import Unit, line_of, read_blocks, units_of_text
+from oper.data.recipe import Layout
 from oper.errors import FileFormatError
-from tests.data.test_resuming import KILLED, digest, parquet_bytes
+from tests.data.folder_support import digest, parquet_bytes
+from tests.data.test_resuming import KILLED
 
 pytest.importorskip("rapidgzip")
 KAGGLE = load_recipe("criteo-kaggle")
 SMALL = PreprocessOptions(unit_bytes=20_000, row_group_rows=64, part_rows=128)
 
 
-def nothing(_: int) -> None:
-    """Progress that nobody follows."""
+LINES = Layout("lines", ())
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +45,22 @@ def large(tmp_path_factory: Any) -> tuple[Path, bytes]:
 def test_parts_hold_every_line_once(large: tuple[Path, bytes], monkeypatch: Any) -> None:
     path, text = large
     monkeypatch.setattr(cuts, "_SPACING", 1 << 23)
-    spans = spans_of(str(path), path.stat().st_size - 1)
+    spans = units_of_text(str(path), LINES, path.stat().st_size - 1)
     assert len(spans) > 1 and spans[0].start == 0 and spans[-1].stop == len(text)
     index = cuts._index(str(path))
     header = np.fromfile(index, cuts._HEADER, 1)[0]
     assert 2 < header["points"] <= len(text) / (1 << 23) + 2
-    many = [Span(str(path), a, b) for a, b in zip(
+    many = [Unit(str(path), "lines", a, b) for a, b in zip(
         range(0, len(text), 3_000_001), [*range(3_000_001, len(text), 3_000_001), len(text)],
         strict=True)]
     for parts in (spans, many, many[::-1]):
-        found = [b"".join(b.data for b in read_blocks(s, False, nothing)) for s in parts]
+        found = [b"".join(b.data for b in read_blocks(s, LINES)) for s in parts]
         assert b"".join(found[::-1] if parts[0].start else found) == text
     for span in (spans[-1], many[3]):
-        first = next(iter(read_blocks(span, False, nothing))).data.split(b"\t")[0]
-        assert line_of(span, 5, False) == int(first) + 6
+        first = next(iter(read_blocks(span, LINES))).data.split(b"\t")[0]
+        assert line_of(span, LINES, 5) == int(first) + 6
     before = index.stat().st_mtime_ns
-    assert spans_of(str(path), path.stat().st_size - 1) == spans
+    assert units_of_text(str(path), LINES, path.stat().st_size - 1) == spans
     assert index.stat().st_mtime_ns == before, "it was not written again"
 
 
@@ -66,10 +68,10 @@ def test_a_damaged_part_is_named(large: tuple[Path, bytes], tmp_path: Path) -> N
     data = large[0].read_bytes()
     path = tmp_path / "log.gz"
     path.write_bytes(data)
-    span = spans_of(str(path), len(data) - 1)[-1]
+    span = units_of_text(str(path), LINES, len(data) - 1)[-1]
     cuts._index(str(path)).write_bytes(b"nonsense" * 9)
     with pytest.raises(FileFormatError, match=r"log\.gz.*gzidx"):
-        list(read_blocks(span, False, nothing))
+        list(read_blocks(span, LINES))
 
 
 def packed(log: Path, name: str = "log.gz") -> str:
@@ -132,13 +134,13 @@ def test_files_that_are_not_cut(tmp_path: Path, log: Path, monkeypatch: Any, why
     elif why == "no room":
         def refuse(*_: Any) -> None:
             raise OSError("no room")
-        monkeypatch.setattr(cuts.fcntl, "flock", refuse)
+        monkeypatch.setattr(fcntl, "flock", refuse)
     before = set(tmp_path.iterdir())
-    assert spans_of(str(path), 20_000) == [Span(str(path))]
+    assert units_of_text(str(path), LINES, 20_000) == [Unit(str(path), "lines")]
     assert set(tmp_path.iterdir()) == before or why == "no room"
     if why in ("cut short", "footer", "bits"):
         with pytest.raises(FileFormatError, match="a complete file"):
             preprocess(KAGGLE, [str(path)], tmp_path / "out", SMALL)
     else:
-        found = b"".join(b.data for b in read_blocks(Span(str(path)), False, nothing))
+        found = b"".join(b.data for b in read_blocks(Unit(str(path)), LINES))
         assert found == data

@@ -12,24 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
+from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.errors import FileFormatError, InvalidInputError, OperError
+from tests.data.folder_support import decoded
 from tests.support import ROOT, run_here
 
 ALL = PreprocessOptions(valid="0", test="0", min_count=1)
 ITEMS = {"i1": ("toys", "1.5", "a|b"), "i2": ("books", "", ""), "i3": ("", "8", "c")}
-
-
-def raw(folder: Path) -> dict[str, list[Any]]:
-    """The training part's columns, raw values in place of ids."""
-    found = pq.read_table(folder / "train").to_pydict()
-    for name in Folder.open(folder).sparse:
-        pairs = pq.read_table(folder / "vocabulary" / f"{name}.parquet").to_pydict()
-        value = dict(zip(pairs["id"], pairs["value"], strict=True))
-        found[name] = [[value[i] for i in x] if isinstance(x, list) else value[x]
-                       for x in found[name]]
-    return found
 
 
 @pytest.fixture
@@ -60,7 +50,7 @@ def test_the_command_line_makes_them(log: tuple[Path, list[list[str]]]) -> None:
                                   "unmatched_rows": lacking}]
     assert manifest["columns"]["sparse"] == ["user", "item", "age", "genre", "tags", "user_x_genre"]
     assert manifest["dense_transforms"] == {"price": "log1p"}
-    found = raw(folder / "out")
+    found = decoded(folder / "out")
     side = [ITEMS.get(r[1], ("", "", "")) for r in rows]
     assert found["label"] == [int(r[2]) >= 4 for r in rows]
     assert found["age"] == [None if not r[3] else (float(r[3]) >= 18) + (float(r[3]) >= 30)
@@ -86,7 +76,7 @@ def test_a_side_table_as_parquet_gives_the_same(log: tuple[Path, list[list[str]]
                         join=str(folder / f"items.{kind}"), join_on="item=id",
                         join_sparse=["genre"], cross=["user*genre=1000003"])
         preprocess(generic_recipe("csv", choice), [str(folder / "log.csv")], folder / kind, ALL)
-        found.append(raw(folder / kind))
+        found.append(decoded(folder / kind))
     assert found[0] == found[1]
 
 

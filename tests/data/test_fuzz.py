@@ -15,7 +15,8 @@ import pytest
 
 from oper.data import load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
-from oper.data.reading.readers import Unit, read_unit
+from oper.data.reading.lines import Unit
+from oper.data.reading.readers import read_unit
 from oper.data.recipe import Recipe
 from oper.errors import OperError
 
@@ -96,7 +97,7 @@ def test_damaged_files(tmp_path: Path, make: Callable[[Path], Any]) -> None:
     good, rng, counts = path.read_bytes(), np.random.default_rng(0), [0, 0]
 
     def read() -> int:
-        pieces = list(read_unit(Unit(str(path), layout), recipe, lambda _: None))
+        pieces = list(read_unit(Unit(str(path), layout), recipe))
         for rows in pieces:  # every line is a row or counted as malformed
             spent = rows.rows.size + rows.num_bad
             # A record in quotes may take several lines.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +10,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oper.analysis import CountOptions, collect, skew
+from oper.data.generate import published
 from oper.data.generate.generator import (
+    PRESETS,
     Workload,
+    criteo_1tb,
     load_workload,
+    meta_2021,
     workload_from_dict,
     workload_from_stats,
 )
-from oper.data.generate.popularity import Popularity, fit_cardinality, locality, power_law
-from oper.data.generate.published import META_2021, MLPERF_MULTI_HOT, PRESETS, criteo_1tb, meta_2021
+from oper.data.generate.popularity import Popularity, fit_cardinality, power_law
 from oper.errors import InvalidInputError
 from oper.stats import AccessStats
 from oper.tables import TableSpec
@@ -70,31 +74,24 @@ def test_draws_follow_the_popularity() -> None:
 def test_metas_locality_histogram_is_reproduced_within_a_hundredth() -> None:
     scale = 1 / 60
     popularity = meta_2021(scale)[0].popularity
-    indices = META_2021["indices"]
-    assert isinstance(indices, int)
-    ranks = popularity.draw(round(indices * scale), np.random.default_rng(3))
+    ranks = popularity.draw(round(published.META_2021_INDICES * scale), np.random.default_rng(3))
     counts = np.bincount(ranks)
-    rows, accesses = locality(counts[counts > 0])
-    assert np.abs(rows - np.array(META_2021["row_shares"])).max() < 0.01
-    assert np.abs(accesses - np.array(META_2021["access_shares"])).max() < 0.01
-    touched = META_2021["rows"]
-    assert isinstance(touched, int)
-    assert np.count_nonzero(counts) == pytest.approx(touched * scale, rel=0.01)
+    counts = counts[counts > 0]
+    bins = np.searchsorted([1 << k for k in range(16)], counts)  # (0, 1], (1, 2], (2, 4], ...
+    for weights, expected in ((None, published.META_2021_ROW_SHARES),
+                              (counts, published.META_2021_ACCESS_SHARES)):
+        found = np.bincount(bins, weights, minlength=17)
+        assert np.abs(found / found.sum() - expected).max() < 0.01
+    assert counts.size == pytest.approx(published.META_2021_ROWS * scale, rel=0.01)
 
 
 def test_criteo_columns_have_the_published_numbers_of_values() -> None:
-    from oper.data.generate.published import (
-        CRITEO_1TB_DISTINCT,
-        CRITEO_1TB_FREQUENT,
-        CRITEO_1TB_ROWS,
-    )
-
-    for table, distinct, frequent in zip(criteo_1tb(), CRITEO_1TB_DISTINCT, CRITEO_1TB_FREQUENT,
-                                         strict=True):
-        assert table.popularity.expected(CRITEO_1TB_ROWS) == pytest.approx(
-            distinct, rel=0.005, abs=0.5)
-        assert table.popularity.expected(CRITEO_1TB_ROWS, 3) == pytest.approx(
-            frequent, rel=0.005, abs=1.0)
+    for table, distinct, frequent in zip(
+            criteo_1tb(), published.CRITEO_1TB_DISTINCT, published.CRITEO_1TB_FREQUENT,
+            strict=True):
+        expected = partial(table.popularity.expected, published.CRITEO_1TB_ROWS)
+        assert expected() == pytest.approx(distinct, rel=0.005, abs=0.5)
+        assert expected(3) == pytest.approx(frequent, rel=0.005, abs=1.0)
 
 
 def test_cardinality_fit_finds_a_known_law() -> None:
@@ -110,7 +107,8 @@ def test_cardinality_fit_finds_a_known_law() -> None:
 
 def test_mlperf_bags_are_fixed_per_first_id() -> None:
     workload = load_workload("mlperf-dlrm-v2")
-    assert [t.lengths[0].tolist() for t in workload.tables] == [[n] for n in MLPERF_MULTI_HOT]
+    lengths = [t.lengths[0].tolist() for t in workload.tables]
+    assert lengths == [[n] for n in published.MLPERF_MULTI_HOT]
     assert sum(t.num_rows for t in workload.tables) == pytest.approx(204_184_588, rel=0.002)
     assert "synthetic" in workload.name
     _, batch = next(workload.batches(400, 400))

@@ -21,6 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.data import Loader, LoaderOptions
 from oper.data.folder import MANIFEST
+from oper.data.loading.groups import GroupReader
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
 from oper.integration.variable_batch import spread
 from oper.shmem import library
@@ -39,23 +40,29 @@ def table(folder: Path) -> dict[str, list[Any]]:
     return found
 
 
-def test_order_of_the_folder_and_values(folder: Path, table: dict[str, list[Any]]) -> None:
-    loader = Loader(folder, "train", LoaderOptions(64, window=0))
+@pytest.fixture
+def groups_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The row groups that are read, one after the other."""
+    found: list[int] = []
+    genuine = GroupReader.read
+    monkeypatch.setattr(GroupReader, "read",
+                        lambda self, group: (found.append(group), genuine(self, group))[1])
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 1 << 17])
+def test_values_in_the_order_of_the_folder_or_shuffled(
+    folder: Path, table: dict[str, list[Any]], window: int
+) -> None:
+    loader = Loader(folder, "train", LoaderOptions(64, window=window, seed=4))
     batches = list(loader)
     assert [b.labels.numel() for b in batches] == [64] * 7 + [52] and len(loader) == 8
-    assert [r for b in batches for r in rows_of(b)] == list(range(ROWS))
-    assert any([] in [table["history"][r] for r in rows_of(b)] for b in batches)
-    for batch in batches:
-        check(batch, table)
-
-
-@pytest.mark.parametrize("window", [1, 100, 1 << 17])
-def test_shuffled_values(folder: Path, table: dict[str, list[Any]], window: int) -> None:
-    batches = list(Loader(folder, "train", LoaderOptions(32, window=window, seed=4)))
     for batch in batches:
         check(batch, table)
     order = [r for b in batches for r in rows_of(b)]
-    assert sorted(order) == list(range(ROWS)) != order
+    assert sorted(order) == list(range(ROWS))
+    assert (order == list(range(ROWS))) == (window == 0)
+    assert [] in table["history"]
 
 
 def test_shuffled_within_windows_only(folder: Path) -> None:
@@ -127,44 +134,30 @@ def test_a_rank_without_rows_gives_an_empty_batch(folder: Path) -> None:
     assert empty.sparse_features.keys() == KEYS and not empty.sparse_features.values().numel()
 
 
-def test_ranks_read_their_own_row_groups(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from oper.data.loading.groups import GroupReader
-
-    read: list[int] = []
-    genuine = GroupReader.read
-    monkeypatch.setattr(GroupReader, "read",
-                        lambda self, group: (read.append(group), genuine(self, group))[1])
-    num_groups = 0
+def test_ranks_read_their_own_row_groups(folder: Path, groups_read: list[int]) -> None:
     for rank in range(3):
         loader = Loader(folder, "train", LoaderOptions(16, 64, rank=rank, world_size=3))
-        num_groups = loader._groups.rows.size
-        before = len(read)
+        before = len(groups_read)
         list(loader)
-        mine = read[before:]
+        mine = groups_read[before:]
         assert len(mine) == len(set(mine)), "a group that spans windows is read once"
-    assert num_groups == 11 and len(read) <= num_groups + 2
+    assert loader._groups.rows.size == 11 and len(groups_read) <= 11 + 2
 
 
 @pytest.mark.parametrize("share", ["rows", "batches"])
 @pytest.mark.parametrize("interleave", [1, 3])
 def test_threads_read_every_group_once(
-    folder: Path, share: str, interleave: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, share: str, interleave: int, groups_read: list[int]
 ) -> None:
     """Whatever their number; the batches are those of a loader without threads."""
-    from oper.data.loading.groups import GroupReader
-
     options = {"window": 64, "rank": 1, "world_size": 2, "share": share, "interleave": interleave}
     whole = [everything(b) for b in Loader(folder, "train", LoaderOptions(
         16, prefetch=0, **options))]
-    read: list[int] = []
-    genuine = GroupReader.read
-    monkeypatch.setattr(GroupReader, "read",
-                        lambda self, group: (read.append(group), genuine(self, group))[1])
     for prefetch in (1, 2, 5):
-        read.clear()
+        groups_read.clear()
         loader = Loader(folder, "train", LoaderOptions(16, prefetch=prefetch, **options))
         assert [everything(b) for b in loader] == whole
-        assert len(read) == len(set(read)) > 4
+        assert len(groups_read) == len(set(groups_read)) > 4
 
 
 def test_windows_that_take_turns(folder: Path, table: dict[str, list[Any]]) -> None:
@@ -194,14 +187,14 @@ def test_a_folder_opens_without_opening_its_files(
     assert len(opened) == 1 < len(whole.folder.parts("train"))
     shutil.copytree(folder, tmp_path / "old")
     manifest = json.loads((folder / MANIFEST).read_text())
-    for change in ({"parts": {}}, {"row_group_rows": 0}):
-        (tmp_path / "old" / MANIFEST).write_text(json.dumps({**manifest, **change}))
-        opened.clear()
-        old = Loader(tmp_path / "old", "train", LoaderOptions(64))
-        assert len(opened) == 3 and old._groups.rows.tolist() == whole._groups.rows.tolist()
-        assert [everything(b) for b in old] == [everything(b) for b in whole]
+    (tmp_path / "old" / MANIFEST).write_text(json.dumps({**manifest, "parts": {}}))
+    opened.clear()
+    old = Loader(tmp_path / "old", "train", LoaderOptions(64))
+    assert len(opened) == 3 and old._groups.rows.tolist() == whole._groups.rows.tolist()
+    assert [everything(b) for b in old] == [everything(b) for b in whole]
     for change in ({"parts": []}, {"parts": {"train/x": 1}}, {"parts": {"train/x": [1, -1]}},
-                   {"row_group_rows": "64"}, {"parts": {"train/x": [1, 2, 3]}}):
+                   {"row_group_rows": "64"}, {"row_group_rows": 0},
+                   {"parts": {"train/x": [1, 2, 3]}}):
         (tmp_path / "old" / MANIFEST).write_text(json.dumps({**manifest, **change}))
         with pytest.raises(FileFormatError, match="manifest"):
             Loader(tmp_path / "old", "train", LoaderOptions(64))

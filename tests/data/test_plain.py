@@ -11,11 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from oper.data.reading import plain, readers
-from oper.data.reading.readers import Unit, read_unit, where
+from oper.data.reading.lines import Unit
+from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import Rows, concat
 from oper.data.reading.text import TextLayout, text_layout
 from oper.data.recipe import Recipe, load_recipe, recipe_from_dict
 
+KAGGLE = load_recipe("criteo-kaggle")
 KINDS = [("label", "binary"), ("label", "threshold"), ("dense", "int"), ("dense", "float"),
          ("sparse", "hex32"), ("sparse", "uint32"), ("sparse", "uint64"), ("sparse", "int"),
          ("sparse", "integral"), ("time", "unix"), ("time", "unix_ms"), ("time", "yymmddhh"),
@@ -43,8 +45,7 @@ def read(path: Path, rules: Recipe, plainly: bool) -> Rows:
         used = []
         whole = readers.read_plain
         patch.setattr(readers, "read_plain", lambda *a: (used.append(1), whole(*a))[1])
-        found = concat(list(read_unit(Unit(str(path), rules.layouts[0].name), rules,
-                                      lambda _: None)))
+        found = concat(list(read_unit(Unit(str(path), rules.layouts[0].name), rules)))
         assert bool(used) == plainly
     return found
 
@@ -109,12 +110,7 @@ def test_any_bytes(tmp_path: Path, data: bytes, seed: int) -> None:
         noise[at] = rng.integers(256)
     path = tmp_path / "log.txt"
     path.write_bytes(bytes(noise[:2000]) + data + bytes(noise[2000:]))
-    rules = load_recipe("criteo-kaggle")
-    whole = list(read_unit(Unit(str(path), "tsv"), rules, lambda _: None))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "is_plain", lambda _: False)
-        want = list(read_unit(Unit(str(path), "tsv"), rules, lambda _: None))
-    assert_same(concat(whole), concat(want))
+    assert_same(read(path, KAGGLE, True), read(path, KAGGLE, False))
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
@@ -132,15 +128,8 @@ def test_an_odd_field_within_a_block_of_lines(tmp_path: Path, ending: str) -> No
     lines += ["\t".join(good)] * 70 + ["\t".join(good[:-1]), "\t".join([*good, ""]), ""]
     path = tmp_path / "log.txt"
     path.write_bytes((ending.join([*lines, *lines[:200]]) + ending).encode())
-    rules = load_recipe("criteo-kaggle")
-
-    def rows() -> Rows:
-        return concat(list(read_unit(Unit(str(path), "tsv"), rules, lambda _: None)))
-
-    found = rows()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "is_plain", lambda _: False)
-        assert_same(found, rows())
+    found = read(path, KAGGLE, True)
+    assert_same(found, read(path, KAGGLE, False))
     assert 10 < found.num_bad < 20 and found.num_lines == len(lines) + 200
 
 
@@ -156,17 +145,12 @@ def test_pieces_blocks_and_malformed_rows_far_into_a_file(
         lines[k] = lines[k].replace("\t", "\tx", 1) if k % 2 else lines[k] + "\t"
     path = tmp_path / "log.gz"
     path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), 1))
-    rules = load_recipe("criteo-kaggle")
-    unit = Unit(str(path), "tsv")
-    one = concat(list(read_unit(unit, rules, lambda _: None)))
-    with monkeypatch.context() as patch:
-        patch.setattr(readers, "is_plain", lambda _: False)
-        other = concat(list(read_unit(unit, rules, lambda _: None)))
+    one = read(path, KAGGLE, True)
     assert one.num_bad == bad.size
     assert one.rows.tolist() == sorted(set(range(12_000)) - set(bad.tolist()))
-    assert_same(one, other)
+    assert_same(one, read(path, KAGGLE, False))
     assert f"row {bad[0] + 1}, column {'-' if bad[0] % 2 == 0 else 'I1'}" in where(
-        unit, rules, one.bad[0])
+        Unit(str(path), "tsv"), KAGGLE, one.bad[0])
 
 
 def test_which_layouts_are_plain() -> None:

@@ -20,7 +20,7 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError, OperError
 from tests.data.test_resuming import parquet_bytes
-from tests.support import run_here
+from tests.support import counts_by, run_here
 
 KAGGLE = load_recipe("criteo-kaggle")
 
@@ -313,13 +313,13 @@ def test_analysis_of_a_folder_is_exact_and_in_hotness_order(
         ids, values = expected_ids(rows, 600, c + 14, 2)
         table = stats.tables[f"C{c + 1}"]
         assert table.num_rows == len(values) + 1
-        counts = dict(zip(table.head_ids.tolist(), table.head_counts.tolist(), strict=True))
+        counts = counts_by(table.head_ids, table.head_counts)
         assert counts == Counter(ids[:600])
         after_row_0 = [i for i in table.head_ids.tolist() if i]
         assert after_row_0 == sorted(after_row_0), "ids beyond row 0 ascend as counts descend"
         assert [b.label for b in table.buckets] == [f"day {d}" for d in range(6)]
         for day, bucket in enumerate(table.buckets):
-            assert dict(zip(bucket.ids.tolist(), bucket.counts.tolist(), strict=True)) == Counter(
+            assert counts_by(bucket.ids, bucket.counts) == Counter(
                 ids[day * 100:(day + 1) * 100])
         assert (table.length_values.tolist(), table.length_counts.tolist()) == ([1], [600])
 

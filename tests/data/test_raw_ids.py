@@ -27,8 +27,9 @@ from oper.data.preprocessing.sequences import write_sequences
 from oper.errors import FileFormatError, InvalidInputError
 from oper.rl_rec.data.interactions import load_interactions
 from oper.stats import AccessStats
-from tests.data.test_resuming import parquet_bytes
+from tests.data.folder_support import encoded, parquet_bytes
 from tests.data.test_verbs import run
+from tests.support import counts_by
 
 MASK = (1 << 64) - 1
 MISSING = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -82,18 +83,13 @@ def make(tmp_path: Path, out: str, day: int = 0, **options: Any) -> tuple[list[R
     return rows, manifest
 
 
-def written(folder: Path, column: str) -> list[Any]:
-    opened = Folder.open(folder, allow_raw=True)
-    return [v for split in ("train", "valid") for part in opened.parts(split)
-            for v in opened.read_part(part, (column,)).column(column).to_pylist()]
-
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_keys_are_those_of_the_values(tmp_path: Path, compression: str) -> None:
     rows, manifest = make(tmp_path, "out", compression=compression)
     expected = [keys_of(row) for row in rows]
     for k, name in enumerate(COLUMNS):
-        assert written(tmp_path / "out", name) == [keys[k] for keys in expected], name
+        assert encoded(tmp_path / "out", name) == [keys[k] for keys in expected], name
     assert not (tmp_path / "out" / "vocabulary").exists()
     assert manifest["numbering"] == "raw ids; hashes of texts: user, tags"
     assert {n: t["hashed_texts"] for n, t in manifest["tables"].items()} == {
@@ -123,8 +119,8 @@ def test_keys_of_values_from_elsewhere(tmp_path: Path) -> None:
 def test_another_day_has_the_same_keys(tmp_path: Path) -> None:
     (rows, first), (_, second) = make(tmp_path, "d0"), make(tmp_path, "d1", day=1)
     assert first["numbering"] == second["numbering"]
-    assert set(written(tmp_path / "d0", "item")) & set(written(tmp_path / "d1", "item"))
-    assert set(written(tmp_path / "d0", "user")) & set(written(tmp_path / "d1", "user")) == {
+    assert set(encoded(tmp_path / "d0", "item")) & set(encoded(tmp_path / "d1", "item"))
+    assert set(encoded(tmp_path / "d0", "user")) & set(encoded(tmp_path / "d1", "user")) == {
         MISSING}
     assert len(rows) == sum(first["rows"].values())
 
@@ -158,10 +154,9 @@ def test_statistics_of_keys(tmp_path: Path) -> None:
         counts = Counter(key for bag in bags for key in bag)  # type: ignore[union-attr]
         table = read.tables[name]
         assert table.head_ids.size == 0
-        assert dict(zip(table.tail_values.tolist(), table.tail_num_rows.tolist(), strict=True)
-                    ) == Counter(counts.values())
-        assert dict(zip(table.length_values.tolist(), table.length_counts.tolist(), strict=True)
-                    ) == Counter(map(len, bags))  # type: ignore[arg-type]
+        assert counts_by(table.tail_values, table.tail_num_rows) == Counter(counts.values())
+        assert counts_by(table.length_values, table.length_counts) == Counter(
+            map(len, bags))  # type: ignore[arg-type]
         first = {key: bucket for bag, bucket in reversed(list(zip(bags, buckets, strict=True)))
                  for key in bag}  # type: ignore[union-attr]
         per_bucket = Counter(first.values())
@@ -208,7 +203,7 @@ def test_a_column_without_a_value(tmp_path: Path) -> None:
     log = parquet_log(tmp_path / "a.parquet", pa.array([None] * 4, pa.string()))
     preprocess(generic_recipe("parquet", Choice(["id"], "y")), [log], tmp_path / "out",
                PreprocessOptions(raw_ids=True, valid="0"))
-    assert written(tmp_path / "out", "id") == [MISSING] * 4
+    assert encoded(tmp_path / "out", "id") == [MISSING] * 4
 
 
 def test_who_needs_row_numbers_says_so(tmp_path: Path) -> None:

@@ -15,25 +15,22 @@ from hypothesis import given, settings, strategies as st
 from oper.data.reading.columns import is_valid
 from oper.data.reading.lines import (
     Block,
-    Quoting,
-    Span,
+    Unit,
     expand_inputs,
     first_line,
     line_of,
     natural_key,
     read_blocks,
-    spans_of,
+    units_of_text,
 )
 from oper.data.reading.rows import Rows
 from oper.data.reading.text import parse_block, text_layout
-from oper.data.recipe import Recipe, load_recipe, recipe_from_dict
+from oper.data.recipe import Layout, Recipe, load_recipe, recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError
 
 KAGGLE = load_recipe("criteo-kaggle")
-
-
-def nothing(_: int) -> None:
-    pass
+LINES = Layout("lines", ())
+WITH_HEADER = Layout("lines", (), header=True)
 
 
 def parse_text(text: bytes, recipe: Recipe = KAGGLE) -> Rows:
@@ -124,8 +121,8 @@ def test_examples_are_the_first_of_many_bad_rows(invent: Any) -> None:
 @given(st.integers(1, 20), st.integers(1, 40), st.booleans(), st.lists(
     st.text("ab\r ", max_size=6), max_size=12))
 @settings(max_examples=100, deadline=None)
-def test_spans_hold_every_line_once(
-    tmp_path_factory: Any, block_bytes: int, span_bytes: int, last_feed: bool, lines: list[str]
+def test_units_hold_every_line_once(
+    tmp_path_factory: Any, block_bytes: int, unit_bytes: int, last_feed: bool, lines: list[str]
 ) -> None:
     text = "".join(f"{line}\n" for line in lines).encode()
     if not last_feed and lines and lines[-1]:
@@ -134,12 +131,12 @@ def test_spans_hold_every_line_once(
     path.write_bytes(text)
     sizes: list[int] = []
     found, numbers = [], []
-    for span in spans_of(str(path), span_bytes):
+    for unit in units_of_text(str(path), LINES, unit_bytes):
         row = 0
-        for block in read_blocks(span, False, sizes.append, None, block_bytes):
+        for block in read_blocks(unit, LINES, sizes.append, block_bytes):
             assert block.first_row == row
             found += block.data.split(b"\n")[:-1]
-            numbers += [line_of(span, row + k, False) for k in range(block.num_lines)]
+            numbers += [line_of(unit, LINES, row + k) for k in range(block.num_lines)]
             row += block.num_lines
     assert found == [line.encode() for line in lines]
     assert numbers == list(range(1, len(lines) + 1))
@@ -157,7 +154,8 @@ def test_blocks_keep_quoted_records_whole(
     path = tmp_path_factory.mktemp("lines") / "f"
     path.write_text(out.getvalue())
     found = []
-    for block in read_blocks(Span(str(path)), False, nothing, Quoting('"', escape), block_bytes):
+    layout = Layout("quoted", (), quote='"', escape=escape)
+    for block in read_blocks(Unit(str(path)), layout, block_bytes=block_bytes):
         lines = io.StringIO(block.data.decode(), newline="")
         found += list(csv.reader(lines, **dialect))
     assert found == records
@@ -167,12 +165,12 @@ def test_header_and_byte_order_mark_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b"\xef\xbb\xbfx,y\r\n1,2\n3,4")
     assert first_line(str(path)) == "x,y"
-    blocks = list(read_blocks(Span(str(path)), True, nothing))
+    blocks = list(read_blocks(Unit(str(path)), WITH_HEADER))
     assert b"".join(b.data for b in blocks) == b"1,2\n3,4\n"
-    assert line_of(Span(str(path)), 0, True) == 2
+    assert line_of(Unit(str(path)), WITH_HEADER, 0) == 2
     packed = tmp_path / "a.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert b"".join(b.data for b in read_blocks(Span(str(packed)), True, nothing)) == (
+    assert b"".join(b.data for b in read_blocks(Unit(str(packed)), WITH_HEADER)) == (
         b"1,2\n3,4\n")
 
 
@@ -185,7 +183,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     for name, (data, word) in cases.items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(FileFormatError, match=word) as error:
-            list(read_blocks(Span(str(tmp_path / name)), False, nothing))
+            list(read_blocks(Unit(str(tmp_path / name)), LINES))
         assert name in str(error.value)
 
 

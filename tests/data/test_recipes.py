@@ -18,6 +18,7 @@ from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import Recipe, recipe_from_dict
 from oper.errors import FileFormatError, InvalidInputError
 from oper.support.files import datasets_root
+from tests.data.folder_support import decoded
 from tests.support import real_data
 
 ONE_ID_EACH = PreprocessOptions(valid="0", test="0", min_count=1)
@@ -31,14 +32,7 @@ def read(tmp_path: Path, recipe: str | Recipe, files: dict[str, bytes],
         (tmp_path / name).write_bytes(data)
         paths.append(str(tmp_path / name))
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    manifest = preprocess(recipe, paths, tmp_path / "out", options)
-    columns = pq.read_table(tmp_path / "out" / "train").to_pydict()
-    for name in manifest["columns"]["sparse"]:
-        vocabulary = pq.read_table(tmp_path / "out" / "vocabulary" / f"{name}.parquet").to_pydict()
-        value = dict(zip(vocabulary["id"], vocabulary["value"], strict=True))
-        columns[name] = [[value[i] for i in x] if isinstance(x, list) else value[x]
-                         for x in columns[name]]
-    return manifest, columns
+    return preprocess(recipe, paths, tmp_path / "out", options), decoded(tmp_path / "out")
 
 
 CRITEO = "1\t" + "\t".join(str(k) for k in range(13)) + "\t" + "\t".join(
@@ -200,6 +194,9 @@ def test_amazon_is_asked_not_guessed(tmp_path: Path) -> None:
         "r.json.gz": gzip.compress(reviews + b'{"reviewerID": 5\n' + b"[]\n")}, options)
     assert columns["user"] == ["A0", "A1"] and columns["label"] == [0, 1]
     assert manifest["bad_rows"]["count"] == 2 and "row 3" in manifest["bad_rows"]["first"][0]
+    with pytest.raises(FileFormatError, match=r"malformed rows=2, .*; correct the log, or raise"):
+        read(tmp_path, "amazon", {"r.json": reviews + b'{"reviewerID": 5\n' + b"[]\n"},
+             replace(options, max_bad=1))
 
 
 @pytest.mark.parametrize("multi", [False, True])
@@ -217,13 +214,10 @@ def test_criteo_arrays_of_the_mlperf_chain(tmp_path: Path, multi: bool) -> None:
         np.save(tmp_path / name, np.concatenate([v[:, :1] for v in ids], axis=1))
     manifest = preprocess(load_recipe("criteo-1tb"), [str(tmp_path / "day_*")], tmp_path / "out",
                           ONE_ID_EACH)
-    table = pq.read_table(tmp_path / "out" / "train")
-    np.testing.assert_allclose(table["I13"].to_numpy(), dense[:, 12])
-    assert table["label"].to_pylist() == labels[:, 0].tolist()
-    vocabulary = pq.read_table(tmp_path / "out" / "vocabulary" / "C3.parquet").to_pydict()
-    value = dict(zip(vocabulary["id"], vocabulary["value"], strict=True))
-    found = [[value[i] for i in x] if multi else value[x] for x in table["C3"].to_pylist()]
-    assert found == (ids[2].tolist() if multi else ids[2][:, 0].tolist())
+    table = decoded(tmp_path / "out")
+    np.testing.assert_allclose(table["I13"], dense[:, 12])
+    assert table["label"] == labels[:, 0].tolist()
+    assert table["C3"] == (ids[2].tolist() if multi else ids[2][:, 0].tolist())
     assert manifest["columns"]["multi_hot"] == ([f"C{k + 1}" for k in range(26)] if multi else [])
     stats = analyze_folder(tmp_path / "out")
     assert stats.tables["C3"].pooling_factor == (3 if multi else 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -27,28 +26,11 @@ from oper.data.reading.estimate import needs
 from oper.data.vocabulary.building import Vocabulary, build, build_hashed, hash_values
 from oper.data.vocabulary.merging import RunMerger
 from oper.errors import InvalidInputError
-from tests.support import wait_for
+from tests.data.folder_support import digest
+from tests.support import counts_by, wait_for
 
 KAGGLE = load_recipe("criteo-kaggle")
 SMALL = PreprocessOptions(unit_bytes=20_000, row_group_rows=64, part_rows=128)
-
-
-def parquet_bytes(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.parquet"))}
-
-
-def digest(folder: Path) -> str:
-    """Of the names and bytes of all files but the manifest's, whose job number is left out."""
-    state = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            data = path.read_bytes()
-            if path.name == "manifest.json":
-                found = json.loads(data)
-                del found["job"]
-                data = json.dumps(found).encode()
-            state.update(str(path.relative_to(folder)).encode() + data)
-    return state.hexdigest()
 
 
 @pytest.fixture
@@ -109,15 +91,13 @@ HELD = """
 import pathlib, sys, time
 from oper.data import *
 from oper.data.preprocessing import run as preprocessing
-folder, reader = pathlib.Path(sys.argv[2]).parent, preprocessing.Job._reader
+folder, read = pathlib.Path(sys.argv[2]).parent, preprocessing.Job._read
 def held(job, k):
-    def run():
-        reader(job, k)()
-        (folder / "began").touch()
-        while not (folder / "go").exists():
-            time.sleep(0.01)
-    return run
-preprocessing.Job._reader = held
+    read(job, k)
+    (folder / "began").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+preprocessing.Job._read = held
 preprocess(load_recipe("criteo-kaggle"), [sys.argv[1]], sys.argv[2], PreprocessOptions(
     unit_bytes=20_000, row_group_rows=64, part_rows=128))
 """
@@ -180,18 +160,16 @@ def test_a_resumed_run_reads_no_unit_twice(
     tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    original = preprocessing.Job._reader
+    original = preprocessing.Job._read
 
-    def counted(job: Any, k: int) -> Any:
-        def run() -> None:
-            if len(read) == 5:
-                raise KeyboardInterrupt
-            read.append(k)
-            original(job, k)()
-        return run
+    def counted(job: Any, k: int) -> None:
+        if len(read) == 5:
+            raise KeyboardInterrupt
+        read.append(k)
+        original(job, k)
 
     with monkeypatch.context() as patch:
-        patch.setattr(preprocessing.Job, "_reader", counted)
+        patch.setattr(preprocessing.Job, "_read", counted)
         with pytest.raises(KeyboardInterrupt):
             preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
         with pytest.raises(InvalidInputError, match="--force"):
@@ -199,8 +177,8 @@ def test_a_resumed_run_reads_no_unit_twice(
         assert read == [0, 1, 2, 3, 4]
     again: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(preprocessing.Job, "_reader", lambda job, k: lambda: (
-            again.append(k), original(job, k)()))
+        patch.setattr(preprocessing.Job, "_read", lambda job, k: (
+            again.append(k), original(job, k)))
         preprocess(KAGGLE, [log], tmp_path / "out", SMALL)
     assert again == list(range(5, 5 + len(again))) and again
 
@@ -397,7 +375,7 @@ def test_vocabularies_in_little_memory(
         found.append((facts, vocabulary.lookup(distinct).tolist()))
     assert found[0] == found[1]
     facts, ids = found[0]
-    counts = dict(zip(*(x.tolist() for x in np.unique(values, return_counts=True)), strict=True))
+    counts = counts_by(*np.unique(values, return_counts=True))
     order = sorted([(-37, -1, None)] + [(-c, k, v) for k, (v, c) in enumerate(counts.items())])
     kept = [v for c, _, v in order if -c >= 3][:899]
     expected = {v: k + 1 for k, v in enumerate(kept)}

@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from oper.bench.data.store import s3_server
-from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
+from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.generic import Choice, generic_recipe
 from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from tests.data.folder_support import decoded, parquet_bytes
 from tests.data.gcs_server import gcs_server
-from tests.data.test_resuming import parquet_bytes
 from tests.support import ROOT
 
 fsspec = pytest.importorskip("fsspec")
@@ -140,7 +140,7 @@ def test_a_store_that_does_not_answer_is_not_asked_for_long() -> None:
 
 
 def test_google_cloud_storage(local: Path) -> None:
-    """Through pyarrow, which cuts reads into ranges and writes by resumable uploads."""
+    """Through pyarrow, which writes by resumable uploads."""
     with gcs_server() as url:
         store.upload(local, url.format("raw"), [])
         preprocess(CRITEO, [url.format("raw/train.txt")], url.format("out"))
@@ -185,16 +185,10 @@ def test_partitioned_folders_and_filters(partitions: Path) -> None:
                     filter=["country != it", "price >= 3", "price<9", "day == 10"])
     preprocess(generic_recipe("parquet", choice), [str(partitions / "clicks")], partitions / "out",
                PreprocessOptions(valid="0", min_count=1))
-    opened = Folder.open(partitions / "out")
-    read = pa.concat_tables([opened.read_part(part, ("user", "country", "price"))
-                             for part in opened.parts("train")])
+    read = decoded(partitions / "out")
     expected = sorted((f"u{k % 7}", ("de", "fr", "it")[k % 3], float(k % 10)) for k in range(60)
                       if k % 3 != 2 and 3 <= k % 10 < 9 and k % 2)
-    users, countries = ({k: v for v, k in zip(*(pq.read_table(
-        partitions / "out" / "vocabulary" / f"{n}.parquet")[c].to_pylist() for c in (
-            "value", "id")), strict=True)} for n in ("user", "country"))
-    assert sorted((users[u], countries[c], p) for u, c, p in zip(
-        *(read[n].to_pylist() for n in ("user", "country", "price")), strict=True)) == expected
+    assert sorted(zip(read["user"], read["country"], read["price"], strict=True)) == expected
 
 
 @pytest.mark.parametrize("filter, match", [

@@ -14,6 +14,7 @@ from oper.data import SyntheticLog, analyze_folder, load_recipe, power_law_ids, 
 from oper.data.generate.ids import scatter_ids
 from oper.data.generate.synthetic import write_synthetic_log
 from oper.errors import InvalidInputError
+from oper.train.metrics import auc
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 64, 1000, 65_537])
@@ -45,12 +46,6 @@ def test_power_law_arguments_are_checked() -> None:
         with pytest.raises(InvalidInputError):
             power_law_ids(*arguments, rng)
 
-
-def auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    ranks = np.empty(scores.size)
-    ranks[np.argsort(scores, kind="stable")] = np.arange(scores.size)
-    hits = labels == 1
-    return float((ranks[hits].mean() - (hits.sum() - 1) / 2) / (~hits).sum())
 
 
 def naive_bayes(folder: Path, num_rows: dict[str, int]) -> float:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from oper.data import Folder, PreprocessOptions, load_recipe, preprocess
@@ -17,7 +15,7 @@ from oper.data.folder import SPLITS
 from oper.data.preprocessing import run as preprocessing, staging, writing
 from oper.data.recipe import recipe_from_dict
 from oper.data.vocabulary import merging
-from tests.data.test_resuming import digest
+from tests.data.folder_support import decoded, digest
 
 TWEETS = load_recipe("movietweetings")
 START = 1_400_000_000
@@ -82,24 +80,16 @@ def test_rows_are_in_order_of_time_throughout_each_part(
         options, unit_bytes=20_000, part_rows=400))
     order = np.argsort(times, kind="stable")
     for name in ("whole", "pieces"):
-        folder = Folder.open(tmp_path / name)
-        tables = {s: pa.concat_tables(map(pq.read_table, folder.parts(s)))
-                  for s in SPLITS if folder.rows[s]}
-        table = pa.concat_tables(tables.values())
-        assert table["t"].to_pylist() == times[order].tolist()
-        assert table["x"].to_pylist() == (order / 2).tolist()
-        assert table["y"].to_pylist() == (order % 2).tolist()
-        train = folder.rows["train"]
-        values = {}
-        for column in ("row", "few", "bag"):
-            words = pq.read_table(tmp_path / name / "vocabulary" / f"{column}.parquet").to_pydict()
-            values[column] = dict(zip(words["id"], words["value"], strict=True))
-        assert [values["row"][i] or 0 for i in table["row"].to_pylist()[:train]] == (
-            order[:train].tolist())
-        assert [values["few"][i] for i in table["few"].to_pylist()] == [
-            "abc"[k % 3] if k % 4 else None for k in order.tolist()]
-        assert [[values["bag"][i] for i in bag] for bag in table["bag"].to_pylist()] == [
-            [1, 2, 3][:k % 4] for k in order.tolist()]
+        rows = Folder.open(tmp_path / name).rows
+        parts = [decoded(tmp_path / name, s) for s in SPLITS if rows[s]]
+        table = {column: [x for part in parts for x in part[column]] for column in parts[0]}
+        assert table["t"] == times[order].tolist()
+        assert table["x"] == (order / 2).tolist()
+        assert table["y"] == (order % 2).tolist()
+        train = rows["train"]
+        assert [v or 0 for v in table["row"][:train]] == order[:train].tolist()
+        assert table["few"] == ["abc"[k % 3] if k % 4 else None for k in order.tolist()]
+        assert table["bag"] == [[1, 2, 3][:k % 4] for k in order.tolist()]
     assert digest(tmp_path / "whole" / "vocabulary") == digest(tmp_path / "pieces" / "vocabulary")
 
 

@@ -40,6 +40,13 @@ def test_preprocess_and_analyze(
     assert AccessStats.load(stats).num_samples == 120
 
 
+@pytest.mark.parametrize("words", [["--sparse", "a"], ["--threshold", "0"], ["--separator", ";"],
+                                   ["--join-on", "a"], ["--cross", "a*b=3"]])
+def test_a_recipe_names_its_columns_itself(tmp_path: Path, words: list[str]) -> None:
+    with pytest.raises(InvalidInputError, match=rf"options=\['{words[0]}'\].*leave them out"):
+        run("preprocess", "criteo-kaggle", "log", "-o", str(tmp_path / "out"), *words)
+
+
 def test_json_is_one_object_on_stdout(
     tmp_path: Path, invent: Any, write: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

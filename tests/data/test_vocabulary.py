@@ -19,8 +19,9 @@ from oper.data.vocabulary.finished import FinishedVocabulary, extend
 from oper.errors import FileFormatError, InvalidInputError
 from oper.rows.remap import load_remap
 from oper.stats import AccessStats
-from tests.data.test_resuming import parquet_bytes
+from tests.data.folder_support import encoded, ids_of, parquet_bytes
 from tests.data.test_verbs import run
+from tests.support import counts_by
 
 RECIPE = generic_recipe("csv", Choice(["user", "item", "tags:|"], "clicked", time="ts"))
 ALL = {"valid": "1/10"}
@@ -54,15 +55,11 @@ def make(tmp_path: Path, day: str, out: str, **options: Any) -> dict[str, Any]:
                       PreprocessOptions(row_group_rows=128, **ALL, **options))
 
 
-def ids_of(folder: Path, column: str) -> dict[str | None, int]:
-    table = pq.read_table(folder / "vocabulary" / f"{column}.parquet")
-    return dict(zip(table["value"].to_pylist(), table["id"].to_pylist(), strict=True))
 
-
-def encoded(folder: Path, column: str) -> list[Any]:
-    opened = Folder.open(folder)
-    return [v for split in ("train", "valid") for part in opened.parts(split)
-            for v in opened.read_part(part, (column,)).column(column).to_pylist()]
+def values_of(rows: list[tuple[str, str, str]]) -> dict[str, list[str | None]]:
+    """What the columns of some rows hold, one after the other."""
+    return {"user": [r[0] for r in rows], "item": [r[1] or None for r in rows],
+            "tags": [t for r in rows for t in r[2].split("|") if t]}
 
 
 def test_a_finished_vocabulary_is_applied(days: Days, tmp_path: Path) -> None:
@@ -76,13 +73,11 @@ def test_a_finished_vocabulary_is_applied(days: Days, tmp_path: Path) -> None:
     assert encoded(tmp_path / "d1", "tags") == [
         [tags.get(t, 0) for t in r[2].split("|") if t] for r in days["day1"]]
     train = days["day1"][:manifest["rows"]["train"]]
-    for name, known, values in (
-            ("user", users, [r[0] for r in train]), ("item", items, [r[1] or None for r in train]),
-            ("tags", tags, [t for r in train for t in r[2].split("|") if t])):
+    for name, values in values_of(train).items():
+        known = ids_of(tmp_path / "d0", name)
         unseen = Counter(v for v in values if v not in known)
-        listed = pq.read_table(tmp_path / "d1" / "unseen" / f"{name}.parquet")
-        assert dict(zip(listed["value"].to_pylist(), listed["count"].to_pylist(),
-                        strict=True)) == unseen
+        listed = pq.read_table(tmp_path / "d1" / "unseen" / f"{name}.parquet").to_pydict()
+        assert dict(zip(listed["value"], listed["count"], strict=True)) == unseen
         assert manifest["unseen"][name] == {
             "values": len(unseen), "accesses": sum(unseen.values()),
             "share": sum(unseen.values()) / len(values)}
@@ -233,8 +228,7 @@ def test_verbs_and_statistics_over_days(
                 found = opened.read_part(part, (name,)).column(name).combine_chunks()
                 counts.update((found.flatten() if pa.types.is_list(found.type)
                                else found).to_pylist())
-        assert dict(zip(table.head_ids.tolist(), table.head_counts.tolist(),
-                        strict=True)) == counts
+        assert counts_by(table.head_ids, table.head_counts) == counts
         assert table.num_rows == parts[2].tables[name].num_rows
         assert int(table.tail_num_rows.sum()) + table.head_ids.size == table.num_rows
 
@@ -251,18 +245,14 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
     seen = [r for d, f in (("day0", "d0"), ("day1", "day1"), ("day2", "day2"))
             for r in days[d][:rows[f]]]
     remap = load_remap(tmp_path / "v2")
-    for name, values in (("user", [r[0] for r in seen]), ("item", [r[1] or None for r in seen]),
-                         ("tags", [t for r in seen for t in r[2].split("|") if t])):
+    day0 = values_of(days["day0"][:rows["d0"]])
+    for name, values in values_of(seen).items():
         before, after = (ids_of(tmp_path / v, name) for v in ("v1", "v2"))
         assert after == {v: remap[name][k] for v, k in before.items()}
         # Rows by count over all days, ties by value, a missing field first. What the first day saw
         # too rarely for a row of its own counts from the second on.
-        first = Counter(values)
-        old = ids_of(tmp_path / "d0", name)
-        day0 = Counter([r[0] for r in days["day0"][:rows["d0"]]] if name == "user" else
-                       [r[1] or None for r in days["day0"][:rows["d0"]]] if name == "item" else
-                       [t for r in days["day0"][:rows["d0"]] for t in r[2].split("|") if t])
-        count = {v: first[v] - (0 if v in old else day0[v]) for v in after}
+        old, every, first = ids_of(tmp_path / "d0", name), Counter(values), Counter(day0[name])
+        count = {v: every[v] - (0 if v in old else first[v]) for v in after}
         assert sorted(after, key=lambda v: after[v]) == sorted(
             after, key=lambda v: (-count[v], v is not None, (v or "").encode()))
         assert manifest["tables"][name]["missing_id"] == after.get(None, 0)
@@ -282,9 +272,8 @@ def test_reordered_by_all_counts(days: Days, tmp_path: Path) -> None:
     for name, table in found.tables.items():
         assert table.num_rows == manifest["tables"][name]["num_rows"]
         expected = plain.tables[name]
-        assert dict(zip(table.head_ids.tolist(), table.head_counts.tolist(), strict=True)) == dict(
-            zip(remap[name][expected.head_ids].tolist(), expected.head_counts.tolist(),
-                strict=True))
+        assert counts_by(table.head_ids, table.head_counts) == counts_by(
+            remap[name][expected.head_ids], expected.head_counts)
         for one, other in zip(table.buckets, expected.buckets, strict=True):
             order = np.argsort(remap[name][other.ids])
             assert one.ids.tolist() == remap[name][other.ids[order]].tolist()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch.distributed as dist
 
+from oper.analysis import merge_stats
 from oper.bench.core.workload import Workload, collect_stats
 from oper.plan import Plan, TablePlan
 from oper.rows.traffic import LINKS
@@ -70,7 +71,7 @@ def rows_by_placement(entries: Iterable[TablePlan]) -> dict[str, int]:
 
 def joint_stats(work: Workload, num_stats_batches: int) -> AccessStats:
     """Access statistics of batches that are never timed; every rank counts its part. Collective."""
-    return AccessStats.merge_all(gather(collect_stats(work, *world(), num_stats_batches)))
+    return merge_stats(gather(collect_stats(work, *world(), num_stats_batches)))
 
 
 def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_host: bool = True

@@ -85,7 +85,8 @@ _LIBRARIES: dict[str, Callable[[str], int]] = {
 
 def _read(log: str) -> int:
     """Rows of a log as OPER's reader counts them."""
-    from oper.data.reading.readers import Unit, read_unit
+    from oper.data.reading.lines import Unit
+    from oper.data.reading.readers import read_unit
 
     return sum(rows.labels.size for rows in read_unit(
         Unit(log, "tsv"), load_recipe("criteo-kaggle"), lambda _: None))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,21 @@ import numpy as np
 from oper.analysis.presence import Lookups
 from oper.data.generate import published
 from oper.data.generate.ids import holders, mix64, scatter_ids, uniform64
-from oper.data.generate.popularity import Popularity, from_stats, power_law
+from oper.data.generate.popularity import (
+    Popularity,
+    fit_cardinality,
+    fit_locality,
+    from_stats,
+    power_law,
+)
 from oper.errors import InvalidInputError, fail, require, require_fields
 from oper.stats import AccessStats, TableStats
 from oper.support.files import read_toml
+
+
+def _always(length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bag lengths and weights of bags that all have `length` ids."""
+    return np.array([length]), np.array([1.0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +47,7 @@ class TableModel:
 
     name: str
     popularity: Popularity
-    lengths: tuple[np.ndarray, np.ndarray] = field(
-        default_factory=lambda: (np.array([1]), np.array([1.0])))
+    lengths: tuple[np.ndarray, np.ndarray] = field(default_factory=lambda: _always(1))
     drift: float = 0.0
     head: np.ndarray | None = None
     fixed_bags: bool = False
@@ -138,7 +148,7 @@ def workload_from_stats(stats: AccessStats, drift: float = 0.0, num_days: int = 
     """Lookups like measured ones: popularity of every row, bag lengths."""
     def model(name: str, t: TableStats) -> TableModel:
         lengths = ((t.length_values, t.length_counts.astype(np.float64)) if t.num_bags
-                   else (np.array([1]), np.array([1.0])))
+                   else _always(1))
         return TableModel(name, from_stats(t), lengths, drift, t.head_ids)
 
     return Workload(f"synthetic, after {stats.source}",
@@ -153,13 +163,14 @@ def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Worklo
         FileFormatError: a damaged file.
     """
     text = os.fspath(name_or_path)
-    if text in published.PRESETS:
-        return _preset(text, seed)
+    if text in PRESETS:
+        return Workload(f"synthetic, calibrated on published statistics ({text})",
+                        tuple(PRESETS[text]()), 1, seed)
     path = Path(text)
     if not path.is_file():
         raise InvalidInputError(
             fail("no such workload", "workload", text,
-                 f"one of {sorted(published.PRESETS)}, a .toml file or a statistics file",
+                 f"one of {sorted(PRESETS)}, a .toml file or a statistics file",
                  "use one of these names, or the path of a file"))
     if path.suffix != ".toml":
         return workload_from_stats(AccessStats.load(path), seed=seed)
@@ -179,31 +190,24 @@ def workload_from_dict(value: Mapping[str, Any], seed: int = 1) -> Workload:
     with ``weights``, ``drift``, ``fixed_bags``, and ``count`` (so many tables alike).
     """
     what = "invalid workload"
-    entries = value.get("table", [])
-    unknown = sorted(set(value) - {"name", "days", "table"})
-    if unknown or not isinstance(entries, list) or not entries:
-        raise InvalidInputError(fail(what, "keys", unknown or sorted(value),
-                                     "name, days and table entries", "correct the file"))
-    days = value.get("days", 1)
-    if type(days) is not int or not 1 <= days <= 127:
-        raise InvalidInputError(fail(what, "days", days, "1..127", "correct the file"))
+    entries, days = value.get("table", []), value.get("days", 1)
+    require(what, "correct the file",
+            ("keys", sorted(value), set(value) <= {"name", "days", "table"}
+             and isinstance(entries, list) and bool(entries), "name, days and table entries"),
+            ("days", days, type(days) is int and 1 <= days <= 127, "1..127"))
     tables = tuple(t for entry in entries for t in _tables(what, entry))
     names = [t.name for t in tables]
-    if len(set(names)) < len(names):
-        raise InvalidInputError(fail(what, "table names", names[:12], "unique names",
-                                     "correct the file"))
+    require(what, "correct the file",
+            ("table names", names[:12], len(set(names)) == len(names), "unique names"))
     return Workload(f"synthetic, {value.get('name', 'specification')}", tables, days, seed)
 
 
 def _tables(what: str, entry: Any) -> list[TableModel]:
-    if not isinstance(entry, Mapping):
-        raise InvalidInputError(fail(what, "table", entry, "[[table]] sections",
-                                     "correct the file"))
-    unknown = sorted(set(entry) - _TABLE_KEYS - {"name"})
-    if unknown or not {"name", "rows"} <= set(entry):
-        raise InvalidInputError(
-            fail(what, "keys of a table", unknown or sorted(entry),
-                 f"name, rows and of {sorted(_TABLE_KEYS)}", "correct the file"))
+    keys = set(entry) if isinstance(entry, Mapping) else set()
+    require(what, "correct the file",
+            ("table", entry, isinstance(entry, Mapping), "[[table]] sections"),
+            ("keys of a table", sorted(keys), {"name", "rows"} <= keys <= _TABLE_KEYS | {"name"},
+             f"name, rows and of {sorted(_TABLE_KEYS)}"))
     try:
         values = np.array(entry.get("lengths", [entry.get("length", 1)]), np.int64)
         weights = np.array(entry.get("weights", [1.0] * values.size), np.float64)
@@ -213,22 +217,66 @@ def _tables(what: str, entry: Any) -> list[TableModel]:
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInputError(fail(what, "table", entry["name"], "numbers", str(error))
                                 ) from None
-    if (values.shape != weights.shape or values.min(initial=0) < 0 or weights.min(initial=0) < 0
-            or values.ndim != 1 or not weights.any() or not np.isfinite(weights).all()
-            or not 0 <= drift <= 1 or not 1 <= count <= _MAX_TABLES):
-        raise InvalidInputError(
-            fail(what, "lengths, weights, drift, count",
-                 (values.tolist(), weights.tolist(), drift, count),
-                 "none negative, as many weights as lengths, drift 0..1, "
-                 f"count 1..{_MAX_TABLES}", "correct the file"))
+    require(what, "correct the file",
+            ("lengths, weights", (values.tolist(), weights.tolist()),
+             values.shape == weights.shape and values.ndim == 1 and values.min(initial=0) >= 0
+             and weights.min(initial=0) >= 0 and bool(np.isfinite(weights).all() and weights.any()),
+             "none negative, as many weights as lengths"),
+            ("drift", drift, 0 <= drift <= 1, "0..1"),
+            ("count", count, 1 <= count <= _MAX_TABLES, f"1..{_MAX_TABLES}"))
     names = [str(entry["name"])] if count == 1 else [f"{entry['name']}{k}" for k in range(count)]
     return [TableModel(n, popularity, (values, weights), drift,
                        fixed_bags=bool(entry.get("fixed_bags", False))) for n in names]
 
 
-def _preset(name: str, seed: int) -> Workload:
-    tables: Sequence[published.PublishedTable] = published.PRESETS[name]()
-    return Workload(
-        f"synthetic, calibrated on published statistics ({name})",
-        tuple(TableModel(t.name, t.popularity, (np.array([t.length]), np.array([1.0])),
-                         fixed_bags=t.fixed_bags) for t in tables), 1, seed)
+def criteo_1tb() -> list[TableModel]:
+    """26 columns of the 24-day log: power laws with its numbers of distinct and frequent values."""
+    return [TableModel(f"C{k + 1}", fit_cardinality(published.CRITEO_1TB_ROWS, *values, 3))
+            for k, values in enumerate(zip(
+                published.CRITEO_1TB_DISTINCT, published.CRITEO_1TB_FREQUENT, strict=True))]
+
+
+def mlperf_dlrm_v2() -> list[TableModel]:
+    """The same columns capped and multi-hot: first ids as above, the others drawn evenly."""
+    return [replace(t, popularity=_capped(t.popularity, min(published.MLPERF_CAP, distinct)),
+                    lengths=_always(length), fixed_bags=True)
+            for t, distinct, length in zip(criteo_1tb(), published.CRITEO_1TB_DISTINCT,
+                                           published.MLPERF_MULTI_HOT, strict=True)]
+
+
+def _capped(popularity: Popularity, num_rows: int) -> Popularity:
+    """The hottest `num_rows` rows; colder values fold onto all of them evenly (id modulo rows)."""
+    ends = np.cumsum(popularity.rows)
+    if ends[-1] <= num_rows:
+        return popularity
+    rows = np.clip(num_rows - (ends - popularity.rows), 0, popularity.rows)
+    weight = popularity.mass / popularity.rows
+    folded = 1.0 - float(rows @ weight)
+    return Popularity.of(rows[rows > 0], weight[rows > 0] + folded / num_rows)
+
+
+def meta_2021(scale: float = 1 / 856) -> list[TableModel]:
+    """One table (of 856, or `scale` of all rows) whose batches repeat rows as Meta's traces did.
+
+    A batch of 65,536 samples touches its rows as often as the published histogram says.
+    """
+    popularity = fit_locality(
+        np.array(published.META_2021_ROW_SHARES), np.array(published.META_2021_ACCESS_SHARES),
+        published.META_2021_INDICES / published.META_2021_ROWS,
+        round(published.META_2021_ROWS * scale))
+    return [TableModel("pooled", popularity, _always(16))]
+
+
+def _deeprecsys(tables: int, rows: int, length: int) -> Callable[[], list[TableModel]]:
+    """RM1 to RM3 of DeepRecSys (Gupta et al. 2020): tables alike, with a power law of exponent
+    1.05 (their popularity is not published)."""
+    return lambda: [TableModel(f"t{k}", power_law(rows, 1.05), _always(length))
+                    for k in range(tables)]
+
+
+PRESETS: dict[str, Callable[[], list[TableModel]]] = {
+    "criteo-1tb": criteo_1tb, "mlperf-dlrm-v2": mlperf_dlrm_v2, "meta-2021": meta_2021,
+    "deeprecsys-rm1": _deeprecsys(8, 4_000_000, 80),
+    "deeprecsys-rm2": _deeprecsys(32, 500_000, 120),
+    "deeprecsys-rm3": _deeprecsys(10, 2_000_000, 20),
+}

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from oper.analysis import CountOptions, TableCounter
+from oper.analysis import CountOptions
 from oper.analysis.presence import Lookups
 from oper.data.arrays import lists
 from oper.data.folder import LOOKUPS
@@ -44,11 +44,8 @@ def count_workload(workload: Workload, num_samples: int,
     if path is not None and path.exists():
         raise InvalidInputError(fail("cannot write lookups", "path", str(path), "no such file yet",
                                      "choose another folder"))
-    options = CountOptions()
-    dense = options.dense_tables([t.num_rows for t in workload.tables])
-    counters = [TableCounter(t.name, t.num_rows, d, options.presence_samples,
-                             options.sparse_budget_bytes)
-                for t, d in zip(workload.tables, dense, strict=True)]
+    counters = CountOptions().counters([t.name for t in workload.tables],
+                                       [t.num_rows for t in workload.tables])
     schema = pa.schema([("day", pa.int8()), *((t.name, pa.list_(pa.int64()))
                                               for t in workload.tables)],
                        {"synthetic": "true", "source": workload.name})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,13 +57,7 @@ class Popularity:
 
     def expected(self, num_accesses: int, at_least: int = 1) -> float:
         """Rows that `num_accesses` independent accesses touch at least so often (Poisson)."""
-        rate = num_accesses * self.mass / self.rows
-        term = np.exp(-rate)
-        below = term.copy()
-        for k in range(1, at_least):
-            term = term * rate / k
-            below += term
-        return float(self.rows @ (1.0 - below))
+        return float(self.rows @ _reached(at_least, num_accesses * self.mass / self.rows))
 
 
 def power_law(num_rows: int, exponent: float, shift: float = 0.0, heavy: Sequence[float] = ()
@@ -181,7 +174,7 @@ def _bisect(falling: Callable[[float], float], low: float, high: float) -> float
 
 
 def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float, num_touched: int
-                 ) -> tuple[Popularity, int]:
+                 ) -> Popularity:
     """A popularity whose accesses repeat rows as in a published histogram.
 
     A trace is described by how often its touched rows occur: shares of these rows and of the
@@ -193,9 +186,6 @@ def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float
         row_shares, access_shares: float64 [17].
         reuse: accesses per touched row.
         num_touched: rows that the trace touches.
-
-    Returns:
-        The popularity, and the accesses of a trace of this kind.
     """
     rates = np.exp(np.linspace(np.log(0.02), np.log(400_000.0), 160))
     row_part, access_part = _poisson_bins(rates)
@@ -208,8 +198,7 @@ def fit_locality(row_shares: np.ndarray, access_shares: np.ndarray, reuse: float
     square, linear = matrix.T @ matrix, matrix.T @ wanted
     for _ in range(20_000):
         mixture *= linear / np.maximum(square @ mixture, 1e-300)
-    whole, rate = _whole_levels(mixture[::-1, 0] * num_touched, rates[::-1])
-    return Popularity.of(whole, rate), round(float(whole @ rate))
+    return Popularity.of(*_whole_levels(mixture[::-1, 0] * num_touched, rates[::-1]))
 
 
 def _whole_levels(rows: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -231,29 +220,16 @@ def _whole_levels(rows: np.ndarray, rates: np.ndarray) -> tuple[np.ndarray, np.n
 
 def _poisson_bins(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Probability of a count in each bin, and expected accesses from it, float64 [17, K] each."""
-    top = _EDGES[-1]
-    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, top + 1)))])
-    counts = np.arange(top + 1)
-    row_part = np.zeros((len(_EDGES), rates.size))
-    access_part = np.zeros_like(row_part)
-    for k, rate in enumerate(rates):
-        pmf = np.exp(counts * np.log(rate) - rate - log_factorial)
-        for b, (low, high) in enumerate(itertools.pairwise(_EDGES)):
-            part = pmf[low + 1:high + 1]
-            row_part[b, k] = part.sum()
-            access_part[b, k] = part @ counts[low + 1:high + 1]
-        row_part[-1, k] = max(0.0, 1.0 - pmf.sum())
-        access_part[-1, k] = max(0.0, rate - float(pmf @ counts))
-    return row_part, access_part
+    edges = np.array(_EDGES, np.float64)[:, None]
+    # A Poisson number n, weighted by n, is one more than a Poisson number, times the mean.
+    above, from_edge = _reached(edges + 1, rates), rates * _reached(edges, rates)
+    return -np.diff(above, axis=0, append=0), -np.diff(from_edge, axis=0, append=0)
 
 
-def locality(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of rows and of accesses by count, as `fit_locality` takes them.
+def _reached(count: float | np.ndarray, rate: np.ndarray) -> np.ndarray:
+    """Probability that a Poisson number with the mean `rate` is `count` or more."""
+    import torch
 
-    Args:
-        counts: int64 [R], occurrences of each touched row.
-    """
-    bins = np.searchsorted(np.array(_EDGES[1:]), counts)
-    rows = np.bincount(bins, minlength=17).astype(np.float64)
-    accesses = np.bincount(bins, counts, minlength=17)
-    return rows / rows.sum(), accesses / accesses.sum()
+    found: np.ndarray = torch.special.gammainc(
+        torch.as_tensor(count, dtype=torch.float64), torch.as_tensor(rate)).numpy()
+    return found

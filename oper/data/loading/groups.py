@@ -102,13 +102,12 @@ class RowGroups:
 
 
 def _told(folder: Folder, name: str, size: int) -> list[int] | None:
-    """Rows of the row groups of a file of `size` bytes, as the manifest has it; None = unknown."""
+    """Rows of the row groups of a file of `size` bytes; None where the manifest is of another."""
     known, rows = folder.part_sizes.get(name, (-1, 0))
-    each = folder.row_group_rows
-    if known != size or not each or rows // each > size:  # no group takes less than a byte
+    full, rest = divmod(rows, folder.row_group_rows)
+    if known != size or full > size:  # no group takes less than a byte
         return None
-    full, rest = divmod(rows, each)
-    return [each] * full + [rest] * (rest > 0)
+    return [folder.row_group_rows] * full + [rest] * (rest > 0)
 
 
 class GroupReader:

@@ -12,7 +12,7 @@ import torch
 from oper.data.folder import Folder
 from oper.data.loading.groups import Column, joined
 from oper.data.loading.windows import Window
-from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError, fail
+from oper.errors import FileFormatError, MissingDependencyError, fail, require
 from oper.support import native
 
 
@@ -54,17 +54,15 @@ class Assembly:
                  ) -> None:
         what = "cannot make a loader"
         unknown = [n for n in [*weights, *deduplicate] if n not in folder.sparse]
-        if unknown:
-            raise InvalidInputError(fail(what, "columns of weights, deduplicate", unknown,
-                                         f"sparse columns, of {list(folder.sparse)}",
-                                         "name sparse columns of the folder"))
-        if weights and deduplicate:
-            raise InvalidInputError(
-                fail(what, "weights, deduplicate", (dict(weights), tuple(deduplicate)),
-                     "one of them", "equal bags may differ in their weights: leave one out"))
-        if set(weights.values()) & set(folder.sparse):
-            raise InvalidInputError(fail(what, "weights", dict(weights), "columns of numbers, no "
-                                         "sparse ones", "name columns of weights"))
+        require(what, "name sparse columns of the folder",
+                ("columns of weights, deduplicate", unknown, not unknown,
+                 f"sparse columns, of {list(folder.sparse)}"))
+        require(what, "equal bags may differ in their weights: leave one out",
+                ("weights, deduplicate", (dict(weights), tuple(deduplicate)),
+                 not weights or not deduplicate, "one of them"))
+        require(what, "name columns of weights",
+                ("weights", dict(weights), not set(weights.values()) & set(folder.sparse),
+                 "columns of numbers, no sparse ones"))
         self.folder, self.weights, self.deduplicate = folder, dict(weights), tuple(deduplicate)
         self.columns = tuple(dict.fromkeys(
             (folder.label, *folder.dense, *folder.sparse, *weights.values())))

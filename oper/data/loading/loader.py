@@ -68,9 +68,9 @@ class LoaderOptions:
 
     def __post_init__(self) -> None:
         what = "cannot make a loader"
-        if (self.rank is None) != (self.world_size is None):
-            raise InvalidInputError(fail(what, "rank, world_size", (self.rank, self.world_size),
-                                         "both or none", "give both"))
+        require(what, "give both", ("rank, world_size", (self.rank, self.world_size),
+                                    (self.rank is None) == (self.world_size is None),
+                                    "both or none"))
         top = (1 << 31) - 1
         world_size = 1 if self.world_size is None else self.world_size
         for name, value, least, most in (
@@ -147,11 +147,11 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         self._turn = 0  # only the iterator that was begun last moves `_next`
 
     def _check_group(self) -> None:
-        name, folder = self.options.group_by, self.folder
-        if name and (name not in folder.sparse or name in folder.multi_hot):
-            raise InvalidInputError(
-                fail("cannot make a loader", "group_by", name, "a sparse column of one id each, of "
-                     f"{[n for n in folder.sparse if n not in folder.multi_hot]}", "name one"))
+        name = self.options.group_by
+        single = [n for n in self.folder.sparse if n not in self.folder.multi_hot]
+        require("cannot make a loader", "name one",
+                ("group_by", name, name in ("", *single),
+                 f"a sparse column of one id each, of {single}"))
 
     @property
     def num_rows(self) -> int:
@@ -181,10 +181,8 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
 
         Choosing the epoch of a state that was loaded keeps the place in it.
         """
-        if type(epoch) is not int or not 0 <= epoch < 1 << 62:
-            raise InvalidInputError(
-                fail("cannot set the epoch", "epoch", epoch, "an integer >= 0",
-                     "count epochs from 0"))
+        require("cannot set the epoch", "count epochs from 0",
+                ("epoch", epoch, type(epoch) is int and 0 <= epoch < 1 << 62, "an integer >= 0"))
         if epoch != self.epoch:
             self._turn += 1
             self._next, self._resume = 0, (epoch, 0, None)
@@ -259,9 +257,9 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         info = get_worker_info()
         if num_batches is None:
             num_batches = self._next
-        elif type(num_batches) is not int or not 0 <= num_batches <= len(self):
-            raise InvalidInputError(fail("cannot save the loader's state", "num_batches",
-                                         num_batches, f"0..{len(self)}", "count within the epoch"))
+        require("cannot save the loader's state", "count within the epoch",
+                ("num_batches", num_batches, type(num_batches) is int
+                 and 0 <= num_batches <= len(self), f"0..{len(self)}"))
         return {**self._identity(), "epoch": self.epoch, "batch": num_batches,
                 "worker": [info.id, info.num_workers] if info else None}
 
@@ -285,14 +283,13 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
                     what, name, state[name], f"{value!r} of this loader", _REMEDIES.get(
                         name, "make the loader as it was, or begin an epoch with set_epoch()")))
         epoch, batch, worker = state["epoch"], state["batch"], state["worker"]
-        for name, value, most in (("epoch", epoch, (1 << 62) - 1), ("batch", batch, len(self))):
-            if type(value) is not int or not 0 <= value <= most:
-                raise InvalidInputError(fail(what, name, value, f"an integer in 0..{most}",
-                                             "pass what state_dict() returned"))
         pair = list(worker) if isinstance(worker, list | tuple) else []
-        if worker is not None and (len(pair) != 2 or any(type(x) is not int for x in pair)):
-            raise InvalidInputError(fail(what, "worker", worker, "null, or number and count",
-                                         "pass what state_dict() returned"))
+        require(what, "pass what state_dict() returned",
+                *((name, value, type(value) is int and 0 <= value <= most,
+                   f"an integer in 0..{most}") for name, value, most in (
+                       ("epoch", epoch, (1 << 62) - 1), ("batch", batch, len(self)))),
+                ("worker", worker, worker is None or [type(x) for x in pair] == [int, int],
+                 "null, or number and count"))
         self._turn += 1
         self._epoch.fill_(epoch)
         self._next, self._resume = batch, (epoch, batch, None if worker is None else pair)

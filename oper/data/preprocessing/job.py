@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -11,18 +10,18 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, SPLITS
-from oper.data.preprocessing.manifest import Outcome, describe
-from oper.data.preprocessing.options import PreprocessOptions
+from oper.data.folder import FOLDER_KIND, MANIFEST, SPLITS
+from oper.data.preprocessing.manifest import describe
 from oper.data.preprocessing.sharing import is_done, share
+from oper.data.preprocessing.spec import JobSpec
 from oper.data.preprocessing.staging import Distinct, Stage, kinds_of, too_many_bad
-from oper.data.preprocessing.workfolder import WorkFolder, work_folder
+from oper.data.preprocessing.workfolder import WorkFolder
 from oper.data.preprocessing.writing import (
     Split,
     WriteOptions,
@@ -34,17 +33,11 @@ from oper.data.preprocessing.writing import (
 )
 from oper.data.reading import estimate, store
 from oper.data.reading.pagecache import is_large
-from oper.data.reading.readers import Unit
-from oper.data.recipe import Recipe, parse_share
 from oper.data.vocabulary.building import Vocabulary, build, build_hashed
-from oper.data.vocabulary.finished import (
-    FinishedVocabulary,
-    unseen_values,
-    write_unseen,
-)
+from oper.data.vocabulary.finished import write_unseen
 from oper.data.vocabulary.merging import RunMerger
 from oper.data.vocabulary.raw_keys import MISSING_KEY, RawKeys
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError, fail, require
 from oper.support.files import read_json, write_text
 
 _log = logging.getLogger(__name__)
@@ -64,26 +57,15 @@ def occupied(target: str, is_ours: bool) -> InvalidInputError:
 
 
 @dataclass(slots=True)
-class Job:
-    """One preprocessing job: the log, and the folder with what has been done of it."""
+class Job(JobSpec):
+    """One preprocessing job, and the folder with what has been done of it."""
 
-    recipe: Recipe
-    paths: list[str]
-    units: list[Unit]
-    target: Path
-    options: PreprocessOptions
-    finished: FinishedVocabulary | None = None
     _began: bool = False
     _is_large: bool = False
     _stage: Stage | None = None
     _vocabularies: dict[str, Vocabulary | RawKeys] = field(default_factory=dict)
     _first_rows: list[int] = field(default_factory=list)
     _spans: list[tuple[int, int, int]] = field(default_factory=list)
-
-    @property
-    def work(self) -> Path:
-        """The folder of work in progress."""
-        return work_folder(self.target)
 
     def _folder(self) -> WorkFolder:
         return WorkFolder(self.target, self.identity())
@@ -94,43 +76,6 @@ class Job:
         if self._stage is None:
             self._stage = Stage(self.work / "stage", self.recipe, self._is_large)
         return self._stage
-
-    @property
-    def shares(self) -> tuple[Fraction, Fraction]:
-        """Shares of the validation and the test part."""
-        found = []
-        for name in ("valid", "test"):
-            value = getattr(self.options, name)
-            found.append(getattr(self.recipe, name) if value is None else parse_share(
-                value, "cannot split the log", name))
-        if sum(found) >= 1:
-            raise InvalidInputError(
-                fail("cannot split the log", "valid + test", str(sum(found)), "below 1",
-                     "lower the shares"))
-        return found[0], found[1]
-
-    @property
-    def min_count(self) -> int:
-        """Values seen less often share row 0."""
-        if self.finished is not None:
-            return self.finished.min_count
-        return self.options.min_count or self.recipe.min_count
-
-    def identity(self) -> str:
-        """A digest of everything that the output depends on."""
-        about = [FOLDER_VERSION, asdict(self.recipe), [u.to_json() for u in self.units],
-                 [(store.full_name(p), *store.stamp(p)) for p in [
-                     *self.paths, *(join.file for join in self.recipe.joins)]],
-                 [str(x) for x in self.shares], self.min_count, self.options.max_bad,
-                 self.options.max_rows, self.options.hash_rows, self.options.row_group_rows,
-                 self.options.part_rows]
-        if self.options.compression != "none":
-            about.append(self.options.compression)
-        if self.finished is not None:
-            about.append(self.finished.digest)
-        if self.options.raw_ids:
-            about.append("raw ids")
-        return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:32]
 
     def read_manifest(self) -> dict[str, Any]:
         """The manifest in the output folder, or an empty one."""
@@ -186,10 +131,10 @@ class Job:
         need = estimate.needs(self.recipe, self.units, self.options.id_bytes)
         free = shutil.disk_usage(self.target.parent).free
         _log.info("%s", need.text(free))
-        if need.disk_bytes > free and self.options.check_disk:
-            raise InvalidInputError(
-                fail("cannot preprocess", "free bytes of the disk", free,
-                     f"about {need.disk_bytes} at the peak", "free some, or pass --no-disk-check"))
+        require("cannot preprocess", "free some, or pass --no-disk-check",
+                ("free bytes of the disk", free,
+                 need.disk_bytes <= free or not self.options.check_disk,
+                 f"about {need.disk_bytes} at the peak"))
         return need
 
     def run(self) -> None:
@@ -203,27 +148,26 @@ class Job:
     def _take_part(self) -> None:
         tasks = self.work / "tasks"
         if not is_done(tasks, "staged"):
-            self._share("reading", {f"read-{k:06d}": self._reader(k)
+            self._share("reading", {f"read-{k:06d}": partial(self._read, k)
                                     for k in range(len(self.units))}, self._bytes())
             share({"staged": self._check_staged}, tasks)
         split = self._split()
         if not self.options.raw_ids and not is_done(tasks, "counted"):
-            self._share("counting", {f"count-{k:03d}": self._counter(k, split) for k in range(
-                len(self.recipe.sparse))}, [])
+            self._share("counting", {f"count-{k:03d}": partial(self._count, k, split)
+                                     for k in range(len(self.recipe.sparse))}, [])
             share({"counted": lambda: None}, tasks)
-        if split.by == "rows":
-            # What has been written is removed at once, but after it is marked as done.
-            self._share("writing", {f"write-{k:06d}": self._unit_writer(k, split)
-                                    for k in range(len(self.units))}, self._bytes(),
-                        lambda name: self.stage.drop(int(name.removeprefix("write-"))))
-        else:
-            self._share("writing", {f"write-{k:06d}": self._span_writer(k, split)
-                                    for k in range(len(self._spans))},
-                        [rows for _, _, rows in self._spans])
+        by_rows = split.by == "rows"
+        sizes = self._bytes() if by_rows else [rows for _, _, rows in self._spans]
+        # Units that have been written are removed at once, but after they are marked as done.
+        self._share("writing", {f"write-{k:06d}": partial(self._write, k, split)
+                                for k in range(len(sizes))}, sizes, self._drop if by_rows else None)
         share({"finished": lambda: self._finish(split)}, tasks)
 
+    def _drop(self, task: str) -> None:
+        self.stage.drop(int(task.removeprefix("write-")))
+
     def _share(self, title: str, tasks: dict[str, Any], sizes: list[int],
-               done: Callable[[str], object] = lambda name: None) -> None:
+               done: Callable[[str], None] | None = None) -> None:
         """Have tasks done; `sizes` of them, in bytes or rows, for the progress bar."""
         unit = "" if sizes else " columns"
         sizes = sizes or [1] * len(tasks)
@@ -232,7 +176,8 @@ class Job:
                   disable=not self.options.show_progress) as bar:
             def tell(name: str) -> None:
                 bar.update(weight[name])
-                done(name)
+                if done is not None:
+                    done(name)
 
             share(tasks, self.work / "tasks", tell)
 
@@ -243,8 +188,8 @@ class Job:
                 if self.recipe.layout(u.layout).format in ("text", "jsonl", "bags")
                 else max(1, sizes[u.path]) for u in self.units]
 
-    def _reader(self, k: int) -> Any:
-        return lambda: self.stage.write(k, self.units[k], self.options.max_bad)
+    def _read(self, k: int) -> None:
+        self.stage.write(k, self.units[k], self.options.max_bad)
 
     def _check_staged(self) -> None:
         records = [self.stage.record(k) for k in range(len(self.units))]
@@ -252,10 +197,9 @@ class Job:
         if num_bad > self.options.max_bad:
             too_many_bad(num_bad, self.options.max_bad,
                          [b for r in records for b in r["first"]][:3])
-        if not sum(r["rows"] + r["bad"] for r in records):
-            raise InvalidInputError(
-                fail("cannot preprocess", "inputs", self.paths, "at least one row",
-                     "the files are empty, pass others"))
+        require("cannot preprocess", "the files are empty, pass others",
+                ("inputs", self.paths, any(r["rows"] + r["bad"] for r in records),
+                 "at least one row"))
         if not sum(r["rows"] for r in records):
             raise self._no_training_row()
         kinds = kinds_of(records, [u.path for u in self.units], self.recipe.sparse)
@@ -284,9 +228,6 @@ class Job:
             self._spans = spans_of_time(merger.slices, self.options.part_rows)
             return split_by_time(self.recipe, merger.slices, *self.shares)
 
-    def _counter(self, column: int, split: Split) -> Any:
-        return lambda: self._count(column, split)
-
     def _count(self, column: int, split: Split) -> None:
         """Merge the counts of one column's values in the training part into its vocabulary.
 
@@ -300,7 +241,8 @@ class Job:
         for found, num_accesses in self._train_counts(column, split):
             values, counts = found.values, found.counts
             if known is not None:
-                values, counts = unseen_values(known, values, counts)
+                new = ~known.has(values)
+                values, counts = values[new], counts[new]
             merger.add(values, counts)
             num_missing += found.num_missing
             num_train += num_accesses
@@ -343,21 +285,14 @@ class Job:
                 self.work / "vocabulary" / f"{number:03d}")
         return self._vocabularies[name]
 
-    def _unit_writer(self, k: int, split: Split) -> Any:
-        return lambda: self._write(k, lambda: self._writing(split).write_unit(
-            k, self._first_rows[k]))
-
-    def _span_writer(self, k: int, split: Split) -> Any:
-        return lambda: self._write(k, lambda: self._writing(split).write_span(
-            k, len(self.units), *self._spans[k][:2]))
-
-    def _writing(self, split: Split) -> Writer:
-        return Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out",
-                      WriteOptions(self.options.row_group_rows, self.options.part_rows,
-                                   self._is_large, self.options.compression))
-
-    def _write(self, k: int, write: Callable[[], dict[str, int]]) -> None:
-        self.stage.note(f"{k:06d}.rows.json", write())
+    def _write(self, k: int, split: Split) -> None:
+        """Write the k-th unit, or span of time."""
+        writer = Writer(self.stage, self.recipe, split, self.vocabulary, self.work / "out",
+                        WriteOptions(self.options.row_group_rows, self.options.part_rows,
+                                     self._is_large, self.options.compression))
+        self.stage.note(f"{k:06d}.rows.json", writer.write_unit(k, self._first_rows[k])
+                        if split.by == "rows" else
+                        writer.write_span(k, len(self.units), *self._spans[k][:2]))
 
     def _finish(self, split: Split) -> None:
         manifest = self.manifest(split)
@@ -372,9 +307,7 @@ class Job:
     def _tables(self) -> dict[str, dict[str, Any]]:
         """What the manifest tells of each sparse column's values."""
         if self.options.raw_ids:
-            noted: dict[str, dict[str, Any]] = json.loads(
-                (self.work / "stage" / _RAW_TABLES).read_text())
-            return noted
+            return self.stage.noted(_RAW_TABLES)
         found = {name: self.vocabulary(name) for name in self.recipe.sparse}
         return {name: asdict(v.facts) for name, v in found.items() if isinstance(v, Vocabulary)}
 
@@ -383,15 +316,10 @@ class Job:
         records = [self.stage.record(k) for k in range(len(self.units))]
         rows = dict.fromkeys(SPLITS, 0)
         for k in range(len(self.units if split.by == "rows" else self._spans)):
-            found = json.loads((self.work / "stage" / f"{k:06d}.rows.json").read_text())
+            found = self.stage.noted(f"{k:06d}.rows.json")
             rows = {s: rows[s] + found[s] for s in SPLITS}
         columns = self.recipe.sparse
         unseen = {} if self.finished is None else {
-            name: json.loads((self.work / "stage" / f"unseen-{k:03d}.json").read_text())
-            for k, name in enumerate(columns)}
-        return describe(Outcome(
-            self.recipe, self.paths, self.units, self.options, self.identity(), self.shares,
-            self.min_count, self.work / "out",
-            self._tables(),
-            json.loads((self.work / _PLAN).read_text()), self.finished, unseen),
-            split, records, rows)
+            name: self.stage.noted(f"unseen-{k:03d}.json") for k, name in enumerate(columns)}
+        return {**describe(self, split, records, rows, self._tables(), unseen),
+                "plan": json.loads((self.work / _PLAN).read_text())}

@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ import pyarrow.parquet as pq
 
 import oper
 from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, SPLITS
-from oper.data.preprocessing.options import PreprocessOptions
+from oper.data.preprocessing.spec import JobSpec
 from oper.data.preprocessing.writing import Split
 from oper.data.reading import store
-from oper.data.reading.readers import Unit
 from oper.data.reading.rows import MAX_EXAMPLES
 from oper.data.recipe import Recipe
-from oper.data.vocabulary.finished import FinishedVocabulary, numbering_of
+from oper.data.vocabulary.finished import numbering_of
 from oper.errors import FileFormatError
 from oper.support.files import read_json
 
@@ -31,38 +29,8 @@ _YEAR_S = 365 * 86400
 ABOUT_SUFFIX = ".about.json"  # a file beside a log that says what the log is
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A job that is done.
-
-    Attributes:
-        recipe, paths, units, options: what it was of.
-        digest: of all that the output depends on.
-        shares: of the validation and the test part.
-        min_count: values seen less often share row 0.
-        folder: the output.
-        tables: of each sparse column, what is known of its values.
-        plan: what it was estimated to need.
-        finished: the vocabulary that was applied.
-        unseen: by sparse column what that lacks.
-    """
-
-    recipe: Recipe
-    paths: Sequence[str]
-    units: Sequence[Unit]
-    options: PreprocessOptions
-    digest: str
-    shares: tuple[Fraction, Fraction]
-    min_count: int
-    folder: Path
-    tables: dict[str, dict[str, Any]]
-    plan: dict[str, Any]
-    finished: FinishedVocabulary | None
-    unseen: dict[str, Any]
-
-
-def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows: dict[str, int]
-             ) -> dict[str, Any]:
+def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows: dict[str, int],
+             tables: dict[str, dict[str, Any]], unseen: dict[str, Any]) -> dict[str, Any]:
     """The manifest of a job that is done.
 
     Args:
@@ -70,6 +38,8 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
         split: where the parts of the log begin.
         records: what was found out about each unit.
         rows: rows by split.
+        tables: of each sparse column, what is known of its values.
+        unseen: by sparse column what a finished vocabulary lacks.
     """
     recipe, options, raw = job.recipe, job.options, job.options.raw_ids
     found = dict.fromkeys(job.paths, 0)
@@ -84,18 +54,18 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
     joins = [{"file": store.full_name(join.file), "key": join.key,
               "unmatched_rows": sum(r["unmatched"][k] for r in records)}
              for k, join in enumerate(recipe.joins)]
-    found_problems = _problems(recipe, rows, {"valid": valid, "test": test}, job.tables, split)
+    found_problems = _problems(recipe, rows, {"valid": valid, "test": test}, tables, split)
     found_problems += [f"the side table {j['file']!r} has no row for {j['unmatched_rows']} of the "
                        f"{sum(rows.values())} rows, by column {j['key']!r}" for j in joins
                        if 2 * j["unmatched_rows"] > sum(rows.values())]
     return {
-        "kind": FOLDER_KIND, "version": FOLDER_VERSION, "job": job.digest,
+        "kind": FOLDER_KIND, "version": FOLDER_VERSION, "job": job.identity(),
         "recipe": {"name": recipe.name, "title": recipe.title,
                    "layouts": sorted({u.layout for u in job.units})},
         "synthetic": any(i.get("synthetic") for i in inputs),
-        "inputs": inputs, "plan": job.plan,
+        "inputs": inputs,
         "rows": rows, "row_group_rows": options.row_group_rows,
-        "parts": parts_of(job.folder),
+        "parts": parts_of(job.work / "out"),
         "bad_rows": {"count": sum(r["bad"] for r in records), "max_bad": options.max_bad,
                      "first": [b for r in records for b in r["first"]][:MAX_EXAMPLES]},
         "split": {"by": "rows in order of time" if split.by == "rows" else "time",
@@ -114,26 +84,26 @@ def describe(job: Outcome, split: Split, records: Sequence[dict[str, Any]], rows
         "raw_ids": raw, "min_count": None if raw else job.min_count,
         "max_rows": options.max_rows, "hash_rows": options.hash_rows,
         "ids_in_hotness_order": options.hash_rows is None and job.finished is None and not raw,
-        "numbering": _numbering(job), "tables": job.tables,
+        "numbering": _numbering(job, tables), "tables": tables,
         **({} if job.finished is None else {
             "vocabulary": {"path": os.path.abspath(job.finished.path),
-                           "digest": job.finished.digest}, "unseen": job.unseen}),
+                           "digest": job.finished.digest}, "unseen": unseen}),
         "problems": found_problems,
         "versions": {"oper": oper.__version__, "python": platform.python_version(),
                      "numpy": np.__version__, "pyarrow": pa.__version__},
     }
 
 
-def _numbering(job: Outcome) -> str:
+def _numbering(job: JobSpec, tables: dict[str, dict[str, Any]]) -> str:
     """Tells which rows the values of the columns have: a model goes on with equal ones only."""
     if job.finished is not None:
         return job.finished.numbering
     if job.options.raw_ids:
-        hashed = [name for name, table in job.tables.items() if table["hashed_texts"]]
+        hashed = [name for name, table in tables.items() if table["hashed_texts"]]
         return f"raw ids; hashes of texts: {', '.join(hashed) or 'none'}"
     if job.options.hash_rows is not None:
         return f"hashes, {job.options.hash_rows} rows"
-    return numbering_of(job.folder / "vocabulary")
+    return numbering_of(job.work / "out" / "vocabulary")
 
 
 def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],

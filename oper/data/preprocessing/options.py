@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from fractions import Fraction
 
-from oper.errors import InvalidInputError, fail, require, require_fields
+from oper.errors import require, require_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,9 @@ class PreprocessOptions:
              "below 2^31 and without max_rows"))
         own: dict[str, object] = {n: v for n in ("min_count", "max_rows", "hash_rows")
                                   if (v := getattr(self, n))}
-        if self.vocabulary is not None and own:
-            raise InvalidInputError(
-                fail(what, "options beside a vocabulary", own, "none of them",
-                     "the finished vocabulary has settled them: leave them out"))
-        if self.raw_ids and (own or self.vocabulary is not None):
-            given = own | ({} if self.vocabulary is None else {"vocabulary": self.vocabulary})
-            raise InvalidInputError(
-                fail(what, "options beside raw_ids", given, "none of them",
-                     "raw ids have no vocabulary: leave them out"))
+        require(what, "the finished vocabulary has settled them: leave them out",
+                ("options beside a vocabulary", own, self.vocabulary is None or not own,
+                 "none of them"))
+        given = own | ({} if self.vocabulary is None else {"vocabulary": self.vocabulary})
+        require(what, "raw ids have no vocabulary: leave them out",
+                ("options beside raw_ids", given, not self.raw_ids or not given, "none of them"))

@@ -68,14 +68,10 @@ class _Sequences:
         lengths = ends - starts
         events, last = rows[places_of(starts, lengths)], rows[ends - 1]
         self.events[split] += events.size
-        found: dict[str, Any] = {own.label: table.column(own.label).to_numpy()[last],
-                                 own.bucket: np.zeros(last.size, np.int8)}
-        found.update((n, table.column(n).to_numpy()[last]) for n in own.dense)
-        found[self.by] = table.column(self.by).to_numpy()[last]
-        found.update((n, lists(lengths, table.column(n).to_numpy()[events]))
-                     for n in self.columns)
-        if own.time:
-            found[own.time] = table.column(own.time).to_numpy()[last]
+        found: dict[str, Any] = {own.bucket: np.zeros(last.size, np.int8)}
+        for n in self.read:
+            values = table.column(n).to_numpy()
+            found[n] = lists(lengths, values[events]) if n in self.columns else values[last]
         arrays = [pa.array(x) for x in found.values()]
         return pa.Table.from_arrays(arrays, schema=pa.schema(
             [pa.field(n, a.type, nullable=False) for n, a in zip(found, arrays, strict=True)]))
@@ -120,9 +116,8 @@ def write_sequences(
     what = "cannot write sequences"
     check_local(output)
     folder, target = Folder.open(path), Path(output)
-    if target.exists():
-        raise InvalidInputError(fail(what, "output", str(target), "a new folder",
-                                     "choose another one"))
+    require(what, "choose another one",
+            ("output", str(target), not target.exists(), "a new folder"))
     single = [n for n in folder.sparse if n not in folder.multi_hot]
     kept = tuple(n for n in folder.sparse if n != by and (columns is None or n in columns))
     for name in (by, *kept, *(columns or ())):

@@ -24,8 +24,9 @@ import pyarrow.compute as pc
 from oper.data.arrays import as_numpy, read_header, save
 from oper.data.reading.columns import Ids
 from oper.data.reading.derived import Derived
+from oper.data.reading.lines import Unit
 from oper.data.reading.pagecache import Passing
-from oper.data.reading.readers import Unit, read_unit, where
+from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
 from oper.data.recipe import Recipe
 from oper.errors import FileFormatError, InvalidInputError, fail
@@ -93,7 +94,11 @@ class Stage:
 
     def record(self, number: int) -> dict[str, Any]:
         """What is known of a unit that has been read."""
-        path = self._folder / f"{number:06d}.json"
+        return self.noted(f"{number:06d}.json")
+
+    def noted(self, name: str) -> dict[str, Any]:
+        """What `note` has written; raises FileFormatError where it is damaged."""
+        path = self._folder / name
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:

@@ -19,9 +19,9 @@ from oper.data.preprocessing.run import preprocess
 from oper.data.reading import store
 from oper.data.reading.detect import find_inputs, plan_units
 from oper.data.reading.estimate import needs
-from oper.data.reading.lines import Quoting, Span, first_line, read_blocks
+from oper.data.reading.lines import Unit, read_blocks
 from oper.data.reading.readers import open_parquet
-from oper.data.reading.text import parse_options, text_layout, unified
+from oper.data.reading.text import parse_options, unified
 from oper.data.recipe import Column, Layout, Recipe
 from oper.errors import InvalidInputError, fail
 
@@ -58,7 +58,7 @@ def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) ->
         finally:
             told.setLevel(level)
         layout = layouts[paths[0]]
-        looks = looks_of(copies[0][0], layout, recipe)
+        looks = looks_of(copies[0][0], layout)
         derived = [(c, False) for join in recipe.joins for c in join.columns] + [
             (Column(c.name, "sparse", "cross"), False) for c in recipe.crosses]
         columns = [
@@ -70,10 +70,10 @@ def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) ->
                 "plan": asdict(needs(recipe, units, options.id_bytes))}
 
 
-def looks_of(path: str, layout: Layout, recipe: Recipe | None = None) -> dict[str, dict[str, Any]]:
+def looks_of(path: str, layout: Layout) -> dict[str, dict[str, Any]]:
     """What the first rows of a file say about each column: ``type`` as pyarrow infers it,
     ``missing`` (share), ``distinct``, and an ``example``. Empty for a format without columns."""
-    table = _table(path, layout, recipe)
+    table = _table(path, layout)
     found = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         is_list = pa.types.is_list(column.type) or pa.types.is_struct(column.type)
@@ -85,7 +85,7 @@ def looks_of(path: str, layout: Layout, recipe: Recipe | None = None) -> dict[st
     return found
 
 
-def _table(path: str, layout: Layout, recipe: Recipe | None) -> pa.Table:
+def _table(path: str, layout: Layout) -> pa.Table:
     """The first rows as pyarrow reads them, with the file's own names or the recipe's."""
     if layout.format == "parquet":
         batches = list(open_parquet(path).iter_batches(ROWS))[:1]
@@ -96,10 +96,7 @@ def _table(path: str, layout: Layout, recipe: Recipe | None) -> pa.Table:
     if layout.format == "jsonl":
         return pajson.read_json(pa.BufferReader(data), pajson.ReadOptions(
             use_threads=False, block_size=len(data) + 1))
-    names = None
-    if recipe is not None and not layout.header:
-        text = text_layout(recipe, layout, first_line(path, layout.encoding), path)
-        names = [c.sources[0] for c in text.columns]
+    names = None if layout.header else [c.sources[0] for c in layout.columns]
     return pacsv.read_csv(
         pa.BufferReader(unified(data, layout)), pacsv.ReadOptions(
             use_threads=False, block_size=len(data) + 1, column_names=names),
@@ -111,8 +108,7 @@ def _first_lines(path: str, layout: Layout, num_rows: int) -> list[bytes]:
     """Blocks of whole records until there are so many, the header with them."""
     blocks: list[bytes] = []
     found = 0
-    for block in read_blocks(Span(path), False, lambda _: None,
-                             Quoting(layout.quote, layout.escape), _BLOCK_BYTES):
+    for block in read_blocks(Unit(path), replace(layout, header=False), block_bytes=_BLOCK_BYTES):
         blocks.append(block.data)
         found += block.num_lines
         if found >= num_rows:
@@ -131,7 +127,7 @@ def _first_rows(path: str, layout: Layout, folder: Path, num_rows: int) -> tuple
     target = folder.joinpath(*partition) / os.path.basename(path.partition("?")[0])
     target.parent.mkdir(parents=True)
     if layout.format == "parquet":
-        table = _table(path, layout, None)
+        table = _table(path, layout)
         pq.write_table(table, target)
         return str(target), table.num_rows
     blocks = _first_lines(path, layout, num_rows)

@@ -95,9 +95,9 @@ def _require(ok: bool, column: Column) -> None:
         raise MalformedError(column.name)
 
 
-def _floats(column: Column, array: pa.Array) -> np.ndarray:
-    """float64 [n], 0 where null; raises MalformedError for what is not finite."""
-    values = array.fill_null(0.0).to_numpy(zero_copy_only=False)
+def _numbers(column: Column, array: pa.Array) -> np.ndarray:
+    """Numbers [n], 0 where null; raises MalformedError for what is not finite."""
+    values = array.fill_null(0).to_numpy(zero_copy_only=False)
     _require(bool(np.isfinite(values).all()), column)
     return values
 
@@ -117,7 +117,7 @@ def labels(column: Column, array: pa.Array) -> np.ndarray:
     array = _prepared(column, array)
     _require(array.null_count == 0, column)
     if column.parse == "threshold":
-        return (_floats(column, array) >= column.threshold).astype(np.int8)
+        return (_numbers(column, array) >= column.threshold).astype(np.int8)
     if column.parse == "among":
         wanted = pa.array([p.encode() for p in column.positive], pa.binary())
         return pc.is_in(array, wanted).to_numpy(zero_copy_only=False).astype(np.int8)
@@ -130,12 +130,7 @@ def labels(column: Column, array: pa.Array) -> np.ndarray:
 
 def dense(column: Column, array: pa.Array) -> np.ndarray:
     """float32 [n], transformed, 0 where missing; raises MalformedError."""
-    array = _prepared(column, array)
-    if column.parse == "float":
-        values = _floats(column, array).astype(np.float32)
-    else:
-        values = array.fill_null(0).to_numpy(zero_copy_only=False).astype(np.float32)
-    return transformed(column, values)
+    return transformed(column, _numbers(column, _prepared(column, array)).astype(np.float32))
 
 
 def transformed(column: Column, values: np.ndarray) -> np.ndarray:
@@ -195,7 +190,7 @@ def _whole(column: Column, array: pa.Array) -> pa.Array:
     if pa.types.is_boolean(kind):
         return array.cast(pa.int64())
     if column.parse in ("integral", "bins") and pa.types.is_floating(kind):
-        values = _floats(column, array)
+        values = _numbers(column, array)
         if column.parse == "bins":
             values = np.searchsorted(np.array(column.bins), values, "right")
         else:
@@ -258,7 +253,7 @@ def times(column: Column, array: pa.Array) -> np.ndarray:
     elif pa.types.is_timestamp(array.type):
         seconds = array.cast(pa.int64()).to_numpy(zero_copy_only=False) // 1_000_000
     else:
-        values = _floats(column, array)
+        values = _numbers(column, array)
         seconds = np.floor(values / (1000 if column.parse == "unix_ms" else 1))
         _require(bool((np.abs(seconds) < TOP_SECONDS).all()), column)
         seconds = seconds.astype(np.int64)

@@ -8,7 +8,6 @@ writes and reads.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import io
 import logging
@@ -21,6 +20,7 @@ import numpy as np
 
 from oper.data.reading import store
 from oper.errors import FileFormatError, OperError, fail
+from oper.support.locks import alone
 
 _log = logging.getLogger(__name__)
 _SPACING = 1 << 25  # of text: a reader holds about so much, and all windows of the file
@@ -51,16 +51,14 @@ def make(path: str, num_threads: int = 1) -> bool:
         _log.warning("%s is read as a whole; pip install 'oper[data]' has its parts read in "
                      "parallel", path)
         return False
-    lock, draft = index.with_suffix(".lock"), index.with_suffix(f".{os.getpid()}")
+    draft = index.with_suffix(f".{os.getpid()}")
     try:
-        with lock.open("ab") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+        with alone(index.with_suffix(".lock")):
             try:
                 if not index.exists() and _write(path, draft, num_threads):
                     os.replace(draft, index)
             finally:
                 draft.unlink(missing_ok=True)
-                lock.unlink(missing_ok=True)
     except OSError as error:
         _log.warning("%s is read as a whole: its cut points cannot be noted beside it (%s)", path,
                      error)

@@ -60,7 +60,7 @@ class _SideTable:
         recipe = Recipe(join.file, join.file, (join.layout,))
         parts = []
         for unit in plan_units(recipe, find_inputs(recipe, [join.file]), None, 1 << 62):
-            for rows in read_unit(unit, recipe, lambda _: None):
+            for rows in read_unit(unit, recipe):
                 if rows.num_bad:
                     raise FileFormatError(
                         fail("cannot join a side table", "malformed rows", rows.num_bad, "none",

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 
 from oper.data.reading.columns import is_valid
-from oper.data.reading.lines import expand_inputs, first_line, is_empty, spans_of
-from oper.data.reading.readers import Unit, is_arrays, is_companion, is_parquet, open_parquet
+from oper.data.reading.lines import Unit, expand_inputs, first_line, is_empty, units_of_text
+from oper.data.reading.readers import is_arrays, is_companion, is_parquet, open_parquet
 from oper.data.reading.text import split_line
 from oper.data.recipe import Layout, Recipe
 from oper.errors import FileFormatError, InvalidInputError, fail
@@ -49,8 +49,7 @@ def plan_units(recipe: Recipe, paths: Sequence[str], asked: str | None, unit_byt
         elif layout.format == "npy":
             units.append(Unit(path, layout.name))
         else:
-            spans = spans_of(path, None if layout.quote else unit_bytes, num_threads)
-            units += [Unit(path, layout.name, s.start, s.stop) for s in spans]
+            units += units_of_text(path, layout, unit_bytes, num_threads)
     return units
 
 

@@ -17,7 +17,8 @@ from typing import BinaryIO, cast
 import pyarrow as pa
 
 from oper.data.reading import cuts, store
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.data.recipe import Layout
+from oper.errors import FileFormatError, fail, require
 
 MAX_LINE_BYTES = 1 << 20
 _MARK = b"\xef\xbb\xbf"  # byte order mark
@@ -29,29 +30,32 @@ Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The lines of one file that begin in a range of its bytes.
+class Unit:
+    """A part of one file that one worker reads.
 
     Attributes:
         path: the file.
-        start: first byte; a line that begins earlier belongs to the span before.
-        stop: end of the range, None = end of the file. Of a gzip file these are bytes of its text,
+        layout: name of its layout in the recipe.
+        start: first row group of a Parquet file, first byte of text: a line that begins earlier
+            belongs to the unit before.
+        stop: the end of that range; None = the file's. Of a gzip file these are bytes of its text,
             and `oper.data.reading.cuts` has its cut points; other packed files are not cut.
     """
 
     path: str
+    layout: str = ""
     start: int = 0
     stop: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Whole lines of one span.
+    """Whole lines of one unit.
 
     Attributes:
         path: the file.
         data: the lines; each ends with a line feed, also where the file's last line does not.
-        first_row: number of the first line in the span (0-based, a header left out).
+        first_row: number of the first line in the unit (0-based, a header left out).
     """
 
     path: str
@@ -85,23 +89,17 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
     for name in inputs:
         found = (sorted(store.files_below(name), key=natural_key) if store.is_url(name)
                  else _local_files(name))
-        if not found:
-            raise InvalidInputError(
-                fail(what, "input", name, "an existing file, a folder of files, or a pattern",
-                     "check the path"))
-        for file in found:
-            # It is read more than once, and its size is asked for.
-            if not store.is_url(file) and not os.path.isfile(file):
-                raise InvalidInputError(
-                    fail(what, "input", file, "an ordinary file, or a pipe as the only input",
-                         "write what comes through it into a file first"))
+        require(what, "check the path",
+                ("input", name, bool(found), "an existing file, a folder of files, or a pattern"))
+        # A file is read more than once, and its size is asked for.
+        require(what, "write what comes through it into a file first",
+                *(("input", file, store.is_url(file) or os.path.isfile(file),
+                   "an ordinary file, or a pipe as the only input") for file in found))
         paths += found
     real = [p if store.is_url(p) else os.path.realpath(p) for p in paths]
     twice = sorted({p for p, r in zip(paths, real, strict=True) if real.count(r) > 1})
-    if not paths or twice:
-        raise InvalidInputError(
-            fail(what, "inputs", twice or paths, "at least one file, each once",
-                 "name every file once"))
+    require(what, "name every file once",
+            ("inputs", twice or paths, bool(paths) and not twice, "at least one file, each once"))
     return paths
 
 
@@ -148,13 +146,13 @@ def open_text(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 @contextlib.contextmanager
-def _open_span(span: Span) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """`open_text` for a span: what `Span.start` counts can be sought in the first of the files."""
-    if (span.start or span.stop is not None) and _kind_of(span.path) == "gzip":
-        with cuts.open_text(span.path) as text:
+def _open_unit(unit: Unit) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """`open_text` for a unit: what `Unit.start` counts can be sought in the first of the files."""
+    if (unit.start or unit.stop is not None) and _kind_of(unit.path) == "gzip":
+        with cuts.open_text(unit.path) as text:
             yield text, text
     else:
-        with open_text(span.path) as files:
+        with open_text(unit.path) as files:
             yield files
 
 
@@ -183,70 +181,67 @@ def is_empty(path: str) -> bool:
         return not text.read(len(_MARK) + 1).removeprefix(_MARK)
 
 
-def spans_of(path: str, span_bytes: int | None, num_threads: int = 1) -> list[Span]:
-    """A file cut into spans of about `span_bytes` of text; None = not cut.
+def units_of_text(path: str, layout: Layout, unit_bytes: int, num_threads: int = 1) -> list[Unit]:
+    """A file of text cut into units of about `unit_bytes` each; one with quoted fields is not cut.
 
     A packed file is cut only where it is by gzip and itself larger than that: one pass by
     `num_threads` threads then notes its cut points, see `oper.data.reading.cuts`.
     """
     size = store.size(path)
-    if span_bytes is None or size <= span_bytes:
-        return [Span(path)]
+    if layout.quote or size <= unit_bytes:
+        return [Unit(path, layout.name)]
     kind, end = _kind_of(path), None
     if kind != "plain":
         if kind != "gzip" or not cuts.make(path, num_threads):
-            return [Span(path)]
+            return [Unit(path, layout.name)]
         size = end = cuts.text_bytes(path)
-    count = max(1, -(-size // span_bytes))
+    count = max(1, -(-size // unit_bytes))
     starts = [size * k // count for k in range(count)]
-    return [Span(path, a, b) for a, b in zip(starts, [*starts[1:], end], strict=True)]
+    return [Unit(path, layout.name, a, b)
+            for a, b in zip(starts, [*starts[1:], end], strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class Quoting:
-    """How fields may hold line feeds: inside `quote`s, of which an `escape` takes the meaning."""
-
-    quote: str = ""
-    escape: str = ""
+def first_of_each_file(units: Sequence[Unit]) -> list[Unit]:
+    """The units that begin the files, in order."""
+    return list({u.path: u for u in reversed(units)}.values())[::-1]
 
 
-def read_blocks(span: Span, header: bool, progress: Progress, quoting: Quoting | None = None,
+def read_blocks(unit: Unit, layout: Layout, progress: Progress = lambda _: None,
                 block_bytes: int = 1 << 21) -> Iterator[Block]:
-    """All lines of a span, in order.
+    """All lines of a unit, in order.
 
     Args:
-        span: file and range; one that does not begin the file begins after a line feed.
-        header: leave out the first line of the file.
+        unit: file and range; one that does not begin the file begins after a line feed.
+        layout: whether the file's first line is a header, which is left out, and how its fields
+            are quoted: records that hold line feeds stay whole.
         progress: is told of file bytes read.
-        quoting: keeps records whole that hold line feeds.
         block_bytes: about the size of a block.
 
     Raises:
         FileFormatError: a damaged gzip file, or a line (record) longer than 1 MiB.
     """
     row = 0
-    for lines in read_lines(span, header, progress, quoting, block_bytes):
-        block = Block(span.path, bytes(lines), row)
+    for lines in read_lines(unit, layout, progress, block_bytes):
+        block = Block(unit.path, bytes(lines), row)
         yield block
         row += block.num_lines
 
 
-def read_lines(span: Span, header: bool, progress: Progress, quoting: Quoting | None = None,
-               block_bytes: int = 1 << 19) -> Iterator[memoryview]:
+def read_lines(unit: Unit, layout: Layout, progress: Progress, block_bytes: int = 1 << 19
+               ) -> Iterator[memoryview]:
     """The text of the blocks of `read_blocks`, which nobody has counted the lines of.
 
     All blocks lie in the same memory, so that it stays in the processor's cache: each is good until
     the next one is asked for.
     """
-    quoting = quoting if quoting and quoting.quote else None
-    # A line that the block before left over, the block, and the end of the span's last line.
+    # A line that the block before left over, the block, and the end of the unit's last line.
     memory = bytearray(MAX_LINE_BYTES + block_bytes + 2 * MAX_LINE_BYTES + 1)
     view = memoryview(memory)
-    with _open_span(span) as (text, raw):
-        left = _seek(text, raw, span)
+    with _open_unit(unit) as (text, raw):
+        left = _seek(text, raw, unit)
         at, size, ended = raw.tell(), 0, False
-        skip = header and span.start == 0
-        first = span.start == 0
+        first = unit.start == 0
+        skip = layout.header and first
         while not ended:
             num = _fill(text, view, size, block_bytes if left is None else min(block_bytes, left))
             if left is not None:
@@ -264,7 +259,7 @@ def read_lines(span: Span, header: bool, progress: Progress, quoting: Quoting | 
             if ended and size > begin and memory[size - 1] != _FEED:
                 memory[size] = _FEED
                 size += 1
-            cut = size if ended else _whole_lines(span.path, memory, (begin, size), quoting)
+            cut = size if ended else _whole_lines(unit.path, memory, (begin, size), layout)
             if skip and cut > begin:
                 begin, skip = memory.index(b"\n", begin, cut) + 1, False
             if cut > begin:
@@ -278,38 +273,37 @@ def _fill(text: BinaryIO, view: memoryview, size: int, count: int) -> int:
     return cast(io.BufferedIOBase, text).readinto(view[size:size + count]) if count else 0
 
 
-def _seek(text: BinaryIO, raw: BinaryIO, span: Span) -> int | None:
-    """Go to the first line that begins in the span; bytes left in it, None = all of the file."""
-    if span.start:
-        raw.seek(span.start - 1)
+def _seek(text: BinaryIO, raw: BinaryIO, unit: Unit) -> int | None:
+    """Go to the first line that begins in the unit; bytes left in it, None = all of the file."""
+    if unit.start:
+        raw.seek(unit.start - 1)
         text.readline()  # to the end of the line that holds the byte before
-    return None if span.stop is None else max(0, span.stop - raw.tell())
+    return None if unit.stop is None else max(0, unit.stop - raw.tell())
 
 
-def line_of(span: Span, row: int, header: bool) -> int:
-    """Number in its file (1-based) of the line that is row `row` of a span."""
-    lines = row + 1 + (header and span.start == 0)
-    if span.start:
-        with _open_span(span) as (file, _):
-            left = span.start
+def line_of(unit: Unit, layout: Layout, row: int) -> int:
+    """Number in its file (1-based) of the line that is row `row` of a unit."""
+    lines = row + 1 + (layout.header and unit.start == 0)
+    if unit.start:
+        with _open_unit(unit) as (file, _):
+            left = unit.start
             while left and (piece := file.read(min(left, 1 << 22))):
                 lines += piece.count(b"\n")
                 left -= len(piece)
-            file.seek(span.start - 1)
+            file.seek(unit.start - 1)
             lines += file.read(1) != b"\n"
     return lines
 
 
-def _whole_lines(path: str, memory: bytearray, part: tuple[int, int], quoting: Quoting | None
-                 ) -> int:
+def _whole_lines(path: str, memory: bytearray, part: tuple[int, int], layout: Layout) -> int:
     """Where the whole lines (records) of a part of the memory end."""
     begin, end = part
     cut = max(begin, memory.rfind(b"\n", begin, end) + 1)
-    if quoting is not None:
-        is_open = _is_open(memory[begin:cut], quoting)
+    if layout.quote:
+        is_open = _is_open(memory[begin:cut], layout)
         while cut > begin and is_open:  # back to the last line feed that stands outside of quotes
             stop, cut = cut, max(begin, memory.rfind(b"\n", begin, cut - 1) + 1)
-            is_open ^= _is_open(memory[cut:stop], quoting)
+            is_open ^= _is_open(memory[cut:stop], layout)
     if end - cut > MAX_LINE_BYTES:
         raise FileFormatError(
             fail(f"cannot read {path!r}", "line_bytes", end - cut, f"<= {MAX_LINE_BYTES}",
@@ -317,9 +311,9 @@ def _whole_lines(path: str, memory: bytearray, part: tuple[int, int], quoting: Q
     return cut
 
 
-def _is_open(data: bytearray, quoting: Quoting) -> bool:
+def _is_open(data: bytearray, layout: Layout) -> bool:
     """Whether `data` holds an odd number of quotes."""
-    if quoting.escape:
-        escape = quoting.escape.encode()
-        data = data.replace(escape * 2, b"").replace(escape + quoting.quote.encode(), b"")
-    return data.count(quoting.quote.encode()) % 2 == 1
+    quote, escape = layout.quote.encode(), layout.escape.encode()
+    if escape:
+        data = data.replace(escape * 2, b"").replace(escape + quote, b"")
+    return data.count(quote) % 2 == 1

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from oper.data.reading import columns as convert
 from oper.data.reading.columns import Ids, MalformedError
-from oper.data.reading.lines import Block, Progress, Span, read_lines
+from oper.data.reading.lines import Block, Progress, Unit, read_lines
 from oper.data.reading.rows import MAX_EXAMPLES, Rows, concat, in_order, piece_rows
 from oper.data.reading.text import TextLayout, parse_block
 from oper.data.recipe import Column
@@ -64,17 +64,17 @@ def is_plain(text: TextLayout) -> bool:
                 for c in text.columns))
 
 
-def read_plain(span: Span, text: TextLayout, progress: Progress, reuse: bool) -> Iterator[Rows]:
-    """The rows of a span of a file of a plain layout, in pieces of `piece_rows` lines.
+def read_plain(unit: Unit, text: TextLayout, progress: Progress, reuse: bool) -> Iterator[Rows]:
+    """The rows of a unit of a file of a plain layout, in pieces of `piece_rows` lines.
 
     Args:
-        span: file and range.
+        unit: file and range.
         text: its layout.
         progress: is told of file bytes read.
         reuse: fill the same memory again: rows are good until the next ones are asked for.
     """
-    piece = _Piece(span.path, text, 0)
-    for data in read_lines(span, text.layout.header, progress):
+    piece = _Piece(unit.path, text, 0)
+    for data in read_lines(unit, text.layout, progress):
         at = 0
         while at < len(data):
             at += piece.take(data, at)
@@ -84,7 +84,7 @@ def read_plain(span: Span, text: TextLayout, progress: Progress, reuse: bool) ->
                 if reuse:
                     piece.begin(first)
                 else:
-                    piece = _Piece(span.path, text, first)
+                    piece = _Piece(unit.path, text, first)
     if piece.num_lines:
         yield piece.finish()
 
@@ -119,7 +119,7 @@ class _Piece:
         self.begin(first_line)
 
     def begin(self, first_line: int) -> None:
-        """Empty the piece; its next line is number `first_line` of the span."""
+        """Empty the piece; its next line is number `first_line` of the unit."""
         self.first_line, self.num_lines, self.num_rows = first_line, 0, 0
         self._others: list[Rows] = []
 

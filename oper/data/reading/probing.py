@@ -9,11 +9,11 @@ from datetime import datetime
 from oper.data.generic import GENERIC
 from oper.data.preprocessing.staging import too_many_bad
 from oper.data.reading.columns import TOP_SECONDS, is_valid
-from oper.data.reading.lines import first_line
-from oper.data.reading.readers import Unit, read_first, where
+from oper.data.reading.lines import Unit, first_line, first_of_each_file
+from oper.data.reading.readers import read_first, where
 from oper.data.reading.rows import BadRow
-from oper.data.reading.text import SEPARATORS, separator_advice, split_line
-from oper.data.recipe import Column, Layout, Recipe
+from oper.data.reading.text import separator_advice, split_line
+from oper.data.recipe import Column, Recipe
 
 _FILES = 4  # that are looked into
 
@@ -27,9 +27,7 @@ def check_first_rows(recipe: Recipe, units: Sequence[Unit], max_bad: int) -> Non
         FileFormatError: too many malformed rows, or a file of other columns.
         InvalidInputError: a column of a type that it may not have.
     """
-    first_units = {u.path: u for u in reversed(units)}  # the first of each file
-    for path in list(dict.fromkeys(u.path for u in units))[:_FILES]:
-        unit = first_units[path]
+    for unit in first_of_each_file(units)[:_FILES]:
         rows = read_first(unit, recipe)
         if rows is not None and rows.num_bad > max_bad:
             too_many_bad(rows.num_bad, max_bad, [where(unit, recipe, b) for b in rows.bad[:3]],
@@ -40,8 +38,12 @@ def _advice(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
     layout = recipe.layout(unit.layout)
     column = next((c for c in layout.columns if c.name == bad.column), None)
     found = ""
-    if column is None:
-        found = _about_fields(unit, layout)
+    if layout.format not in ("text", "parquet"):
+        pass  # no single field shows what is wrong
+    elif column is None:
+        line = first_line(unit.path, layout.encoding)
+        if len(split_line(line, layout)) != len(layout.columns):
+            found = separator_advice(layout, line)
     elif column.kind == "time":
         parse = _time_parse(column, bad.value)
         found = parse and f"times look like {_TIMES[parse]}: " + (
@@ -52,16 +54,6 @@ def _advice(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
         found = parse and (f"pass {flag}" if recipe.name in GENERIC else
                            f"set {parse} for column {column.name!r} in the recipe")
     return f"{found or 'correct the log'}, or raise --max-bad"
-
-
-def _about_fields(unit: Unit, layout: Layout) -> str:
-    """What to do about lines of another number of fields."""
-    line = first_line(unit.path, layout.encoding)
-    if layout.format == "text" and len(split_line(line, layout)) != len(layout.columns):
-        for separator in SEPARATORS:
-            if separator != layout.separator and len(line.split(separator)) == len(layout.columns):
-                return separator_advice(separator)
-    return ""
 
 
 _TIMES = {"unix": "seconds since 1970", "unix_ms": "milliseconds since 1970",

@@ -1,12 +1,12 @@
-"""Units of work: which part of which file, and its rows whatever the file's format."""
+"""The rows of units of work, whatever the format of their files."""
 
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,8 +21,7 @@ from oper.data.reading.columns import Ids, MalformedError, holds
 from oper.data.reading.lines import (
     Block,
     Progress,
-    Quoting,
-    Span,
+    Unit,
     first_line,
     is_empty,
     line_of,
@@ -30,56 +29,38 @@ from oper.data.reading.lines import (
 )
 from oper.data.reading.plain import is_plain, read_plain
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, by_halves, show
-from oper.data.reading.text import no_rows, parse_block, rows_of, text_layout
+from oper.data.reading.text import TextLayout, no_rows, parse_block, rows_of, text_layout
 from oper.data.recipe import Column, Layout, Recipe, conditions
 from oper.errors import FileFormatError, InvalidInputError, fail
 
 _BATCH_ROWS = 1 << 16
 _FIRST_ROWS = 1000        # of a Parquet file, looked at before work begins
 _FIRST_BYTES = 1 << 17    # of a text file
+_Parse = Callable[[bytes, np.ndarray], Rows]  # lines, and their numbers in the unit
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A part of one file that one worker reads.
-
-    Attributes:
-        path: the file.
-        layout: name of its layout in the recipe.
-        start: first byte of a text file, first row group of a Parquet file.
-        stop: the end of that range; None = the file's.
-    """
-
-    path: str
-    layout: str
-    start: int = 0
-    stop: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The unit as values that JSON can hold."""
-        return asdict(self)
-
-
-def read_unit(unit: Unit, recipe: Recipe, progress: Progress, reuse: bool = False
-              ) -> Iterator[Rows]:
+def read_unit(unit: Unit, recipe: Recipe, progress: Progress = lambda _: None,
+              reuse: bool = False) -> Iterator[Rows]:
     """The rows of a unit, piece by piece.
 
     Args:
         unit: what to read.
         recipe: how.
-        progress: is told of file bytes read.
+        progress: is told of file bytes of text read.
         reuse: memory may be filled again: rows are good until the next ones are asked for.
 
     Raises:
         FileFormatError: the file is damaged, or has other columns than the recipe.
     """
     layout = recipe.layout(unit.layout)
-    if layout.format == "text":
-        yield from _read_text(unit, recipe, progress, reuse)
-        return
-    reader = {"jsonl": _read_jsonl, "bags": _read_bags, "parquet": _read_parquet,
-              "npy": _read_npy}[layout.format]
-    yield from reader(unit, recipe, layout, progress)
+    if layout.format == "parquet":
+        yield from _read_parquet(unit, recipe, layout)
+    elif layout.format == "npy":
+        yield from _read_npy(unit, recipe)
+    elif (text := _text_layout(unit, recipe)) is not None and is_plain(text):
+        yield from read_plain(unit, text, progress, reuse)
+    else:
+        yield from map(_parser(unit, recipe, text), read_blocks(unit, layout, progress))
 
 
 def read_first(unit: Unit, recipe: Recipe) -> Rows | None:
@@ -90,24 +71,16 @@ def read_first(unit: Unit, recipe: Recipe) -> Rows | None:
         InvalidInputError: a Parquet column of a type that its parse does not take.
     """
     layout = recipe.layout(unit.layout)
-    if layout.format == "text":
-        line = first_line(unit.path, layout.encoding)
-        if not line and is_empty(unit.path):
-            return None
-        text = text_layout(recipe, layout, line, unit.path)
-        blocks = read_blocks(Span(unit.path, unit.start, unit.stop), layout.header, _nobody,
-                             Quoting(layout.quote, layout.escape), _FIRST_BYTES)
-        return next((parse_block(b, text) for b in blocks), None)
     if layout.format == "parquet":
         for table, rows in _tables(open_parquet(unit.path), unit.path, layout, None, _FIRST_ROWS):
-            columns = _arrow_columns(recipe, layout, table, unit.path)
+            columns = _arrow_columns(layout, table, unit.path)
             _check_types(columns, unit.path)
             return _arrow_rows(columns, recipe, rows)
-    return None
-
-
-def _nobody(_: int) -> None:
-    """Progress that nobody follows."""
+        return None
+    if layout.format == "npy":
+        return next(read_unit(unit, recipe), None)
+    parse = _parser(unit, recipe, _text_layout(unit, recipe))
+    return next(map(parse, read_blocks(unit, layout, block_bytes=_FIRST_BYTES)), None)
 
 
 def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None:
@@ -131,32 +104,34 @@ def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None
 def where(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
     """A malformed row for a message: file, line, column, what stands there and what should."""
     layout = recipe.layout(unit.layout)
-    row = bad.row + 1
-    if layout.format in ("text", "jsonl", "bags"):
-        row = line_of(Span(unit.path, unit.start, unit.stop), bad.row, layout.header)
+    is_text = layout.format in ("text", "jsonl", "bags")
+    row = line_of(unit, layout, bad.row) if is_text else bad.row + 1
     return (f"{unit.path}, row {row}, column {bad.column or '-'}: {bad.value!r}, "
             f"expected {bad.expected}")
 
 
-def _blocks(unit: Unit, layout: Layout, progress: Progress) -> Iterator[Block]:
-    return read_blocks(Span(unit.path, unit.start, unit.stop), layout.header, progress,
-                       Quoting(layout.quote, layout.escape))
-
-
-def _read_text(unit: Unit, recipe: Recipe, progress: Progress, reuse: bool) -> Iterator[Rows]:
+def _text_layout(unit: Unit, recipe: Recipe) -> TextLayout | None:
+    """How the lines of a unit are split; None where they are no delimited text."""
     layout = recipe.layout(unit.layout)
+    if layout.format != "text":
+        return None
     line = first_line(unit.path, layout.encoding)
     if not line and is_empty(unit.path):
-        return
-    text = text_layout(recipe, layout, line, unit.path)
-    if is_plain(text):
-        yield from read_plain(Span(unit.path, unit.start, unit.stop), text, progress, reuse)
-        return
-    for block in _blocks(unit, layout, progress):
-        yield parse_block(block, text)
+        layout = replace(layout, header=False)  # there is nothing to split
+    return text_layout(recipe, layout, line, unit.path)
 
 
-def _arrow_columns(recipe: Recipe, layout: Layout, table: pa.Table, path: str
+def _parser(unit: Unit, recipe: Recipe, text: TextLayout | None) -> Callable[[Block], Rows]:
+    """What makes rows of the blocks of lines of a unit."""
+    if text is not None:
+        return partial(parse_block, text=text)
+    layout = recipe.layout(unit.layout)
+    parse = (_objects(unit.path, recipe, layout) if layout.format == "jsonl"
+             else _bags(recipe, layout))
+    return partial(_by_lines, recipe=recipe, layout=layout, parse=parse)
+
+
+def _arrow_columns(layout: Layout, table: pa.Table, path: str
                    ) -> dict[str, tuple[Column, pa.Array]]:
     columns = {}
     for column in layout.columns:
@@ -167,9 +142,7 @@ def _arrow_columns(recipe: Recipe, layout: Layout, table: pa.Table, path: str
             raise FileFormatError(
                 fail(f"cannot read {path!r}", "columns", table.schema.names[:20],
                      f"a column {' or '.join(column.sources)!r}", "name the right columns"))
-        array = table.column(found[0])
-        array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-        columns[column.name] = (column, array)
+        columns[column.name] = (column, table.column(found[0]).combine_chunks())
     return columns
 
 
@@ -188,35 +161,34 @@ def _object_type(column: Column) -> pa.DataType:
     return _OBJECT_TYPES.get(column.parse, pa.float64())
 
 
-def _read_jsonl(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -> Iterator[Rows]:
+def _objects(path: str, recipe: Recipe, layout: Layout) -> _Parse:
+    """Lines with a JSON object each."""
     wanted = [c for c in layout.columns if c.kind != "skip"]
     schema = pa.schema([(c.sources[0], _object_type(c)) for c in wanted])
     options = pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
 
     def parse(data: bytes, rows: np.ndarray) -> Rows:
+        if rows.size == 1 and not isinstance(json.loads(data), dict):
+            raise MalformedError("")
         table = pajson.read_json(
             pa.BufferReader(data), pajson.ReadOptions(use_threads=False, block_size=len(data) + 1),
             options)
         if table.num_rows != rows.size:
             raise MalformedError("")
         arrays = {}
-        for name, (column, array) in _arrow_columns(recipe, layout, table, unit.path).items():
+        for name, (column, array) in _arrow_columns(layout, table, path).items():
             arrays[name] = (column, array.cast(pa.binary()) if pa.types.is_string(array.type)
                             else array)
         return rows_of(arrays, recipe.names("dense"), recipe.names("sparse"), rows)
 
-    for block in _blocks(unit, layout, progress):
-        yield _by_lines(block, recipe, layout, parse)
+    return parse
 
 
-def _by_lines(block: Block, recipe: Recipe, layout: Layout,
-              parse: Callable[[bytes, np.ndarray], Rows]) -> Rows:
+def _by_lines(block: Block, recipe: Recipe, layout: Layout, parse: _Parse) -> Rows:
     """The rows of a block of lines; malformed ones are found by halving."""
     lines = block.data.split(b"\n")[:-1]
 
     def some(start: int, stop: int) -> Rows:
-        if stop - start == 1:
-            _check_object(lines[start], layout)
         return parse(b"\n".join(lines[start:stop]) + b"\n",
                      np.arange(start, stop) + block.first_row)
 
@@ -229,12 +201,7 @@ def _by_lines(block: Block, recipe: Recipe, layout: Layout,
         (MalformedError, ValueError))
 
 
-def _check_object(line: bytes, layout: Layout) -> None:
-    if layout.format == "jsonl" and not isinstance(json.loads(line), dict):
-        raise MalformedError("")
-
-
-def _read_bags(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -> Iterator[Rows]:
+def _bags(recipe: Recipe, layout: Layout) -> _Parse:
     """Lines of one user's items; what the first number means is the layout's."""
     first = layout.first
 
@@ -255,26 +222,23 @@ def _read_bags(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -
         return Rows(rows.size, rows, np.ones(rows.size, np.int8),
                     np.zeros((0, rows.size), np.float32), tuple(bags[n] for n in names))
 
-    for block in _blocks(unit, layout, progress):
-        yield _by_lines(block, recipe, layout, parse)
+    return parse
 
 
-def _read_parquet(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress
-                  ) -> Iterator[Rows]:
+def _read_parquet(unit: Unit, recipe: Recipe, layout: Layout) -> Iterator[Rows]:
     file = open_parquet(unit.path)
     stop = file.num_row_groups if unit.stop is None else unit.stop
     first = 0
     for group in range(unit.start, stop):
         try:
             for table, rows in _tables(file, unit.path, layout, group, _BATCH_ROWS):
-                columns = _arrow_columns(recipe, layout, table, unit.path)
+                columns = _arrow_columns(layout, table, unit.path)
                 yield _arrow_rows(columns, recipe, rows + first)
             first += file.metadata.row_group(group).num_rows
         except (pa.ArrowInvalid, OSError) as error:
             raise FileFormatError(
                 fail(f"cannot read {unit.path!r}", "row group", group, "a complete Parquet file",
                      str(error)[:200])) from None
-        progress(file.metadata.row_group(group).total_byte_size)
 
 
 def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, size: int
@@ -345,7 +309,7 @@ def _arrow_rows(columns: dict[str, tuple[Column, pa.Array]], recipe: Recipe, row
                      lambda: no_rows([c for c, _ in columns.values()], dense, sparse))
 
 
-def _read_npy(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) -> Iterator[Rows]:
+def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:
     """``X_sparse.npy`` (or ``X_sparse_multi_hot.npz``) with ``X_dense.npy``, ``X_labels.npy``."""
     base = unit.path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
     dense, labels = (_load(f"{base}_{name}.npy") for name in ("dense", "labels"))
@@ -360,7 +324,6 @@ def _read_npy(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) ->
         raise FileFormatError(
             fail(f"cannot read {unit.path!r}", "shapes of dense, labels, sparse", shapes,
                  f"rows x {len(recipe.names('dense'))}, 1, {len(names)}", "pass matching files"))
-    each = max(1, os.path.getsize(unit.path) // max(1, count))
     for start in range(0, count, _BATCH_ROWS):
         part = slice(start, min(start + _BATCH_ROWS, count))
         rows = np.arange(part.start, part.stop)
@@ -375,7 +338,6 @@ def _read_npy(unit: Unit, recipe: Recipe, layout: Layout, progress: Progress) ->
                     for r in rows[~good][:MAX_EXAMPLES])
         yield Rows(rows.size, rows[good], truth[good].astype(np.int8), numbers[:, good],
                    tuple(sparse), None, int((~good).sum()), bad)
-        progress(rows.size * each)
 
 
 def num_arrays_rows(path: str) -> int:

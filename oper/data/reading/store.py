@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
-from oper.data.reading.workbook import Sheet
+from oper.data.reading.workbook import rows_as_csv
 from oper.errors import InvalidInputError, fail
 
 Inputs: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]  # one name or several
@@ -152,13 +152,13 @@ def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
             continue
         beside.parent.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256()
+        pieces = rows_as_csv(name) if is_workbook else _pieces(name)
         with contextlib.ExitStack() as stack:
-            pipe: Any = Sheet(name) if is_workbook else stack.enter_context(
-                open(0 if name == "-" else name, "rb", closefd=name != "-"))
-            draft = Path(tempfile.mkstemp(dir=beside.parent, prefix=f".{beside.name}.pipe.")[1])
+            number, path = tempfile.mkstemp(dir=beside.parent, prefix=f".{beside.name}.pipe.")
+            draft = Path(path)
             stack.callback(draft.unlink, missing_ok=True)
-            with draft.open("wb") as out:
-                while piece := pipe.read(1 << 22):
+            with open(number, "wb") as out:
+                for piece in pieces:
                     digest.update(piece)
                     out.write(piece)
             files.append(draft.with_name(f".{beside.name}.pipe-{digest.hexdigest()[:24]}"))
@@ -171,8 +171,15 @@ def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
         files = []
         raise
     finally:
-        for path in files:
-            path.unlink(missing_ok=True)
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def _pieces(name: str) -> Iterator[bytes]:
+    """What comes through a pipe."""
+    with open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
+        while piece := pipe.read(1 << 22):
+            yield piece
 
 
 def is_pipe(name: str) -> bool:

@@ -120,28 +120,26 @@ def _by_header(layout: Layout, header: Sequence[str], path: str
     if missing:
         raise FileFormatError(
             fail(f"cannot read {path!r}", "header", ",".join(header),
-                 f"each of the columns {missing[:8]} once", _other_separator(layout, header)))
+                 f"each of the columns {missing[:8]} once",
+                 separator_advice(layout, layout.separator.join(header)) or
+                 "name the columns of its header, or pass a file with these columns"))
     return tuple(wanted.get(k, Column(f"skip {k}", "skip")) for k in range(len(header))), also
 
 
-def _other_separator(layout: Layout, header: Sequence[str]) -> str:
-    """What to do about a header that lacks columns."""
-    line = layout.separator.join(header)
+def separator_advice(layout: Layout, line: str) -> str:
+    """What to do about a file whose first line has the layout's columns with another separator;
+    empty where none fits."""
     if "\0" in line:
         return "its zero bytes look like UTF-16: convert it to UTF-8"
     for separator in SEPARATORS:
-        names = [name.strip() for name in line.split(separator)]
-        if separator != layout.separator and all(
-                any(s in names for s in c.sources) for c in layout.columns if c.kind != "skip"):
-            return separator_advice(separator)
-    return "name the columns of its header, or pass a file with these columns"
-
-
-def separator_advice(separator: str) -> str:
-    """What to do about a file with this separator."""
-    shown = "\\t" if separator == "\t" else separator
-    return (f"its fields are separated by {separator!r}: pass --separator '{shown}' (recipe csv), "
-            "or correct the recipe's separator")
+        fields = [field.strip() for field in line.split(separator)]
+        fits = all(any(s in fields for s in c.sources) for c in layout.columns if c.kind != "skip"
+                   ) if layout.header else len(fields) == len(layout.columns)
+        if fits and separator != layout.separator:
+            shown = "\\t" if separator == "\t" else separator
+            return (f"its fields are separated by {separator!r}: pass --separator '{shown}' "
+                    "(recipe csv), or correct the recipe's separator")
+    return ""
 
 
 def parse_block(block: Block, text: TextLayout) -> Rows:

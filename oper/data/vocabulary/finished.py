@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from oper.data.arrays import as_numpy
-from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, Folder
+from oper.data.folder import FOLDER_KIND, FOLDER_VERSION, MANIFEST, Folder, read_manifest
 from oper.data.vocabulary.building import (
     Parts,
     Vocabulary,
@@ -31,7 +31,7 @@ from oper.data.vocabulary.building import (
     write_parts,
 )
 from oper.data.vocabulary.merging import RunMerger
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, fail, require
 from oper.rows import remap
 from oper.support.files import check_local, read_json, told_of_room, write_text
 
@@ -71,27 +71,19 @@ class FinishedVocabulary:
         check_local(path)
         folder, what = Path(path), f"cannot open {os.fspath(path)!r} as a vocabulary"
         todo = "name a folder that 'oper preprocess' or 'oper vocabulary extend' wrote"
+        value = read_manifest(folder, what, todo, (FOLDER_KIND, FOLDER_VERSION),
+                              (VOCABULARY_KIND, VOCABULARY_VERSION))
+        if value.get("raw_ids"):
+            raise FileFormatError(fail(what, "ids", "raw", "row numbers of a vocabulary",
+                                       "raw ids need none: pass --raw-ids again instead"))
         try:
-            value = read_json(folder / MANIFEST, what)
-            kind = (value["kind"], value["version"])
-            if kind not in ((FOLDER_KIND, FOLDER_VERSION), (VOCABULARY_KIND, VOCABULARY_VERSION)):
-                raise FileFormatError(fail(what, "kind, version", kind, "those of this release",
-                                           "preprocess again with this release"))
-            if value.get("raw_ids"):
-                raise FileFormatError(fail(what, "ids", "raw", "row numbers of a vocabulary",
-                                           "raw ids need none: pass --raw-ids again instead"))
             columns = tuple(map(str, value["columns"]["sparse"]))
             facts = {n: VocabularyFacts(**value["tables"][n]) for n in columns}
             found = FinishedVocabulary(
                 folder, columns, facts, int(value["min_count"]),
                 hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:32],
                 str(value["recipe"]["name"]), str(value.get("numbering", "")))
-        except (FileNotFoundError, NotADirectoryError):
-            raise FileFormatError(fail(what, "manifest", MANIFEST, "an existing file", todo)
-                                  ) from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, FileFormatError):
-                raise
             raise FileFormatError(
                 fail(what, "manifest", str(error), "columns and tables", todo)) from None
         missing = [n for n in columns if not found.file(n).is_file()]
@@ -167,11 +159,9 @@ def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
 
 def check_columns(finished: FinishedVocabulary, columns: Sequence[str]) -> None:
     """Raise InvalidInputError unless a vocabulary is of these sparse columns."""
-    if finished.columns != tuple(columns):
-        raise InvalidInputError(
-            fail("cannot apply a vocabulary", "sparse columns", list(columns),
-                 f"{list(finished.columns)} as in {str(finished.path)!r}",
-                 "pass the recipe and columns that it was made with"))
+    require("cannot apply a vocabulary", "pass the recipe and columns that it was made with",
+            ("sparse columns", list(columns), finished.columns == tuple(columns),
+             f"{list(finished.columns)} as in {str(finished.path)!r}"))
 
 
 def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str]],
@@ -202,22 +192,18 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
     what = "cannot extend a vocabulary"
     old, target = FinishedVocabulary.open(path), Path(output)
     check_local(output)
-    if target.exists():
-        raise InvalidInputError(fail(what, "output", str(target), "a new folder",
-                                     "choose another one"))
+    require(what, "choose another one",
+            ("output", str(target), not target.exists(), "a new folder"))
     hashed = [n for n, f in old.facts.items() if f.hashed]
-    if hashed:
-        raise InvalidInputError(fail(what, "hashed columns", hashed[:8], "none",
-                                     "a hash has a row for every value already"))
     real = [os.path.realpath(f) for f in folders]
     twice = sorted({f for f in real if real.count(f) > 1})
-    if twice:
-        raise InvalidInputError(fail(what, "folders", twice, "each of them once, since counts are "
-                                     "added up", "name the folders of different days"))
+    require(what, "a hash has a row for every value already",
+            ("hashed columns", hashed[:8], not hashed, "none"))
+    require(what, "name the folders of different days",
+            ("folders", twice, not twice, "each of them once, since counts are added up"))
     sources = [_source(what, old, Path(f)) for f in folders]
-    if not sources:
-        raise InvalidInputError(fail(what, "folders", [], "at least one", "name what was "
-                                     "preprocessed with --vocabulary"))
+    require(what, "name what was preprocessed with --vocabulary",
+            ("folders", sources, bool(sources), "at least one"))
     least = old.min_count if min_count is None else min_count
     target.parent.mkdir(parents=True, exist_ok=True)
     with told_of_room(what, target), tempfile.TemporaryDirectory(
@@ -248,10 +234,9 @@ def _source(what: str, old: FinishedVocabulary, folder: Path) -> Path:
         applied = read_json(folder / MANIFEST, what).get("vocabulary") or {}
     except (OSError, AttributeError):
         applied = {}
-    if applied.get("digest") != old.digest:
-        raise InvalidInputError(
-            fail(what, "folder", str(folder), f"one preprocessed with --vocabulary {old.path}",
-                 "its unseen values are those of another vocabulary, or it has none"))
+    require(what, "its unseen values are those of another vocabulary, or it has none",
+            ("folder", str(folder), applied.get("digest") == old.digest,
+             f"one preprocessed with --vocabulary {old.path}"))
     return folder
 
 
@@ -315,9 +300,8 @@ def _extend_column(old: FinishedVocabulary, name: str, sources: Sequence[Path], 
     shift = facts.num_rows - 1
     missing_id = facts.missing_id or (more.missing_id + shift if more.missing_id else 0)
     given = replace(facts, num_rows=facts.num_rows + more.num_rows - 1, missing_id=missing_id)
-    if given.num_rows > 1 << 31:
-        raise InvalidInputError(fail(f"cannot extend the vocabulary of {name!r}", "rows",
-                                     given.num_rows, "<= 2^31", "pass --max-rows"))
+    require(f"cannot extend the vocabulary of {name!r}", "pass --max-rows",
+            ("rows", given.num_rows, given.num_rows <= 1 << 31, "<= 2^31"))
     missing = before.num_missing if facts.missing_id else num_missing
     write_parquet(work / "out" / "vocabulary" / f"{name}.parquet",
                   lambda: _merged(before, Vocabulary(new), shift),
@@ -339,14 +323,6 @@ def _merged(old: Vocabulary, new: Vocabulary, shift: int) -> Parts:
         at = end
     if at < values.size:  # there were no old values
         yield values[at:].astype(kind, copy=False), ids[at:] + np.int32(shift), counts[at:]
-
-
-def unseen_values(vocabulary: Vocabulary, values: np.ndarray, counts: np.ndarray
-                  ) -> tuple[np.ndarray, np.ndarray]:
-    """The values and counts that a vocabulary lacks, of distinct ascending values [K] and their
-    counts [K]."""
-    new = ~vocabulary.has(values)
-    return values[new], counts[new]
 
 
 def write_unseen(path: Path, merger: RunMerger, num_missing: int) -> tuple[int, int]:
