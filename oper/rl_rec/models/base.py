@@ -74,7 +74,7 @@ class Sequences(Histories):
 
 
 class Recommender(nn.Module):
-    """Base class of the models.
+    """Base class of the models. Those with nothing to train have no `forward` and no `lookups`.
 
     Item, user and concept rows live in ``EmbeddingCollection`` or ``EmbeddingBagCollection``
     attributes and are looked up, never taken whole, so that they may be sharded.
