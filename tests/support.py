@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -169,6 +170,13 @@ def access_stats(draw: st.DrawFn) -> AccessStats:
     return AccessStats(draw(st.integers(0, 1 << 40)),
                        {"a": draw(table_stats(40)), "b": draw(table_stats(7))},
                        draw(st.sampled_from(["", "log", "day 1"])), draw(st.booleans()))
+
+
+def check_page(page: str) -> None:
+    """A page of HTML is complete in itself: nothing is fetched, no script runs."""
+    fetched = r"\b(?:src|srcset|poster|action|data)=[\"']|href=[\"'](?!#)|url\((?!['\"]?#)"
+    assert not re.search(rf"<script|<link|@import|://|{fetched}", page)
+    assert page.count("<html") == 1 and "prefers-color-scheme: dark" in page
 
 
 def wait_for(condition: Any, seconds: float = 180) -> None:
