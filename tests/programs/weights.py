@@ -193,10 +193,9 @@ def state_dict(side: Any, args: dict[str, Any]) -> Seen:
 def functional_call(side: Any, args: dict[str, Any]) -> Seen:
     """``torch.func.functional_call`` with other numbers for a table."""
     batch = side.batches(args)[side.mine]
-    inputs = (batch.inputs,) if side.spec["container"] == "named" else batch.inputs[0]
     with torch.no_grad():
         out = torch.func.functional_call(
-            side.core, {side.table(args["table"]).key: _random(side, args)}, tuple(inputs))
+            side.core, {side.table(args["table"]).key: _random(side, args)}, batch.arguments)
         return {f"output {k}": x.clone() for k, x in enumerate(tensors_of(out))}
 
 
