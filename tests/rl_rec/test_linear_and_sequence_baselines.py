@@ -151,7 +151,7 @@ def test_no_query_depends_on_a_later_item(model: Any, config: Any) -> None:
 @pytest.mark.parametrize(("loss", "negatives"), [("softmax", 0), ("softmax", 20), ("gbce", 20)])
 def test_every_loss_of_the_next_item_learns_the_log(name: str, loss: str, negatives: int) -> None:
     """Item n is followed by item n + 1."""
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     batch = sequences([9] * 8, [2] * 8, num_items=30)
     items = (torch.arange(1, 9)[:, None] * 3 + torch.arange(9)) % 29 + 1
     batch = type(batch)(batch.users, items.reshape(-1), torch.ones(72), batch.lengths, batch.skip,
