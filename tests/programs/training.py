@@ -338,9 +338,9 @@ def bad_batch(side: Any, args: dict[str, Any]) -> Seen:
 
 def _all_with_ids(side: Any, args: dict[str, Any]) -> list[Batch]:
     """Batches of a step with at least one id each for the first module."""
-    tries = [(Batch(side.spec, args["seed"] + 101 * rank + k, "usual") for k in range(1000))
-             for rank in side.computed_ranks()]
-    return [next(b for b in some if b.ids[0].numel()) for some in tries]
+    return [next(b for k in range(1000)
+                 if (b := Batch(side.spec, args["seed"] + 101 * rank + k, "usual")).ids[0].numel())
+            for rank in side.computed_ranks()]
 
 
 @action(1.0, fits=lambda p: not is_wrapped(p))
