@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -174,6 +175,13 @@ def access_stats(draw: st.DrawFn) -> AccessStats:
 def counts_by(ids: np.ndarray, counts: np.ndarray) -> dict[int, int]:
     """Counts by id, to be compared with those of a `Counter`."""
     return dict(zip(ids.tolist(), counts.tolist(), strict=True))
+
+
+def check_page(page: str) -> None:
+    """A page of HTML is complete in itself: nothing is fetched, no script runs."""
+    fetched = r"\b(?:src|srcset|poster|action|data)=[\"']|href=[\"'](?!#)|url\((?!['\"]?#)"
+    assert not re.search(rf"<script|<link|@import|://|{fetched}", page)
+    assert page.count("<html") == 1 and "prefers-color-scheme: dark" in page
 
 
 def wait_for(condition: Any, seconds: float = 180) -> None:

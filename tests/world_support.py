@@ -30,21 +30,25 @@ class World:
     """Processes of one gloo group, running `body(rank, world_size, *args)`.
 
     A rank may report before it ends with `report(value)`; its return value is its last report.
+    `told()` gives a rank what `send` has sent to it.
     `labels`: a letter for each rank; those of different letters share no memory. None: all do.
+
+    Attributes:
+        deadline: on the clock of `time.monotonic`, until which reports are waited for.
     """
 
     def __init__(self, world_size: int, body: Callable[..., Any], *args: Any,
                  env: dict[str, str] | None = None, timeout_s: float = 240.0, labels: str = ""
                  ) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._deadline = time.monotonic() + timeout_s
+        self.deadline = time.monotonic() + timeout_s
         self._pipes: list[Connection] = []
         self.processes = []
         store = str(Path(self._folder.name) / "store")
         # The server that forks ranks keeps the environment of the test that needed it first.
         whole = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
         for rank in range(world_size):
-            mine, theirs = _CONTEXT.Pipe(duplex=False)
+            mine, theirs = _CONTEXT.Pipe()
             if labels:
                 whole = {**whole, "OPER_DOMAIN": labels[rank]}
             process = _CONTEXT.Process(
@@ -59,14 +63,18 @@ class World:
     def pids(self) -> list[int]:
         return [p.pid or 0 for p in self.processes]
 
+    def send(self, rank: int, value: Any) -> None:
+        """Send a rank what its next `told()` returns; raises OSError where it has ended."""
+        self._pipes[rank].send_bytes(pickle.dumps(value))
+
     def receive(self, rank: int) -> Any:
         """A rank's next report; raises RankFailedError with its traceback, or on silence."""
-        left = max(0.0, self._deadline - time.monotonic())
+        left = max(0.0, self.deadline - time.monotonic())
         if not self._pipes[rank].poll(left):
             raise RankFailedError(f"rank {rank} says nothing in time")
         try:
             good, value = pickle.loads(self._pipes[rank].recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self.processes[rank].join(5)
             raise RankFailedError(
                 f"rank {rank} ended with {self.processes[rank].exitcode}") from None
@@ -103,18 +111,30 @@ def run_world(world_size: int, body: Callable[..., Any], *args: Any, **options: 
         return [running.receive(rank) for rank in range(world_size)]
 
 
-_report: Callable[[Any], None] | None = None
+_pipe: Connection | None = None
 
 
 def report(value: Any) -> None:
     """Send an intermediate report from a rank."""
-    assert _report is not None, "not a rank of a World"
-    _report(value)
+    _send(True, value)
+
+
+def told() -> Any:
+    """Wait, in a rank, for what the test sends next."""
+    assert _pipe is not None, "not a rank of a World"
+    return pickle.loads(_pipe.recv_bytes())
+
+
+def _send(good: bool, value: Any) -> None:
+    assert _pipe is not None, "not a rank of a World"
+    # Plain pickle: torch's own reducers would pass shared memory files.
+    _pipe.send_bytes(pickle.dumps((good, value)))
 
 
 def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[str, str],
           body: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    global _report
+    global _pipe
+    _pipe = pipe
     # The kernels read this one once, through C's getenv: os.environ reaches it.
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
@@ -122,23 +142,15 @@ def _main(rank: int, world_size: int, store: str, pipe: Connection, env: dict[st
     import torch
     import torch.distributed as dist
 
-    def send(good: bool, value: Any) -> None:
-        # Plain pickle: torch's own reducers would pass shared memory files.
-        pipe.send_bytes(pickle.dumps((good, value)))
-
-    def send_good(value: Any) -> None:
-        send(True, value)
-
-    _report = send_good
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
                                 world_size=world_size)
         dist.barrier()  # a rank that ends before another has connected breaks its set-up
-        send(True, body(rank, world_size, *args))
+        _send(True, body(rank, world_size, *args))
         dist.destroy_process_group()
     except BaseException:
-        send(False, traceback.format_exc())
+        _send(False, traceback.format_exc())
 
 
 def held_segments() -> int:

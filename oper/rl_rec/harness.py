@@ -102,7 +102,7 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
     config = workload.config() if config is None else config
     model = workload.build(config, data, "cpu")
     best, best_epoch = -1.0, 0
-    if any(p.requires_grad for p in model.parameters()):
+    if workload.trains:
         batches = workload.batches(config, data)
         share = Share(min(options.batch_size, len(batches)), seed=seed)
         best, best_epoch = _train(model, data, options, batches, share)

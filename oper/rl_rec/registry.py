@@ -77,11 +77,7 @@ def _cadvae(config: CaDVAEConfig, data: Interactions, device: str) -> CaDVAE:
 
 
 def _steps(config: Any, data: Interactions) -> SequenceBatches:
-    return SequenceBatches(data, config.steps, config.window)
-
-
-def _steps_with_returns(config: CDT4RecConfig, data: Interactions) -> SequenceBatches:
-    return SequenceBatches(data, config.steps, config.window, config.gamma)
+    return SequenceBatches(data, config.steps, config.window, getattr(config, "gamma", 1.0))
 
 
 def _of_training(model: Callable[[Any, Histories, int], Recommender]
@@ -100,8 +96,8 @@ WORKLOADS: dict[str, Workload] = {
                         _steps),
     "sasrec": Workload(SASRecConfig, lambda c, d, device: SASRec(c, d.num_items, device), _steps),
     "hstu": Workload(HSTUConfig, _hstu, _steps),
-    "dt": Workload(DecisionTransformerConfig, _cdt4rec, _steps_with_returns),
-    "cdt4rec": Workload(CDT4RecConfig, _cdt4rec, _steps_with_returns),
+    "dt": Workload(DecisionTransformerConfig, _cdt4rec, _steps),
+    "cdt4rec": Workload(CDT4RecConfig, _cdt4rec, _steps),
     "multvae": Workload(MultVAEConfig, lambda c, d, device: MultVAE(d.num_items, c, device)),
     "macridvae": Workload(MacridVAEConfig, _cadvae),
     "cadvae": Workload(CaDVAEConfig, _cadvae),

@@ -8,7 +8,6 @@ import logging
 import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,15 +180,6 @@ class AttachedModel:
         self._served.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    """What a folder of ``oper train`` says about its model."""
-
-    tables: tuple[TableSpec, ...]
-    num_dense: int
-    config: dict[str, Any]
-
-
 def build_trained(tables: tuple[TableSpec, ...], num_dense: int, config: dict[str, Any],
                   device: str) -> nn.Module:
     """The DLRM of a training run, without its loss, on `device`."""
@@ -218,10 +208,10 @@ def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
         FileNotFoundError: no such folder.
     """
     folder = Path(folder)
-    trained = _describe(folder)
-    build = functools.partial(build_trained, trained.tables, trained.num_dense, trained.config)
-    rows = {f: t.num_rows for t in trained.tables for f in t.features}
-    signature = Signature(name, tuple(rows), tuple(rows.values()), trained.num_dense)
+    tables, num_dense, config = _describe(folder)
+    build = functools.partial(build_trained, tables, num_dense, config)
+    rows = {f: t.num_rows for t in tables for f in t.features}
+    signature = Signature(name, tuple(rows), tuple(rows.values()), num_dense)
     return PublishedModel(build, read_weights(folder), signature, row_dtype, keep_spare
                           ).reads_again(functools.partial(read_weights, folder))
 
@@ -261,7 +251,8 @@ def read_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] | Pa
     return {name.removeprefix("model."): value for name, value in load_state(path).items()}
 
 
-def _describe(folder: Path) -> _Trained:
+def _describe(folder: Path) -> tuple[tuple[TableSpec, ...], int, dict[str, Any]]:
+    """What a folder of ``oper train`` says of its model: arguments of `build_trained`."""
     what = f"cannot serve {os.fspath(folder)!r}"
     try:
         config = read_json(folder / CONFIG, f"{what}: {CONFIG}")
@@ -276,7 +267,7 @@ def _describe(folder: Path) -> _Trained:
         model = config["model"]
         tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
                                  tuple(t["features"])) for t in model["tables"])
-        return _Trained(tables, int(model["num_dense"]), layers)
+        return tables, int(model["num_dense"]), layers
     except (FileFormatError, InvalidInputError):
         raise
     except (ValueError, KeyError, TypeError, AttributeError, NotADirectoryError) as error:

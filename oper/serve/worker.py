@@ -68,7 +68,9 @@ def run_worker(control: socket.socket, job: WorkerJob) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     import torch
 
-    _allow_descriptors()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # every connection is a file
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     torch.set_num_threads(job.options.threads)
     predictor = job.opener()
     worker = _Worker(control, job, predictor)
@@ -190,7 +192,10 @@ class _Worker:
         if not data:
             self._loop.remove_reader(self._control.fileno())
             self._drains = True
-            _end_after(self.options.drain_s + _GRACE_S)
+            # A model that never returns must not keep the process for ever.
+            timer = threading.Timer(self.options.drain_s + _GRACE_S, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
 
     async def _adopt(self, connection: socket.socket) -> None:
         """Serve a connection."""
@@ -232,17 +237,3 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             files.frombytes(content[:len(content) - len(content) % files.itemsize])
     return data, list(files)
-
-
-def _allow_descriptors() -> None:
-    """Raise the limit of open files to what the system allows: every connection is a file."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _end_after(seconds: float) -> None:
-    """A model that never returns must not keep the process for ever."""
-    timer = threading.Timer(seconds, os._exit, (1,))
-    timer.daemon = True
-    timer.start()

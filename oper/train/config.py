@@ -36,6 +36,7 @@ _TABLE_OPTIONS = ("momentum", "weight_decay", "initial_accumulator_value")
 DENSE_OPTIMIZERS = ("adagrad", "sgd", "adam")
 TABLE_DEVICES = ("cpu", "meta")
 GUARDS = ("off", "stop", "skip")
+_STEPS = re.compile(r"[1-9]\d*-[1-9]\d*")
 _TRACED = "11-20"  # behind the first steps, which take new memory
 _KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 PATHS = ("data", "out", "stats", "plan", "topology", "start", "remap", "trace")
@@ -61,12 +62,11 @@ class DLRMConfig:
     cross_rank: int = 64
 
     def __post_init__(self) -> None:
-        _at_least("model.dim", self.dim, 1)
-        _at_least("model.cross_layers", self.cross_layers, 0)
-        _at_least("model.cross_rank", self.cross_rank, 1)
-        for name in ("dense_layers", "over_layers"):
-            for size in getattr(self, name):
-                _at_least(f"model.{name}", size, 1)
+        _check("model.", self,
+               *((name, getattr(self, name) >= least, f">= {least}")
+                 for name, least in (("dim", 1), ("cross_layers", 0), ("cross_rank", 1))),
+               *((name, min(getattr(self, name), default=1) >= 1, "sizes >= 1")
+                 for name in ("dense_layers", "over_layers")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +95,15 @@ class OptimizerConfig:
     dense_lr: float = 0.01
 
     def __post_init__(self) -> None:
-        _one_of("optimizer.tables", self.tables, tuple(TABLE_OPTIMIZERS))
-        _one_of("optimizer.dense", self.dense, DENSE_OPTIMIZERS)
-        for name in ("tables_lr", "tables_eps", *(f"tables_{n}" for n in _TABLE_OPTIONS),
-                     "dense_lr"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise _bad(f"optimizer.{name}", value, "a finite number >= 0")
-        for name in self.table_options:
-            if name not in TABLE_OPTIMIZERS[self.tables][1]:
-                raise _bad(f"optimizer.tables_{name}", self.table_options[name],
-                           f"0 with tables={self.tables!r}, which has no such option")
+        rates = ("tables_lr", "tables_eps", *(f"tables_{n}" for n in _TABLE_OPTIONS), "dense_lr")
+        _, options = TABLE_OPTIMIZERS.get(self.tables, ("", ()))
+        _check("optimizer.", self, _one_of("tables", self.tables, tuple(TABLE_OPTIMIZERS)),
+               _one_of("dense", self.dense, DENSE_OPTIMIZERS),
+               *((name, 0 <= getattr(self, name) < float("inf"), "a finite number >= 0")
+                 for name in rates),
+               *((f"tables_{name}", name in options,
+                  f"0 with tables={self.tables!r}, which has no such option")
+                 for name in self.table_options))
 
     @property
     def table_options(self) -> dict[str, float]:
@@ -238,63 +236,44 @@ class TrainConfig:
     catalogue: Catalogue = field(default_factory=Catalogue)
 
     def __post_init__(self) -> None:
-        if bool(self.data) == bool(self.catalogue.num_items):
-            raise _bad("data", self.data, "a folder written by oper preprocess, or nothing where "
-                       "catalogue.num_items is given")
-        if self.catalogue.num_items and self.model_name == "dlrm":
-            raise _bad("catalogue.num_items", self.catalogue.num_items, "0 with a DLRM")
-        if not self.out:
-            raise _bad("out", self.out, "a folder to write to")
-        _one_of("sharding", self.sharding, SHARDINGS)
-        for name, least in (("seed", 0), ("batch_size", 1), ("epochs", 1), ("max_steps", 0),
-                            ("log_every", 1), ("eval_every", 0), ("eval_users", 0),
-                            ("checkpoint_every", 0), ("delta_every", 0)):
-            _at_least(name, getattr(self, name), least)
-        if self.seed >= 2**63:
-            raise _bad("seed", self.seed, "< 2^63, which torch takes")
-        if self.remap and not self.start:
-            raise _bad("remap", self.remap, "nothing without start")
-        for name in ("stats", "plan", "topology", "start", "trace"):
-            if getattr(self, name) and self.sharding != "oper":
-                raise _bad(name, getattr(self, name), f"nothing with sharding={self.sharding!r}")
-        if self.start and os.path.realpath(self.start) == os.path.realpath(self.out):
-            raise _bad("start", self.start, "another folder than out (to go on with a run pass "
-                       "--resume)")
-        if self.sharding != "oper":
-            plain = ("rowwise_adagrad", "sgd")
-            if self.optimizer.tables not in plain:
-                raise _bad("optimizer.tables", self.optimizer.tables,
-                           f"one of {plain} with sharding={self.sharding!r}")
-            for name, value in self.optimizer.table_options.items():
-                raise _bad(f"optimizer.tables_{name}", value, "0 but with sharding='oper'")
-        if self.checkpoint_every and self.sharding != "oper":
-            raise _bad("checkpoint_every", self.checkpoint_every, "0 but with sharding='oper'")
-        if self.delta_every and not self.checkpoint_every:
-            raise _bad("delta_every", self.delta_every, "0 without checkpoint_every")
-        if self.dynamic.rows:
-            self._check_dynamic()
-        _one_of("guard", self.guard, GUARDS)
-        if self.guard != "off" and self.sharding != "oper":
-            raise _bad("guard", self.guard, f"'off' with sharding={self.sharding!r}")
-        self._check_trace()
-        _one_of("tables_on", self.tables_on, TABLE_DEVICES)
-        if self.sharding == "none" and self.tables_on == "meta":
-            raise _bad("tables_on", "meta", "'cpu' with sharding='none'")
-
-    def _check_dynamic(self) -> None:
-        needed = {"sharding": "oper", "model_name": "dlrm", "delta_every": 0}
-        for name, value in needed.items():
-            if getattr(self, name) != value:
-                raise _bad(name, getattr(self, name), f"{value!r} with dynamic.rows")
-
-    def _check_trace(self) -> None:
-        if self.trace_steps and not self.trace:
-            raise _bad("trace_steps", self.trace_steps, "nothing without trace")
-        if not re.fullmatch(r"[1-9]\d*-[1-9]\d*", self.trace_steps or _TRACED):
-            raise _bad("trace_steps", self.trace_steps, 'A-B, two step numbers, such as "11-20"')
-        first, last = self.traced
-        if first > last:
-            raise _bad("trace_steps", self.trace_steps, "A <= B")
+        is_ours, elsewhere = self.sharding == "oper", f"with sharding={self.sharding!r}"
+        plain, ours_only = ("rowwise_adagrad", "sgd"), "0 but with sharding='oper'"
+        of_dynamic = {"sharding": "oper", "model_name": "dlrm", "delta_every": 0}
+        num_items = self.catalogue.num_items
+        _check("catalogue.", self.catalogue,
+               ("num_items", self.model_name != "dlrm" or not num_items, "0 with a DLRM"))
+        _check(
+            "", self,
+            ("data", bool(self.data) != bool(num_items),
+             "a folder written by oper preprocess, or nothing where catalogue.num_items is given"),
+            ("out", bool(self.out), "a folder to write to"),
+            _one_of("sharding", self.sharding, SHARDINGS),
+            *((name, getattr(self, name) >= least, f">= {least}") for name, least in (
+                ("seed", 0), ("batch_size", 1), ("epochs", 1), ("max_steps", 0), ("log_every", 1),
+                ("eval_every", 0), ("eval_users", 0), ("checkpoint_every", 0), ("delta_every", 0))),
+            ("seed", self.seed < 2**63, "< 2^63, which torch takes"),
+            ("remap", bool(self.start) or not self.remap, "nothing without start"),
+            *((name, is_ours or not getattr(self, name), f"nothing {elsewhere}")
+              for name in ("stats", "plan", "topology", "start", "trace")),
+            ("start", not self.start or os.path.realpath(self.start) != os.path.realpath(self.out),
+             "another folder than out (to go on with a run pass --resume)"),
+            ("checkpoint_every", is_ours or not self.checkpoint_every, ours_only),
+            ("delta_every", bool(self.checkpoint_every) or not self.delta_every,
+             "0 without checkpoint_every"),
+            *((name, not self.dynamic.rows or getattr(self, name) == value,
+               f"{value!r} with dynamic.rows") for name, value in of_dynamic.items()),
+            _one_of("guard", self.guard, GUARDS),
+            ("guard", is_ours or self.guard == "off", f"'off' {elsewhere}"),
+            _one_of("tables_on", self.tables_on, TABLE_DEVICES),
+            ("tables_on", (self.sharding, self.tables_on) != ("none", "meta"),
+             "'cpu' with sharding='none'"),
+            ("trace_steps", bool(self.trace) or not self.trace_steps, "nothing without trace"),
+            ("trace_steps", bool(_STEPS.fullmatch(self.trace_steps or _TRACED)),
+             'A-B, two step numbers, such as "11-20"'))
+        _check("", self, ("trace_steps", self.traced[0] <= self.traced[1], "A <= B"))
+        _check("optimizer.", self.optimizer,
+               ("tables", is_ours or self.optimizer.tables in plain, f"one of {plain} {elsewhere}"),
+               *((f"tables_{name}", is_ours, ours_only) for name in self.optimizer.table_options))
 
     @property
     def traced(self) -> tuple[int, int]:
@@ -431,14 +410,15 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
     raise _bad(name, value, _KINDS[hint])
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise _bad(name, value, f">= {least}")
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> tuple[str, bool, str]:
+    return name, value in allowed, f"one of {allowed}"
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise _bad(name, value, f"one of {allowed}")
+def _check(section: str, of: object, *checks: tuple[str, bool, str]) -> None:
+    """Raise InvalidInputError for the first (field, is right, expected) that is not right."""
+    for name, is_right, expected in checks:
+        if not is_right:
+            raise _bad(section + name, getattr(of, name), expected)
 
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:

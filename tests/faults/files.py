@@ -170,27 +170,12 @@ def _writer(what: str, size: int) -> Callable[[Path], Any]:
 
 
 def _in_child(body: Callable[..., str], *args: Any) -> str:
-    """What `body` returns in a process of its own; its error's text."""
-    here, there = _CONTEXT.Pipe(duplex=False)
-
-    def main() -> None:
-        torch.set_num_threads(1)
+    """What `body` returns in a process of its own, or the text of its error."""
+    with _CONTEXT.Pool(1, torch.set_num_threads, (1,)) as pool:
         try:
-            there.send(body(*args))
-        except BaseException as error:
-            there.send(f"{type(error).__name__}: {error}")
-
-    process = _CONTEXT.Process(target=main)
-    process.start()
-    there.close()
-    try:
-        return here.recv() if here.poll(60) else "says nothing in time"
-    except EOFError:
-        return "ended without a word"
-    finally:
-        process.kill()
-        process.join()
-        here.close()
+            return pool.apply_async(body, args).get(60)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def _write_with_limit(what: str, path: Path, limit: int) -> str:

@@ -25,8 +25,6 @@ from oper.tables import TableSpec
 from tests.faults.injection import small_model
 from tests.world_support import report, world
 
-NOBODY = 65534
-
 
 class _Trap:
     """Runs something when it is unpickled."""

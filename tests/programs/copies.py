@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import oper
 from tests.programs.differences import SNAPSHOTS
-from tests.programs.models import tensors_of, whole
+from tests.programs.models import Batch, tensors_of, whole
 from tests.programs.table import Seen, action, is_wrapped
 from tests.programs.training import step
 
@@ -124,7 +124,13 @@ def schedule(side: Any, args: dict[str, Any]) -> Seen:
 
 
 def _state_of(model: Any) -> Seen:
-    return {f"state {n}": whole(x) for n, x in model.state_dict().items()}
+    return {f"copy's state {n}": whole(x) for n, x in model.state_dict().items()}
+
+
+def _outputs_of(model: Any, batch: Batch) -> Seen:
+    with torch.no_grad():
+        return {f"copy's output {k}": x.clone()
+                for k, x in enumerate(tensors_of(model(*batch.arguments)))}
 
 
 @action(2.0, may_refuse=lambda a: False, fits=lambda p: not is_wrapped(p),
@@ -141,17 +147,9 @@ def deepcopy(side: Any, args: dict[str, Any]) -> Seen:
     elif args["write"] == "original":
         with torch.no_grad():
             side.weight(side.table(args["table"])).fill_(args["value"])
-    before = side.core
-    side.core = other
-    try:
-        inputs = (batch.inputs,) if side.spec["container"] == "named" else batch.inputs[0]
-        if all(x is None or x.numel() for x in batch.lengths):
-            with torch.no_grad():
-                seen |= {f"copy's output {k}": x.clone()
-                         for k, x in enumerate(tensors_of(other(*inputs)))}
-        seen |= {f"copy {k}": x for k, x in _state_of(other).items()}
-    finally:
-        side.core = before
+    seen |= _state_of(other)
+    if all(x is None or x.numel() for x in batch.lengths):
+        seen |= _outputs_of(other, batch)
     _close(side, other)
     return seen
 
@@ -173,7 +171,7 @@ def average(side: Any, args: dict[str, Any]) -> Seen:
     for k in range(args["steps"]):
         seen |= {f"step {k} {n}": x for n, x in step(side, args, k).items()}
         averaged.update_parameters(side.core)
-    seen |= {f"average {n}": x for n, x in _state_of(averaged.module).items()}
+    seen |= _state_of(averaged.module)
     _close(side, averaged)
     return seen
 
@@ -193,7 +191,6 @@ def script(side: Any, args: dict[str, Any]) -> Seen:
 
 def _other_model(side: Any, args: dict[str, Any]) -> Seen:
     batch = side.batches(args | {"shapes": ["usual"] * side.world_size})[side.mine]
-    inputs = (batch.inputs,) if side.spec["container"] == "named" else batch.inputs[0]
     by = args["by"]
     if by == "pickle":
         other = pickle.loads(pickle.dumps(side.core))
@@ -205,17 +202,14 @@ def _other_model(side: Any, args: dict[str, Any]) -> Seen:
     elif by == "copy":
         other = copy.copy(side.core)
     elif by == "jit.trace":
-        other = torch.jit.trace(side.core, tuple(x for x in inputs if x is not None),
+        other = torch.jit.trace(side.core, tuple(x for x in batch.arguments if x is not None),
                                 check_trace=False)
     else:
         other = torch.jit.script(side.core)
     seen = step(side, args)
-    seen |= {f"copy {k}": x for k, x in _state_of(other).items()} if by != "jit.trace" else {}
-    with torch.no_grad():
-        if batch.ids[0].numel():
-            seen |= {f"copy's output {k}": x.clone()
-                     for k, x in enumerate(tensors_of(other(*inputs)))}
-    return seen
+    if by != "jit.trace":
+        seen |= _state_of(other)
+    return seen | (_outputs_of(other, batch) if batch.ids[0].numel() else {})
 
 
 @action(8.0, fits=lambda p: p.model["dense"] and p.wrapper == "" and p.dist)

@@ -253,6 +253,11 @@ class Batch:
             else:
                 self._jagged_input(emb, rng, size, shape)
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the model's forward pass."""
+        return (self.inputs,) if self.spec["container"] == "named" else self.inputs[0]
+
     def coefficients(self, index: int, out: torch.Tensor) -> torch.Tensor:
         """Of an output in the loss, its dtype and shape."""
         rng = torch.Generator().manual_seed(self.seed * 31 + index)
@@ -341,18 +346,11 @@ class Batch:
         self._note(min(rows.values()), ids, counts, weights, (features,))
 
 
-def call(model: Any, spec: Spec, batch: Batch) -> Any:
-    """The model's output for a batch, as its user sees it."""
-    if spec["container"] == "named":
-        return model(batch.inputs)
-    return model(*batch.inputs[0])
-
-
 def call_unsharded(model: Any, spec: Spec, batch: Batch) -> Any:
-    """As `call`, for a model that cannot take batches of no samples: TorchRec cannot split them."""
+    """The output of a model that cannot take batches of no samples: TorchRec cannot split them."""
     features = [args[0] for args in batch.inputs]
     if not any(isinstance(f, KeyedJaggedTensor) and f.stride() == 0 for f in features):
-        return call(model, spec, batch)
+        return model(*batch.arguments)
     if spec["container"] != "named":
         return _empty(model[0] if spec["container"] == "sequential" else model, spec["embs"][0],
                       batch.inputs[0])

@@ -15,7 +15,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 import oper
 from oper.integration.targets import describe, find_targets, name_tables
 from tests.programs import optimizers
-from tests.programs.models import NAMES, Batch, Spec, Table, build, call, whole
+from tests.programs.models import NAMES, Batch, Spec, Table, build, whole
 from tests.programs.sides import Side, Talk, run_schedule
 from tests.runtime_support import rich_plan
 
@@ -84,7 +84,7 @@ class Sharded(Side):
         return [self.rank]
 
     def call(self, batch: Batch) -> Any:
-        return call(self.net, self.spec, batch)
+        return self.net(*batch.arguments)
 
     def average_dense(self) -> None:
         if self.world_size == 1 or self.wrapper:

@@ -77,7 +77,8 @@ def evaluate(side: Any, args: dict[str, Any]) -> Seen:
     return seen | {"=names": names_of(result)}
 
 
-@action(2.0, may_refuse=True, otherwise=lambda side, args: _unchanged(side, args), difference=BATCH,
+@action(2.0, may_refuse=True, difference=BATCH,
+        otherwise=lambda side, args: step(side, args, batches=_all_with_ids(side, args)),
         # Torch stops in the middle of what it updates, OPER between two modules.
         fits=lambda p: len(p.model["embs"]) == 1 and not is_wrapped(p),
         what=("ids", "ids", "lengths", "weights"), by=("add", "fill", "view"))
@@ -99,14 +100,7 @@ def change_inputs(side: Any, args: dict[str, Any]) -> Seen:
                 part.add_(1).remainder_(rows)
 
     # All ranks or none: one that refuses leaves the others waiting for it.
-    return step(side, args, between=change,
-                batches=[_with_ids(side, args, rank) for rank in side.computed_ranks()])
-
-
-def _unchanged(side: Any, args: dict[str, Any]) -> Seen:
-    """The step of `change_inputs` without the change."""
-    return step(side, args,
-                batches=[_with_ids(side, args, rank) for rank in side.computed_ranks()])
+    return step(side, args, between=change, batches=_all_with_ids(side, args))
 
 
 @action(1.0, what=("ids", "lengths", "weights"))
@@ -319,9 +313,8 @@ def weight_hook(side: Any, args: dict[str, Any]) -> Seen:
         may_refuse=lambda a: a["what"] == "bool")
 def bad_batch(side: Any, args: dict[str, Any]) -> Seen:
     """An id outside of its table, or inputs of another type."""
-    batches = [_with_ids(side, args, rank) for rank in side.computed_ranks()]
     inputs = []
-    for batch in batches:
+    for batch in _all_with_ids(side, args):
         features, offsets, weights = (*batch.inputs[0], None, None)[:3]
         changed = batch.ids[0].clone()
         what = args["what"]
@@ -343,10 +336,11 @@ def bad_batch(side: Any, args: dict[str, Any]) -> Seen:
     return finish(side, *forward(side, inputs))
 
 
-def _with_ids(side: Any, args: dict[str, Any], rank: int) -> Batch:
-    """A batch of a rank with at least one id for the first module."""
-    tries = (Batch(side.spec, args["seed"] + 101 * rank + k, "usual") for k in range(1000))
-    return next(b for b in tries if b.ids[0].numel())
+def _all_with_ids(side: Any, args: dict[str, Any]) -> list[Batch]:
+    """Batches of a step with at least one id each for the first module."""
+    return [next(b for k in range(1000)
+                 if (b := Batch(side.spec, args["seed"] + 101 * rank + k, "usual")).ids[0].numel())
+            for rank in side.computed_ranks()]
 
 
 @action(1.0, fits=lambda p: not is_wrapped(p))

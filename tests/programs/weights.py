@@ -33,10 +33,6 @@ def read_weight(side: Any, args: dict[str, Any]) -> Seen:
             "=numpy": w.detach().numpy().tolist(), "=len": len(w)}
 
 
-def _xavier(x: torch.Tensor) -> None:
-    nn.init.xavier_uniform_(x)
-
-
 WRITES = {
     "fill_": lambda w, x, v: w.fill_(v),
     "w[i] = x": lambda w, x, v: w.__setitem__(1, x[1]),
@@ -57,7 +53,7 @@ WRITES = {
     "detach row": lambda w, x, v: w.detach()[1].fill_(v),
     "init zeros": lambda w, x, v: nn.init.zeros_(w),
     "init normal": lambda w, x, v: nn.init.normal_(w),
-    "init xavier": lambda w, x, v: _xavier(w),
+    "init xavier": lambda w, x, v: nn.init.xavier_uniform_(w),
     "clamp": lambda w, x, v: w.clamp_(-0.1, 0.1),
     "torch.add out": lambda w, x, v: torch.add(x, x, out=w),
     "index_copy_": lambda w, x, v: w.index_copy_(0, torch.tensor([2, 0]), x[:2]),
@@ -197,10 +193,9 @@ def state_dict(side: Any, args: dict[str, Any]) -> Seen:
 def functional_call(side: Any, args: dict[str, Any]) -> Seen:
     """``torch.func.functional_call`` with other numbers for a table."""
     batch = side.batches(args)[side.mine]
-    inputs = (batch.inputs,) if side.spec["container"] == "named" else batch.inputs[0]
     with torch.no_grad():
         out = torch.func.functional_call(
-            side.core, {side.table(args["table"]).key: _random(side, args)}, tuple(inputs))
+            side.core, {side.table(args["table"]).key: _random(side, args)}, batch.arguments)
         return {f"output {k}": x.clone() for k, x in enumerate(tensors_of(out))}
 
 

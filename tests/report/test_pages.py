@@ -25,6 +25,7 @@ from oper.search import make_plan, make_problem
 from oper.search.problem.presets import topology_preset
 from oper.stats import AccessStats, TableStats
 from oper.tables import TableSpec
+from tests.support import check_page
 
 BROWSER = next(filter(None, map(shutil.which, (
     "chromium-headless-shell", "chromium", "google-chrome"))), None)
@@ -36,12 +37,6 @@ def stats() -> AccessStats:
         {"name": "<b>a&b", "rows": 5000, "exponent": 1.1, "lengths": [0, 2, 9],
          "weights": [1, 1, 1]}, {"name": "c", "rows": 50}]}
     return count_workload(workload_from_dict(spec), 6000)
-
-
-def check_page(page: str) -> None:
-    """Complete in itself: nothing is fetched, no script runs."""
-    assert not re.search(r"<script|https?://|\bsrc=|<link|@import|url\((?!#)", page)
-    assert page.count("<html") == 1 and "prefers-color-scheme: dark" in page
 
 
 def test_statistics(stats: AccessStats) -> None:

@@ -64,6 +64,25 @@ def held(data: Interactions, asked: HeldOut) -> dict[int, tuple[int, list[int]]]
             for u, s, e, n in zip(asked.users, asked.stop, ends, asked.target_lengths, strict=True)}
 
 
+# Of a user: what is left of the log, how much of it trains, and history and targets of both splits.
+Told = tuple[list[Row], int, list[tuple[int, list[int]] | None]]
+
+
+def check_users(data: Interactions, expected: dict[int, Told]) -> None:
+    """Users, most training interactions first, have the expected items, histories and targets."""
+    splits = [held(data, data.valid), held(data, data.test)]
+    for number, old in enumerate(sorted(expected, key=lambda u: (-expected[u][1], u)), 1):
+        mine, train, found = expected[old]
+        first, stop = data.offsets[number], data.offsets[number + 1]
+        assert data.item_ids[data.items[first:stop]].tolist() == [r[1] for r in mine]
+        assert data.rewards[first:stop].tolist() == [r[2] for r in mine]
+        assert data.train_stop[number] - first == train
+        for split, want in zip(splits, found, strict=True):
+            got = split.pop(number, None)
+            assert (got and (got[0], data.item_ids[got[1]].tolist())) == want
+    assert splits == [{}, {}]
+
+
 @settings(max_examples=200, deadline=None)
 @given(logs(), st.sampled_from(["leave_last_two", "time"]), st.sampled_from(["first", "keep"]),
        st.integers(1, 3))
@@ -77,7 +96,7 @@ def test_the_protocol(rows: list[Row], protocol: str, repeats: str, k_core: int)
     data = from_log(arrays(rows), options)
     times = sorted(r[3] for mine in users.values() for r in mine)
     points = [times[min(len(times) - 1, int(s * len(times)))] for s in (1 - 0.2 - 0.2, 1 - 0.2)]
-    expected = {}  # user: rows, training length, (history, targets) of both splits
+    expected: dict[int, Told] = {}
     for user, mine in users.items():
         found: list[tuple[int, list[int]] | None] = [None, None]
         if protocol == "leave_last_two":
@@ -101,25 +120,14 @@ def test_the_protocol(rows: list[Row], protocol: str, repeats: str, k_core: int)
     counts = np.bincount(data.users[data.training_rows()], minlength=data.num_users)
     assert (np.diff(counts[1:]) <= 0).all() and (np.diff(data.popularity()[1:]) <= 0).all()
     assert data.num_users == len(users) + 1 and data.users.min() >= 1 <= data.items.min()
-    by_count = sorted(users, key=lambda u: (-expected[u][1], u))
     item_counts = Counter(r[1] for mine, train, _ in expected.values() for r in mine[:train])
     every = sorted({r[1] for mine in users.values() for r in mine},
                    key=lambda i: (-item_counts[i], i))
-    new_item = {old: k for k, old in enumerate(every, 1)}
     assert data.num_items == len(every) + 1
     assert data.item_ids.tolist() == [0, *every]
-    splits = [held(data, data.valid), held(data, data.test)]
-    for number, old in enumerate(by_count, 1):
-        mine, train, found = expected[old]
-        at = slice(data.offsets[number], data.offsets[number + 1])
-        assert data.items[at].tolist() == [new_item[r[1]] for r in mine]
-        assert data.times[at].tolist() == [r[3] for r in mine]
-        assert data.rewards[at].tolist() == [r[2] for r in mine]
-        assert data.train_stop[number] - data.offsets[number] == train
-        for split, want in zip(splits, found, strict=True):
-            got = split.pop(number, None)
-            assert got == (want and (want[0], [new_item[i] for i in want[1]]))
-    assert splits == [{}, {}]
+    check_users(data, expected)
+    by_count = sorted(users, key=lambda u: (-expected[u][1], u))
+    assert data.times.tolist() == [r[3] for u in by_count for r in expected[u][0]]
 
 
 @settings(max_examples=150, deadline=None)
@@ -210,28 +218,19 @@ def test_the_last_baskets(rows: list[Bought], repeats: str, k_core: int) -> None
         return
     data = from_log(with_baskets(rows), options)
     assert data.left_out["without basket"] == sum(r[0] > 0 < r[1] and not r[4] for r in rows)
-    expected = {}  # user: items, training length, (history, targets) of both splits
+    expected: dict[int, Told] = {}
     for user, rest in users.items():
         items, baskets = [r[1] for r in rest], [basket_of[r[3]][4] for r in rest]
         new = [r[2] > 0 and r[1] not in items[:k] for k, r in enumerate(rest)]
         last = list(dict.fromkeys(b for b, n in zip(baskets, new, strict=True) if n))[-2:]
-        stops, found = [baskets.index(b) for b in last], []
+        stops: list[int] = [baskets.index(b) for b in last]
+        found: list[tuple[int, list[int]] | None] = [None, None]
         if len(last) == 2 and stops[0]:
             found = [(stop, [i for i, b, n in zip(items, baskets, new, strict=True)
                              if n and b == basket])
                      for stop, basket in zip(stops, last, strict=True)]
-        expected[user] = (items, stops[0] if found else len(rest), found)
-    got = [held(data, data.valid), held(data, data.test)]
-    by_count = sorted(users, key=lambda u: (-expected[u][1], u))
-    for number, old in enumerate(by_count, 1):
-        items, train, found = expected[old]
-        first, stop = data.offsets[number], data.offsets[number + 1]
-        assert data.item_ids[data.items[first:stop]].tolist() == items
-        assert data.train_stop[number] - first == train
-        for split, want in zip(got, found or [None, None], strict=True):
-            history = split.pop(number, None)
-            assert (history and (history[0], data.item_ids[history[1]].tolist())) == want
-    assert got == [{}, {}]
+        expected[user] = (rest, stops[0] if found[0] else len(rest), found)
+    check_users(data, expected)
 
 
 def test_lines_of_an_invoice_are_held_out_together(tmp_path: Path) -> None:

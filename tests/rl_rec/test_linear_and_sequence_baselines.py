@@ -134,12 +134,10 @@ def test_a_sampled_gbce_is_that_of_its_definition() -> None:
     assert torch.allclose(sampler.log_expected(ids[:4]).exp(), torch.full((4,), 0.3))
 
 
-@pytest.mark.parametrize("make", [
-    lambda: GRU4Rec(GRU4RecConfig(dim=8, layers=2, steps=6, window=3, dropout=0.0), 41),
-    lambda: SASRec(SASRecConfig(dim=8, layers=2, steps=6, window=3, dropout=0.0), 41)])
-def test_no_query_depends_on_a_later_item(make: Any) -> None:
+@pytest.mark.parametrize(("model", "config"), [(GRU4Rec, GRU4RecConfig), (SASRec, SASRecConfig)])
+def test_no_query_depends_on_a_later_item(model: Any, config: Any) -> None:
     torch.manual_seed(0)
-    model = make().eval()
+    model = model(config(dim=8, layers=2, steps=6, window=3, dropout=0.0), 41).eval()
     rows = torch.randn(3, 7, 8)
     before = model.outputs(rows)
     changed = rows.clone()
@@ -149,27 +147,28 @@ def test_no_query_depends_on_a_later_item(make: Any) -> None:
     assert before.shape == (3, 8, 8)
 
 
-@pytest.mark.parametrize("loss", ["softmax", "gbce"])
-def test_every_loss_of_the_next_item_learns_the_log(loss: str) -> None:
+@pytest.mark.parametrize("name", ["gru4rec", "sasrec", "hstu"])
+@pytest.mark.parametrize(("loss", "negatives"), [("softmax", 0), ("softmax", 20), ("gbce", 20)])
+def test_every_loss_of_the_next_item_learns_the_log(name: str, loss: str, negatives: int) -> None:
     """Item n is followed by item n + 1."""
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     batch = sequences([9] * 8, [2] * 8, num_items=30)
     items = (torch.arange(1, 9)[:, None] * 3 + torch.arange(9)) % 29 + 1
     batch = type(batch)(batch.users, items.reshape(-1), torch.ones(72), batch.lengths, batch.skip,
-                        batch.returns)
-    for kind, config in ((GRU4Rec, GRU4RecConfig), (SASRec, SASRecConfig)):
-        model: Any = kind(config(dim=16, layers=1, steps=7, window=3, dropout=0.0, negatives=20,
-                                 loss=loss), 31)  # type: ignore[arg-type]
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-        for _ in range(400):
-            optimizer.zero_grad()
-            model(batch)[0].backward()
-            optimizer.step()
-        model.eval()
-        asked = Histories(torch.tensor([1, 2]), torch.tensor([5, 6, 20, 21]), torch.ones(4),
-                          torch.tensor([2, 2]))
-        best = model.scores(model.encode(asked), torch.arange(1, 31)).argmax(1) + 1
-        assert best.tolist() == [7, 22]
+                        batch.returns, times=torch.arange(72))
+    config = WORKLOADS[name].config(dim=16, layers=1, steps=7, window=3, dropout=0.0,
+                                    negatives=negatives, loss=loss)
+    model = WORKLOADS[name].build(config, replace(invented(), num_items=31), "cpu")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(400):
+        optimizer.zero_grad()
+        model(batch)[0].backward()
+        optimizer.step()
+    model.eval()
+    asked = Histories(torch.tensor([1, 2]), torch.tensor([5, 6, 20, 21]), torch.ones(4),
+                      torch.tensor([2, 2]), times=torch.arange(4))
+    best = model.scores(model.encode(asked), torch.arange(1, 31)).argmax(1) + 1
+    assert best.tolist() == [7, 22]
 
 
 def test_the_prior_of_recvae_is_a_density() -> None:

@@ -61,7 +61,7 @@ def shop_of(attribute: int) -> Shop:
 def test_satisfaction_is_a_moving_average() -> None:
     visits = Visits(shop_of(9), 50, seed=3)
     want, before = 4.5, visits.observe()
-    assert before.shape == (50, SHOP.observation_dim) == (50, OBSERVATION_DIM + 3)
+    assert before.shape == (50, OBSERVATION_DIM + 3)
     for _ in range(4):
         here = ~visits.done
         visits.step(torch.zeros(50, ACTION_DIM))

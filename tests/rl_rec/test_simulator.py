@@ -78,7 +78,8 @@ def test_clicks_follow_the_network() -> None:
     """Frequencies of a repeated page against the softmax that they are drawn from."""
     visits = Visits(SHOP, 1, seed=1)
     features, action = visits.features.clone(), torch.full((1, 27), 0.2)
-    want = SHOP.click_probabilities(features, torch.tensor([0.0]), action)[0]
+    seen = torch.cat([features, torch.zeros(1, 1), action], dim=1)
+    want = SHOP.page(seen)[0, :11].softmax(0)
     many = Visits(SHOP, 20_000, seed=2)
     many.features[:] = features
     clicks = many.step(action.expand(20_000, -1))

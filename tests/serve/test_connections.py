@@ -36,6 +36,11 @@ def client(server: Server) -> Iterator[Client]:
         yield client
 
 
+def connect(server: Server) -> socket.socket:
+    host, port = server.address.split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
 def test_requests_go_to_the_worker_with_the_fewest() -> None:
     client = Client("127.0.0.1:1")
     for worker in ("x", "x", "y", "x"):
@@ -49,8 +54,7 @@ def test_requests_go_to_the_worker_with_the_fewest() -> None:
 
 
 def test_a_body_without_announced_size_is_bounded_too(server: Server) -> None:
-    host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with connect(server) as connection:
         connection.sendall(b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n"
                            b"transfer-encoding: chunked\r\n\r\n")
         chunk = b"%x\r\n" % (1 << 16) + b"z" * (1 << 16) + b"\r\n"
@@ -61,11 +65,7 @@ def test_a_body_without_announced_size_is_bounded_too(server: Server) -> None:
 
 def test_endless_and_slow_requests_are_cut_off(server: Server, client: Client) -> None:
     """Heads without an end, trailers without an end, a byte now and then: none may go on."""
-    host, port = server.address.split(":")
     start = b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n"
-
-    def open_connection() -> socket.socket:
-        return socket.create_connection((host, int(port)), timeout=60)
 
     def is_cut(connection: socket.socket, first: bytes, again: bytes, times: int) -> bool:
         try:
@@ -76,12 +76,12 @@ def test_endless_and_slow_requests_are_cut_off(server: Server, client: Client) -
             return True
         return False
 
-    slow, silent = open_connection(), open_connection()
+    slow, silent = connect(server), connect(server)
     slow.sendall(b"P")  # begun: from here on it is the head that takes long
     silent.sendall(start)
     begun = time.monotonic()
     line = b"x-%d: " % 7 + b"y" * 8000 + b"\r\n"
-    with open_connection() as head, open_connection() as trailers, open_connection() as address:
+    with connect(server) as head, connect(server) as trailers, connect(server) as address:
         assert is_cut(head, start, line, 2000)
         assert is_cut(trailers, start + b"transfer-encoding: chunked\r\n\r\n0\r\n", line, 4000)
         assert is_cut(address, b"GET /", b"a" * 8000, 2000)
@@ -104,8 +104,7 @@ def test_endless_and_slow_requests_are_cut_off(server: Server, client: Client) -
 
 def talk(server: Server, data: bytes) -> bytes:
     """All that the server answers until it closes the connection."""
-    host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with connect(server) as connection:
         connection.sendall(data)
         parts = []
         while part := connection.recv(1 << 16):
@@ -175,10 +174,9 @@ def test_a_client_that_reads_no_answers_is_let_go(server: Server, client: Client
 
 
 def test_half_a_request_is_forgotten(server: Server, client: Client) -> None:
-    host, port = server.address.split(":")
     name = r'oper_requests_total\{outcome="gone"\}'
     before = value_of(client.metrics(), name)
-    connection = socket.create_connection((host, int(port)))
+    connection = connect(server)
     connection.sendall(b"POST /v2/models/sums/infer HTTP/1.1\r\ncontent-length: 100\r\n\r\nabc")
     time.sleep(0.2)  # most likely the server has seen it by then; it counts in any case
     connection.close()
@@ -190,14 +188,11 @@ def test_damaged_http_never_does_more_than_fail(server: Server, client: Client) 
     """Whole requests, headers and all, with some bytes changed, cut out or doubled: an answer or a
     closed connection, and good requests as ever."""
     good = random_request(np.random.default_rng(3), 2)
-    body, length = wire.encode_request(good)
-    whole = (f"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\n{wire.HEADER_LENGTH}: {length}\r\n"
-             f"oper-timeout-ms: 500\r\ncontent-length: {len(body)}\r\n\r\n").encode() + body
+    whole, length = message(3, "oper-timeout-ms: 500\r\n"), wire.encode_request(good)[1]
     chunked = (b"POST /v2/models/sums/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
                b"\r\n5\r\nabcde\r\n0\r\n\r\n")
     restarts, pids = server.counts["worker_restarts"], server.worker_pids
     rng = random.Random(5)
-    host, port = server.address.split(":")
     statuses = set()
     for k in range(200):
         damaged = bytearray(whole if k % 4 else chunked)
@@ -212,8 +207,7 @@ def test_damaged_http_never_does_more_than_fail(server: Server, client: Client) 
                 del damaged[at:at + rng.randint(1, 9)]
             else:
                 damaged[at:at] = damaged[at:at + rng.randint(1, 40)]
-        with (socket.create_connection((host, int(port)), timeout=60) as connection,
-              contextlib.suppress(ConnectionError)):
+        with connect(server) as connection, contextlib.suppress(ConnectionError):
             connection.sendall(damaged)
             connection.shutdown(socket.SHUT_WR)
             statuses.add(connection.recv(4096)[9:12])
@@ -227,7 +221,6 @@ def test_damaged_http_never_does_more_than_fail(server: Server, client: Client) 
 def test_idle_connections_keep_nobody_out_and_closed_ones_are_not_used(
         server: Server, client: Client) -> None:
     request = random_request(np.random.default_rng(0), 2)
-    host, port = server.address.split(":")
 
     def score() -> None:
         with ThreadPoolExecutor(8) as pool:
@@ -236,7 +229,7 @@ def test_idle_connections_keep_nobody_out_and_closed_ones_are_not_used(
 
     with contextlib.ExitStack() as idle:
         for k in range(8 * MAX_CONNECTIONS):  # many more than there may be
-            one = idle.enter_context(socket.create_connection((host, int(port))))
+            one = idle.enter_context(connect(server))
             if k % 2:
                 one.send(b"POST /v2")
         score()

@@ -138,7 +138,7 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
         thread = threading.Thread(target=flow)
         thread.start()
         for seed in (2, 3):
-            models[epoch + 1] = _prepare(tmp_path, seed)
+            models[epoch + 1] = write_run(tmp_path / "next", seed)
             os.replace(tmp_path / "next" / STATE, folder / STATE)
             wait_for(lambda e=epoch: client.score_request(request)[1] == e + 1)
             epoch += 1
@@ -152,10 +152,6 @@ def test_the_command_publishes_what_changes(tmp_path: Path) -> None:
         _, log = process.communicate(timeout=120)
         assert process.returncode == 0
         assert "the old weights go on: cannot read" in log
-
-
-def _prepare(folder: Path, seed: int) -> torch.nn.Module:
-    return write_run(folder / "next", seed)
 
 
 @pytest.mark.parametrize("text, words", [

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import Prepared  # type: ignore[import-not-found]
 
 import oper
 from oper.analysis import forecast
@@ -18,19 +19,18 @@ from oper.data.generate.synthetic import SyntheticLog, write_synthetic_log
 from oper.data.preprocessing.options import PreprocessOptions
 from oper.errors import InvalidInputError, UsageError
 from oper.serve.model import load_model
-from oper.train.config import load_config
+from oper.train.config import TrainConfig
 from oper.train.loop import train
 from oper.train.model import load_state
 from tests.support import run_oper
+from tests.train import test_train
 from tests.train.test_train import run_ranks
 
-FLAGS = {"batch_size": 256, "model.dim": 8, "model.dense_layers": [16], "model.over_layers": [16],
-         "epochs": 2, "log_every": 5, "dynamic.rows": 600}
 PREFIX = "model.sparse_arch.embedding_bag_collection.embedding_bags."
 
 
 @pytest.fixture(scope="module")
-def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """A preprocessed log of raw ids, with its statistics beside it."""
     root: Path = tmp_path_factory.mktemp("raw")
     log = write_synthetic_log(root / "log.txt", SyntheticLog(
@@ -38,27 +38,25 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     preprocess(load_recipe("criteo-kaggle"), [str(log)], root / "data",
                PreprocessOptions(raw_ids=True))
     analyze_folder(root / "data").save(root / "stats")
-    return root
+    return Prepared(str(root / "data"), str(root / "stats"))
 
 
-def config(raw: Path, out: Path, **flags: Any) -> Any:
-    return load_config(None, FLAGS | {"data": str(raw / "data"), "out": str(out),
-                                      "stats": str(raw / "stats")} | flags)
+def config(raw: Prepared, out: Path, **flags: Any) -> TrainConfig:
+    return test_train.config(raw, out, **{"dynamic.rows": 600} | flags)
 
 
-def words(raw: Path, out: Path, **flags: Any) -> list[str]:
-    given = FLAGS | {"data": raw / "data", "out": out, "stats": raw / "stats"} | flags
-    return ["train", *(w for k, v in given.items() for w in ("--set", f"{k}={v}"))]
+def words(raw: Prepared, out: Path, **flags: Any) -> list[str]:
+    return test_train.words(raw, out, stats=raw.stats, **{"dynamic.rows": 600} | flags)
 
 
 def known(out: Path, column: str) -> oper.KeyedRows:
     return oper.KeyedRows.of_entries(load_state(out / "state.pt"), f"{PREFIX}{column}.")
 
 
-def test_a_log_is_trained_without_a_vocabulary(raw: Path, tmp_path: Path) -> None:
+def test_a_log_is_trained_without_a_vocabulary(raw: Prepared, tmp_path: Path) -> None:
     result = train(config(raw, tmp_path), show_progress=False)
     assert result["auc"] > 0.6
-    folder = Folder.open(raw / "data", allow_raw=True)
+    folder = Folder.open(raw.folder, allow_raw=True)
     # The steps of the first epoch left out only the rows of an incomplete batch.
     for name in ("C1", "C13", "C26"):
         seen = {k for part in folder.parts("train")
@@ -71,7 +69,7 @@ def test_a_log_is_trained_without_a_vocabulary(raw: Path, tmp_path: Path) -> Non
         load_model(tmp_path)
 
 
-def test_two_processes_have_the_same_keys(raw: Path, tmp_path: Path) -> None:
+def test_two_processes_have_the_same_keys(raw: Prepared, tmp_path: Path) -> None:
     (out, _), _ = run_ranks([*words(raw, tmp_path / "two", batch_size=128, epochs=1), "--json"])
     two = json.loads(out)
     one = train(config(raw, tmp_path / "one", epochs=1), show_progress=False)
@@ -82,7 +80,7 @@ def test_two_processes_have_the_same_keys(raw: Path, tmp_path: Path) -> None:
         assert torch.allclose(mine.rows, other.rows, atol=1e-3)
 
 
-def test_a_run_goes_on_bitwise_and_starts_the_next_day(raw: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_bitwise_and_starts_the_next_day(raw: Prepared, tmp_path: Path) -> None:
     flags = {"checkpoint_every": 6, "dynamic.admit_after": 2}
     whole = train(config(raw, tmp_path / "whole", **flags), show_progress=False)
     train(config(raw, tmp_path / "part", max_steps=6, **flags), show_progress=False)
@@ -97,19 +95,19 @@ def test_a_run_goes_on_bitwise_and_starts_the_next_day(raw: Path, tmp_path: Path
     assert after.clock == steps + 1 and set(before.keys.tolist()) & set(after.keys.tolist())
 
 
-def test_tables_have_rows_of_their_own(raw: Path, tmp_path: Path) -> None:
+def test_tables_have_rows_of_their_own(raw: Prepared, tmp_path: Path) -> None:
     """Fewer rows than keys: evictions; the table does about what its statistics foresee."""
     run = config(raw, tmp_path, **{"dynamic.tables.C26": 101, "max_steps": 20})
     train(run, show_progress=False)
     state = load_state(tmp_path / "state.pt")
     assert state[f"{PREFIX}C26.weight"].shape == (101, 8)
     assert known(tmp_path, "C26").keys.numel() == 100
-    stats = analyze_folder(raw / "data").tables["C26"]
+    stats = analyze_folder(raw.folder).tables["C26"]
     assert forecast(stats, 101).occupied == pytest.approx(100, abs=1)
     assert forecast(stats, 101).evictions_per_lookup > 0
 
 
-def test_command_line(raw: Path, tmp_path: Path) -> None:
+def test_command_line(raw: Prepared, tmp_path: Path) -> None:
     done = run_oper(*words(raw, tmp_path, max_steps=2))
     assert "steps: 2" in done.stdout
 
@@ -124,13 +122,13 @@ BAD = [({"dynamic.rows": 1}, "dynamic.rows"), ({"dynamic.rows": 0, "dynamic.half
 
 
 @pytest.mark.parametrize(("flags", "name"), BAD)
-def test_refused_configurations(raw: Path, tmp_path: Path, flags: dict[str, Any], name: str
+def test_refused_configurations(raw: Prepared, tmp_path: Path, flags: dict[str, Any], name: str
                                 ) -> None:
     with pytest.raises((InvalidInputError, UsageError), match=name):
         config(raw, tmp_path, **flags)
 
 
-def test_refused_data(raw: Path, tmp_path: Path) -> None:
+def test_refused_data(raw: Prepared, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="ids='raw', expected row numbers"):
         train(config(raw, tmp_path / "a", **{"dynamic.rows": 0}), show_progress=False)
     with pytest.raises(InvalidInputError, match=r"dynamic\.tables=\['nobody'\]"):
@@ -145,11 +143,11 @@ def test_refused_data(raw: Path, tmp_path: Path) -> None:
               show_progress=False)
 
 
-def test_data_of_another_numbering_is_refused(raw: Path, tmp_path: Path) -> None:
+def test_data_of_another_numbering_is_refused(raw: Prepared, tmp_path: Path) -> None:
     """As where a column's ids are texts on one day and numbers on the other."""
     flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
     train(config(raw, tmp_path / "run", **flags), show_progress=False)
-    shutil.copytree(raw / "data", tmp_path / "data")
+    shutil.copytree(raw.folder, tmp_path / "data")
     path = tmp_path / "data" / "manifest.json"
     manifest = json.loads(path.read_text()) | {"numbering": "raw ids; hashes of texts: C1"}
     path.write_text(json.dumps(manifest))
@@ -163,7 +161,7 @@ def test_data_of_another_numbering_is_refused(raw: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("change", [
     {"dynamic.rows": 700}, {"dynamic.tables.C1": 9}, {"dynamic.admit_after": 2}, {"seed": 9}])
-def test_tables_that_cannot_go_on_are_told_by_their_keys(raw: Path, tmp_path: Path,
+def test_tables_that_cannot_go_on_are_told_by_their_keys(raw: Prepared, tmp_path: Path,
                                                          change: dict[str, Any]) -> None:
     flags: dict[str, Any] = {"checkpoint_every": 1, "max_steps": 1}
     train(config(raw, tmp_path / "run", **flags), show_progress=False)
@@ -176,7 +174,7 @@ def test_tables_that_cannot_go_on_are_told_by_their_keys(raw: Path, tmp_path: Pa
               show_progress=False)
 
 
-def test_keys_of_a_column_are_numbers_of_64_bits(raw: Path) -> None:
-    folder = Folder.open(raw / "data", allow_raw=True)
+def test_keys_of_a_column_are_numbers_of_64_bits(raw: Prepared) -> None:
+    folder = Folder.open(raw.folder, allow_raw=True)
     part = folder.parts("train")[0]
     assert folder.read_part(part, ("C1",)).column("C1").to_numpy().dtype == np.int64

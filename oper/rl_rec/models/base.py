@@ -74,7 +74,7 @@ class Sequences(Histories):
 
 
 class Recommender(nn.Module):
-    """Base class of the models.
+    """Base class of the models. Those with nothing to train have no `forward` and no `lookups`.
 
     Item, user and concept rows live in ``EmbeddingCollection`` or ``EmbeddingBagCollection``
     attributes and are looked up, never taken whole, so that they may be sharded.
@@ -107,8 +107,8 @@ class Recommender(nn.Module):
         """
 
 
-def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, device: str
-               ) -> EmbeddingCollection:
+def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, device: str,
+               std: float | None = None) -> EmbeddingCollection:
     """Unpooled tables of items.
 
     Args:
@@ -116,11 +116,12 @@ def item_table(tables: Mapping[str, Sequence[str]], num_items: int, dim: int, de
         num_items: rows of each, row 0 (padding, never looked up) included.
         dim: columns.
         device: ``"cpu"``, or ``"meta"`` for tables that `oper.shard` fills shard by shard.
+        std: standard deviation of the first numbers; 1 over the root of `dim` by default.
     """
     return EmbeddingCollection(device=torch.device(device), tables=[
         EmbeddingConfig(name=name, num_embeddings=num_items, embedding_dim=dim,
                         feature_names=list(features),
-                        init_fn=functools.partial(nn.init.normal_, std=dim ** -0.5))
+                        init_fn=functools.partial(nn.init.normal_, std=std or dim ** -0.5))
         for name, features in tables.items()])
 
 

@@ -62,12 +62,5 @@ class ContinuousCDT4Rec(nn.Module):
         """Actions float32 [B, T, A] of every step, given the returns-to-go of `batch`."""
         return self._actions(self.phi(batch), batch.returns)
 
-    def rewards(self, phi: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """Estimated rewards [...] of any actions float32 [..., A] at phi [..., D]."""
-        estimates = self.heads.rewards(phi, self.action(actions))
-        if self.config.reward_loss == "bce":
-            estimates = torch.sigmoid(estimates)
-        return estimates * self.reward_scale
-
     def _actions(self, phi: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.out(self.heads.queries(phi, returns / self.return_scale)))

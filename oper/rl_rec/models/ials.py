@@ -14,7 +14,6 @@ folded in the same way, so that users without training interactions are served a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -72,10 +71,6 @@ class IALS(Recommender):
             users = solve_factors(config, matrix, items, num_items - 1)
             items = solve_factors(config, matrix.T.coalesce(), users, int(has_any.sum()))
         self.register_buffer("factors", items)
-
-    def forward(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Nothing is left to learn: a loss of 0."""
-        return torch.zeros(()), {}
 
     def encode(self, histories: Histories) -> torch.Tensor:
         """Users' factors float32 [B, dim]."""

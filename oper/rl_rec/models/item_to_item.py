@@ -13,7 +13,6 @@ Both hold a matrix over pairs of items: catalogues up to some 30,000 items.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -95,10 +94,6 @@ class ItemToItem(Recommender):
         gram = torch.sparse.mm(users.T, users).to_dense()
         self.register_buffer("weights", ease_weights(config, gram)
                              if isinstance(config, EASEConfig) else knn_weights(config, gram))
-
-    def forward(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Nothing is left to learn: a loss of 0."""
-        return torch.zeros(()), {}
 
     def encode(self, histories: Histories) -> torch.Tensor:
         """Scores of all items, float32 [B, num_items]."""

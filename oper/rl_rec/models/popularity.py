@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -27,14 +26,6 @@ class Popularity(Recommender):
     def __init__(self, counts: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("counts", counts.float())
-
-    def forward(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Nothing is learned: a loss of 0."""
-        return torch.zeros(()), {}
-
-    def lookups(self, batch: Any) -> list[Any]:
-        """No tables."""
-        return []
 
     def encode(self, histories: Histories) -> int:
         """The number of users."""

@@ -20,14 +20,12 @@ class RankingResult:
     """Metrics of one model on one split.
 
     Attributes:
-        users: int64 [U], those with targets, in the order of the values.
+        users: int64 [U], in the order of the values.
         per_user: float64 [U] by metric, e.g. ``"ndcg@10"``.
-        skipped: users without targets.
     """
 
     users: np.ndarray
     per_user: dict[str, np.ndarray] = field(default_factory=dict)
-    skipped: int = 0
 
     def summary(self) -> dict[str, float]:
         """Means over users, and ``"users"``; means are NaN without users."""
@@ -71,8 +69,7 @@ def evaluate_ranking(model: Recommender, data: Interactions, split: str, *,
             found.update(top, targets[slice(first, first + part.size)])
     finally:
         model.train(was_training)
-    return RankingResult(held.users[chosen[held.target_lengths[chosen] > 0]], found.per_user(),
-                         found.skipped)
+    return RankingResult(held.users[chosen], found.per_user())
 
 
 def _blocks(model: Recommender, encoded: object, num_items: int, block: int

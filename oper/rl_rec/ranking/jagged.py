@@ -64,7 +64,3 @@ class Jagged:
         picked = Jagged.from_lengths(self.values.new_empty(int(lengths.sum())), lengths)
         start = torch.repeat_interleave(self.offsets[rows] - picked.offsets[:-1], lengths)
         return Jagged(self.values[start + torch.arange(start.numel())], picked.offsets)
-
-    def row(self, n: int) -> torch.Tensor:
-        """Row n as a tensor."""
-        return self.values[int(self.offsets[n]):int(self.offsets[n + 1])]

@@ -16,7 +16,6 @@ from oper.rl_rec.models.cdt4rec import CDT4RecConfig
 from oper.rl_rec.models.continuous import ContinuousCDT4Rec, Trajectories
 from oper.rl_rec.simulation.shop import ACTION_DIM, NUM_FEATURES, PAGE, Shop, Visits
 
-GRADES = ("random", "medium", "expert", "mixed")
 _STDS = (0.3, 0.6, 1.0, 1.5)  # of the noise in mediocre logs
 _PAGE_SCALE = 10.0
 REWARD_SCALE = 10.0  # most clicks of a page
@@ -179,7 +178,7 @@ def graded_policy(shop: Shop, grade: str) -> Policy:
         "expert": lambda: Noisy(Oracle(shop), (0.05,)),
         "mixed": lambda: Noisy(Oracle(shop, 1, 15, weights=(0.0, 0.5, 2.0)), _STDS)}
     if grade not in policies:
-        raise InvalidInputError(fail("no such log", "grade", grade, f"one of {GRADES}",
+        raise InvalidInputError(fail("no such log", "grade", grade, f"one of {list(policies)}",
                                      "choose the behaviour policy of the log"))
     return policies[grade]()
 

@@ -33,8 +33,9 @@ from oper.errors import FileFormatError, InvalidInputError, fail, require_fields
 GROUPS = (8, 8, 11, 11, 11, 11, 2, 2, 3, 18, 3)
 NUM_FEATURES, SEED_DIM, ACTION_DIM = sum(GROUPS), 128, 27
 MAX_PAGE, MAX_CLICKS, NUM_ATTRIBUTES = 100, 10, 10
-OBSERVATION_DIM = NUM_FEATURES + 3  # features, last clicks, last attribute, page
-NUM_RETURNING = 3  # and where customers come back: day, visits, satisfaction
+# Features, last clicks, last attribute, page; where customers come back, then day, visits and
+# satisfaction.
+OBSERVATION_DIM = NUM_FEATURES + 3
 PAGE, VISITS = NUM_FEATURES + 2, OBSERVATION_DIM + 1  # columns
 _MOST_ATTRIBUTE = NUM_ATTRIBUTES - 1
 # The files of eyounx/VirtualTaobao 0.0.5.
@@ -98,27 +99,15 @@ class Shop:
     page: nn.Module
     returning: Returning | None = None
 
-    @property
-    def observation_dim(self) -> int:
-        """Columns of `Visits.observe`."""
-        return OBSERVATION_DIM + (NUM_RETURNING if self.returning else 0)
-
-    def click_probabilities(self, features: torch.Tensor, page: torch.Tensor,
-                            actions: torch.Tensor) -> torch.Tensor:
-        """Probabilities float32 [n, 11] of 0..10 clicks.
+    def expected(self, features: torch.Tensor, page: torch.Tensor, actions: torch.Tensor
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean clicks and mean second attribute, float32 [n] each.
 
         Args:
             features: float32 [n, 88].
             page: float32 [n], the number of the page.
             actions: float32 [n, 27].
         """
-        logits = self.page(torch.cat([features, page[:, None], actions], dim=1))
-        return torch.softmax(logits[:, :MAX_CLICKS + 1], dim=1)
-
-    def expected(self, features: torch.Tensor, page: torch.Tensor, actions: torch.Tensor
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean clicks and mean second attribute, float32 [n] each; arguments as of
-        `click_probabilities`."""
         logits = self.page(torch.cat([features, page[:, None], actions], dim=1))
         clicks, other = (
             torch.softmax(part, dim=1) @ torch.arange(part.shape[1], dtype=torch.float32)

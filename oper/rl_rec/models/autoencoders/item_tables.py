@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oper.rl_rec.models.base import Histories, NegativeSampler, check_fields
+from oper.rl_rec.models.base import Histories, NegativeSampler, check_fields, item_table
 
 
 class ItemBags(nn.Module):
@@ -71,12 +71,8 @@ class ItemRows(nn.Module):
     def __init__(self, name: str, num_items: int, dim: int, device: str) -> None:
         super().__init__()
         self.feature = name
-        self.rows = EmbeddingCollection(
-            [EmbeddingConfig(name=name, num_embeddings=num_items, embedding_dim=dim,
-                             feature_names=[name],
-                             init_fn=partial(nn.init.normal_,
-                                             std=math.sqrt(2 / (num_items + dim))))],
-            device=torch.device(device))
+        self.rows = item_table({name: [name]}, num_items, dim, device,
+                               math.sqrt(2 / (num_items + dim)))
 
     def lookups(self, items: torch.Tensor, samples: int = 1) -> KeyedJaggedTensor:
         """The KJT of ids int64 [n], shared out among `samples`.
