@@ -105,8 +105,8 @@ def test_keys_of_values_from_elsewhere(tmp_path: Path) -> None:
         values: list[Any] = [row[k] or None for row in rows]
         if name == "item":
             values = [None if v is None else int(v) for v in values]
-        assert raw_keys(values).tolist() == written(tmp_path / "out", name)
-    assert raw_keys([int(row[3]) for row in rows]).tolist() == written(tmp_path / "out", "site")
+        assert raw_keys(values).tolist() == encoded(tmp_path / "out", name)
+    assert raw_keys([int(row[3]) for row in rows]).tolist() == encoded(tmp_path / "out", "site")
     assert raw_keys(["", b"", None, "ü", "ü".encode()]).tolist() == [MISSING] * 3 + (
         [key_of_text("ü")] * 2)
     assert raw_keys([-1, np.int8(5)]).tolist() == [-1, 5] and raw_keys([]).shape == (0,)
