@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from oper.errors import InvalidInputError, UsageError, fail, require
 from oper.support.files import check_target
-from oper.support.flags import number, whole
+from oper.support.flags import names, number, whole
 from oper.support.text import aligned
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                              "settings has left; a run that is alive is never replaced")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     own = parser.add_argument_group("files of your own (recipes csv and parquet)")
-    own.add_argument("--sparse", type=_names, default=[], metavar="A,B",
+    own.add_argument("--sparse", type=names, default=[], metavar="A,B",
                      help="id columns; in CSV files texts, but for A:int, A:uint64, A:hex32, "
                           "A:integral (ids written 17850.0), A:bins=18/30 (numbers by bins); "
                           "A:| for fields like 3|17|4")
@@ -82,9 +82,9 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                      help="column of 0 and 1, or of what --threshold or --among make 0 and 1 of")
     own.add_argument("--threshold", type=number(-math.inf), metavar="X",
                      help="the label is 1 for numbers from X on")
-    own.add_argument("--among", type=_names, default=[], metavar="A,B",
+    own.add_argument("--among", type=names, default=[], metavar="A,B",
                      help="the label is 1 for these texts")
-    own.add_argument("--dense", type=_names, default=[], metavar="A,B",
+    own.add_argument("--dense", type=names, default=[], metavar="A,B",
                      help="number columns; A:log1p = log(1 + max(A, 0))")
     own.add_argument("--cross", action="append", metavar="A*B=N", default=[],
                      help="a further id column: the ids of A and B, hashed into N rows")
@@ -93,7 +93,7 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--join-on", metavar="A[=B]", default="",
                      help="id column that its rows are found by, called B in FILE")
     for kind in ("sparse", "dense"):
-        own.add_argument(f"--join-{kind}", type=_names, default=[], metavar="A,B",
+        own.add_argument(f"--join-{kind}", type=names, default=[], metavar="A,B",
                          help=f"its columns to add, as --{kind}")
     own.add_argument("--encoding", choices=("utf-8", "latin-1"), default="utf-8",
                      help="of CSV files")
@@ -209,10 +209,6 @@ def _separator(text: str) -> str:
     return separator
 
 
-def _names(text: str) -> list[str]:
-    return [n for n in text.split(",") if n]
-
-
 def _print_manifest(manifest: dict[str, Any], output: str) -> None:
     rows, tables = manifest["rows"], manifest["tables"]
     if manifest["synthetic"]:
@@ -295,7 +291,7 @@ def configure_sequences(parser: argparse.ArgumentParser) -> None:
                              "time; rare, unseen and missing users are left out")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="NEW",
                         help="folder to write")
-    parser.add_argument("--columns", type=_names, metavar="A,B",
+    parser.add_argument("--columns", type=names, metavar="A,B",
                         help="columns of one id each to keep beside it (default: all)")
     parser.add_argument("--max-length", type=whole(1), metavar="N",
                         help="keep the N latest events of each")

@@ -55,3 +55,8 @@ def text_for(check: Callable[[str], Any]) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def names(text: str) -> list[str]:
+    """A type for ``add_argument``: names between commas."""
+    return [name for name in text.split(",") if name]

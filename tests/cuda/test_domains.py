@@ -158,7 +158,7 @@ class _Liar:
 
     def __init__(self, inner: Any, wrong: int) -> None:
         self._inner, self._wrong, self._count = inner, wrong, 0
-        self.spot = inner.spot
+        self.at = inner.at
 
     def exchange(self, send: torch.Tensor, there: list[int], recv: torch.Tensor, back: list[int]
                  ) -> None:
