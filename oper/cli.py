@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oper import __version__
-from oper.errors import OperError, PlanInfeasibleError, UsageError, fail
+from oper.errors import OperError, PlanInfeasibleError, UsageError
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "preprocess": ("oper.data.verbs", "turn click logs into training data with ids by hotness"),
@@ -92,8 +92,8 @@ def _open_streams() -> None:
     if sys.stderr is None:  # closed: without this, print() would take stdout in its place
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (for all that follows)
     if sys.stdout is None:
-        raise OperError(fail("cannot print results", "stdout", "closed", "an open one",
-                             "leave it open, or send it to a file or to /dev/null"))
+        raise OperError("cannot print results", "stdout", "closed", "an open one",
+                        "leave it open, or send it to a file or to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="oper-spell")
 

@@ -74,7 +74,7 @@ def require(what: str, todo: str, *checks: tuple[str, object, bool, str]) -> Non
     """Raise InvalidInputError for the first (name, value, is right, expected) that is not right."""
     for name, value, is_right, expected in checks:
         if not is_right:
-            raise InvalidInputError(fail(what, name, value, expected, todo))
+            raise InvalidInputError(what, name, value, expected, todo)
 
 
 def require_fields(of: object, what: str, todo: str, *checks: tuple[str, bool, str]) -> None:

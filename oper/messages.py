@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from oper.errors import InvalidInputError, fail, require_fields
+from oper.errors import InvalidInputError, require_fields
 from oper.tables import CODE_BITS, TableSpec
 
 BITS = (32, 16, 8)
@@ -67,9 +67,9 @@ class MessageBits:
             return value
         pair = value if isinstance(value, tuple | list) else (value, value)
         if len(pair) != 2:
-            raise InvalidInputError(fail("invalid bits of messages", "message_bits", value,
-                                         "one number, or one for answers and one for gradients",
-                                         "pass for example 8, or (16, 8)"))
+            raise InvalidInputError("invalid bits of messages", "message_bits", value,
+                                    "one number, or one for answers and one for gradients",
+                                    "pass for example 8, or (16, 8)")
         return MessageBits(*pair)
 
     @staticmethod

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import FileFormatError, InvalidInputError, PlanError, fail
+from oper.errors import FileFormatError, InvalidInputError, PlanError
 from oper.messages import EXACT, MessageBits
 from oper.support.files import parse_json, write_text
 from oper.tables import CODE_BITS, DTYPES, TableSpec, check_unique
@@ -130,8 +130,8 @@ class TablePlan:
     def tiers(self) -> tuple[Tier, ...]:
         """Tiers of a table that is not split by columns."""
         if len(self.pieces) != 1:
-            raise PlanError(fail("a column-split table has no single tier list", "pieces",
-                                 len(self.pieces), "1", "read TablePlan.pieces"))
+            raise PlanError("a column-split table has no single tier list", "pieces",
+                            len(self.pieces), "1", "read TablePlan.pieces")
         return self.pieces[0].tiers
 
     @staticmethod
@@ -171,26 +171,26 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
-            raise PlanError(fail("invalid plan", "world_size", self.world_size, ">= 1",
-                                 "state how many ranks the plan is for"))
+            raise PlanError("invalid plan", "world_size", self.world_size, ">= 1",
+                            "state how many ranks the plan is for")
         if self.objective not in OBJECTIVES:
-            raise PlanError(fail("invalid plan", "objective", self.objective,
-                                 EXPECTED_OBJECTIVE, "write training or inference"))
+            raise PlanError("invalid plan", "objective", self.objective, EXPECTED_OBJECTIVE,
+                            "write training or inference")
         for name in ("batch_size", "step_us", "lower_bound_us"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
-                raise PlanError(fail("invalid plan", name, value, ">= 0 and finite (0 = unknown)",
-                                     "leave it out if it is unknown"))
+                raise PlanError("invalid plan", name, value, ">= 0 and finite (0 = unknown)",
+                                "leave it out if it is unknown")
         if self.lower_bound_us > self.step_us * (1 + 1e-9):
-            raise PlanError(fail(
+            raise PlanError(
                 "invalid plan", "lower_bound_us", self.lower_bound_us,
                 f"<= step_us={self.step_us}: no bound of all plans is above this plan's own time",
-                "set it to 0, which is unknown, or plan again"))
+                "set it to 0, which is unknown, or plan again")
         if self.step_us and not self.batch_size:
-            raise PlanError(fail(
+            raise PlanError(
                 "invalid plan", "batch_size", self.batch_size,
                 f">= 1, the samples per rank that step_us={self.step_us} is the time of",
-                "state it, or set step_us and lower_bound_us to 0, which is unknown"))
+                "state it, or set step_us and lower_bound_us to 0, which is unknown")
         check_unique(t.table for t in self.tables)
         object.__setattr__(self, "message_bits", MessageBits.parse(self.message_bits))
         for table in self.tables:
@@ -208,9 +208,9 @@ class Plan:
         for entry in self.tables:
             if entry.table.name == name:
                 return entry
-        raise PlanError(fail("the plan does not know a table", "table", name,
-                             f"one of {[t.table.name for t in self.tables][:8]}",
-                             "make a plan for this model"))
+        raise PlanError("the plan does not know a table", "table", name,
+                        f"one of {[t.table.name for t in self.tables][:8]}",
+                        "make a plan for this model")
 
     def check_for(self, tables: Sequence[TableSpec], world_size: int) -> None:
         """Raise PlanError unless the plan is for these tables and this world size.
@@ -219,26 +219,25 @@ class Plan:
         One written by hand without a time serves any, as does every plan where nothing is trained.
         """
         if self.world_size != world_size:
-            raise PlanError(fail("the plan is for another world", "plan.world_size",
-                                 self.world_size, f"{world_size}",
-                                 "make a plan for this number of ranks"))
+            raise PlanError("the plan is for another world", "plan.world_size", self.world_size,
+                            f"{world_size}", "make a plan for this number of ranks")
         mine = {t.table.name: t.table for t in self.tables}
         if set(mine) != {t.name for t in tables}:
-            raise PlanError(fail("the plan is for other tables", "tables",
-                                 sorted(set(mine) ^ {t.name for t in tables})[:8],
-                                 "the model's tables", "make a plan for this model"))
+            raise PlanError("the plan is for other tables", "tables",
+                            sorted(set(mine) ^ {t.name for t in tables})[:8], "the model's tables",
+                            "make a plan for this model")
         for t in tables:
             have = mine[t.name]
             for name in ("num_rows", "dim", "dtype"):
                 if getattr(have, name) != getattr(t, name):
-                    raise PlanError(fail(f"the plan is for another table {t.name!r}", name,
-                                         getattr(have, name), f"{getattr(t, name)}",
-                                         "make a plan for this model"))
+                    raise PlanError(f"the plan is for another table {t.name!r}", name,
+                                    getattr(have, name), f"{getattr(t, name)}",
+                                    "make a plan for this model")
             if self.step_us and t.optimizer not in ("none", have.optimizer):
-                raise PlanError(fail(
+                raise PlanError(
                     f"the plan is for another optimizer of table {t.name!r}", "optimizer",
                     have.optimizer, f"{t.optimizer!r}, which it is trained with",
-                    f"plan again with --optimizer {t.optimizer}, or pass the plan's optimizer"))
+                    f"plan again with --optimizer {t.optimizer}, or pass the plan's optimizer")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a JSON file, atomically."""
@@ -288,9 +287,8 @@ class Plan:
                 f"{what}: {type(error).__name__} {error}, expected a JSON plan file; the file is "
                 "truncated, damaged or of another kind, write it again") from None
         if kind != PLAN_KIND or type(version) is not int or version != PLAN_VERSION:
-            raise FileFormatError(fail(what, "kind, version", (kind, version),
-                                       f"{(PLAN_KIND, PLAN_VERSION)}",
-                                       "pass a plan of this release"))
+            raise FileFormatError(what, "kind, version", (kind, version),
+                                  f"{(PLAN_KIND, PLAN_VERSION)}", "pass a plan of this release")
         try:
             _check_keys(what, "keys", value, _PLAN_KEYS)
             orders = dict(value["orders"])
@@ -303,8 +301,8 @@ class Plan:
                 head = _EMPTY if packed is None else _unpack_ids(what, spec, packed)
                 tables.append(TablePlan(spec, pieces, head))
             if orders:
-                raise PlanError(fail(what, "orders", sorted(orders), "orders of the plan's tables",
-                                     "name a table and its order alike"))
+                raise PlanError(what, "orders", sorted(orders), "orders of the plan's tables",
+                                "name a table and its order alike")
             return Plan(
                 _whole(value["world_size"]), tuple(tables), _text(value["objective"]),
                 _whole(value["batch_size"]), _text(value["topology"]), _number(value["step_us"]),
@@ -313,8 +311,8 @@ class Plan:
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             if isinstance(error, PlanError | FileFormatError | InvalidInputError):
                 raise
-            raise FileFormatError(fail(what, "content", f"{type(error).__name__} {error}",
-                                       "a complete plan", "write it again")) from None
+            raise FileFormatError(what, "content", f"{type(error).__name__} {error}",
+                                  "a complete plan", "write it again") from None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -330,8 +328,8 @@ def _check_keys(what: str, name: str, value: Mapping[str, Any], known: set[str])
     """Raise PlanError for keys that no plan has: what is misspelt would be ignored."""
     unknown = set(value) - known
     if unknown:
-        raise PlanError(fail(what, name, sorted(unknown), f"some of {sorted(known)}",
-                             "correct or remove them"))
+        raise PlanError(what, name, sorted(unknown), f"some of {sorted(known)}",
+                        "correct or remove them")
 
 
 def _piece_from_json(what: str, spec: TableSpec, value: Mapping[str, Any]) -> Piece:
@@ -362,9 +360,9 @@ def tier_from_json(value: Mapping[str, Any]) -> Tier:
                 _text(value.get("dtype", "")))
     known = tier.placement in PLACEMENTS and tier.mode in MODES  # else refused by that name
     if "sbp" in value and known and value["sbp"] != tier.notation():
-        raise PlanError(fail("invalid tier", "sbp", value["sbp"],
-                             f"{tier.notation()!r} (placement {tier.placement}, mode {tier.mode})",
-                             "leave sbp out: it follows from placement and mode"))
+        raise PlanError("invalid tier", "sbp", value["sbp"],
+                        f"{tier.notation()!r} (placement {tier.placement}, mode {tier.mode})",
+                        "leave sbp out: it follows from placement and mode")
     return tier
 
 
@@ -411,17 +409,16 @@ def _unpack_ids(what: str, spec: TableSpec, value: dict[str, Any]) -> np.ndarray
     name = f"orders[{spec.name!r}]"
     count = _whole(value["num_ids"])
     if not 0 <= count <= spec.num_rows:
-        raise FileFormatError(fail(what, f"{name}.num_ids", count, f"0..{spec.num_rows}",
-                                   "write it again"))
+        raise FileFormatError(what, f"{name}.num_ids", count, f"0..{spec.num_rows}",
+                              "write it again")
     try:
         packed = base64.b64decode(value["zlib_base64"], validate=True)
         raw = zlib.decompressobj().decompress(packed, count * 8 + 1)
     except (ValueError, zlib.error) as error:
-        raise FileFormatError(fail(what, name, str(error), "packed ids",
-                                   "write it again")) from None
+        raise FileFormatError(what, name, str(error), "packed ids", "write it again") from None
     if len(raw) != count * 8 or zlib.crc32(raw) != _whole(value["crc32"]):
-        raise FileFormatError(fail(what, f"{name}.crc32", zlib.crc32(raw), f"{value['crc32']}",
-                                   "the file is damaged, write it again"))
+        raise FileFormatError(what, f"{name}.crc32", zlib.crc32(raw), f"{value['crc32']}",
+                              "the file is damaged, write it again")
     return np.frombuffer(raw, "<i8").astype(np.int64)
 
 
@@ -431,25 +428,24 @@ def _check_table(entry: TablePlan, world_size: int) -> None:
     ids = entry.head_ids
     if ids.ndim != 1 or ids.dtype != np.int64 or (ids.size and (
             ids.min() < 0 or ids.max() >= spec.num_rows or np.unique(ids).size != ids.size)):
-        raise PlanError(fail(what, "head_ids", ids, f"int64, distinct, in 0..{spec.num_rows - 1}",
-                             "plan again from the statistics"))
+        raise PlanError(what, "head_ids", ids, f"int64, distinct, in 0..{spec.num_rows - 1}",
+                        "plan again from the statistics")
     at = 0
     for piece in entry.pieces:
         if piece.start != at or piece.stop <= piece.start:
-            raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
-                                 f"ranges that cover 0..{spec.dim} in order",
-                                 "list every column once, in order"))
+            raise PlanError(what, "columns", [(p.start, p.stop) for p in entry.pieces],
+                            f"ranges that cover 0..{spec.dim} in order",
+                            "list every column once, in order")
         at = piece.stop
         _check_tiers(what, piece.tiers, spec.num_rows, world_size)
         _check_dtypes(what, spec, piece.tiers)
     if at != spec.dim:
-        raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
-                             f"ranges that cover 0..{spec.dim}",
-                             "list every column once, in order"))
+        raise PlanError(what, "columns", [(p.start, p.stop) for p in entry.pieces],
+                        f"ranges that cover 0..{spec.dim}", "list every column once, in order")
     if len(entry.pieces) > 1 and not spec.may_be_split:
-        raise PlanError(fail(what, "columns", [(p.start, p.stop) for p in entry.pieces],
-                             f"whole rows, whose norms {spec.optimizer} needs",
-                             "plan again for this optimizer, or split the table by rows"))
+        raise PlanError(what, "columns", [(p.start, p.stop) for p in entry.pieces],
+                        f"whole rows, whose norms {spec.optimizer} needs",
+                        "plan again for this optimizer, or split the table by rows")
 
 
 def _check_dtypes(what: str, spec: TableSpec, tiers: tuple[Tier, ...]) -> None:
@@ -458,48 +454,45 @@ def _check_dtypes(what: str, spec: TableSpec, tiers: tuple[Tier, ...]) -> None:
         if not tier.dtype:
             continue
         if tier.dtype not in DTYPES or (tier.dtype == "int4" and spec.dim % 2):
-            raise PlanError(fail(what, "dtype", tier.dtype,
-                                 f"one of {DTYPES}, int4 with an even number of columns",
-                                 "choose another, or leave it out"))
+            raise PlanError(what, "dtype", tier.dtype,
+                            f"one of {DTYPES}, int4 with an even number of columns",
+                            "choose another, or leave it out")
         if spec.dtype not in CODE_BITS:
-            raise PlanError(fail(what, "dtype", tier.dtype,
-                                 f"none in a table of {spec.dtype}, but of {tuple(CODE_BITS)}",
-                                 "let the table have the type of its coldest rows"))
+            raise PlanError(what, "dtype", tier.dtype,
+                            f"none in a table of {spec.dtype}, but of {tuple(CODE_BITS)}",
+                            "let the table have the type of its coldest rows")
 
 
 def _check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:
     at = 0
     for tier in tiers:
         if tier.start != at or tier.stop <= tier.start:
-            raise PlanError(fail(what, "rows", [(x.start, x.stop) for x in tiers],
-                                 f"ranges that cover 0..{num_rows} in order",
-                                 "list every row once, hottest first"))
+            raise PlanError(what, "rows", [(x.start, x.stop) for x in tiers],
+                            f"ranges that cover 0..{num_rows} in order",
+                            "list every row once, hottest first")
         at = tier.stop
         for name, allowed in (("placement", PLACEMENTS), ("mode", MODES), ("memory", MEMORIES)):
             if getattr(tier, name) not in allowed:
-                raise PlanError(fail(what, name, getattr(tier, name), f"one of {allowed}",
-                                     "choose one of these"))
+                raise PlanError(what, name, getattr(tier, name), f"one of {allowed}",
+                                "choose one of these")
         if (not tier.ranks or len(set(tier.ranks)) != len(tier.ranks)
                 or min(tier.ranks) < 0 or max(tier.ranks) >= world_size):
-            raise PlanError(fail(what, "ranks", tier.ranks,
-                                 f"distinct ranks in 0..{world_size - 1}",
-                                 "list ranks of the plan, each once"))
+            raise PlanError(what, "ranks", tier.ranks, f"distinct ranks in 0..{world_size - 1}",
+                            "list ranks of the plan, each once")
         if tier.placement == "owned" and len(tier.ranks) != 1:
-            raise PlanError(fail(what, "ranks", tier.ranks, "one rank for an owned tier",
-                                 "name one rank, or place the tier striped"))
+            raise PlanError(what, "ranks", tier.ranks, "one rank for an owned tier",
+                            "name one rank, or place the tier striped")
         if tier.placement == "replicated" and tier.mode != "pull":
-            raise PlanError(fail(what, "mode", tier.mode, "pull for a replicated tier",
-                                 "write mode pull, or place the tier striped or owned"))
+            raise PlanError(what, "mode", tier.mode, "pull for a replicated tier",
+                            "write mode pull, or place the tier striped or owned")
         if tier.weights and (tier.placement != "striped" or len(tier.weights) != len(tier.ranks)
                              or min(tier.weights) < 1 or sum(tier.weights) > MAX_PATTERN):
-            raise PlanError(fail(what, "weights", tier.weights,
-                                 "one integer >= 1 per rank of a striped tier, "
-                                 f"sum <= {MAX_PATTERN}",
-                                 "list one weight per rank, or leave weights out"))
+            raise PlanError(what, "weights", tier.weights,
+                            f"one integer >= 1 per rank of a striped tier, sum <= {MAX_PATTERN}",
+                            "list one weight per rank, or leave weights out")
     if at != num_rows:
-        raise PlanError(fail(what, "rows", [(x.start, x.stop) for x in tiers],
-                             f"ranges that cover 0..{num_rows}",
-                             "end the last tier at the last row"))
+        raise PlanError(what, "rows", [(x.start, x.stop) for x in tiers],
+                        f"ranges that cover 0..{num_rows}", "end the last tier at the last row")
 
 
 def uniform_plan(tables: Sequence[TableSpec], world_size: int, placement: str = "striped",

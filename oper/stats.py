@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from oper.errors import FileFormatError, InvalidInputError, fail, require
+from oper.errors import FileFormatError, InvalidInputError, require
 from oper.support.files import read_arrays, write_arrays
 
 STATS_KIND = "oper-stats"
@@ -43,8 +43,7 @@ def hotness_order(ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def _whole_numbers(what: str, name: str, values: np.ndarray) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or array.min() < 0)):
-        raise InvalidInputError(
-            fail(what, name, values, "a flat array of integers >= 0", "count again"))
+        raise InvalidInputError(what, name, values, "a flat array of integers >= 0", "count again")
     return np.ascontiguousarray(array, np.int64)
 
 
@@ -277,8 +276,8 @@ class TableStats:
         """
         more = num_rows - self.num_rows
         if more < 0:
-            raise InvalidInputError(fail("cannot grow table statistics", "num_rows", num_rows,
-                                         f">= {self.num_rows}", "name the larger table's rows"))
+            raise InvalidInputError("cannot grow table statistics", "num_rows", num_rows,
+                                    f">= {self.num_rows}", "name the larger table's rows")
         if not more:
             return self
         values, rows = self.tail_values, self.tail_num_rows
@@ -295,11 +294,11 @@ class TableStats:
         """
         what = "cannot renumber table statistics"
         if rows.size != self.num_rows:
-            raise InvalidInputError(fail(what, "rows", rows.size, str(self.num_rows),
-                                         "pass the re-map of this table's vocabulary"))
+            raise InvalidInputError(what, "rows", rows.size, str(self.num_rows),
+                                    "pass the re-map of this table's vocabulary")
         if not self.is_exact:
-            raise InvalidInputError(fail(what, "is_exact", False, "exact counts",
-                                         "analyze what was preprocessed with the new vocabulary"))
+            raise InvalidInputError(what, "is_exact", False, "exact counts",
+                                    "analyze what was preprocessed with the new vocabulary")
         buckets = []
         for bucket in self.buckets:
             ids = rows[bucket.ids]
@@ -321,12 +320,11 @@ class TableStats:
         what = "cannot merge table statistics"
         if self.num_rows != other.num_rows:
             raise InvalidInputError(
-                fail(what, "num_rows", (self.num_rows, other.num_rows), "equal",
-                     "count again; where a vocabulary was extended between them pass --grown"))
+                what, "num_rows", (self.num_rows, other.num_rows), "equal",
+                "count again; where a vocabulary was extended between them pass --grown")
         if not (self.is_exact and other.is_exact):
-            raise InvalidInputError(
-                fail(what, "is_exact", False, "exact parts",
-                     "merge sketched ones by oper.analysis.merge_stats"))
+            raise InvalidInputError(what, "is_exact", False, "exact parts",
+                                    "merge sketched ones by oper.analysis.merge_stats")
         ids, counts = _add_counts(
             [self.head_ids, other.head_ids], [self.head_counts, other.head_counts])
         return TableStats.from_counts(self.num_rows, ids, counts, *self.merge_bags(other))
@@ -384,8 +382,8 @@ class AccessStats:
 
     def __post_init__(self) -> None:
         if self.num_samples < 0:
-            raise InvalidInputError(
-                fail("invalid statistics", "num_samples", self.num_samples, ">= 0", "count again"))
+            raise InvalidInputError("invalid statistics", "num_samples", self.num_samples, ">= 0",
+                                    "count again")
 
     def __repr__(self) -> str:
         return (f"AccessStats(num_samples={self.num_samples}, {len(self.tables)} tables of "
@@ -400,10 +398,9 @@ class AccessStats:
             merge_tables: merges the parts of the table of a name.
         """
         if set(self.tables) != set(other.tables):
-            raise InvalidInputError(
-                fail("cannot merge statistics", "tables",
-                     sorted(set(self.tables) ^ set(other.tables)),
-                     "the same tables in both parts", "count the same tables"))
+            raise InvalidInputError("cannot merge statistics", "tables",
+                                    sorted(set(self.tables) ^ set(other.tables)),
+                                    "the same tables in both parts", "count the same tables")
         return AccessStats(
             self.num_samples + other.num_samples,
             {name: merge_tables(name, t, other.tables[name]) for name, t in self.tables.items()},
@@ -460,15 +457,13 @@ class AccessStats:
             return AccessStats(int(meta["num_samples"]), tables, str(meta["source"]),
                                bool(meta["ids_in_hotness_order"]))
         except (KeyError, TypeError, AttributeError) as error:
-            raise FileFormatError(
-                fail(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "missing", str(error),
-                     "a complete header", "write it again")) from None
+            raise FileFormatError(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "missing",
+                                  str(error), "a complete header", "write it again") from None
         except InvalidInputError:
             raise
         except (ValueError, OverflowError) as error:
-            raise FileFormatError(
-                fail(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "header", str(error),
-                     "numbers", "write it again")) from None
+            raise FileFormatError(f"cannot read {os.fspath(path)!r} as {STATS_KIND}", "header",
+                                  str(error), "numbers", "write it again") from None
 
 
 _SKETCH = ("heavy_ids", "heavy_counts", "sample_ids", "sample_counts")
@@ -493,11 +488,9 @@ def table_stats_for(stats: AccessStats | Mapping[str, TableStats], name: str, nu
     tables = stats.tables if isinstance(stats, AccessStats) else stats
     found = tables.get(name)
     if found is None:
-        raise InvalidInputError(
-            fail("no statistics for a table", "table", name, f"one of {sorted(tables)[:8]}",
-                 "collect statistics for this model"))
+        raise InvalidInputError("no statistics for a table", "table", name,
+                                f"one of {sorted(tables)[:8]}", "collect statistics for this model")
     if found.num_rows != num_rows:
-        raise InvalidInputError(
-            fail(f"statistics are for another table {name!r}", "num_rows", found.num_rows,
-                 f"{num_rows}", "collect statistics for this model"))
+        raise InvalidInputError(f"statistics are for another table {name!r}", "num_rows",
+                                found.num_rows, f"{num_rows}", "collect statistics for this model")
     return found

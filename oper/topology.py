@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any
 
-from oper.errors import InvalidInputError, fail, require, require_fields
+from oper.errors import InvalidInputError, require, require_fields
 from oper.support.files import read_toml
 from oper.support.kernel import memory_bytes
 
@@ -54,9 +54,9 @@ def parse_bytes(value: int | float | str) -> int:
     except (KeyError, ValueError):
         size = -1.0
     if not 0 <= size < 1 << 63 or isinstance(value, bool):
-        raise InvalidInputError(
-            fail("cannot read a size", "value", value, "a number >= 0 or text like '80GB'",
-                 "write bytes, or a number with B, kB, MB, GB or TB (KiB, MiB, ...)"))
+        raise InvalidInputError("cannot read a size", "value", value,
+                                "a number >= 0 or text like '80GB'",
+                                "write bytes, or a number with B, kB, MB, GB or TB (KiB, MiB, ...)")
     return int(size)
 
 
@@ -167,8 +167,8 @@ class Topology:
         what = f"invalid topology {self.name!r}"
         numbered = [r for d in self.domains for r in d.ranks]
         if not numbered or numbered != list(range(len(numbered))):
-            raise InvalidInputError(
-                fail(what, "ranks", numbered, "0..W-1 in order, at least one", "list the domains"))
+            raise InvalidInputError(what, "ranks", numbered, "0..W-1 in order, at least one",
+                                    "list the domains")
         for k, domain in enumerate(self.domains):
             for name in ("memory_bytes", "read_gbps", "cache_gbps", "link_gbps", "cross_gbps"):
                 _check_number(what, f"domain[{k}].{name}", getattr(domain, name), above=0)
@@ -223,8 +223,8 @@ class Topology:
                                   "host_gbps", "hosts_share_links", "rack"}, {"name", "domain"})
         _check_keys(what, value.get("costs", {}), {f.name for f in fields(Costs)}, set())
         if not isinstance(value["domain"], list):
-            raise InvalidInputError(
-                fail(what, "domain", value["domain"], "[[domain]] entries", "correct the file"))
+            raise InvalidInputError(what, "domain", value["domain"], "[[domain]] entries",
+                                    "correct the file")
         domains: list[Domain] = []
         for entry in value["domain"]:
             domains += _domains_of(what, entry, sum(len(d.ranks) for d in domains))
@@ -329,13 +329,11 @@ def _check_number(what: str, name: str, value: Any, *, above: float = -math.inf,
     if math.isfinite(number) and number > above and number >= at_least:
         return
     limit = f">= {at_least}" if above == -math.inf else f"> {above}"
-    raise InvalidInputError(
-        fail(what, name, value, f"a number {limit}", "state what the machine has"))
+    raise InvalidInputError(what, name, value, f"a number {limit}", "state what the machine has")
 
 
 def _check_keys(what: str, value: Any, known: set[str], needed: set[str]) -> None:
     keys = set(value) if isinstance(value, dict) else None
     if keys is None or keys - known or needed - keys:
-        raise InvalidInputError(
-            fail(what, "keys", sorted(keys) if keys is not None else value,
-                 f"{sorted(needed)} and at most {sorted(known)}", "correct the file"))
+        raise InvalidInputError(what, "keys", sorted(keys) if keys is not None else value,
+                                f"{sorted(needed)} and at most {sorted(known)}", "correct the file")

@@ -62,21 +62,21 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
     what = "cannot trace training steps"
     check_local(path)
     if os.path.isdir(path):
-        raise InvalidInputError(fail(what, "path", os.fspath(path), "a file", "name a file in it"))
+        raise InvalidInputError(what, "path", os.fspath(path), "a file", "name a file in it")
     if steps is not None and not (len(steps) == 2 and all(isinstance(x, int) for x in steps)
                                   and done < steps[0] <= steps[1]):
-        raise InvalidInputError(fail(what, "steps", steps,
-                                     f"two integers (first, last), {done} < first <= last",
-                                     "number the steps of the block from `done` + 1 on"))
+        raise InvalidInputError(what, "steps", steps,
+                                f"two integers (first, last), {done} < first <= last",
+                                "number the steps of the block from `done` + 1 on")
     tables = tables_of(model, what)
     for t in tables:
         t.check_clock()
         if t.optimizers is None:
-            raise InvalidInputError(fail(what, "objective", "inference", "training",
-                                         "trace a model that is trained"))
+            raise InvalidInputError(what, "objective", "inference", "training",
+                                    "trace a model that is trained")
     if len({(t.group.rank, t.group.world_size) for t in tables}) > 1:
-        raise InvalidInputError(fail(what, "ranks", [t.group.world_size for t in tables],
-                                     "one process group for all tables", "trace its parts"))
+        raise InvalidInputError(what, "ranks", [t.group.world_size for t in tables],
+                                "one process group for all tables", "trace its parts")
     return Trace(tables, path, steps, done)
 
 
@@ -97,8 +97,8 @@ class Trace:
 
     def __enter__(self) -> Trace:
         if self._is_over:
-            raise InvalidInputError(fail("cannot trace training steps", "trace", "it is over",
-                                         "one block for each trace", "call oper.trace again"))
+            raise InvalidInputError("cannot trace training steps", "trace", "it is over",
+                                    "one block for each trace", "call oper.trace again")
         try:
             for recorder in self._recorders:
                 recorder.start()
@@ -181,9 +181,9 @@ class _Recorder:
 
     def start(self) -> None:
         if any(isinstance(getattr(f, "__self__", None), _Recorder) for f in self.tables.on_update):
-            raise InvalidInputError(fail("cannot trace training steps", "tables",
-                                         list(self.tables.specs)[:8], "tables that are not traced",
-                                         "end the other trace first"))
+            raise InvalidInputError("cannot trace training steps", "tables",
+                                    list(self.tables.specs)[:8], "tables that are not traced",
+                                    "end the other trace first")
         with self.tables.turns.lock:  # no step is under way
             self.tables.on_update.append(self._after_update)
             self._switch()

@@ -11,7 +11,7 @@ import numpy as np
 
 from oper.analysis.counting import CountOptions
 from oper.analysis.presence import Lookups
-from oper.errors import InvalidInputError, fail, require
+from oper.errors import InvalidInputError, require
 from oper.stats import AccessStats
 from oper.tables import TableSpec, check_unique, plan_names
 
@@ -48,9 +48,9 @@ def collect(
     """
     if _is_kjt(batches) or isinstance(batches, Mapping) or not (
             hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
-        raise InvalidInputError(
-            fail("cannot collect statistics", "batches", type(batches).__name__,
-                 "batches that can be iterated over", "pass a loader, or a list of one batch"))
+        raise InvalidInputError("cannot collect statistics", "batches", type(batches).__name__,
+                                "batches that can be iterated over",
+                                "pass a loader, or a list of one batch")
     collector = Collector(model_or_tables, options)
     for batch in batches:
         collector.add(batch, bucket_of(batch) if bucket_of else None)
@@ -148,9 +148,9 @@ def tables_of(model_or_tables: Any) -> tuple[TableSpec, ...]:
         tables = list(model_or_tables)
         if all(isinstance(t, TableSpec) for t in tables):
             return check_unique(tables)
-    raise InvalidInputError(
-        fail("cannot collect statistics", "model_or_tables", type(model_or_tables).__name__,
-             "a module or a sequence of TableSpec", "pass the model or its tables"))
+    raise InvalidInputError("cannot collect statistics", "model_or_tables",
+                            type(model_or_tables).__name__, "a module or a sequence of TableSpec",
+                            "pass the model or its tables")
 
 
 def _module_tables(model: Any) -> Iterator[tuple[str, TableSpec]]:
@@ -190,9 +190,9 @@ def _sources(batch: Any) -> list[Any]:
         if found:
             return [source for part in found for source in _sources(part)]
     raise InvalidInputError(
-        fail("cannot read a batch", "type", type(batch).__name__,
-             "a KeyedJaggedTensor, an object with sparse_features, {feature: (ids, lengths)}, or a "
-             "tuple with one of these", "pass the part with the ids"))
+        "cannot read a batch", "type", type(batch).__name__,
+        "a KeyedJaggedTensor, an object with sparse_features, {feature: (ids, lengths)}, or a "
+        "tuple with one of these", "pass the part with the ids")
 
 
 def _read(source: Any) -> tuple[dict[str, Lookups], int]:
@@ -216,18 +216,17 @@ def _pair(name: str, value: Any) -> Lookups:
 def _read_kjt(kjt: Any) -> tuple[dict[str, Lookups], int]:
     names: Sequence[str] = list(kjt.keys())
     if callable(getattr(kjt, "variable_stride_per_key", None)) and kjt.variable_stride_per_key():
-        raise InvalidInputError(
-            fail("cannot read a KeyedJaggedTensor", "stride_per_key", kjt.stride_per_key(),
-                 "one batch size for all features", "expand the de-duplicated features first"))
+        raise InvalidInputError("cannot read a KeyedJaggedTensor", "stride_per_key",
+                                kjt.stride_per_key(), "one batch size for all features",
+                                "expand the de-duplicated features first")
     values, lengths = _array(kjt.values()), _array(kjt.lengths())
     if not names:
         return {}, 0
     if lengths.size % len(names) or int(lengths.sum()) != values.size:
         raise InvalidInputError(
-            fail("cannot read a KeyedJaggedTensor", "len(lengths), sum(lengths)",
-                 (lengths.size, int(lengths.sum())),
-                 f"a multiple of {len(names)} features and len(values)={values.size}",
-                 "build it again"))
+            "cannot read a KeyedJaggedTensor", "len(lengths), sum(lengths)",
+            (lengths.size, int(lengths.sum())),
+            f"a multiple of {len(names)} features and len(values)={values.size}", "build it again")
     per_feature = lengths.reshape(len(names), -1)
     ends = np.concatenate([[0], np.cumsum(per_feature.sum(axis=1))])
     features = {}

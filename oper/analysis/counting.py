@@ -10,7 +10,7 @@ import numpy as np
 from oper.analysis.presence import PRESENCE_SAMPLES, Lookups, PresenceSampler
 from oper.analysis.sketch import DistinctSample, HeavyHitters, sketched_stats
 from oper.analysis.tally import Tally
-from oper.errors import InvalidInputError, fail, require_fields
+from oper.errors import InvalidInputError, require_fields
 from oper.stats import TableStats, TimeBucket
 from oper.support.native import merge_counts, sampled
 
@@ -268,24 +268,21 @@ class TableCounter:
         size = ids.size
         for name, array in (("ids", ids), ("lengths", lengths)):
             if array is not None and (array.ndim != 1 or array.dtype.kind not in "iu"):
-                raise InvalidInputError(
-                    fail(what, name, (array.dtype.name, array.shape), "a flat integer array",
-                         "convert it"))
+                raise InvalidInputError(what, name, (array.dtype.name, array.shape),
+                                        "a flat integer array", "convert it")
         if part.num_samples != num_samples:
-            raise InvalidInputError(
-                fail(what, "num_samples", (num_samples, part.num_samples),
-                     "the same samples for every feature of a table", "pass one batch at a time"))
+            raise InvalidInputError(what, "num_samples", (num_samples, part.num_samples),
+                                    "the same samples for every feature of a table",
+                                    "pass one batch at a time")
         if lengths is not None and (
                 int(lengths.sum()) != size or (lengths.size and lengths.min() < 0)):
-            raise InvalidInputError(
-                fail(what, "sum(lengths)", int(lengths.sum()), f"len(ids)={size}, none negative",
-                     "pass lengths, not offsets"))
+            raise InvalidInputError(what, "sum(lengths)", int(lengths.sum()),
+                                    f"len(ids)={size}, none negative", "pass lengths, not offsets")
         if size and (ids.min() < 0 or ids.max() >= self._num_rows):
             bad = ids[(ids < 0) | (ids >= self._num_rows)]
             raise InvalidInputError(
-                fail(what, "id", int(bad[0]), f"0 <= id < num_rows={self._num_rows}",
-                     f"{bad.size} ids of this batch are out of range: remap them or enlarge the "
-                     f"table"))
+                what, "id", int(bad[0]), f"0 <= id < num_rows={self._num_rows}",
+                f"{bad.size} ids of this batch are out of range: remap them or enlarge the table")
 
     def _end_bucket(self) -> None:
         counter = self._counter

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rows.remap import Remap
 from oper.stats import AccessStats, Sketch, TableStats, TimeBucket, hotness_order
 from oper.support.native import merge_counts, sampled
@@ -249,8 +249,7 @@ def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStat
             size, whole = 2 * size, _merge_two(ready.pop()[1], whole, grown)
         ready.append((size, whole))
     if not ready:
-        raise InvalidInputError(fail("cannot merge statistics", "parts", 0, "at least one",
-                                     "pass some"))
+        raise InvalidInputError("cannot merge statistics", "parts", 0, "at least one", "pass some")
     while len(ready) > 1:
         (_, one), (_, other) = ready[-2:]
         ready[-2:] = [(0, _merge_two(one, other, grown))]
@@ -266,8 +265,8 @@ def renumber_stats(stats: AccessStats, remap: Remap) -> AccessStats:
     """
     if set(stats.tables) != set(remap):
         raise InvalidInputError(
-            fail("cannot renumber statistics", "tables", sorted(stats.tables), str(sorted(remap)),
-                 "pass the re-map of the vocabulary that these tables' logs were read with"))
+            "cannot renumber statistics", "tables", sorted(stats.tables), str(sorted(remap)),
+            "pass the re-map of the vocabulary that these tables' logs were read with")
     tables = {n: t.grown(remap[n].size).renumbered(remap[n]) for n, t in stats.tables.items()}
     hot = [t.head_ids[t.head_ids > 0] for t in tables.values()]
     return replace(stats, tables=tables, ids_in_hotness_order=all(
@@ -288,9 +287,8 @@ def _merge_tables(name: str, one: TableStats, other: TableStats) -> TableStats:
     if one.is_exact and other.is_exact:
         return one.merge(other)
     if one.num_rows != other.num_rows:
-        raise InvalidInputError(
-            fail(f"cannot merge statistics of table {name!r}", "num_rows",
-                 (one.num_rows, other.num_rows), "equal", "count again"))
+        raise InvalidInputError(f"cannot merge statistics of table {name!r}", "num_rows",
+                                (one.num_rows, other.num_rows), "equal", "count again")
     (heavy, sample), (more, others) = (_sketches(name, t) for t in (one, other))
     heavy.merge(more)
     sample.merge(others)
@@ -309,14 +307,14 @@ def _sketches(name: str, table: TableStats) -> tuple[HeavyHitters, DistinctSampl
         return heavy, sample
     kept = table.sketch
     if table.new_ids.size:
-        raise InvalidInputError(
-            fail(f"cannot merge statistics of table {name!r}", "ids", "raw keys",
-                 "row numbers of a vocabulary", "statistics of keys say how many are hot, not "
-                 "which: preprocess and count the days as one log"))
+        raise InvalidInputError(f"cannot merge statistics of table {name!r}", "ids", "raw keys",
+                                "row numbers of a vocabulary",
+                                "statistics of keys say how many are hot, not "
+                                "which: preprocess and count the days as one log")
     if kept is None:
-        raise InvalidInputError(
-            fail(f"cannot merge statistics of table {name!r}", "tail", "modelled",
-                 "exact counts, or sketches of a counting", "merge what it was made from"))
+        raise InvalidInputError(f"cannot merge statistics of table {name!r}", "tail", "modelled",
+                                "exact counts, or sketches of a counting",
+                                "merge what it was made from")
     heavy.error, sample.level = kept.heavy_error, kept.sample_level
     heavy.add(kept.heavy_ids, kept.heavy_counts)
     sample.add(kept.sample_ids, kept.sample_counts)

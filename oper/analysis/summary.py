@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.stats import AccessStats, TableStats, TimeBucket
 
 
@@ -87,14 +87,13 @@ def distance(old: TableStats, new: TableStats) -> float:
         InvalidInputError: tables of different sizes, a table without accesses, or raw keys.
     """
     if old.num_rows != new.num_rows or not old.num_accesses or not new.num_accesses:
-        raise InvalidInputError(
-            fail("cannot compare statistics", "num_rows, num_accesses",
-                 [(s.num_rows, s.num_accesses) for s in (old, new)],
-                 "tables of one size with accesses", "count the same table twice"))
+        raise InvalidInputError("cannot compare statistics", "num_rows, num_accesses",
+                                [(s.num_rows, s.num_accesses) for s in (old, new)],
+                                "tables of one size with accesses", "count the same table twice")
     if old.new_ids.size or new.new_ids.size:
         raise InvalidInputError(
-            fail("cannot compare statistics", "ids", "raw keys", "row numbers of a vocabulary",
-                 "statistics of keys say how many are hot, not which: look at their new_ids"))
+            "cannot compare statistics", "ids", "raw keys", "row numbers of a vocabulary",
+            "statistics of keys say how many are hot, not which: look at their new_ids")
     ids = np.union1d(old.head_ids, new.head_ids)
     shares = []
     for stats in (old, new):

@@ -13,7 +13,7 @@ from typing import IO
 import numpy as np
 
 from oper.analysis.sketch import whole_rows
-from oper.errors import FileFormatError, fail, require
+from oper.errors import FileFormatError, require
 from oper.stats import AccessStats, TableStats
 
 _NAMES = {"field": ("field", "column", "feature"), "value": ("value", "id"),
@@ -155,14 +155,14 @@ def _read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     for line, field, value, text in _lines(path, what):
         count = int(text) if text.isdigit() and len(text) < 17 else 0
         if not 1 <= count < _MAX_COUNT or not field or (field, value) in seen:
-            raise FileFormatError(
-                fail(what, f"line {line}", (field, value, text),
-                     "a field, a value not named before, a count >= 1", "correct the file"))
+            raise FileFormatError(what, f"line {line}", (field, value, text),
+                                  "a field, a value not named before, a count >= 1",
+                                  "correct the file")
         seen.add((field, value))
         found.setdefault(field, []).append(count)
     if not found:
-        raise FileFormatError(fail(what, "rows", 0, "at least one",
-                                   "pass a file of counts with rows after its header"))
+        raise FileFormatError(what, "rows", 0, "at least one",
+                              "pass a file of counts with rows after its header")
     return {name: np.array(counts, np.int64) for name, counts in found.items()}
 
 
@@ -179,16 +179,13 @@ def _lines(path: str | os.PathLike[str], what: str) -> Iterator[tuple[int, str, 
                       for names in _NAMES.values()]
             field, value, count = places
             if field is None or value is None or count is None:
-                raise FileFormatError(
-                    fail(what, "header", header, "columns field, value, count", "name them so"))
+                raise FileFormatError(what, "header", header, "columns field, value, count",
+                                      "name them so")
             for row in rows:
                 if len(row) != len(header):
-                    raise FileFormatError(
-                        fail(what, f"line {rows.line_num}", row, f"{len(header)} columns",
-                             "correct the file"))
+                    raise FileFormatError(what, f"line {rows.line_num}", row,
+                                          f"{len(header)} columns", "correct the file")
                 yield rows.line_num, row[field], row[value], row[count]
         except (csv.Error, UnicodeDecodeError, EOFError, gzip.BadGzipFile, OSError) as error:
-            raise FileFormatError(
-                fail(what, "content", str(error), "a complete CSV file",
-                     "fetch the file again")
-            ) from None
+            raise FileFormatError(what, "content", str(error), "a complete CSV file",
+                                  "fetch the file again") from None

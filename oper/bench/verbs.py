@@ -12,7 +12,7 @@ from typing import Any
 from oper.bench.core import record
 from oper.bench.core.launch import measured
 from oper.bench.core.report import report
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.support.files import check_target
 
 # A benchmark is a module with ``cases``, whose parameters are names of flags; ``FIGURES``, the
@@ -81,9 +81,9 @@ def run_bench(args: argparse.Namespace) -> int:
                             for flag in inspect.signature(module.cases).parameters})
     chosen = [c for c in every if fnmatch.fnmatch(c.name, args.only or "*")]
     if not chosen:
-        raise InvalidInputError(fail(f"nothing to run in bench {args.benchmark}", "--only",
-                                     args.only, f"a pattern for {[c.name for c in every]}",
-                                     "change the pattern, or leave --only out to run all cases"))
+        raise InvalidInputError(f"nothing to run in bench {args.benchmark}", "--only", args.only,
+                                f"a pattern for {[c.name for c in every]}",
+                                "change the pattern, or leave --only out to run all cases")
     if hasattr(module, "possible"):
         chosen = module.possible(args, chosen)
     known = record.resumed(args.resume, args.json, args.benchmark, [c.name for c in every])

@@ -13,7 +13,7 @@ from oper.analysis import CountOptions, KeyCounter, TableCounter
 from oper.analysis.presence import Lookups
 from oper.data.folder import Folder
 from oper.data.loading.groups import Column, GroupReader, RowGroups
-from oper.errors import FileFormatError, fail
+from oper.errors import FileFormatError
 from oper.stats import AccessStats
 
 
@@ -60,9 +60,9 @@ def analyze_folder(
 def _check_buckets(part: os.PathLike[str], folder: Folder, buckets: np.ndarray) -> None:
     count = len(folder.bucket_labels)
     if buckets.size and (buckets.dtype.kind != "i" or buckets.min() < 0 or buckets.max() >= count):
-        raise FileFormatError(
-            fail(f"cannot read {os.fspath(part)!r}", folder.bucket, (buckets.min(), buckets.max()),
-                 f"integers in 0..{count - 1}", "preprocess again"))
+        raise FileFormatError(f"cannot read {os.fspath(part)!r}", folder.bucket,
+                              (buckets.min(), buckets.max()), f"integers in 0..{count - 1}",
+                              "preprocess again")
 
 
 def _counters(folder: Folder, options: CountOptions) -> Sequence[TableCounter | KeyCounter]:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from oper.errors import FileFormatError, fail, require
+from oper.errors import FileFormatError, require
 from oper.support.files import check_local, read_json
 from oper.tables import TableSpec
 
@@ -57,12 +57,11 @@ def read_manifest(folder: Path, what: str, todo: str, *kinds: tuple[str, int]) -
     try:
         manifest = read_json(folder / MANIFEST, what)
     except (FileNotFoundError, NotADirectoryError):
-        raise FileFormatError(
-            fail(what, "manifest", MANIFEST, "an existing file", todo)) from None
+        raise FileFormatError(what, "manifest", MANIFEST, "an existing file", todo) from None
     found = (manifest.get("kind"), manifest.get("version")) if isinstance(manifest, dict) else ()
     if found not in kinds:
-        raise FileFormatError(fail(what, "kind, version", found, f"one of {kinds}",
-                                   "preprocess again with this release"))
+        raise FileFormatError(what, "kind, version", found, f"one of {kinds}",
+                              "preprocess again with this release")
     return manifest
 
 
@@ -150,9 +149,8 @@ class Folder:
                  for name, (size, rows) in manifest["parts"].items()},
                 _whole("row_group_rows", manifest["row_group_rows"], 1))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(
-                fail(what, "manifest", str(error), "columns, tables and rows", "preprocess again")
-            ) from None
+            raise FileFormatError(what, "manifest", str(error), "columns, tables and rows",
+                                  "preprocess again") from None
         require(f"cannot use {os.fspath(path)!r} here",
                 "train a DLRM on it, with dynamic.rows in the configuration of oper train, or "
                 "preprocess without --raw-ids",
@@ -187,9 +185,8 @@ class Folder:
         require(what, "choose one of them", ("split", split, split in SPLITS, f"one of {SPLITS}"))
         found = sorted((self.path / split).glob("part-*.parquet"))
         if not found and self.rows[split]:
-            raise FileFormatError(
-                fail(what, "split", split, f"Parquet parts with {self.rows[split]} rows",
-                     "preprocess again"))
+            raise FileFormatError(what, "split", split,
+                                  f"Parquet parts with {self.rows[split]} rows", "preprocess again")
         return found
 
     def open_part(self, path: Path, columns: tuple[str, ...]) -> pq.ParquetFile:
@@ -199,14 +196,12 @@ class Folder:
             file = pq.ParquetFile(path, page_checksum_verification=True)
             names = file.schema_arrow.names
         except (pa.ArrowException, ValueError, OSError) as error:  # names need not be UTF-8
-            raise FileFormatError(
-                fail(what, "content", str(error), "a complete Parquet file", "preprocess again")
-            ) from None
+            raise FileFormatError(what, "content", str(error), "a complete Parquet file",
+                                  "preprocess again") from None
         missing = [name for name in columns if name not in names]
         if missing:
-            raise FileFormatError(
-                fail(what, "missing columns", missing, "every column of the manifest",
-                     "preprocess again"))
+            raise FileFormatError(what, "missing columns", missing, "every column of the manifest",
+                                  "preprocess again")
         return file
 
     def read_part(self, path: Path, columns: tuple[str, ...]) -> pa.Table:
@@ -222,6 +217,5 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        raise FileFormatError(
-            fail(f"cannot read {os.fspath(path)!r}", "content", str(error)[:200],
-                 "a Parquet file without damage", "preprocess again")) from None
+        raise FileFormatError(f"cannot read {os.fspath(path)!r}", "content", str(error)[:200],
+                              "a Parquet file without damage", "preprocess again") from None

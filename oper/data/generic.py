@@ -10,7 +10,7 @@ from oper.data.reading import store
 from oper.data.reading.lines import expand_inputs
 from oper.data.reading.readers import is_parquet
 from oper.data.recipe import KINDS, TRANSFORMS, Layout, Recipe, recipe_from_dict
-from oper.errors import InvalidInputError, fail, require
+from oper.errors import InvalidInputError, require
 
 GENERIC = ("csv", "parquet")
 
@@ -59,9 +59,8 @@ class Choice:
 def generic_recipe(kind: str, choice: Choice) -> Recipe:
     """The recipe ``"csv"`` or ``"parquet"``; raises InvalidInputError."""
     if not choice.sparse:
-        raise InvalidInputError(
-            fail(f"cannot read {kind} files", "sparse columns", list(choice.sparse),
-                 "at least one", "name the id columns with --sparse a,b,c"))
+        raise InvalidInputError(f"cannot read {kind} files", "sparse columns", list(choice.sparse),
+                                "at least one", "name the id columns with --sparse a,b,c")
     what = f"cannot read {kind} files"
     require(what, "give the others, or leave it out",
             ("threshold, among", (choice.threshold, list(choice.among)),
@@ -142,7 +141,7 @@ def _number(text: str) -> float | str:
 def _cross(what: str, text: str) -> dict[str, Any]:
     names, _, rows = text.rpartition("=")
     if not names or not rows.isdigit():
-        raise InvalidInputError(fail(what, "cross", text, "A*B=N", "name the columns and the rows"))
+        raise InvalidInputError(what, "cross", text, "A*B=N", "name the columns and the rows")
     return {"name": names.replace("*", "_x_"), "of": names.split("*"), "rows": int(rows)}
 
 
@@ -152,5 +151,5 @@ def check_generic_inputs(kind: str, inputs: Sequence[str]) -> None:
     for path in expand_inputs(files) if files else []:
         found = "parquet" if is_parquet(path) else "csv"
         if found != kind:
-            raise InvalidInputError(fail(f"cannot read {path!r}", "format", found, kind,
-                                         f"use the recipe {found!r}"))
+            raise InvalidInputError(f"cannot read {path!r}", "format", found, kind,
+                                    f"use the recipe {found!r}")

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from oper.errors import InvalidInputError, fail, require
+from oper.errors import InvalidInputError, require
 from oper.support.files import datasets_root, read_toml
 
 KINDS = {  # kind of column: ways to parse it, the first one being the default
@@ -211,9 +211,8 @@ class Recipe:
         for layout in self.layouts:
             if layout.name == name:
                 return layout
-        raise InvalidInputError(
-            fail(f"recipe {self.name!r}", "layout", name,
-                 f"one of {[x.name for x in self.layouts]}", "choose one of them"))
+        raise InvalidInputError(f"recipe {self.name!r}", "layout", name,
+                                f"one of {[x.name for x in self.layouts]}", "choose one of them")
 
 
 _SHARE = re.compile(r"[0-9.]{1,40}(e[+-]?[0-9]{1,3})?|[0-9]{1,20}/[0-9]{1,20}")
@@ -303,8 +302,8 @@ def _join(what: str, entry: Any, log: Layout) -> Join:
                             **{k: v for k, v in entry.items() if k not in ("file", "key", "on")}})
     held = [c for c in log.columns if c.name == key and c.kind == "sparse" and not c.multi]
     if len(held) != 1:
-        raise InvalidInputError(fail(what, "key of a join", key, "a sparse column of one id each, "
-                                     f"of {[c.name for c in log.of('sparse')]}", "name one"))
+        raise InvalidInputError(what, "key of a join", key, "a sparse column of one id each, "
+                                f"of {[c.name for c in log.of('sparse')]}", "name one")
     if not any(c.name == key for c in layout.columns):
         column = dataclasses.replace(held[0], source=(str(entry.get("on", key)),))
         layout = dataclasses.replace(layout, columns=(column, *layout.columns))

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from oper.errors import InvalidInputError, UsageError, fail, require
+from oper.errors import InvalidInputError, UsageError, require
 from oper.support.files import check_target
 from oper.support.flags import names, number, whole
 from oper.support.text import aligned
@@ -112,8 +112,8 @@ def run_preprocess(args: argparse.Namespace) -> int:
     from oper.data import PreprocessOptions, preprocess
 
     if args.dry_run == (args.output is not None):
-        raise UsageError(fail("cannot preprocess", "-o, --dry-run", (args.output, args.dry_run),
-                              "one of them", "name a folder to write, or make a dry run"))
+        raise UsageError("cannot preprocess", "-o, --dry-run", (args.output, args.dry_run),
+                         "one of them", "name a folder to write, or make a dry run")
 
     options = PreprocessOptions(
         min_count=args.min_count, valid=args.valid, test=args.test, max_bad=args.max_bad,
@@ -203,9 +203,8 @@ def _recipe(args: argparse.Namespace) -> Recipe:
 def _separator(text: str) -> str:
     separator = "\t" if text in ("\\t", "tab") else text
     if len(separator) != 1 or not separator.isascii():
-        raise InvalidInputError(
-            fail("cannot read csv files", "--separator", text, "one ASCII character",
-                 r"write TAB as --separator '\t'; for others use a recipe file"))
+        raise InvalidInputError("cannot read csv files", "--separator", text, "one ASCII character",
+                                r"write TAB as --separator '\t'; for others use a recipe file")
     return separator
 
 
@@ -404,18 +403,18 @@ def _stats(args: argparse.Namespace) -> AccessStats:
     from oper.topology import parse_bytes
 
     if args.more and not args.merge:
-        raise UsageError(fail("cannot analyze", "arguments", args.more, "one folder or file",
-                              "pass --merge to add up statistics files"))
+        raise UsageError("cannot analyze", "arguments", args.more, "one folder or file",
+                         "pass --merge to add up statistics files")
     for name in ("grown", "remap"):
         if getattr(args, name) and not args.merge:
-            raise UsageError(fail("cannot analyze", f"--{name}", getattr(args, name),
-                                  "with --merge", "leave it out"))
+            raise UsageError("cannot analyze", f"--{name}", getattr(args, name), "with --merge",
+                             "leave it out")
     if args.merge:
         files = [args.folder, *args.more]
         twice = sorted({f for f in files if files.count(f) > 1})
         if twice:
-            raise UsageError(fail("cannot add up statistics", "files", twice, "each of them once",
-                                  "name the files of different parts"))
+            raise UsageError("cannot add up statistics", "files", twice, "each of them once",
+                             "name the files of different parts")
         remap = load_remap(args.remap) if args.remap else None
         merged = merge_stats((AccessStats.load(p) for p in files),
                              args.grown or remap is not None)
@@ -431,8 +430,8 @@ def _stats(args: argparse.Namespace) -> AccessStats:
 def _row_numbers(text: str | None) -> dict[str, int] | None:
     pairs = [item.rpartition("=") for item in (text or "").split(",") if item]
     if not all(name and number.isdigit() for name, _, number in pairs):
-        raise UsageError(fail("cannot analyze", "--rows", text, "FIELD=N,FIELD=N",
-                              "name each field once with its rows"))
+        raise UsageError("cannot analyze", "--rows", text, "FIELD=N,FIELD=N",
+                         "name each field once with its rows")
     return {name: int(number) for name, _, number in pairs} or None
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oper.errors import FileFormatError, fail
+from oper.errors import FileFormatError
 from oper.report.figures import NUM_COLOURS, canvas, colour, colours_of, name_bars, stacked, svg_of
 from oper.report.page import Plot, Table, render
 from oper.support.files import read_json
@@ -27,10 +27,10 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
             found: dict[str, Any] = value
             return found
     except (KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(fail(what, "content", str(error), "what oper bench --json writes",
-                                   "pass such a file")) from None
-    raise FileFormatError(fail(what, "cases", value.get("cases"), "cases with names",
-                               "pass what oper bench --json writes"))
+        raise FileFormatError(what, "content", str(error), "what oper bench --json writes",
+                              "pass such a file") from None
+    raise FileFormatError(what, "cases", value.get("cases"), "cases with names",
+                          "pass what oper bench --json writes")
 
 
 def bench_page(value: Mapping[str, Any]) -> str:

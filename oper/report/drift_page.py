@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from oper.analysis import distance
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.replanning import Replanning, replan, step_us
 from oper.report.figures import axes, line, plain, short, with_legend
@@ -58,10 +58,9 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
     found = []
     for name, stats in later:
         if stats.tables.keys() != old.tables.keys():
-            raise InvalidInputError(
-                fail("cannot compare statistics", "tables",
-                     sorted(stats.tables.keys() ^ old.tables.keys())[:8],
-                     "the same tables in both", "count the same tables"))
+            raise InvalidInputError("cannot compare statistics", "tables",
+                                    sorted(stats.tables.keys() ^ old.tables.keys())[:8],
+                                    "the same tables in both", "count the same tables")
         change = None if planned is None else replan(
             planned[0], stats, planned[1], copy_gbps=copy_gbps)
         found.append(Drift(name, {n: distance(t, stats.tables[n])

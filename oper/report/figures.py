@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import MissingDependencyError, fail
+from oper.errors import MissingDependencyError
 from oper.plan import Plan, Tier
 from oper.search.cost.model import Evaluation, is_ordered
 from oper.search.problem.machine import TERMS
@@ -41,8 +41,8 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise MissingDependencyError(fail("cannot draw plots", "matplotlib", None, "installed",
-                                          "pip install 'oper[report]'")) from None
+        raise MissingDependencyError("cannot draw plots", "matplotlib", None, "installed",
+                                     "pip install 'oper[report]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

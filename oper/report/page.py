@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oper.errors import MissingDependencyError, fail
+from oper.errors import MissingDependencyError
 
 # Plots take the page's colours for text and axes. Labels inside of coloured bars, whose elements
 # are named "inside...", stay dark on either ground.
@@ -120,8 +120,8 @@ def render(title: str, about: str, tiles: Sequence[tuple[str, str]],
     try:
         import jinja2
     except ImportError:
-        raise MissingDependencyError(fail("cannot write a page", "jinja2", None, "installed",
-                                          "pip install 'oper[report]'")) from None
+        raise MissingDependencyError("cannot write a page", "jinja2", None, "installed",
+                                     "pip install 'oper[report]'") from None
     template = jinja2.Environment(autoescape=True).from_string(_PAGE)
     text: str = template.render(title=title, about=about, tiles=tiles, blocks=blocks)
     return text

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from oper.data.loading.groups import Column
-from oper.errors import InvalidInputError, UsageError, fail
+from oper.errors import InvalidInputError, UsageError
 from oper.messages import MessageBits
 from oper.plan import Plan
 from oper.rows.traffic import KINDS, LINKS, SENT, link_classes, unit_bytes
@@ -61,9 +61,9 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
 def run_simulate(args: argparse.Namespace) -> int:
     """Replay, print predicted against replayed, write the trace."""
     if args.trace is None and args.stats is None:
-        raise UsageError(fail("nothing to replay", "trace, stats", None,
-                              "a preprocessed folder, or statistics to draw from",
-                              "pass --trace DIR or --stats FILE"))
+        raise UsageError("nothing to replay", "trace, stats", None,
+                         "a preprocessed folder, or statistics to draw from",
+                         "pass --trace DIR or --stats FILE")
     plan, problem = verbs.stated(args, _statistics(args))
     if args.message_bits is not None:
         bits = MessageBits.from_text(args.message_bits)
@@ -138,8 +138,8 @@ def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], s
             if len(found.loads) == steps:
                 break
     if not found.loads:
-        raise InvalidInputError(fail("nothing to replay", "full batches", 0, ">= 1",
-                                     "use a smaller --batch-size or more data"))
+        raise InvalidInputError("nothing to replay", "full batches", 0, ">= 1",
+                                "use a smaller --batch-size or more data")
     return found
 
 
@@ -148,8 +148,8 @@ def _clipped(names: Sequence[str], plan: Plan) -> list[str]:
     known = [t.table.name for t in plan.tables]
     unknown = [n for n in names if n not in known and n != "*"]
     if unknown:
-        raise InvalidInputError(fail("cannot replay", "clipped", unknown[:8],
-                                     f"some of {known[:8]}, or '*'", "name tables of the plan"))
+        raise InvalidInputError("cannot replay", "clipped", unknown[:8],
+                                f"some of {known[:8]}, or '*'", "name tables of the plan")
     return known if "*" in names else list(names)
 
 
@@ -187,9 +187,9 @@ def folder_batches(path: str, split: str, tables: list[TableSpec], batch_size: i
     features = [f for t in tables for f in _features(t)]
     missing = [f for f in features if f not in column]
     if missing:
-        raise InvalidInputError(fail(f"cannot replay {path!r}", "features that it lacks",
-                                     missing[:8], f"some of {list(column)[:8]}",
-                                     "pass the folder that the plan was made for"))
+        raise InvalidInputError(f"cannot replay {path!r}", "features that it lacks", missing[:8],
+                                f"some of {list(column)[:8]}",
+                                "pass the folder that the plan was made for")
     groups = RowGroups(folder, split, folder.sparse, frozenset(folder.multi_hot))
     reader = GroupReader(groups)
     held: dict[str, list[Column]] = {f: [] for f in features}

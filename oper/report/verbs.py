@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from oper.errors import UsageError, fail
+from oper.errors import UsageError
 from oper.search import verbs
 from oper.support.flags import number
 
@@ -55,8 +55,7 @@ def run_report(args: argparse.Namespace) -> int:
 
     if args.kind == "plan":
         if args.html is None:
-            raise UsageError(fail("cannot write a page", "--html", None, "a file to write",
-                                  "name one"))
+            raise UsageError("cannot write a page", "--html", None, "a file to write", "name one")
         return run_explain(args)
     if args.kind == "drift":
         text = _drift_page(args)
@@ -76,9 +75,8 @@ def _drift_page(args: argparse.Namespace) -> str:
     from oper.stats import AccessStats
 
     if (args.plan is None) != (args.topology is None):
-        raise UsageError(
-            fail("cannot cost a plan", "--plan, --topology", (args.plan, args.topology), "both",
-                 "name the other one too"))
+        raise UsageError("cannot cost a plan", "--plan, --topology", (args.plan, args.topology),
+                         "both", "name the other one too")
     planned = None if args.plan is None else (
         Plan.load(args.plan), topology_preset(args.topology, args.world_size))
     old = AccessStats.load(args.old)

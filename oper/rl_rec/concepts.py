@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rl_rec.data.batches import training_histories
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.models.autoencoders.cadvae import CaDVAEConfig, Concepts, log_counts, tags, without
@@ -93,8 +93,8 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
     """
     items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))
     if not items.numel():
-        raise InvalidInputError(fail("cannot cluster items", "positive training interactions", 0,
-                                     "some", "check the log's label"))
+        raise InvalidInputError("cannot cluster items", "positive training interactions", 0, "some",
+                                "check the log's label")
     user = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
     count = torch.bincount(items, minlength=data.num_items).float()
     scale = (lengths[user].float() * count[items]).rsqrt()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail, require_fields
+from oper.errors import InvalidInputError, require_fields
 from oper.rl_rec.data.batches import Batches, Share, num_batches
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.intervals import Interval, bootstrap, difference
@@ -90,12 +90,12 @@ def fit(name: str, config: Any, data: Interactions, seed: int, options: FitOptio
         InvalidInputError: no such model, or its loss is no longer a number.
     """
     if name not in RECOMMENDERS:
-        raise InvalidInputError(fail("no such recommender", "name", name,
-                                     f"one of {sorted(RECOMMENDERS)}", "choose one"))
+        raise InvalidInputError("no such recommender", "name", name,
+                                f"one of {sorted(RECOMMENDERS)}", "choose one")
     for split in ("valid", "test"):
         if not data.held_out(split).users.size:
-            raise InvalidInputError(fail("cannot compare models", f"{split} users", 0,
-                                         "some with a target", "lower k_core, or take more data"))
+            raise InvalidInputError("cannot compare models", f"{split} users", 0,
+                                    "some with a target", "lower k_core, or take more data")
     begin = time.perf_counter()
     workload = RECOMMENDERS[name]
     torch.manual_seed(seed)
@@ -133,8 +133,8 @@ def _train(model: Recommender, data: Interactions, options: FitOptions, batches:
             optimizer.zero_grad()
             loss, _ = model(batch)
             if not bool(loss.isfinite()):
-                raise InvalidInputError(fail("cannot train", "loss", loss.item(),
-                                             "a finite number", "lower the learning rate"))
+                raise InvalidInputError("cannot train", "loss", loss.item(), "a finite number",
+                                        "lower the learning rate")
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_norm)
             optimizer.step()
@@ -183,7 +183,7 @@ def run_seeds(name: str, config: Any, data: Interactions, seeds: Sequence[int],
               options: FitOptions | None = None) -> Runs:
     """Train and test `name` from each seed; arguments as of `fit`."""
     if not seeds:
-        raise InvalidInputError(fail("nothing to run", "seeds", [], "one or more", "name a seed"))
+        raise InvalidInputError("nothing to run", "seeds", [], "one or more", "name a seed")
     return join_runs([as_runs(name, seed, fit(name, config, data, seed, options or FitOptions()))
                       for seed in seeds])
 

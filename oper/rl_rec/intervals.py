@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 SAMPLES = 2000
 LEVEL = 0.95
@@ -54,8 +54,8 @@ def difference(a: np.ndarray, b: np.ndarray, samples: int = SAMPLES, seed: int =
     """mean(a) - mean(b) on the same users, [N] or [S, N] each (paired by user and by seed)."""
     a, b = np.atleast_2d(a), np.atleast_2d(b)
     if a.shape[1:] != b.shape[1:]:
-        raise InvalidInputError(fail("cannot compare", "users", (a.shape[1], b.shape[1]),
-                                     "the same users on both sides", "evaluate the same split"))
+        raise InvalidInputError("cannot compare", "users", (a.shape[1], b.shape[1]),
+                                "the same users on both sides", "evaluate the same split")
     if len(a) != len(b):
         a, b = a.mean(0, keepdims=True), b.mean(0, keepdims=True)
     return bootstrap(a - b, samples, seed)
@@ -67,8 +67,8 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray, samples: int = SAMPLES
     pairs = np.stack([np.asarray(numerator, np.float64), np.asarray(denominator, np.float64)])
     _check(pairs, samples)
     if not pairs[1].sum() > 0 or (pairs[1] < 0).any():
-        raise InvalidInputError(fail("cannot give a ratio", "sum of the denominators",
-                                     float(pairs[1].sum()), "> 0, none negative", "count again"))
+        raise InvalidInputError("cannot give a ratio", "sum of the denominators",
+                                float(pairs[1].sum()), "> 0, none negative", "count again")
     sums = resampled_sums(pairs, samples, seed)
     sums = sums[sums[:, 1] > 0]
     return interval(float(pairs[0].sum() / pairs[1].sum()), sums[:, 0] / sums[:, 1])
@@ -95,8 +95,7 @@ def interval(mean: float, samples: np.ndarray) -> Interval:
 
 def _check(table: np.ndarray, samples: int) -> None:
     if table.ndim != 2 or not table.size or not np.isfinite(table).all():
-        raise InvalidInputError(fail("cannot give an interval", "values", table.shape,
-                                     "finite numbers, one or more", "measure something first"))
+        raise InvalidInputError("cannot give an interval", "values", table.shape,
+                                "finite numbers, one or more", "measure something first")
     if samples < 1:
-        raise InvalidInputError(fail("cannot give an interval", "samples", samples, ">= 1",
-                                     "draw some"))
+        raise InvalidInputError("cannot give an interval", "samples", samples, ">= 1", "draw some")

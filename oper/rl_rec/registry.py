@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rl_rec.concepts import concepts_from
 from oper.rl_rec.data.batches import (
     Batches,
@@ -55,8 +55,8 @@ def _need_binary(data: Interactions, key: str, remedy: str) -> None:
     """Refuse rewards that a binary cross-entropy, the setting `key`, cannot learn."""
     low, high = data.rewards.min(initial=0), data.rewards.max(initial=0)
     if not 0 <= low <= high <= 1:
-        raise InvalidInputError(fail("cannot train on these rewards", "rewards", (low, high),
-                                     f"0..1 with {key}", remedy))
+        raise InvalidInputError("cannot train on these rewards", "rewards", (low, high),
+                                f"0..1 with {key}", remedy)
 
 
 def _cdt4rec(config: CDT4RecConfig, data: Interactions, device: str) -> CDT4Rec:

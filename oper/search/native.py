@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from oper.errors import MissingDependencyError, fail
+from oper.errors import MissingDependencyError
 
 _int, _double, _array = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -90,9 +90,9 @@ def _library() -> ctypes.CDLL:
 
 
 def _unusable(name: str, value: Any, constraint: Any) -> MissingDependencyError:
-    return MissingDependencyError(fail(
+    return MissingDependencyError(
         "the planner's native library cannot be used", name, value, constraint,
-        "build it: python setup.py build_ext --inplace, or install the package"))
+        "build it: python setup.py build_ext --inplace, or install the package")
 
 
 def call(name: str, kind: type[Argument], arrays: dict[str, np.ndarray], **values: Any) -> Argument:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.errors import PlanInfeasibleError, fail, require
+from oper.errors import PlanInfeasibleError, require
 from oper.search.problem.statement import IDS, TableProblem, make_table
 from oper.stats import AccessStats
 from oper.tables import TableSpec, bytes_of_row
@@ -123,9 +123,9 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
     if lost > allowed:
         lost, stops = at(_LARGEST_PRICE)
         if lost > allowed:
-            raise PlanInfeasibleError(fail(what, "error_budget", error_budget,
-                                           f">= {lost / energy:.3g}, what the widest type loses",
-                                           "allow more, or keep these tables in float32"))
+            raise PlanInfeasibleError(what, "error_budget", error_budget,
+                                      f">= {lost / energy:.3g}, what the widest type loses",
+                                      "allow more, or keep these tables in float32")
         low, high = -float(_BISECTIONS), math.log(_LARGEST_PRICE)
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2

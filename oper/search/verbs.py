@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from oper.errors import InvalidInputError, UsageError, fail
+from oper.errors import InvalidInputError, UsageError
 from oper.messages import EXACT, MessageBits
 from oper.plan import OBJECTIVES, Plan
 from oper.search.problem.overlap import overlap_to_json, parse_argument
@@ -91,15 +91,15 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
     from oper.search.explain.latency import LatencyGoal, plan_latency
 
     if None in (args.request_rate, args.latency_bound) or args.objective != "inference":
-        raise UsageError(fail(
-            "cannot plan for a latency bound", "request_rate, latency_bound, objective",
-            (args.request_rate, args.latency_bound, args.objective),
-            "a rate and a bound, with --objective inference", "pass all three"))
+        raise UsageError("cannot plan for a latency bound",
+                         "request_rate, latency_bound, objective",
+                         (args.request_rate, args.latency_bound, args.objective),
+                         "a rate and a bound, with --objective inference", "pass all three")
     try:
         fixed, per_sample = (float(x) for x in args.dense_us.split(","))
     except ValueError:
-        raise UsageError(fail("cannot plan for a latency bound", "dense_us", args.dense_us,
-                              "two numbers and a comma", "e.g. 200,1.5")) from None
+        raise UsageError("cannot plan for a latency bound", "dense_us", args.dense_us,
+                         "two numbers and a comma", "e.g. 200,1.5") from None
     constraints = None if args.constraints is None else read_constraints(args.constraints)
     plan, serving = plan_latency(
         _tables(args, stats), stats, topology_preset(args.topology, args.world_size),
@@ -240,9 +240,9 @@ def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, P
         args.world_size = plan.world_size
     batch_size = plan.batch_size if args.batch_size is None else args.batch_size
     if args.batch_size is None and not batch_size:
-        raise UsageError(fail(f"cannot price {args.plan!r}", "batch_size", 0,
-                              "the samples per rank and step to price it for, which this plan does "
-                              "not state", "add --batch-size N"))
+        raise UsageError(f"cannot price {args.plan!r}", "batch_size", 0,
+                         "the samples per rank and step to price it for, which this plan does "
+                         "not state", "add --batch-size N")
     topology = topology_preset(args.topology, args.world_size)
     problem = make_problem([t.table for t in plan.tables], stats, topology,
                            objective=plan.objective, batch_size=batch_size,
@@ -301,23 +301,22 @@ def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
     if args.tables is None:
         coded = args.dtype in CODE_BITS
         if coded and args.objective == "training":
-            raise UsageError(fail("cannot plan training", "--dtype", args.dtype,
-                                  "rows that an optimizer can change",
-                                  "add --objective inference, or choose another type"))
+            raise UsageError("cannot plan training", "--dtype", args.dtype,
+                             "rows that an optimizer can change",
+                             "add --objective inference, or choose another type")
         optimizer = args.optimizer or ("none" if coded else "rowwise_adagrad")
         return [TableSpec(name, t.num_rows, 64 if args.dim is None else args.dim, (name,),
                           optimizer=optimizer, dtype=args.dtype or "float32")
                 for name, t in stats.tables.items()]
     given = [n for n in ("dim", "optimizer", "dtype") if getattr(args, n) is not None]
     if given:
-        raise UsageError(fail("two sources for the tables", "arguments", ["tables", *given],
-                              "a table file alone, or dim, optimizer and dtype",
-                              "leave one out"))
+        raise UsageError("two sources for the tables", "arguments", ["tables", *given],
+                         "a table file alone, or dim, optimizer and dtype", "leave one out")
     value = read_json(args.tables, f"cannot read {args.tables!r} as tables")
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-        raise InvalidInputError(fail("cannot read tables", "tables", args.tables,
-                                     "a JSON list of objects with TableSpec's fields",
-                                     "write it as oper.TableSpec.to_json does"))
+        raise InvalidInputError("cannot read tables", "tables", args.tables,
+                                "a JSON list of objects with TableSpec's fields",
+                                "write it as oper.TableSpec.to_json does")
     return [TableSpec.from_json(v) for v in value]
 
 
@@ -337,6 +336,6 @@ def read_constraints(path: str) -> dict[str, Any]:
     """The object in a file of constraints; raises OperError when there is none."""
     value = read_json(path, f"cannot read {path!r} as constraints")
     if not isinstance(value, dict):
-        raise InvalidInputError(fail(f"cannot read {path!r}", "constraints", value,
-                                     "a JSON object", "correct the file"))
+        raise InvalidInputError(f"cannot read {path!r}", "constraints", value, "a JSON object",
+                                "correct the file")
     return value

@@ -201,9 +201,8 @@ def _number(headers: dict[bytes, bytes], name: bytes) -> float | None:
     except ValueError:
         value = float("nan")
     if not 0 <= value < 1e12:
-        raise InvalidInputError(fail("cannot score the request", name.decode(),
-                                     text.decode("latin-1"), "a number >= 0",
-                                     "send a number, or leave it out"))
+        raise InvalidInputError("cannot score the request", name.decode(), text.decode("latin-1"),
+                                "a number >= 0", "send a number, or leave it out")
     return value
 
 

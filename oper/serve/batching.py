@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.serve.options import BatchOptions
 from oper.serve.requests import Predictor, Request, join
 
@@ -79,9 +79,8 @@ class Batcher:
         """
         size = pending.request.num_samples
         if self.queued and self.queued + size > self.options.max_queued:
-            raise OverloadedError(fail(
-                "too many requests", "samples waiting", self.queued + size,
-                f"<= {self.options.max_queued}", "retry later"))
+            raise OverloadedError("too many requests", "samples waiting", self.queued + size,
+                                  f"<= {self.options.max_queued}", "retry later")
         self._waiting.append(pending)
         self.queued += size
 
@@ -124,9 +123,9 @@ class Batcher:
             self._waiting.popleft()
             self.queued -= more
             if is_late:
-                pending.error = ExpiredError(fail(
+                pending.error = ExpiredError(
                     "the request was not scored", "waited (s)", round(now - pending.arrived, 3),
-                    "less than its deadline", "allow more time, or send less"))
+                    "less than its deadline", "allow more time, or send less")
                 pending.done(pending)
                 continue
             batch.append(pending)
@@ -141,12 +140,12 @@ class Batcher:
         try:
             scores, epoch = self._predictor.predict(joined)
             if len(scores) != joined.num_samples:
-                raise OperError(fail("the model is broken", "scores", len(scores),
-                                     f"{joined.num_samples}, one per sample", "correct predict()"))
+                raise OperError("the model is broken", "scores", len(scores),
+                                f"{joined.num_samples}, one per sample", "correct predict()")
             if not np.isfinite(scores).all():
-                raise InvalidInputError(fail(
-                    "cannot score the request", f"scores of epoch {epoch}", "inf or nan",
-                    "finite numbers", "send smaller dense numbers, or publish other weights"))
+                raise InvalidInputError("cannot score the request", f"scores of epoch {epoch}",
+                                        "inf or nan", "finite numbers",
+                                        "send smaller dense numbers, or publish other weights")
         except Exception as error:
             if len(live) > 1:
                 for pending in live:

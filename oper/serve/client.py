@@ -99,8 +99,8 @@ class Client:
     def __init__(self, address: str, timeout_s: float = 10.0, model: str | None = None) -> None:
         host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
         if not host or not port.isdigit():
-            raise InvalidInputError(fail("cannot connect", "address", address, "host:port",
-                                         "give the address that 'oper serve' prints"))
+            raise InvalidInputError("cannot connect", "address", address, "host:port",
+                                    "give the address that 'oper serve' prints")
         self._place = host.strip("[]"), int(port)
         self.timeout_s, self.counts = timeout_s, ClientCounts()
         self._model = model
@@ -135,9 +135,8 @@ class Client:
             ids.append(_whole(f"ids of {name!r}", pair[0], np.int64).reshape(-1))
             counts = _whole(f"lengths of {name!r}", pair[1], np.int32)
             if counts.shape != (size,):
-                raise InvalidInputError(fail("cannot score", "shape of lengths", counts.shape,
-                                             f"({size},), one per sample",
-                                             "give one length per sample"))
+                raise InvalidInputError("cannot score", "shape of lengths", counts.shape,
+                                        f"({size},), one per sample", "give one length per sample")
             lengths[k, :size] = counts
         request = Request(dense, lengths, np.concatenate(ids),
                           tuple(range(len(features), len(names))))
@@ -236,9 +235,8 @@ class Client:
             raise ServerError(0, fail(
                 f"no scores from {self._place[0]}:{self._place[1]}", "connections lost", lost,
                 f"<= {_MAX_LOST} for one request", f"look at the server's log ({problem})"))
-        raise DeadlineError(fail(f"no scores from {self._place[0]}:{self._place[1]}",
-                                 "timeout_s", self.timeout_s, "an answer in time",
-                                 f"look at the server ({problem})"))
+        raise DeadlineError(f"no scores from {self._place[0]}:{self._place[1]}", "timeout_s",
+                            self.timeout_s, "an answer in time", f"look at the server ({problem})")
 
     def _once(self, method: str, path: str, body: bytes, headers: Mapping[str, str],
               left: float) -> tuple[http.client.HTTPResponse, bytes]:
@@ -297,8 +295,8 @@ def _whole(name: str, value: Any, dtype: type[np.integer]) -> np.ndarray:
     """Integers as `dtype`; raises InvalidInputError for others, which NumPy would round."""
     found = np.asarray(value)
     if found.size and found.dtype.kind not in "iu":
-        raise InvalidInputError(fail("cannot score", name, found.dtype.name, "integers",
-                                     "pass integers, e.g. ids.astype(numpy.int64)"))
+        raise InvalidInputError("cannot score", name, found.dtype.name, "integers",
+                                "pass integers, e.g. ids.astype(numpy.int64)")
     return found.astype(dtype)
 
 

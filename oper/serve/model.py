@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError
 from oper.integration.checkpoint.follow import Change
 from oper.serve.options import TieredRows, publish_options
 from oper.serve.requests import Predictor, Request, Signature
@@ -99,9 +99,9 @@ class PublishedModel:
             return lambda: int(self._publication.commit(prepared))
         if weights is None:
             if self._reads_again is None:
-                raise InvalidInputError(fail("cannot publish", "weights", None,
-                                             "a module, state_dict, file or checkpoint folder",
-                                             "name the new weights"))
+                raise InvalidInputError("cannot publish", "weights", None,
+                                        "a module, state_dict, file or checkpoint folder",
+                                        "name the new weights")
             weights = self._reads_again()
         epoch = int(self._publication.publish(weights))
         return lambda: epoch
@@ -233,9 +233,9 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
         with contextlib.suppress(FileNotFoundError):  # there is none, or it is being replaced
             found.append((path.stat().st_mtime_ns, path))
     if not found:
-        raise FileFormatError(fail(f"cannot serve {os.fspath(folder)!r}", "weights", "none",
-                                   f"{STATE} or {CHECKPOINT}/ in it",
-                                   "wait for the training's first checkpoint, or for its end"))
+        raise FileFormatError(f"cannot serve {os.fspath(folder)!r}", "weights", "none",
+                              f"{STATE} or {CHECKPOINT}/ in it",
+                              "wait for the training's first checkpoint, or for its end")
     newest = max(found)[1]
     return newest.parent if newest.name == METADATA else newest
 
@@ -261,9 +261,9 @@ def _describe(folder: Path) -> tuple[tuple[TableSpec, ...], int, dict[str, Any]]
         if layers.pop("name") != "dlrm":
             raise ValueError("only a DLRM can be served")
         if config["config"].get("dynamic", {}).get("rows"):
-            raise InvalidInputError(fail(what, "ids", "raw", "row numbers",
-                                         "publish it with an oper.KeyMap in front of each table, "
-                                         "see docs/how-to/dynamic-tables.md"))
+            raise InvalidInputError(what, "ids", "raw", "row numbers",
+                                    "publish it with an oper.KeyMap in front of each table, "
+                                    "see docs/how-to/dynamic-tables.md")
         model = config["model"]
         tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
                                  tuple(t["features"])) for t in model["tables"])
@@ -271,9 +271,9 @@ def _describe(folder: Path) -> tuple[tuple[TableSpec, ...], int, dict[str, Any]]
     except (FileFormatError, InvalidInputError):
         raise
     except (ValueError, KeyError, TypeError, AttributeError, NotADirectoryError) as error:
-        raise FileFormatError(fail(what, CONFIG, f"{type(error).__name__}: {error}",
-                                   "the configuration of a training run with its tables",
-                                   "train again with this release")) from None
+        raise FileFormatError(what, CONFIG, f"{type(error).__name__}: {error}",
+                              "the configuration of a training run with its tables",
+                              "train again with this release") from None
 
 
 def _load(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -281,6 +281,6 @@ def _load(model: nn.Module, state: Mapping[str, Any]) -> None:
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        raise InvalidInputError(fail("the weights do not fit the model", "state",
-                                     str(error).splitlines()[-1].strip(), "names and shapes of "
-                                     "the model", "serve the folder of one run")) from None
+        raise InvalidInputError(
+            "the weights do not fit the model", "state", str(error).splitlines()[-1].strip(),
+            "names and shapes of the model", "serve the folder of one run") from None

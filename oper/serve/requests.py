@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 WHAT = "cannot score the request"
 
@@ -21,9 +21,9 @@ WHAT = "cannot score the request"
 def check_name(name: str) -> None:
     """Raise InvalidInputError unless a model may be called so."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-        raise InvalidInputError(fail("invalid signature", "name", name,
-                                     "1 to 64 of A-Z a-z 0-9 . _ -: it is part of addresses",
-                                     "choose another"))
+        raise InvalidInputError("invalid signature", "name", name,
+                                "1 to 64 of A-Z a-z 0-9 . _ -: it is part of addresses",
+                                "choose another")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Signature:
     def __post_init__(self) -> None:
         if len(self.features) != len(self.num_rows) or len(set(self.features)) != len(
                 self.features):
-            raise InvalidInputError(fail(
-                "invalid signature", "features", self.features,
-                f"different names, {len(self.num_rows)} of them", "name every feature once"))
+            raise InvalidInputError("invalid signature", "features", self.features,
+                                    f"different names, {len(self.num_rows)} of them",
+                                    "name every feature once")
         check_name(self.name)
 
 
@@ -220,10 +220,10 @@ def check_model(model: Any, what: str = "cannot serve") -> None:
         "epoch", "predict", "rows_read"]
     missing = [name for name in wanted if not hasattr(model, name)]
     if missing or not isinstance(getattr(model, "signature", None), Signature):
-        raise InvalidInputError(fail(
+        raise InvalidInputError(
             what, "model", type(model).__name__, "a PublishedModel, or a predictor with a "
             "Signature as signature, epoch, predict(batch) and rows_read()",
-            f"it lacks {', '.join(missing)}" if missing else "give it an oper.serve.Signature"))
+            f"it lacks {', '.join(missing)}" if missing else "give it an oper.serve.Signature")
 
 
 def _check_array(name: str, value: Any, dtype: Any, ndim: int) -> None:
@@ -234,5 +234,5 @@ def _check_array(name: str, value: Any, dtype: Any, ndim: int) -> None:
 
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:
-    return InvalidInputError(fail(WHAT, name, value, expected,
-                                  "see GET /v2/models/NAME for what the model takes"))
+    return InvalidInputError(WHAT, name, value, expected,
+                             "see GET /v2/models/NAME for what the model takes")

@@ -17,7 +17,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any, Protocol, Self
 
-from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError, OperError, fail
+from oper.errors import DeadlineError, InvalidInputError, MissingDependencyError, OperError
 from oper.integration.checkpoint.follow import Follower
 from oper.serve import metrics
 from oper.serve.allocator import for_children, give_back
@@ -102,8 +102,8 @@ class Server:
 
     def __init__(self, model: Source | Predictor, options: ServeOptions | None = None) -> None:
         if importlib.util.find_spec("httptools") is None:
-            raise MissingDependencyError(fail("cannot serve", "package", "httptools", "installed",
-                                              "install oper[serve]"))
+            raise MissingDependencyError("cannot serve", "package", "httptools", "installed",
+                                         "install oper[serve]")
         check_model(model)
         self.options = options or ServeOptions()
         self.model = model
@@ -120,8 +120,8 @@ class Server:
     def address(self) -> str:
         """``host:port``; raises InvalidInputError before the start."""
         if self._listener is None:
-            raise InvalidInputError(fail("the server has no address", "state", "not started",
-                                         "started", "call start()"))
+            raise InvalidInputError("the server has no address", "state", "not started", "started",
+                                    "call start()")
         host, port = self._listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -145,8 +145,8 @@ class Server:
         import torch.multiprocessing as processes
 
         if self._thread is not None:
-            raise InvalidInputError(fail("cannot start the server", "state", "started",
-                                         "not started", "make another one"))
+            raise InvalidInputError("cannot start the server", "state", "started", "not started",
+                                    "make another one")
         self._context = processes.get_context("spawn")
         self._counts = self._context.RawValue(Counts)
         self._numbers = self._context.RawArray(ctypes.c_double,
@@ -175,9 +175,9 @@ class Server:
         """
         prepare = getattr(self.model, "prepare", None)
         if prepare is None:
-            raise InvalidInputError(fail("cannot publish new weights", "model",
-                                         type(self.model).__name__, "one with prepare()",
-                                         "serve a PublishedModel"))
+            raise InvalidInputError("cannot publish new weights", "model",
+                                    type(self.model).__name__, "one with prepare()",
+                                    "serve a PublishedModel")
         found: list[Any] = []
 
         def work() -> None:
@@ -290,9 +290,8 @@ class Server:
         return listener
 
     def _cannot_listen(self, error: OSError) -> OperError:
-        return OperError(fail("cannot listen", "address",
-                              f"{self.options.host}:{self.options.port}", "a free one",
-                              f"choose another ({error.strerror})"))
+        return OperError("cannot listen", "address", f"{self.options.host}:{self.options.port}",
+                         "a free one", f"choose another ({error.strerror})")
 
     def _listen(self) -> None:
         assert self._listener is not None
@@ -344,11 +343,11 @@ class Server:
             for worker in list(self._workers):
                 self._look_at(worker)
                 if not worker.process.is_alive():
-                    raise OperError(fail("a worker could not start", "exit code",
-                                         worker.process.exitcode, "0", "see its log above"))
+                    raise OperError("a worker could not start", "exit code",
+                                    worker.process.exitcode, "0", "see its log above")
             if time.monotonic() > until:
-                raise DeadlineError(fail("workers are not ready", "waited (s)",
-                                         self.options.start_s, "less", "allow more time"))
+                raise DeadlineError("workers are not ready", "waited (s)", self.options.start_s,
+                                    "less", "allow more time")
 
     def _turn(self) -> None:
         """Wait a little for something to happen and deal with it."""

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from oper.errors import UsageError, fail
+from oper.errors import UsageError
 from oper.serve.requests import check_model, check_name
 from oper.support.flags import number, text_for, whole
 
@@ -104,10 +104,10 @@ def _read_from(model: Any, folder: str) -> None:
     from oper.serve.model import PublishedModel, read_weights
 
     if not isinstance(model, PublishedModel) or not os.path.isdir(folder):
-        raise InvalidInputError(fail("cannot follow a training run", "model, folder",
-                                     (type(model).__name__, folder),
-                                     "a PublishedModel and a folder that is there",
-                                     "make the folder, or serve what oper train wrote"))
+        raise InvalidInputError("cannot follow a training run", "model, folder",
+                                (type(model).__name__, folder),
+                                "a PublishedModel and a folder that is there",
+                                "make the folder, or serve what oper train wrote")
     model.reads_again(lambda: read_weights(folder))
 
 
@@ -117,11 +117,10 @@ def _row_dtype(args: argparse.Namespace) -> Any:
     from oper.stats import AccessStats
 
     if (args.error_budget is None) != (args.stats is None) or (args.stats and args.row_dtype):
-        raise UsageError(fail("cannot choose types of rows",
-                              "--error-budget, --stats, --row-dtype",
-                              (args.error_budget, args.stats, args.row_dtype),
-                              "the first two together, without the third",
-                              "name statistics and a budget, or one type"))
+        raise UsageError("cannot choose types of rows", "--error-budget, --stats, --row-dtype",
+                         (args.error_budget, args.stats, args.row_dtype),
+                         "the first two together, without the third",
+                         "name statistics and a budget, or one type")
     return args.row_dtype if args.stats is None else TieredRows(
         AccessStats.load(args.stats), args.error_budget)
 
@@ -132,9 +131,9 @@ def _model(args: argparse.Namespace) -> Any:
     module, colon, function = args.model.partition(":")
     if not colon or os.path.exists(args.model):
         if not os.path.isdir(args.model):
-            raise InvalidInputError(fail("cannot serve", "model", args.model,
-                                         "a folder that oper train wrote, or MODULE:FUNCTION",
-                                         "name a folder that 'oper train' has written"))
+            raise InvalidInputError("cannot serve", "model", args.model,
+                                    "a folder that oper train wrote, or MODULE:FUNCTION",
+                                    "name a folder that 'oper train' has written")
         from oper.serve.model import find_weights, load_model
 
         with contextlib.suppress(FileFormatError):  # told by load_model, after other mistakes
@@ -142,18 +141,18 @@ def _model(args: argparse.Namespace) -> Any:
         return load_model(args.model, args.name or "dlrm", _row_dtype(args), args.keep_spare)
     given = [f"--{name.replace('_', '-')}" for name in _OF_FOLDERS if getattr(args, name)]
     if given:
-        raise UsageError(fail(f"cannot serve {args.model}", "options", given,
-                              "none of these, which a folder's model takes",
-                              f"let {function} make its predictor so"))
+        raise UsageError(f"cannot serve {args.model}", "options", given,
+                         "none of these, which a folder's model takes",
+                         f"let {function} make its predictor so")
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module), function)
         if not callable(make):
             raise TypeError(f"{function} is of type {type(make).__name__}, and no function")
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise InvalidInputError(fail("cannot serve", "model", args.model,
-                                     "a folder, or MODULE:FUNCTION that can be imported",
-                                     str(error))) from error
+        raise InvalidInputError("cannot serve", "model", args.model,
+                                "a folder, or MODULE:FUNCTION that can be imported",
+                                str(error)) from error
     model = make()
     check_model(model, f"cannot serve what {args.model} returns")
     return model

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.serve.requests import WHAT, Request, Signature, places, reorder
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -219,11 +219,11 @@ def decode_scores(body: bytes, header_length: int | None) -> tuple[np.ndarray, i
     header, tensors = decode(body, header_length, "outputs")
     scores, epoch = tensors.get("scores"), header["parameters"].get("epoch")
     if scores is None or not isinstance(epoch, int):
-        raise OperError(fail("cannot read the answer", "outputs", sorted(tensors),
-                             "scores and an epoch", "ask an oper server"))
+        raise OperError("cannot read the answer", "outputs", sorted(tensors), "scores and an epoch",
+                        "ask an oper server")
     return scores, epoch
 
 
 def _bad(name: str, value: object, expected: str) -> InvalidInputError:
-    return InvalidInputError(fail(WHAT, name, value, expected,
-                                  "see GET /v2/models/NAME for what the model takes"))
+    return InvalidInputError(WHAT, name, value, expected,
+                             "see GET /v2/models/NAME for what the model takes")

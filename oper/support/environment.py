@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 RUN, BUILD = "run", "build"
 
@@ -96,8 +96,8 @@ def setting(name: str, what: str = "cannot start") -> str:
     text = os.environ.get(name, "")
     variable = VARIABLES[name]
     if text and not variable.accepts(text):
-        raise InvalidInputError(fail(what, f"environment variable {name}", text, variable.expected,
-                                     f"set it to that, or unset it; it says: {variable.about}"))
+        raise InvalidInputError(what, f"environment variable {name}", text, variable.expected,
+                                f"set it to that, or unset it; it says: {variable.about}")
     return text
 
 

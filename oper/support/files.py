@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 import numpy as np
 
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError
 from oper.support import native
 
 _HEADER = "header.json"
@@ -194,9 +194,9 @@ def told_of_room(what: str, output: str | os.PathLike[str]) -> Iterator[None]:
         full = no_room(error)
         if full is None:
             raise
-        raise InvalidInputError(
-            fail(what, "output", os.fspath(output), "room for it and for what it is made of on the "
-                 "way", f"{full.strerror}: free some, or choose another disk")) from error
+        raise InvalidInputError(what, "output", os.fspath(output),
+                                "room for it and for what it is made of on the way",
+                                f"{full.strerror}: free some, or choose another disk") from error
 
 
 @contextlib.contextmanager
@@ -215,9 +215,9 @@ def check_local(path: str | os.PathLike[str]) -> None:
     name = os.fspath(path)
     if isinstance(name, str) and _URL.match(name):
         raise InvalidInputError(
-            fail("cannot use a URL", "path", name, "a path of this machine's file systems",
-                 "leave 'file://' out" if name.startswith("file:") else
-                 "copy the data to or from a local folder, or mount the store"))
+            "cannot use a URL", "path", name, "a path of this machine's file systems",
+            "leave 'file://' out" if name.startswith("file:") else
+            "copy the data to or from a local folder, or mount the store")
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
@@ -228,9 +228,9 @@ def check_target(path: str | os.PathLike[str]) -> None:
         return  # a pipe or device, which is written itself
     folder = next(p for p in target.parents if p.exists())
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise InvalidInputError(fail("cannot write the result", "file", os.fspath(path),
-                                     "a name for a file in a folder that may be written",
-                                     "choose another"))
+        raise InvalidInputError("cannot write the result", "file", os.fspath(path),
+                                "a name for a file in a folder that may be written",
+                                "choose another")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -444,14 +444,12 @@ def check_sizes(archive: zipfile.ZipFile, what: str, file_bytes: int) -> None:
     """Raise FileFormatError where a ZIP directory promises more than the file can hold."""
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise FileFormatError(
-                fail(what, info.filename, "compressed", "a stored member", "write it again")
-            )
+            raise FileFormatError(what, info.filename, "compressed", "a stored member",
+                                  "write it again")
         if info.file_size > file_bytes:
-            raise FileFormatError(
-                fail(what, f"{info.filename} bytes", info.file_size,
-                     f"<= {file_bytes}, the file's size", "the file is damaged, write it again")
-            )
+            raise FileFormatError(what, f"{info.filename} bytes", info.file_size,
+                                  f"<= {file_bytes}, the file's size",
+                                  "the file is damaged, write it again")
 
 
 def _read_stored(archive: zipfile.ZipFile, what: str, name: str) -> bytes:
@@ -459,9 +457,8 @@ def _read_stored(archive: zipfile.ZipFile, what: str, name: str) -> bytes:
         return archive.read(name)
     except KeyError:
         found = archive.namelist()[:5]
-        raise FileFormatError(
-            fail(what, "members", found, f"a member {name!r}", "pass an OPER file")
-        ) from None
+        raise FileFormatError(what, "members", found, f"a member {name!r}",
+                              "pass an OPER file") from None
 
 
 def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -> dict[str, Any]:
@@ -475,20 +472,16 @@ def _read_header(archive: zipfile.ZipFile, what: str, kind: str, version: int) -
             for dtype, shape in header["arrays"].values()
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(
-            fail(what, "header", str(error), "a JSON header", "write it again")
-        ) from None
+        raise FileFormatError(what, "header", str(error), "a JSON header",
+                              "write it again") from None
     if found_kind != kind:
-        raise FileFormatError(fail(what, "kind", found_kind, f"{kind!r}",
-                                   "pass a file of the expected kind"))
+        raise FileFormatError(what, "kind", found_kind, f"{kind!r}",
+                              "pass a file of the expected kind")
     if type(found_version) is not int or found_version != version:  # true is no version 1
-        raise FileFormatError(
-            fail(what, "version", found_version, f"{version}", "write it again with this release")
-        )
+        raise FileFormatError(what, "version", found_version, f"{version}",
+                              "write it again with this release")
     if not is_complete:
-        raise FileFormatError(
-            fail(what, "header", "malformed", "arrays and meta", "write it again")
-        )
+        raise FileFormatError(what, "header", "malformed", "arrays and meta", "write it again")
     return header
 
 
@@ -496,9 +489,8 @@ def _read_member(
     archive: zipfile.ZipFile, what: str, name: str, dtype: str, shape: list[int]
 ) -> np.ndarray:
     if not _DTYPE.fullmatch(dtype):
-        raise FileFormatError(
-            fail(what, f"dtype of {name}", dtype, "bool, integer or float", "write it again")
-        )
+        raise FileFormatError(what, f"dtype of {name}", dtype, "bool, integer or float",
+                              "write it again")
     want = np.dtype(dtype)
     num_bytes = want.itemsize * math.prod(shape)
     raw = _read_stored(archive, what, f"{name}.npy")
@@ -507,14 +499,11 @@ def _read_member(
         npy_version = np.lib.format.read_magic(member)
         found_shape, is_fortran, found = np.lib.format.read_array_header_2_0(member)
     except (ValueError, SyntaxError, tokenize.TokenError) as error:
-        raise FileFormatError(
-            fail(what, name, str(error), "a .npy member", "write it again")
-        ) from None
+        raise FileFormatError(what, name, str(error), "a .npy member", "write it again") from None
     # The array's own header could lie about its size: trust no allocation to it.
     num_left = len(raw) - member.tell()
     described = (npy_version, found.str, list(found_shape), is_fortran, num_left)
     if described != (_NPY_VERSION, want.str, shape, False, num_bytes):
-        raise FileFormatError(
-            fail(what, name, described, f"{(dtype, shape, num_bytes)}", "write it again")
-        )
+        raise FileFormatError(what, name, described, f"{(dtype, shape, num_bytes)}",
+                              "write it again")
     return np.frombuffer(raw, want, offset=member.tell()).reshape(shape).copy()

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.support.files import named
 
 LOCK = ".lock"  # in the folder; while it is held it tells by whom
@@ -62,9 +62,9 @@ def _acquire(path: Path, what: str) -> int:
         except BlockingIOError:
             holder = os.read(number, 300).decode(errors="replace") or "another process"
             os.close(number)
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 what, "folder", str(path.parent), "one that nobody else is writing into",
-                f"{holder} is; wait until it ends, or name another folder")) from None
+                f"{holder} is; wait until it ends, or name another folder") from None
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 warnings.warn(f"{str(path.parent)!r} is on a file system without locks: make sure "

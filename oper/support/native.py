@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from oper.errors import MissingDependencyError, fail
+from oper.errors import MissingDependencyError
 
 _KINDS = {np.dtype(np.uint32): 0, np.dtype(np.int64): 1, np.dtype(np.uint64): 2}
 Counts = tuple[np.ndarray, np.ndarray]
@@ -33,9 +33,9 @@ def library() -> ctypes.CDLL:
                      "tally_move", "tally_purge", "tally_levels", "tally_list", "crc32"):
             getattr(found, f"oper_data_{name}").restype = ctypes.c_int64
     except (OSError, AttributeError) as error:
-        raise MissingDependencyError(fail(
+        raise MissingDependencyError(
             "the native library for logs and counts cannot be used", "file", str(path), str(error),
-            "build it: python setup.py build_ext --inplace, or install the package")) from None
+            "build it: python setup.py build_ext --inplace, or install the package") from None
     return found
 
 

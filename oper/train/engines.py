@@ -99,8 +99,8 @@ def make_engine(model: nn.Module, config: TrainConfig,
 def unsharded(model: nn.Module, config: OptimizerConfig) -> Engine:
     """One process, plain PyTorch."""
     if ranks()[1] > 1:
-        raise InvalidInputError(fail("cannot train unsharded", "world size", ranks()[1],
-                                     "1 with sharding='none'", "start one process"))
+        raise InvalidInputError("cannot train unsharded", "world size", ranks()[1],
+                                "1 with sharding='none'", "start one process")
     tables = SparseTableOptimizer(model, config.tables, config.tables_lr, config.tables_eps)
     return Engine(model, model, [tables, dense_optimizer(config, model)])
 

@@ -136,10 +136,9 @@ def _total(config: TrainConfig, task: Task) -> int:
     total = config.epochs * task.steps_per_epoch
     total = min(total, config.max_steps or total)
     if config.trace and config.traced[0] > total:
-        raise InvalidInputError(fail("cannot trace training steps", "trace_steps",
-                                     "-".join(map(str, config.traced)),
-                                     f"steps of the run, 1-{total}",
-                                     "choose earlier ones, or train longer"))
+        raise InvalidInputError("cannot trace training steps", "trace_steps",
+                                "-".join(map(str, config.traced)), f"steps of the run, 1-{total}",
+                                "choose earlier ones, or train longer")
     return total
 
 
@@ -293,5 +292,5 @@ def _peer_errors(engine: Engine) -> Iterator[None]:
             if isinstance(module, ShardedEmbeddingBags):
                 module.tables.barrier()  # knows the peers by process: raises an error with the rank
         raise PeerLostError(
-            fail(f"rank {ranks()[0]} of {ranks()[1]} has lost a peer in an exchange over gloo",
-                 "cause", text, "all ranks alive", "look at the other ranks' logs")) from error
+            f"rank {ranks()[0]} of {ranks()[1]} has lost a peer in an exchange over gloo", "cause",
+            text, "all ranks alive", "look at the other ranks' logs") from error

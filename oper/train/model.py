@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError, fail
+from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
 from oper.integration.checkpoint.files import load_archive
 from oper.support.files import atomic_write
 from oper.tables import TableSpec
@@ -41,9 +41,8 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
         from torchrec.modules.embedding_configs import EmbeddingBagConfig
         from torchrec.modules.embedding_modules import EmbeddingBagCollection
     except ImportError as error:
-        raise MissingDependencyError(
-            fail("cannot build DLRM", "import", str(error), "torchrec",
-                 "install oper[torchrec], or run make setup")) from error
+        raise MissingDependencyError("cannot build DLRM", "import", str(error), "torchrec",
+                                     "install oper[torchrec], or run make setup") from error
     torch.manual_seed(seed)
     # The dense part first: its numbers do not depend on where the tables are made.
     configs = [EmbeddingBagConfig(
@@ -58,10 +57,10 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
         except RuntimeError as error:
             if "allocate" not in str(error):
                 raise
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 "cannot make the tables", "bytes", sum(4 * t.num_rows * t.dim for t in tables),
                 "no more than the memory of this process", 'lower their rows, or set tables_on = '
-                '"meta", so that every rank makes its shard only')) from None
+                '"meta", so that every rank makes its shard only') from None
     return DLRMTrain(dlrm)
 
 
@@ -136,6 +135,6 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     what = f"cannot read {os.fspath(path)!r} as a trained state"
     state = load_archive(path, what)
     if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        raise FileFormatError(fail(what, "content", type(state).__name__, "tensors by name",
-                                   "write it again"))
+        raise FileFormatError(what, "content", type(state).__name__, "tensors by name",
+                              "write it again")
     return state

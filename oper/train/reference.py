@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 
 class SparseTableOptimizer:
@@ -26,8 +26,8 @@ class SparseTableOptimizer:
 
     def __init__(self, model: nn.Module, kind: str, lr: float, eps: float) -> None:
         if kind not in ("rowwise_adagrad", "sgd"):
-            raise InvalidInputError(fail("no such table optimizer", "kind", kind,
-                                         "rowwise_adagrad or sgd", "choose one of them"))
+            raise InvalidInputError("no such table optimizer", "kind", kind,
+                                    "rowwise_adagrad or sgd", "choose one of them")
         self.lr, self.eps = lr, eps
         self.weights: list[torch.Tensor] = []
         for module in model.modules():

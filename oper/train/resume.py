@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from oper.data import Folder
-from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError, fail
+from oper.errors import DeadlineError, FileFormatError, InvalidInputError, OperError
 from oper.integration.checkpoint.deltas import DeltaCheckpoints
 from oper.integration.checkpoint.files import METADATA
 from oper.integration.checkpoint.saving import load_checkpoint, save_checkpoint
@@ -68,9 +68,9 @@ class Checkpoints:
         sharded = {name: m.fused_optimizer for name, m in engine.bare.named_modules()
                    if isinstance(m, ShardedEmbeddingBags | ShardedEmbeddings)}
         if not sharded:
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 "cannot save or load checkpoints", "sharded collections of tables", 0,
-                "a model that is trained, with sharding='oper'", "train without checkpoints"))
+                "a model that is trained, with sharding='oper'", "train without checkpoints")
         self._tables = CombinedOptimizer(list(sharded.items()))
         self._deltas = DeltaCheckpoints(self._folder, engine.module, self._tables) if (
             config.delta_every) else None
@@ -140,18 +140,18 @@ class Checkpoints:
                  load_checkpoint(self._folder, self._engine.module, self._tables))
         old, new = str(extra.get("numbering", "")), self._numbering()
         if old and new and old != new:
-            raise InvalidInputError(fail(
-                what, "numbering of the rows", old, f"{new} of {self._config.data!r}: values have "
-                "other rows than when the run began", "give the data that the run began with, or "
-                "begin anew with --force"))
+            raise InvalidInputError(
+                what, "numbering of the rows", old,
+                f"{new} of {self._config.data!r}: values have other rows than when the run began",
+                "give the data that the run began with, or begin anew with --force")
         step, saved = self._take_dense(extra, what)
         mine = {"global_batch_size": self._config.batch_size * ranks()[1],
                 "seed": self._config.seed, "shuffle": self._config.shuffle}
         if mine != saved:
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 what, "global batch size, seed, shuffle", tuple(mine.values()),
                 f"{tuple(saved.values())}, those of the saved run: the same samples in every step",
-                "with other ranks set batch_size so that batch_size * ranks stays"))
+                "with other ranks set batch_size so that batch_size * ranks stays")
         return step
 
     def start_from(self, out: str | os.PathLike[str]) -> None:
@@ -172,10 +172,10 @@ class Checkpoints:
             if old != new and all(x.startswith("raw ids") for x in (old, new)):
                 todo = ("preprocess both alike: a text's key is its hash, another one than that of "
                         "the same number")
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 f"cannot start from {str(folder)!r}", "numbering of the rows", old,
                 f"{new} of {self._config.data!r}" if old != new else "another one, with a re-map",
-                todo))
+                todo)
         own = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
                for o in self._engine.optimizers]
         step, _ = self._take_dense(extra, f"cannot start from {str(folder)!r}")
@@ -196,9 +196,9 @@ class Checkpoints:
             return  # of a run whose configuration is not there
         mine = _places(asdict(self._config.dynamic), self._config.seed)
         if mine != theirs:
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 what, "dynamic tables", mine, f"{theirs}, as in {os.fspath(out)!r}", "set these "
-                "keys alike: they say where keys lie (oper.KeyedRows moves rows to other tables)"))
+                "keys alike: they say where keys lie (oper.KeyedRows moves rows to other tables)")
 
     def _take_dense(self, extra: dict[str, Any], what: str) -> tuple[int, dict[str, Any]]:
         """Load the dense optimizers' states; returns the step and what the samples depend on."""
@@ -207,8 +207,8 @@ class Checkpoints:
             states = torch.load(io.BytesIO(dense.numpy().tobytes()), weights_only=True)
             saved = {k: extra[k] for k in ("global_batch_size", "seed", "shuffle")}
         except (KeyError, AttributeError, RuntimeError) as error:
-            raise FileFormatError(fail(what, "content", str(error), "a checkpoint of oper train",
-                                       "start the run anew with --force")) from None
+            raise FileFormatError(what, "content", str(error), "a checkpoint of oper train",
+                                  "start the run anew with --force") from None
         for optimizer, state in zip(self._engine.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
         return step, saved

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import oper
 from oper.data import Folder, Loader, LoaderOptions
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rl_rec.data.batches import Share, num_batches
 from oper.rl_rec.data.catalogue import invent
 from oper.rl_rec.data.interactions import Interactions, load_interactions
@@ -69,16 +69,15 @@ class ClickTask:
         is_dynamic = bool(config.dynamic.rows)
         self.folder = Folder.open(config.data, allow_raw=is_dynamic)
         if is_dynamic and not self.folder.raw_ids:
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 "cannot train dynamic tables", "data", config.data, "a folder of raw ids",
-                "preprocess with --raw-ids, or leave dynamic.rows out of the configuration"))
+                "preprocess with --raw-ids, or leave dynamic.rows out of the configuration")
         self.splits = {split: click_batches(config, split) for split in ("train", "valid")}
         self.steps_per_epoch = len(self.splits["train"])
         if not self.steps_per_epoch:
             raise InvalidInputError(
-                fail("nothing to train on", "global batch size", config.batch_size * ranks()[1],
-                     f"<= {self.folder.rows['train']} rows of the training split",
-                     "lower batch_size"))
+                "nothing to train on", "global batch size", config.batch_size * ranks()[1],
+                f"<= {self.folder.rows['train']} rows of the training split", "lower batch_size")
 
     def about(self) -> dict[str, Any]:
         return describe(self._tables(), len(self.folder.dense))

@@ -70,21 +70,21 @@ def _run_folder(out: str, may_have_run: bool) -> Iterator[None]:
 
     Rank 0 does it for all: only it looks, since the others may come when it has begun to write.
     """
-    from oper.errors import InvalidInputError, fail
+    from oper.errors import InvalidInputError
     from oper.support.locks import locked
     from oper.train.loop import METRICS
 
     what = "cannot start training"
     if os.path.exists(out) and not os.path.isdir(out):
-        raise InvalidInputError(fail(what, "out", out, "a folder", "name another one"))
+        raise InvalidInputError(what, "out", out, "a folder", "name another one")
     if int(os.environ.get("RANK", "0")) > 0:
         yield
         return
     with locked(out, what):
         if not may_have_run and os.path.exists(f"{out}/{METRICS}"):
-            raise InvalidInputError(fail(
-                what, "out", out, "a folder without a run", "go on with the run by --resume, "
-                "replace it by --force, or name another folder"))
+            raise InvalidInputError(what, "out", out, "a folder without a run",
+                                    "go on with the run by --resume, "
+                                    "replace it by --force, or name another folder")
         yield
 
 

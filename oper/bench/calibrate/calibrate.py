@@ -28,7 +28,7 @@ from oper.bench.core import record
 from oper.bench.core.launch import run_workers
 from oper.bench.core.report import table
 from oper.bench.core.workload import Workload
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.search.cost.model import Evaluation, evaluate
 from oper.search.problem.machine import Term, make_machine
@@ -116,9 +116,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
     if is_launched():
         return _run_on_hosts(args)
     if args.hosts_per_rack:
-        raise InvalidInputError(fail(
-            "cannot calibrate racks", "--hosts-per-rack", args.hosts_per_rack,
-            "several hosts, started by torchrun", "leave it out, or run on the hosts themselves"))
+        raise InvalidInputError("cannot calibrate racks", "--hosts-per-rack", args.hosts_per_rack,
+                                "several hosts, started by torchrun",
+                                "leave it out, or run on the hosts themselves")
     load_before = record.load_average()
     checking = held_out(args.quick, args.world_size) if args.check else []
     fitted, residuals, samples = measure_and_fit(args.quick, args.world_size, checking)
@@ -148,9 +148,9 @@ def _run_on_hosts(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     if args.check or args.exchange != "shared":
-        raise InvalidInputError(fail(
-            "cannot calibrate several hosts", "options", "--check or --exchange",
-            "neither under torchrun", "leave them out, or run without torchrun"))
+        raise InvalidInputError("cannot calibrate several hosts", "options",
+                                "--check or --exchange", "neither under torchrun",
+                                "leave them out, or run without torchrun")
     dist.init_process_group("gloo")
     topology = measure_hosts(lambda num_ranks: measure_and_fit(args.quick, num_ranks, [])[0],
                              args.hosts_per_rack)

@@ -16,7 +16,7 @@ import numpy as np
 
 from oper.bench.core.launch import Progress, run_workers
 from oper.bench.core.planning import gather, slowest, world
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.topology import Costs, Rack, Topology
 
 _HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to every other rank
@@ -139,9 +139,8 @@ def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int =
 
     domain_of = find_domains(ProcessGroup())
     if sorted(domain_of) != domain_of:
-        raise InvalidInputError(fail(
-            "cannot calibrate", "hosts of the ranks", domain_of, "ranks numbered host by host",
-            "start them with torchrun"))
+        raise InvalidInputError("cannot calibrate", "hosts of the ranks", domain_of,
+                                "ranks numbered host by host", "start them with torchrun")
     rank, _ = world()
     mine = None
     if domain_of.index(domain_of[rank]) == rank:

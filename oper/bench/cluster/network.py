@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core.child import Seat
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.support.locks import locked
 
 PREFIX = "oper-cluster-"
@@ -101,17 +101,16 @@ def check_possible() -> None:
     """Raise OperError, which says why, where namespaces cannot be made."""
     reason = why_not()
     if reason:
-        raise OperError(fail("cannot emulate a cluster", "user id", os.geteuid(),
-                             "root, with ip and tc",
-                             f"{reason}; run it as root, e.g. by sudo, or in a virtual machine"))
+        raise OperError("cannot emulate a cluster", "user id", os.geteuid(), "root, with ip and tc",
+                        f"{reason}; run it as root, e.g. by sudo, or in a virtual machine")
 
 
 def _run(*words: str) -> str:
     """What a command prints; raises OperError with its message where it fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise OperError(fail("cannot emulate a cluster", "command", " ".join(words), "exit code 0",
-                             f"it says: {done.stderr.strip()}"))
+        raise OperError("cannot emulate a cluster", "command", " ".join(words), "exit code 0",
+                        f"it says: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -181,8 +180,8 @@ def _make_quota(cores: float) -> Path:
     """A cgroup whose processes get so many cores."""
     root = _quota_root()
     if root is None:
-        raise OperError(fail("cannot slow a host down", "cgroup", str(_CGROUP),
-                             "a writable one with the cpu controller", why_no_quota()))
+        raise OperError("cannot slow a host down", "cgroup", str(_CGROUP),
+                        "a writable one with the cpu controller", why_no_quota())
     folder = root[0] / f"{PREFIX}0"
     folder.mkdir(exist_ok=True)
     quota = str(round(cores * _PERIOD_US))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from oper.bench.core.memory import peak_rss_mb
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.serve.allocator import MALLOC
 from oper.support.processes import end_with_parent
 
@@ -100,8 +100,8 @@ class Child:
                 return answer
         except (EOFError, ConnectionError):
             pass
-        raise OperError(fail(f"{self._what} has failed", "waited (s)", seconds, "an answer in less",
-                             "see its error above"))
+        raise OperError(f"{self._what} has failed", "waited (s)", seconds, "an answer in less",
+                        "see its error above")
 
     def ask(self, *words: Any, seconds: float = _ANSWER_S) -> Any:
         """Give a command and wait for its answer."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from oper.bench.core.child import Child, Seat
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.serve.allocator import MALLOC
 from oper.support.processes import free_port
 
@@ -80,16 +80,15 @@ def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
                 if code:
                     # The others fail because of it a moment later; the first one knows why.
                     log = logs[rank].read_text(errors="replace")[-3000:]
-                    raise OperError(fail(
-                        "a benchmark process has failed", "rank, exit code", (rank, code), "0",
-                        f"its log ends:\n{log}")) from None
+                    raise OperError("a benchmark process has failed", "rank, exit code",
+                                    (rank, code), "0", f"its log ends:\n{log}") from None
                 continue
             if kind == "result":
                 found: dict[str, Any] = json.loads(text)
                 return found
             print(f"  {text}", file=sys.stderr, flush=True)
-    raise OperError(fail("the benchmark's processes have ended", "results", 0, "one for each case",
-                         "see the log above"))
+    raise OperError("the benchmark's processes have ended", "results", 0, "one for each case",
+                    "see the log above")
 
 
 def _work(pipe: Connection, cases: Sequence[Any]) -> None:

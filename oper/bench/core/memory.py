@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from oper.errors import OperError, fail
+from oper.errors import OperError
 
 
 def pss_bytes(pid: int, mapping: str = "") -> int:
@@ -45,8 +45,8 @@ def _read(pid: int, name: str) -> str:
     try:
         return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise OperError(fail("cannot read a process's memory", "pid", pid, "a running process",
-                             str(error))) from error
+        raise OperError("cannot read a process's memory", "pid", pid, "a running process",
+                        str(error)) from error
 
 
 def _kilobytes(pattern: str, text: str) -> int:
@@ -61,8 +61,8 @@ def peak_rss_mb(pid: int | str = "self") -> float:
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.M)
     if found is None:
-        raise OperError(fail("cannot read the peak memory", f"/proc/{pid}/status", text[:40],
-                             "a line VmHWM", "run on Linux with /proc mounted"))
+        raise OperError("cannot read the peak memory", f"/proc/{pid}/status", text[:40],
+                        "a line VmHWM", "run on Linux with /proc mounted")
     return int(found[1]) * 1024 / 1e6
 
 
@@ -76,8 +76,8 @@ def num_descriptors(pid: int) -> int:
     try:
         return len(list(Path(f"/proc/{pid}/fd").iterdir()))
     except OSError as error:
-        raise OperError(fail("cannot count descriptors", "pid", pid, "a running process",
-                             str(error))) from error
+        raise OperError("cannot count descriptors", "pid", pid, "a running process",
+                        str(error)) from error
 
 
 def cpu_seconds(pid: int) -> float:

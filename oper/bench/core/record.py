@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from oper import __version__
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.support import kernel
 from oper.support.files import read_json, write_text
 
@@ -202,9 +202,9 @@ def resumed(path: str, target: str | None, benchmark: str, names: Sequence[str]
         if not {n.count("/") for n in found} <= {n.count("/") for n in names}:
             raise ValueError(f"cases now have names such as {names[0]!r}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InvalidInputError(fail("cannot go on from a record", "--resume", path,
-                                     f"a record of oper bench {benchmark}",
-                                     f"name another file, or leave it out ({error})")) from error
+        raise InvalidInputError("cannot go on from a record", "--resume", path,
+                                f"a record of oper bench {benchmark}",
+                                f"name another file, or leave it out ({error})") from error
     return found
 
 

@@ -18,7 +18,7 @@ from oper.bench.core.record import elapsed
 from oper.bench.data.cases import log_file
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.reading.store import filesystem, upload
-from oper.errors import MissingDependencyError, fail
+from oper.errors import MissingDependencyError
 
 BUCKET = "oper-bench"
 
@@ -32,8 +32,8 @@ def s3_server() -> Iterator[str]:
         OperError: it does not start.
     """
     if importlib.util.find_spec("moto") is None:
-        raise MissingDependencyError(fail("cannot start a store", "import", "moto", "installed",
-                                          "pip install 'oper[bench]'"))
+        raise MissingDependencyError("cannot start a store", "import", "moto", "installed",
+                                     "pip install 'oper[bench]'")
     settings = {"AWS_ACCESS_KEY_ID": "oper", "AWS_SECRET_ACCESS_KEY": "oper",
                 "AWS_EC2_METADATA_DISABLED": "true", "no_proxy": "127.0.0.1"}
     before = {name: os.environ.get(name) for name in settings}

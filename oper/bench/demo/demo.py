@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from oper.bench.core import record
 from oper.bench.demo.page import page
-from oper.errors import InvalidInputError, UsageError, fail
+from oper.errors import InvalidInputError, UsageError
 from oper.support.flags import whole
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def configure_demo(parser: argparse.ArgumentParser) -> None:
 def run_demo(args: argparse.Namespace) -> int:
     """Run the demo; 1 when OPER's numbers differ from the unsharded model's."""
     if args.rows is not None and args.data:
-        raise UsageError(fail("cannot run the demo", "--rows", args.rows,
-                              "nothing with --data, whose log has its own", "leave one out"))
+        raise UsageError("cannot run the demo", "--rows", args.rows,
+                         "nothing with --data, whose log has its own", "leave one out")
     folder = Path(args.out or tempfile.mkdtemp(prefix="oper-demo-"))
     load_before = record.load_average()
     found = demo(args, folder)
@@ -140,8 +140,8 @@ def _sizes(rows: int, quick: bool) -> tuple[int, int, int, int]:
         batch //= 2
     epoch = rows // (WORLD_SIZE * batch)
     if not epoch:
-        raise InvalidInputError(fail("cannot run the demo", "training rows", rows,
-                                     f">= {WORLD_SIZE * batch}", "use a longer log"))
+        raise InvalidInputError("cannot run the demo", "training rows", rows,
+                                f">= {WORLD_SIZE * batch}", "use a longer log")
     most = _QUICK_STEPS if quick else _MAX_STEPS
     num_steps = CHECKED_STEPS + max(_MIN_TIMED, min(epoch - CHECKED_STEPS, most))
     return num_steps, batch, min(_CHECKED_BATCH, batch), 2 if quick else 12
@@ -180,9 +180,9 @@ def _compare(folder: Path, name: str) -> dict[str, float]:
 
     ours, reference = load_state(folder / f"{name}.pt"), load_state(folder / "unsharded.pt")
     if ours.keys() != reference.keys():
-        raise InvalidInputError(fail(f"cannot compare {name} with the unsharded model", "tensors",
-                                     sorted(ours.keys() ^ reference.keys())[:5], "the same names",
-                                     "report this as a bug"))
+        raise InvalidInputError(f"cannot compare {name} with the unsharded model", "tensors",
+                                sorted(ours.keys() ^ reference.keys())[:5], "the same names",
+                                "report this as a bug")
     absolute: dict[str, float] = {}
     relative = 0.0
     for key, value in reference.items():

@@ -14,7 +14,7 @@ import torch
 from oper.bench.device.cases import DeviceCase, Inputs
 from oper.bench.tables.sides import OPTIMIZER
 from oper.bench.tables.unsharded import fbgemm_bags
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.plan import Plan
 from oper.shmem.group.groups import Group, SingleGroup
 from oper.support.environment import setting
@@ -135,9 +135,9 @@ def has_fbgemm() -> bool:
         importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         if folder:
-            raise InvalidInputError(
-                fail("cannot compare with fbgemm", FBGEMM_ENV, folder,
-                     "a package that loads with this torch", str(error).splitlines()[0])) from error
+            raise InvalidInputError("cannot compare with fbgemm", FBGEMM_ENV, folder,
+                                    "a package that loads with this torch",
+                                    str(error).splitlines()[0]) from error
         return False
     return True
 

@@ -39,7 +39,7 @@ from oper.bench.device.contenders import (
     torch_side,
 )
 from oper.bench.device.reference import Reference
-from oper.errors import OperError, fail
+from oper.errors import OperError
 
 _CHECKED_STEPS = 2
 _IN_A_ROW = 50  # launches of a small batch
@@ -95,9 +95,8 @@ class Case(DeviceCase):
         where = torch.device(self.device)
         if where.type == "cuda":
             if not torch.cuda.is_available():
-                raise OperError(fail(
-                    "cannot measure on a GPU", "--device", self.device,
-                    "a CUDA device that torch sees", "run it on a machine with a GPU"))
+                raise OperError("cannot measure on a GPU", "--device", self.device,
+                                "a CUDA device that torch sees", "run it on a machine with a GPU")
             where = torch.device("cuda", torch.cuda.current_device())
         progress("building and comparing")
         entry = {**self.figures(where), "device": _describe(where), "case": asdict(self)}

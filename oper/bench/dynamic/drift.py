@@ -37,7 +37,7 @@ from oper.data import (
 from oper.data.generic import Choice, generic_recipe
 from oper.data.recipe import Recipe
 from oper.data.vocabulary.building import hash_values
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rl_rec.intervals import bootstrap, difference
 from oper.stats import AccessStats
 from oper.train.metrics import auc
@@ -179,9 +179,9 @@ def _recipe(case: DriftCase, work: Path) -> tuple[Recipe, list[str]]:
         return load_recipe("criteo-kaggle"), [str(write_synthetic_log(work / "log.txt", log))]
     files = _files(case.name)
     if not files:
-        raise InvalidInputError(fail("cannot run a case", "log", case.name,
-                                     f"{_FILES[case.name]} in the folder named by OPER_DATA",
-                                     "set OPER_DATA, or choose another case"))
+        raise InvalidInputError("cannot run a case", "log", case.name,
+                                f"{_FILES[case.name]} in the folder named by OPER_DATA",
+                                "set OPER_DATA, or choose another case")
     if case.name == "movietweetings":
         return load_recipe("movietweetings"), files
     return generic_recipe("csv", Choice(

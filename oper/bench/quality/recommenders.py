@@ -24,7 +24,7 @@ from oper.bench.core.report import text_of
 from oper.bench.core.workload import data_files
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rl_rec.data.interactions import DataOptions, Interactions, load_interactions
 from oper.rl_rec.data.protocols import (
     HELD_OUT_USERS,
@@ -222,10 +222,9 @@ def cases(quick: bool, models: str = "") -> list[Case]:
              for protocol in source.protocols for name, model in MODELS.items()
              if model.ablation == bool(models)]
     if not found:
-        raise InvalidInputError(fail(
-            "no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
-            f"a folder with one of {[d.files for d in DATA_SETS.values()]}",
-            "set it to the folder that the logs are in"))
+        raise InvalidInputError("no logs to run on", "OPER_DATA", os.environ.get("OPER_DATA"),
+                                f"a folder with one of {[d.files for d in DATA_SETS.values()]}",
+                                "set it to the folder that the logs are in")
     return found
 
 
@@ -262,9 +261,9 @@ def possible(args: argparse.Namespace, chosen: Sequence[Case]) -> list[Case]:
     """The cases; where nothing is to be trained, those of which runs are kept."""
     found = [case for case in chosen if args.seeds or _seeds(case, args)]
     if not found:
-        raise InvalidInputError(fail("no kept runs to report", "--runs", args.runs,
-                                     "a folder with runs of today's sources and logs",
-                                     "name it, or train with --seeds 1 or more"))
+        raise InvalidInputError("no kept runs to report", "--runs", args.runs,
+                                "a folder with runs of today's sources and logs",
+                                "name it, or train with --seeds 1 or more")
     return found
 
 
@@ -289,10 +288,9 @@ def load(name: str, protocol: str) -> Interactions:
 def _load(name: str, protocol: str, found: tuple[tuple[str, int, int], ...]) -> Interactions:
     files, source = [path for path, *_ in found], DATA_SETS[name]
     if not files:
-        raise InvalidInputError(fail(f"no log of {name}", "OPER_DATA",
-                                     os.environ.get("OPER_DATA", ""),
-                                     f"a folder with {source.files}",
-                                     "set it to the folder that the log is in"))
+        raise InvalidInputError(f"no log of {name}", "OPER_DATA", os.environ.get("OPER_DATA", ""),
+                                f"a folder with {source.files}",
+                                "set it to the folder that the log is in")
     held = source.protocols[protocol]
     recipe, more = with_threshold(load_recipe(source.recipe), held.threshold), tuple(
         Column(name, "sparse", "string") for name in source.columns)

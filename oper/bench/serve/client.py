@@ -22,7 +22,7 @@ from oper.bench.core.child import Child, obey
 from oper.bench.core.memory import cpu_seconds
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
-from oper.errors import OperError, fail
+from oper.errors import OperError
 
 TOLERANCE = 1e-5  # of a score: requests are batched differently from time to time
 _ANSWER_S = 60.0  # beyond the length of a run
@@ -209,8 +209,8 @@ class _Sender:
             found.append(_scores(answer))
         epochs = {epoch for _, epoch in found}
         if len(epochs) != 1:
-            raise OperError(fail("cannot learn the scores", "epochs", sorted(epochs), "one",
-                                 "publish nothing meanwhile"))
+            raise OperError("cannot learn the scores", "epochs", sorted(epochs), "one",
+                            "publish nothing meanwhile")
         scores = np.stack([s for s, _ in found])
         self._expected[epochs.pop() % 2] = scores
         return scores
@@ -344,8 +344,8 @@ def _scores(answer: bytes) -> tuple[np.ndarray, int]:
     head, _, body = answer.partition(b"\r\n\r\n")
     length = _field(head + b"\r\n", HEADER_LENGTH.encode())
     if not head.startswith(b"HTTP/1.1 200 ") or not length:
-        raise OperError(fail("the server does not score", "answer", answer[:200], "scores",
-                             "see its log above"))
+        raise OperError("the server does not score", "answer", answer[:200], "scores",
+                        "see its log above")
     return decode_scores(body, int(length))
 
 

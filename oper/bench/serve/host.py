@@ -22,7 +22,7 @@ from oper.bench.serve.models import (
     make_predictor,
     warm_up,
 )
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.integration.checkpoint.follow import Change, Follower
 from oper.serve.model import PublishedModel
 from oper.serve.options import BatchOptions, ServeOptions
@@ -166,8 +166,8 @@ class _Quantised:
 
     def prepare(self, weights: Any = None) -> Callable[[], int]:
         """See `Source`."""
-        raise OperError(fail("cannot publish", "model", "TorchRec's", "one of OPER's",
-                             "start another server"))
+        raise OperError("cannot publish", "model", "TorchRec's", "one of OPER's",
+                        "start another server")
 
     def close(self) -> None:
         """Nothing is shared."""

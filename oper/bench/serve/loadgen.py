@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from oper.errors import MissingDependencyError, OperError, fail
+from oper.errors import MissingDependencyError, OperError
 
 MLPERF_MIN_DURATION_S = 600.0
 PERCENTILES = ("50.00", "90.00", "99.00", "99.90")
@@ -84,8 +84,8 @@ def library() -> Any:
     try:
         import mlperf_loadgen
     except ImportError as error:
-        raise MissingDependencyError(fail("cannot generate load", "import", str(error),
-                                          "mlperf_loadgen", "install oper[bench]")) from error
+        raise MissingDependencyError("cannot generate load", "import", str(error), "mlperf_loadgen",
+                                     "install oper[bench]") from error
     return mlperf_loadgen
 
 
@@ -127,8 +127,8 @@ def run(settings: Settings, issue: Issue) -> Result:
         summary = Path(folder) / "mlperf_log_summary.txt"
         text = summary.read_text() if summary.exists() else ""
     if failures:
-        raise OperError(fail("a query could not be issued", "error", failures[0], "none",
-                             "look at the log of the system under test")) from failures[0]
+        raise OperError("a query could not be issued", "error", failures[0], "none",
+                        "look at the log of the system under test") from failures[0]
     return parse(text)
 
 
@@ -183,8 +183,8 @@ def parse(text: str) -> Result:
         valid = fields["Result is"] == "VALID"
     except (KeyError, ValueError, StopIteration) as error:
         print(text, file=sys.stderr)
-        raise OperError(fail("cannot read LoadGen's summary", "field", str(error),
-                             "a summary of version 5 or later", "look at it above")) from None
+        raise OperError("cannot read LoadGen's summary", "field", str(error),
+                        "a summary of version 5 or later", "look at it above") from None
     notes = [re.sub(r"\s+", " ", f"{k}: {v}") for k, v in fields.items()
              if k.endswith("satisfied") and v.upper() == "NO"]
     return Result(valid, rate, {k: round(v / 1e6, 4) for k, v in found.items()}, notes)

@@ -34,7 +34,7 @@ from oper.bench.serve.models import (
     make_predictor,
     warm_up,
 )
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.serve.batching import Batcher, PendingRequest
 from oper.serve.options import BatchOptions, publish_options
 from oper.serve.wire import decode_request, encode_request, encode_scores
@@ -164,8 +164,8 @@ class Pool:
 
         def issue(pairs: list[tuple[int, int]]) -> None:
             if lost:
-                raise OperError(fail("a worker has ended", "system", self.kind, "running",
-                                     "see its log above"))
+                raise OperError("a worker has ended", "system", self.kind, "running",
+                                "see its log above")
             if len(pairs) == 1:
                 worker = min(used, key=lambda w: w.outstanding)
                 worker.outstanding += 1
@@ -183,8 +183,8 @@ class Pool:
             stop.set()
             receiver.join()
         if lost:
-            raise OperError(fail("a worker has ended during the run", "system", self.kind,
-                                 "running", "see its log above"))
+            raise OperError("a worker has ended during the run", "system", self.kind, "running",
+                            "see its log above")
         return result
 
     def close(self) -> None:

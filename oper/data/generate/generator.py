@@ -20,7 +20,7 @@ from oper.data.generate.popularity import (
     from_stats,
     power_law,
 )
-from oper.errors import InvalidInputError, fail, require, require_fields
+from oper.errors import InvalidInputError, require, require_fields
 from oper.stats import AccessStats, TableStats
 from oper.support.files import read_toml
 
@@ -168,10 +168,9 @@ def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Worklo
                         tuple(PRESETS[text]()), 1, seed)
     path = Path(text)
     if not path.is_file():
-        raise InvalidInputError(
-            fail("no such workload", "workload", text,
-                 f"one of {sorted(PRESETS)}, a .toml file or a statistics file",
-                 "use one of these names, or the path of a file"))
+        raise InvalidInputError("no such workload", "workload", text,
+                                f"one of {sorted(PRESETS)}, a .toml file or a statistics file",
+                                "use one of these names, or the path of a file")
     if path.suffix != ".toml":
         return workload_from_stats(AccessStats.load(path), seed=seed)
     return workload_from_dict(read_toml(path, f"cannot read {text!r} as a workload"), seed)
@@ -215,8 +214,7 @@ def _tables(what: str, entry: Any) -> list[TableModel]:
         popularity = power_law(int(entry["rows"]), float(entry.get("exponent", 1.05)),
                                float(entry.get("shift", 0.0)), tuple(entry.get("heavy", ())))
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidInputError(fail(what, "table", entry["name"], "numbers", str(error))
-                                ) from None
+        raise InvalidInputError(what, "table", entry["name"], "numbers", str(error)) from None
     require(what, "correct the file",
             ("lengths, weights", (values.tolist(), weights.tolist()),
              values.shape == weights.shape and values.ndim == 1 and values.min(initial=0) >= 0

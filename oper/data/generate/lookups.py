@@ -16,7 +16,7 @@ from oper.analysis.presence import Lookups
 from oper.data.arrays import lists
 from oper.data.folder import LOOKUPS
 from oper.data.generate.generator import Workload
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.stats import AccessStats
 from oper.support.files import atomic_write, check_local
 
@@ -42,8 +42,8 @@ def count_workload(workload: Workload, num_samples: int,
         check_local(folder)
     path = None if folder is None else Path(folder) / LOOKUPS
     if path is not None and path.exists():
-        raise InvalidInputError(fail("cannot write lookups", "path", str(path), "no such file yet",
-                                     "choose another folder"))
+        raise InvalidInputError("cannot write lookups", "path", str(path), "no such file yet",
+                                "choose another folder")
     counters = CountOptions().counters([t.name for t in workload.tables],
                                        [t.num_rows for t in workload.tables])
     schema = pa.schema([("day", pa.int8()), *((t.name, pa.list_(pa.int64()))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail, require
+from oper.errors import InvalidInputError, require
 from oper.stats import TableStats
 
 _EXPLICIT = 512      # hottest ranks of a power law, each a level of its own
@@ -37,9 +37,9 @@ class Popularity:
         keep = rows > 0
         total = float(rows @ weight)
         if not keep.any() or not np.isfinite(total) or total <= 0 or weight.min() < 0:
-            raise InvalidInputError(
-                fail("invalid popularity", "weights", weight[:5].tolist(),
-                     "finite, none negative, one above 0", "correct the specification"))
+            raise InvalidInputError("invalid popularity", "weights", weight[:5].tolist(),
+                                    "finite, none negative, one above 0",
+                                    "correct the specification")
         return Popularity(rows[keep], (rows * weight)[keep] / total)
 
     @property

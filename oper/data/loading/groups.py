@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from oper.data.arrays import places_of
 from oper.data.folder import Folder, reading
-from oper.errors import FileFormatError, fail
+from oper.errors import FileFormatError
 
 _OPEN_FILES = 16
 
@@ -85,9 +85,9 @@ class RowGroups:
             files.append((part.name, size))
         self.rows = np.array(rows, np.int64)
         if self.num_rows != folder.rows[split]:
-            raise FileFormatError(
-                fail(f"cannot read {str(folder.path)!r}", f"{split} rows", self.num_rows,
-                     f"{folder.rows[split]} as the manifest says", "preprocess again"))
+            raise FileFormatError(f"cannot read {str(folder.path)!r}", f"{split} rows",
+                                  self.num_rows, f"{folder.rows[split]} as the manifest says",
+                                  "preprocess again")
         known = json.dumps([folder.manifest, split, files, rows], sort_keys=True)
         self.digest = hashlib.sha256(known.encode()).hexdigest()[:32]
 
@@ -130,10 +130,9 @@ class GroupReader:
         part, number = self.groups.place(group)
         table = self._table(part, number)
         if table.num_rows != self.groups.rows[group]:
-            raise FileFormatError(
-                fail(f"cannot read {str(part)!r}", f"rows of row group {number}", table.num_rows,
-                     f"{self.groups.rows[group]}",
-                     "the folder changed while it was read, open it again"))
+            raise FileFormatError(f"cannot read {str(part)!r}", f"rows of row group {number}",
+                                  table.num_rows, f"{self.groups.rows[group]}",
+                                  "the folder changed while it was read, open it again")
         return {n: self._column(part, n, table.column(n)) for n in self.groups.columns}
 
     def _table(self, part: Path, number: int) -> pa.Table:
@@ -144,9 +143,9 @@ class GroupReader:
             self._files[part] = self.groups.folder.open_part(part, names)
         file = self._files[part]
         if number >= file.num_row_groups:
-            raise FileFormatError(
-                fail(f"cannot read {str(part)!r}", "row groups", file.num_row_groups,
-                     f"more than {number}", "the folder changed while it was read, open it again"))
+            raise FileFormatError(f"cannot read {str(part)!r}", "row groups", file.num_row_groups,
+                                  f"more than {number}",
+                                  "the folder changed while it was read, open it again")
         with reading(part):
             return file.read_row_group(number, columns=list(names), use_threads=False)
 
@@ -158,13 +157,13 @@ class GroupReader:
         kind = array.type
         if is_bags:
             if not pa.types.is_list(kind) or array.null_count:
-                raise FileFormatError(fail(what, name, str(kind), "lists without nulls", again))
+                raise FileFormatError(what, name, str(kind), "lists without nulls", again)
             kind = kind.value_type
         number = pa.types.is_integer(kind) or (pa.types.is_floating(kind) and not is_ids)
         if not number or (array.values if is_bags else array).null_count:
-            raise FileFormatError(fail(
-                what, name, f"{array.type}, {array.null_count} nulls",
-                "lists of ids" if is_bags else "one number per row, none null", again))
+            raise FileFormatError(what, name, f"{array.type}, {array.null_count} nulls",
+                                  "lists of ids" if is_bags else "one number per row, none null",
+                                  again)
         ends = None
         if is_bags:
             ends = np.asarray(array.offsets.to_numpy(), np.int64)
@@ -176,9 +175,8 @@ class GroupReader:
         # A negative id is a large unsigned one, so that one pass sees both bounds.
         if limit is not None and values.size and (
                 int(values.view(f"u{values.itemsize}").max()) >= limit):
-            raise FileFormatError(
-                fail(what, f"ids of {name}", (int(values.min()), int(values.max())),
-                     f"0 <= id < num_rows={limit}", again))
+            raise FileFormatError(what, f"ids of {name}", (int(values.min()), int(values.max())),
+                                  f"0 <= id < num_rows={limit}", again)
         return Column(values, ends)
 
 

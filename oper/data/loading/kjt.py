@@ -12,7 +12,7 @@ import torch
 from oper.data.folder import Folder
 from oper.data.loading.groups import Column, joined
 from oper.data.loading.windows import Window
-from oper.errors import FileFormatError, MissingDependencyError, fail, require
+from oper.errors import FileFormatError, MissingDependencyError, require
 from oper.support import native
 
 
@@ -32,9 +32,9 @@ def torchrec_batch(dense: torch.Tensor, features: dict[str, Any], labels: torch.
         from torchrec.datasets.utils import Batch
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
     except ImportError as error:
-        raise MissingDependencyError(fail(
-            "cannot make a KeyedJaggedTensor", "import", str(error), "torchrec",
-            "install it: pip install 'oper[torchrec]'")) from None
+        raise MissingDependencyError("cannot make a KeyedJaggedTensor", "import", str(error),
+                                     "torchrec",
+                                     "install it: pip install 'oper[torchrec]'") from None
     kjt = KeyedJaggedTensor(**features)
     kjt.offsets()
     return Batch(dense, kjt, labels)
@@ -143,9 +143,9 @@ class Assembly:
         own, ids = columns[self.weights[name]], columns[name]
         if own[0].ends is not None and ids[0].ends is not None and not np.array_equal(
                 own[0].ends, ids[0].ends):
-            raise FileFormatError(
-                fail(f"cannot read {str(self.folder.path)!r}", f"lengths of {self.weights[name]}",
-                     "other ones", f"one weight per id of {name}", "make the column anew"))
+            raise FileFormatError(f"cannot read {str(self.folder.path)!r}",
+                                  f"lengths of {self.weights[name]}", "other ones",
+                                  f"one weight per id of {name}", "make the column anew")
         return _floats(own), own[0].ends
 
 

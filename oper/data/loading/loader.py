@@ -18,7 +18,7 @@ from oper.data.folder import Folder
 from oper.data.loading.groups import RowGroups
 from oper.data.loading.kjt import Assembly
 from oper.data.loading.windows import EpochOrder, WindowReader
-from oper.errors import InvalidInputError, fail, require, require_fields
+from oper.errors import InvalidInputError, require, require_fields
 
 _STATE_KIND, _STATE_VERSION = "oper-loader", 1
 
@@ -199,9 +199,9 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         if of is None:
             first += worker
         elif of != [worker, workers]:
-            raise InvalidInputError(
-                fail("cannot resume", "worker, workers", [worker, workers], f"{of} as when the "
-                     "state was saved", "use the same num_workers, or a state of the main process"))
+            raise InvalidInputError("cannot resume", "worker, workers", [worker, workers],
+                                    f"{of} as when the state was saved",
+                                    "use the same num_workers, or a state of the main process")
         self._turn += 1
         self._next = min(first, len(self))
         return self._batches(range(first, len(self), workers), self.epoch, self._turn)
@@ -275,13 +275,13 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         keys = {*expected, "epoch", "batch", "worker"}
         if not isinstance(state, Mapping) or set(state) != keys:
             shown = sorted(map(str, state)) if isinstance(state, Mapping) else state
-            raise InvalidInputError(fail(what, "keys", shown, f"{sorted(keys)}",
-                                         "pass what state_dict() returned"))
+            raise InvalidInputError(what, "keys", shown, f"{sorted(keys)}",
+                                    "pass what state_dict() returned")
         for name, value in expected.items():
             if state[name] != value or type(state[name]) is not type(value):
-                raise InvalidInputError(fail(
+                raise InvalidInputError(
                     what, name, state[name], f"{value!r} of this loader", _REMEDIES.get(
-                        name, "make the loader as it was, or begin an epoch with set_epoch()")))
+                        name, "make the loader as it was, or begin an epoch with set_epoch()"))
         epoch, batch, worker = state["epoch"], state["batch"], state["worker"]
         pair = list(worker) if isinstance(worker, list | tuple) else []
         require(what, "pass what state_dict() returned",

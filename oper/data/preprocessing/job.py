@@ -37,7 +37,7 @@ from oper.data.vocabulary.building import Vocabulary, build, build_hashed
 from oper.data.vocabulary.finished import write_unseen
 from oper.data.vocabulary.merging import RunMerger
 from oper.data.vocabulary.raw_keys import MISSING_KEY, RawKeys
-from oper.errors import FileFormatError, InvalidInputError, fail, require
+from oper.errors import FileFormatError, InvalidInputError, require
 from oper.support.files import read_json, write_text
 
 _log = logging.getLogger(__name__)
@@ -49,11 +49,10 @@ def occupied(target: str, is_ours: bool) -> InvalidInputError:
     """The error for an output folder that holds an earlier output (`is_ours`) or something else."""
     what = "cannot write the preprocessed folder"
     if is_ours:
-        return InvalidInputError(fail(what, "output", target, "a new or empty folder",
-                                      "it holds an earlier output: pass --force to replace it"))
-    return InvalidInputError(
-        fail(what, "output", target, "a new or empty folder, or an earlier output",
-             "it holds something else: choose another folder"))
+        return InvalidInputError(what, "output", target, "a new or empty folder",
+                                 "it holds an earlier output: pass --force to replace it")
+    return InvalidInputError(what, "output", target, "a new or empty folder, or an earlier output",
+                             "it holds something else: choose another folder")
 
 
 @dataclass(slots=True)
@@ -93,10 +92,10 @@ class Job(JobSpec):
         """Raise InvalidInputError where the output folder holds something that is to stay."""
         target = self.target
         if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 "cannot write the preprocessed folder", "output", str(target),
                 "a folder that a finished one can take the place of, neither a mount point nor "
-                "the current folder", "name a new folder inside it"))
+                "the current folder", "name a new folder inside it")
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             return
         is_ours = self.read_manifest().get("kind") == FOLDER_KIND
@@ -210,9 +209,9 @@ class Job(JobSpec):
 
     @staticmethod
     def _no_training_row() -> InvalidInputError:
-        return InvalidInputError(
-            fail("cannot preprocess", "training rows", 0, "at least one well-formed row",
-                 "lower the other shares or pass a longer log"))
+        return InvalidInputError("cannot preprocess", "training rows", 0,
+                                 "at least one well-formed row",
+                                 "lower the other shares or pass a longer log")
 
     def _split(self) -> Split:
         records = [self.stage.record(k) for k in range(len(self.units))]

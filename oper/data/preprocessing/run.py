@@ -34,7 +34,7 @@ from oper.data.vocabulary.finished import (
     FinishedVocabulary,
     check_columns,
 )
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.support.files import no_room
 
 _log = logging.getLogger(__name__)
@@ -160,10 +160,10 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
         full = no_room(error)
         if full is None:
             raise
-        raise InvalidInputError(
-            fail("cannot preprocess", "file", os.fspath(full.filename or job.work),
-                 "room to write it", f"{full.strerror}: free some, then the same command goes on "
-                 f"where it stopped (work so far: {job.work})")) from error
+        raise InvalidInputError("cannot preprocess", "file", os.fspath(full.filename or job.work),
+                                "room to write it",
+                                f"{full.strerror}: free some, then the same command goes on "
+                                f"where it stopped (work so far: {job.work})") from error
     except KeyboardInterrupt:
         _log.warning("interrupted; the same command goes on where it stopped (work so far: %s)",
                      job.work)
@@ -185,8 +185,9 @@ def _check_apart(paths: Sequence[str], output: str) -> None:
     inside = [p for p in paths if store.full_name(
         p if store.is_url(p) else os.path.realpath(p)).startswith(folder)]
     if inside:
-        raise InvalidInputError(fail("cannot preprocess", "inputs", inside[:3], "files outside of "
-                                     f"the output {folder!r}", "write to a folder beside the log"))
+        raise InvalidInputError("cannot preprocess", "inputs", inside[:3],
+                                f"files outside of the output {folder!r}",
+                                "write to a folder beside the log")
 
 
 def _warn_about_order(paths: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from oper.data.arrays import lists, places_of
 from oper.data.folder import MANIFEST, SPLITS, Folder, reading
 from oper.data.preprocessing.manifest import parts_of
 from oper.data.preprocessing.writing import PartWriter, WriteOptions
-from oper.errors import InvalidInputError, fail, require
+from oper.errors import InvalidInputError, require
 from oper.support.files import check_local, told_of_room, write_text
 
 _ROWS_AT_ONCE = 1 << 20  # that are held in memory, unless they would make too many files
@@ -123,10 +123,10 @@ def write_sequences(
     for name in (by, *kept, *(columns or ())):
         if name not in single:
             is_named = name in (by, *(columns or ()))
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 what, "column", name, f"a sparse column of one id per row, of {single}",
                 "name one of them" if is_named else "leave it out, by naming the columns to keep: "
-                "nothing would tell the ids of one event from those of the next"))
+                "nothing would tell the ids of one event from those of the next")
     require(what, "choose another length",
             ("min_length", min_length, min_length >= 1, ">= 1"),
             ("max_length", max_length, max_length is None or max_length >= 1, "None or >= 1"))

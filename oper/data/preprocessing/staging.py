@@ -29,7 +29,7 @@ from oper.data.reading.pagecache import Passing
 from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, concat, in_order, piece_rows
 from oper.data.recipe import Recipe
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError
 from oper.support import native
 
 
@@ -102,10 +102,9 @@ class Stage:
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise FileFormatError(
-                fail("cannot go on with an interrupted run", "file", str(path),
-                     f"a whole one ({error})", "give the command again, which begins anew")
-            ) from None
+            raise FileFormatError("cannot go on with an interrupted run", "file", str(path),
+                                  f"a whole one ({error})",
+                                  "give the command again, which begins anew") from None
         return found
 
     def minutes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -273,10 +272,9 @@ def kinds_of(records: Sequence[dict[str, Any]], paths: Sequence[str], columns: S
         named = {_KINDS[kind]: path for kind, path in kinds.items()}
         for several in (named, forms):
             if len(several) > 1:
-                raise InvalidInputError(fail(
-                    "cannot preprocess", f"types of column {name!r}", several,
-                    "the same type in all files", "convert the files, so that equal values get "
-                    "equal ids"))
+                raise InvalidInputError("cannot preprocess", f"types of column {name!r}", several,
+                                        "the same type in all files",
+                                        "convert the files, so that equal values get equal ids")
         found.append(next(iter(kinds), ""))
     return found
 

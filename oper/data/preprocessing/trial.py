@@ -23,7 +23,7 @@ from oper.data.reading.lines import Unit, read_blocks
 from oper.data.reading.readers import open_parquet
 from oper.data.reading.text import parse_options, unified
 from oper.data.recipe import Column, Layout, Recipe
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 ROWS = 10_000
 _BLOCK_BYTES = 1 << 17
@@ -119,9 +119,8 @@ def _first_lines(path: str, layout: Layout, num_rows: int) -> list[bytes]:
 def _first_rows(path: str, layout: Layout, folder: Path, num_rows: int) -> tuple[str, int]:
     """A copy of the first rows of a file, as plain text or Parquet, and how many it has, about."""
     if layout.format == "npy":
-        raise InvalidInputError(fail("cannot make a dry run", "format", "npy", "text or Parquet",
-                                     "leave --dry-run out: such files say themselves what they hold"
-                                     ))
+        raise InvalidInputError("cannot make a dry run", "format", "npy", "text or Parquet",
+                                "leave --dry-run out: such files say themselves what they hold")
     # Folders NAME=VALUE of the path are columns.
     partition = [p for p in path.split("/")[:-1] if "=" in p]
     target = folder.joinpath(*partition) / os.path.basename(path.partition("?")[0])

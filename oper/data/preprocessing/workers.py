@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from oper.data.preprocessing.job import Job
-from oper.errors import MissingDependencyError, fail
+from oper.errors import MissingDependencyError
 from oper.support.processes import end_with_parent
 
 
@@ -54,8 +54,8 @@ def on_ray(job: Job, count: int) -> Iterator[None]:
     try:
         import ray
     except ImportError:
-        raise MissingDependencyError(fail("cannot use a Ray cluster", "ray", None, "installed",
-                                          "pip install 'oper[data]'")) from None
+        raise MissingDependencyError("cannot use a Ray cluster", "ray", None, "installed",
+                                     "pip install 'oper[data]'") from None
     mine = not ray.is_initialized()
     if mine:
         ray.init(log_to_driver=False, configure_logging=False)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from oper.errors import InvalidInputError, OperError, fail
+from oper.errors import InvalidInputError, OperError
 from oper.support.files import write_text
 from oper.support.locks import alone
 
@@ -122,15 +122,14 @@ class WorkFolder:
         if about and self._is_used():
             who = f"process {about.get('process')} on {about.get('host')}"
             raise InvalidInputError(
-                fail("cannot preprocess", "output", str(self._target),
-                     "a folder that no other run is writing",
-                     f"one with other inputs or settings, begun by {who}, is at work in "
-                     f"{str(self.path)!r}: wait for its end, or choose another folder"))
+                "cannot preprocess", "output", str(self._target),
+                "a folder that no other run is writing",
+                f"one with other inputs or settings, begun by {who}, is at work in "
+                f"{str(self.path)!r}: wait for its end, or choose another folder")
         if about and not force:
-            raise InvalidInputError(
-                fail("cannot go on with an interrupted run", "work", str(self.path),
-                     "the same inputs and settings",
-                     "give these again, or pass --force to begin anew"))
+            raise InvalidInputError("cannot go on with an interrupted run", "work", str(self.path),
+                                    "the same inputs and settings",
+                                    "give these again, or pass --force to begin anew")
 
     def _make(self, begin: Callable[[Path], None]) -> None:
         self._remove()

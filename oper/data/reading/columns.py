@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from oper.data.recipe import Column
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 _ARROW_TYPES = {
     "hex32": pa.binary(8), "uint32": pa.int64(), "uint64": pa.uint64(), "int": pa.int64(),
@@ -331,6 +331,5 @@ def holds(column: pa.ChunkedArray, operator: str, value: str, path: str) -> pa.C
     try:
         return pc.fill_null(_COMPARES[operator](column, pa.scalar(value).cast(column.type)), False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise InvalidInputError(
-            fail(f"cannot filter {path!r}", "value", value, f"one of type {column.type}",
-                 str(error)[:120])) from None
+        raise InvalidInputError(f"cannot filter {path!r}", "value", value,
+                                f"one of type {column.type}", str(error)[:120]) from None

@@ -19,7 +19,7 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from oper.data.reading import store
-from oper.errors import FileFormatError, OperError, fail
+from oper.errors import FileFormatError, OperError
 from oper.support.locks import alone
 
 _log = logging.getLogger(__name__)
@@ -127,6 +127,5 @@ def open_text(path: str) -> Iterator[BinaryIO]:
     except OperError:
         raise
     except (RuntimeError, ValueError) as error:
-        raise FileFormatError(
-            fail(f"cannot read {path!r}", "gzip", str(error)[:200], "a complete file",
-                 f"fetch it again, and remove {str(index)!r}")) from None
+        raise FileFormatError(f"cannot read {path!r}", "gzip", str(error)[:200], "a complete file",
+                              f"fetch it again, and remove {str(index)!r}") from None

@@ -17,7 +17,7 @@ from oper.data.reading.readers import read_unit, where
 from oper.data.reading.rows import Rows, concat, in_order
 from oper.data.recipe import Cross, Join, Recipe
 from oper.data.vocabulary.building import hash64
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError
 
 
 class Derived:
@@ -63,21 +63,21 @@ class _SideTable:
             for rows in read_unit(unit, recipe):
                 if rows.num_bad:
                     raise FileFormatError(
-                        fail("cannot join a side table", "malformed rows", rows.num_bad, "none",
-                             f"correct the file; the first: {where(unit, recipe, rows.bad[0])}"))
+                        "cannot join a side table", "malformed rows", rows.num_bad, "none",
+                        f"correct the file; the first: {where(unit, recipe, rows.bad[0])}")
                 parts.append(rows)
         if not parts:
-            raise FileFormatError(fail("cannot join a side table", "rows", 0, "at least one",
-                                       f"pass another file than {join.file!r}"))
+            raise FileFormatError("cannot join a side table", "rows", 0, "at least one",
+                                  f"pass another file than {join.file!r}")
         at = recipe.names("sparse").index(join.key)
         table = concat(parts)
         self._keys = _single(table.sparse[at], join.key)
         distinct = pc.count_distinct(self._keys, mode="only_valid").as_py()
         if distinct < len(self._keys) - self._keys.null_count:
-            raise FileFormatError(
-                fail(f"cannot join {join.file!r}", f"different keys {join.key!r}", distinct,
-                     f"{len(self._keys) - self._keys.null_count}, one row each",
-                     "leave one row of each key in the file"))
+            raise FileFormatError(f"cannot join {join.file!r}", f"different keys {join.key!r}",
+                                  distinct,
+                                  f"{len(self._keys) - self._keys.null_count}, one row each",
+                                  "leave one row of each key in the file")
         kept = replace(table, sparse=tuple(x for k, x in enumerate(table.sparse) if k != at))
         self._rows = concat([kept, _missing_row(kept)])
 
@@ -100,8 +100,8 @@ def _missing_row(like: Rows) -> Rows:
 def _single(ids: Ids, name: str) -> pa.Array:
     """The values of a column of one id each; raises InvalidInputError."""
     if ids.lengths is not None:
-        raise InvalidInputError(fail("cannot join or cross a column", "column", name,
-                                     "one id per row", "name a column without lists"))
+        raise InvalidInputError("cannot join or cross a column", "column", name, "one id per row",
+                                "name a column without lists")
     return ids.values
 
 

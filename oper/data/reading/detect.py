@@ -10,7 +10,7 @@ from oper.data.reading.lines import Unit, expand_inputs, first_line, is_empty, u
 from oper.data.reading.readers import is_arrays, is_companion, is_parquet, open_parquet
 from oper.data.reading.text import split_line
 from oper.data.recipe import Layout, Recipe
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError
 
 _UNIT_ROWS = 1 << 20  # of a Parquet file, about
 
@@ -19,9 +19,8 @@ def find_inputs(recipe: Recipe, inputs: Sequence[str]) -> list[str]:
     """The files to read, in order; raises InvalidInputError."""
     paths = [p for p in expand_inputs(inputs) if not is_companion(p, recipe.layouts)]
     if not paths:
-        raise InvalidInputError(
-            fail("cannot read the log", "inputs", list(inputs), "a file of sparse ids",
-                 "name the ..._sparse.npy files"))
+        raise InvalidInputError("cannot read the log", "inputs", list(inputs),
+                                "a file of sparse ids", "name the ..._sparse.npy files")
     return paths
 
 
@@ -75,14 +74,14 @@ def choose_layout(recipe: Recipe, path: str) -> Layout:
                   or (len(found) == 1 and not (found[0].ask and len(recipe.layouts) > 1))):
         return found[0]
     if found:
-        raise InvalidInputError(
-            fail(f"cannot tell the layout of {path!r}", "layout", [x.name for x in found],
-                 "one of them", "the columns look alike: name it with --layout"))
+        raise InvalidInputError(f"cannot tell the layout of {path!r}", "layout",
+                                [x.name for x in found], "one of them",
+                                "the columns look alike: name it with --layout")
     line = first_line(path)
-    raise FileFormatError(
-        fail(f"cannot read {path!r} by recipe {recipe.name!r}", "first line", line[:120],
-             f"one of the layouts {', '.join(map(_describe, recipe.layouts))}",
-             "pass a log in one of these layouts, or choose another recipe"))
+    raise FileFormatError(f"cannot read {path!r} by recipe {recipe.name!r}", "first line",
+                          line[:120],
+                          f"one of the layouts {', '.join(map(_describe, recipe.layouts))}",
+                          "pass a log in one of these layouts, or choose another recipe")
 
 
 def _describe(layout: Layout) -> str:

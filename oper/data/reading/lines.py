@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from oper.data.reading import cuts, store
 from oper.data.recipe import Layout
-from oper.errors import FileFormatError, fail, require
+from oper.errors import FileFormatError, require
 
 MAX_LINE_BYTES = 1 << 20
 _MARK = b"\xef\xbb\xbf"  # byte order mark
@@ -124,9 +124,8 @@ def open_text(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     with store.open_input(path) as raw:
         kind = _kind(raw)
         if kind not in ("plain", *_COMPRESSED):
-            raise FileFormatError(
-                fail(f"cannot read {path!r}", "format", kind,
-                     f"plain text, {', '.join(_COMPRESSED)}", "unpack it"))
+            raise FileFormatError(f"cannot read {path!r}", "format", kind,
+                                  f"plain text, {', '.join(_COMPRESSED)}", "unpack it")
         try:
             if kind == "plain":
                 yield raw, raw
@@ -140,9 +139,8 @@ def open_text(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
             if kind == "plain" or (isinstance(error, OSError) and error.errno is not None):
                 raise
-            raise FileFormatError(
-                fail(f"cannot read {path!r}", kind, str(error), "a complete file",
-                     "fetch it again")) from None
+            raise FileFormatError(f"cannot read {path!r}", kind, str(error), "a complete file",
+                                  "fetch it again") from None
 
 
 @contextlib.contextmanager
@@ -305,9 +303,9 @@ def _whole_lines(path: str, memory: bytearray, part: tuple[int, int], layout: La
             stop, cut = cut, max(begin, memory.rfind(b"\n", begin, cut - 1) + 1)
             is_open ^= _is_open(memory[cut:stop], layout)
     if end - cut > MAX_LINE_BYTES:
-        raise FileFormatError(
-            fail(f"cannot read {path!r}", "line_bytes", end - cut, f"<= {MAX_LINE_BYTES}",
-                 "close the quote that stays open, or pass a text log"))
+        raise FileFormatError(f"cannot read {path!r}", "line_bytes", end - cut,
+                              f"<= {MAX_LINE_BYTES}",
+                              "close the quote that stays open, or pass a text log")
     return cut
 
 

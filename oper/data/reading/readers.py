@@ -31,7 +31,7 @@ from oper.data.reading.plain import is_plain, read_plain
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, by_halves, show
 from oper.data.reading.text import TextLayout, no_rows, parse_block, rows_of, text_layout
 from oper.data.recipe import Column, Layout, Recipe, conditions
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError
 
 _BATCH_ROWS = 1 << 16
 _FIRST_ROWS = 1000        # of a Parquet file, looked at before work begins
@@ -90,15 +90,15 @@ def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None
             pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
         kind = kind.value_type if is_list else kind
         if column.kind == "sparse" and (pa.types.is_nested(kind) or pa.types.is_temporal(kind)):
-            raise InvalidInputError(
-                fail(f"cannot read {path!r}", f"type of the id column {column.name!r}", str(kind),
-                     "integers, texts or lists of these", "convert the column"))
+            raise InvalidInputError(f"cannot read {path!r}",
+                                    f"type of the id column {column.name!r}", str(kind),
+                                    "integers, texts or lists of these", "convert the column")
         is_fraction = pa.types.is_floating(kind) or pa.types.is_decimal(kind)
         if column.kind == "sparse" and is_fraction and column.parse in ("string", "hex32"):
             raise InvalidInputError(
-                fail(f"cannot read {path!r}", f"type of the id column {column.name!r}", str(kind),
-                     "integers, texts or lists of these", "for ids written as 17850.0 pass "
-                     f'--sparse {column.name}:integral, or set parse = "integral" in the recipe'))
+                f"cannot read {path!r}", f"type of the id column {column.name!r}", str(kind),
+                "integers, texts or lists of these", "for ids written as 17850.0 pass "
+                f'--sparse {column.name}:integral, or set parse = "integral" in the recipe')
 
 
 def where(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
@@ -139,9 +139,9 @@ def _arrow_columns(layout: Layout, table: pa.Table, path: str
             continue
         found = [name for name in column.sources if name in table.schema.names]
         if len(found) != 1:
-            raise FileFormatError(
-                fail(f"cannot read {path!r}", "columns", table.schema.names[:20],
-                     f"a column {' or '.join(column.sources)!r}", "name the right columns"))
+            raise FileFormatError(f"cannot read {path!r}", "columns", table.schema.names[:20],
+                                  f"a column {' or '.join(column.sources)!r}",
+                                  "name the right columns")
         columns[column.name] = (column, table.column(found[0]).combine_chunks())
     return columns
 
@@ -236,9 +236,8 @@ def _read_parquet(unit: Unit, recipe: Recipe, layout: Layout) -> Iterator[Rows]:
                 yield _arrow_rows(columns, recipe, rows + first)
             first += file.metadata.row_group(group).num_rows
         except (pa.ArrowInvalid, OSError) as error:
-            raise FileFormatError(
-                fail(f"cannot read {unit.path!r}", "row group", group, "a complete Parquet file",
-                     str(error)[:200])) from None
+            raise FileFormatError(f"cannot read {unit.path!r}", "row group", group,
+                                  "a complete Parquet file", str(error)[:200]) from None
 
 
 def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, size: int
@@ -264,9 +263,9 @@ def _tables(file: pq.ParquetFile, path: str, layout: Layout, group: int | None, 
     added = [n for n in wanted if n in folders and n not in held]
     unknown = [n for n, _, _ in filters if n not in held and n not in folders]
     if unknown:
-        raise InvalidInputError(fail(f"cannot filter {path!r}", "columns", unknown,
-                                     f"columns of the file, of {held[:20]}",
-                                     "name columns of the file in the filter"))
+        raise InvalidInputError(f"cannot filter {path!r}", "columns", unknown,
+                                f"columns of the file, of {held[:20]}",
+                                "name columns of the file in the filter")
     first = 0
     for batch in file.iter_batches(size, row_groups=None if group is None else [group],
                                    columns=[n for n in wanted if n in held]):
@@ -286,9 +285,9 @@ def open_parquet(path: str) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(store.open_input(path) if store.is_url(path) else path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise FileFormatError(
-            fail(f"cannot read {path!r}", "content", str(error)[:200], "a complete Parquet file",
-                 "pass a Parquet file, or fetch this one again")) from None
+        raise FileFormatError(f"cannot read {path!r}", "content", str(error)[:200],
+                              "a complete Parquet file",
+                              "pass a Parquet file, or fetch this one again") from None
 
 
 def _arrow_rows(columns: dict[str, tuple[Column, pa.Array]], recipe: Recipe, rows: np.ndarray
@@ -321,9 +320,9 @@ def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:
     shapes = (dense.shape[:2], labels.reshape(len(labels), -1).shape, members.shape)
     count = len(labels)
     if shapes != ((count, len(recipe.names("dense"))), (count, 1), (count, len(names))):
-        raise FileFormatError(
-            fail(f"cannot read {unit.path!r}", "shapes of dense, labels, sparse", shapes,
-                 f"rows x {len(recipe.names('dense'))}, 1, {len(names)}", "pass matching files"))
+        raise FileFormatError(f"cannot read {unit.path!r}", "shapes of dense, labels, sparse",
+                              shapes, f"rows x {len(recipe.names('dense'))}, 1, {len(names)}",
+                              "pass matching files")
     for start in range(0, count, _BATCH_ROWS):
         part = slice(start, min(start + _BATCH_ROWS, count))
         rows = np.arange(part.start, part.stop)
@@ -348,19 +347,18 @@ def num_arrays_rows(path: str) -> int:
 
 def _load(path: str) -> np.ndarray:
     if store.is_url(path):
-        raise InvalidInputError(fail("cannot read arrays", "path", path,
-                                     "a local file, since arrays are memory-mapped",
-                                     "copy the day's files to a local folder"))
+        raise InvalidInputError("cannot read arrays", "path", path,
+                                "a local file, since arrays are memory-mapped",
+                                "copy the day's files to a local folder")
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise InvalidInputError(
-            fail("cannot read arrays", "path", path, "an existing file beside the others",
-                 "put the day's dense, sparse and labels files into one folder")) from None
+            "cannot read arrays", "path", path, "an existing file beside the others",
+            "put the day's dense, sparse and labels files into one folder") from None
     except (ValueError, EOFError, OSError) as error:
-        raise FileFormatError(
-            fail(f"cannot read {path!r}", "content", str(error)[:200], "a complete .npy file",
-                 "fetch it again")) from None
+        raise FileFormatError(f"cannot read {path!r}", "content", str(error)[:200],
+                              "a complete .npy file", "fetch it again") from None
 
 
 class _Members:
@@ -373,15 +371,14 @@ class _Members:
             self._files = [archive.open(f"{k}.npy") for k in range(count)]
             heads = [read_header(file) for file in self._files]
         except (zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
-            raise FileFormatError(
-                fail(f"cannot read {path!r}", "content", str(error)[:200],
-                     f"a complete .npz with members 0..{count - 1}", "fetch it again")) from None
+            raise FileFormatError(f"cannot read {path!r}", "content", str(error)[:200],
+                                  f"a complete .npz with members 0..{count - 1}",
+                                  "fetch it again") from None
         bad = [h for h in heads if len(h[0]) != 2 or h[1] or h[2].kind not in "iu"
                or h[0][0] != heads[0][0][0]]
         if bad:
-            raise FileFormatError(
-                fail(f"cannot read {path!r}", "member", bad[0], "integers [rows, ids per bag]",
-                     "make the file again"))
+            raise FileFormatError(f"cannot read {path!r}", "member", bad[0],
+                                  "integers [rows, ids per bag]", "make the file again")
         self._heads = heads
         self.shape = (heads[0][0][0], count)
 
@@ -391,9 +388,8 @@ class _Members:
         for file, (shape, _, dtype) in zip(self._files, self._heads, strict=True):
             raw = file.read(count * shape[1] * dtype.itemsize)
             if len(raw) != count * shape[1] * dtype.itemsize:
-                raise FileFormatError(
-                    fail(f"cannot read {self._path!r}", "rows", "fewer than its header says",
-                         f"{shape[0]}", "fetch it again"))
+                raise FileFormatError(f"cannot read {self._path!r}", "rows",
+                                      "fewer than its header says", f"{shape[0]}", "fetch it again")
             yield np.frombuffer(raw, dtype).reshape(count, shape[1]).astype(np.int64)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
 from oper.data.reading.workbook import rows_as_csv
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 Inputs: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]  # one name or several
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -55,10 +55,9 @@ def filesystem(url: str) -> tuple[Any, str, str]:
             other, path = fsspec.core.url_to_fs(plain)
             found = fs.PyFileSystem(fs.FSSpecHandler(other))
     except (pa.ArrowException, ImportError, OSError, ValueError) as error:
-        raise InvalidInputError(
-            fail("cannot open a store", "URL", plain, "one that pyarrow or an installed fsspec "
-                 "library can open", f"{str(error)[:200]}: correct it, or install the library")
-        ) from None
+        raise InvalidInputError("cannot open a store", "URL", plain,
+                                "one that pyarrow or an installed fsspec library can open",
+                                f"{str(error)[:200]}: correct it, or install the library") from None
     return found, path, mark + query
 
 
@@ -68,12 +67,11 @@ def _asking(url: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise InvalidInputError(fail("cannot read the log", "input", url, "an existing file",
-                                     "check the path")) from None
+        raise InvalidInputError("cannot read the log", "input", url, "an existing file",
+                                "check the path") from None
     except OSError as error:
-        raise InvalidInputError(
-            fail("cannot use a store", "URL", url, "one that answers and lets you in",
-                 str(error)[:300])) from None
+        raise InvalidInputError("cannot use a store", "URL", url,
+                                "one that answers and lets you in", str(error)[:300]) from None
 
 
 def open_input(path: str) -> BinaryIO:

@@ -22,7 +22,7 @@ from oper.data.reading.columns import EXPECTED, MalformedError, holds
 from oper.data.reading.lines import Block
 from oper.data.reading.rows import MAX_EXAMPLES, BadRow, Rows, by_halves, show
 from oper.data.recipe import Column, Layout, Recipe, conditions, is_number
-from oper.errors import FileFormatError, InvalidInputError, fail
+from oper.errors import FileFormatError, InvalidInputError
 
 SEPARATORS = (",", "\t", ";", "|", "::", " ")
 _UNIT_SEPARATOR = "\x1f"  # stands in for separators of several characters
@@ -70,9 +70,9 @@ def split_line(line: str, layout: Layout) -> list[str]:
     try:
         return next(csv.reader([line], **_dialect(layout.separator, layout)), [])
     except csv.Error as error:  # such as lines that end in carriage returns alone
-        raise FileFormatError(fail(
-            "cannot read the log", "line", line[:80], "fields of quoted text in lines that end in "
-            "line feeds", f"{error}: convert the file")) from None
+        raise FileFormatError("cannot read the log", "line", line[:80],
+                              "fields of quoted text in lines that end in line feeds",
+                              f"{error}: convert the file") from None
 
 
 def _dialect(separator: str, layout: Layout) -> dict[str, Any]:
@@ -113,16 +113,15 @@ def _by_header(layout: Layout, header: Sequence[str], path: str
         elif convert.arrow_type(wanted[places[0]]) == convert.arrow_type(column):
             also.append((places[0], column))
         else:
-            raise InvalidInputError(
-                fail(f"recipe layout {layout.name!r}", "columns of one source",
-                     [wanted[places[0]].name, column.name], "the same type of number or text",
-                     "correct the recipe"))
+            raise InvalidInputError(f"recipe layout {layout.name!r}", "columns of one source",
+                                    [wanted[places[0]].name, column.name],
+                                    "the same type of number or text", "correct the recipe")
     if missing:
         raise FileFormatError(
-            fail(f"cannot read {path!r}", "header", ",".join(header),
-                 f"each of the columns {missing[:8]} once",
-                 separator_advice(layout, layout.separator.join(header)) or
-                 "name the columns of its header, or pass a file with these columns"))
+            f"cannot read {path!r}", "header", ",".join(header),
+            f"each of the columns {missing[:8]} once",
+            separator_advice(layout, layout.separator.join(header)) or
+            "name the columns of its header, or pass a file with these columns")
     return tuple(wanted.get(k, Column(f"skip {k}", "skip")) for k in range(len(header))), also
 
 
@@ -257,9 +256,9 @@ def _records(data: bytes, text: TextLayout, block: Block) -> list[list[bytes]]:
     except csv.Error as error:
         records, why = [], str(error)
     if why:
-        raise FileFormatError(
-            fail(f"cannot read {block.path!r}", f"text from row {block.first_row + 1} on", why,
-                 "quoted fields", "correct the file"))
+        raise FileFormatError(f"cannot read {block.path!r}",
+                              f"text from row {block.first_row + 1} on", why, "quoted fields",
+                              "correct the file")
     return records
 
 

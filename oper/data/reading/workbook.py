@@ -7,7 +7,7 @@ import io
 import zipfile
 from collections.abc import Iterator
 
-from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError, fail
+from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
 
 
 def rows_as_csv(path: str) -> Iterator[bytes]:
@@ -22,17 +22,16 @@ def rows_as_csv(path: str) -> Iterator[bytes]:
     try:
         import openpyxl  # type: ignore[import-untyped]
     except ImportError:
-        raise MissingDependencyError(
-            fail(what, "openpyxl", None, "installed",
-                 "pip install 'oper[data]', or save the sheet as CSV")) from None
+        raise MissingDependencyError(what, "openpyxl", None, "installed",
+                                     "pip install 'oper[data]', or save the sheet as CSV") from None
     try:
         book = openpyxl.load_workbook(path, read_only=True, data_only=True)
     except FileNotFoundError:
-        raise InvalidInputError(fail("cannot read the log", "input", path, "an existing file",
-                                     "check the path")) from None
+        raise InvalidInputError("cannot read the log", "input", path, "an existing file",
+                                "check the path") from None
     except (zipfile.BadZipFile, KeyError, OSError) as error:
-        raise FileFormatError(fail(what, "content", str(error)[:200], "an Excel workbook",
-                                   "fetch it again")) from None
+        raise FileFormatError(what, "content", str(error)[:200], "an Excel workbook",
+                              "fetch it again") from None
     for row in book.worksheets[0].iter_rows(values_only=True):
         out = io.StringIO(newline="")
         csv.writer(out, lineterminator="\n").writerow(row)

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from oper.data.arrays import save
 from oper.data.generate.ids import mix64
 from oper.data.vocabulary.merging import RunMerger
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.support import native
 
 _WRITE_ROWS = 1 << 20
@@ -157,9 +157,8 @@ def common_kind(one: np.ndarray, other: np.ndarray) -> np.dtype[Any]:
     kind = np.promote_types(one.dtype, other.dtype)
     if (one.dtype.kind == "S") != (other.dtype.kind == "S") or kind.kind not in "iuS":
         raise InvalidInputError(
-            fail("cannot look values up in a vocabulary", "types",
-                 (other.dtype.name, one.dtype.name), "signed, unsigned or text alike",
-                 "read the column as the vocabulary's run did"))
+            "cannot look values up in a vocabulary", "types", (other.dtype.name, one.dtype.name),
+            "signed, unsigned or text alike", "read the column as the vocabulary's run did")
     return kind
 
 

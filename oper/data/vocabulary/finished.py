@@ -31,7 +31,7 @@ from oper.data.vocabulary.building import (
     write_parts,
 )
 from oper.data.vocabulary.merging import RunMerger
-from oper.errors import FileFormatError, fail, require
+from oper.errors import FileFormatError, require
 from oper.rows import remap
 from oper.support.files import check_local, read_json, told_of_room, write_text
 
@@ -74,8 +74,8 @@ class FinishedVocabulary:
         value = read_manifest(folder, what, todo, (FOLDER_KIND, FOLDER_VERSION),
                               (VOCABULARY_KIND, VOCABULARY_VERSION))
         if value.get("raw_ids"):
-            raise FileFormatError(fail(what, "ids", "raw", "row numbers of a vocabulary",
-                                       "raw ids need none: pass --raw-ids again instead"))
+            raise FileFormatError(what, "ids", "raw", "row numbers of a vocabulary",
+                                  "raw ids need none: pass --raw-ids again instead")
         try:
             columns = tuple(map(str, value["columns"]["sparse"]))
             facts = {n: VocabularyFacts(**value["tables"][n]) for n in columns}
@@ -84,12 +84,12 @@ class FinishedVocabulary:
                 hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:32],
                 str(value["recipe"]["name"]), str(value.get("numbering", "")))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(
-                fail(what, "manifest", str(error), "columns and tables", todo)) from None
+            raise FileFormatError(what, "manifest", str(error), "columns and tables",
+                                  todo) from None
         missing = [n for n in columns if not found.file(n).is_file()]
         if missing:
-            raise FileFormatError(fail(what, "missing files", missing[:8],
-                                       "vocabulary/COLUMN.parquet of every sparse column", todo))
+            raise FileFormatError(what, "missing files", missing[:8],
+                                  "vocabulary/COLUMN.parquet of every sparse column", todo)
         return found
 
     def file(self, column: str) -> Path:
@@ -117,8 +117,8 @@ class FinishedVocabulary:
                 num_missing, count = first.column(2)[0].as_py(), count - 1
             write_parts(folder, _checked(_parts(file, width), facts, what), count)
         except (pa.ArrowException, OSError, KeyError) as error:
-            raise FileFormatError(fail(what, "content", str(error)[:200], "columns value, id, "
-                                       "count", "preprocess again")) from None
+            raise FileFormatError(what, "content", str(error)[:200], "columns value, id, count",
+                                  "preprocess again") from None
         note_facts(folder, facts, num_missing)
         return Vocabulary(folder)
 
@@ -145,16 +145,15 @@ def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
             ascend = bool((values[1:] > values[:-1]).all()) and (last is None or values[0] > last)
             low, high = int(ids.min()), int(ids.max())
             if not (ascend and 1 <= low <= high < facts.num_rows):
-                raise FileFormatError(
-                    fail(what, "first value, ids", (str(values[0]), low, high),
-                         f"ascending values with ids in 1..{facts.num_rows - 1}",
-                         "preprocess again"))
+                raise FileFormatError(what, "first value, ids", (str(values[0]), low, high),
+                                      f"ascending values with ids in 1..{facts.num_rows - 1}",
+                                      "preprocess again")
             taken[ids], last = True, values[-1]
             count += values.size
         yield values, ids, counts
     if not facts.hashed and int(np.count_nonzero(taken)) != count:
-        raise FileFormatError(fail(what, "different ids", int(np.count_nonzero(taken)),
-                                   f"{count}, one for each value", "preprocess again"))
+        raise FileFormatError(what, "different ids", int(np.count_nonzero(taken)),
+                              f"{count}, one for each value", "preprocess again")
 
 
 def check_columns(finished: FinishedVocabulary, columns: Sequence[str]) -> None:
@@ -291,8 +290,8 @@ def _extend_column(old: FinishedVocabulary, name: str, sources: Sequence[Path], 
                 merger.add(values.to_numpy() if pa.types.is_integer(values.type)
                            else as_numpy(values.cast(pa.binary())), counts)
         except (pa.ArrowException, OSError, KeyError) as error:
-            raise FileFormatError(fail(f"cannot read {str(path)!r}", "content", str(error)[:200],
-                                       "columns value, id, count", "preprocess again")) from None
+            raise FileFormatError(f"cannot read {str(path)!r}", "content", str(error)[:200],
+                                  "columns value, id, count", "preprocess again") from None
     facts, (least, max_rows) = before.facts, limits
     room = None if max_rows is None else max(1, max_rows - facts.num_rows + 1)
     more = build(new, merger, num_missing, least, room)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from oper.data.arrays import save
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.support.native import merge_counts
 
 _MEMORY_BYTES = 192 << 20  # of runs held before they are spilled
@@ -40,9 +40,9 @@ class RunMerger:
         # NumPy would write integers as texts.
         is_mixed = (before.kind == "S") != (values.dtype.kind == "S")
         if is_mixed or self._dtype.kind not in "iuS":
-            raise InvalidInputError(
-                fail("cannot merge values of one column", "types", values.dtype.name,
-                     "signed, unsigned or text alike in all files", "convert the files"))
+            raise InvalidInputError("cannot merge values of one column", "types", values.dtype.name,
+                                    "signed, unsigned or text alike in all files",
+                                    "convert the files")
         self._runs.append((values, counts))
         while len(self._runs) > 1 and self._runs[-2][0].size <= 2 * self._runs[-1][0].size:
             self._runs[-2:] = [merge_counts(self._runs[-2:])]

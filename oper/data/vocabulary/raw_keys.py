@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from oper.data.vocabulary.building import hash64
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 MISSING_KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # of a missing field: what `hash64` makes of no text
 
@@ -37,10 +37,10 @@ class RawKeys:
             return keys
         keys[1:] = values.astype(np.int64, copy=False)  # unsigned ones wrap around
         if (keys[1:] == MISSING_KEY).any():
-            raise InvalidInputError(fail(
-                f"cannot keep the ids of column {self._column!r} raw", "id", MISSING_KEY,
-                "any other 64-bit number: this one stands for a missing field",
-                "read the column as texts, whose hashes become the keys"))
+            raise InvalidInputError(f"cannot keep the ids of column {self._column!r} raw", "id",
+                                    MISSING_KEY,
+                                    "any other 64-bit number: this one stands for a missing field",
+                                    "read the column as texts, whose hashes become the keys")
         return keys
 
 
@@ -68,8 +68,9 @@ def raw_keys(values: Sequence[str | bytes | int | None]) -> np.ndarray:
     numbers = [int(v) for v in some
                if isinstance(v, int | np.integer) and -1 << 63 <= int(v) < 1 << 64]
     if max(len(texts), len(numbers)) < len(at) or any(b"\0" in v for v in texts):
-        raise InvalidInputError(fail("cannot make keys", "values", some[:8], "all integers of 64 "
-                                     "bits, or all texts without zero bytes", "convert them"))
+        raise InvalidInputError("cannot make keys", "values", some[:8],
+                                "all integers of 64 bits, or all texts without zero bytes",
+                                "convert them")
     if at:
         signed = [v - (1 << 64) if v >> 63 == 1 else v for v in numbers]
         known = np.array(texts) if texts else np.array(signed, np.int64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rl_rec.data.interactions import Interactions
 from oper.rl_rec.models.base import Histories, Sequences
 
@@ -124,9 +124,9 @@ def num_batches(count: int, share: Share) -> int:
     """Steps of an epoch over `count` trajectories: incomplete global batches are left out."""
     whole = count // (share.batch_size * share.world_size)
     if not whole:
-        raise InvalidInputError(
-            fail("nothing to train on", "global batch size", share.batch_size * share.world_size,
-                 f"<= {count} trajectories", "lower batch_size"))
+        raise InvalidInputError("nothing to train on", "global batch size",
+                                share.batch_size * share.world_size, f"<= {count} trajectories",
+                                "lower batch_size")
     return whole
 
 

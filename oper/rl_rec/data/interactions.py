@@ -14,7 +14,7 @@ import numpy as np
 
 from oper.data import Folder
 from oper.data.folder import SPLITS
-from oper.errors import InvalidInputError, fail, require_fields
+from oper.errors import InvalidInputError, require_fields
 
 PROTOCOLS = ("leave_last_two", "leave_last_baskets", "time", "held_out_users")
 REPEATS = ("first", "keep")
@@ -147,8 +147,8 @@ class Interactions:
     def held_out(self, split: str) -> HeldOut:
         """The targets of ``"valid"`` or ``"test"``; raises InvalidInputError for another name."""
         if split not in ("valid", "test"):
-            raise InvalidInputError(fail("no such targets", "split", split, "valid or test",
-                                         "ask for one of the two held-out parts"))
+            raise InvalidInputError("no such targets", "split", split, "valid or test",
+                                    "ask for one of the two held-out parts")
         return self.valid if split == "valid" else self.test
 
     def training_rows(self) -> np.ndarray:
@@ -186,11 +186,11 @@ def load_interactions(path: str | os.PathLike[str], options: DataOptions | None 
     single = [name for name in folder.sparse if name not in folder.multi_hot]
     for key in ("user", "item", *(["basket"] if options.basket else [])):
         if getattr(options, key) not in single:
-            raise InvalidInputError(fail(what, "column", getattr(options, key),
-                                         f"one of {single}", f"set interactions.{key}"))
+            raise InvalidInputError(what, "column", getattr(options, key), f"one of {single}",
+                                    f"set interactions.{key}")
     if not folder.time:
-        raise InvalidInputError(fail(what, "time column", None, "a log with times",
-                                     "name the log's time column in its recipe"))
+        raise InvalidInputError(what, "time column", None, "a log with times",
+                                "name the log's time column in its recipe")
     columns = tuple(filter(None, (options.user, options.item, folder.label, folder.time,
                                   options.basket)))
     tables = [folder.read_part(part, columns)
@@ -243,9 +243,8 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
         keep(known, "items of no training user")
         held = held[:, known]
     if not log.users.size:
-        raise InvalidInputError(
-            fail("no interactions are left", "left out", left_out, "some rows",
-                 "lower interactions.k_core, or preprocess with --min-count 1"))
+        raise InvalidInputError("no interactions are left", "left out", left_out, "some rows",
+                                "lower interactions.k_core, or preprocess with --min-count 1")
     _, users = np.unique(log.users, return_inverse=True)
     raw_items, items = np.unique(log.items, return_inverse=True)
     log = log._replace(users=users, items=items)
@@ -264,8 +263,8 @@ def from_log(log: Log, options: DataOptions, source: str = "") -> Interactions:
 def _baskets_of(log: Log) -> np.ndarray:
     """int64 [N]; raises InvalidInputError where there are none."""
     if log.baskets is None:
-        raise InvalidInputError(fail("cannot hold out baskets", "baskets of the log", None,
-                                     "an id per row", "give a Log with baskets"))
+        raise InvalidInputError("cannot hold out baskets", "baskets of the log", None,
+                                "an id per row", "give a Log with baskets")
     return log.baskets
 
 
@@ -308,9 +307,9 @@ def _drawn_users(log: Log, options: DataOptions) -> np.ndarray:
     num_users = int(users.max(initial=-1)) + 1
     counts = [int(n if n >= 1 else n * num_users) for n in (options.valid, options.test)]
     if num_users and sum(counts) >= num_users:
-        raise InvalidInputError(fail("cannot hold out users", "interactions.valid and .test",
-                                     (options.valid, options.test), f"fewer than {num_users} users",
-                                     "hold out fewer"))
+        raise InvalidInputError("cannot hold out users", "interactions.valid and .test",
+                                (options.valid, options.test), f"fewer than {num_users} users",
+                                "hold out fewer")
     order = np.random.default_rng((options.seed, 0)).permutation(num_users)
     drawn = np.zeros((2, num_users), bool)
     drawn[0, order[:counts[0]]] = drawn[1, order[counts[0]:sum(counts)]] = True

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rl_rec.models.base import (
     Histories,
     Sequences,
@@ -207,10 +207,10 @@ class HSTU(NextItem):
         if not self.config.time_buckets:
             return None
         if times is None:
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 "cannot compute biases by time", "Histories.times", None,
                 f"seconds int64 [L] with time_buckets={self.config.time_buckets}",
-                "give the histories their times, or set time_buckets=0"))
+                "give the histories their times, or set time_buckets=0")
         elapsed = (times[:, :, None] - times[:, None, :]).clamp(min=0)
         bucket = (2 * torch.log2(1 + elapsed)).long().clamp(max=self.config.time_buckets - 1)
         return F.pad(bucket, (1, 0, 1, 0))  # the start's
@@ -258,9 +258,9 @@ class HSTU(NextItem):
             InvalidInputError: the model has no ranking head.
         """
         if not self.config.rank_weight:
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 "cannot rank candidates", "rank_weight", self.config.rank_weight,
-                "> 0 in a model that was trained to rank", "set model.rank_weight and train"))
+                "> 0 in a model that was trained to rank", "set model.rank_weight and train")
         recent, items, times = self.recent(histories)
         past = self._past(items, times)
         users = torch.arange(recent.num_users, device=items.device)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rl_rec.intervals import SAMPLES, Interval, interval, resampled_sums
 from oper.rl_rec.off_policy.log import LoggedBandit
 
@@ -70,14 +70,14 @@ class Groups:
         for name, probabilities in (("behaviour", self.behaviour), ("target", target)):
             _check_policy(probabilities, (log.actions.size, log.num_actions), name)
         if self.of_action.shape != (log.num_actions,) or (self.of_action < 0).any():
-            raise InvalidInputError(fail("cannot estimate a policy", "groups.of_action",
-                                         self.of_action.shape, f"int64 [{log.num_actions}], >= 0",
-                                         "give the group of every action"))
+            raise InvalidInputError("cannot estimate a policy", "groups.of_action",
+                                    self.of_action.shape, f"int64 [{log.num_actions}], >= 0",
+                                    "give the group of every action")
         same = self.of_action == self.of_action[log.actions][:, None]  # [N, num_actions]
         mine = (self.behaviour * same).sum(1)
         if not (mine > 0).all():
-            raise InvalidInputError(fail("cannot estimate a policy", "behaviour of a shown group",
-                                         0.0, "> 0", "give the policy that logged the rows"))
+            raise InvalidInputError("cannot estimate a policy", "behaviour of a shown group", 0.0,
+                                    "> 0", "give the policy that logged the rows")
         return (target * same).sum(1) / mine
 
 
@@ -108,24 +108,23 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
     _check_policy(target, shape, "target")
     q = np.asarray(reward_model(log) if model is None else model, np.float64)
     if q.shape != shape or not np.isfinite(q).all():
-        raise InvalidInputError(fail("cannot estimate a policy", "model", q.shape,
-                                     f"finite rewards {shape}",
-                                     "give the reward model's estimate of every action for "
-                                     "every row, without NaN"))
+        raise InvalidInputError(
+            "cannot estimate a policy", "model", q.shape, f"finite rewards {shape}",
+            "give the reward model's estimate of every action for every row, without NaN")
     if not ((log.propensities > 0) & (log.propensities <= 1)).all():
-        raise InvalidInputError(fail("cannot estimate a policy", "propensities",
-                                     float(log.propensities.min()), "in (0, 1]",
-                                     "log the probability of what was shown"))
+        raise InvalidInputError("cannot estimate a policy", "propensities",
+                                float(log.propensities.min()), "in (0, 1]",
+                                "log the probability of what was shown")
     at = np.arange(shape[0])
     cluster = at if clusters is None else np.unique(clusters, return_inverse=True)[1]
     if cluster.shape != at.shape:
-        raise InvalidInputError(fail("cannot estimate a policy", "clusters", cluster.shape,
-                                     f"int64 [{shape[0]}]", "give the cluster of every row"))
+        raise InvalidInputError("cannot estimate a policy", "clusters", cluster.shape,
+                                f"int64 [{shape[0]}]", "give the cluster of every row")
     w = target[at, log.actions] / log.propensities
     if not w.any():
-        raise InvalidInputError(fail("cannot estimate a policy", "weights", 0.0,
-                                     "at least one row whose action the target policy can take",
-                                     "use a log that covers its actions"))
+        raise InvalidInputError("cannot estimate a policy", "weights", 0.0,
+                                "at least one row whose action the target policy can take",
+                                "use a log that covers its actions")
     rewards = log.rewards.astype(np.float64)
     direct, error = (target * q).sum(1), rewards - q[at, log.actions]
     largest = float(w.max())
@@ -159,10 +158,10 @@ def estimate(log: LoggedBandit, target: np.ndarray, *, model: np.ndarray | None 
 
 def _check_policy(policy: np.ndarray, shape: tuple[int, int], name: str) -> None:
     if policy.shape != shape or (policy < 0).any() or not np.allclose(policy.sum(1), 1, atol=1e-6):
-        raise InvalidInputError(fail("cannot estimate a policy", name, policy.shape,
-                                     f"probabilities {shape}, rows that sum to 1",
-                                     "give the policy's probability of every action for every "
-                                     "row of the log"))
+        raise InvalidInputError("cannot estimate a policy", name, policy.shape,
+                                f"probabilities {shape}, rows that sum to 1",
+                                "give the policy's probability of every action for every "
+                                "row of the log")
 
 
 class _FittedModel:
@@ -209,8 +208,8 @@ def reward_model(log: LoggedBandit, folds: int = 2, seed: int = 0) -> np.ndarray
     """
     rows = log.actions.size
     if not 2 <= folds <= rows:
-        raise InvalidInputError(fail("cannot model rewards", "folds", folds, f"2 .. {rows}",
-                                     "choose another number"))
+        raise InvalidInputError("cannot model rewards", "folds", folds, f"2 .. {rows}",
+                                "choose another number")
     fold = np.random.default_rng(seed).permutation(rows) % folds
     cell = log.positions * log.num_actions + log.actions
     cells = log.num_positions * log.num_actions

@@ -9,7 +9,7 @@ import numpy as np
 
 from oper.data import Folder
 from oper.data.folder import SPLITS
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,18 +79,18 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
     for name, among in ((names.action, sparse), (names.propensity, folder.dense),
                         *((name, sparse) for name in (names.position, names.group) if name)):
         if name not in among:
-            raise InvalidInputError(fail(what, "column", name, f"one of {list(among)}",
-                                         "name the log's column"))
+            raise InvalidInputError(what, "column", name, f"one of {list(among)}",
+                                    "name the log's column")
     transform = folder.manifest.get("dense_transforms", {}).get(names.propensity, "none")
     if transform != "none":
-        raise InvalidInputError(fail(what, f"transform of {names.propensity}", transform, "none",
-                                     "correct the recipe"))
+        raise InvalidInputError(what, f"transform of {names.propensity}", transform, "none",
+                                "correct the recipe")
     context = [n for n in sparse if n not in (names.action, names.position, names.group)]
     wanted = (folder.label, names.propensity, *sparse)
     tables = [folder.read_part(part, wanted)
               for split in SPLITS for part in folder.parts(split)]
     if not tables:
-        raise InvalidInputError(fail(what, "rows", 0, "some impressions", "preprocess a log"))
+        raise InvalidInputError(what, "rows", 0, "some impressions", "preprocess a log")
 
     def column(name: str) -> np.ndarray:
         return np.concatenate([t.column(name).to_numpy() for t in tables])
@@ -98,8 +98,8 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
     propensities = column(names.propensity).astype(np.float64)
     bad = np.flatnonzero(~((propensities > 0) & (propensities <= 1)))
     if bad.size:
-        raise InvalidInputError(fail(what, f"{names.propensity} of row {bad[0]}",
-                                     float(propensities[bad[0]]), "in (0, 1]", "correct the log"))
+        raise InvalidInputError(what, f"{names.propensity} of row {bad[0]}",
+                                float(propensities[bad[0]]), "in (0, 1]", "correct the log")
     rows = dict(zip(folder.sparse, folder.num_rows, strict=True))
     num_rows = len(propensities)
     # Row 0 stands for rare and missing values: an action of its own only where it occurs.
@@ -118,8 +118,8 @@ def _groups_of(actions: np.ndarray, groups: np.ndarray, what: str) -> np.ndarray
     """The group of every action, numbered from 0."""
     _, first = np.unique(actions, return_index=True)
     if (groups != groups[first][actions]).any():
-        raise InvalidInputError(fail(what, "groups of an action", "several", "one for all rows",
-                                     "name a column that belongs to the item"))
+        raise InvalidInputError(what, "groups of an action", "several", "one for all rows",
+                                "name a column that belongs to the item")
     return _without_gap(groups[first])[0]
 
 

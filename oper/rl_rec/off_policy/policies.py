@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail, require
+from oper.errors import InvalidInputError, require
 from oper.rl_rec.models.base import Histories, Recommender
 from oper.rl_rec.off_policy.log import LoggedBandit
 
@@ -27,9 +27,8 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
     """
     scores = np.asarray(scores, np.float64)
     if scores.ndim != 2 or not scores.size or not np.isfinite(scores.max(1)).all():
-        raise InvalidInputError(fail("cannot make a policy", "scores", scores.shape,
-                                     "numbers [N, num_actions] with finite row maxima",
-                                     "look for NaN"))
+        raise InvalidInputError("cannot make a policy", "scores", scores.shape,
+                                "numbers [N, num_actions] with finite row maxima", "look for NaN")
     require("cannot make a policy", "choose another value",
             ("temperature", temperature, 0 <= temperature < np.inf, ">= 0"),
             ("uniform", uniform, 0 <= uniform <= 1, "0..1"))
@@ -74,10 +73,10 @@ def action_shares(log: LoggedBandit, of: LoggedBandit, prior: float = 1.0) -> np
         float64 [rows of `log`, num_actions].
     """
     if (log.num_actions, log.num_positions) != (of.num_actions, of.num_positions):
-        raise InvalidInputError(fail(
+        raise InvalidInputError(
             "cannot compare two logs", "actions, positions",
             ((log.num_actions, log.num_positions), (of.num_actions, of.num_positions)),
-            "the same in both", "preprocess both logs into one folder"))
+            "the same in both", "preprocess both logs into one folder")
     counts = np.full((of.num_positions, of.num_actions), prior)
     np.add.at(counts, (of.positions, of.actions), 1)
     return (counts / counts.sum(1, keepdims=True))[log.positions]

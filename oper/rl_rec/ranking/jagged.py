@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Jagged:
         o = self.offsets
         if (o.ndim != 1 or o.numel() < 1 or int(o[0]) != 0 or int(o[-1]) != self.values.numel()
                 or self.values.ndim != 1 or bool((o.diff() < 0).any())):
-            raise InvalidInputError(fail(
+            raise InvalidInputError(
                 "cannot read rows", "offsets", o.tolist()[:8],
                 f"int64 [N + 1] that rise from 0 to the {self.values.numel()} values",
-                "count the values of each row"))
+                "count the values of each row")
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]]) -> Jagged:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oper.errors import InvalidInputError, fail, require_fields
+from oper.errors import InvalidInputError, require_fields
 from oper.rl_rec.ranking.jagged import Jagged
 
 METRICS = ("precision", "recall", "ndcg", "hit_rate", "mrr")
@@ -38,16 +38,16 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
         InvalidInputError: k < 1, no shards, NaN scores, rows that do not match.
     """
     if k < 1:
-        raise InvalidInputError(fail("cannot rank", "k", k, ">= 1", "ask for a place or more"))
+        raise InvalidInputError("cannot rank", "k", k, ">= 1", "ask for a place or more")
     best: tuple[torch.Tensor, torch.Tensor] | None = None
     for first, scores in shards:
         if scores.ndim != 2 or (best is not None and scores.shape[0] != best[0].shape[0]) or (
                 exclude is not None and scores.shape[0] != len(exclude)):
-            raise InvalidInputError(fail("cannot rank", "scores of a shard", tuple(scores.shape),
-                                         "[B, R] with one row per user", "score the same users"))
+            raise InvalidInputError("cannot rank", "scores of a shard", tuple(scores.shape),
+                                    "[B, R] with one row per user", "score the same users")
         if bool(scores.isnan().any()):
-            raise InvalidInputError(fail("cannot rank", f"scores from id {first}", "NaN",
-                                         "numbers", "look for the step where the loss left them"))
+            raise InvalidInputError("cannot rank", f"scores from id {first}", "NaN", "numbers",
+                                    "look for the step where the loss left them")
         if exclude is not None:
             scores = _without(scores, first, exclude)
         ids = torch.arange(first, first + scores.shape[1], device=scores.device)
@@ -56,7 +56,7 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
             found = _best(torch.cat([best[0], found[0]], 1), torch.cat([best[1], found[1]], 1), k)
         best = found
     if best is None:
-        raise InvalidInputError(fail("cannot rank", "shards", 0, "one or more", "score the items"))
+        raise InvalidInputError("cannot rank", "shards", 0, "one or more", "score the items")
     ids = best[1].masked_fill(best[0] == float("-inf"), NOTHING)
     return torch.nn.functional.pad(ids, (0, k - ids.shape[1]), value=NOTHING)
 
@@ -141,9 +141,9 @@ class RankingMetrics:
             positives: what each of the B users has chosen; distinct ids.
         """
         if top.ndim != 2 or top.shape[1] < max(self.ks) or top.shape[0] != len(positives):
-            raise InvalidInputError(fail(
-                "cannot measure rankings", "top", tuple(top.shape),
-                f"[{len(positives)}, {max(self.ks)} or more]", "rank so many items per user"))
+            raise InvalidInputError("cannot measure rankings", "top", tuple(top.shape),
+                                    f"[{len(positives)}, {max(self.ks)} or more]",
+                                    "rank so many items per user")
         users = positives.lengths > 0
         self.skipped += int((~users).sum())
         hits = _hits(top, positives)[users].double()

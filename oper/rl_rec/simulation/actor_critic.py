@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rl_rec.models.continuous import Trajectories
 from oper.rl_rec.simulation.offline import (
     REWARD_SCALE,
@@ -209,8 +209,8 @@ METHODS: dict[str, type[ActorCritic]] = {"cql": CQL, "iql": IQL, "td3+bc": TD3BC
 def train_actor_critic(method: str, log: Episodes, options: OfflineOptions, seed: int) -> Policy:
     """The policy that a key of `METHODS` learns from a log; sets torch's generator."""
     if method not in METHODS:
-        raise InvalidInputError(fail("no such method", "method", method, f"one of {list(METHODS)}",
-                                     "choose one"))
+        raise InvalidInputError("no such method", "method", method, f"one of {list(METHODS)}",
+                                "choose one")
     torch.manual_seed(seed)
     model = METHODS[method](log.steps.states.shape[-1])
     train_offline(model, model, log, options)

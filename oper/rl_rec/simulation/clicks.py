@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rl_rec.intervals import Interval, bootstrap, ratio
 
 
@@ -25,8 +25,8 @@ def click_through_rate(clicks: np.ndarray, pages: np.ndarray, per_page: int = 10
     clicks, pages = np.asarray(clicks, np.float64), np.asarray(pages, np.float64)
     if (clicks.shape != pages.shape or clicks.ndim != 1 or (pages < 1).any() or per_page < 1
             or (clicks < 0).any() or (clicks > pages * per_page).any()):
-        raise InvalidInputError(fail(
+        raise InvalidInputError(
             "cannot give a click-through rate", "clicks, pages", (clicks.shape, pages.shape),
-            f"[E] each, pages >= 1 and 0 <= clicks <= {per_page} * pages", "count again"))
+            f"[E] each, pages >= 1 and 0 <= clicks <= {per_page} * pages", "count again")
     shown = pages * per_page
     return {"step": ratio(clicks, shown), "episode": bootstrap(clicks / shown)}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oper.errors import MissingDependencyError, fail
+from oper.errors import MissingDependencyError
 from oper.rl_rec.simulation.shop import (
     ACTION_DIM,
     MAX_PAGE,
@@ -20,8 +20,8 @@ from oper.rl_rec.simulation.shop import (
 try:
     import gymnasium
 except ImportError as error:
-    raise MissingDependencyError(fail("cannot make an environment", "import", str(error),
-                                      "gymnasium", "install oper[rl]")) from error
+    raise MissingDependencyError("cannot make an environment", "import", str(error), "gymnasium",
+                                 "install oper[rl]") from error
 
 
 class ShopEnvironment(gymnasium.Env[np.ndarray, np.ndarray]):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.rl_rec.models.cdt4rec import CDT4RecConfig
 from oper.rl_rec.models.continuous import ContinuousCDT4Rec, Trajectories
 from oper.rl_rec.simulation.shop import ACTION_DIM, NUM_FEATURES, PAGE, Shop, Visits
@@ -178,8 +178,8 @@ def graded_policy(shop: Shop, grade: str) -> Policy:
         "expert": lambda: Noisy(Oracle(shop), (0.05,)),
         "mixed": lambda: Noisy(Oracle(shop, 1, 15, weights=(0.0, 0.5, 2.0)), _STDS)}
     if grade not in policies:
-        raise InvalidInputError(fail("no such log", "grade", grade, f"one of {list(policies)}",
-                                     "choose the behaviour policy of the log"))
+        raise InvalidInputError("no such log", "grade", grade, f"one of {list(policies)}",
+                                "choose the behaviour policy of the log")
     return policies[grade]()
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from oper.errors import FileFormatError, InvalidInputError, fail, require_fields
+from oper.errors import FileFormatError, InvalidInputError, require_fields
 
 GROUPS = (8, 8, 11, 11, 11, 11, 2, 2, 3, 18, 3)
 NUM_FEATURES, SEED_DIM, ACTION_DIM = sum(GROUPS), 128, 27
@@ -139,11 +139,11 @@ def load_virtual_taobao(folder: str | os.PathLike[str], returning: Returning | N
         try:
             found = hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError:
-            raise FileFormatError(fail(what, "file", name, "an existing file", "put the release's "
-                                       "weight files there")) from None
+            raise FileFormatError(what, "file", name, "an existing file",
+                                  "put the release's weight files there") from None
         if found != digest:
-            raise FileFormatError(fail(what, f"SHA-256 of {name}", found, digest,
-                                       "take the file of release 0.0.5"))
+            raise FileFormatError(what, f"SHA-256 of {name}", found, digest,
+                                  "take the file of release 0.0.5")
         network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     return shop
 
@@ -207,8 +207,8 @@ class Visits:
     def __init__(self, shop: Shop, count: int, seed: int) -> None:
         """`count` customers enter."""
         if count < 1:
-            raise InvalidInputError(fail("nobody enters the shop", "count", count, ">= 1",
-                                         "ask for one customer or more"))
+            raise InvalidInputError("nobody enters the shop", "count", count, ">= 1",
+                                    "ask for one customer or more")
         self.shop = shop
         self._generator = torch.Generator().manual_seed(seed)
         self.enter(torch.ones(count, dtype=torch.bool))
@@ -259,9 +259,9 @@ class Visits:
             InvalidInputError: another shape, or not finite.
         """
         if actions.shape != (self.done.numel(), ACTION_DIM) or not bool(actions.isfinite().all()):
-            raise InvalidInputError(fail(
-                "cannot show a page", "actions", tuple(actions.shape),
-                f"finite [{self.done.numel()}, {ACTION_DIM}]", "give an action per customer"))
+            raise InvalidInputError("cannot show a page", "actions", tuple(actions.shape),
+                                    f"finite [{self.done.numel()}, {ACTION_DIM}]",
+                                    "give an action per customer")
         here = ~self.done
         seen = torch.cat([self.features, self.page[:, None].float(), actions.clamp(-1, 1)], dim=1)
         with torch.no_grad():

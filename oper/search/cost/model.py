@@ -31,7 +31,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from oper.errors import PlanError, fail
+from oper.errors import PlanError
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.rows.traffic import ROW_WISE
 from oper.search.cost.caching import Caching
@@ -383,9 +383,9 @@ class CostModel:
         pushed_ids, pushed_rows = np.zeros((2, world))
         for tier in piece.tiers:
             if tier.memory == "host" and not self.machine.host_capacity_bytes.any():
-                raise PlanError(fail(f"cannot evaluate a plan of table {t.spec.name!r}", "memory",
-                                     tier.memory, "device, on a topology without host memory",
-                                     "state host_memory_bytes and host_gbps in the topology"))
+                raise PlanError(f"cannot evaluate a plan of table {t.spec.name!r}", "memory",
+                                tier.memory, "device, on a topology without host memory",
+                                "state host_memory_bytes and host_gbps in the topology")
             owner = owned_features(t, tier, world, ordered)
             if tier.mode == "push":
                 num_pushed += 1

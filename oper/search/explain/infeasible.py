@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from oper.errors import PlanInfeasibleError, fail
+from oper.errors import PlanInfeasibleError
 from oper.search.cost.model import Evaluation
 from oper.search.pricing.master import Bound, lower_bound
 from oper.search.problem.constraints import Constraints, without
@@ -102,9 +102,9 @@ def _error(problem: Problem, need: np.ndarray, relaxation: str) -> PlanInfeasibl
     what = (f"no plan fits {problem.topology.name!r}: {'; '.join(lines)}; all tables "
             f"{format_bytes(total)}, largest table {largest.name!r} with "
             f"{format_bytes(_table_bytes(problem, largest))}; smallest relaxation: {relaxation}")
-    return PlanInfeasibleError(fail(what, "need_bytes", int(need.sum()),
-                                    f"<= {int(max(0.0, capacity.sum()))} in all domains together, "
-                                    "and each domain within its own", _TODO))
+    return PlanInfeasibleError(what, "need_bytes", int(need.sum()),
+                               f"<= {int(max(0.0, capacity.sum()))} in all domains together, "
+                               "and each domain within its own", _TODO)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import PlanInfeasibleError, fail, require_fields
+from oper.errors import PlanInfeasibleError, require_fields
 from oper.messages import EXACT, MessageBits
 from oper.plan import Plan
 from oper.search.cost.model import evaluate
@@ -262,7 +262,7 @@ def _infeasible(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal,
     ways.append("more ranks, or less dense compute")
     held = format_bytes(float(evaluate(plan, problems[max(problems)]).domain_bytes.sum()))
     return PlanInfeasibleError(
-        fail("no plan keeps the latency bound (modelled)", "request_rate, bound_ms",
-             (goal.request_rate, goal.bound_ms),
-             f"smallest relaxation: {', or '.join(ways)} (with {held} of tables and buffers)",
-             "relax one of them"))
+        "no plan keeps the latency bound (modelled)", "request_rate, bound_ms",
+        (goal.request_rate, goal.bound_ms),
+        f"smallest relaxation: {', or '.join(ways)} (with {held} of tables and buffers)",
+        "relax one of them")

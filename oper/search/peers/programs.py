@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import MissingDependencyError, fail
+from oper.errors import MissingDependencyError
 from oper.plan import MAX_PATTERN, Piece, Plan, Tier
 from oper.search.cost.model import evaluate
 from oper.search.problem.machine import Machine, Term
@@ -33,9 +33,8 @@ def _scipy() -> tuple[Any, Any]:
     try:
         from scipy import optimize, sparse
     except ImportError as error:
-        raise MissingDependencyError(fail(
-            "cannot solve a baseline's program", "import", str(error), "scipy",
-            "pip install 'oper[report]'")) from error
+        raise MissingDependencyError("cannot solve a baseline's program", "import", str(error),
+                                     "scipy", "pip install 'oper[report]'") from error
     return optimize, sparse
 
 

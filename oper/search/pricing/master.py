@@ -17,7 +17,7 @@ from typing import Any
 import highspy
 import numpy as np
 
-from oper.errors import OperError, fail
+from oper.errors import OperError
 from oper.search.cost.model import CostModel
 from oper.search.pricing.node import Columns, Configuration, Node
 from oper.search.problem.statement import Problem
@@ -248,8 +248,8 @@ class _Master:
         for name, value in (("output_flag", False), ("solver", "simplex"), ("threads", 1),
                             ("random_seed", 0), ("simplex_strategy", 4)):
             if self.highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
-                raise OperError(fail("the LP solver refuses an option", name, value, "accepted",
-                                     "install the release of highspy that this package names"))
+                raise OperError("the LP solver refuses an option", name, value, "accepted",
+                                "install the release of highspy that this package names")
         inf = highspy.kHighsInf
         phases = int(relaxation.phase_of.max()) + 1
         memory = np.flatnonzero(relaxation.phase_of == -1)

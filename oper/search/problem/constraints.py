@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from oper.errors import InvalidInputError, PlanError, fail, require
+from oper.errors import InvalidInputError, PlanError, require
 from oper.plan import (
     MEMORIES,
     MODES,
@@ -169,8 +169,8 @@ def _sizes(label: str, value: Any) -> Any:
             return parse_bytes(value)
     except InvalidInputError:
         pass
-    raise InvalidInputError(fail(_WRONG, label, value, "bytes >= 0 or text like '2GB'",
-                                 "write a number of bytes, or text with a unit"))
+    raise InvalidInputError(_WRONG, label, value, "bytes >= 0 or text like '2GB'",
+                            "write a number of bytes, or text with a unit")
 
 
 def _groups(label: str, value: Any) -> tuple[tuple[str, ...], ...]:
@@ -208,8 +208,8 @@ def _table(name: str, value: Any) -> TableConstraint:
         return TableConstraint(**{k: frozenset(v) for k, v in chosen.items()}, ranks=ranks,
                                tiers=tiers, pinned=tuple(pinned), unreplicated=tuple(ranges))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise InvalidInputError(fail(what, "fields", value, "lists, and tiers as in a plan file",
-                                     str(error))) from None
+        raise InvalidInputError(what, "fields", value, "lists, and tiers as in a plan file",
+                                str(error)) from None
 
 
 def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_size: int) -> None:
@@ -344,5 +344,5 @@ def check_constraints(plan: Plan, held: Constraints) -> None:
     """Raise PlanError when a plan breaks a constraint."""
     broken = violations(plan, held)
     if broken:
-        raise PlanError(fail("the plan breaks its constraints", "broken", broken[:4], "none",
-                             "plan again or relax them"))
+        raise PlanError("the plan breaks its constraints", "broken", broken[:4], "none",
+                        "plan again or relax them")

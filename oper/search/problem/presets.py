@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from importlib import resources
 
-from oper.errors import InvalidInputError, fail, require
+from oper.errors import InvalidInputError, require
 from oper.topology import Topology
 
 THIS_HOST = "this-host"
@@ -57,10 +57,9 @@ def _find(name: str) -> Topology:
     try:
         return Topology.from_toml(name)
     except FileNotFoundError:
-        raise InvalidInputError(
-            fail("no such topology", "topology", name,
-                 f"'{THIS_HOST}', a TOML file, or one of {preset_names()}",
-                 "name a preset or write a file")) from None
+        raise InvalidInputError("no such topology", "topology", name,
+                                f"'{THIS_HOST}', a TOML file, or one of {preset_names()}",
+                                "name a preset or write a file") from None
 
 
 def _hosts(kind: str, num_hosts: int, per_host: int) -> Topology:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from oper.errors import InvalidInputError, fail
+from oper.errors import InvalidInputError
 from oper.plan import PLACEMENTS, Plan, Tier
 from oper.topology import Topology
 
@@ -49,9 +49,9 @@ def check_allow(allow: Iterable[str]) -> frozenset[str]:
     known = all(isinstance(x, str) for x in named) and chosen <= FEATURES
     if not known or not chosen & set(PLACEMENTS) or not chosen & {"pull", "push"}:
         raise InvalidInputError(
-            fail("invalid search space", "allow", named,
-                 f"some of {sorted(FEATURES)} with at least one placement and one exchange mode",
-                 "name what the plan may use"))
+            "invalid search space", "allow", named,
+            f"some of {sorted(FEATURES)} with at least one placement and one exchange mode",
+            "name what the plan may use")
     return chosen
 
 

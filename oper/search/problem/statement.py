@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail, require
+from oper.errors import InvalidInputError, require
 from oper.messages import EXACT, MessageBits, owners_pool
 from oper.plan import EXPECTED_OBJECTIVE, OBJECTIVES
 from oper.search.problem.constraints import (
@@ -204,9 +204,9 @@ class Problem:
         for t in self.tables:
             if t.spec.name == name:
                 return t
-        raise InvalidInputError(fail("the problem does not know a table", "table", name,
-                                     f"one of {[t.spec.name for t in self.tables][:8]}",
-                                     "state the problem for this model"))
+        raise InvalidInputError("the problem does not know a table", "table", name,
+                                f"one of {[t.spec.name for t in self.tables][:8]}",
+                                "state the problem for this model")
 
     def held(self, name: str) -> TableConstraint:
         """What table `name` is held to."""

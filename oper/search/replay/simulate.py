@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from oper.errors import InvalidInputError, fail, require
+from oper.errors import InvalidInputError, require
 from oper.messages import owners_pool
 from oper.plan import Plan, TablePlan
 from oper.rows.directory import TableDirectory
@@ -75,9 +75,9 @@ def table_batch(table: TableSpec, batch: RankBatch) -> TableBatch:
             f"{part.ids.size} with no negative length"))
     if ids.size and not 0 <= ids.min() <= ids.max() < table.num_rows:
         bad = ids[(ids < 0) | (ids >= table.num_rows)][0]
-        raise InvalidInputError(fail(f"cannot replay lookups in table {table.name!r}", "id",
-                                     int(bad), f"0 <= id < {table.num_rows}",
-                                     "replay data that the plan was made for"))
+        raise InvalidInputError(f"cannot replay lookups in table {table.name!r}", "id", int(bad),
+                                f"0 <= id < {table.num_rows}",
+                                "replay data that the plan was made for")
     return TableBatch(ids, np.repeat(np.arange(lengths.size), lengths), int(lengths.size),
                       any(p.weighted for p in parts), any(p.trains_weights for p in parts))
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import TypeVar
 
-from oper.errors import InvalidInputError, PlanInfeasibleError, fail
+from oper.errors import InvalidInputError, PlanInfeasibleError
 from oper.plan import Plan
 from oper.search.problem.constraints import TableConstraint, group_violations, units
 from oper.search.problem.machine import rank_classes
@@ -46,11 +46,11 @@ def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Pro
         if not group_violations(found, held) and (best is None or found.step_us < best.step_us):
             best = found
     if best is None:
-        raise PlanInfeasibleError(fail(
+        raise PlanInfeasibleError(
             f"no plan fits {problem.topology.name!r} and keeps its groups", "broken",
             group_violations(plan, held), "ranks for every group within memory and pinned ranks",
             "without keep_together and keep_apart it fits: remove a table from a group, or pin "
-            "fewer tables"))
+            "fewer tables")
     return best, proof
 
 
