@@ -31,7 +31,7 @@ class World:
 
     A rank may report before it ends with `report(value)`; its return value is its last report.
     `told()` gives a rank what `send` has sent to it.
-    `labels`: a letter for each rank; those of different letters share no memory. None: all do.
+    `labels`: a letter for each rank; those of different letters share no memory; empty: all do.
 
     Attributes:
         deadline: on the clock of `time.monotonic`, until which reports are waited for.

@@ -20,10 +20,10 @@ struct Samples {
   int64_t features() const { return static_cast<int64_t>(ends.size()) - 1; }
   int64_t columns() const { return ends.back(); }
 
-  // Calls `each(sample, row, begin, end)` for the columns of features [first, last) of one sample, those
-  // of neighbours with the same row at once: features of a session usually have.
+  // Calls `each(row, begin, end)` for the columns of features [first, last) of one sample; neighbours with
+  // the same row, as features of a session usually have, are one call.
   template <class Each>
-  void of(int64_t sample, int64_t first, int64_t last, Each each) const {
+  void for_rows_of(int64_t sample, int64_t first, int64_t last, Each each) const {
     for (int64_t f = first, next; f < last; f = next) {
       const int64_t row = rows[f * count + sample];
       for (next = f + 1; next < last && rows[next * count + sample] == row;) ++next;
@@ -32,25 +32,27 @@ struct Samples {
   }
 };
 
+const int64_t* rows_of(const Tensor& rows, size_t features) {
+  STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Long && rows.is_contiguous() && rows.dim() == 2 &&
+                      rows.size(0) == static_cast<int64_t>(features),
+                  "internal: rows of samples must be int64 [F, B]");
+  return int64_data(rows);
+}
+
 Samples samples_of(const Tensor& data, const Tensor& rows, std::vector<int64_t> ends) {
   STD_TORCH_CHECK(data.scalar_type() == ScalarType::Float && data.is_contiguous() && data.dim() == 2 &&
-                      rows.scalar_type() == ScalarType::Long && rows.is_contiguous() &&
-                      rows.dim() == 2 && rows.size(0) + 1 == static_cast<int64_t>(ends.size()) &&
-                      data.size(1) == ends.back(),
-                  "internal: rows of samples must be int64 [F, B] beside float32 [n, C]");
-  return {int64_data(rows), rows.size(1), std::move(ends)};
+                      !ends.empty() && data.size(1) == ends.back(),
+                  "internal: values of samples must be float32 [n, C]");
+  return {rows_of(rows, ends.size() - 1), rows.size(1), std::move(ends)};
 }
 
 // What rows int64 [F, B] say: F + 1 where sample b has row b of every feature; F where not; before F, a feature
 // that has a row outside [0, limits[f]).
 int64_t kind_of_rows(Tensor rows, std::vector<int64_t> limits) {
-  STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Long && rows.is_contiguous() && rows.dim() == 2 &&
-                      rows.size(0) == static_cast<int64_t>(limits.size()),
-                  "internal: rows of samples must be int64 [F, B]");
+  const int64_t* row = rows_of(rows, limits.size());
   const int64_t features = rows.size(0), count = rows.size(1);
   bool are_own = true;
-  for (int64_t f = 0; f < features; ++f) {
-    const int64_t* row = int64_data(rows) + f * count;
+  for (int64_t f = 0; f < features; ++f, row += count) {
     const auto limit = static_cast<uint64_t>(limits[f]);
     bool is_outside = false;
     for (int64_t b = 0; b < count; ++b) {
@@ -71,7 +73,7 @@ Tensor spread_rows(Tensor pooled, Tensor rows, std::vector<int64_t> ends) {
   float* to = float_data(out);
   torch::stable::parallel_for(0, samples.count, kSamples, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b)
-      samples.of(b, 0, samples.features(), [&](int64_t row, int64_t first, int64_t last) {
+      samples.for_rows_of(b, 0, samples.features(), [&](int64_t row, int64_t first, int64_t last) {
         std::memcpy(to + b * columns + first, from + row * columns + first,
                     sizeof(float) * static_cast<size_t>(last - first));
       });
@@ -91,7 +93,7 @@ Tensor gather_rows(Tensor gradient, Tensor rows, std::vector<int64_t> ends, int6
   const int64_t grain = samples.count < kSamples ? samples.features() : 1;
   torch::stable::parallel_for(0, samples.features(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t b = 0; b < samples.count; ++b)
-      samples.of(b, begin, end, [&](int64_t row, int64_t first, int64_t last) {
+      samples.for_rows_of(b, begin, end, [&](int64_t row, int64_t first, int64_t last) {
         for (int64_t c = first; c < last; ++c) to[row * columns + c] += from[b * columns + c];
       });
   });

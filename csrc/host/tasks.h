@@ -46,7 +46,7 @@ void run_tasks(Context& context, int64_t count, bool small, const Task& task) {
   }
 }
 
-// Calls body(x) for all x of `all`, a stretch of them on each thread.
+// Calls body(x) for all x of `all`; each thread takes a contiguous part of them.
 template <class All, class Body>
 void run_all(All&& all, bool small, const Body& body) {
   const int64_t count = std::ranges::ssize(all);

@@ -48,15 +48,14 @@ def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str],
     Raises:
         InvalidInputError: not of every feature, or a row that the feature has not.
     """
-    what, remedy = "cannot pool a variable batch per feature", "pass those of every feature"
+    what = "cannot pool a variable batch per feature"
     keys, samples = features.inverse_indices()
     at = {key: k for k, key in enumerate(keys)}
     missing = [n for n in names if n not in at]
     if missing:
         raise InvalidInputError(what, "inverse_indices of", missing[:8], f"keys {list(at)[:8]}",
-                                remedy)
+                                "pass those of every feature")
     rows = samples if list(names) == list(keys) else samples[[at[n] for n in names]]
-    size = rows.shape[1]
     if not rows.is_cpu or torch.compiler.is_compiling():
         parts = torch.split(values, list(dims), dim=1)
         # Unlike that of index_select, its gradient adds up in the order of the samples.
@@ -73,6 +72,7 @@ def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str],
                                 f"0 <= row < {limits[kind]}, the feature's samples",
                                 "number the distinct samples from 0")
     if kind > len(names):  # every sample has bags of its own
+        size = rows.shape[1]
         return values if len(values) == size else values[:size]
     spread_out: torch.Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
         values, rows, [0, *itertools.accumulate(dims)])

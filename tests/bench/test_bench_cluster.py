@@ -36,8 +36,8 @@ CASE = Case("tiny", Links(2, 50), TINY, num_batches=4, num_stats_batches=4, time
 _BUSY = """
 import subprocess, sys, time
 from oper.bench.cluster.network import Links, cluster
-with cluster(Links(2, 100)) as seats:
-    child = subprocess.Popen([*seats[0].command, "sleep", "600"])
+with cluster(Links(2, 100)) as rank_options:
+    child = subprocess.Popen([*rank_options[0].command, "sleep", "600"])
     print(child.pid, flush=True)
     time.sleep(600)
 """
@@ -87,15 +87,15 @@ def test_two_hosts_measure_and_verify() -> None:
 def test_calibrate_measures_the_links_of_hosts(tmp_path: Path) -> None:
     """Under torchrun on each of two hosts: nobody types the bandwidth."""
     links, target = Links(2, 50), tmp_path / "hosts.toml"
-    with cluster(links) as seats:
+    with cluster(links) as rank_options:
         network.set_rates(links, True)
         started = [subprocess.Popen(
-            [*seat.command, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+            [*options.command, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
              f"--node-rank={k}", "--nproc-per-node=1",
-             f"--master-addr={seat.environment['MASTER_ADDR']}", "-m", "oper", "calibrate",
+             f"--master-addr={options.environment['MASTER_ADDR']}", "-m", "oper", "calibrate",
              "--quick", "-o", str(target)],
             env={**os.environ, "GLOO_SOCKET_IFNAME": network.INTERFACE}, cwd=ROOT)
-            for k, seat in enumerate(seats)]
+            for k, options in enumerate(rank_options)]
         assert [p.wait(timeout=300) for p in started] == [0, 0]
     found = Topology.from_toml(target)
     assert [d.host for d in found.domains] == [0, 1]
@@ -168,8 +168,8 @@ def test_nothing_is_left(number: signal.Signals) -> None:
     busy.stdout.close()
     if number == signal.SIGKILL:
         assert len(_namespaces()) == 3  # two hosts and a switch
-        with cluster(Links(4, 100, uplink_mbits=50)) as seats:
-            assert len(_namespaces()) == 6 and len(seats) == 4
+        with cluster(Links(4, 100, uplink_mbits=50)) as rank_options:
+            assert len(_namespaces()) == 6 and len(rank_options) == 4
     assert not _namespaces()
     assert select.select([child], [], [], 10)[0]  # what ran on a host has ended
     os.close(child)

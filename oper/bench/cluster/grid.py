@@ -110,9 +110,9 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
 
 def _run_group(group: Sequence[Any], alone: str) -> Iterator[dict[str, Any]]:
     """Cases on clusters of one shape."""
-    with cluster(group[0].links) as seats:
+    with cluster(group[0].links) as rank_options:
         yield from run_workers([replace(c, constants=alone) for c in group],
-                               group[0].links.world_size, seats=seats)
+                               group[0].links.world_size, rank_options=rank_options)
 
 
 def _alone(args: argparse.Namespace) -> str:

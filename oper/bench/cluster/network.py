@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench.core.child import Seat
+from oper.bench.core.child import ProcessOptions
 from oper.errors import OperError
 from oper.support.locks import locked
 
@@ -197,7 +197,7 @@ def _make_quota(cores: float) -> Path:
 
 
 @contextlib.contextmanager
-def cluster(links: Links) -> Iterator[list[Seat]]:
+def cluster(links: Links) -> Iterator[list[ProcessOptions]]:
     """Namespaces, bridges and unlimited links, which are gone afterwards; where each rank runs. One
     at a time.
 
@@ -222,7 +222,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _set_up(links: Links) -> list[Seat]:
+def _set_up(links: Links) -> list[ProcessOptions]:
     for rack in range(1 + (links.uplink_mbits > 0)):
         space = _switch_name(rack)
         _run("ip", "netns", "add", space)
@@ -243,15 +243,15 @@ def _set_up(links: Links) -> list[Seat]:
         for device in (INTERFACE, "lo"):
             _run("ip", "-n", space, "link", "set", device, "up")
     quota = _make_quota(links.host_0_cpu * links.ranks_per_host) if links.host_0_cpu < 1 else None
-    seats = []
+    rank_options = []
     for rank, host in enumerate(links.host_of):
         environment = {"LOCAL_RANK": str(rank % links.ranks_per_host),
                        "LOCAL_WORLD_SIZE": str(links.ranks_per_host),
                        "MASTER_ADDR": f"{_SUBNET}1", "MASTER_PORT": "29500",
                        "GLOO_SOCKET_IFNAME": INTERFACE}
-        seats.append(Seat(("ip", "netns", "exec", host_name(host)), environment,
+        rank_options.append(ProcessOptions(("ip", "netns", "exec", host_name(host)), environment,
                           quota / "cgroup.procs" if quota and host == 0 else None))
-    return seats
+    return rank_options
 
 
 def remove_leftovers() -> None:

@@ -25,7 +25,7 @@ _ALONE = {"OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ProcessOptions:
     """Where and how a process runs.
 
     Attributes:
@@ -53,7 +53,7 @@ class Child:
             It may send a message when it is ready, and returns when the pipe is closed.
         arguments: for `function`; they can be pickled.
         what: its name in errors.
-        seat: where it runs.
+        options: where it runs.
 
     Attributes:
         pipe: our end.
@@ -61,8 +61,8 @@ class Child:
     """
 
     def __init__(self, function: Callable[..., None], arguments: Sequence[Any], what: str,
-                 seat: Seat | None = None) -> None:
-        seat = seat or Seat()
+                 options: ProcessOptions | None = None) -> None:
+        options = options or ProcessOptions()
         job = pickle.dumps((function, tuple(arguments)))  # before anything is started
         # torchrun's own variables would make workers of one of its processes look for its store.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
@@ -71,18 +71,18 @@ class Child:
         ours, theirs = socket.socketpair()
         self.pipe = Connection(ours.detach())
         self._what = what
-        log = open(seat.log, "wb") if seat.log else None  # noqa: SIM115
+        log = open(options.log, "wb") if options.log else None  # noqa: SIM115
         with theirs:
             self._process = subprocess.Popen(
-                [*seat.command, sys.executable, "-m", __name__, str(theirs.fileno())],
-                env={**inherited, **seat.environment, "PYTHONPATH": path},
+                [*options.command, sys.executable, "-m", __name__, str(theirs.fileno())],
+                env={**inherited, **options.environment, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                pass_fds=[s.fileno() for s in (theirs, *seat.sockets)])
+                pass_fds=[s.fileno() for s in (theirs, *options.sockets)])
         if log:
             log.close()
         self.pid = self._process.pid
-        if seat.cgroup is not None:
-            seat.cgroup.write_text(str(self.pid))
+        if options.cgroup is not None:
+            options.cgroup.write_text(str(self.pid))
         with contextlib.suppress(ConnectionError):  # what it has failed by is told when it is asked
             self.pipe.send_bytes(job)
 
@@ -137,7 +137,7 @@ def obey(pipe: Any, commands: Mapping[str, Callable[..., Any]]) -> bool:
 def start(function: Callable[..., None], *arguments: Any) -> Child:
     """A process that has one thread, and the allocator's settings of this one."""
     return Child(_with_one_thread, (function, arguments), "a measured process",
-                 Seat(environment=_ALONE))
+                 ProcessOptions(environment=_ALONE))
 
 
 def answer(function: Callable[..., None], *arguments: Any) -> Any:
@@ -159,11 +159,11 @@ def call(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
     Raises:
         OperError: the process has failed; its error stands on stderr.
     """
-    found: dict[str, Any] = answer(measured, function, *arguments)
+    found: dict[str, Any] = answer(measure_call, function, *arguments)
     return found
 
 
-def measured(pipe: Connection, function: Callable[..., Any], *arguments: Any) -> None:
+def measure_call(pipe: Connection, function: Callable[..., Any], *arguments: Any) -> None:
     """In the process: see `call`."""
     begin, cpu = time.perf_counter(), time.process_time()
     value = function(*arguments)

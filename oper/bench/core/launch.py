@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from oper.bench.core.child import Child, Seat
+from oper.bench.core.child import Child, ProcessOptions
 from oper.errors import OperError
 from oper.serve.allocator import MALLOC
 from oper.support.processes import free_port
@@ -24,7 +24,7 @@ Progress = Callable[[str], None]  # told what is going on
 
 
 def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
-                seats: Sequence[Seat] | None = None) -> Iterator[dict[str, Any]]:
+                rank_options: Sequence[ProcessOptions] | None = None) -> Iterator[dict[str, Any]]:
     """Measure cases in `world_size` processes, one after another; yields what rank 0 returns.
 
     Args:
@@ -33,7 +33,8 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
             pickled.
         world_size: processes.
         num_threads: threads of each process (``OMP_NUM_THREADS``).
-        seats: where each rank runs, with its environment; side by side on this host by default.
+        rank_options: where each rank runs, with its environment; by default side by side on this
+            host.
 
     Raises:
         OperError: a worker has failed; its log is in the message.
@@ -42,12 +43,12 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
     with tempfile.TemporaryDirectory(prefix="oper-bench-") as folder:
         logs = [Path(folder) / f"rank-{rank}.log" for rank in range(world_size)]
         try:
-            for rank, seat in enumerate(seats or _here(world_size)):
+            for rank, options in enumerate(rank_options or _here(world_size)):
                 environment = {
                     **MALLOC, "OMP_NUM_THREADS": str(num_threads), "PYTHONWARNINGS": "ignore",
-                    "RANK": str(rank), "WORLD_SIZE": str(world_size), **seat.environment}
+                    "RANK": str(rank), "WORLD_SIZE": str(world_size), **options.environment}
                 workers.append(Child(_work, (list(cases),), f"rank {rank}", replace(
-                    seat, environment=environment, log=logs[rank])))
+                    options, environment=environment, log=logs[rank])))
             for _ in cases:
                 yield _result(workers, logs)
             for worker in workers:
@@ -57,10 +58,10 @@ def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
                 worker.close(0)
 
 
-def _here(world_size: int) -> list[Seat]:
+def _here(world_size: int) -> list[ProcessOptions]:
     """Ranks of one host, over its loopback interface."""
     port = str(free_port())
-    return [Seat(environment={
+    return [ProcessOptions(environment={
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"})
         for rank in range(world_size)]

@@ -162,7 +162,7 @@ def resume(num_rows: int, folder: Path) -> dict[str, Any]:
     rng, kills = random.Random(3), 0
     begin = time.perf_counter()
     for attempt in range(_ATTEMPTS):
-        running = child.start(child.measured, to_parquet, [log], str(broken), options)
+        running = child.start(child.measure_call, to_parquet, [log], str(broken), options)
         if not running.pipe.poll(rng.uniform(0.1, 0.5) * undisturbed if kills < _KILLS else 600.0):
             kills += 1
         running.close(0)  # by SIGKILL

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench.core.child import Child, Seat, obey
+from oper.bench.core.child import Child, ProcessOptions, obey
 from oper.bench.core.memory import cpu_seconds, pss_bytes, unfiled_pss_bytes
 from oper.bench.core.stalls import Stalls, spin
 from oper.bench.serve import loadgen
@@ -81,7 +81,7 @@ class Pool:
             with theirs:
                 process = self._start(_work, (
                     theirs.fileno(), self.kind, self._served, self._name, self._batching,
-                    self._as_messages), Seat(sockets=(theirs,)))
+                    self._as_messages), ProcessOptions(sockets=(theirs,)))
             self._workers.append(_Worker(process, ours))
             self._waited_for.append(process)
 
@@ -94,8 +94,10 @@ class Pool:
         while self._waited_for:
             self._waited_for.pop().wait()
 
-    def _start(self, function: Any, arguments: tuple[Any, ...], seat: Seat | None = None) -> Child:
-        return Child(function, arguments, f"a process of the serving benchmark ({self.kind})", seat)
+    def _start(self, function: Any, arguments: tuple[Any, ...],
+               options: ProcessOptions | None = None) -> Child:
+        return Child(function, arguments, f"a process of the serving benchmark ({self.kind})",
+                     options)
 
     def configure(self, count: int, threads: int, max_samples: int, variant: str) -> None:
         """Give the models of the first `count` workers so many threads, batches of at most so many
