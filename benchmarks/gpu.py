@@ -53,7 +53,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "name"
                   "python": platform.python_version(), "processors": p.multi_processor_count,
                   "memory_bytes": p.total_memory, "capability": [p.major, p.minor]}))
 """
-# Kernels of training steps, 8192 x 26, pooling 10, dim 128, by time; and how many a step has.
+# Kernels of training steps, 8192 x 26, dim 128, by time; and how many a step has.
 _KERNELS = """
 import json, sys, torch
 from oper.plan import uniform_plan
@@ -63,12 +63,13 @@ from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.tables import TableSpec
 F, B, rows, dim, device = 26, int(sys.argv[2]), int(sys.argv[3]), 128, sys.argv[4]
+pooling = int(sys.argv[5])
 specs = [TableSpec(f"t{k}", rows, dim, (f"f{k}",), "sum", "float32", "rowwise_adagrad")
          for k in range(F)]
 tables = DeviceTables(uniform_plan(specs, 1), [(f"f{k}", f"t{k}") for k in range(F)],
                       SingleGroup(), RowWiseAdagrad(lr=0.1), device=device)
-batch = Lookup(torch.randint(0, rows, (F * B * 10,), device=device),
-               torch.full((F * B,), 10, device=device), torch.arange(F), B)
+batch = Lookup(torch.randint(0, rows, (F * B * pooling,), device=device),
+               torch.full((F * B,), pooling, device=device), torch.arange(F), B)
 def step():
     out, offsets = tables.forward(batch, collective=True)
     tables.apply_gradients(torch.ones_like(out), batch, offsets)
@@ -186,6 +187,10 @@ def parts(quick: bool) -> Iterator[Part]:
     for name, chosen in (("pipeline", "pipeline"), ("two-processes", "mixed-2-"),
                          ("graph", "in_a_graph")):
         yield Part(f"first-{name}", [*python, *_PYTEST, f"{tests}on_gpu.py", "-k", chosen], 120)
+    for pooling in (1, 10):
+        kernels = WORK / f"kernels-pool{pooling}.json"
+        yield Part(f"kernels-pool{pooling}", [*python, "-c", _KERNELS, str(kernels), "8192",
+                                              "1000000", "cuda", str(pooling)], 120, kernels)
     bench = [*python, "-m", "oper", "bench"]
     flags = ["--quick"] if quick else []
     sys.path.insert(0, str(ROOT))
@@ -201,9 +206,6 @@ def parts(quick: bool) -> Iterator[Part]:
     names.sort(key=lambda n: ("uniform" not in n, "graph" not in n, "host" in n))
     half = [n for n in names if "uniform" in n or "graph" in n]
     yield from (case("lookup", n) for n in half)
-    kernels = WORK / "kernels.json"
-    yield Part("kernels", [*python, "-c", _KERNELS, str(kernels), "8192", "1000000",
-                           "cuda"], 120, kernels)
     yield Part("tests-ranks", [*python, *_PYTEST, f"{tests}emulated.py", f"{tests}domains.py",
                                f"{tests}moves.py", f"{tests}counters.py"], 300)
     yield Part("tests-processes", [*python, *_PYTEST, f"{tests}on_gpu.py",
@@ -236,6 +238,7 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
                 unpack(args.fbgemm, place)
                 done.touch()
             env["OPER_FBGEMM"] = str(place)
+            env["PYTHONPATH"] += f":{place}"  # TorchRec imports it
         except (OSError, ValueError, KeyError, EOFError) as error:
             print(f"no comparison with fbgemm: {error}", file=sys.stderr)
     return env

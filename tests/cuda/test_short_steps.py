@@ -115,6 +115,6 @@ def test_the_benchmarks_look_at_kernels_runs(
     text = (ROOT / "benchmarks/gpu.py").read_text(encoding="utf-8")
     script = text.split('_KERNELS = """')[1].split('"""')[0]
     found = tmp_path / "kernels.json"
-    emulation.setattr(sys, "argv", ["script", str(found), "2", "50", "cpu"])
+    emulation.setattr(sys, "argv", ["script", str(found), "2", "50", "cpu", "10"])
     exec(compile(script, "kernels", "exec"), {})
     assert json.loads(found.read_text()) == {"kernels": [], "per_step": 0}
