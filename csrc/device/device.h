@@ -237,6 +237,7 @@ struct Launch {
   const std::vector<RowClass>& classes;
   const UpdateArgs* optimizers;  // [T] in the order of keys
   cudaStream_t stream;
+  bool all_row_wise_adagrad = false;  // so are they, which has a kernel of its own
 };
 
 // Copies of the rows of peers that a batch reads, each once. `plan.places` says which pairs have one.

@@ -27,6 +27,12 @@ struct Group {
   OPER_DEVICE T shuffle_xor(T value, int distance) const {
     return __shfl_xor_sync(mask, value, distance, G);
   }
+  // Bit l: of lane l of this group.
+  OPER_DEVICE unsigned ballot(bool value) const {
+    const int first = static_cast<int>(threadIdx.x) % 32 / G * G;
+    const unsigned bits = __ballot_sync(mask, value) >> first;
+    return G == 32 ? bits : bits & ((1u << (G % 32)) - 1u);
+  }
   OPER_DEVICE void sync() const { __syncwarp(mask); }
 
   static OPER_DEVICE int64_t index() {
@@ -148,11 +154,11 @@ template <class Shape>
 struct Row {
   float v[Shape::V][Shape::E];
 
-  OPER_DEVICE void zero() {
-#pragma unroll
-    for (int i = 0; i < Shape::V; ++i)
-#pragma unroll
-      for (int e = 0; e < Shape::E; ++e) v[i][e] = 0.0f;
+  OPER_DEVICE void zero() { fill(0.0f); }
+  // To add rows to: a row plus -0 is that row, with the sign of its zeros.
+  OPER_DEVICE void begin() { fill(-0.0f); }
+  OPER_DEVICE void fill(float value) {
+    each([=](float& a) { a = value; });
   }
   template <class S>
   OPER_DEVICE void load(const S* row, int dim, int lane, bool wide) {
@@ -205,15 +211,12 @@ template <class Shape, class S>
 struct RawRow {
   Part<S, Shape::E> parts[Shape::V];
 
+  // Lanes beyond the row load its first part instead, which nobody uses: a branch would cost more.
   OPER_DEVICE void load(const S* row, int dim, int lane, bool wide) {
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {
       const int column = Shape::column(i, lane);
-      if (column < dim) {
-        parts[i].load(row + column, wide);
-      } else {
-        __builtin_memset(&parts[i], 0, sizeof(parts[i]));
-      }
+      parts[i].load(row + (column < dim ? column : 0), wide);
     }
   }
   OPER_DEVICE void store(S* row, int dim, int lane) const {
@@ -241,27 +244,39 @@ OPER_DEVICE void add_upper_half(float (&sums)[N]) {
 
 // Sum over all columns of `products` in the host's order: 16 sums over columns that are equal modulo
 // 16, each in ascending order, then a tree over these (csrc/host/kernels/rows.inl). `buffer` holds the row,
-// G * V * E floats of shared memory that belong to the group.
+// G * V * E floats of shared memory that belong to the group, 16 bytes aligned.
 template <class Shape>
 OPER_DEVICE float sum_in_host_order(const Row<Shape>& products, int dim, const Group<Shape::G>& group,
                                     float* buffer) {
-  constexpr int G = Shape::G;
+  constexpr int G = Shape::G, kColumns = G * Shape::V * Shape::E;
   constexpr int kSums = G >= 16 ? 1 : 16 / G;
+  const bool is_full = kColumns % 16 == 0 && dim == kColumns;
   group.sync();
+  if (is_full) {
+    products.store(buffer, dim, group.lane, Shape::E > 1);
+  } else {
 #pragma unroll
-  for (int i = 0; i < Shape::V; ++i)
+    for (int i = 0; i < Shape::V; ++i)
 #pragma unroll
-    for (int e = 0; e < Shape::E; ++e) {
-      const int column = Shape::column(i, group.lane) + e;
-      if (column < dim) buffer[column] = products.v[i][e];
-    }
+      for (int e = 0; e < Shape::E; ++e) {
+        const int column = Shape::column(i, group.lane) + e;
+        if (column < dim) buffer[column] = products.v[i][e];
+      }
+  }
   group.sync();
   float sums[kSums];
 #pragma unroll
   for (int k = 0; k < kSums; ++k) {
     const int first = (group.lane + k * G) % 16;
     float sum = 0.0f;
-    if (first < dim) {
+    if (is_full) {
+      float columns[kColumns / 16 > 0 ? kColumns / 16 : 1];
+#pragma unroll
+      for (int j = 0; j < kColumns / 16; ++j) columns[j] = buffer[first + 16 * j];
+      sum = columns[0];
+#pragma unroll
+      for (int j = 1; j < kColumns / 16; ++j) sum += columns[j];
+    } else if (first < dim) {
       sum = buffer[first];
       for (int column = first + 16; column < dim; column += 16) sum += buffer[column];
     }
@@ -280,6 +295,10 @@ OPER_DEVICE float sum_in_host_order(const Row<Shape>& products, int dim, const G
 template <class T, class Body>
 void with_shape_of(const RowClass& row_class, Body body) {
   constexpr int E = 16 / sizeof(T);
+#ifdef T_HOT
+  if (row_class.lanes == 16) return body(Shape<T, E, 16, 1>{});
+  return body(Shape<T, E, 32, 1>{});
+#else
   if (row_class.lanes == 0) {  // rows that are not made of 16-byte parts
     if (row_class.vectors <= 4) return body(Shape<T, 1, 32, 4>{});
     return body(Shape<T, 1, 32, 32>{});
@@ -296,6 +315,7 @@ void with_shape_of(const RowClass& row_class, Body body) {
     default:
       if constexpr (sizeof(T) == 4) return body(Shape<T, E, 32, 8>{});
   }
+#endif
 }
 
 // Calls body(Shape) with the one that fits a class of rows.

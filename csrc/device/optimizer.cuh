@@ -37,9 +37,27 @@ OPER_DEVICE float* group_buffer(float* buffers) {
   return buffers + threadIdx.x / Shape::G * kRowFloats<Shape>;
 }
 
-template <class Shape>
+// What `apply` takes of a row beside its numbers: row-wise Adagrad's state; the id that stochastic
+// rounding goes by.
+struct RowFacts {
+  float state;
+  uint32_t id;
+};
+template <class T>
+OPER_DEVICE RowFacts facts_of(const Table& table, Optimizer kind, int64_t slot) {
+  RowFacts facts{};
+  if (kind == Optimizer::kRowWiseAdagrad) facts.state = table.momentum1[slot];
+  if constexpr (sizeof(T) == 2)
+    facts.id = static_cast<uint32_t>(id_at_position(table, position_at(table, slot)));
+  return facts;
+}
+
+// `kKind`: the optimizer of all tables, where it is known when the kernel is chosen; kNone: it is not.
+template <class Shape, Optimizer kKind = Optimizer::kNone>
 class RowOptimizer {
  public:
+  using T = typename Shape::T;
+
   // `buffer`: a row of shared memory that belongs to the group.
   OPER_DEVICE RowOptimizer(const View& view, const Table& table, const UpdateArgs& args,
                            const Group<Shape::G>& group, float* buffer)
@@ -50,6 +68,14 @@ class RowOptimizer {
         group_(group),
         buffer_(buffer) {}
 
+  OPER_DEVICE void load_row(int64_t slot, Row<Shape>& w) const {
+    w.load(reinterpret_cast<const T*>(table_.rows) + slot * table_.dim, table_.dim, group_.lane,
+           Shape::E > 1);
+  }
+
+  OPER_DEVICE Optimizer kind() const {
+    return kKind == Optimizer::kNone ? args_.kind : kKind;
+  }
   OPER_DEVICE bool clips() const { return args_.max_norm > 0.0f; }
 
   // Makes of the exact gradient of a row the one that the optimizer takes: clipped, then with decay.
@@ -72,18 +98,18 @@ class RowOptimizer {
     return sum_in_host_order(squares, table_.dim, group_, buffer_);
   }
 
-  // `squares` is the sum of g's squares over all columns of the row, used by row-wise optimizers.
-  OPER_DEVICE void apply(int64_t slot, const Row<Shape>& g, float squares) const {
-    if (args_.kind == Optimizer::kNone) return;
-    Row<Shape> w;
-    load_row(slot, w);
-    switch (args_.kind) {
+  // `squares` is the sum of g's squares over all columns of the row, used by row-wise optimizers;
+  // `w`: the row, which becomes the new one.
+  OPER_DEVICE void apply(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w,
+                         const RowFacts& facts) const {
+    if (kind() == Optimizer::kNone) return;
+    switch (kind()) {
       case Optimizer::kSgd: {
         const float rate = args_.learning_rate;
         w.zip(g, [=](float& a, float b) { a -= b * rate; });
         break;
       }
-      case Optimizer::kRowWiseAdagrad: row_wise_adagrad(slot, g, squares, w); break;
+      case Optimizer::kRowWiseAdagrad: row_wise_adagrad(slot, g, squares, w, facts.state); break;
       case Optimizer::kAdagrad: adagrad(slot, g, w); break;
       case Optimizer::kMomentumSgd: momentum_sgd(slot, g, w); break;
       case Optimizer::kLarsSgd: lars_sgd(slot, g, squares, w); break;
@@ -95,12 +121,11 @@ class RowOptimizer {
     if constexpr (sizeof(T) == 4) {
       w.store(row, table_.dim, group_.lane, Shape::E > 1);
     } else {
-      store_rounded(row, slot, w);
+      store_rounded(row, facts.id, w);
     }
   }
 
  private:
-  using T = typename Shape::T;
   const View& view_;
   const Table& table_;
   const OptimizerArgs& args_;
@@ -108,10 +133,6 @@ class RowOptimizer {
   const Group<Shape::G>& group_;
   float* buffer_;
 
-  OPER_DEVICE void load_row(int64_t slot, Row<Shape>& w) const {
-    w.load(reinterpret_cast<const T*>(table_.rows) + slot * table_.dim, table_.dim, group_.lane,
-           Shape::E > 1);
-  }
   OPER_DEVICE void load_state(const float* state, int64_t slot, Row<Shape>& s) const {
     s.load(state + slot * table_.dim, table_.dim, group_.lane, Shape::E > 1);
   }
@@ -121,9 +142,7 @@ class RowOptimizer {
 
   // Stochastic rounding by numbers that depend on the row's id, the column and the step only. The
   // columns of a part never straddle a block of 8 numbers, unless a piece begins inside of one.
-  OPER_DEVICE void store_rounded(T* row, int64_t slot, const Row<Shape>& w) const {
-    const uint32_t id =
-        static_cast<uint32_t>(id_at_position(table_, position_at(table_, slot)));
+  OPER_DEVICE void store_rounded(T* row, uint32_t id, const Row<Shape>& w) const {
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {
       const int column = Shape::column(i, group_.lane);
@@ -154,11 +173,10 @@ class RowOptimizer {
   }
 
   OPER_DEVICE void row_wise_adagrad(int64_t slot, const Row<Shape>& g, float squares,
-                                    Row<Shape>& w) const {
-    float state = table_.momentum1[slot];  // every lane computes it, one writes it back
+                                    Row<Shape>& w, float state) const {
+    // Every lane computes it, one writes it back.
     const float multiplier =
         rowwise_adagrad_multiplier(&state, squares, table_.row_columns, args_);
-    group_.sync();
     if (group_.lane == 0) table_.momentum1[slot] = state;
     if (args_.decay == Decay::kDecoupled)
       w.scale(1.0f - args_.learning_rate * args_.weight_decay);

@@ -34,4 +34,31 @@ OPER_DEVICE void prefetch(const void* from, int64_t num_bytes) {
 #endif
 }
 
+// Copies 4 or 16 aligned bytes into shared memory while the lane goes on. Copies belong to the next
+// `commit_copies`; wait_for_copies<n>: all but the last n commits are done, as the same lane sees it.
+template <int kNumBytes>
+OPER_DEVICE void copy_async(void* shared, const void* from) {
+#if defined(OPER_EMULATED)
+  __builtin_memcpy(shared, from, kNumBytes);
+#else
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  if constexpr (kNumBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+  }
+#endif
+}
+OPER_DEVICE void commit_copies() {
+#if !defined(OPER_EMULATED)
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int kLast>
+OPER_DEVICE void wait_for_copies() {
+#if !defined(OPER_EMULATED)
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLast) : "memory");
+#endif
+}
+
 }  // namespace oper::device

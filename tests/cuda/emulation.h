@@ -249,6 +249,18 @@ inline void sync_warp(unsigned mask, uint64_t value) {
   }
 }
 
+inline unsigned ballot(unsigned mask, bool value) {
+  Machine& m = machine();
+  const int level = level_of(mask), me = m.current;
+  const int64_t turn = m.fibers[me].done[level];
+  sync_warp(mask, value);
+  unsigned bits = 0;
+  for (int lane = 0; lane < 32; ++lane)
+    if (mask >> lane & 1)
+      bits |= static_cast<unsigned>(m.fibers[me / 32 * 32 + lane].slots[level][turn % 2]) << lane;
+  return bits;
+}
+
 template <class T>
 T exchange(unsigned mask, T value, int source_lane) {
   uint64_t bits = 0;
@@ -369,6 +381,9 @@ inline void __syncthreads() { oper::emulation::sync_block(); }
 inline void __syncwarp(unsigned mask) { oper::emulation::sync_warp(mask, 0); }
 inline void __threadfence_system() {}
 
+inline unsigned __ballot_sync(unsigned mask, bool value) {
+  return oper::emulation::ballot(mask, value);
+}
 template <class T>
 T __shfl_sync(unsigned mask, T value, int from, int width) {
   const int lane = oper::emulation::machine().current % 32;

@@ -1,7 +1,20 @@
 // Forward: from ids to pooled rows, through the addresses of all ranks' memory.
 #include "device/batch.cuh"
 #include "device/group.cuh"
+#include "device/ring.cuh"
 
+#ifndef T_ROWS
+#define T_ROWS 8
+#endif
+#ifndef T_BLOCKS
+#define T_BLOCKS kBlocks<Shape>
+#endif
+#ifndef T_IDS
+#define T_IDS 64
+#endif
+#ifndef T_TURNS
+#define T_TURNS 6
+#endif
 namespace oper::device {
 namespace {
 
@@ -25,7 +38,10 @@ struct PoolArgs {
 template <class Shape>
 struct Pool {
   using T = typename Shape::T;
-  static constexpr int kInFlight = Shape::V >= 8 ? 1 : 8 / Shape::V;
+  // Rows on their way, at most as many as the group has lanes.
+  static constexpr int kMost = Shape::V >= T_ROWS ? 1 : T_ROWS / Shape::V;
+  static constexpr int kSlots = kMost < Shape::G ? kMost : Shape::G;
+  using Ring = RowRing<Shape, T, kSlots>;
 
   const PoolArgs& a;
   const Group<Shape::G>& group;
@@ -33,82 +49,94 @@ struct Pool {
   const uint32_t* places;  // by index of the id
   int32_t feature;
   int dim;
-  bool wide_rows;
+  mutable Ring ring;
 
-  // `f`: the feature; `first`: index of its first id.
+  // `f`: the feature; `first`: index of its first id; `shared`: Ring::kBytes of the block.
   OPER_DEVICE Pool(const PoolArgs& args, const Group<Shape::G>& lanes, const Table& t, int64_t f,
-                   int64_t first)
+                   int64_t first, char* shared)
       : a(args),
         group(lanes),
         table(t),
         places(nullptr),
         feature(args.view.features[f].logical),
         dim(t.dim),
-        wide_rows(Shape::E > 1) {
+        ring(shared) {
     if (args.places != nullptr) places = args.places + (args.feature_begin[f] - first);
   }
 
   // One run of bags: calls `finish(bag, sum, length)` for every bag in [bag, last), which hold the
-  // ids [i, stop).
+  // ids [i, stop). `end_of(bag)`: all lanes call it together.
   template <class Bound, class Finish>
   OPER_DEVICE void bags(int32_t bag, int32_t last, int32_t i, int32_t stop, Bound end_of,
                         Finish finish) const {
     Row<Shape> sum;
-    sum.zero();
-    bool first = true;
+    sum.begin();
+    bool is_empty = true;
     int32_t begin = i;
     int32_t end = bag < last ? end_of(bag) : stop;
-    auto close_bags = [&](int32_t at) {
+    const auto close_bags = [&](int32_t at) {
       while (bag < last && at >= end) {
+        if (is_empty) sum.zero();
         finish(bag, sum, end - begin);
-        sum.zero();
-        first = true;
+        sum.begin();
+        is_empty = true;
         begin = end;
         if (++bag < last) end = end_of(bag);
       }
     };
+    // Of the rows to be fetched next, whose numbers are up to `kSlots` ahead of those to be added.
+    int64_t address = address_of(i + group.lane, stop, id_of(i + group.lane, stop));
+    unsigned coming = group.ballot(address != 0);
+#pragma unroll
+    for (int t = 0; t < kSlots; ++t) start(t, group.shuffle(address, t), is_set(coming, t));
+    int slot = 0;
     for (; i < stop; i += Shape::G) {
       const int n = stop - i < Shape::G ? stop - i : Shape::G;
-      int64_t address = 0;
-      float weight = 1.0f;
-      if (group.lane < n) {
-        address = address_of(i + group.lane);
-        if (a.batch.weights) weight = a.batch.weights[i + group.lane];
-      }
-      for (int j = 0; j < n; j += kInFlight) {
-        RawRow<Shape, T> rows[kInFlight];
-        bool there[kInFlight];
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
-          const int64_t from = group.shuffle(address, (j + u) % Shape::G);
-          there[u] = j + u < n && from != 0;
-          if (there[u]) rows[u].load(reinterpret_cast<const T*>(from), dim, group.lane, wide_rows);
-        }
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
-          const float w = a.batch.weights ? group.shuffle(weight, (j + u) % Shape::G) : 1.0f;
-          if (j + u >= n) continue;
-          close_bags(i + j + u);
-          if (!there[u]) continue;
+      const unsigned there = coming;
+      const float weight =
+          a.batch.weights && group.lane < n ? a.batch.weights[i + group.lane] : 1.0f;
+      const int32_t next_i = i + Shape::G + group.lane;
+      const int64_t next_id = id_of(next_i, stop);
+      for (int t = 0; t < n; ++t) {
+        wait_for_copies<kSlots - 1>();
+        close_bags(i + t);
+        if (is_set(there, t)) {
           Row<Shape> row;
-          rows[u].unpack(row);
-          if (a.batch.weights) row.scale(w);
-          if (first) {
-            sum = row;
-          } else {
-            sum.add(row);
-          }
-          first = false;
+          ring.read(slot, row);
+          if (a.batch.weights) row.scale(group.shuffle(weight, t));
+          sum.add(row);
+          is_empty = false;
         }
+        if (t + kSlots == Shape::G) {
+          address = address_of(next_i, stop, next_id);
+          coming = group.ballot(address != 0);
+        }
+        const int ahead = (t + kSlots) % Shape::G;
+        start(slot, group.shuffle(address, ahead), is_set(coming, ahead));
+        slot = (slot + 1) % kSlots;
       }
     }
     close_bags(stop);
   }
 
-  OPER_DEVICE int64_t address_of(int32_t i) const {
+  // Begins to fetch a row, or none.
+  OPER_DEVICE void start(int slot, int64_t from, bool is_there) const {
+    if (is_there)
+      ring.start(slot, reinterpret_cast<const T*>(from), dim, group.lane, Shape::E > 1);
+    commit_copies();
+  }
+
+  static OPER_DEVICE bool is_set(unsigned bits, int k) { return bits >> k & 1u; }
+
+  OPER_DEVICE int64_t id_of(int32_t i, int32_t stop) const {
+    return i < stop ? id_at(a.batch, i) : 0;
+  }
+
+  // Of the row of id number `i`; 0: there is none before `stop`, or none to add.
+  OPER_DEVICE int64_t address_of(int32_t i, int32_t stop, int64_t id) const {
+    if (i >= stop) return 0;
     if (places != nullptr && places[i] != kNotStaged)
       return reinterpret_cast<int64_t>(a.staging + places[i] * kStagingUnit);
-    const int64_t id = id_at(a.batch, i);
     if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(table.read.num_rows)) {
       report(a.view.error, 4, feature, id);
       return 0;
@@ -124,7 +152,11 @@ struct Pool {
 };
 
 template <class Shape>
-__global__ void __launch_bounds__(256, kBlocks<Shape>) pool_bags(const PoolArgs a) {
+constexpr int kSharedBytes = Pool<Shape>::Ring::kBytes > 0 ? Pool<Shape>::Ring::kBytes : 16;
+
+template <class Shape>
+__global__ void __launch_bounds__(256, T_BLOCKS) pool_bags(const PoolArgs a) {
+  alignas(16) __shared__ char shared[kSharedBytes<Shape>];
   const Group<Shape::G> group;
   const int64_t B = a.batch.batch_size;
   const int64_t tiles = (B + a.bags_per_group - 1) / a.bags_per_group;
@@ -133,16 +165,20 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_bags(const PoolArgs 
     const Feature& feature = a.view.features[a.features[f]];
     const Table& table = a.view.tables[feature.table];
     const int64_t* bounds = a.batch.bounds + a.batch.key_of[feature.logical] * B;
-    const Pool<Shape> pool(a, group, table, a.features[f], bounds[0]);
+    const Pool<Shape> pool(a, group, table, a.features[f], bounds[0], shared);
     const int32_t bag = static_cast<int32_t>(w - f * tiles) * a.bags_per_group;
     const int32_t last =
         static_cast<int32_t>(bag + a.bags_per_group < B ? bag + a.bags_per_group : B);
     const bool divide = table.mean && !(a.skip_pushed && table.has_push);
     float* out = a.out.data + feature.column;
     const bool wide = a.wide_out && feature.column % 4 == 0;
+    const int32_t begin = static_cast<int32_t>(bounds[bag]);
+    // Of the bag of each lane: a group takes no more bags than it has lanes.
+    const int32_t own_end =
+        static_cast<int32_t>(bounds[bag + group.lane < last ? bag + group.lane + 1 : last]);
+    const int32_t stop = group.shuffle(own_end, last - bag - 1);
     pool.bags(
-        bag, last, static_cast<int32_t>(bounds[bag]), static_cast<int32_t>(bounds[last]),
-        [&](int32_t b) { return static_cast<int32_t>(bounds[b + 1]); },
+        bag, last, begin, stop, [&](int32_t b) { return group.shuffle(own_end, b - bag); },
         [&](int32_t b, Row<Shape>& sum, int32_t length) {
           if (divide && length > 1) sum.divide(static_cast<float>(length));
           sum.store(out + b * a.out.stride, pool.dim, group.lane, wide);
@@ -151,7 +187,8 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_bags(const PoolArgs 
 }
 
 template <class Shape>
-__global__ void __launch_bounds__(256, kBlocks<Shape>) pool_ids(const PoolArgs a) {
+__global__ void __launch_bounds__(256, T_BLOCKS) pool_ids(const PoolArgs a) {
+  alignas(16) __shared__ char shared[kSharedBytes<Shape>];
   const Group<Shape::G> group;
   const int32_t num_tiles = a.tile_begin[a.view.num_features];
   for (int64_t w = group.index(); w < num_tiles; w += group.count()) {
@@ -162,7 +199,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) pool_ids(const PoolArgs a
     if (table.row_class != a.row_class) continue;
     const int64_t key = a.batch.key_of[feature.logical];
     const int32_t first = static_cast<int32_t>(a.batch.bounds[key * a.batch.batch_size]);
-    const Pool<Shape> pool(a, group, table, f, first);
+    const Pool<Shape> pool(a, group, table, f, first, shared);
     const int32_t stop = static_cast<int32_t>(a.batch.bounds[(key + 1) * a.batch.batch_size]);
     const int32_t i = first + (static_cast<int32_t>(w) - a.tile_begin[f]) * kTile;
     const int32_t end = i + kTile < stop ? i + kTile : stop;
@@ -260,14 +297,15 @@ void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Out
         skip_pushed};
     // Few bags: one group each, so that all are in flight at once. Many: bags of about kIdsPerGroup
     // ids, enough to fetch rows together, and few enough that the last groups end soon after the
-    // others: all groups come in six turns or more.
-    constexpr int64_t kIdsPerGroup = 64;
+    // others: all groups come in `kTurns` turns or more.
+    constexpr int64_t kIdsPerGroup = T_IDS, kTurns = T_TURNS;
     const int64_t bags = batch.batch_size * args.num_features;
     const int64_t resident = resident_threads() / row_class.group_lanes();
     const int64_t all_bags = std::max<int64_t>(1, batch.batch_size * on.view.num_features);
     const int64_t mean = std::max<int64_t>(1, batch.max_pairs / all_bags);
     args.bags_per_group = static_cast<int32_t>(std::clamp<int64_t>(
-        std::min(kIdsPerGroup / mean, bags / std::max<int64_t>(1, 6 * resident)), 1, 32));
+        std::min(kIdsPerGroup / mean, bags / std::max<int64_t>(1, kTurns * resident)), 1,
+        row_class.group_lanes()));
     with_shape(row_class, [&](auto shape) { launch_pool<decltype(shape)>(args, on.stream); });
   }
 }

@@ -137,7 +137,7 @@ OPER_DEVICE void clip_and_decay(const View& view, const Table& table, int64_t sl
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) squares_kernel(const MergeArgs a,
                                                                       int32_t round) {
-  __shared__ float buffers[kBufferFloats<Shape>];
+  alignas(16) __shared__ float buffers[kBufferFloats<Shape>];
   float* buffer = group_buffer<Shape>(buffers);
   const Group<Shape::G> group;
   for_merged_rows<Shape>(a, group, false, [&](int32_t t, int64_t slot, Row<Shape>& g) {
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) squares_kernel(const Merg
 
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) update_kernel(const MergeArgs a) {
-  __shared__ float buffers[kBufferFloats<Shape>];
+  alignas(16) __shared__ float buffers[kBufferFloats<Shape>];
   float* buffer = group_buffer<Shape>(buffers);
   const Group<Shape::G> group;
   for_merged_rows<Shape>(a, group, true, [&](int32_t t, int64_t slot, Row<Shape>& g) {
@@ -168,7 +168,10 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) update_kernel(const Merge
       squares = table.squares == nullptr
                     ? optimizer.sum_of_squares(g)
                     : squares_of_row(a.view, table, slot, optimizer.clips() ? 1 : 0);
-    optimizer.apply(slot, g, squares);
+    Row<Shape> row;
+    optimizer.load_row(slot, row);
+    optimizer.apply(slot, g, squares, row,
+                    facts_of<typename Shape::T>(table, optimizer.kind(), slot));
     if (table.has_replicas && group.lane == 0) note_touched(a.view, table, t, slot);
   });
 }
