@@ -177,6 +177,7 @@ class RowOptimizer {
     // Every lane computes it, one writes it back.
     const float multiplier =
         rowwise_adagrad_multiplier(&state, squares, table_.row_columns, args_);
+    group_.sync();  // all have read it
     if (group_.lane == 0) table_.momentum1[slot] = state;
     if (args_.decay == Decay::kDecoupled)
       w.scale(1.0f - args_.learning_rate * args_.weight_decay);

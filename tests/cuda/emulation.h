@@ -249,16 +249,15 @@ inline void sync_warp(unsigned mask, uint64_t value) {
   }
 }
 
-inline unsigned ballot(unsigned mask, bool value) {
+// Calls body(lane, bits of its value) for the lanes of `mask`.
+template <class Body>
+void all_values(unsigned mask, uint64_t value, Body body) {
   Machine& m = machine();
   const int level = level_of(mask), me = m.current;
   const int64_t turn = m.fibers[me].done[level];
   sync_warp(mask, value);
-  unsigned bits = 0;
   for (int lane = 0; lane < 32; ++lane)
-    if (mask >> lane & 1)
-      bits |= static_cast<unsigned>(m.fibers[me / 32 * 32 + lane].slots[level][turn % 2]) << lane;
-  return bits;
+    if (mask >> lane & 1) body(lane, m.fibers[me / 32 * 32 + lane].slots[level][turn % 2]);
 }
 
 template <class T>
@@ -382,7 +381,18 @@ inline void __syncwarp(unsigned mask) { oper::emulation::sync_warp(mask, 0); }
 inline void __threadfence_system() {}
 
 inline unsigned __ballot_sync(unsigned mask, bool value) {
-  return oper::emulation::ballot(mask, value);
+  unsigned bits = 0;
+  oper::emulation::all_values(mask, value, [&](int lane, uint64_t one) {
+    bits |= static_cast<unsigned>(one) << lane;
+  });
+  return bits;
+}
+inline int __reduce_max_sync(unsigned mask, int value) {
+  int most = value;
+  oper::emulation::all_values(mask, static_cast<uint32_t>(value), [&](int, uint64_t one) {
+    most = std::max(most, static_cast<int>(static_cast<uint32_t>(one)));
+  });
+  return most;
 }
 template <class T>
 T __shfl_sync(unsigned mask, T value, int from, int width) {

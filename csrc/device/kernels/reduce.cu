@@ -7,12 +7,6 @@
 #include "device/optimizer.cuh"
 #include "device/ring.cuh"
 
-#ifndef T_RSLOTS
-#define T_RSLOTS 4
-#endif
-#ifndef T_RBLOCKS
-#define T_RBLOCKS 3
-#endif
 namespace oper::device {
 namespace {
 
@@ -35,7 +29,7 @@ constexpr int slots_of() {
   const int row = kRingBytes<Shape, float> + (kUpdate ? kRingBytes<Shape, typename Shape::T> : 0);
   const int room = (48 << 10) - (kUpdate ? 4 * kBufferFloats<Shape> : 0);
   const int fitting = room / row;
-  const int most = fitting < T_RSLOTS ? fitting : T_RSLOTS;
+  const int most = fitting < 4 ? fitting : 4;
   return most < Shape::G ? (most < 1 ? 1 : most) : Shape::G;
 }
 
@@ -236,7 +230,7 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, int32_t t, int64_t run, int64_t
 // Blocks that a multiprocessor must hold: all optimizers together take more registers than one.
 template <class Shape, To kTo>
 constexpr int kReduceBlocks = Shape::V * Shape::E > 8 ? 1
-                              : Shape::V * Shape::E > 4 || kTo == To::kOptimizer ? 2 : T_RBLOCKS;
+                              : Shape::V * Shape::E > 4 || kTo == To::kOptimizer ? 2 : 3;
 
 template <class Shape, To kTo>
 __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(const ReduceArgs a) {

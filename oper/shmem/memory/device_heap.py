@@ -125,7 +125,8 @@ class DeviceHeap:
         try:
             import torch.distributed._symmetric_memory as symmetric
 
-            if hasattr(symmetric, "set_backend"):
+            # torch refuses to set the one that is its default already.
+            if symmetric.get_backend(self.device) != "CUDA":
                 symmetric.set_backend("CUDA")
             arena = symmetric.empty(self._size, dtype=torch.uint8, device=self.device)
         except (ImportError, AttributeError, RuntimeError) as error:
