@@ -28,34 +28,18 @@ struct Group {
     return __shfl_xor_sync(mask, value, distance, G);
   }
   // Bit l: of lane l of this group.
-  OPER_DEVICE unsigned ballot(bool value) const { return of_group(__ballot_sync(mask, value)); }
-  // The same among groups that do everything together, as all lanes of their warp then do: no part
-  // of it waits while another works.
-  template <class T>
-  OPER_DEVICE T shuffle_in_step(T value, int from) const {
-    return __shfl_sync(~0u, value, from, G);
-  }
-  OPER_DEVICE unsigned ballot_in_step(bool value) const {
-    return of_group(__ballot_sync(~0u, value));
-  }
-  // Largest of the warp's groups.
-  OPER_DEVICE int most_in_step(int value) const {
-    return G == 32 ? value : __reduce_max_sync(~0u, value);
+  OPER_DEVICE unsigned ballot(bool value) const {
+    const int first = static_cast<int>(threadIdx.x) % 32 / G * G;
+    const unsigned bits = __ballot_sync(mask, value) >> first;
+    return G == 32 ? bits : bits & ((1u << (G % 32)) - 1u);
   }
   OPER_DEVICE void sync() const { __syncwarp(mask); }
 
-  // Number of this group, and of the first one of its warp.
   static OPER_DEVICE int64_t index() {
     return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / G;
   }
-  static OPER_DEVICE int64_t first_index() { return index() - threadIdx.x % 32 / G; }
   static OPER_DEVICE int64_t count() {
     return static_cast<int64_t>(gridDim.x) * blockDim.x / G;
-  }
-
- private:
-  static OPER_DEVICE unsigned of_group(unsigned bits) {
-    return G == 32 ? bits : bits >> (threadIdx.x % 32 / G * G) & ((1u << (G % 32)) - 1u);
   }
 };
 
@@ -311,10 +295,6 @@ OPER_DEVICE float sum_in_host_order(const Row<Shape>& products, int dim, const G
 template <class T, class Body>
 void with_shape_of(const RowClass& row_class, Body body) {
   constexpr int E = 16 / sizeof(T);
-#ifdef T_HOT
-  if (row_class.lanes == 16) return body(Shape<T, E, 16, 1>{});
-  return body(Shape<T, E, 32, 1>{});
-#else
   if (row_class.lanes == 0) {  // rows that are not made of 16-byte parts
     if (row_class.vectors <= 4) return body(Shape<T, 1, 32, 4>{});
     return body(Shape<T, 1, 32, 32>{});
@@ -331,7 +311,6 @@ void with_shape_of(const RowClass& row_class, Body body) {
     default:
       if constexpr (sizeof(T) == 4) return body(Shape<T, E, 32, 8>{});
   }
-#endif
 }
 
 // Calls body(Shape) with the one that fits a class of rows.

@@ -54,6 +54,7 @@ class _HostLookup(torch.autograd.Function):
                 batch: Lookup) -> torch.Tensor:
         out, offsets = tables.forward(batch, collective=True)
         ctx.call = (tables, batch, offsets)
+        ctx.device_of_weights = None if weights is None else weights.device
         return out.cpu()
 
     @staticmethod
@@ -63,7 +64,8 @@ class _HostLookup(torch.autograd.Function):
         gradient = grads[0].to(tables.device)
         of_weights = None
         if ctx.needs_input_grad[1]:
-            of_weights = tables.weight_gradient(gradient, batch, offsets, False).cpu()
+            of_weights = tables.weight_gradient(gradient, batch, offsets, False).to(
+                ctx.device_of_weights)
         tables.apply_gradients(gradient, batch, offsets)
         return None, of_weights, None, None
 

@@ -387,13 +387,6 @@ inline unsigned __ballot_sync(unsigned mask, bool value) {
   });
   return bits;
 }
-inline int __reduce_max_sync(unsigned mask, int value) {
-  int most = value;
-  oper::emulation::all_values(mask, static_cast<uint32_t>(value), [&](int, uint64_t one) {
-    most = std::max(most, static_cast<int>(static_cast<uint32_t>(one)));
-  });
-  return most;
-}
 template <class T>
 T __shfl_sync(unsigned mask, T value, int from, int width) {
   const int lane = oper::emulation::machine().current % 32;

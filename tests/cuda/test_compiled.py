@@ -23,7 +23,7 @@ from tests.cuda.compiler import (
 
 # Kernels that move the rows, and the shapes of the usual tables: rows of whole 16-byte parts.
 HOT = re.compile(r"(pool_bags|pool_ids|stage_rows|reduce_runs|reduce_chunks|update_kernel)")
-UPDATES = re.compile(r"update_kernel|Lb1E")  # at the owner, or of a single rank
+UPDATES = re.compile(r"update_kernel|ToE[12]E")  # at the owner, or of a single rank
 SCALAR = re.compile(r"Li1ELi32E")  # element by element: dims that are no multiple of 16 bytes
 
 
@@ -63,9 +63,10 @@ def check_registers(kernels: dict[str, dict[str, int]], at_least: int) -> None:
     hot = {n: u for n, u in kernels.items() if HOT.search(n) and not SCALAR.search(n)}
     assert len(hot) >= at_least, sorted(kernels)[:5]
     # Updates of 16-bit rows keep the random numbers of their rounding on the stack, and one shape a
-    # few registers more; fp32 rows and all lookups nothing.
-    spilling = {n: u for n, u in hot.items() if u["LOCAL"] or u["STACK"] > (
-        96 if UPDATES.search(n) and "Float16" in n else 0)}
+    # few registers more; those of fp32 rows a few, for a third block on a multiprocessor;
+    # lookups nothing.
+    allowed = {n: (160 if "Float16" in n else 48) if UPDATES.search(n) else 0 for n in hot}
+    spilling = {n: u for n, u in hot.items() if u["LOCAL"] or u["STACK"] > allowed[n]}
     assert not spilling, "\n".join(f"{n}: {u}" for n, u in list(spilling.items())[:12])
 
 
@@ -77,12 +78,12 @@ def _sass(arch: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def _loads(arch: str, kernel: str) -> dict[str, int]:
-    """Global loads of a kernel by width in bits."""
+def _copies(arch: str, kernel: str) -> dict[str, int]:
+    """Copies from global to shared memory of a kernel by width in bits."""
     code = [text for name, text in _sass(arch).items() if kernel in name]
     assert len(code) >= 1, kernel
     widths: dict[str, int] = {}
-    for suffixes in re.findall(r"\bLDG((?:\.\w+)*)", code[0]):
+    for suffixes in re.findall(r"\bLDGSTS((?:\.\w+)*)", code[0]):
         width = next((x for x in suffixes.split(".") if x in ("64", "128")), "32")
         widths[width] = widths.get(width, 0) + 1
     return widths
@@ -91,10 +92,10 @@ def _loads(arch: str, kernel: str) -> dict[str, int]:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("shape", ["IfLi4ELi32ELi1E", "IfLi4ELi16ELi1E",
                                    "INS_7Float16ELi8ELi16ELi1E"])
-def test_rows_are_loaded_in_parts_of_16_bytes(arch: str, shape: str) -> None:
-    # Eight rows in flight: their loads stand together, all 128 bits wide.
-    widths = _loads(arch, f"pool_bagsINS0_5Shape{shape}")
-    assert widths.get("128", 0) >= 8, widths
+def test_rows_are_fetched_in_parts_of_16_bytes(arch: str, shape: str) -> None:
+    # Eight rows in flight: the first ones' copies stand together, all 128 bits wide.
+    widths = _copies(arch, f"pool_bagsINS0_5Shape{shape}")
+    assert widths.get("128", 0) >= 8 and widths.keys() == {"128"}, widths
 
 
 @pytest.mark.parametrize("library", [unoptimized_library, shipped_library],

@@ -53,7 +53,7 @@ struct Pool {
   }
 
   // One run of bags: calls `finish(bag, sum, length)` for every bag in [bag, last), which hold the
-  // ids [i, stop). The groups of a warp call it together, each for bags of its own.
+  // ids [i, stop). `end_of(bag)`: all lanes call it together.
   template <class Bound, class Finish>
   OPER_DEVICE void bags(int32_t bag, int32_t last, int32_t i, int32_t stop, Bound end_of,
                         Finish finish) const {
@@ -74,39 +74,35 @@ struct Pool {
     };
     // Of the rows to be fetched next, whose numbers are up to `kSlots` ahead of those to be added.
     int64_t address = address_of(i + group.lane, stop, id_of(i + group.lane, stop));
-    unsigned coming = group.ballot_in_step(address != 0);
+    unsigned coming = group.ballot(address != 0);
 #pragma unroll
-    for (int t = 0; t < kSlots; ++t)
-      start(t, group.shuffle_in_step(address, t), is_set(coming, t));
+    for (int t = 0; t < kSlots; ++t) start(t, group.shuffle(address, t), is_set(coming, t));
     int slot = 0;
-    for (int turns = group.most_in_step((stop - i + Shape::G - 1) / Shape::G); turns > 0; --turns) {
+    for (; i < stop; i += Shape::G) {
       const int n = stop - i < Shape::G ? stop - i : Shape::G;
-      const int most = group.most_in_step(n);
       const unsigned there = coming;
       const float weight =
           a.batch.weights && group.lane < n ? a.batch.weights[i + group.lane] : 1.0f;
       const int32_t next_i = i + Shape::G + group.lane;
       const int64_t next_id = id_of(next_i, stop);
-      for (int t = 0; t < most; ++t) {
+      for (int t = 0; t < n; ++t) {
         wait_for_copies<kSlots - 1>();
-        const float w = a.batch.weights ? group.shuffle_in_step(weight, t) : 1.0f;
-        if (t < n) close_bags(i + t);
+        close_bags(i + t);
         if (is_set(there, t)) {
           Row<Shape> row;
           ring.read(slot, row);
-          if (a.batch.weights) row.scale(w);
+          if (a.batch.weights) row.scale(group.shuffle(weight, t));
           sum.add(row);
           is_empty = false;
         }
         if (t + kSlots == Shape::G) {
           address = address_of(next_i, stop, next_id);
-          coming = group.ballot_in_step(address != 0);
+          coming = group.ballot(address != 0);
         }
         const int ahead = (t + kSlots) % Shape::G;
-        start(slot, group.shuffle_in_step(address, ahead), is_set(coming, ahead));
+        start(slot, group.shuffle(address, ahead), is_set(coming, ahead));
         slot = (slot + 1) % kSlots;
       }
-      i += Shape::G;
     }
     close_bags(stop);
   }
@@ -160,31 +156,29 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_bags(const PoolA
   const Group<Shape::G> group;
   const int64_t B = a.batch.batch_size;
   const int64_t tiles = (B + a.bags_per_group - 1) / a.bags_per_group;
-  const int64_t num_items = tiles * a.num_features;
-  int64_t w = group.index();
-  // The last groups of a warp may have nothing to do.
-  for (int64_t first = group.first_index(); first < num_items; first += group.count()) {
-    const int64_t item = w < num_items ? w : num_items - 1;
-    const int64_t f = item / tiles;
+  for (int64_t w = group.index(); w < tiles * a.num_features; w += group.count()) {
+    const int64_t f = w / tiles;
     const Feature& feature = a.view.features[a.features[f]];
     const Table& table = a.view.tables[feature.table];
     const int64_t* bounds = a.batch.bounds + a.batch.key_of[feature.logical] * B;
     const Pool<Shape> pool(a, group, table, a.features[f], bounds[0], shared);
-    const int32_t bag = static_cast<int32_t>(item - f * tiles) * a.bags_per_group;
+    const int32_t bag = static_cast<int32_t>(w - f * tiles) * a.bags_per_group;
     const int32_t last =
-        w >= num_items ? bag
-                       : static_cast<int32_t>(bag + a.bags_per_group < B ? bag + a.bags_per_group : B);
+        static_cast<int32_t>(bag + a.bags_per_group < B ? bag + a.bags_per_group : B);
     const bool divide = table.mean && !(a.skip_pushed && table.has_push);
     float* out = a.out.data + feature.column;
     const bool wide = a.wide_out && feature.column % 4 == 0;
+    const int32_t begin = static_cast<int32_t>(bounds[bag]);
+    // Of the bag of each lane: a group takes no more bags than it has lanes.
+    const int32_t own_end =
+        static_cast<int32_t>(bounds[bag + group.lane < last ? bag + group.lane + 1 : last]);
+    const int32_t stop = group.shuffle(own_end, last - bag - 1);
     pool.bags(
-        bag, last, static_cast<int32_t>(bounds[bag]), static_cast<int32_t>(bounds[last]),
-        [&](int32_t b) { return static_cast<int32_t>(bounds[b + 1]); },
+        bag, last, begin, stop, [&](int32_t b) { return group.shuffle(own_end, b - bag); },
         [&](int32_t b, Row<Shape>& sum, int32_t length) {
           if (divide && length > 1) sum.divide(static_cast<float>(length));
           sum.store(out + b * a.out.stride, pool.dim, group.lane, wide);
         });
-    w += group.count();
   }
 }
 
@@ -193,20 +187,18 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_ids(const PoolAr
   alignas(16) __shared__ char shared[kSharedBytes<Shape>];
   const Group<Shape::G> group;
   const int32_t num_tiles = a.tile_begin[a.view.num_features];
-  int64_t w = group.index();
-  for (int64_t first_tile = group.first_index(); first_tile < num_tiles;
-       first_tile += group.count()) {
-    const int32_t item = static_cast<int32_t>(w < num_tiles ? w : num_tiles - 1);
-    const int32_t f = static_cast<int32_t>(last_at_most(a.tile_begin, a.view.num_features, item));
+  for (int64_t w = group.index(); w < num_tiles; w += group.count()) {
+    const int32_t f = static_cast<int32_t>(
+        last_at_most(a.tile_begin, a.view.num_features, static_cast<int32_t>(w)));
     const Feature& feature = a.view.features[f];
     const Table& table = a.view.tables[feature.table];
+    if (table.row_class != a.row_class) continue;
     const int64_t key = a.batch.key_of[feature.logical];
     const int32_t first = static_cast<int32_t>(a.batch.bounds[key * a.batch.batch_size]);
     const Pool<Shape> pool(a, group, table, f, first, shared);
     const int32_t stop = static_cast<int32_t>(a.batch.bounds[(key + 1) * a.batch.batch_size]);
-    const int32_t i = first + (item - a.tile_begin[f]) * kTile;
-    const bool is_mine = w < num_tiles && table.row_class == a.row_class;
-    const int32_t end = !is_mine ? i : i + kTile < stop ? i + kTile : stop;
+    const int32_t i = first + (static_cast<int32_t>(w) - a.tile_begin[f]) * kTile;
+    const int32_t end = i + kTile < stop ? i + kTile : stop;
     float* out = a.out.data + table.piece_start;
     const bool wide = a.wide_out && table.piece_start % 4 == 0;
     const int64_t shift = a.output_begin[f] - first;
@@ -215,7 +207,6 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_ids(const PoolAr
         [&](int32_t b, Row<Shape>& sum, int32_t) {
           sum.store(out + (b + shift) * a.out.stride, pool.dim, group.lane, wide);
         });
-    w += group.count();
   }
 }
 
@@ -309,7 +300,8 @@ void pool(const Launch& on, const Batch& batch, const BatchPlan& plan, const Out
     const int64_t all_bags = std::max<int64_t>(1, batch.batch_size * on.view.num_features);
     const int64_t mean = std::max<int64_t>(1, batch.max_pairs / all_bags);
     args.bags_per_group = static_cast<int32_t>(std::clamp<int64_t>(
-        std::min(kIdsPerGroup / mean, bags / std::max<int64_t>(1, kTurns * resident)), 1, 32));
+        std::min(kIdsPerGroup / mean, bags / std::max<int64_t>(1, kTurns * resident)), 1,
+        row_class.group_lanes()));
     with_shape(row_class, [&](auto shape) { launch_pool<decltype(shape)>(args, on.stream); });
   }
 }
