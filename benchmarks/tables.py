@@ -177,9 +177,23 @@ def drift() -> str:
                   *(f"{n} - {o}" for n, of in case["auc_over"].items() for o in of)], rows)
 
 
+def gpu() -> str:
+    """Lookups, updates and steps on an H200 beside fbgemm's."""
+    rows = []
+    for case in load("lookup-h200")["cases"]:
+        row = [f"`{case['name'].removeprefix('lookup-').removesuffix('-uniform')}`"]
+        for phase in ("forward", "update", "step"):
+            row += [f"{case[f'oper_{phase}_ms']:.3f}", f"{case[f'fbgemm_{phase}_ms']:.3f}",
+                    f"{case[f'{phase}_fraction_of_floor']:.2f}"]
+        rows.append(row)
+    return table(["case, ms", *(f"{phase} {what}" for phase in ("forward", "update", "step")
+                                for what in ("OPER", "fbgemm", "of floor"))], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "all": records, "training": training, "growth": growth, "calibration": calibration,
-    "faults": faults, "cluster": cluster, "dynamic": dynamic, "drift": drift, "front": front}
+    "faults": faults, "cluster": cluster, "dynamic": dynamic, "drift": drift, "front": front,
+    "gpu": gpu}
 
 
 def rendered(text: str) -> str:
