@@ -24,9 +24,28 @@ _MAGIC = 0xBA55ED50
 _ALIGN = 8
 # Parts of library names; what is not needed for tables that are trained on one GPU stays out.
 _LEFT_OUT = ("inference", "dense", "_gwd", "_vbe", "embedding_inplace")
-# Names the libraries that the package loads when it is imported, some of which are left out:
-# `oper.bench.device.contenders` loads those that are there.
-_TARGETS = "fbgemm_gpu/docs/target."
+# Takes the place of the package's own, which loads all libraries or none: those that are here, in
+# the order of their dependencies.
+_INIT = '''"""fbgemm_gpu with the libraries of training."""
+
+import os
+
+import torch
+
+open_source = True
+for name in ("config", "tbe_utils", "tbe_index_select", "tbe_cache", "tbe_optimizers",
+             "tbe_training_forward", "tbe_training_backward", "tbe_training_backward_pt2",
+             "tbe_training_backward_split_host", "py"):
+    torch.ops.load_library(os.path.join(os.path.dirname(__file__), f"fbgemm_gpu_{name}.so"))
+from . import sparse_ops
+'''
+# Registers a part of what it knows for operators that are left out here.
+_SPARSE = "fbgemm_gpu/sparse_ops.py"
+_REGISTERS = '''        for dkey in ["CompositeImplicitAutograd", "Meta"]:
+'''
+_IF_THERE = '''        if not hasattr(torch.ops.fbgemm, op_name.split("::")[1]):
+            return
+'''
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 192 << 20}]
 
 
@@ -77,6 +96,13 @@ def fatbin_section(data: bytes) -> tuple[int, int]:
     return 0, 0
 
 
+def python_file(name: str, text: str) -> str:
+    """A Python file of the package as the packed one has it."""
+    if name == "fbgemm_gpu/__init__.py":
+        return _INIT
+    return text.replace(_REGISTERS, _IF_THERE + _REGISTERS) if name == _SPARSE else text
+
+
 def pack(wheel: Path, folder: Path, arch: int) -> None:
     """Write the parts of a wheel that training needs."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,13 +110,14 @@ def pack(wheel: Path, folder: Path, arch: int) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for info in archive.infolist():
             name = info.filename
-            if not name.startswith("fbgemm_gpu/") or name.startswith(_TARGETS):
+            if not name.startswith("fbgemm_gpu/"):
                 continue
             target = folder / name
             if name.endswith(".py"):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(archive.read(info))
-                total += info.file_size
+                text = python_file(name, archive.read(info).decode())
+                target.write_text(text, encoding="utf-8")
+                total += len(text)
             elif name.endswith(".so") and not any(x in Path(name).name for x in _LEFT_OUT):
                 data = bytearray(archive.read(info))
                 found, kept = keep_arch(data, *fatbin_section(data), arch)

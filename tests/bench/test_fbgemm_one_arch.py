@@ -6,6 +6,7 @@ import struct
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,17 +55,39 @@ def test_one_architecture_is_kept() -> None:
     assert elf[begin + len(first):end] == second, "a container without the architecture"
 
 
+REGISTERS = '''
+def setup():
+    def impl_abstract(op_name, fn):
+        for dkey in ["CompositeImplicitAutograd", "Meta"]:
+            if op_name == "fbgemm::gone":
+                raise RuntimeError("there is no such operator")
+        torch.library.register_fake(op_name, fn)
+    for name in ("here", "gone"):
+        impl_abstract(f"fbgemm::{name}", None)
+setup()
+'''
+
+
 def test_a_wheel_is_packed_and_unpacked(tmp_path: Path) -> None:
     library = _elf(_container(_entry(90, b"x" * 64), _entry(100, b"y" * 64)))
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
         wheel.writestr("fbgemm_gpu/__init__.py", "x = 1\n")
-        wheel.writestr("fbgemm_gpu/docs/target.default.json.py", "{}")
+        wheel.writestr("fbgemm_gpu/sparse_ops.py", REGISTERS)
         wheel.writestr("fbgemm_gpu/fbgemm_gpu_py.so", library)
         wheel.writestr("fbgemm_gpu/fbgemm_gpu_tbe_training_backward_vbe.so", library)
     pack(tmp_path / "a.whl", tmp_path / "packed", 90)
     to = unpack(tmp_path / "packed", tmp_path / "out")
     found = sorted(str(p.relative_to(to)) for p in to.rglob("*") if p.is_file())
-    assert found == ["fbgemm_gpu/__init__.py", "fbgemm_gpu/fbgemm_gpu_py.so"]
+    assert found == ["fbgemm_gpu/__init__.py", "fbgemm_gpu/fbgemm_gpu_py.so",
+                     "fbgemm_gpu/sparse_ops.py"]
+    assert "load_library" in (to / "fbgemm_gpu/__init__.py").read_text()
+    # Operators of libraries that are left out are passed over.
+    known: list[str] = []
+    scope = {"torch": SimpleNamespace(
+        ops=SimpleNamespace(fbgemm=SimpleNamespace(here=1)),
+        library=SimpleNamespace(register_fake=lambda name, fn: known.append(name)))}
+    exec((to / "fbgemm_gpu/sparse_ops.py").read_text(), scope)
+    assert known == ["fbgemm::here"]
     got = (to / "fbgemm_gpu/fbgemm_gpu_py.so").read_bytes()
     assert len(got) == len(library) and b"x" * 64 in got and b"y" not in got
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,10 +19,6 @@ from oper.shmem.group.groups import Group, SingleGroup
 from oper.support.environment import setting
 
 FBGEMM_ENV = "OPER_FBGEMM"  # folder with a part of the fbgemm_gpu package; see benchmarks/gpu.py
-# In the order of their dependencies; a packed package does not load them by itself.
-_FBGEMM_LIBRARIES = ("config", "tbe_utils", "tbe_index_select", "tbe_cache", "tbe_optimizers",
-                     "tbe_training_forward", "tbe_training_backward", "tbe_training_backward_pt2",
-                     "tbe_training_backward_split_host", "py")
 
 
 def initial_rows(case: DeviceCase, table: int, device: torch.device) -> torch.Tensor:
@@ -129,9 +124,6 @@ def has_fbgemm() -> bool:
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        if folder:
-            for name in _FBGEMM_LIBRARIES:
-                torch.ops.load_library(os.path.join(folder, "fbgemm_gpu", f"fbgemm_gpu_{name}.so"))
         importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         if folder:
