@@ -22,7 +22,7 @@ WRONG = {
     "OPER_DEADLINE_S": ["abc", "0", "-3", "inf", "nan"],
     "OPER_CPU_KERNELS": ["sse", "AVX2", "avx512 "],
     "OPER_CUDA": ["yes", "2"],
-    "OPER_CUDA_ARCHS": ["eighty", "80,sm_90", "8"],
+    "OPER_CUDA_ARCHS": ["eighty", "80,sm_90", "8", "75", "75;90"],
     "MAX_JOBS": ["0", "all", "-1"],
 }
 RIGHT = {
@@ -30,7 +30,7 @@ RIGHT = {
     "OPER_DEVICE_HEAP": ["symmetric", "virtual"], "OPER_DEVICE_THREADS": ["1", "270336"],
     "OPER_DEADLINE_S": ["0.5", "300"], "OPER_DOMAIN": ["a b"],
     "OPER_CPU_KERNELS": ["generic", "avx2", "avx512"],
-    "OPER_CUDA": ["auto", "0", "1"], "OPER_CUDA_ARCHS": ["80;90", "80, 90a", "75"],
+    "OPER_CUDA": ["auto", "0", "1"], "OPER_CUDA_ARCHS": ["80;90", "80, 90a", "100f"],
     "CUDA_HOME": ["/usr/local/cuda"], "CXX": ["clang++ -v"], "MAX_JOBS": ["2"],
 }
 

@@ -46,6 +46,7 @@ struct RowFacts {
 template <class T>
 OPER_DEVICE RowFacts facts_of(const Table& table, Optimizer kind, int64_t slot) {
   RowFacts facts{};
+  if (kind == Optimizer::kNone) return facts;
   if (kind == Optimizer::kRowWiseAdagrad) facts.state = table.momentum1[slot];
   if constexpr (sizeof(T) == 2)
     facts.id = static_cast<uint32_t>(id_at_position(table, position_at(table, slot)));
@@ -102,7 +103,8 @@ class RowOptimizer {
   // `w`: the row, which becomes the new one.
   OPER_DEVICE void apply(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w,
                          const RowFacts& facts) const {
-    if (kind() == Optimizer::kNone) return;
+    // A graph may outlive the choice of its kernel: its tables may be frozen since.
+    if (args_.kind == Optimizer::kNone) return;
     switch (kind()) {
       case Optimizer::kSgd: {
         const float rate = args_.learning_rate;

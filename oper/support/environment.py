@@ -59,6 +59,7 @@ def _count(about: str, at: str = RUN) -> Variable:
 
 
 # Every variable of OPER's own that the package, its build or its tests read, and the build's other.
+_ARCH = r"([89][0-9]|[1-9][0-9]{2})[af]?"  # asynchronous copies came with 80
 VARIABLES: dict[str, Variable] = {
     "OPER_DATA": Variable("folder of real data for tests and benchmarks"),
     "OPER_DEBUG": _one_of("1 = show where an error comes from", "0", "1"),
@@ -78,9 +79,9 @@ VARIABLES: dict[str, Variable] = {
                                 "generic", "avx2", "avx512"),
     "OPER_CUDA": _one_of("build: auto, 0 or 1", "auto", "0", "1", at=BUILD),
     "OPER_CUDA_ARCHS": Variable(
-        "build: compute capabilities, e.g. 80;90", "compute capabilities such as 80;90",
-        lambda text: re.fullmatch(r"[ ;,]*[0-9]{2,3}[af]?([ ;,]+[0-9]{2,3}[af]?)*[ ;,]*", text)
-        is not None, BUILD),
+        "build: compute capabilities, e.g. 80;90", "compute capabilities from 80 on such as 80;90",
+        lambda text: re.fullmatch(rf"[ ;,]*{_ARCH}([ ;,]+{_ARCH})*[ ;,]*", text) is not None,
+        BUILD),
     "CUDA_HOME": Variable("build: the CUDA toolkit", at=BUILD),
     "CXX": Variable("build: the C++ compiler", at=BUILD),
     "MAX_JOBS": _count("build: compilers at once", BUILD),

@@ -24,10 +24,11 @@ struct ReduceArgs {
 
 // Rows of gradients, and of the table where it is updated, on their way at once: as many as fit
 // beside the optimizer's buffer into what a block may have of shared memory.
+constexpr int kSharedBytes = 48 << 10;  // what a block may have without asking
 template <class Shape, bool kUpdate>
 constexpr int slots_of() {
   const int row = kRingBytes<Shape, float> + (kUpdate ? kRingBytes<Shape, typename Shape::T> : 0);
-  const int room = (48 << 10) - (kUpdate ? 4 * kBufferFloats<Shape> : 0);
+  const int room = kSharedBytes - (kUpdate ? 4 * kBufferFloats<Shape> : 16);
   const int fitting = room / row;
   const int most = fitting < 4 ? fitting : 4;
   return most < Shape::G ? (most < 1 ? 1 : most) : Shape::G;
@@ -161,7 +162,8 @@ class Reducer {
   // States of as many numbers as the row has are fetched ahead only.
   OPER_DEVICE RowFacts read_facts(const Table& table, const OptimizerArgs& optimizer,
                                   int64_t slot) const {
-    if (table.momentum1 != nullptr && optimizer.kind != Optimizer::kRowWiseAdagrad)
+    if (table.momentum1 != nullptr && optimizer.kind != Optimizer::kNone &&
+        optimizer.kind != Optimizer::kRowWiseAdagrad)
       prefetch(table.momentum1 + slot * table.dim, 4 * table.dim);
     return facts_of<T>(table, optimizer.kind, slot);
   }
@@ -236,6 +238,7 @@ template <class Shape, To kTo>
 __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(const ReduceArgs a) {
   constexpr bool kUpdate = kTo != To::kOutbox;
   using Sums = Reducer<Shape, kUpdate>;
+  static_assert(Sums::kBytes + (kUpdate ? 4 * kBufferFloats<Shape> : 16) <= kSharedBytes);
   alignas(16) __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
   alignas(16) __shared__ char rings[Sums::kBytes > 0 ? Sums::kBytes : 16];
   float* buffer = kUpdate ? group_buffer<Shape>(buffers) : nullptr;
