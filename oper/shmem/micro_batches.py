@@ -236,8 +236,8 @@ def check_unchanged(before: tuple[int, ...], now: tuple[int, ...]) -> None:
                                 "write the next part into other tensors")
 
 
-def _check(tables: Tables) -> None:
-    """Raise InvalidInputError for tables that cannot be trained in parts now."""
+def why_not_in_parts(tables: Tables) -> str:
+    """Why tables cannot be trained in parts now; empty where they can."""
     reasons = {
         "are read-only": tables.optimizers is None,
         "are in device memory": not tables.trains_in_parts,
@@ -245,8 +245,13 @@ def _check(tables: Tables) -> None:
         "are trained in parts already": tables.turns.parts is not None,
         "accumulate gradients (no_sync)": tables.holds_gradients,
         "move to another plan": tables.migration is not None}
-    reason = next((text for text, holds in reasons.items() if holds), None)
-    if reason is not None:
+    return next((text for text, holds in reasons.items() if holds), "")
+
+
+def _check(tables: Tables) -> None:
+    """Raise InvalidInputError for tables that cannot be trained in parts now."""
+    reason = why_not_in_parts(tables)
+    if reason:
         raise InvalidInputError("cannot train a batch in parts", "tables",
                                 f"{list(tables.specs)[:8]} {reason}",
                                 "tables in host memory with an optimizer, between two batches",

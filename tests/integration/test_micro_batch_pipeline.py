@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,50 @@ def _both(rank: int, world_size: int) -> None:
 
 def test_equals_whole_batches_under_ddp() -> None:
     run_world(2, _both, labels="ab")
+
+
+def _whole_batches(rank: int, world_size: int) -> set[str]:
+    """What a thread of its own has done in the pipeline's steps of whole batches, whose bits are
+    those of a plain loop."""
+    found = []
+    for is_plain in (True, False):
+        model = make_dlrm(seed=3)
+        plan = plan_for(model.get_submodule(EBC), world_size, "mixed0")
+        model = oper.shard(model, plan=plan, optimizer=oper.RowWiseAdagrad(lr=LR))
+        tables, beside = model.get_submodule(EBC).tables, set[str]()
+        for name in ("forward", "step"):
+            def noted(*args: Any, name: str = name, call: Any = getattr(tables, name),
+                      beside: set[str] = beside, **kwargs: Any) -> Any:
+                if threading.current_thread() is not threading.main_thread():
+                    beside.add(name)
+                return call(*args, **kwargs)
+
+            setattr(tables, name, noted)
+        wrapped = DDP(model, static_graph=True, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.is_leaf], lr=LR)
+        pipeline = oper.MicroBatchPipeline(wrapped, optimizer, 1)
+        for s in range(STEPS):
+            batch = make_batch(100 * rank + s, 9 + 3 * rank)
+            if s == 2:
+                beside.clear()
+            if is_plain:
+                optimizer.zero_grad(set_to_none=True)
+                wrapped(batch)[0].backward()
+                optimizer.step()
+            else:
+                pipeline.progress(iter([batch]))
+        found.append((whole(model.state_dict()), beside))
+    (want, none), (got, hidden) = found
+    assert_bitwise(got, want, "state")
+    assert not none
+    return hidden
+
+
+@pytest.mark.parametrize("labels", ["ab", "aa"])
+def test_a_whole_batch_is_exchanged_beside_the_dense_layers(labels: str) -> None:
+    """On a thread, with the bits of a plain loop; not within one memory domain, where none is."""
+    for hidden in run_world(2, _whole_batches, labels=labels):
+        assert hidden == ({"forward", "step"} if labels == "ab" else set())
 
 
 def _choose(rank: int, world_size: int) -> Any:
