@@ -34,6 +34,9 @@ from oper.topology import Topology
 IN_PARTS = "oper-micro-batches"
 _TORCHREC = "torchrec-"  # before the kind of its plan, in names
 _COMPARED_PARTS = 3  # of a batch, with the unsharded model; how many are timed is measured
+# Dense gradients that are averaged at once where exchanges hide: about a layer. One bucket for all
+# begins when the backward pass has ended.
+_BUCKET_MB = 0.4
 _DENSE_S = 10.0  # DDP is left out where its gradients alone keep a link busy for longer
 
 
@@ -89,8 +92,10 @@ class Contender:
                                   self.name.removeprefix(_TORCHREC), world()[1], machine)
         if self.plan is None:
             return build_data_parallel(work), None
-        side = build_plan(work, self.plan, objective, whole_model)
-        if self.runtime == "oper in parts":
+        hides = self.runtime == "oper in parts"
+        dense = Dense(bucket_mb=_BUCKET_MB) if hides else Dense()
+        side = build_plan(work, self.plan, objective, dense if whole_model else None)
+        if hides:
             from oper.pipeline import MicroBatchPipeline
 
             side.name = IN_PARTS
@@ -165,10 +170,9 @@ def plan_all(problem: Problem, work: Workload, links: Links, topology: Topology,
     return found
 
 
-def build_plan(work: Workload, plan: Plan, objective: str = "training", whole_model: bool = False
+def build_plan(work: Workload, plan: Plan, objective: str = "training", dense: Dense | None = None
                ) -> Side:
     """The tables of a workload under a plan, alone or in a DLRM, on OPER's runtime. Collective."""
-    dense = Dense() if whole_model else None
     return build_oper(work, dense, plan, False, objective, _collection(work))[0]
 
 
