@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -62,6 +63,13 @@ def test_equals_whole_batches_under_ddp() -> None:
     run_world(2, _both, labels="ab")
 
 
+def _noted(beside: set[str], call: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call, and its name where another thread than the program's makes it."""
+    if threading.current_thread() is not threading.main_thread():
+        beside.add(call.__name__)
+    return call(*args, **kwargs)
+
+
 def _whole_batches(rank: int, world_size: int) -> set[str]:
     """What a thread of its own has done in the pipeline's steps of whole batches, whose bits are
     those of a plain loop."""
@@ -72,13 +80,7 @@ def _whole_batches(rank: int, world_size: int) -> set[str]:
         model = oper.shard(model, plan=plan, optimizer=oper.RowWiseAdagrad(lr=LR))
         tables, beside = model.get_submodule(EBC).tables, set[str]()
         for name in ("forward", "step"):
-            def noted(*args: Any, name: str = name, call: Any = getattr(tables, name),
-                      beside: set[str] = beside, **kwargs: Any) -> Any:
-                if threading.current_thread() is not threading.main_thread():
-                    beside.add(name)
-                return call(*args, **kwargs)
-
-            setattr(tables, name, noted)
+            setattr(tables, name, functools.partial(_noted, beside, getattr(tables, name)))
         wrapped = DDP(model, static_graph=True, gradient_as_bucket_view=True)
         optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.is_leaf], lr=LR)
         pipeline = oper.MicroBatchPipeline(wrapped, optimizer, 1)
