@@ -53,7 +53,7 @@ class MicroBatches:
         except BaseException:
             self._give_back()
             raise
-        self._worker = _Worker()
+        self._worker = _Worker(self._tables[0].turns.thread_of_parts())
         for tables in self._tables:
             tables.turns.parts = Parts(tables, self._worker, self._num_passes)
         return self
@@ -85,11 +85,11 @@ class MicroBatches:
 
 
 class _Worker:
-    """The thread that makes the collective calls of all tables, in order; none after one that has
+    """Has a thread make the collective calls of all tables, in order; none after one that has
     failed, since the ranks no longer agree on what comes next."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-parts")
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
         self._asked: list[Future[Any]] = []
         self._identity: int | None = None  # of the thread, once it has begun
 
@@ -117,7 +117,7 @@ class _Worker:
 
     def end(self) -> None:
         """End when all that was asked for is done."""
-        self._thread.shutdown()
+        wait(self._asked)
 
 
 class Parts:
