@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from oper.errors import InvalidInputError
 from oper.integration.splitting import detached, features_in, joined, split_batch
 from oper.sharding import micro_batches, tables_of
+from oper.shmem.micro_batches import why_not_in_parts
 from oper.shmem.tables import ShardedTables
 
 _TRIED = (1, 2, 3, 4, 6)  # numbers of parts that are measured
@@ -29,8 +30,10 @@ class MicroBatchPipeline:
     are updated once, after the last part. The numbers are those of whole batches up to the order of
     additions, for losses that are means over samples and models that treat samples one by one (no
     batch normalisation). Used as TorchRec's pipelines are. Rows that several parts look up are sent
-    once for each; without other hosts there is nothing to hide. A collection is looked up ahead
-    where the model calls it with features of the batch as they are, which the first step shows.
+    once for each. A whole batch, one part, hides its exchanges behind the layers that neither need
+    the rows nor come before them in the backward pass; without other hosts there is nothing to
+    hide. A collection is looked up ahead where the model calls it with features of the batch as
+    they are, which the first step shows.
 
     Args:
         model: a sharded model, also within DistributedDataParallel (with ``static_graph=True`` the
@@ -135,7 +138,7 @@ class MicroBatchPipeline:
         with contextlib.ExitStack() as stack:
             if direct is None:
                 direct = stack.enter_context(self._watched(parts))
-            if num_parts > 1:
+            if num_parts > 1 or self._hides_whole():
                 stack.enter_context(micro_batches(self._model, num_parts))
                 self._start(parts[0])
             for k, part in enumerate(parts):
@@ -152,6 +155,11 @@ class MicroBatchPipeline:
         if self._optimizer is not None:
             self._optimizer.step()
         return found[0] if len(found) == 1 else joined(found, sizes)
+
+    def _hides_whole(self) -> bool:
+        """Whether the exchanges of a whole batch may hide behind the layers beside the tables."""
+        return not self._learns_graph and all(
+            not x.is_one_domain and not why_not_in_parts(x) for x in self._tables)
 
     @contextlib.contextmanager
     def _watched(self, parts: Sequence[Any]) -> Iterator[list[Any]]:

@@ -53,7 +53,7 @@ class MicroBatches:
         except BaseException:
             self._give_back()
             raise
-        self._worker = _Worker()
+        self._worker = _Worker(self._tables[0].turns.thread_of_parts())
         for tables in self._tables:
             tables.turns.parts = Parts(tables, self._worker, self._num_passes)
         return self
@@ -85,11 +85,11 @@ class MicroBatches:
 
 
 class _Worker:
-    """The thread that makes the collective calls of all tables, in order; none after one that has
+    """Has a thread make the collective calls of all tables, in order; none after one that has
     failed, since the ranks no longer agree on what comes next."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="oper-parts")
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
         self._asked: list[Future[Any]] = []
         self._identity: int | None = None  # of the thread, once it has begun
 
@@ -117,7 +117,7 @@ class _Worker:
 
     def end(self) -> None:
         """End when all that was asked for is done."""
-        self._thread.shutdown()
+        wait(self._asked)
 
 
 class Parts:
@@ -236,8 +236,8 @@ def check_unchanged(before: tuple[int, ...], now: tuple[int, ...]) -> None:
                                 "write the next part into other tensors")
 
 
-def _check(tables: Tables) -> None:
-    """Raise InvalidInputError for tables that cannot be trained in parts now."""
+def why_not_in_parts(tables: Tables) -> str:
+    """Why tables cannot be trained in parts now; empty where they can."""
     reasons = {
         "are read-only": tables.optimizers is None,
         "are in device memory": not tables.trains_in_parts,
@@ -245,8 +245,13 @@ def _check(tables: Tables) -> None:
         "are trained in parts already": tables.turns.parts is not None,
         "accumulate gradients (no_sync)": tables.holds_gradients,
         "move to another plan": tables.migration is not None}
-    reason = next((text for text, holds in reasons.items() if holds), None)
-    if reason is not None:
+    return next((text for text, holds in reasons.items() if holds), "")
+
+
+def _check(tables: Tables) -> None:
+    """Raise InvalidInputError for tables that cannot be trained in parts now."""
+    reason = why_not_in_parts(tables)
+    if reason:
         raise InvalidInputError("cannot train a batch in parts", "tables",
                                 f"{list(tables.specs)[:8]} {reason}",
                                 "tables in host memory with an optimizer, between two batches",

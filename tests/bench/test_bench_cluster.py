@@ -8,22 +8,27 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torchrec.distributed.planner.types import PlannerError
 
 from oper import cli
 from oper.bench.calibrate.calibrate import as_toml
-from oper.bench.cluster import grid, network
+from oper.bench.cluster import case, grid, network
 from oper.bench.cluster.case import Case
+from oper.bench.cluster.contenders import Contender, Planned
 from oper.bench.cluster.link_change import LinkChange
 from oper.bench.cluster.network import Links, cluster, why_no_quota, why_not
 from oper.bench.core import record
 from oper.bench.core.report import report
 from oper.bench.core.workload import NO_ID, Workload, bags_of, batch_ids, make_kjt
+from oper.bench.tables.sides import Side
 from oper.errors import InvalidInputError
 from oper.report.bench_page import bench_page
 from oper.topology import Topology
@@ -180,6 +185,62 @@ def test_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert cli.main(["bench", "cluster", "--quick"]) == 1
     told = capsys.readouterr().err.strip().splitlines()
     assert len(told) == 1 and "root" in told[0] and "sudo" in told[0]
+
+
+class _Refused(Contender):
+    """A contender that cannot be built."""
+
+    error: Exception
+
+    def build(self, *_: Any) -> Any:
+        raise self.error
+
+
+def _open(name: str, runtime: str, error: Exception) -> str:
+    contender = _Refused(name, runtime)
+    contender.error = error
+    return case._Runner(CASE, lambda text: None)._open(contender, None)
+
+
+def test_who_is_refused_is_left_out_and_who_breaks_is_not() -> None:
+    refused = InvalidInputError("no", "x", 1, "2", "none")
+    assert _open("peer", "oper", refused).startswith("InvalidInputError: no")
+    assert "no memory" in _open("torchrec-any", "torchrec", PlannerError("no memory"))
+    for name, runtime, error in (("oper", "oper", refused), ("peer", "oper", TypeError("a bug")),
+                                 ("torchrec-any", "torchrec", RuntimeError("a bug"))):
+        with pytest.raises(type(error)):
+            _open(name, runtime, error)
+
+
+def test_a_slow_first_step_is_not_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(case.dist, "barrier", lambda: None)
+    runner, taken = case._Runner(CASE, lambda text: None), dict[str, list[float]]()
+    runner.given = [None]
+
+    def opened(contender: Contender, problem: Any) -> str:
+        def step(batch: Any) -> None:
+            times = taken[contender.name]
+            time.sleep(0.2 if contender.name == "slow" or not times else 0.01)
+            times.append(0.0)
+
+        taken[contender.name] = []
+        runner.sides[contender.name] = Side("", torch.nn.Identity(), torch.nn.Identity(), [], None,
+                                            [])
+        monkeypatch.setattr(case, "over", lambda given, call: step)
+        return ""
+
+    monkeypatch.setattr(runner, "_open", opened)
+    every = [Contender(n, "oper") for n in ("oper", "peer", "slow")]
+    found = runner._screen(every, Planned([], {}, None, {}, {}), None)
+    assert found["oper"] < 100 and found["peer"] < 100 and found["slow"] > 150
+    assert all(len(x) >= 2 for x in taken.values())
+    assert list(runner.sides) == ["oper", "peer"]
+
+
+def test_placements_are_told_apart() -> None:
+    some = [Contender("torchrec-any", "torchrec", placed={"a": f"table_wise [{k}]"})
+            for k in (0, 1, 1)]
+    assert some[0].key != some[1].key == some[2].key
 
 
 def test_totals_count_what_the_model_models() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,51 @@ def _both(rank: int, world_size: int) -> None:
 
 def test_equals_whole_batches_under_ddp() -> None:
     run_world(2, _both, labels="ab")
+
+
+def _noted(beside: set[str], call: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call, and its name where another thread than the program's makes it."""
+    if threading.current_thread() is not threading.main_thread():
+        beside.add(call.__name__)
+    return call(*args, **kwargs)
+
+
+def _whole_batches(rank: int, world_size: int) -> set[str]:
+    """What a thread of its own has done in the pipeline's steps of whole batches, whose bits are
+    those of a plain loop."""
+    found = []
+    for is_plain in (True, False):
+        model = make_dlrm(seed=3)
+        plan = plan_for(model.get_submodule(EBC), world_size, "mixed0")
+        model = oper.shard(model, plan=plan, optimizer=oper.RowWiseAdagrad(lr=LR))
+        tables, beside = model.get_submodule(EBC).tables, set[str]()
+        for name in ("forward", "step"):
+            setattr(tables, name, functools.partial(_noted, beside, getattr(tables, name)))
+        wrapped = DDP(model, static_graph=True, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.is_leaf], lr=LR)
+        pipeline = oper.MicroBatchPipeline(wrapped, optimizer, 1)
+        for s in range(STEPS):
+            batch = make_batch(100 * rank + s, 9 + 3 * rank)
+            if s == 2:
+                beside.clear()
+            if is_plain:
+                optimizer.zero_grad(set_to_none=True)
+                wrapped(batch)[0].backward()
+                optimizer.step()
+            else:
+                pipeline.progress(iter([batch]))
+        found.append((whole(model.state_dict()), beside))
+    (want, none), (got, hidden) = found
+    assert_bitwise(got, want, "state")
+    assert not none
+    return hidden
+
+
+@pytest.mark.parametrize("labels", ["ab", "aa"])
+def test_a_whole_batch_is_exchanged_beside_the_dense_layers(labels: str) -> None:
+    """On a thread, with the bits of a plain loop; not within one memory domain, where none is."""
+    for hidden in run_world(2, _whole_batches, labels=labels):
+        assert hidden == ({"forward", "step"} if labels == "ab" else set())
 
 
 def _choose(rank: int, world_size: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -361,10 +362,31 @@ def test_gradients_of_parts_cannot_be_forgotten(alone: Any) -> None:
     assert tables.num_steps == 1
 
 
+def test_batches_have_one_thread_which_ends_with_the_tables() -> None:
+    def calls() -> list[int]:
+        case = dlrm_case()
+        tables, found = open_alone(case, SGD(lr=0.3)), list[int]()
+        tables.on_update.append(lambda: found.append(threading.get_ident()))
+        for _ in range(3):
+            with MicroBatches([tables], 1):
+                one_pass(tables, case, parts_of(case, 0, 0)[0])
+        assert {t.ident for t in threading.enumerate() if t.name.startswith("oper-parts")} >= {
+            found[0]}
+        tables.close()
+        return found
+
+    first, *others = calls()
+    assert others == [first, first] and first != threading.get_ident()
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while any(t.ident == first for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_an_interrupted_end_leaves_tables_that_can_be_trained(alone: Any) -> None:
     case, tables, part = alone
-    with (mock.patch("concurrent.futures.ThreadPoolExecutor.shutdown",
-                     side_effect=KeyboardInterrupt),
+    with (mock.patch("oper.shmem.micro_batches.wait", side_effect=KeyboardInterrupt),
           pytest.raises(KeyboardInterrupt), MicroBatches([tables])):
         pass
     one_pass(tables, case, part)

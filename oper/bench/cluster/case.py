@@ -39,11 +39,11 @@ from oper.search.problem.statement import Problem, make_problem
 HEADER_BYTES = 66  # Ethernet, IPv4 and TCP with time stamps, of a packet
 _SCREENED_STEPS = (2, 5)  # at least, and at most: until the two fastest agree
 _AGREE_SHARE = 1.05
-_FAR_BEHIND = 2.5  # a first step so many times the best ends a contender's screening
+_FAR_BEHIND = 2.5  # so many times the best, a contender takes no more steps than the least
 _TIMED_SHARE = 1.5  # contenders within this of the best are timed
 _NEAR_SHARE = 1.15  # and those of TorchRec's plans within this of its best
 _COUNTED_STEPS = 2
-_PER_ROUND = 4
+_PER_ROUND, _LEAD_IN = 4, 1  # steps of a turn: timed, and before them
 _ROUNDS = (3, 10)  # at least, and at most
 
 
@@ -224,9 +224,9 @@ class _Runner(Run):
             for k in range(_SCREENED_STEPS[1]):
                 dist.barrier()
                 seconds.append(slowest([record.elapsed(functools.partial(run, k))])[0] * 1e3)
-                fastest = sorted(seconds)[:2]
-                if seconds[0] > _FAR_BEHIND * best or (
-                        k + 1 >= _SCREENED_STEPS[0] and fastest[1] < _AGREE_SHARE * fastest[0]):
+                fastest, second = sorted([*seconds, math.inf])[:2]
+                if k + 1 >= _SCREENED_STEPS[0] and (
+                        fastest > _FAR_BEHIND * best or second < _AGREE_SHARE * fastest):
                     break
             found[contender.name] = min(seconds)
             for name in self._hopeless(found):
@@ -234,11 +234,12 @@ class _Runner(Run):
         return found
 
     def _hopeless(self, screened: dict[str, float]) -> list[str]:
-        """Open sides that are not going to be timed. OPER's and TorchRec's best always are."""
+        """Open sides that are not going to be timed. OPER's, in parts too, and TorchRec's best
+        always are."""
         limit = _TIMED_SHARE * min(screened.values())
         theirs = {n: ms for n, ms in screened.items() if n.startswith("torchrec-")}
         near = _NEAR_SHARE * min(theirs.values(), default=0.0)
-        return [n for n in self.sides if n != "oper" and screened[n] > limit
+        return [n for n in self.sides if n not in ("oper", IN_PARTS) and screened[n] > limit
                 and not theirs.get(n, math.inf) <= near]
 
     def _open(self, contender: Contender, problem: Problem | None) -> str:
@@ -247,7 +248,9 @@ class _Runner(Run):
         try:
             side, extra = contender.build(self.work, self.case.objective,
                                           self.case.whole_model, self.machine)
-        except Exception as error:  # what the runtime refuses, or the peer's own planner
+        except contender.refusals() as error:
+            if contender.name == "oper":
+                raise
             reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         if extra is not None and problem is not None:
             theirs = from_torchrec(extra, self.work.tables(), self.world_size, scattered=True,
@@ -265,6 +268,7 @@ class _Runner(Run):
         elif not self.case.whole_model:  # whose loss gives the gradient
             self.set_gradient([side], self.given[0])
         self.sides[contender.name] = side
+        contender.placed = side.plan.get("tables")
         self._verify(contender, side)
         if side.pipeline is not None:
             side.pipeline.num_parts, run, step = None, self._call(side), 0
@@ -277,7 +281,7 @@ class _Runner(Run):
               ) -> tuple[dict[str, np.ndarray], dict[str, float], float]:
         """Milliseconds by contender and call, in turns; OPER's phases; cores that others used."""
         runs = {name: self._call(side) for name, side in self.sides.items()}
-        once = sum(screened[name] for name in runs) / 1e3 * (_PER_ROUND + 1)
+        once = sum(screened[name] for name in runs) / 1e3 * (_PER_ROUND + _LEAD_IN)
         rounds = int(np.clip(self.case.timed_s / once, *_ROUNDS))
         rounds = gather(rounds)[0]
         self.say(f"timing {', '.join(runs)}: {rounds} rounds of {_PER_ROUND}")
@@ -287,12 +291,13 @@ class _Runner(Run):
 
         def with_phases(k: int) -> None:
             plain(k)
-            ticks.append(list(tables.phase_ns().values()))
+            if k % (_PER_ROUND + _LEAD_IN) >= _LEAD_IN:  # one that is timed
+                ticks.append(list(tables.phase_ns().values()))
 
         runs["oper"] = with_phases
         gc.collect()
         clock = record.BusyClock()
-        mine = record.interleave(runs, dist.barrier, rounds, _PER_ROUND)
+        mine = record.interleave(runs, dist.barrier, rounds, _PER_ROUND, _LEAD_IN)
         others = clock.others(total)
         seconds = {n: np.array(slowest(s.tolist())) * 1e3 for n, s in mine.items()}
         return seconds, median_phases(tables, ticks), others
@@ -305,6 +310,7 @@ class _Runner(Run):
         is_first = self.rank % self.links.ranks_per_host == 0
         dist.barrier()
         before = read_counters()
+        dist.barrier()  # a host's other ranks send nothing before
         for k in range(_COUNTED_STEPS):
             run(k)
         dist.barrier()

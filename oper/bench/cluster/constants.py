@@ -40,7 +40,8 @@ def measured_topology(links: Links, constants: str, memory_bytes: int | None = N
 
     Returns:
         The topology, and what was measured: ``contention``, ``ns_per_byte``, ``phase_us``,
-        ``link_mbits`` by host, ``uplink_mbits`` by rack where there are several.
+        ``link_mbits`` by host, ``uplink_mbits`` by rack where there are several; and
+        ``assumed``: costs between hosts that `constants` lack, in place of which defaults stand.
     """
     rank, alone = world()[0], Topology.from_dict(tomllib.loads(constants))
     unlimited = _unlimited(links, alone.world_size)
@@ -51,7 +52,8 @@ def measured_topology(links: Links, constants: str, memory_bytes: int | None = N
     gbps = link_gbps(ProcessGroup(), links.host_of, racks)
     found: dict[str, Any] = {"contention": round(unlimited["contention"], 3),
              "ns_per_byte": round(unlimited["ns_per_byte"], 3), "phase_us": round(phase_us, 1),
-             "link_mbits": [round(8e3 * x, 2) for x in gbps]}
+             "link_mbits": [round(8e3 * x, 2) for x in gbps],
+             "assumed": [] if alone.costs.far_ns else ["far_ns"]}
     if any(racks):
         uplinks = uplink_gbps(ProcessGroup(), [racks[h] for h in links.host_of])
         found["uplink_mbits"] = [round(8e3 * x, 2) for x in uplinks]

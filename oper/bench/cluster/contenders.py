@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +34,9 @@ from oper.topology import Topology
 IN_PARTS = "oper-micro-batches"
 _TORCHREC = "torchrec-"  # before the kind of its plan, in names
 _COMPARED_PARTS = 3  # of a batch, with the unsharded model; how many are timed is measured
+# Dense gradients that are averaged at once where exchanges hide: about a layer. One bucket for all
+# begins when the backward pass has ended.
+_BUCKET_MB = 0.4
 _DENSE_S = 10.0  # DDP is left out where its gradients alone keep a link busy for longer
 
 
@@ -50,6 +51,7 @@ class Contender:
         plan: the plan, where OPER's runtime executes it.
         predicted_ms: modelled step of its plan by OPER's cost model; None where there is none.
         also: peers that propose the very same plan.
+        placed: where TorchRec has put the tables, once it is built.
     """
 
     name: str
@@ -57,11 +59,23 @@ class Contender:
     plan: Plan | None = None
     predicted_ms: float | None = None
     also: list[str] = field(default_factory=list)
+    placed: Mapping[str, str] | None = None
 
     @property
     def key(self) -> Any:
-        """Equal for equal placements."""
-        return placement_of(self.plan) if self.plan and self.runtime == "oper" else self.name
+        """Equal for equal placements on one runtime."""
+        if self.plan is None:
+            return self.name, *sorted((self.placed or {}).items())
+        return self.runtime, placement_of(self.plan)
+
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """Errors by which its planner or runtime refuses a case. All others are errors of this
+        program."""
+        if self.runtime != "torchrec":
+            return (OperError,)
+        from torchrec.distributed.planner.types import PlannerError
+
+        return (PlannerError,)
 
     def build(self, work: Workload, objective: str, whole_model: bool, machine: Mapping[str, Any]
               ) -> tuple[Side, Any]:
@@ -78,8 +92,10 @@ class Contender:
                                   self.name.removeprefix(_TORCHREC), world()[1], machine)
         if self.plan is None:
             return build_data_parallel(work), None
-        side = build_plan(work, self.plan, objective, whole_model)
-        if self.runtime == "oper in parts":
+        hides = self.runtime == "oper in parts"
+        dense = Dense(bucket_mb=_BUCKET_MB) if hides else Dense()
+        side = build_plan(work, self.plan, objective, dense if whole_model else None)
+        if hides:
             from oper.pipeline import MicroBatchPipeline
 
             side.name = IN_PARTS
@@ -154,10 +170,9 @@ def plan_all(problem: Problem, work: Workload, links: Links, topology: Topology,
     return found
 
 
-def build_plan(work: Workload, plan: Plan, objective: str = "training", whole_model: bool = False
+def build_plan(work: Workload, plan: Plan, objective: str = "training", dense: Dense | None = None
                ) -> Side:
     """The tables of a workload under a plan, alone or in a DLRM, on OPER's runtime. Collective."""
-    dense = Dense() if whole_model else None
     return build_oper(work, dense, plan, False, objective, _collection(work))[0]
 
 
@@ -165,26 +180,23 @@ def build_plan(work: Workload, plan: Plan, objective: str = "training", whole_mo
 def _collection(work: Workload) -> Any:
     """The tables that all sides of OPER's runtime copy their rows from. Collective.
 
-    All ranks are on one machine and map them from one file: a copy each, of sixteen ranks, would
-    not fit into its memory.
+    All ranks are on one machine and map one piece of rank 0's memory: a copy each, of sixteen
+    ranks, would not fit. It has no name that could outlive them.
     """
     collection = make_collection(work, "meta")
-    is_first = world()[0] == 0
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     bags = collection.embedding_bags.values()
-    numel = sum(bag.weight.numel() for bag in bags)
-    with contextlib.ExitStack() as stack:  # the mapping outlives the file's name
-        file = None
-        if is_first:
-            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="oper-cluster-",
-                                                                   dir=folder))
-            file.truncate(4 * numel)
-        path = gather(file.name if file else None)[0]
-        flat, at = torch.from_file(path, shared=True, size=numel), 0
-        if is_first:
-            torch.cat([b.weight.detach().view(-1) for b in
-                       make_collection(work, "cpu").embedding_bags.values()], out=flat)
-        gather(None)
+    numel, file = sum(bag.weight.numel() for bag in bags), -1
+    if world()[0] == 0:
+        file = os.memfd_create("oper-cluster")
+        os.truncate(file, 4 * numel)
+    path = gather(f"/proc/{os.getpid()}/fd/{file}")[0]
+    flat, at = torch.from_file(path, shared=True, size=numel), 0
+    if file >= 0:
+        torch.cat([b.weight.detach().view(-1) for b in
+                   make_collection(work, "cpu").embedding_bags.values()], out=flat)
+    gather(None)
+    if file >= 0:
+        os.close(file)  # all have mapped it
     for bag in bags:
         weight = flat[at:at + bag.weight.numel()].view(bag.weight.shape)
         bag.weight, at = torch.nn.Parameter(weight), at + weight.numel()

@@ -102,6 +102,8 @@ def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, A
                 done += 1
                 yield {"name": group[done - 1].name, **entry}
         except Exception as error:  # the cases after it are still worth their time
+            if done == len(group):  # none has failed: taking the cluster down has
+                raise
             yield {"name": group[done].name, "verified": False,
                    "failed": f"{type(error).__name__}: {error}"}
             done += 1

@@ -74,7 +74,8 @@ class Child:
         log = open(options.log, "wb") if options.log else None  # noqa: SIM115
         with theirs:
             self._process = subprocess.Popen(
-                [*options.command, sys.executable, "-m", __name__, str(theirs.fileno())],
+                [*options.command, sys.executable, "-m", __name__, str(theirs.fileno()),
+                 str(os.getpid())],
                 env={**inherited, **options.environment, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 pass_fds=[s.fileno() for s in (theirs, *options.sockets)])
@@ -182,7 +183,7 @@ def _with_one_thread(pipe: Connection, function: Callable[..., None], arguments:
 
 def main() -> None:
     """What a process does."""
-    end_with_parent()
+    end_with_parent(int(sys.argv[2]))
     with Connection(int(sys.argv[1])) as pipe:
         function, arguments = pickle.loads(pipe.recv_bytes())
         function(pipe, *arguments)

@@ -37,11 +37,14 @@ class Dense:
         layers: their sizes; the width is that of the workload's tables.
         dtype: of the operands of matrix products, ``"float32"`` or ``"bfloat16"`` (torch's
             autocast); weights, their updates and lookups are float32.
+        bucket_mb: MiB of dense gradients that are averaged at once; by default as within TorchRec's
+            own wrapper.
     """
 
     layers: DLRMConfig = field(default_factory=lambda: DLRMConfig(
         dense_layers=(512, 256), over_layers=(512, 512, 256)))
     dtype: str = "float32"
+    bucket_mb: float = 25
 
     def over(self, work: Workload) -> DLRMConfig:
         """The layer sizes for the width of a workload's tables."""
@@ -237,7 +240,7 @@ def build_oper(work: Workload, dense: Dense | None, plan: Plan, keep_reference: 
     optimizers: list[torch.optim.Optimizer] = []
     if dense:
         optimizers.append(torch.optim.SGD(sharded.parameters(), lr=LEARNING_RATE))
-        sharded = _data_parallel(sharded)
+        sharded = _data_parallel(sharded, dense.bucket_mb)
     side = Side("oper", sharded, bags, optimizers, None, work.features,
                 _plan_summary(plan), bags.tables)
     return side, reference
@@ -253,15 +256,15 @@ def build_data_parallel(work: Workload) -> Side:
                 [Adagrad(collection.parameters(), lr=LEARNING_RATE, eps=EPS)], None, work.features)
 
 
-def _data_parallel(model: nn.Module) -> nn.Module:
-    """DDP with the settings that TorchRec's own wrapper uses."""
+def _data_parallel(model: nn.Module, bucket_mb: float) -> nn.Module:
+    """DDP with the settings that TorchRec's own wrapper uses, but for the buckets."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         return model
     return nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True,
-        bucket_cap_mb=25)
+        bucket_cap_mb=bucket_mb)
 
 
 def _plan_summary(plan: Plan) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +46,15 @@ class Turns:
         # Lookups that await their backward passes: thread and what tells whether anybody still
         # holds them, by the identity of their offsets.
         self._awaited: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
+        self._thread_of_parts: ThreadPoolExecutor | None = None
+
+    def thread_of_parts(self) -> ThreadPoolExecutor:
+        """The thread that makes the collective calls of parts. It lives as long as the tables: what
+        it allocates comes from memory that the C library keeps for it and gives back at its end,
+        and the kernel would have to clear that memory in every step."""
+        if self._thread_of_parts is None:
+            self._thread_of_parts = ThreadPoolExecutor(1, thread_name_prefix="oper-parts")
+        return self._thread_of_parts
 
     def check(self) -> None:
         """Refuse a lookup with gradients while another thread's await their backward passes.
