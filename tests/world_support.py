@@ -18,8 +18,8 @@ from typing import Any
 # A server that has imported the slow packages forks the ranks; it never runs torch code itself.
 _PRELOAD = ["torch", "torch.distributed", "numpy", "torchrec.models.dlrm",
             "torchrec.distributed.train_pipeline", "tests.runtime_support"]
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(_PRELOAD)
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 class RankFailedError(AssertionError):
@@ -48,10 +48,10 @@ class World:
         # The server that forks ranks keeps the environment of the test that needed it first.
         whole = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
         for rank in range(world_size):
-            mine, theirs = _CONTEXT.Pipe()
+            mine, theirs = CONTEXT.Pipe()
             if labels:
                 whole = {**whole, "OPER_DOMAIN": labels[rank]}
-            process = _CONTEXT.Process(
+            process = CONTEXT.Process(
                 target=_main, daemon=True,
                 args=(rank, world_size, store, theirs, whole, body, args))
             process.start()

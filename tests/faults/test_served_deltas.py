@@ -22,6 +22,7 @@ from oper.errors import OperError
 from oper.serve import Client
 from oper.serve.client import ServerError
 from tests.faults.delta_run import DIE_AT, REQUEST, step_of, train
+from tests.forked import Forked
 from tests.support import ROOT, wait_for
 from tests.world_support import world
 
@@ -53,7 +54,7 @@ class Served:
 
     def start(self, **env: str) -> None:
         """Start it, again if need be."""
-        self.process = subprocess.Popen(
+        self.process = Forked(
             [sys.executable, "-m", "oper", "serve", "tests.faults.delta_run:make", "--follow",
              str(self._run), "--port", str(self._port), "--json", "--workers", "1"], cwd=ROOT,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
