@@ -92,6 +92,7 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
     os.environ.update(env)
     if folder is not None:
         os.chdir(folder)
+    sys.path[:0] = [os.getcwd(), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     if env.get("PYTHONWARNINGS"):
         warnings.simplefilter(env["PYTHONWARNINGS"])  # type: ignore[arg-type]
