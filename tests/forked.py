@@ -1,4 +1,4 @@
-"""``python -m`` as a fork of a process that has imported torch and torchrec.
+"""``python -m`` and ``python -c`` as forks of a process that has imported torch and torchrec.
 
 A fresh interpreter spends three seconds of a processor on these imports, and tests start many.
 Tests of how a program starts, of what it imports or of its memory start it afresh.
@@ -37,7 +37,7 @@ def _received(sent: Any) -> int:
 
 
 class Forked(subprocess.Popen[Any]):
-    """A process; takes the command ``[sys.executable, "-m", module, *arguments]``."""
+    """A process; takes ``[sys.executable, "-m", module, *arguments]``, or ``"-c", code``."""
 
     _fork: Any = None
 
@@ -45,11 +45,11 @@ class Forked(subprocess.Popen[Any]):
                        pass_fds: Any, cwd: Any, env: Any, startupinfo: Any, creationflags: Any,
                        shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
                        errread: int, errwrite: int, *_: Any) -> None:
-        assert list(args[:2]) == [sys.executable, "-m"], args
+        assert args[0] == sys.executable and args[1] in ("-m", "-c"), args
         numbers = {n: n for n in pass_fds} | {
             n: k for n, k in enumerate((p2cread, c2pwrite, errwrite)) if k != -1}
         self._fork = CONTEXT.Process(target=_run, args=(
-            list(args[2:]), dict(os.environ if env is None else env), cwd and os.fspath(cwd),
+            list(args[1:]), dict(os.environ if env is None else env), cwd and os.fspath(cwd),
             {n: _Descriptor(k) for n, k in numbers.items()}))
         self._fork.start()
         self.pid, self._child_created = self._fork.pid, True
@@ -70,7 +70,7 @@ class Forked(subprocess.Popen[Any]):
 
 def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
          descriptors: dict[int, int]) -> None:
-    """In the process: ``python -m`` with these words, environment, folder and descriptors."""
+    """In the process: ``python`` with these words, environment, folder and descriptors."""
     import fcntl
 
     import torch
@@ -96,9 +96,14 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     if env.get("PYTHONWARNINGS"):
         warnings.simplefilter(env["PYTHONWARNINGS"])  # type: ignore[arg-type]
-    sys.argv[1:] = words[1:]
+    kind, what, *arguments = words
+    sys.argv = ["-c", *arguments]
     try:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if kind == "-c":
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(what, "<string>", "exec"), main.__dict__)
+        else:
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -96,6 +96,8 @@ NIGHTLY = (
             "table-wise with its state, column-wise", "row_wise-both"),
     Nightly("tests/integration/test_checkpoint_torchrec.py::"
             "test_the_state_of_a_row_is_the_unsharded_one", "test_column_wise_state_both_ways"),
+    Nightly("tests/integration/test_follow.py::test_many_changes_are_each_a_whole_publication",
+            "200 changes", "1000"),
     Nightly("tests/integration/test_checkpoint.py::test_another_world_goes_on",
             "one rank; four ranks without chunks", "in_chunks-4-103"),
     Nightly("tests/programs/test_programs.py::test_planted_faults_are_found",

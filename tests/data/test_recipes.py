@@ -229,7 +229,8 @@ def test_criteo_arrays_of_the_mlperf_chain(tmp_path: Path, multi: bool) -> None:
 def test_malformed_rows_of_arrays_are_named(tmp_path: Path) -> None:
     """Column, value and what should stand there, as of any other log."""
     dense, labels = np.ones((9, 13), np.float32), np.zeros((9, 1), np.float32)
-    dense[2, 4], dense[5, 12], dense[7, 0], labels[3], labels[7] = np.nan, -np.inf, np.nan, 2, np.nan
+    dense[2, 4], dense[5, 12], dense[7, 0] = np.nan, -np.inf, np.nan
+    labels[3], labels[7] = 2, np.nan
     np.save(tmp_path / "day_0_dense.npy", dense)
     np.save(tmp_path / "day_0_labels.npy", labels)
     np.save(tmp_path / "day_0_sparse.npy", np.ones((9, 26), np.int32))

@@ -134,7 +134,7 @@ def test_a_batch_resolved_ahead_is_repaired_where_it_is_looked_up() -> None:
     batch.ids.copy_(spoiled(4)[0].ids[:batch.ids.numel()].repeat(2)[:batch.ids.numel()])
     batch.weights.mul_(2)
     assert torch.equal(ahead.lookup(again), plain.lookup(batch))
-    twice = replace(again, weights=3 * batch.weights)  # a feature processor's, in the caller's order
+    twice = replace(again, weights=3 * batch.weights)  # a feature processor's
     assert torch.equal(ahead.lookup(twice), plain.lookup(replace(batch, weights=twice.weights)))
     assert ahead.bounds.num_bad_ids == plain.bounds.num_bad_ids
 

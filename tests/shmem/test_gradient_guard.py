@@ -210,7 +210,7 @@ def _one_stops_while_accumulating(rank: int, world_size: int) -> tuple[Any, ...]
 
 
 def test_an_update_that_lacks_a_pass_is_made_by_no_rank() -> None:
-    """Gradients of different windows never meet in one update, and nobody waits for the deadline."""
+    """Gradients of different windows meet in no update, and nobody waits for the deadline."""
     begin = time.monotonic()
     (told, before, after), (mine, *_) = run_world(2, _one_stops_while_accumulating,
                                                   env={"OPER_DEADLINE_S": "60"})
