@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 # A server that has imported the slow packages forks the ranks; it never runs torch code itself.
-_PRELOAD = ["torch", "torch.distributed", "numpy", "torchrec.models.dlrm",
-            "torchrec.distributed.train_pipeline", "tests.runtime_support"]
+# Whatever takes long to import and is of no test alone.
+_PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "torchrec.models.dlrm",
+            "torchrec.distributed.train_pipeline", "oper.train.loop", "oper.bench.tables.train",
+            "oper.integration.checkpoint.files", "oper.search.planner", "tests.runtime_support"]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(_PRELOAD)
 

@@ -179,7 +179,7 @@ class TableUpdates:
         return self._held.refused
 
     @refused.setter
-    def refused(self, error: Exception) -> None:
+    def refused(self, error: Exception | None) -> None:
         self._held.refused = error
 
     @in_turn
