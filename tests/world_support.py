@@ -19,7 +19,8 @@ from typing import Any
 # Whatever takes long to import and is of no test alone.
 _PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "torchrec.models.dlrm",
             "torchrec.distributed.train_pipeline", "oper.train.loop", "oper.bench.tables.train",
-            "oper.integration.checkpoint.files", "oper.search.planner", "tests.runtime_support"]
+            "oper.integration.checkpoint.files", "oper.search.planner", "hypothesis.strategies",
+            "tests.runtime_support"]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(_PRELOAD)
 
