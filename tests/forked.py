@@ -7,6 +7,7 @@ Tests of how a program starts, of what it imports or of its memory start it afre
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -50,7 +51,7 @@ class Forked(subprocess.Popen[Any]):
             n: k for n, k in enumerate((p2cread, c2pwrite, errwrite)) if k != -1}
         self._fork = CONTEXT.Process(target=_run, args=(
             list(args[1:]), dict(os.environ if env is None else env), cwd and os.fspath(cwd),
-            {n: _Descriptor(k) for n, k in numbers.items()}))
+            {n: _Descriptor(k) for n, k in numbers.items()}), daemon=True)  # ends with this one
         self._fork.start()
         self.pid, self._child_created = self._fork.pid, True
         self._close_pipe_fds(  # type: ignore[attr-defined]
@@ -74,6 +75,8 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
     import fcntl
 
     import torch
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
     high = {n: fcntl.fcntl(k, fcntl.F_DUPFD, _HIGH) for n, k in descriptors.items()}
     for k in descriptors.values():
