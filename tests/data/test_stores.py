@@ -156,7 +156,7 @@ def test_runs_to_one_place_leave_each_others_files_alone(
         for other in others:
             other.start()
         for other in others:
-            other.join(3)  # they wait, or end
+            other.join(1)  # they wait, or end
         upload(folder, url, last)
         running.extend(others)
 
