@@ -47,7 +47,7 @@ NIGHTLY = (
     Nightly("tests/test_docs.py::test_notebooks_run", "bench_record", "compare_plans|explore"),
     Nightly("tests/cuda/test_compiled.py::test_hot_kernels_keep_rows_in_registers",
             "the kernels of the lookup, for sm_90; all others are compiled, not optimized"),
-    Nightly("tests/cuda/test_compiled.py::test_rows_are_loaded_in_parts_of_16_bytes",
+    Nightly("tests/cuda/test_compiled.py::test_rows_are_fetched_in_parts_of_16_bytes",
             "the same for sm_90", r".*-80|80-.*"),
     Nightly("tests/cuda/test_compiled.py::test_torch_symbols_are_in_the_stable_interface",
             "the library as PTX that is not optimized", "shipped_library"),
