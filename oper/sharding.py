@@ -249,7 +249,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     As DistributedDataParallel's ``no_sync``, and used beside it. Backward passes inside leave
     their table gradients on their rank and are not collective; the first one outside adds its own
     and updates, bitwise as if all their samples had been one batch. ``zero_grad`` of the fused
-    optimizer forgets what has been left. Memory: the output gradients of the passes inside.
+    optimizer forgets what has been left. Where ``gradient_guard="stop"`` refuses a pass inside, no
+    rank makes the update that would have followed: there the others raise PeerLostError, and this
+    rank raises again if it gets there. Memory: the output gradients of the passes inside.
 
     Args:
         model: what `shard` returned, or a model that contains it.
@@ -261,10 +263,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         ...     bag(torch.tensor([[1, 2]])).sum().backward()
         >>> bag(torch.tensor([[3, 4]])).sum().backward()  # updates rows 1, 2, 3 and 4
     """
+    found = tables_of(model, "nothing to accumulate")
     with contextlib.ExitStack() as stack:
-        for tables in tables_of(model, "nothing to accumulate"):
+        for tables in found:
             stack.enter_context(tables.no_sync())
-        yield
+        try:
+            yield
+        finally:
+            # What one collection's gradient guard has stopped, all leave out.
+            refused = next((t.refused for t in found if t.refused is not None), None)
+            if refused is not None:
+                for tables in found:
+                    tables.refused = refused
 
 
 def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatches:

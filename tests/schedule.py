@@ -47,7 +47,7 @@ NIGHTLY = (
     Nightly("tests/test_docs.py::test_notebooks_run", "bench_record", "compare_plans|explore"),
     Nightly("tests/cuda/test_compiled.py::test_hot_kernels_keep_rows_in_registers",
             "the kernels of the lookup, for sm_90; all others are compiled, not optimized"),
-    Nightly("tests/cuda/test_compiled.py::test_rows_are_loaded_in_parts_of_16_bytes",
+    Nightly("tests/cuda/test_compiled.py::test_rows_are_fetched_in_parts_of_16_bytes",
             "the same for sm_90", r".*-80|80-.*"),
     Nightly("tests/cuda/test_compiled.py::test_torch_symbols_are_in_the_stable_interface",
             "the library as PTX that is not optimized", "shipped_library"),
@@ -96,6 +96,8 @@ NIGHTLY = (
             "table-wise with its state, column-wise", "row_wise-both"),
     Nightly("tests/integration/test_checkpoint_torchrec.py::"
             "test_the_state_of_a_row_is_the_unsharded_one", "test_column_wise_state_both_ways"),
+    Nightly("tests/integration/test_follow.py::test_many_changes_are_each_a_whole_publication",
+            "200 changes", "1000"),
     Nightly("tests/integration/test_checkpoint.py::test_another_world_goes_on",
             "one rank; four ranks without chunks", "in_chunks-4-103"),
     Nightly("tests/programs/test_programs.py::test_planted_faults_are_found",

@@ -73,9 +73,11 @@ def serving(model: object, *flags: str, folder: Path = ROOT, env: dict[str, str]
         flags: more of the command.
         folder: where it runs.
         env: more of its environment.
-        options: more arguments of `subprocess.Popen`.
+        options: more arguments of `subprocess.Popen`; with any the interpreter is a new one.
     """
-    process = subprocess.Popen(
+    from tests.forked import Forked
+
+    process = (subprocess.Popen if options else Forked)(
         [sys.executable, "-m", "oper", "serve", str(model), "--port", "0", *flags], cwd=folder,
         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), **(env or {})})

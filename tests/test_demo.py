@@ -12,7 +12,7 @@ import pytest
 from oper.bench.demo.demo import _compare
 from oper.data import SyntheticLog, write_synthetic_log
 from oper.train.model import save_state
-from tests.support import run_oper
+from tests.support import run_here, run_oper
 
 KEYS = ("rows", "plan_gap", "max_abs_diff", "oper_step_ms", "torchrec_step_ms", "ratio_step",
         "oper_forward_ms", "torchrec_forward_ms", "ratio_forward", "dlrm_ratio_step")
@@ -61,6 +61,6 @@ def test_bad_input_is_one_message(tmp_path: Path) -> None:
     bad = tmp_path / "bad.txt"
     bad.write_text("1\t2\n" * 100)
     for arguments in (["--data", str(bad)], ["--data", str(tmp_path / "none.txt")]):
-        done = run_oper("demo", *arguments, "--out", str(tmp_path / "out"))
+        done = run_here("demo", *arguments, "--out", str(tmp_path / "out"))
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert done.stderr.count("oper: ") == 1

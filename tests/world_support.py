@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 # A server that has imported the slow packages forks the ranks; it never runs torch code itself.
-_PRELOAD = ["torch", "torch.distributed", "numpy", "torchrec.models.dlrm",
-            "torchrec.distributed.train_pipeline", "tests.runtime_support"]
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(_PRELOAD)
+# Whatever takes long to import and is of no test alone.
+_PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "torchrec.models.dlrm",
+            "torchrec.distributed.train_pipeline", "oper.train.loop", "oper.bench.tables.train",
+            "oper.integration.checkpoint.files", "oper.search.planner", "hypothesis.strategies",
+            "tests.runtime_support"]
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 class RankFailedError(AssertionError):
@@ -48,10 +51,10 @@ class World:
         # The server that forks ranks keeps the environment of the test that needed it first.
         whole = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
         for rank in range(world_size):
-            mine, theirs = _CONTEXT.Pipe()
+            mine, theirs = CONTEXT.Pipe()
             if labels:
                 whole = {**whole, "OPER_DOMAIN": labels[rank]}
-            process = _CONTEXT.Process(
+            process = CONTEXT.Process(
                 target=_main, daemon=True,
                 args=(rank, world_size, store, theirs, whole, body, args))
             process.start()

@@ -88,12 +88,14 @@ class LookedUp:
     Attributes:
         by: what it holds for: parts of one batch, see `oper.shmem.micro_batches.Parts`.
         num_published: of the tables, see `LogicalRows`, before rows were read.
-        versions: of ids and weights (`Lookup.versions`) before they were read.
+        given: the batch as the caller has it, whose ids outside their tables are not replaced.
+        versions: of its ids and weights (`Lookup.versions`) before they were read.
         out, offsets: what `ShardedTables.forward` returned.
     """
 
     by: Any
     num_published: int
+    given: Lookup
     versions: tuple[int, int]
     out: torch.Tensor
     offsets: torch.Tensor

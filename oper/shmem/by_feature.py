@@ -69,21 +69,27 @@ class BoundsCheck:
 
     def repair(self, batch: Lookup) -> Lookup:
         """The batch with row 0 for every id outside its table; `batch` itself where all fit."""
-        if self.mode == "fatal" or not batch.ids.numel() or not batch.batch_size:
+        if not self.replaces(batch):
             return batch
+        return self._replace(batch, key_bounds(batch, offsets_of(batch.lengths.long())),
+                             batch.key_of.tolist())
+
+    def replaces(self, batch: Lookup) -> bool:
+        """Whether `repair` would replace ids of a batch; counts nothing and warns of nothing."""
+        if self.mode == "fatal" or not batch.ids.numel() or not batch.batch_size:
+            return False
         lengths = batch.lengths.long()
         offsets = offsets_of(lengths)
         if (lengths < 0).any() or int(offsets[-1]) != batch.ids.numel():
-            return batch  # refused by the kernels
+            return False  # refused by the kernels
         bounds = key_bounds(batch, offsets)
-        keys = batch.key_of.tolist()
-        good = True
-        for key, num_rows in {(k, n) for k, n in zip(keys, self._num_rows, strict=True)}:
+        for key, num_rows in set(zip(batch.key_of.tolist(), self._num_rows, strict=True)):
             ids = batch.ids[bounds[key]:bounds[key + 1]]
             if ids.numel():
                 low, high = torch.aminmax(ids)
-                good = good and int(low) >= 0 and int(high) < num_rows
-        return batch if good else self._replace(batch, bounds, keys)
+                if int(low) < 0 or int(high) >= num_rows:
+                    return True
+        return False
 
     def _replace(self, batch: Lookup, bounds: list[int], keys: list[int]) -> Lookup:
         """One key per feature, since tables of one key may differ in their rows."""

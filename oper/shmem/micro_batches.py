@@ -200,12 +200,12 @@ class Parts:
     # ---- what the thread does --------------------------------------------------------------------
 
     def _look_up(self, batch: Lookup) -> Lookup:
+        given, versions, num_published = batch, batch.versions(), self._tables.num_published
         if self._tables.bounds.mode != "fatal":
             batch = self._tables.in_bounds(batch)
-        versions, num_published = batch.versions(), self._tables.num_published
         out, offsets = self._tables.forward(replace(batch, looked_up=None), True)
         return replace(batch, looked_up=LookedUp(
-            self, num_published, versions, out, offsets))
+            self, num_published, given, versions, out, offsets))
 
     def _refuse(self, error: BaseException) -> None:
         self._tables.refuse()

@@ -40,12 +40,18 @@ class HeldPasses:
     Attributes:
         passes: those that are held back.
         holders: threads and blocks within `hold`.
+        refused: why one of them was not taken, so that their sum is not to be applied; or None.
     """
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
         self.holders = 0
         self.passes: list[Backward] = []
+        self.refused: Exception | None = None
+
+    def drop(self) -> None:
+        """Forget the passes and that one was refused."""
+        self.passes, self.refused = [], None
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:

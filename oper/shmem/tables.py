@@ -220,7 +220,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         if looked_up is not None:
             if (looked_up.by is self.turns.parts
                     and looked_up.num_published == self.num_published):
-                check_unchanged(looked_up.versions, batch.versions())
+                check_unchanged(looked_up.versions, looked_up.given.versions())
             else:
                 batch = replace(batch, looked_up=None)  # the rows have changed since
         if self.bounds.mode != "fatal" and batch.looked_up is None and self._known(batch) is None:
@@ -284,17 +284,17 @@ class ShardedTables(TableUpdates, MeasuredTables):
         Ids are checked, located and, unless the tables are read-only, sorted. This may run on
         another thread while earlier batches are trained: no row is read and nothing is collective.
         No bit changes. A batch whose ids or whose tables' plan have changed meanwhile is resolved
-        anew where it is used. Between memory domains and with dynamic tables nothing is done ahead.
+        anew where it is used. Between memory domains and with dynamic tables nothing is done ahead,
+        nor for a batch with ids that are replaced (see `BoundsCheck`): its lookup does that, with
+        the ids and weights that it has by then, and counts them.
 
         Raises:
             InvalidInputError: as `lookup`.
         """
-        if self.keys is None:
-            batch = self.in_bounds(batch)
-        else:
-            self._checks.check(batch)
+        self._checks.check(batch)
         # Rows in other domains have no addresses; keys may get other rows before the batch's turn.
-        if self.keys is not None or (self._exchange is not None and not self.resolves_far):
+        if (self.keys is not None or (self._exchange is not None and not self.resolves_far)
+                or self.bounds.replaces(batch)):
             return batch
         versions = batch.versions()  # before the ids are read: they may change meanwhile
         with self._resolving:
@@ -447,7 +447,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             setattr(self, name, getattr(other, name))
         self._arguments = other._arguments.copied()
         self._skipped = dict(other._skipped)
-        self._held.passes = list(other._held.passes)
+        self._held.passes, self._held.refused = list(other._held.passes), other._held.refused
         self.bounds = copy.deepcopy(other.bounds, memo)
         self.guard.mode = other.guard.mode
         self.param_groups = [{k: copy.deepcopy(v, memo) for k, v in group.items() if k != "params"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -52,7 +52,8 @@ class TableUpdates:
         The arguments are those of `Backward`; tables that are frozen now are left alone, too.
 
         Raises:
-            InvalidInputError: other tables were frozen in the passes that `no_sync` has kept.
+            InvalidInputError: other tables were frozen in the passes that `no_sync` has kept, or
+                one of them had a gradient that was refused.
             PeerLostError: a peer has ended.
             DeadlineError: a peer did not arrive in time.
         """
@@ -75,6 +76,8 @@ class TableUpdates:
                 if self._clamp.is_active:
                     part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
             held = self._held
+            if held.refused is not None and not held.holders:
+                self._refuse_held()
             passed = (held.join(parts) if held.holders or held.passes or len(parts) > 1
                       else parts[0])
             if passed is None:
@@ -85,17 +88,33 @@ class TableUpdates:
                 self.step(passed)
 
     def _guard(self, part: Backward) -> None:
-        """Have the gradient of a pass looked at. Where that raises, no rank makes this update."""
+        """Have the gradient of a pass looked at. Where that raises, no rank makes this update: the
+        others learn of it where they make it, which is not here within `no_sync`."""
         try:
             part.grad = self.guard.apply(part.grad, part.batch, part.offsets, self.num_steps + 1)
         except InvalidInputError as error:
-            if not self._held.holders:  # else nobody waits for this rank
-                self._held.passes = []  # as on the other ranks
-                if self.turns.parts is not None:
-                    self.turns.parts.refuse(error)
-                else:
-                    self.refuse()
+            if self._held.holders:
+                self._held.refused = error
+            else:
+                self._leave_out(error)
             raise
+
+    def _leave_out(self, error: Exception) -> None:
+        """Have all ranks leave out the update that they wait for this rank to make. Collective."""
+        self._held.drop()  # as on the other ranks
+        if self.turns.parts is not None:
+            self.turns.parts.refuse(error)
+        else:
+            self.refuse()
+
+    def _refuse_held(self) -> NoReturn:
+        error = self._held.refused
+        assert error is not None
+        self._leave_out(error)
+        raise InvalidInputError("no rank makes this update", "a backward pass under no_sync",
+                                str(error), "passes that are all taken",
+                                "go on with the next batch, or call zero_grad() of the fused "
+                                "optimizer where that error is caught") from error
 
     def refuse(self) -> None:
         """In the place of `step` on a rank that cannot take part: no rank makes this update, and
@@ -154,16 +173,29 @@ class TableUpdates:
         """Whether a thread is within `no_sync`."""
         return self._held.holders > 0
 
+    @property
+    def refused(self) -> Exception | None:
+        """Why the sum of what `no_sync` has kept is not to be applied, or None."""
+        return self._held.refused
+
+    @refused.setter
+    def refused(self, error: Exception | None) -> None:
+        self._held.refused = error
+
     @in_turn
     def drop_gradients(self) -> None:
         """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does.
+
+        Collective where one of them was refused: the other ranks wait for the update.
 
         Raises:
             InvalidInputError: within `oper.micro_batches`, after a backward pass.
         """
         if self.turns.parts is not None:
             self.turns.parts.check_drop()
-        self._held.passes = []
+        if self._held.refused is not None and not self.turns.is_alone:
+            self._leave_out(self._held.refused)
+        self._held.drop()
 
     @in_turn
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,

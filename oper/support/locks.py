@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import warnings
 from collections.abc import Iterator
@@ -87,6 +88,29 @@ def alone(path: Path) -> Iterator[None]:
                 finally:
                     path.unlink(missing_ok=True)
                 return
+
+
+@contextlib.contextmanager
+def used(folder: Path) -> Iterator[None]:
+    """Use a folder of temporary files, which may not be there yet, inside the block.
+
+    Any number of processes may. Whoever leaves last removes the folder, unless an error ends its
+    block: what is in it is left for another try.
+    """
+    lock = folder.with_name(f".{folder.name}.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with lock.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if not is_at(file.fileno(), lock):  # its last holder has removed it
+                continue
+            yield
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if is_at(file.fileno(), lock):  # another one may have been faster
+                    shutil.rmtree(folder, ignore_errors=True)
+                    lock.unlink()
+            return
 
 
 def is_at(number: int, path: Path) -> bool:

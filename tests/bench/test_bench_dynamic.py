@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+import oper
 from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.bench.core.workload import Workload
@@ -65,6 +67,16 @@ def test_quality_on_a_log_that_drifts() -> None:
                                      abs=2e-6)
         assert all(0 < x < 1 for x in entry["default_share"][name])
     assert "auc over lfu hashed" in " ".join(report([entry], train.FIGURES).split())
+
+
+@pytest.mark.parametrize("rule", drift.RULES)
+def test_a_directory_costs_what_it_takes(rule: str) -> None:
+    """The bytes of its table are those that such a table has in memory."""
+    bag = oper.shard(torch.nn.EmbeddingBag(1001, 4, mode="sum"), optimizer=oper.SGD(lr=0.1),
+                     dynamic=drift.RULES[rule])
+    of = drift._num_bytes(drift.DriftCase("synthetic", dim=4), rule)
+    plain = drift._num_bytes(drift.DriftCase("synthetic", dim=4), drift.HASHED)
+    assert of(1001) - plain(1001) == bag.tables.keys.num_bytes > 1000 * 17 - 1
 
 
 def test_the_first_day_alone_is_known() -> None:

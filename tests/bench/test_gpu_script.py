@@ -79,7 +79,7 @@ def test_the_first_parts_are_the_most_telling(
     names = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert names[:7] == ["machine", "driver", "build", "tests-first", "first-pipeline",
                          "first-two-processes", "first-graph"]
-    assert names.index("kernels") < names.index("tests-ranks")
+    assert names.index("kernels-pool10") < names.index("tests-ranks")
     assert len(names) == len(set(names))
 
 

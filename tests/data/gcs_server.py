@@ -19,6 +19,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Objects of one bucket, in memory."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm, wbufsize = True, 1 << 16  # an answer waits for no acknowledgement
     objects: ClassVar[dict[str, bytes]] = {}
     metadata: ClassVar[dict[str, dict[str, str]]] = {}  # with which pyarrow marks folders
 

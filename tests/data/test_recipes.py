@@ -226,6 +226,27 @@ def test_criteo_arrays_of_the_mlperf_chain(tmp_path: Path, multi: bool) -> None:
         preprocess(load_recipe("criteo-1tb"), [str(tmp_path / name)], tmp_path / "no")
 
 
+def test_malformed_rows_of_arrays_are_named(tmp_path: Path) -> None:
+    """Column, value and what should stand there, as of any other log."""
+    dense, labels = np.ones((9, 13), np.float32), np.zeros((9, 1), np.float32)
+    dense[2, 4], dense[5, 12], dense[7, 0] = np.nan, -np.inf, np.nan
+    labels[3], labels[7] = 2, np.nan
+    np.save(tmp_path / "day_0_dense.npy", dense)
+    np.save(tmp_path / "day_0_labels.npy", labels)
+    np.save(tmp_path / "day_0_sparse.npy", np.ones((9, 26), np.int32))
+    log = [str(tmp_path / "day_0_sparse.npy")]
+    manifest = preprocess(load_recipe("criteo-1tb"), log, tmp_path / "out",
+                          replace(ONE_ID_EACH, max_bad=4))
+    found = [text.partition(", ")[2] for text in manifest["bad_rows"]["first"]]
+    assert found == ["row 3, column I5: 'nan', expected a finite number",
+                     "row 4, column label: '2.0', expected 0 or 1",
+                     "row 6, column I13: '-inf', expected a finite number",
+                     "row 8, column label: 'nan', expected 0 or 1"]
+    assert manifest["bad_rows"]["count"] == 4 and sum(manifest["rows"].values()) == 5
+    with pytest.raises(FileFormatError, match=r"malformed rows=4, .*column I5: 'nan'"):
+        preprocess(load_recipe("criteo-1tb"), log, tmp_path / "no", replace(ONE_ID_EACH, max_bad=3))
+
+
 def test_csv_of_ones_own(tmp_path: Path) -> None:
     recipe = generic_recipe("csv", Choice(["user", "tags:|"], "y", ["price"], "ts"))
     text = b"ts,user,tags,price,y,other\n100,u1,a|b,1.5,1,\n160,u2,,,0,\"x, y\"\n220,u1,b,2,1,z\n"

@@ -294,7 +294,7 @@ def test_disk_estimate_refuses_before_work(
     need = needs(KAGGLE, plan_units(KAGGLE, [log], None, 1 << 28))
     assert need.rows == pytest.approx(1500, rel=0.05)
     usage = type("usage", (), {"free": need.disk_bytes - 1})
-    monkeypatch.setattr(preprocessing.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(InvalidInputError, match="free bytes"):
         preprocess(KAGGLE, [log], tmp_path / "out")
     assert [p.name for p in tmp_path.glob(".out*")] == []

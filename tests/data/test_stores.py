@@ -7,6 +7,7 @@ import gzip
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,16 @@ from tests.support import ROOT
 
 fsspec = pytest.importorskip("fsspec")
 CRITEO = load_recipe("criteo-kaggle")
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files of this run alone, where outputs for stores are made."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is looked for again
+    return folder
 
 
 @pytest.fixture
@@ -127,6 +138,43 @@ def test_what_is_in_a_store_is_known_before_work(
         (local / "stored" / "manifest.json").write_text("[1, 2]")
         with pytest.raises(InvalidInputError, match="something else"):
             preprocess(CRITEO, [log], out)
+
+
+def test_runs_to_one_place_leave_each_others_files_alone(
+    local: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a second run, of the same job or of another, comes while the first one's files are on
+    their way into the store."""
+    log, out = str(local / "train.txt"), f"file://{local}/stored"
+    upload, told = store.upload, []
+
+    def held(folder: Path, url: str, last: Any) -> None:
+        monkeypatch.setattr(store, "upload", upload)
+        others = [threading.Thread(target=lambda options=options: told.append(run(options)))
+                  for options in (PreprocessOptions(), PreprocessOptions(force=True),
+                                  PreprocessOptions(min_count=1))]
+        for other in others:
+            other.start()
+        for other in others:
+            other.join(1)  # they wait, or end
+        upload(folder, url, last)
+        running.extend(others)
+
+    def run(options: PreprocessOptions) -> Any:
+        try:
+            return preprocess(CRITEO, [log], out, options)["job"]
+        except InvalidInputError as error:
+            return str(error)
+
+    running: list[threading.Thread] = []
+    monkeypatch.setattr(store, "upload", held)
+    job = preprocess(CRITEO, [log], out)["job"]
+    for other in running:
+        other.join()
+    assert sorted(t == job for t in told) == [False, True, True], told
+    assert "--force" in next(t for t in told if t != job)
+    assert parquet_bytes(local / "stored") == parquet_bytes(local / "out")
+    assert not [p for p in scratch.rglob("*") if p.is_file()]
 
 
 def test_a_store_that_does_not_answer_is_not_asked_for_long() -> None:

@@ -22,6 +22,7 @@ from oper.errors import OperError
 from oper.serve import Client
 from oper.serve.client import ServerError
 from tests.faults.delta_run import DIE_AT, REQUEST, step_of, train
+from tests.forked import Forked
 from tests.support import ROOT, wait_for
 from tests.world_support import world
 
@@ -53,7 +54,7 @@ class Served:
 
     def start(self, **env: str) -> None:
         """Start it, again if need be."""
-        self.process = subprocess.Popen(
+        self.process = Forked(
             [sys.executable, "-m", "oper", "serve", "tests.faults.delta_run:make", "--follow",
              str(self._run), "--port", str(self._port), "--json", "--workers", "1"], cwd=ROOT,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -115,7 +116,7 @@ def trained(folder: Path, steps: int, full_every: int) -> None:
 
 def test_a_killed_trainer_leaves_the_server_on_whole_steps(tmp_path: Path) -> None:
     """It is killed in the middle of whatever it saves; what it goes on with is served, too."""
-    rng, kills, steps = random.Random(3), 4, 400
+    rng, kills, steps = random.Random(3), 4, 240
     trained(tmp_path, 2, 1000)
     with serving(tmp_path) as served:
         wait_for(lambda: served.serves(2))
@@ -138,7 +139,7 @@ def test_a_killed_server_and_worker_come_back_to_the_newest_step(tmp_path: Path)
     trained(tmp_path, 3, 1000)
     with serving(tmp_path, **{DIE_AT: "7"}) as served:  # two tables by delta: in the fourth
         wait_for(lambda: served.serves(3))
-        with world(1, train, str(tmp_path), 900, 1000) as running:
+        with world(1, train, str(tmp_path), 400, 1000) as running:
             served.process.wait(60)
             assert served.process.returncode == -signal.SIGKILL
             assert max(served.steps) == 3
@@ -146,7 +147,7 @@ def test_a_killed_server_and_worker_come_back_to_the_newest_step(tmp_path: Path)
             count = len(served.steps)
             wait_for(lambda: len(served.steps) > count and served.steps[-1] > 3)
             os.kill(served.workers[0], signal.SIGKILL)
-            assert [running.receive(0), running.receive(0)] == [3, 900]
-        wait_for(lambda: served.serves(900))
+            assert [running.receive(0), running.receive(0)] == [3, 400]
+        wait_for(lambda: served.serves(400))
         served.says("starting another one")
         assert all("cannot be read" in text for text in served.refused)

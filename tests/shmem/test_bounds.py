@@ -15,6 +15,8 @@ import oper
 from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup
 from oper.shmem.by_feature import BoundsCheck
+from oper.shmem.group.groups import SingleGroup
+from oper.shmem.micro_batches import MicroBatches
 from oper.tables import TableSpec
 from tests.optimizer_support import EVERY
 from tests.runtime_support import (
@@ -106,6 +108,51 @@ def test_one_warning_and_a_count() -> None:
     changed = sum(int((pieces[k] != e).sum())
                   for k, e in zip(batch.key_of.tolist(), expected, strict=True))
     assert count == 3 * changed > 0
+
+
+def _opened(group, optimizer=None):
+    tables = open_tables(CASE, mixed_plan(CASE.tables, group.world_size, 1), group, optimizer)
+    tables.bounds = BoundsCheck("warning", tables.features, tables.specs)
+    return tables
+
+
+def test_a_batch_resolved_ahead_is_repaired_where_it_is_looked_up() -> None:
+    """With the ids and weights that it has by then, and counted once, or never where it is not."""
+    ahead, plain = _opened(SingleGroup()), _opened(SingleGroup())
+    batch, _ = spoiled(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolved = ahead.resolve(batch)
+    assert ahead.bounds.num_bad_ids == 0 and resolved.ids is batch.ids
+    with pytest.warns(UserWarning, match="row 0 is looked up instead"):
+        found = ahead.lookup(resolved)
+    with pytest.warns(UserWarning, match="row 0 is looked up instead"):
+        assert torch.equal(found, plain.lookup(batch))
+    assert ahead.bounds.num_bad_ids == plain.bounds.num_bad_ids > 0
+
+    again = ahead.resolve(batch)
+    batch.ids.copy_(spoiled(4)[0].ids[:batch.ids.numel()].repeat(2)[:batch.ids.numel()])
+    batch.weights.mul_(2)
+    assert torch.equal(ahead.lookup(again), plain.lookup(batch))
+    twice = replace(again, weights=3 * batch.weights)  # a feature processor's
+    assert torch.equal(ahead.lookup(twice), plain.lookup(replace(batch, weights=twice.weights)))
+    assert ahead.bounds.num_bad_ids == plain.bounds.num_bad_ids
+
+
+def test_a_part_begun_ahead_notices_that_its_ids_change() -> None:
+    tables = _opened(SingleGroup(), EVERY["rowwise_adagrad"])
+    batch, _ = spoiled(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with MicroBatches([tables]), torch.no_grad():
+            begun = tables.turns.parts.start(batch).result()
+            found = tables.lookup(begun)
+            count = tables.bounds.num_bad_ids
+            batch.ids.zero_()
+            with pytest.raises(InvalidInputError, match="changed in place"):
+                tables.lookup(begun)
+        assert torch.equal(found, tables.lookup(spoiled(3)[0]))
+    assert tables.bounds.num_bad_ids == 2 * count > 0
 
 
 def test_fatal_is_the_default_and_lengths_are_always_checked() -> None:

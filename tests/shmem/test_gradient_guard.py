@@ -191,3 +191,74 @@ def test_a_stop_drops_what_was_held_back() -> None:
     for bag in (model, other):
         bag(IDS + 7).backward(grad)
     assert torch.equal(rows_of(model)[0], rows_of(other)[0])
+
+
+def _one_stops_while_accumulating(rank: int, world_size: int) -> tuple[Any, ...]:
+    """Rank 1 catches the error of a window's first pass and goes on with another window; what each
+    rank is told in each, and the rows before and behind them."""
+    model, told = sharded("stop"), []
+    before = rows_of(model)
+    for window in range(1 + rank):
+        try:
+            with oper.no_sync(model):
+                model(IDS + rank).backward(gradient(float("nan") if rank > window else None))
+            model(IDS + rank).backward(gradient())
+            told.append("")
+        except OperError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told, before, rows_of(model)
+
+
+def test_an_update_that_lacks_a_pass_is_made_by_no_rank() -> None:
+    """Gradients of different windows meet in no update, and nobody waits for the deadline."""
+    begin = time.monotonic()
+    (told, before, after), (mine, *_) = run_world(2, _one_stops_while_accumulating,
+                                                  env={"OPER_DEADLINE_S": "60"})
+    assert time.monotonic() - begin < 50
+    assert mine[0].startswith("InvalidInputError: the gradient of table 'second' in update 1"), mine
+    assert mine[1].startswith("InvalidInputError: no rank makes this update: a backward pass"), mine
+    assert told[0].startswith("PeerLostError") and "refused its batch" in told[0], told
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _drops(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]:
+    """As before, of one collection, with gradients dropped where a window begins."""
+    bag, told = sharded("stop", nn.EmbeddingBag(20, 4, _weight=torch.zeros(20, 4), mode="sum")), []
+    for window in range(3):
+        bad = float("nan") if rank and not window else 1.0
+        try:
+            bag.tables.drop_gradients()
+            with oper.no_sync(bag):
+                bag(IDS + rank).backward(torch.full((3, 4), bad * window))
+            bag(IDS + rank).backward(torch.ones(3, 4))
+            told.append("")
+        except OperError as error:
+            told.append(type(error).__name__)
+    return told, rows_of(bag)[0]
+
+
+def test_dropped_gradients_of_one_rank_end_the_update_of_all() -> None:
+    """The others are told, and all go on with the same window."""
+    (told, rows), (mine, others) = run_world(2, _drops, env={"OPER_DEADLINE_S": "60"})
+    assert (told, mine) == (["PeerLostError", "", ""], ["InvalidInputError", "", ""])
+    # Windows 1 and 2: gradients window + 1, averaged over two ranks, at a rate of 0.5.
+    want = torch.zeros(20, 4)
+    for ids in (IDS, IDS + 1):
+        want[ids.reshape(-1)] -= 0.5 * (2 + 3) / 2
+    assert torch.equal(rows, want) and torch.equal(others, want)
+
+
+def test_one_rank_leaves_the_update_out_too() -> None:
+    bag = sharded("stop", nn.EmbeddingBag(20, 4, mode="sum"))
+    before, grad = rows_of(bag)[0], torch.ones(3, 4)
+    for drops in (False, True):
+        with pytest.raises(InvalidInputError, match="update 1 is not finite"), oper.no_sync(bag):
+            bag(IDS).backward(grad * float("nan"))
+        if drops:
+            bag.tables.drop_gradients()
+        else:
+            with pytest.raises(InvalidInputError, match="no rank makes this update"):
+                bag(IDS).backward(grad)
+        assert torch.equal(rows_of(bag)[0], before)
+    bag(IDS).backward(grad)
+    assert not torch.equal(rows_of(bag)[0], before)

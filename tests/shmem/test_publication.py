@@ -23,6 +23,7 @@ from oper.shmem.memory.numa import near_domain
 from oper.shmem.publication.publisher import Publisher, Rows
 from oper.shmem.publication.reader import SEGMENT_NAME, PublishedTables, Reader
 from oper.tables import TableSpec
+from tests.forked import Forked
 from tests.support import ROOT, wait_for
 from tests.world_support import leftovers
 
@@ -95,8 +96,8 @@ class Process:
     """A reader in a process of its own, which is up when this returns."""
 
     def __init__(self, *words: str, code: str = READER) -> None:
-        self.run = subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT, text=True,
-                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.run = Forked([sys.executable, "-c", code, *words], cwd=ROOT, text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.out: IO[str] = self.run.stdout  # type: ignore[assignment]
         self.first = self.out.readline().strip()
 

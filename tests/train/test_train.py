@@ -24,6 +24,7 @@ from oper.train.engines import unsharded
 from oper.train.loop import train
 from oper.train.model import build_dlrm, load_state
 from oper.train.tasks import click_batches, evaluate_clicks
+from tests.forked import Forked
 from tests.support import ROOT, run_oper, wait_for
 
 FLAGS = {"batch_size": 256, "model.dim": 8, "model.dense_layers": [16], "model.over_layers": [16],
@@ -44,7 +45,7 @@ def start_ranks(arguments: list[str], world_size: int) -> list[subprocess.Popen[
     """One process per rank, as torchrun would start them."""
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
               "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return [subprocess.Popen(
+    return [Forked(
         [sys.executable, "-m", "oper", *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env={**os.environ, **shared, "RANK": str(rank)})
         for rank in range(world_size)]

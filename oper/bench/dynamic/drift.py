@@ -39,6 +39,7 @@ from oper.data.recipe import Recipe
 from oper.data.vocabulary.building import hash_values
 from oper.errors import InvalidInputError
 from oper.rl_rec.intervals import bootstrap, difference
+from oper.shmem.keys.directories import directory_bytes
 from oper.stats import AccessStats
 from oper.train.metrics import auc
 
@@ -47,7 +48,7 @@ FIRST_DAY, HASHED = "first day", "hashed"
 RULES = {"lru": oper.DynamicTable(), "lfu": oper.DynamicTable(eviction="lfu", half_life=1000)}
 FIGURES = ((*(f"auc_over.{n}.{o}" for n in RULES for o in (HASHED, FIRST_DAY)),
             *(f"auc.{n}" for n in (*RULES, HASHED, FIRST_DAY)), "samples", "days"),)
-_STATE_BYTES, _SLOT_BYTES = 4, 17  # of row-wise Adagrad, and of a slot of the directory
+_STATE_BYTES = 4  # of row-wise Adagrad
 _DAY_S = 86_400
 Map = Callable[[np.ndarray], np.ndarray]  # from keys to row numbers, int [n]
 _BULK = 12.0  # pieces; what is bought in such numbers is the label of Online Retail's lines
@@ -158,8 +159,9 @@ def _contenders(case: DriftCase, log: _Log) -> tuple[dict[str, list[int]], dict[
 
 def _num_bytes(case: DriftCase, contender: str) -> Callable[[int], int]:
     """Bytes of a table of so many rows, its optimizer state and its directory."""
-    slot = _SLOT_BYTES if contender in RULES else 0
-    return lambda rows: rows * (4 * case.dim + _STATE_BYTES) + (rows - 1) * slot
+    rule = RULES.get(contender)
+    return lambda rows: rows * (4 * case.dim + _STATE_BYTES) + (
+        directory_bytes(rows, rule) if rule else 0)
 
 
 # ---- logs ----------------------------------------------------------------------------------------

@@ -66,7 +66,9 @@ class Job(JobSpec):
     _first_rows: list[int] = field(default_factory=list)
     _spans: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def _folder(self) -> WorkFolder:
+    @property
+    def folder(self) -> WorkFolder:
+        """Of work in progress."""
         return WorkFolder(self.target, self.identity())
 
     @property
@@ -110,13 +112,13 @@ class Job(JobSpec):
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Hold the work folder, a new one or that of an interrupted run, inside the block."""
-        with self._folder().opened(self.options.force, self._begin):
+        with self.folder.opened(self.options.force, self._begin):
             self._began, self._is_large = True, is_large(self.paths)
             yield
 
     def joined(self) -> contextlib.AbstractContextManager[None]:
         """Hold the work folder that another process has opened, inside the block."""
-        return self._folder().joined()
+        return self.folder.joined()
 
     def _begin(self, work: Path) -> None:
         needs = self._estimate()
@@ -296,12 +298,13 @@ class Job(JobSpec):
     def _finish(self, split: Split) -> None:
         manifest = self.manifest(split)
         write_text(self.work / "out" / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        self.folder.finish(self._put)
+
+    def _put(self) -> None:
         self.check_target()
-        old = self.work / "replaced"
         if self.target.exists():
-            os.rename(self.target, old)
+            os.rename(self.target, self.work / "replaced")
         os.rename(self.work / "out", self.target)
-        self._folder().remove()
 
     def _tables(self) -> dict[str, dict[str, Any]]:
         """What the manifest tells of each sparse column's values."""

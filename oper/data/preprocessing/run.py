@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from oper.data.folder import FOLDER_KIND, MANIFEST
 from oper.data.preprocessing import workers
 from oper.data.preprocessing.job import Job, occupied
 from oper.data.preprocessing.options import PreprocessOptions
+from oper.data.preprocessing.workfolder import WorkFolder
 from oper.data.reading import store
 from oper.data.reading.detect import find_inputs, plan_units
 from oper.data.reading.lines import natural_key
@@ -36,6 +36,7 @@ from oper.data.vocabulary.finished import (
 )
 from oper.errors import InvalidInputError, OperError
 from oper.support.files import no_room
+from oper.support.locks import alone, used
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ def preprocess(
         inputs: a file (plain, or packed by gzip, zstd or bzip2), folder or pattern, here or in a
             store (``s3://...``), or a pipe (``-``); or several, which are one log in this order.
         output: the folder to write, here or in a store. What goes into a store is made in the
-            folder for temporary files and put there when it is whole, the manifest last.
+            folder for temporary files and put there when it is whole, the manifest last. Of
+            processes on one machine that run the same call, one puts it there.
         options: see `PreprocessOptions`.
 
     Raises:
@@ -71,42 +73,21 @@ def preprocess(
         FileFormatError: more than `max_bad` malformed rows, a damaged file, or another format.
     """
     options = options or PreprocessOptions()
-    with store.spooled(inputs, _local_target(output)) as names:
-        if store.is_url(output):
-            return _into_store(recipe, names, os.fspath(output), options)
-        return _preprocess(recipe, names, _local_target(output), options)
-
-
-def _local_target(output: str | os.PathLike[str]) -> Path:
-    """Where an output is made: itself, or for one in a store a temporary folder of its own."""
     if not store.is_url(output):
-        return Path(os.path.realpath(output))  # a link stays, and what it names is written
-    name = hashlib.sha256(store.full_name(os.fspath(output)).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"oper-{os.getuid()}" / name / "out"
+        target = Path(os.path.realpath(output))  # a link stays, and what it names is written
+        with store.spooled(inputs, target) as names:
+            return _preprocess(recipe, names, target, options)
+    url = os.fspath(output)
+    folder = _local_folder(url)
+    # Another run may write to the same place; it must find its files until it has put them there.
+    with used(folder), store.spooled(inputs, folder / "out") as names:
+        return _into_store(recipe, names, _Place(url, folder, _manifest_in(url)), options)
 
 
-def _into_store(recipe: Recipe, inputs: Sequence[str], url: str, options: PreprocessOptions
-                ) -> dict[str, Any]:
-    """Preprocess into a local folder and put that into a store, the manifest at the end."""
-    local = _local_target(url)
-    plain, mark, query = url.partition("?")
-    there, old = f"{plain.rstrip('/')}/{MANIFEST}{mark}{query}", {}
-    held = store.files_below(url)
-    if there in held:
-        with store.open_input(there) as file, contextlib.suppress(ValueError):
-            found = json.load(file)
-            old = found if isinstance(found, dict) else {}
-    is_ours = old.get("kind") == FOLDER_KIND
-    if held and not is_ours:
-        raise occupied(store.full_name(url), is_ours)
-    _log.info("the output is made in %s (TMPDIR chooses the disk) and then put into the store",
-              local.parent)
-    manifest = _preprocess(recipe, inputs, local, options, _Place(url, old))
-    if manifest is not old:
-        store.remove_below(url)
-        store.upload(local, url, [MANIFEST])
-    shutil.rmtree(local.parent, ignore_errors=True)
-    return manifest
+def _local_folder(url: str) -> Path:
+    """Where outputs that go to a URL are made, each in a folder called by its job."""
+    name = hashlib.sha256(store.full_name(url).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"oper-{os.getuid()}" / name
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +96,52 @@ class _Place:
 
     Attributes:
         url: the folder's.
+        local: the temporary folder of all outputs that go there.
         manifest: of the output that is there; empty where none is.
     """
 
     url: str
+    local: Path
     manifest: dict[str, Any]
+
+
+def _manifest_in(url: str) -> dict[str, Any]:
+    """The manifest of the output that a folder in a store holds, or an empty one; raises
+    InvalidInputError where it holds something else."""
+    plain, mark, query = url.partition("?")
+    there, found = f"{plain.rstrip('/')}/{MANIFEST}{mark}{query}", None
+    held = store.files_below(url)
+    if there in held:
+        with store.open_input(there) as file, contextlib.suppress(ValueError):
+            found = json.load(file)
+    if isinstance(found, dict) and found.get("kind") == FOLDER_KIND:
+        return found
+    if held:
+        raise occupied(store.full_name(url), False)
+    return {}
+
+
+def _into_store(recipe: Recipe, inputs: Sequence[str], place: _Place, options: PreprocessOptions
+                ) -> dict[str, Any]:
+    """Preprocess into a local folder and put that into a store, the manifest at the end."""
+    url, local = place.url, place.local
+    _log.info("the output is made in %s (TMPDIR chooses the disk) and then put into the store",
+              local)
+    manifest = _preprocess(recipe, inputs, local / "out", options, place)
+    if manifest is place.manifest:
+        return manifest
+    target = local / manifest["job"] / "out"
+    # One after another on this machine: two would remove each other's files.
+    with alone(local / "upload.lock"), WorkFolder(target, manifest["job"]).alone():
+        now = _manifest_in(url)
+        if now != place.manifest:  # another run was faster
+            if now.get("job") == manifest["job"]:
+                return manifest
+            if not options.force:
+                raise occupied(store.full_name(url), True)
+        store.remove_below(url)
+        store.upload(target, url, [MANIFEST])
+    return manifest
 
 
 def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: PreprocessOptions,
@@ -135,6 +157,8 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
     units = plan_units(recipe, paths, options.layout, options.unit_bytes, options.num_workers)
     finished = None if options.vocabulary is None else FinishedVocabulary.open(options.vocabulary)
     job = Job(recipe, paths, units, output, options, finished)
+    if place:  # jobs that go to one place work apart from each other
+        job.target = place.local / job.identity() / output.name
     if place and place.manifest and not options.force:
         if place.manifest.get("job") != job.identity():
             raise occupied(store.full_name(place.url), True)

@@ -53,7 +53,7 @@ class WorkFolder:
             InvalidInputError: another job is at work, or has left unfinished work without `force`.
         """
         self._target.parent.mkdir(parents=True, exist_ok=True)
-        with self._alone():
+        with self.alone():
             about = self._about()
             if about.get("job") != self._job:
                 self._check_unused(about, force)
@@ -62,7 +62,7 @@ class WorkFolder:
         try:
             yield
         except OperError:
-            with self._alone():
+            with self.alone():
                 used.close()
                 if self._about().get("job") == self._job and not self._is_used():
                     self._remove()
@@ -77,20 +77,23 @@ class WorkFolder:
         Raises:
             FileNotFoundError: none has, or the work is done.
         """
-        with self._alone():
+        with self.alone():
             if self._about().get("job") != self._job:
                 raise FileNotFoundError(str(self.path))
             used = self._use()
         with used:
             yield
 
-    def remove(self) -> None:
-        """Remove the folder, whose work is done."""
-        with self._alone():
+    def finish(self, put: Callable[[], None]) -> None:
+        """Have the output `put` in its place, while nobody reads it (`alone`), and remove the
+        folder, whose work is done."""
+        with self.alone():
+            put()
             self._remove()
 
-    def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody else looks at the folder, enters or removes it inside the block."""
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody else looks at the folder, enters or removes it, or replaces the output, inside
+        the block."""
         return alone(self._target.parent / f".{self._target.name}.lock")
 
     def _about(self) -> dict[str, Any]:

@@ -333,10 +333,18 @@ def _read_npy(unit: Unit, recipe: Recipe) -> Iterator[Rows]:
             int(good.sum()), v.shape[1], np.int32)) for v in members.columns(part)] if isinstance(
             members, _Members) else [Ids(pa.array(np.asarray(members[part, k], np.int64)[good]))
                                      for k in range(len(names))]
-        bad = tuple(BadRow(int(r), "", str(truth[r - part.start]), "label 0 or 1, finite numbers")
-                    for r in rows[~good][:MAX_EXAMPLES])
+        bad = tuple(_bad_arrays_row(recipe, int(k) + start, truth[k], numbers[:, k])
+                    for k in (~good).nonzero()[0][:MAX_EXAMPLES])
         yield Rows(rows.size, rows[good], truth[good].astype(np.int8), numbers[:, good],
                    tuple(sparse), None, int((~good).sum()), bad)
+
+
+def _bad_arrays_row(recipe: Recipe, row: int, label: Any, dense: np.ndarray) -> BadRow:
+    """What is wrong with a row of arrays: its label [], or the first of its numbers [D]."""
+    if label not in (0, 1):
+        return BadRow(row, recipe.label, str(label), convert.EXPECTED["binary"])
+    k = int(np.isfinite(dense).argmin())
+    return BadRow(row, recipe.names("dense")[k], str(dense[k]), "a finite number")
 
 
 def num_arrays_rows(path: str) -> int:

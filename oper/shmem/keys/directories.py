@@ -35,6 +35,7 @@ from oper.shmem.group.desync import KEYS, phase_of
 from oper.shmem.keys.late import RowHistory
 from oper.shmem.keys.places import num_buckets, slots_of_buckets
 from oper.shmem.keys.rules import EVICTIONS, DynamicTable
+from oper.shmem.library import load
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.optim.optimizers import STATE_PARTS, initial_state
 from oper.shmem.protocol import Tables
@@ -316,6 +317,14 @@ def rule_numbers(name: str, num_rows: int, rule: DynamicTable) -> list[int]:
     signed = below - (1 << 64) if below >> 63 else below
     return [num_rows - 1, rule.seed, row_seed(name, rule.seed), rule.admit_after, signed,
             EVICTIONS.index(rule.eviction), rule.half_life or 0, rule.time_to_live or 0]
+
+
+def directory_bytes(num_rows: int, rule: DynamicTable) -> int:
+    """Bytes of the directory of a dynamic table of `num_rows` rows, the default row among them."""
+    load()
+    numbers = torch.tensor([[*rule_numbers("", num_rows, rule), -1, 0, 0]])
+    of_slots, _ = torch.ops.oper.keys_num_bytes(0, 1, 0, numbers, torch.zeros(1, 2).double())
+    return int(of_slots)
 
 
 def _arguments(tables: Tables, rules: Mapping[str, DynamicTable]
