@@ -86,7 +86,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         load()
         # The packet of all overloads would look for it in every call.
         self._forward_op: Any = self.operators.lookup_forward.default
-        self._padded_op: Any = torch.ops.oper.lookup_padded.default  # of host memory only
+        padded = getattr(self.operators, "lookup_padded", None)  # of host memory only
+        self._padded_op: Any = padded and padded.default
         self._backward_op: Any = self.operators.lookup_backward.default
         self.plan, self.group = plan, group
         self.features = list(features)
@@ -266,11 +267,12 @@ class ShardedTables(TableUpdates, MeasuredTables):
                 return (torch.empty(0, dim, device=self.device),
                         batch.lengths.new_zeros(batch.lengths.numel() + 1, dtype=torch.int64))
         try:
-            of = (self._forward_op, batch.pooled) if batch.bags is None else (
-                self._padded_op, batch.bags)
-            out, offsets, code, detail = of[0](
+            call, rows = self._forward_op, batch.pooled
+            if batch.bags is not None and self._padded_op is not None:
+                call, rows = self._padded_op, batch.bags
+            out, offsets, code, detail = call(
                 self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
-                batch.batch_size, of[1], collective, known and known.offsets,
+                batch.batch_size, rows, collective, known and known.offsets,
                 known and known.addresses)
         except RuntimeError:  # as when the operator is that of another device
             self._checks.check(batch)
