@@ -267,7 +267,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
                 return (torch.empty(0, dim, device=self.device),
                         batch.lengths.new_zeros(batch.lengths.numel() + 1, dtype=torch.int64))
         try:
-            call, rows = self._forward_op, batch.pooled
+            call: Any = self._forward_op
+            rows: bool | list[int] = batch.pooled
             if batch.bags is not None and self._padded_op is not None:
                 call, rows = self._padded_op, batch.bags
             out, offsets, code, detail = call(
