@@ -65,11 +65,19 @@ struct Lookup {
   std::optional<Tensor> weights;
   int64_t batch_size;
   bool pooled;
+  // How many bags each key has, of pooled batches whose keys end in padding; empty: all `batch_size`.
+  std::vector<int64_t> bags = {};
 };
 
+// Without the empty bags at the end, for whom these change nothing.
+int64_t without_padding(const int64_t* bounds, int64_t num_bags) {
+  if (num_bags == 0 || bounds[num_bags - 1] != bounds[num_bags]) return num_bags;
+  return std::lower_bound(bounds, bounds + num_bags, bounds[num_bags]) - bounds;
+}
+
 // Pooled: features side by side in the columns of one row per sample. Unpooled: one row per id,
-// feature after feature.
-Batch make_batch(const Context& context, const Lookup& lookup) {
+// feature after feature. `trims`: for steps in which empty bags take no part.
+Batch make_batch(const Context& context, const Lookup& lookup, bool trims = false) {
   Batch batch;
   batch.ids = lookup.ids.data_ptr();
   batch.ids_are_32_bit = lookup.ids.scalar_type() == ScalarType::Int;
@@ -83,7 +91,9 @@ Batch make_batch(const Context& context, const Lookup& lookup) {
   for (const Feature& feature : context.features) {
     const int64_t* bounds = offsets + key_of[feature.logical] * B;
     if (lookup.pooled) {
-      batch.features.push_back({bounds, B, feature.column});
+      int64_t num_bags = lookup.bags.empty() ? B : lookup.bags[key_of[feature.logical]];
+      if (trims) num_bags = without_padding(bounds, num_bags);
+      batch.features.push_back({bounds, num_bags, feature.column});
       rows = B;
       continue;
     }
@@ -157,7 +167,8 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
   Tensor offsets;
   if (!make_offsets(lengths, ids.numel(), &offsets))
     return {offsets, offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
-  const Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled});
+  const Batch batch =
+      make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, true);
   Resolved resolved;
   const int64_t n = number_addresses(batch, &resolved);
   Tensor addresses = pooled_tensor(ScalarType::Long, {n + kAddressesAhead});
@@ -172,10 +183,11 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
   return {offsets, addresses, order, status.code, status.detail};
 }
 
-std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
-    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
-    int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> known_offsets,
-    std::optional<Tensor> addresses) {
+std::tuple<Tensor, Tensor, int64_t, int64_t> look_up(
+    int64_t handle, const Tensor& ids, const Tensor& lengths, const std::optional<Tensor>& weights,
+    const Tensor& key_of, int64_t batch_size, bool pooled, bool collective,
+    const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& addresses,
+    std::vector<int64_t> bags) {
   Context& context = context_of(handle);
   PhaseClock clock(context);
   Tensor offsets;
@@ -184,9 +196,14 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     return {offsets, offsets, kBadBatch, -1};
   }
   const int64_t n = lengths.numel();
-  // Nothing else than pooling reads the bounds before it is over.
-  const bool on_the_way = !known_offsets.has_value() && pooled && n > 0 && !context.exchange &&
-                          !context.peer_rows && !(collective && context.has_push) &&
+  STD_TORCH_CHECK(bags.empty() || (pooled && static_cast<int64_t>(bags.size()) * batch_size == n &&
+                                   std::ranges::all_of(
+                                       bags, [&](int64_t k) { return 0 <= k && k <= batch_size; })),
+                  "internal: bags of keys that a batch cannot have");
+  // Nothing else than pooling reads the bounds before it is over; it makes none of padding.
+  const bool on_the_way = !known_offsets.has_value() && bags.empty() && pooled && n > 0 &&
+                          !context.exchange && !context.peer_rows &&
+                          !(collective && context.has_push) &&
                           has_own_keys(context, key_of, n / batch_size);
   const bool are_32_bit = lengths.scalar_type() == ScalarType::Int;
   if (known_offsets.has_value()) {
@@ -200,7 +217,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   } else if (!make_offsets(lengths, ids.numel(), &offsets)) {
     return {offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
   }
-  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled});
+  Batch batch =
+      make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled, std::move(bags)});
   const std::optional<Resolved> resolved = resolved_batch(batch, addresses, std::nullopt);
   batch.resolved = resolved ? &*resolved : nullptr;
   if (on_the_way) {
@@ -217,6 +235,24 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
       status_of([&] { forward(context, batch, float_data(out), collective); });
   clock.end(kForward);  // with the offsets
   return {out, offsets, status.code, status.detail};
+}
+
+std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> offsets,
+    std::optional<Tensor> addresses) {
+  return look_up(handle, ids, lengths, weights, key_of, batch_size, pooled, collective, offsets,
+                 addresses, {});
+}
+
+// The same of a pooled batch whose key k has bags[k] bags, and empty ones behind them: rows of the output
+// for those are not written.
+std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_padded(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    int64_t batch_size, std::vector<int64_t> bags, bool collective, std::optional<Tensor> offsets,
+    std::optional<Tensor> addresses) {
+  return look_up(handle, ids, lengths, weights, key_of, batch_size, true, collective, offsets,
+                 addresses, std::move(bags));
 }
 
 // `keys`, bool [num_keys]: which ones have bags of a user; `first` int64 [B], in order: the sample whose
@@ -325,7 +361,7 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
     context.tables[t].optimizer = optimizer_args(x);
     context.tables[t].rounding = rounding_key(x);
   }
-  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled});
+  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, true);
   // The output's layout, but for a gradient that is a slice of wider rows.
   if (batch.num_rows > 0) batch.out_stride = grad.stride(0);
   const std::optional<Resolved> resolved = resolved_batch(batch, addresses, order);
@@ -391,6 +427,10 @@ STABLE_TORCH_LIBRARY(oper, m) {
   OPER_OPERATOR(last_level_cache_bytes, "() -> int");
   m.def(oper::kLookupForward);
   m.def(
+      "lookup_padded(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
+      "int batch_size, int[] bags, bool collective, Tensor? offsets, Tensor? addresses) -> "
+      "(Tensor, Tensor, int, int)");
+  m.def(
       "lookup_interaction(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
       "Tensor dense) -> (Tensor, Tensor, int, int)");
   m.def(
@@ -409,10 +449,12 @@ STABLE_TORCH_LIBRARY(oper, m) {
 // Gradients are `ShardedTables`' business: straight to the kernels, without torch's search for them.
 STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCPU, m) {
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
+  m.impl("lookup_padded", TORCH_BOX(&oper::host::lookup_padded));
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
+  m.impl("lookup_padded", TORCH_BOX(&oper::host::lookup_padded));
   m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
   m.impl("lookup_interaction", TORCH_BOX(&oper::host::lookup_interaction));

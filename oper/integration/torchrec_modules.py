@@ -325,12 +325,13 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         weights = features.weights().contiguous() if self._is_weighted else None
         if weights is not None and weights.dtype != torch.float32:
             weights = weights.float()
+        bags = None
         if features.variable_stride_per_key():
-            lengths, size = padded_lengths(features, self._pooled)
+            lengths, size, bags = padded_lengths(features, self._pooled)
         else:
             lengths, size = features.lengths(), features.stride()
         return Lookup(features.values().contiguous(), lengths.contiguous(), key_of, size, weights,
-                      self._pooled)
+                      self._pooled, bags)
 
     def _match(self, keys: tuple[str, ...]) -> torch.Tensor:
         key_of = self._key_of.get(keys)
@@ -442,8 +443,10 @@ class ShardedEmbeddingBags(_ShardedCollection):
 
     def _finish(self, values: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
         if features.inverse_indices_or_none() is not None:
-            values = spread(values, self._dims, self._features, features)
-        return values.to(self._output_dtype)
+            values = spread(values, self._offsets, self._features, features,
+                            values.requires_grad and self.tables.guard.mode != "off")
+        # Even a call that has nothing to convert takes 1 % of a step, from where no code is cached.
+        return values.to(self._output_dtype) if self._converts else values
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Configurations, as the unsharded collection."""

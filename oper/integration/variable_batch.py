@@ -11,36 +11,47 @@ from torch.autograd.function import once_differentiable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.errors import InvalidInputError
+from oper.support.own_rows import are_own_rows
 
 
-def padded_lengths(features: KeyedJaggedTensor, pooled: bool) -> tuple[torch.Tensor, int]:
-    """Lengths as for one batch size, int [num_keys * B], and B: the largest, others end in empty
-    bags.
+def padded_lengths(features: KeyedJaggedTensor, pooled: bool
+                   ) -> tuple[torch.Tensor, int, list[int] | None]:
+    """Lengths as for one batch size, int [num_keys * B]; B, the largest: others end in empty bags;
+    and bags [num_keys], how many each key has if nobody reads pooled rows of those behind them.
 
     Raises:
         InvalidInputError: `pooled`, and no ``inverse_indices``.
     """
-    if pooled and features.inverse_indices_or_none() is None:
+    inverse = features.inverse_indices_or_none()
+    if pooled and inverse is None:
         raise InvalidInputError("cannot pool a variable batch per feature", "inverse_indices", None,
                                 "the sample of the whole batch by feature",
                                 "pass inverse_indices to the KeyedJaggedTensor")
-    strides = features.stride_per_key()
+    strides, lengths = features.stride_per_key(), features.lengths()
     size = max(strides, default=0)
     if size == min(strides, default=0):
-        return features.lengths(), size
-    parts = torch.split(features.lengths(), strides)
-    return torch.cat([torch.nn.functional.pad(p, (0, size - p.numel())) for p in parts]), size
+        return lengths, size, None
+    if not lengths.is_cpu or torch.compiler.is_compiling():
+        parts = torch.split(lengths, strides)
+        padded = torch.cat([torch.nn.functional.pad(p, (0, size - p.numel())) for p in parts])
+        return padded, size, None
+    padded = torch.ops.oper.pad_lengths(lengths.contiguous(), strides, size)
+    is_spread = pooled and inverse is not None and inverse[1].is_cpu
+    return padded, size, strides if is_spread else None
 
 
-def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str],
-           features: KeyedJaggedTensor) -> torch.Tensor:
+def spread(values: torch.Tensor, ends: Sequence[int], names: Sequence[str],
+           features: KeyedJaggedTensor, reads_all: bool = False) -> torch.Tensor:
     """Pooled rows of distinct samples as those of the whole batch, by the ``inverse_indices``.
 
     Args:
-        values: float32 [n of the lookup, sum of dims].
-        dims: columns of each feature.
+        values: float32 [n of the lookup, sum of dims]; rows of a feature behind its own samples are
+            not read.
+        ends: where the columns of each feature begin, and the end; [F + 1].
         names: the features, in the order of the columns.
         features: their bags, and with ``inverse_indices`` the row of each of the batch's B samples.
+        reads_all: somebody reads the gradient of all rows; without it, those behind a feature's own
+            samples hold anything.
 
     Returns:
         float32 [B, sum of dims]; `values` itself where every sample has bags of its own.
@@ -49,22 +60,29 @@ def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str],
         InvalidInputError: not of every feature, or a row that the feature has not.
     """
     what = "cannot pool a variable batch per feature"
-    keys, samples = features.inverse_indices()
-    at = {key: k for k, key in enumerate(keys)}
-    missing = [n for n in names if n not in at]
-    if missing:
-        raise InvalidInputError(what, "inverse_indices of", missing[:8], f"keys {list(at)[:8]}",
-                                "pass those of every feature")
-    rows = samples if list(names) == list(keys) else samples[[at[n] for n in names]]
-    if not rows.is_cpu or torch.compiler.is_compiling():
-        parts = torch.split(values, list(dims), dim=1)
+    keys, rows = features.inverse_indices()
+    limits = features.stride_per_key()
+    in_graph = torch.compiler.is_compiling()
+    if (not in_graph and keys == names and are_own_rows(rows)
+            and min(limits, default=0) == rows.shape[1] == values.shape[0]):
+        return values
+    if keys != names:
+        at = {key: k for k, key in enumerate(keys)}
+        missing = [n for n in names if n not in at]
+        if missing:
+            raise InvalidInputError(what, "inverse_indices of", missing[:8],
+                                    f"keys {list(at)[:8]}", "pass those of every feature")
+        rows = rows[[at[n] for n in names]]
+    if not rows.is_cpu or in_graph:
+        parts = [values[:, a:b] for a, b in itertools.pairwise(ends)]
         # Unlike that of index_select, its gradient adds up in the order of the samples.
         return torch.cat([torch.nn.functional.embedding(*x)
                           for x in zip(rows, parts, strict=True)], dim=1)
     rows = rows.contiguous()
-    rows_of = dict(zip(features.keys(), features.stride_per_key(), strict=True))
-    limits = [rows_of[name] for name in names]
-    kind = torch.ops.oper.kind_of_rows(rows, limits)
+    if features.keys() != names:
+        of = dict(zip(features.keys(), limits, strict=True))
+        limits = [of[name] for name in names]
+    kind = torch.ops.oper.kind_of_rows.default(rows, limits)
     if kind < len(names):
         found = rows[kind]
         raise InvalidInputError(what, f"inverse_indices of {names[kind]}",
@@ -75,7 +93,7 @@ def spread(values: torch.Tensor, dims: Sequence[int], names: Sequence[str],
         size = rows.shape[1]
         return values if len(values) == size else values[:size]
     spread_out: torch.Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
-        values, rows, [0, *itertools.accumulate(dims)])
+        values, rows, ends, limits, reads_all)
     return spread_out
 
 
@@ -83,16 +101,16 @@ class _Spread(torch.autograd.Function):
     """Rows of samples; gradients add up in the order of the samples."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, rows: torch.Tensor, ends: list[int]
-                ) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, rows: torch.Tensor, *layout: Any) -> torch.Tensor:
+        ends, limits, reads_all = layout
         ctx.save_for_backward(rows)
-        ctx.ends, ctx.num_rows = ends, len(values)
+        ctx.arguments = ends, len(values), limits, reads_all
         out: torch.Tensor = torch.ops.oper.spread_rows(values, rows, ends)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, = ctx.saved_tensors
-        return torch.ops.oper.gather_rows(gradient.contiguous(), rows, ctx.ends,
-                                          ctx.num_rows), None, None
+        return (torch.ops.oper.gather_rows(gradient.contiguous(), rows, *ctx.arguments),
+                None, None, None, None)

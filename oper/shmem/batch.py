@@ -50,6 +50,8 @@ class Lookup:
         weights: float32 [N], per-sample weights, or None (pooled only).
         pooled: one row per sample with the features side by side, or one row per id, feature after
             feature.
+        bags: [num_keys], how many of a key's B bags there are; those behind them are empty, and
+            nobody reads their pooled rows. None: all.
         resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
         seen: what the lookups of dynamic tables have seen; `ids` are rows then.
         looked_up: what its lookup has found already, or None.
@@ -61,6 +63,7 @@ class Lookup:
     batch_size: int
     weights: torch.Tensor | None = None
     pooled: bool = True
+    bags: list[int] | None = None
     resolved: ResolvedIds | None = None
     seen: tuple[SeenKeys, ...] = ()
     looked_up: LookedUp | None = None
@@ -78,7 +81,7 @@ class Lookup:
         """The same batch in memory of its own, which the caller's next batch does not overwrite."""
         return Lookup(self.ids.clone(), self.lengths.clone(), self.key_of, self.batch_size,
                       None if self.weights is None else self.weights.detach().clone(), self.pooled,
-                      seen=self.seen)
+                      self.bags, seen=self.seen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

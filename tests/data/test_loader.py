@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from oper.data.loading.groups import GroupReader
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
 from oper.integration.variable_batch import spread
 from oper.shmem import library
+from oper.support.own_rows import are_own_rows
 from tests.data.loader_support import KEYS, ROWS, check, everything, rows_of, write_folder
 
 
@@ -382,6 +384,7 @@ def test_equal_bags_once_with_inverse_indices(folder: Path, table: dict[str, lis
         keys, inverse = kjt.inverse_indices()
         assert keys == KEYS and inverse.shape == (4, size) and inverse.dtype == torch.int64
         assert kjt.stride_per_key()[0] == size
+        assert are_own_rows(inverse) == (kjt.stride_per_key() == [size] * 4)
         for c, key in enumerate(KEYS):
             distinct = [x.tolist() for x in kjt[key].to_dense()]
             assert len(distinct) == kjt.stride_per_key()[c] == int(inverse[c].max()) + 1
@@ -393,8 +396,17 @@ def test_equal_bags_once_with_inverse_indices(folder: Path, table: dict[str, lis
     assert fewer > 100
 
 
-def test_deduplicated_batches_pool_to_the_same(folder: Path) -> None:
-    """In a sharded collection, which takes a variable batch per feature."""
+def test_batches_without_equal_bags_say_so(folder: Path) -> None:
+    for batch in Loader(folder, "train", LoaderOptions(1, 128, deduplicate=("user", "history"))):
+        _, inverse = batch.sparse_features.inverse_indices()
+        assert are_own_rows(inverse) and inverse.tolist() == [[0]] * 4
+    inverse += 1
+    assert not are_own_rows(inverse)
+
+
+@pytest.mark.parametrize("guard", ["off", "stop"])
+def test_deduplicated_batches_pool_to_the_same(folder: Path, guard: str) -> None:
+    """In a sharded collection, which takes a variable batch per feature, and in a published one."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     import oper
@@ -412,36 +424,48 @@ def test_deduplicated_batches_pool_to_the_same(folder: Path) -> None:
     stats = oper.collect([batch.sparse_features], model)
     pooled, trained = [], []
     for kjt in (batch.sparse_features, once.sparse_features):
-        sharded: Any = oper.shard(copy.deepcopy(model), stats, optimizer=oper.SGD(lr=0.1))
+        sharded: Any = oper.shard(copy.deepcopy(model), stats, optimizer=oper.SGD(lr=0.1),
+                                  gradient_guard=guard)
         pooled.append(sharded(kjt).values())
         pooled[-1].backward(torch.linspace(-1, 1, expected.numel()).view(expected.shape))
         trained.append(sharded(batch.sparse_features).values().detach())
     assert torch.allclose(pooled[0], expected, atol=1e-6) and torch.equal(*pooled)
     assert torch.allclose(*trained, atol=1e-6) and not torch.allclose(trained[0], expected)
+    name = f"oper-once-{os.getpid()}"
+    with oper.publish(torch.nn.Sequential(model), name):
+        served: Any = oper.attach(torch.nn.Sequential(copy.deepcopy(model)), name)
+        assert torch.equal(served(batch.sparse_features).values(),
+                           served(once.sparse_features).values())
 
 
 def test_rows_of_distinct_bags_are_spread_by_sample() -> None:
     library.load()
     values = torch.randn(4, 3, requires_grad=True)
 
-    def found(*samples: list[int], num_distinct: int = 3) -> torch.Tensor:
+    def found(*samples: list[int], num_distinct: int = 3, reads_all: bool = True) -> torch.Tensor:
         kjt = KeyedJaggedTensor(
             ["b", "a"], torch.arange(2 * num_distinct), torch.ones(2 * num_distinct).long(),
             stride_per_key_per_rank=[[num_distinct]] * 2,
             inverse_indices=(["b", "a"], torch.tensor(samples)))
-        return spread(values, [1, 2], ["a", "b"], kjt)
+        return spread(values, [0, 1, 3], ["a", "b"], kjt, reads_all)
 
     # Where no bags are equal, nothing is spread.
     assert found([0, 1, 2], [0, 1, 2]).data_ptr() == values.data_ptr()
     mixed = found([2, 0, 2, 2], [0, 1, 2, 2])
     assert torch.equal(mixed, torch.cat([values[[0, 1, 2, 2], :1], values[[2, 0, 2, 2], 1:]], 1))
     gradient = torch.randn(4, 3)
+    some = found([2, 0, 2, 2], [0, 1, 2, 2], reads_all=False)
+    # The next block of this size is this one.
+    nothing = torch.full((4, 3), torch.nan)
+    torch.ops.oper.spread_rows(nothing, torch.arange(4).repeat(2, 1), [0, 1, 3])
     mixed.backward(gradient)
+    of_own, = torch.autograd.grad(some, values, gradient)
     expected = torch.zeros(4, 3)
     for k, (a, b) in enumerate([(0, 2), (1, 0), (2, 2), (2, 2)]):
         expected[a, 0] += gradient[k, 0]
         expected[b, 1:] += gradient[k, 1:]
     assert values.grad is not None and torch.equal(values.grad, expected)
+    assert torch.equal(of_own[:3], expected[:3])
     for wrong in ([0, 3, 1], [-1, 0, 1]):
         with pytest.raises(InvalidInputError, match="inverse_indices of b"):
             found(wrong, [0, 1, 2])

@@ -77,3 +77,19 @@ def test_a_bad_id_is_found_behind_many_bags() -> None:
     ids[2 * size + 3001] = 20
     with pytest.raises(InvalidInputError, match=r"(?s)h.*20"):
         tables.lookup(Lookup(ids, torch.ones(3 * size, dtype=torch.int32), torch.arange(3), size))
+
+
+@pytest.mark.parametrize("size", [8, 1025, 3000])
+def test_padding_behind_the_bags_of_a_key_changes_none_of_them(size: int) -> None:
+    tables, dims = _tables(), [spec.dim for spec in SPECS]
+    bags = [size // 3, size, 0]
+    lengths = torch.cat([torch.nn.functional.pad(torch.randint(0, 5, (n,)), (0, size - n))
+                         for n in bags])
+    ids = torch.randint(0, 20, (int(lengths.sum()),))
+    keys = torch.tensor([1, 0, 2])
+    full, bounds = tables.forward(Lookup(ids, lengths, keys, size))
+    some, others = tables.forward(Lookup(ids, lengths, keys, size, bags=bags))
+    assert some.shape == full.shape and torch.equal(others, bounds)
+    of_feature = [bags[k] for k in keys]
+    for n, a, b in zip(of_feature, full.split(dims, 1), some.split(dims, 1), strict=True):
+        assert torch.equal(a[:n], b[:n])

@@ -109,6 +109,22 @@ def differences() -> list[str]:
                     if not torch.allclose(out.double(), want, rtol=1e-5, atol=1e-5):
                         found.append(f"{dim} {pooling} {weighted}")
                     found += bits_differ(reader, plan, rows, values, weighted, generator)
+                    found += singles_differ(reader, weighted, generator)
+    return found
+
+
+def singles_differ(reader: Reader, weighted: bool, generator: torch.Generator) -> list[str]:
+    """Sizes of batches with one id per bag whose rows change with empty bags between them."""
+    found = []
+    for size in (1, 31, 32, 33, 150, 2000):
+        ids = torch.randint(0, NUM_ROWS, (size,), generator=generator)
+        weights = torch.randn(size, generator=generator) if weighted else None
+        ones = torch.ones(size, dtype=torch.int64)
+        out = look_up(reader, Lookup(ids, ones, KEY, size, weights))
+        lengths = torch.stack([ones, 0 * ones], 1).reshape(-1)
+        other = look_up(reader, Lookup(ids, lengths, KEY, 2 * size, weights))
+        if not torch.equal(out, other[::2]) or other[1::2].any():
+            found.append(f"bags of one id: {size} {weighted}")
     return found
 
 

@@ -14,6 +14,7 @@ from oper.data.loading.groups import Column, joined
 from oper.data.loading.windows import Window
 from oper.errors import FileFormatError, MissingDependencyError, require
 from oper.support import native
+from oper.support.own_rows import note_own_rows
 
 
 def torchrec_batch(dense: torch.Tensor, features: dict[str, Any], labels: torch.Tensor) -> Any:
@@ -174,7 +175,8 @@ def _deduplicated(keys: Sequence[str], chosen: Sequence[str], values: torch.Tens
         the keys, and for each sample the place of its bag, int64 [C, B].
     """
     size = lengths.shape[1]
-    inverse = torch.arange(size).repeat(len(keys), 1)
+    own = torch.arange(size)
+    inverse = [own] * len(keys)
     parts, found, strides, counts = list(values.split(list(per_key))), list(lengths), [], []
     for c, name in enumerate(keys):
         if name in chosen:
@@ -183,15 +185,21 @@ def _deduplicated(keys: Sequence[str], chosen: Sequence[str], values: torch.Tens
             bags = pa.Array.from_buffers(pa.large_binary(), size, [
                 None, pa.py_buffer(8 * ends.astype(np.int64)), pa.py_buffer(ids)])
             places = bags.dictionary_encode().indices.to_numpy()
-            inverse[c] = torch.from_numpy(places.astype(np.int64))
             first = np.unique(places, return_index=True)[1]
+            if len(first) == size:  # in the order in which they come: each has its own place
+                strides.append([size])
+                counts.append(parts[c].numel())
+                continue
+            inverse[c] = torch.from_numpy(places.astype(np.int64))
             kept = Column(ids, ends).take(first)
             parts[c], found[c] = torch.from_numpy(kept.values), found[c][first]
         strides.append([found[c].numel()])
         counts.append(parts[c].numel())
     pin = values.is_pinned() if values.numel() and torch.cuda.is_available() else False
-    joined = [torch.cat(parts), torch.cat(found), inverse]
+    joined = [torch.cat(parts), torch.cat(found), torch.stack(inverse)]
     joined = [x.pin_memory() for x in joined] if pin else joined
+    if all(x is own for x in inverse):
+        note_own_rows(joined[2])
     return {"keys": list(keys), "values": joined[0], "lengths": joined[1],
             "stride_per_key_per_rank": strides, "length_per_key": counts,
             "inverse_indices": (list(keys), joined[2])}

@@ -174,7 +174,7 @@ class Keys:
             seen = (SeenKeys(ids, version, rows, missed, parts, self._history.num_updates),)
             self._history.wait(seen[0])
         return Lookup(rows, lengths, batch.key_of, batch.batch_size, batch.weights, batch.pooled,
-                      seen=seen)
+                      batch.bags, seen=seen)
 
     # ---- updates ---------------------------------------------------------------------------------
 
