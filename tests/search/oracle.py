@@ -134,7 +134,8 @@ def best_of_candidates(
         rows[:, size + num_phases + n] = -1.0
         if rows.size:
             constraints.append(LinearConstraint(rows, -np.inf, 0.0))
-    barrier = model.costs.phase_us * np.array([not base.num_pushed, not base.num_split], float)
+    barrier = np.array([model.push_us * (not base.num_pushed),
+                        model.costs.phase_us * (not base.num_split)])
     cost = np.concatenate([np.zeros(size), np.ones(num_phases), barrier])
     upper = np.concatenate([np.ones(size), np.full(num_phases, np.inf), np.ones(2)])
     integrality = np.concatenate([np.ones(size), np.zeros(num_phases), np.ones(2)])

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+from hypothesis import settings
 
 from oper.plan import Piece, Plan, TablePlan, Tier
 from oper.search.branching.subspaces import PATIENTLY, fit, subspaces, tighten
@@ -18,6 +19,12 @@ from oper.topology import Costs, Domain, Rack, Topology
 
 # All kinds of tiers, for `random_plan`.
 KINDS = ("replicated", "striped", "owned", "striped-push", "owned-push")
+
+
+def examples(few: int) -> int:
+    """How many examples a property is tested on: `few`, or what the profile says where it looks for
+    new ones."""
+    return few if settings.default.derandomize else settings.default.max_examples
 
 
 def counted(num_rows: int, exponent: float, rng: np.random.Generator, num_ids: int = 200_000,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import fields, replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from search_cases import (
     KINDS,
     counted,
+    examples,
     gpus,
     host,
     racked,
@@ -21,6 +23,7 @@ from search_cases import (
     with_host_memory,
 )
 
+from oper.errors import PlanInfeasibleError
 from oper.messages import MessageBits
 from oper.plan import Piece, Plan, Tier
 from oper.search import make_problem
@@ -41,9 +44,9 @@ from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
 from tests.support import run_command
 
-QUICK = settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate],
+QUICK = settings(max_examples=examples(60), deadline=None, phases=[Phase.explicit, Phase.generate],
                  suppress_health_check=[HealthCheck.too_slow])
-MANY = settings(QUICK, max_examples=200)
+MANY = settings(QUICK, max_examples=examples(200))
 
 
 def test_replicas_pinned_on_some_ranks_are_in_the_bound() -> None:
@@ -275,7 +278,7 @@ def held_to(plan: Plan, problem: Problem) -> Plan:
 def placed_steps(problem: Problem, seed: int) -> list[float]:
     """Steps (us) of random plans of the space, and sometimes of peers', as constraints have them;
     those that fit."""
-    rng, steps = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
     kinds = tuple(k for k in KINDS if {k.partition("-")[0]} | (
         {k.partition("-")[2] or "pull"} - {"pull"}) <= problem.allow)
     in_host = ("striped", "owned") if problem.topology.host_memory_bytes else ()
@@ -283,6 +286,12 @@ def placed_steps(problem: Problem, seed: int) -> list[float]:
                                  in_host), problem) for _ in range(8)]
     found = [p(problem, seed % 97) for p in peers().values()] if seed % 4 == 0 else []
     plans += [held_to(x, problem) for x in found if x is not None]
+    return steps_in_space(plans, problem)
+
+
+def steps_in_space(plans: list[Plan], problem: Problem) -> list[float]:
+    """Steps (us) of the plans that fit, keep the constraints and lie in the space."""
+    steps = []
     for plan in plans:
         price = evaluate(plan, problem)
         if price.fits and not violations(plan, problem.constraints) and not outside_space(
@@ -294,5 +303,10 @@ def placed_steps(problem: Problem, seed: int) -> list[float]:
 @MANY
 @given(constrained(), st.integers(0, 10**6))
 def test_no_plan_of_the_space_is_below_the_uncapped_bound(problem: Problem, seed: int) -> None:
+    """Neither of random ones, nor the one that is searched for."""
+    steps = placed_steps(problem, seed)
+    with suppress(PlanInfeasibleError):
+        steps += steps_in_space([plan_problem(problem, time_budget_s=0.3, seed=seed % 7)], problem)
     bound = space_bound(problem, max_work=420)
-    assert min(placed_steps(problem, seed), default=np.inf) >= bound * (1 - 1e-9)
+    assert min(steps, default=np.inf) >= bound * (1 - 1e-9)
+    assert bound > 0 or not steps  # 0 says that no plan fits

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from search_cases import gpus, problem, random_plan, space_bound, tables_and_stats
+from search_cases import examples, gpus, problem, random_plan, space_bound, tables_and_stats
 
 from oper.plan import Piece, Tier
 from oper.search import EVERYTHING, EXECUTABLE, evaluate, make_problem
@@ -53,7 +53,7 @@ def test_the_relaxation_asks_what_the_model_does(name, objective):
             assert expected == pytest.approx(asked, rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(["gpus", "processes"]),
        st.sampled_from(["training", "inference"]))
 def test_no_plan_with_copies_is_below_the_bound(seed, name, objective):

@@ -45,7 +45,7 @@ def test_striped_pull_moves_unique_rows_both_ways():
     stated = flat(gpus(4, per_host=2))
     t = stated.tables[0]
     w, u = 64, t.total[TOUCHED]
-    forward, _, update = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1, 2, 3))),
+    _, forward, _, update = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1, 2, 3))),
                                   stated).phases
     # Each rank owns a quarter; one peer shares its host, two do not.
     assert forward.units[Term.LINK_IN] == pytest.approx(np.full(4, u * w / 4))
@@ -104,7 +104,7 @@ def test_what_hosts_exchange_comes_on_top_of_own_work(per_host, link_in, comes_o
     """Ranks of a host read each other's memory meanwhile; nothing is exchanged in backward."""
     stated = flat(gpus(2, per_host=per_host), batch=4096)
     found = evaluate(plan_of(stated, Tier(0, 64, "striped", (0, 1))), stated)
-    for phase in found.phases:
+    for phase in found.phases[-3:]:  # nobody asks for pushed rows
         own, link = phase.seconds[[Term.MEMORY, Term.COMPUTE]].sum(axis=0), phase.seconds[link_in]
         assert own.min() > 0 and link.all() == (phase.name != "backward")
         least = own + link if comes_on_top else np.maximum(own, link)
@@ -173,16 +173,36 @@ def test_columns_split_bytes_but_not_ids():
     assert split.phases[2].fixed_us == 2 * whole.phases[2].fixed_us
 
 
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_owners_answer_when_all_have_asked(per_host):
+    """What a host is asked for arrives before it sends anything; ranks of one host do both."""
+    stated = flat(gpus(2, per_host=per_host), length=8, batch=4096)
+    found = evaluate(plan_of(stated, Tier(0, 64, "owned", (1,), mode="push")), stated)
+    t, phases = stated.tables[0], {p.name: p for p in found.phases}
+    asked = t.total[IDS] * REQUEST
+    if per_host == 2:
+        assert "request" not in phases
+        assert phases["forward"].units[Term.LINK_IN, 1] == pytest.approx(asked)
+        return
+    request, forward = phases["request"], phases["forward"]
+    assert request.units[Term.CROSS_IN] == pytest.approx([0, asked])
+    assert request.units[Term.CROSS_OUT] == pytest.approx([asked, 0])
+    assert request.time_us - request.fixed_us == pytest.approx(asked / 25e9 * 1e6)
+    assert forward.units[Term.CROSS_IN] == pytest.approx(forward.units[Term.CROSS_OUT][::-1])
+    assert forward.units[Term.CROSS_OUT, 1] > 0 and forward.units[Term.CROSS_IN, 1] == 0
+    assert found.step_us == pytest.approx(sum(p.time_us for p in found.phases))
+
+
 def test_replicas_on_one_rank_per_host_serve_their_host():
     stated = flat(gpus(4, per_host=2), "inference")
-    forward = evaluate(plan_of(stated, Tier(0, 64, "replicated", (0, 2))), stated).phases[0]
+    forward = evaluate(plan_of(stated, Tier(0, 64, "replicated", (0, 2))), stated).phases[-1]
     u = stated.tables[0].total[TOUCHED] * 64
     assert forward.units[Term.LINK_IN] == pytest.approx([0, u, 0, u])
     assert forward.units[Term.LINK_OUT] == pytest.approx([u, 0, u, 0])
     assert forward.units[Term.CROSS_IN].sum() == 0
-    alone = evaluate(plan_of(stated, Tier(0, 64, "replicated", (0,))), stated).phases[0]
+    alone = evaluate(plan_of(stated, Tier(0, 64, "replicated", (0,))), stated).phases[-1]
     assert alone.units[Term.CROSS_IN] == pytest.approx([0, 0, u, u])
-    owned = evaluate(plan_of(stated, Tier(0, 64, "owned", (0,))), stated).phases[0]
+    owned = evaluate(plan_of(stated, Tier(0, 64, "owned", (0,))), stated).phases[-1]
     assert alone.units == pytest.approx(owned.units)
 
 

@@ -42,7 +42,7 @@ def test_ranks_read_the_memory_of_their_host_and_owners_send_to_others():
     tier = Tier(0, t.spec.num_rows, "owned", (1,), memory="host")
     plan = Plan(6, (TablePlan(t.spec, (Piece(0, t.spec.dim, (tier,)),)),))
     found = evaluate(plan, stated)
-    forward, _, update = found.phases
+    _, forward, _, update = found.phases
     row, distinct = t.spec.row_bytes, t.total[TOUCHED]
     mine = np.array([1, 1, 1, 0, 0, 0]) * t.total[IDS] * row
     mine[1] += 3 * distinct * row  # for the three ranks of the other host

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings, strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from search_cases import (
     KINDS,
+    examples,
     gpus,
     host,
     random_plan,
@@ -27,7 +28,8 @@ from oper.stats import AccessStats
 from oper.topology import Topology
 from tests.support import run_command
 
-QUICK = settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
+QUICK = settings(max_examples=examples(25), deadline=None, phases=[Phase.explicit, Phase.generate],
+                 suppress_health_check=[HealthCheck.too_slow])
 SPACES = (EXECUTABLE, EVERYTHING, frozenset({"owned", "push", "columns"}),
           frozenset({"replicated", "owned", "push"}), EXECUTABLE | {"host"}, ACROSS_HOSTS, None)
 
@@ -127,7 +129,7 @@ def test_names_change_nothing_in_a_plan():
     assert (one.step_us, one.lower_bound_us) == (two.step_us, two.lower_bound_us)
 
 
-@settings(QUICK, max_examples=40)
+@settings(QUICK, max_examples=examples(40))
 @given(st.integers(0, 99), st.lists(st.floats(1.02, 3.0), min_size=2, max_size=4), st.booleans())
 def test_adding_memory_never_makes_the_plan_worse(seed, factors, in_host):
     """Exactly so from the restricted plan; within the certified gap for plans made apart."""

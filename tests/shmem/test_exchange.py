@@ -15,10 +15,13 @@ import torch
 from oper.errors import InvalidInputError, OperError, PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import SENT
+from oper.search import EVERYTHING, evaluate, make_problem
 from oper.shmem.group.groups import ThreadGroup
+from oper.shmem.group.transport import ThreadTransport
 from oper.shmem.optim.optimizers import SGD, RowWiseAdagrad
 from oper.shmem.tables import Lookup
 from oper.tables import TableSpec
+from oper.topology import Topology
 from tests.runtime_support import (
     ALL_OPTIMIZERS,
     OPTIMIZERS,
@@ -204,6 +207,37 @@ def test_rows_are_sent_once_and_bytes_are_counted() -> None:
     assert zero["headers"] == one["headers"][::-1] and sum(zero["headers"]) == 3 * 1024
     for kind in ("ids", "id_weights", "partial_sums", "bag_gradients", "squares"):
         assert sum(zero[kind] + one[kind]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:no access statistics")
+@pytest.mark.parametrize("mode, num_forward", [("pull", 3), ("push", 4)])
+def test_hosts_wait_as_often_as_the_cost_model_says(monkeypatch: pytest.MonkeyPatch, mode: str,
+                                                    num_forward: int) -> None:
+    """A wait of the model (`phase_us`) is two exchanges: headers, and what they count."""
+    spec = TableSpec("t", 60, 16, ("f",), "sum", optimizer="sgd")
+    case = Case((spec,), ("f",))
+    plan = Plan(2, (TablePlan(spec, (Piece(0, 16, (Tier(0, 60, "owned", (1,), mode=mode),)),)),))
+    made, exchange = [0, 0], ThreadTransport.exchange
+
+    def counted(self: ThreadTransport, *arguments: Any) -> None:
+        made[self._group.rank] += 1
+        exchange(self, *arguments)
+
+    def body(group: ThreadGroup) -> tuple[int, int]:
+        tables = open_tables(case, plan, group, SGD(lr=0.5))
+        tables.barrier()
+        before = made[group.rank]
+        found = tables.lookup(make_batch(case, 3, 5).lookup(case))
+        asked = made[group.rank]
+        found.sum().backward()
+        return asked - before, made[group.rank] - asked
+
+    monkeypatch.setattr(ThreadTransport, "exchange", counted)
+    assert run_ranks(2, body, domains=(0, 1)) == [(num_forward, 2)] * 2
+    found = evaluate(plan, make_problem([spec], None, Topology.of_domains([0, 1]), batch_size=5,
+                                        allow=EVERYTHING))
+    waits = {p.name: p.fixed_us / found.phases[-1].fixed_us for p in found.phases}
+    assert 2 * (waits["request"] + waits["forward"]) == num_forward
 
 
 def test_one_domain_sends_nothing() -> None:

@@ -57,9 +57,10 @@ class Subspace:
         self.trees = [SearchTree(bound)]
         self._distinguished = _distinguished_load(bound.relaxation)
         base = bound.relaxation.fixed_tally
-        barriers = (STILL not in plans and not base.num_pushed) + (
-            plans == (WITH_COLUMNS,) and not base.num_split)
-        self.extra_us = problem.topology.costs.phase_us * barriers * bool(bound.relaxation.tables)
+        model = bound.relaxation.model
+        extra_us = model.push_us * (STILL not in plans and not base.num_pushed) + (
+            model.costs.phase_us * (plans == (WITH_COLUMNS,) and not base.num_split))
+        self.extra_us = extra_us * bool(bound.relaxation.tables)
         self.cutoff_us = np.inf
         self.root_us = self.lower_bound_us
 
@@ -179,14 +180,14 @@ def _is_short(relaxation: Relaxation) -> bool:
 
 def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:
     """The load by which the host of the largest piece (on a single host: its memory domain) is
-    looked at apart: what a rank receives from others in the forward phase; None where hosts
+    looked at apart: what a rank receives from others before it pools rows; None where hosts
     differ, or ranks differ much."""
     model = relaxation.model
     of_rank, group = neighbourhoods(model.machine)
     if not (relaxation.inequalities and of_rank.any() and hosts_are_alike(model)
             and len(relaxation.classes.ranks) <= _MANY_CLASSES):
         return None
-    return model.phases.index("forward"), GROUPS.index(group)
+    return model.asks, GROUPS.index(group)
 
 
 def _parts(problem: Problem) -> list[tuple[str, ...]]:

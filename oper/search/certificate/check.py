@@ -140,11 +140,11 @@ class Proof:
         checker = Checker(CostModel(restricted(self.problem, plans)), apart)
         self.covered |= plans
         base, names = checker.base, [t.spec.name for t in checker.tables]
-        rows = int(not base.num_pushed)
-        cut = int(splits_pay(self.problem) and not base.num_split)
-        barriers = {STILL: 0, WITH_ROWS: rows, WITH_COLUMNS: rows + cut}
+        rows = self.model.push_us * (not base.num_pushed)
+        cut = self.model.costs.phase_us * (splits_pay(self.problem) and not base.num_split)
+        barriers = {STILL: 0.0, WITH_ROWS: rows, WITH_COLUMNS: rows + cut}
         fixed_us = sum(self.model.fixed_us(base)) + (
-            self.model.costs.phase_us * min(barriers[x] for x in plans) * bool(names))
+            min(barriers[x] for x in plans) * bool(names))
         shape = len(self.model.phases), PIECE_GROUPS
         root = Node(np.zeros(shape), np.full(shape, np.inf), self.cutoff_us - fixed_us,
                     np.zeros(len(names), np.uint8), np.zeros_like(checker.visible))

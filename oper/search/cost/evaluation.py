@@ -15,7 +15,7 @@ class Phase:
     """One phase of a step.
 
     Attributes:
-        name: ``"forward"``, ``"backward"`` or ``"update"``.
+        name: ``"request"``, ``"forward"``, ``"backward"`` or ``"update"``.
         units: float64 [9, W]: bytes, and nanoseconds of compute, by term and rank.
         seconds: float64 [9, W]; over a link that ranks share, each waits for the bytes of all.
         fixed_us: fixed cost.

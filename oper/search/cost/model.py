@@ -7,6 +7,8 @@ two steps: evaluation of a plan, the columns of the lower bound, and the moves o
 
 Phases of a training step (barriers between them) and who works:
 
+* request (between hosts): the ids of pushed rows reach their owners, which answer once all have
+  arrived. What a rank does for them itself is part of forward: readers do alike.
 * forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
   and writes its outputs; the owner of pushed rows pools them for all ranks.
 * backward: every rank reduces bag gradients per distinct row into its outbox, but for pushed rows.
@@ -49,7 +51,7 @@ from oper.search.cost.tally import (
     owned_features,
     row_bytes,
 )
-from oper.search.problem.machine import TERMS, Term, add_wire, by_group
+from oper.search.problem.machine import REQUEST, TERMS, Term, add_wire, by_group
 from oper.search.problem.overlap import RESOLVE
 from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Problem, TableProblem
 
@@ -74,6 +76,9 @@ class CostModel:
         self.passes = self.every_pass[:2]
         self.training = problem.training
         self.phases = PHASES[problem.objective]
+        several_hosts = bool(self.machine.host.any())
+        if several_hosts:
+            self.phases = (REQUEST, *self.phases)
         if RESOLVE in problem.overlap and problem.topology.costs.sort_ns > 0:
             self.phases = (RESOLVE, *self.phases)
         none = (0.0,) * self.machine.world_size
@@ -81,6 +86,12 @@ class CostModel:
         self.hidden = np.array([problem.overlap.get(p, none) for p in self.phases]) * 1e-6
         self.caching = Caching(problem)
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
+        #: Phase in which requests for rows cross hosts.
+        self.asks = self.phases.index(REQUEST if several_hosts else "forward")
+        #: Microseconds that a plan pays for pushing anything. A wait is two exchanges, of headers
+        #: and what they count. On one host pushing adds a wait for partial sums. Hosts exchange
+        #: headers, requests and rows even where nothing is pushed; headers of sums come on top.
+        self.push_us = self.costs.phase_us * (0.5 if several_hosts else 1.0)
         m = self.machine
         #: bool [num_phases, 8], which groups include a rank's own memory and compute: what hosts
         #: exchange, in the phases in which they do.
@@ -445,7 +456,9 @@ class CostModel:
                                     + rows[..., Row.FORWARD_NS, :])
         owner_sends(self.machine, forward, rows[..., Row.SERVED, :], rows[..., Row.ANSWERS, :])
         ids, sums = rows[..., Row.PUSH_IDS, :], rows[..., Row.PARTIALS, :]
-        owner_receives(self.machine, forward, ids, ids)
+        none = np.zeros_like(ids)
+        owner_receives(self.machine, forward, ids, none)
+        owner_receives(self.machine, out[..., self.asks, :, :], none, ids)
         owner_sends(self.machine, forward, sums, sums * self.messages.of_sums)
         forward[..., Term.MEMORY, :] += 2 * sums.sum(axis=-1, keepdims=True)
         # Ranks of a host read its memory themselves, each over its own link; for others, owners do.
@@ -459,7 +472,7 @@ class CostModel:
             backward[..., Term.COMPUTE, :] = (rows[..., Row.BACKWARD_IDS, :] * costs.reduce_ns
                                          + rows[..., Row.BACKWARD_NS, :])
             # The phase before forward resolves ahead; else backward is the one that sorts.
-            sorts = out[..., 0 if first else 1, :, :]
+            sorts = out[..., 0 if RESOLVE in self.phases else first + 1, :, :]
             sorts[..., Term.COMPUTE, :] += rows[..., Row.BACKWARD_IDS, :] * costs.sort_ns
             update[..., Term.MEMORY, :] = rows[..., Row.UPDATE_BYTES, :]
             update[..., Term.COMPUTE, :] = (rows[..., Row.UPDATE_ROWS, :] * costs.update_ns
@@ -486,10 +499,11 @@ class CostModel:
 
     def fixed_us(self, tally: Tally) -> list[float]:
         """Fixed microseconds of each phase: a call and a barrier, and one barrier more where
-        partial sums or column-wise squared gradients must have arrived."""
-        phase = self.machine.topology.costs.phase_us
-        fixed = [0.0 if p == RESOLVE else phase for p in self.phases]
-        fixed[self.phases.index("forward")] += phase * (tally.num_pushed > 0)
+        partial sums or column-wise squared gradients must have arrived. Of three exchanges in which
+        hosts get rows, one is that of requests."""
+        phase = self.costs.phase_us
+        fixed = [{RESOLVE: 0.0, REQUEST: phase / 2}.get(p, phase) for p in self.phases]
+        fixed[self.asks] += self.push_us * (tally.num_pushed > 0)
         if self.training:
             fixed[-1] += phase * (tally.num_split > 0)
         return fixed

@@ -143,6 +143,8 @@ def _ranks(found: Evaluation) -> str:
     blocks = []
     for p in found.phases:
         terms = [k for k in range(len(TERMS)) if p.seconds[k].max() > 0]
+        if not terms:  # nobody asks for rows to be pooled
+            continue
         head = ["rank", "total us", *(f"{TERMS[k]} us" for k in terms),
                 *(f"{TERMS[k]} bytes" for k in terms if TERMS[k] != "compute")]
         rows = [_rank_row(p, terms, r) for r in range(min(world, _MAX_RANKS))]

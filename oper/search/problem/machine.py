@@ -22,7 +22,8 @@ from oper.topology import Topology
 # top of either direction.
 TERMS = ("memory", "compute", "link_in", "link_out", "cross_in", "cross_out", "host_memory",
          "rack_in", "rack_out")
-EXCHANGES = ("forward", "update")  # phases in which hosts send each other messages
+REQUEST = "request"  # phase in which hosts ask each other for rows, before they answer in forward
+EXCHANGES = (REQUEST, "forward", "update")  # phases in which hosts send each other messages
 GROUPS = ("local", *TERMS[2:])
 
 

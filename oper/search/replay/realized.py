@@ -169,7 +169,9 @@ class RealizedLoad:
         same = machine.host[:, None] == machine.host[None, :]
         sent = x[Row.HOST_SENT] * ~same
         forward[Term.HOST_MEMORY] += (x[Row.HOST_SERVED] * same).sum(axis=0) + sent.sum(axis=1)
-        transfer(forward, x[Row.PUSH_IDS], x[Row.PUSH_IDS], machine)
+        ids, none = x[Row.PUSH_IDS], np.zeros_like(x[Row.PUSH_IDS])
+        transfer(forward, ids, none, machine)
+        transfer(units[self.model.asks], none, ids, machine)
         forward[Term.MEMORY] += 2 * x[Row.PARTIALS].sum(axis=0)
         if self.problem.training:
             update, gradients = units[-1], x[Row.GRADS] + x[Row.PARTIALS].T

@@ -1,7 +1,8 @@
 """Steps as bars in time: who works, who waits, what runs beside what; as a Chrome trace.
 
 Every rank has two lanes, lookups and dense compute, and one per direction and class of link. A
-training step on a rank: forward (and, with pushed tiers, a barrier), dense compute, backward,
+training step on a rank: requests and a barrier (where there are several hosts), forward (and,
+with pushed tiers, a barrier), dense compute, backward,
 barrier, update, barrier. Ranks do not wait for each other between forward and backward. With K
 batches in flight the id-only work of up to K - 1 later batches (sorting ids) runs in the lookup
 lane while dense compute keeps the rank busy; rows are never read before the previous update. An
@@ -22,7 +23,7 @@ import numpy as np
 
 from oper.errors import require_fields
 from oper.search.cost.model import Phase
-from oper.search.problem.machine import TERMS, Term
+from oper.search.problem.machine import REQUEST, TERMS, Term
 from oper.search.replay.realized import StepLoad
 from oper.support.trace_events import Bar, trace_of, write_trace
 
@@ -131,6 +132,7 @@ class _Player:
     def train(self, number: int) -> None:
         step = self.steps[number]
         forward, backward, update = step.phases[-3:]
+        self.ask(number)
         self.phase(number, forward)
         if self.schedule.has_push:
             self.barrier(number)
@@ -141,6 +143,13 @@ class _Player:
         self.phase(number, update)
         self.barrier(number)
         self.timeline.ends_us.append(float(self.now.max()))
+
+    def ask(self, number: int) -> None:
+        """Hosts wait for each other's requests, and forward passes for the owners' answers."""
+        for phase in self.steps[number].phases:
+            if phase.name == REQUEST:
+                self.phase(number, phase)
+                self.barrier(number)
 
     def _dense(self, number: int) -> None:
         dense = self.schedule.dense_us
@@ -158,6 +167,7 @@ class _Player:
         before = number - self.schedule.in_flight
         if before >= 0:
             self.now = np.maximum(self.now, self.answered[before])
+        self.ask(number)
         self.phase(number, self.steps[number].phases[-1])
         dense = self.schedule.dense_us
         start = np.maximum(self.now, self.answered[-1]) if self.answered else self.now
