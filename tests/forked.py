@@ -51,7 +51,8 @@ class Forked(subprocess.Popen[Any]):
             n: k for n, k in enumerate((p2cread, c2pwrite, errwrite)) if k != -1}
         self._fork = CONTEXT.Process(target=_run, args=(
             list(args[1:]), dict(os.environ if env is None else env), cwd and os.fspath(cwd),
-            {n: _Descriptor(k) for n, k in numbers.items()}), daemon=True)  # ends with this one
+            {n: _Descriptor(k) for n, k in numbers.items()}, os.getpid()),
+            daemon=True)  # ends with this one
         self._fork.start()
         self.pid, self._child_created = self._fork.pid, True
         self._close_pipe_fds(  # type: ignore[attr-defined]
@@ -70,7 +71,7 @@ class Forked(subprocess.Popen[Any]):
 
 
 def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
-         descriptors: dict[int, int]) -> None:
+         descriptors: dict[int, int], parent: int) -> None:
     """In the process: ``python`` with these words, environment, folder and descriptors."""
     import fcntl
 
@@ -99,6 +100,7 @@ def _run(words: Sequence[str], env: dict[str, str], folder: str | None,
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     if env.get("PYTHONWARNINGS"):
         warnings.simplefilter(env["PYTHONWARNINGS"])  # type: ignore[arg-type]
+    os.getppid = lambda: parent  # it stands for a child of the test, not of who forked it
     kind, what, *arguments = words
     sys.argv = ["-c", *arguments]
     try:
