@@ -399,13 +399,13 @@ void stage_optimizers(Tables& tables, const Tensor& optimizers, cudaStream_t str
     const double* kept = wanted.data() + t * kOptimizerWidth;
     arguments.push_back({optimizer_args(kept), rounding_key(kept)});
   }
-  tables.all_row_wise_adagrad = std::ranges::all_of(arguments, [](const UpdateArgs& x) {
-    return x.optimizer.kind == Optimizer::kRowWiseAdagrad;
-  });
   if (wanted == tables.staged) return;
   if (is_captured(stream)) throw Status{kNewArguments, 0};
   copy_to_device(context.optimizers, arguments, stream, "cannot copy the optimizer's arguments");
   tables.staged = std::move(wanted);
+  tables.all_row_wise_adagrad = std::ranges::all_of(arguments, [](const UpdateArgs& x) {
+    return x.optimizer.kind == Optimizer::kRowWiseAdagrad;
+  });
 }
 
 Inbox inbox_of(Tables& tables, cudaStream_t stream) {

@@ -98,7 +98,7 @@ struct Tables {
   int64_t pull = -1, most_staging_bytes = int64_t{1} << 30, num_staged = 0;
   int64_t num_forward = 0;
   std::vector<double> staged;       // the optimizers' arguments on the device
-  bool all_row_wise_adagrad = false;
+  bool all_row_wise_adagrad = false;  // are they
   std::optional<Tensor> inbox;      // memory of it
   std::shared_ptr<Prepared> kept;   // of the last forward pass that was collective
   // Of the step under way.
@@ -124,8 +124,7 @@ struct Call {
   std::optional<Inbox> inbox = std::nullopt;  // within an update
 
   Launch launch() const {
-    return {context.view, context.classes, context.optimizers, stream,
-            tables.all_row_wise_adagrad};
+    return {context.view, context.classes, context.optimizers, stream, tables.all_row_wise_adagrad};
   }
 };
 

@@ -43,6 +43,8 @@ struct Group {
   }
 };
 
+OPER_DEVICE bool is_set(unsigned bits, int k) { return bits >> k & 1u; }
+
 // All lanes together; in the widest parts that size and addresses allow. Rows have 2-byte elements or
 // wider ones.
 template <int G>

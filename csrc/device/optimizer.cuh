@@ -74,9 +74,7 @@ class RowOptimizer {
            Shape::E > 1);
   }
 
-  OPER_DEVICE Optimizer kind() const {
-    return kKind == Optimizer::kNone ? args_.kind : kKind;
-  }
+  OPER_DEVICE Optimizer kind() const { return kKind == Optimizer::kNone ? args_.kind : kKind; }
   OPER_DEVICE bool clips() const { return args_.max_norm > 0.0f; }
 
   // Makes of the exact gradient of a row the one that the optimizer takes: clipped, then with decay.
@@ -111,7 +109,9 @@ class RowOptimizer {
         w.zip(g, [=](float& a, float b) { a -= b * rate; });
         break;
       }
-      case Optimizer::kRowWiseAdagrad: row_wise_adagrad(slot, g, squares, w, facts.state); break;
+      case Optimizer::kRowWiseAdagrad:
+        row_wise_adagrad(slot, g, squares, w, facts.state);
+        break;
       case Optimizer::kAdagrad: adagrad(slot, g, w); break;
       case Optimizer::kMomentumSgd: momentum_sgd(slot, g, w); break;
       case Optimizer::kLarsSgd: lars_sgd(slot, g, squares, w); break;
@@ -174,8 +174,8 @@ class RowOptimizer {
     }
   }
 
-  OPER_DEVICE void row_wise_adagrad(int64_t slot, const Row<Shape>& g, float squares,
-                                    Row<Shape>& w, float state) const {
+  OPER_DEVICE void row_wise_adagrad(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w,
+                                    float state) const {
     // Every lane computes it, one writes it back.
     const float multiplier =
         rowwise_adagrad_multiplier(&state, squares, table_.row_columns, args_);

@@ -5,6 +5,12 @@
 
 namespace oper::device {
 
+// What a block may have of shared memory without asking for more; and the length of an array of so many
+// bytes, which must not be 0.
+constexpr int kMostSharedBytes = 48 << 10;
+template <int kBytes>
+constexpr int kArrayBytes = kBytes > 0 ? kBytes : 16;
+
 // Of shared memory for one row of each group.
 template <class Shape, class S>
 constexpr int kRingBytes = 256 * Shape::V * static_cast<int>(sizeof(Part<S, Shape::E>));

@@ -58,8 +58,8 @@ def _count(about: str, at: str = RUN) -> Variable:
                     at)
 
 
-# Every variable of OPER's own that the package, its build or its tests read, and the build's other.
 _ARCH = r"([89][0-9]|[1-9][0-9]{2})[af]?"  # asynchronous copies came with 80
+# Every variable of OPER's own that the package, its build or its tests read, and the build's other.
 VARIABLES: dict[str, Variable] = {
     "OPER_DATA": Variable("folder of real data for tests and benchmarks"),
     "OPER_DEBUG": _one_of("1 = show where an error comes from", "0", "1"),

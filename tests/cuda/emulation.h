@@ -382,9 +382,8 @@ inline void __threadfence_system() {}
 
 inline unsigned __ballot_sync(unsigned mask, bool value) {
   unsigned bits = 0;
-  oper::emulation::all_values(mask, value, [&](int lane, uint64_t one) {
-    bits |= static_cast<unsigned>(one) << lane;
-  });
+  oper::emulation::all_values(
+      mask, value, [&](int lane, uint64_t one) { bits |= static_cast<unsigned>(one) << lane; });
   return bits;
 }
 template <class T>

@@ -63,7 +63,7 @@ def test_each_row_is_below_what_it_bounds_and_close_to_it_in_some_plan(name, obj
                                {"forward": 2.0 * (num_tables == 3)})
         model, world = CostModel(problem), problem.machine.world_size
         of_rank, link = neighbourhoods(problem.machine)
-        apart = model.asks, GROUPS.index(link)
+        apart = model.request_phase, GROUPS.index(link)
         relaxation = Relaxation(model, apart if hosts_are_alike(model) else None)
         checker = Checker(model, relaxation.distinguished)
         for n in range(6):

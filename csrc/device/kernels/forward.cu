@@ -109,12 +109,9 @@ struct Pool {
 
   // Begins to fetch a row, or none.
   OPER_DEVICE void start(int slot, int64_t from, bool is_there) const {
-    if (is_there)
-      ring.start(slot, reinterpret_cast<const T*>(from), dim, group.lane, Shape::E > 1);
+    if (is_there) ring.start(slot, reinterpret_cast<const T*>(from), dim, group.lane, Shape::E > 1);
     commit_copies();
   }
-
-  static OPER_DEVICE bool is_set(unsigned bits, int k) { return bits >> k & 1u; }
 
   OPER_DEVICE int64_t id_of(int32_t i, int32_t stop) const {
     return i < stop ? id_at(a.batch, i) : 0;
@@ -148,11 +145,8 @@ constexpr int kPoolBlocks = Shape::V * Shape::E <= 4 && Shape::G == 32 ? 4
                                                                        : 1;
 
 template <class Shape>
-constexpr int kSharedBytes = Pool<Shape>::Ring::kBytes > 0 ? Pool<Shape>::Ring::kBytes : 16;
-
-template <class Shape>
 __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_bags(const PoolArgs a) {
-  alignas(16) __shared__ char shared[kSharedBytes<Shape>];
+  alignas(16) __shared__ char shared[kArrayBytes<Pool<Shape>::Ring::kBytes>];
   const Group<Shape::G> group;
   const int64_t B = a.batch.batch_size;
   const int64_t tiles = (B + a.bags_per_group - 1) / a.bags_per_group;
@@ -184,7 +178,7 @@ __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_bags(const PoolA
 
 template <class Shape>
 __global__ void __launch_bounds__(256, kPoolBlocks<Shape>) pool_ids(const PoolArgs a) {
-  alignas(16) __shared__ char shared[kSharedBytes<Shape>];
+  alignas(16) __shared__ char shared[kArrayBytes<Pool<Shape>::Ring::kBytes>];
   const Group<Shape::G> group;
   const int32_t num_tiles = a.tile_begin[a.view.num_features];
   for (int64_t w = group.index(); w < num_tiles; w += group.count()) {

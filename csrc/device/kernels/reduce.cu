@@ -22,16 +22,18 @@ struct ReduceArgs {
   int32_t runs_per_group;  // at most the group's lanes
 };
 
+// Of shared memory, for the optimizer's sums.
+template <class Shape, bool kUpdate>
+constexpr int kBufferBytes = kUpdate ? 4 * kBufferFloats<Shape> : 16;
+
 // Rows of gradients, and of the table where it is updated, on their way at once: as many as fit
-// beside the optimizer's buffer into what a block may have of shared memory.
-constexpr int kSharedBytes = 48 << 10;  // what a block may have without asking
+// beside the optimizer's buffer into a block's shared memory.
 template <class Shape, bool kUpdate>
 constexpr int slots_of() {
   const int row = kRingBytes<Shape, float> + (kUpdate ? kRingBytes<Shape, typename Shape::T> : 0);
-  const int room = kSharedBytes - (kUpdate ? 4 * kBufferFloats<Shape> : 16);
-  const int fitting = room / row;
-  const int most = fitting < 4 ? fitting : 4;
-  return most < Shape::G ? (most < 1 ? 1 : most) : Shape::G;
+  const int most = (kMostSharedBytes - kBufferBytes<Shape, kUpdate>) / row;
+  const int slots = most < 4 ? most : 4;
+  return slots < Shape::G ? (slots < 1 ? 1 : slots) : Shape::G;
 }
 
 // Sums the gradients of sorted pairs by row.
@@ -114,8 +116,6 @@ class Reducer {
   Gradients gradients_;
   Rows rows_;
 
-  static OPER_DEVICE bool is_set(unsigned bits, int k) { return bits >> k & 1u; }
-
   OPER_DEVICE Raw read(int64_t p, int64_t end) const {
     if (p >= end) return {0, 0, 0, false};
     return {a_.plan.keys.at(p), p + 1 < end ? a_.plan.keys.at(p + 1) : -1, a_.plan.payloads[p],
@@ -143,17 +143,17 @@ class Reducer {
         pair.divisor = static_cast<float>(bound[1] - bound[0]);
       }
     } else {
-      pair.table = static_cast<int32_t>(
-          last_at_most(a_.view.table_keys, a_.view.num_tables, raw.key));
-      pair.at = static_cast<int64_t>(where) * a_.grad.stride +
-                a_.view.tables[pair.table].piece_start;
+      pair.table =
+          static_cast<int32_t>(last_at_most(a_.view.table_keys, a_.view.num_tables, raw.key));
+      pair.at =
+          static_cast<int64_t>(where) * a_.grad.stride + a_.view.tables[pair.table].piece_start;
     }
     const Table& table = a_.view.tables[pair.table];
     pair.dim = table.dim;
     if constexpr (kUpdate) {
       const int64_t slot = raw.key - table.key_begin;
-      pair.row = reinterpret_cast<int64_t>(reinterpret_cast<const T*>(table.rows) +
-                                           slot * table.dim);
+      pair.row =
+          reinterpret_cast<int64_t>(reinterpret_cast<const T*>(table.rows) + slot * table.dim);
       if (pair.is_last) pair.facts = read_facts(table, a_.optimizers[pair.table].optimizer, slot);
     }
     return pair;
@@ -214,8 +214,7 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, int32_t t, int64_t run, int64_t
     if (a.grad.scale != 1.0f) sum.scale(a.grad.scale);
     const float norm = optimizer.clips() ? optimizer.sum_of_squares(sum) : 0.0f;
     optimizer.clip_and_decay(slot, sum, norm);
-    const float squares =
-        is_row_wise(optimizer.kind()) ? optimizer.sum_of_squares(sum) : 0.0f;
+    const float squares = is_row_wise(optimizer.kind()) ? optimizer.sum_of_squares(sum) : 0.0f;
     optimizer.apply(slot, sum, squares, row, facts);
   } else {
     char* box = a.view.outboxes[a.view.rank];
@@ -223,24 +222,25 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, int32_t t, int64_t run, int64_t
     const uint32_t* segments = outbox_segments(box);
     const int64_t* offsets = outbox_offsets(box, a.view);
     const int64_t number = run - segments[static_cast<int64_t>(t) * a.view.world_size];
-    float* out = reinterpret_cast<float*>(box + header->rows_offset) + offsets[t] +
-                 number * table.dim;
+    float* out =
+        reinterpret_cast<float*>(box + header->rows_offset) + offsets[t] + number * table.dim;
     sum.store(out, table.dim, group.lane, Shape::E > 1);
   }
 }
 
 // Blocks that a multiprocessor must hold: all optimizers together take more registers than one.
 template <class Shape, To kTo>
-constexpr int kReduceBlocks = Shape::V * Shape::E > 8 ? 1
-                              : Shape::V * Shape::E > 4 || kTo == To::kOptimizer ? 2 : 3;
+constexpr int kReduceBlocks = Shape::V * Shape::E > 8                            ? 1
+                              : Shape::V * Shape::E > 4 || kTo == To::kOptimizer ? 2
+                                                                                 : 3;
 
 template <class Shape, To kTo>
 __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(const ReduceArgs a) {
   constexpr bool kUpdate = kTo != To::kOutbox;
   using Sums = Reducer<Shape, kUpdate>;
-  static_assert(Sums::kBytes + (kUpdate ? 4 * kBufferFloats<Shape> : 16) <= kSharedBytes);
+  static_assert(Sums::kBytes + kBufferBytes<Shape, kUpdate> <= kMostSharedBytes);
   alignas(16) __shared__ float buffers[kUpdate ? kBufferFloats<Shape> : 1];
-  alignas(16) __shared__ char rings[Sums::kBytes > 0 ? Sums::kBytes : 16];
+  alignas(16) __shared__ char rings[kArrayBytes<Sums::kBytes>];
   float* buffer = kUpdate ? group_buffer<Shape>(buffers) : nullptr;
   const Group<Shape::G> group;
   const int64_t W = a.view.world_size;
@@ -259,14 +259,14 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
     const unsigned are_long = group.ballot(own_end - own_begin > kChunk);
     for (int j = 0; j < n; ++j) {
       int k = j;
-      while (k < n && !(are_long >> k & 1u)) ++k;
+      while (k < n && !is_set(are_long, k)) ++k;
       if (k > j) {
         int64_t run = tile + j;
-        sums.sum_runs(group.shuffle(own_begin, j), group.shuffle(own_end, k - 1),
-                      [&](int32_t t, int64_t key, Row<Shape>& sum, Row<Shape>& row,
-                          const RowFacts& facts) {
-                        finish_run<Shape, kTo>(a, t, run++, key, group, buffer, sum, row, facts);
-                      });
+        sums.sum_runs(
+            group.shuffle(own_begin, j), group.shuffle(own_end, k - 1),
+            [&](int32_t t, int64_t key, Row<Shape>& sum, Row<Shape>& row, const RowFacts& facts) {
+              finish_run<Shape, kTo>(a, t, run++, key, group, buffer, sum, row, facts);
+            });
       }
       if (k < n)
         list_long_run(a.long_runs, tile + k,
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(256, kReduceBlocks<Shape, kTo>) reduce_runs(co
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_chunks(const ReduceArgs a) {
   using Sums = Reducer<Shape, false>;
-  alignas(16) __shared__ char rings[Sums::kBytes > 0 ? Sums::kBytes : 16];
+  alignas(16) __shared__ char rings[kArrayBytes<Sums::kBytes>];
   const Group<Shape::G> group;
   Sums sums(a, group, rings);
   const int64_t W = a.view.world_size;
@@ -295,10 +295,10 @@ __global__ void __launch_bounds__(256, kBlocks<Shape>) reduce_chunks(const Reduc
     const int64_t end = begin + kChunk < a.plan.run_begin[run + 1] ? begin + kChunk
                                                                    : a.plan.run_begin[run + 1];
     float* partial = a.long_runs.partials + chunk * a.long_runs.stride;
-    sums.sum_runs(begin, end, [&](int32_t t, int64_t, Row<Shape>& sum, Row<Shape>&,
-                             const RowFacts&) {
-      sum.store(partial, a.view.tables[t].dim, group.lane, Shape::E > 1);
-    });
+    sums.sum_runs(begin, end,
+                  [&](int32_t t, int64_t, Row<Shape>& sum, Row<Shape>&, const RowFacts&) {
+                    sum.store(partial, a.view.tables[t].dim, group.lane, Shape::E > 1);
+                  });
   }
 }
 

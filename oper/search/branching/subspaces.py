@@ -187,7 +187,7 @@ def _distinguished_load(relaxation: Relaxation) -> tuple[int, int] | None:
     if not (relaxation.inequalities and of_rank.any() and hosts_are_alike(model)
             and len(relaxation.classes.ranks) <= _MANY_CLASSES):
         return None
-    return model.asks, GROUPS.index(group)
+    return model.request_phase, GROUPS.index(group)
 
 
 def _parts(problem: Problem) -> list[tuple[str, ...]]:

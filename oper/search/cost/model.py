@@ -87,7 +87,7 @@ class CostModel:
         self.caching = Caching(problem)
         self._repeat: dict[tuple[str, bool], np.ndarray] = {}
         #: Phase in which requests for rows cross hosts.
-        self.asks = self.phases.index(REQUEST if several_hosts else "forward")
+        self.request_phase = self.phases.index(REQUEST if several_hosts else "forward")
         #: Microseconds that a plan pays for pushing anything. A wait is two exchanges, of headers
         #: and what they count. On one host pushing adds a wait for partial sums. Hosts exchange
         #: headers, requests and rows even where nothing is pushed; headers of sums come on top.
@@ -458,7 +458,7 @@ class CostModel:
         ids, sums = rows[..., Row.PUSH_IDS, :], rows[..., Row.PARTIALS, :]
         none = np.zeros_like(ids)
         owner_receives(self.machine, forward, ids, none)
-        owner_receives(self.machine, out[..., self.asks, :, :], none, ids)
+        owner_receives(self.machine, out[..., self.request_phase, :, :], none, ids)
         owner_sends(self.machine, forward, sums, sums * self.messages.of_sums)
         forward[..., Term.MEMORY, :] += 2 * sums.sum(axis=-1, keepdims=True)
         # Ranks of a host read its memory themselves, each over its own link; for others, owners do.
@@ -503,7 +503,7 @@ class CostModel:
         hosts get rows, one is that of requests."""
         phase = self.costs.phase_us
         fixed = [{RESOLVE: 0.0, REQUEST: phase / 2}.get(p, phase) for p in self.phases]
-        fixed[self.asks] += self.push_us * (tally.num_pushed > 0)
+        fixed[self.request_phase] += self.push_us * (tally.num_pushed > 0)
         if self.training:
             fixed[-1] += phase * (tally.num_split > 0)
         return fixed

@@ -143,7 +143,7 @@ class OwnerRows:
         if model.machine.world_size == 1 or not pushes:
             return
         loads = [(phase, group)
-                 for phase in range(model.asks, len(model.phases))
+                 for phase in range(model.request_phase, len(model.phases))
                  for group in np.flatnonzero(pieces.unit[:, :, phase].any(axis=(0, 1))).tolist()]
         for load in loads:
             yield READER, load, load

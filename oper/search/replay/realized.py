@@ -171,7 +171,7 @@ class RealizedLoad:
         forward[Term.HOST_MEMORY] += (x[Row.HOST_SERVED] * same).sum(axis=0) + sent.sum(axis=1)
         ids, none = x[Row.PUSH_IDS], np.zeros_like(x[Row.PUSH_IDS])
         transfer(forward, ids, none, machine)
-        transfer(units[self.model.asks], none, ids, machine)
+        transfer(units[self.model.request_phase], none, ids, machine)
         forward[Term.MEMORY] += 2 * x[Row.PARTIALS].sum(axis=0)
         if self.problem.training:
             update, gradients = units[-1], x[Row.GRADS] + x[Row.PARTIALS].T
