@@ -58,7 +58,10 @@ def main() -> None:
         if rank == 0 and step % 5 == 0:
             print(f"step {step:2d}  loss {loss.item():.4f}")
     if dist.is_initialized():
-        dist.monitored_barrier()  # lets gloo's threads finish: torch may hang in the next line else
+        # torch may hang when DistributedDataParallel outlives the process group, or when a thread
+        # of gloo still holds a tensor: so the model goes first, then all ranks meet.
+        del model, dlrm, dense, loss
+        dist.monitored_barrier()
         dist.destroy_process_group()
 
 

@@ -174,7 +174,7 @@ def test_every_row_of_the_relaxation_holds_for_plans(name: str) -> None:
     for seed in range(3):
         many = stated(seed, name, 3, COSTS if seed == 0 else None)  # else bytes are most of a step
         model, machine = CostModel(many), many.machine
-        load = model.asks, GROUPS.index(neighbourhoods(machine)[1])
+        load = model.request_phase, GROUPS.index(neighbourhoods(machine)[1])
         relaxation = Relaxation(model, load if hosts_are_alike(model) else None)
         shape = len(many.tables), len(relaxation.options)
         for _ in range(6):
