@@ -93,13 +93,9 @@ class Tier:
 def _spread(ranks: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, ...]:
     """A weighted period, see `Tier.weights`: every rank has one row before any has two, so that a
     rank with the hottest row may have less weight."""
-    given = np.zeros(len(ranks))
-    pattern = []
-    for _ in range(sum(weights)):
-        k = int((given / weights).argmin())
-        given[k] += 1
-        pattern.append(ranks[k])
-    return tuple(pattern)
+    given = np.concatenate([np.arange(n) / n for n in weights])  # of a rank's rows, before each
+    order = given.argsort(kind="stable")
+    return tuple(np.repeat(ranks, weights)[order].tolist())
 
 
 @dataclass(frozen=True, slots=True)
