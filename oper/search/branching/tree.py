@@ -6,8 +6,9 @@ pushes in part pays only a part of what pushing costs; in its two children it pa
 The node with the least bound is branched on until the plan that is already known is close enough.
 
 Which load (by phase and group of terms) or table a node is branched on decides how fast the bound
-rises. Several are tried, and the one that lifts both children most is kept (strong branching,
-Applegate et al. 1995); a node is branched on at the load of its parent until the limits are close.
+rises. Several are tried briefly, and the one that lifts both children most is kept (strong
+branching, Applegate et al. 1995); a node is branched on at the load of its parent until the limits
+are close.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from itertools import count
 
 import numpy as np
 
-from oper.search.pricing.master import Bound, solve_node
+from oper.search.pricing.master import Bound, Pool, solve_node
 from oper.search.pricing.node import FREE, PUSHES, STILL, Node, pushes_rows
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS
@@ -33,6 +34,7 @@ _STAY = 0.5  # a load is cut again if it is overlooked by this share of the wors
 _CANDIDATES = 3  # loads, and tables, that are tried
 _PRICED = 1500  # tables that all that are tried may price again by round: of more, fewer are tried
 _ROUND = 20  # what a round takes beside pricing, in tables priced: measured with 4 to 100 tables
+_TRIED = 2  # rounds of column generation after which candidates are compared
 _IN_PART = 1e-3  # share that a table must push at least, and not push, to be branched at
 _IDLE = 0.05  # weight of a load whose resource has no price
 
@@ -122,22 +124,33 @@ class SearchTree:
             again = next((x for x in loads if x.at == last), None)
             if again and again.ratio >= _SLIM and again.score >= _STAY * loads[0].score:
                 tried = [again]
-            found = [[self._solve(node, part, deadline) for part in x.children] for x in tried]
-            best = max(range(len(tried)), key=lambda n: _gain(node, found[n]))
+            # The first rounds tell candidates apart; only the best one's children are solved.
+            begun = [[self._solve(part, node.pool.under(part, node.prices), deadline, _TRIED)
+                      for part in x.children] for x in tried]
+            best = max(range(len(tried)), key=lambda n: _gain(node, begun[n]))
+            self.solved += 2 * len(tried)
             heapq.heappop(self._heap)
             parent.branching = tried[best]
-            parent.children = tuple(TreeNode(x, tried[best].at) for x in found[best])
+            parent.children = tuple(TreeNode(self._finished(node, x, deadline), tried[best].at)
+                                    for x in begun[best])
             for part in parent.children:
                 heapq.heappush(self._heap, (part.bound.lower_bound_us, next(self._order), part))
         if self._heap:
             self.bound = self._heap[0][2].bound
         return self.bound
 
-    def _solve(self, parent: Bound, part: Node, deadline: float | None) -> Bound:
-        found = solve_node(part, deadline=deadline, pool=parent.pool.under(part, parent.prices))
-        self.solved += 1
+    def _solve(self, part: Node, pool: Pool, deadline: float | None, rounds: int = 200) -> Bound:
+        found = solve_node(part, max_rounds=rounds, deadline=deadline, pool=pool)
         priced = len(part.pushes) * max(1, int(part.relaxation.pushes.sum()))
         self.work += max(1, found.num_rounds) * (priced + _ROUND)
+        return found
+
+    def _finished(self, parent: Bound, begun: Bound, deadline: float | None) -> Bound:
+        """A child that has been solved for `_TRIED` rounds, to the end."""
+        found = begun
+        if begun.num_rounds == _TRIED:
+            found = max(begun, self._solve(begun.node, begun.pool, deadline),
+                        key=lambda x: x.lower_bound_us)
         return replace(found, lower_bound_us=max(found.lower_bound_us, parent.lower_bound_us))
 
     def lowest(self, number: int) -> list[Bound]:

@@ -192,7 +192,8 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
         if relaxed - best <= tolerance * abs(relaxed):
             break
         is_new = pool.add(columns, everything)
-        if not is_new or (deadline is not None and time.monotonic() > deadline):
+        if not is_new or rounds == max_rounds or (
+                deadline is not None and time.monotonic() > deadline):
             break
         master.add_columns()
     master.store_weights()
