@@ -35,6 +35,7 @@ _CANDIDATES = 3  # loads, and tables, that are tried
 _PRICED = 1500  # tables that all that are tried may price again by round: of more, fewer are tried
 _ROUND = 20  # what a round takes beside pricing, in tables priced: measured with 4 to 100 tables
 _TRIED = 2  # rounds of column generation after which candidates are compared
+_ROUNDS = 200  # after which a node counts as solved
 _IN_PART = 1e-3  # share that a table must push at least, and not push, to be branched at
 _IDLE = 0.05  # weight of a load whose resource has no price
 
@@ -125,7 +126,8 @@ class SearchTree:
             if again and again.ratio >= _SLIM and again.score >= _STAY * loads[0].score:
                 tried = [again]
             # The first rounds tell candidates apart; only the best one's children are solved.
-            begun = [[self._solve(part, node.pool.under(part, node.prices), deadline, _TRIED)
+            rounds = _TRIED if len(tried) > 1 else _ROUNDS
+            begun = [[self._solve(part, node.pool.under(part, node.prices), deadline, rounds)
                       for part in x.children] for x in tried]
             best = max(range(len(tried)), key=lambda n: _gain(node, begun[n]))
             self.solved += 2 * len(tried)
@@ -139,14 +141,15 @@ class SearchTree:
             self.bound = self._heap[0][2].bound
         return self.bound
 
-    def _solve(self, part: Node, pool: Pool, deadline: float | None, rounds: int = 200) -> Bound:
+    def _solve(self, part: Node, pool: Pool, deadline: float | None,
+               rounds: int = _ROUNDS) -> Bound:
         found = solve_node(part, max_rounds=rounds, deadline=deadline, pool=pool)
         priced = len(part.pushes) * max(1, int(part.relaxation.pushes.sum()))
         self.work += max(1, found.num_rounds) * (priced + _ROUND)
         return found
 
     def _finished(self, parent: Bound, begun: Bound, deadline: float | None) -> Bound:
-        """A child that has been solved for `_TRIED` rounds, to the end."""
+        """A child solved to the end, where only `_TRIED` rounds of it were."""
         found = begun
         if begun.num_rounds == _TRIED:
             found = max(begun, self._solve(begun.node, begun.pool, deadline),
