@@ -48,7 +48,7 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(3, 4, 18_000), "thorough": Effort(8, 32, 150_000)}
+EFFORTS = {"fast": Effort(3, 4, 30_000), "thorough": Effort(8, 32, 150_000)}
 _CHAINS = 2  # annealings that run beside each other; their number never changes what is found
 _MOVES = 78_000_000  # of one annealing, over the ranks and a little; more for more tables
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of them
