@@ -39,25 +39,22 @@ void fill_home(Table& table, int32_t rank) {
   table.has_push = table.is_pushed && !(table.all_pushed && owns_all);
 }
 
-// Where rows of which type lie, when the tiers of a table differ in it: the first rows of a tier, one per
-// owner, begin its ranges.
-void fill_ranges(Table& table, const Description& d, const int64_t* x) {
-  std::vector<RowRange> found;
+// Marks places to read in `maps` with their types, when the tiers of a table differ in it.
+void fill_types(Table& table, const Description& d, const int64_t* x, int64_t* maps) {
+  std::vector<int64_t> bytes;
+  for (int64_t k = x[kTierBegin]; k < x[kTierEnd]; ++k) {
+    const RowType type = static_cast<RowType>(d.tiers[k * kTierWidth + kTierRowType]);
+    if (std::ranges::find(table.types, type) == table.types.end()) table.types.push_back(type);
+    bytes.push_back(bytes_of_row(type, table.dim));
+    if (bytes.back() == std::ranges::max(bytes)) table.row_type = type;
+  }
+  if (table.types.size() == 1) return table.types.clear();
   for (int64_t k = x[kTierBegin]; k < x[kTierEnd]; ++k) {
     const int64_t* y = d.tiers + k * kTierWidth;
-    const int64_t stop = k + 1 < x[kTierEnd] ? y[kTierWidth + kStart] : x[kNumRows];
-    const RowType type = static_cast<RowType>(y[kTierRowType]);
-    for (int64_t i = 0; i < std::min(y[kReadPeriod], stop - y[kStart]); ++i)
-      found.push_back({d.maps[y[kReadAt] + i], type, bytes_of_row(type, table.dim)});
+    for (int64_t i = 0; i < y[kReadPeriod]; ++i)
+      maps[y[kReadAt] + i] |= RowPlace::mark_of(static_cast<RowType>(y[kTierRowType]),
+                                                bytes[static_cast<size_t>(k - x[kTierBegin])]);
   }
-  std::ranges::sort(found, {}, &RowRange::begin);
-  for (const RowRange& range : found)
-    if (table.ranges.empty() || table.ranges.back().type != range.type)
-      table.ranges.push_back(range);
-  table.row_type = table.ranges.front().type;
-  for (const RowRange& range : table.ranges)
-    if (range.row_bytes > table.row_bytes()) table.row_type = range.type;
-  if (table.ranges.size() == 1) table.ranges.clear();
 }
 
 void fill_tables(Context& context, const Description& d) {
@@ -69,7 +66,7 @@ void fill_tables(Context& context, const Description& d) {
     table.dim = static_cast<int32_t>(x[kDim]);
     table.mean = static_cast<int32_t>(x[kMean]);
     table.row_type = static_cast<RowType>(x[kRowType]);
-    fill_ranges(table, d, x);
+    fill_types(table, d, x, context.map_storage.data());
     table.row_columns = static_cast<int32_t>(x[kRowColumns]);
     table.first_column = static_cast<int32_t>(x[kFirstColumn]);
     table.rows = reinterpret_cast<char*>(x[kRowAddress]);

@@ -51,19 +51,28 @@ struct PushedRows {
   std::vector<float> rows;
 };
 
-// In a table with rows of several types: those from the address `begin` up to the next range are of one.
-struct RowRange {
-  int64_t begin;
-  RowType type;
-  int64_t row_bytes;
+// In a table with rows of several types, places to read have the row's type and bytes above the address,
+// which has 48 bits. Others have zeros there.
+struct RowPlace {
+  static constexpr int kBytesAt = 48, kTypeAt = 60;
+  static constexpr int64_t kAddress = (int64_t{1} << kBytesAt) - 1;
+
+  int64_t place;
+
+  static int64_t mark_of(RowType type, int64_t row_bytes) {
+    return (row_bytes - 1) << kBytesAt | static_cast<int64_t>(type) << kTypeAt;
+  }
+  const char* row() const { return reinterpret_cast<const char*>(place & kAddress); }
+  int64_t last_byte() const { return place >> kBytesAt & ((1 << (kTypeAt - kBytesAt)) - 1); }
+  RowType type() const { return static_cast<RowType>(place >> kTypeAt); }
 };
 
 struct Table {
   int32_t dim;
   RowType row_type;
-  std::vector<RowRange> ranges;  // ascending; empty: all rows are of `row_type`, which is the widest
+  std::vector<RowType> types;  // see RowPlace; empty: all rows are of `row_type`, the widest
   int32_t mean;  // 1: mean pooling
-  TableMap read;  // id -> byte address of the row to read
+  TableMap read;  // id -> byte address of the row to read, or its RowPlace
   TableMap home;  // id -> home key: owners in rank order, slots ascending
   std::vector<int64_t> owner_begin;  // [W + 1] home keys of owner r: [owner_begin[r], [r + 1])
   char* rows;                        // this rank's shard [slots, dim], elements of `row_type`
@@ -104,12 +113,6 @@ struct Table {
   // the masters can be read in place. Empty in a single domain.
   std::vector<const char*> packed_masters;
   int64_t row_bytes() const { return bytes_of_row(row_type, dim); }
-  // Of the row at an address; where there are ranges.
-  const RowRange& range_of(int64_t address) const {
-    size_t k = 0;
-    for (size_t j = 1; j < ranges.size(); ++j) k += address >= ranges[j].begin;
-    return ranges[k];
-  }
   // Gradients, pooled rows and partial sums are fp32 whatever the rows are.
   bool is_pushed_key(uint32_t key) const {
     bool found = false;

@@ -20,36 +20,13 @@ OPER_INLINE void add_stored(int64_t at, float weight, int dim, Row<N>& row) {
 // In the place of the type of a table's elements: the rows are of several.
 struct Mixed {};
 
-// The ranges of a table, few of them in registers.
-class Ranges {
- public:
-  explicit OPER_INLINE Ranges(const Table& table) : table_(table) {
-    const size_t n = table.ranges.size();
-    for (size_t k = 0; k < kFew; ++k) {
-      const RowRange& range = table.ranges[std::min(k, n - 1)];
-      begin_[k] = k < n ? range.begin : INT64_MAX;
-      type_[k] = range.type;
-      bytes_[k] = range.row_bytes;
-    }
-    are_few_ = n <= kFew;
-  }
-  OPER_INLINE RowType type(int64_t address) const {
-    return are_few_ ? type_[place(address)] : table_.range_of(address).type;
-  }
-  OPER_INLINE int64_t row_bytes(int64_t address) const {
-    return are_few_ ? bytes_[place(address)] : table_.range_of(address).row_bytes;
-  }
-
- private:
-  static constexpr size_t kFew = 4;
-  OPER_INLINE int place(int64_t address) const {
-    return (address >= begin_[1]) + (address >= begin_[2]) + (address >= begin_[3]);
-  }
-  const Table& table_;
-  bool are_few_;
-  int64_t begin_[kFew], bytes_[kFew];
-  RowType type_[kFew];
-};
+// Fetches a row of one of several types, the widest of which has `most` bytes, in as many steps for all of
+// them: which rows are hot cannot be foreseen. Lines that a narrow row has not are its last one.
+OPER_INLINE void prefetch_marked(RowPlace at, int64_t most) {
+  const int64_t last = at.last_byte();
+  for (int64_t k = 0; k < most; k += 64) __builtin_prefetch(at.row() + std::min(k, last), 0, 3);
+  __builtin_prefetch(at.row() + last, 0, 3);
+}
 
 // Rows of codes, in FBGEMM's order: from zero on, and means by a factor.
 template <int N, bool kWeighted, class E>
@@ -86,33 +63,92 @@ OPER_INLINE void pool_numbers(const Table& table, const int64_t* at, int64_t n, 
   if (table.mean && n > 1) row.divide(static_cast<float>(n), dim);
 }
 
+// Calls body(E{}) with the type of elements.
+template <class Body>
+OPER_INLINE void with_type(RowType type, Body body) {
+  switch (type) {
+    case RowType::kFloat32: return body(float{});
+    case RowType::kFloat16: return body(Float16{});
+    case RowType::kBFloat16: return body(BFloat16{});
+    case RowType::kInt8: return body(Int8{});
+    case RowType::kInt4: return body(Int4{});
+  }
+}
+
 // Rows of several types in one table, each as in a table of its type; in the order of `pool_codes`.
 template <int N, bool kWeighted>
-OPER_INLINE void pool_mixed(const Table& table, const Ranges& ranges, const int64_t* at, int64_t n,
-                            const float* w, int64_t ahead, Row<N>& row) {
+OPER_INLINE void pool_mixed(const Table& table, const int64_t* at, int64_t n, const float* w,
+                            int64_t ahead, Row<N>& row) {
   const int dim = table.dim;
-  const bool is_short = table.row_bytes() <= 2 * 64;  // then three bytes are in all lines of a row
+  const int64_t most = table.row_bytes();
   row.zero(dim);
   for (int64_t i = 0; i < n; ++i) {
-    const char* next = reinterpret_cast<const char*>(at[i + ahead]);
-    const int64_t bytes = ranges.row_bytes(at[i + ahead]);
-    if (is_short) {  // without branches: which rows are hot cannot be foreseen
-      __builtin_prefetch(next, 0, 3);
-      __builtin_prefetch(next + std::min<int64_t>(64, bytes - 1), 0, 3);
-      __builtin_prefetch(next + bytes - 1, 0, 3);
-    } else {
-      prefetch_codes(next, bytes);
-    }
-    const float weight = kWeighted ? w[i] : 1.0f;
-    switch (ranges.type(at[i])) {
-      case RowType::kFloat32: add_stored<N, kWeighted, float>(at[i], weight, dim, row); break;
-      case RowType::kFloat16: add_stored<N, kWeighted, Float16>(at[i], weight, dim, row); break;
-      case RowType::kBFloat16: add_stored<N, kWeighted, BFloat16>(at[i], weight, dim, row); break;
-      case RowType::kInt8: add_stored<N, kWeighted, Int8>(at[i], weight, dim, row); break;
-      case RowType::kInt4: add_stored<N, kWeighted, Int4>(at[i], weight, dim, row); break;
-    }
+    prefetch_marked({at[i + ahead]}, most);
+    with_type(RowPlace{at[i]}.type(), [&](auto element) __attribute__((always_inline)) {
+      add_stored<N, kWeighted, decltype(element)>(at[i] & RowPlace::kAddress,
+                                                  kWeighted ? w[i] : 1.0f, dim, row);
+    });
   }
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
+}
+
+// Which of n places have rows of a type: their addresses and indices, with room for 8 more. Returns how
+// many there are.
+OPER_INLINE int64_t select_type(RowType type, const int64_t* at, int64_t n, int64_t* rows,
+                                int64_t* which) {
+  int64_t count = 0;
+#if defined(OPER_KERNELS_AVX512)
+  const __m512i wanted = _mm512_set1_epi64(static_cast<int64_t>(type));
+  __m512i index = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
+  for (int64_t i = 0; i < n; i += 8) {
+    const __mmask8 some = static_cast<__mmask8>(n - i >= 8 ? 0xff : (1 << (n - i)) - 1);
+    const __m512i place = _mm512_maskz_loadu_epi64(some, at + i);
+    const __mmask8 those =
+        _mm512_mask_cmpeq_epi64_mask(some, _mm512_srli_epi64(place, RowPlace::kTypeAt), wanted);
+    const __m512i row = _mm512_and_si512(place, _mm512_set1_epi64(RowPlace::kAddress));
+    _mm512_storeu_si512(rows + count, _mm512_maskz_compress_epi64(those, row));
+    _mm512_storeu_si512(which + count, _mm512_maskz_compress_epi64(those, index));
+    count += __builtin_popcount(those);
+    index = _mm512_add_epi64(index, _mm512_set1_epi64(8));
+  }
+#else
+  for (int64_t i = 0; i < n; ++i) {
+    rows[count] = at[i] & RowPlace::kAddress;
+    which[count] = i;
+    count += RowPlace{at[i]}.type() == type;
+  }
+#endif
+  return count;
+}
+
+// Bags of one id each, a few at a time and type by type: who takes them in order guesses each row's type,
+// often wrongly.
+template <int N, bool kWeighted, bool kStream>
+OPER_INLINE void pool_singles(const Table& table, const int64_t* at, const float* w,
+                              int64_t num_bags, int64_t ahead, float* out, int64_t stride) {
+  constexpr int64_t kSome = 64;
+  alignas(64) int64_t rows[kSome + 8], which[kSome + 8];
+  const int dim = table.dim;
+  const int64_t most = table.row_bytes(), *last = at + num_bags - 1;
+  // Behind the last id of all its place is repeated.
+  const int64_t end = num_bags + (last[0] == last[1] && last[0] == last[ahead] ? 0 : ahead);
+  for (int64_t b = 0; b < num_bags; b += kSome) {
+    const int64_t n = std::min(kSome, num_bags - b);
+    for (int64_t i = b + ahead; i < std::min(end, b + n + ahead); ++i)
+      prefetch_marked({at[i]}, most);
+    for (const RowType type : table.types) {
+      const int64_t count = select_type(type, at + b, n, rows, which);
+      with_type(type, [&](auto element) __attribute__((always_inline)) {
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t bag = b + which[i];
+          Row<N> row;
+          row.zero(dim);
+          add_stored<N, kWeighted, decltype(element)>(rows[i], kWeighted ? w[bag] : 1.0f, dim, row);
+          kStream ? row.stream(out + bag * stride, dim) : row.store(out + bag * stride, dim);
+        }
+      });
+    }
+  }
 }
 
 template <int N, bool kWeighted, bool kStream, bool kNear, class E>
@@ -120,8 +156,14 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
                 const float* weights, int64_t num_bags, float* out, int64_t stride) {
   const int dim = table.dim;
   const int64_t ahead = rows_ahead(table.row_bytes());
-  constexpr bool kIsMixed = std::is_same_v<E, Mixed>;
-  [[maybe_unused]] const std::conditional_t<kIsMixed, Ranges, const Table&> ranges(table);
+  if constexpr (std::is_same_v<E, Mixed>) {
+    bool are_single = num_bags > 0;
+    for (int64_t b = 0; b < num_bags; ++b) are_single &= offsets[b + 1] - offsets[b] == 1;
+    if (are_single)
+      return pool_singles<N, kWeighted, kStream>(table, addresses,
+                                                 kWeighted ? weights + offsets[0] : nullptr,
+                                                 num_bags, ahead, out, stride);
+  }
   const int64_t* at = addresses;
   for (int64_t b = 0; b < num_bags; ++b) {
     const int64_t n = offsets[b + 1] - offsets[b];
@@ -129,8 +171,8 @@ void pool_block(const Table& table, const int64_t* addresses, const int64_t* off
     Row<N> row;  // filled in place: one of any dim is 64 vectors to copy
     if (n == 0) {
       row.zero(dim);
-    } else if constexpr (kIsMixed) {
-      pool_mixed<N, kWeighted>(table, ranges, at, n, w, ahead, row);
+    } else if constexpr (std::is_same_v<E, Mixed>) {
+      pool_mixed<N, kWeighted>(table, at, n, w, ahead, row);
     } else if constexpr (kIsCodes<E>) {
       pool_codes<N, kWeighted, E>(table, at, n, w, ahead, row);
     } else {
@@ -156,7 +198,7 @@ OPER_INLINE void count_rows(const Table& table, const int64_t* addresses, int64_
   for (size_t k = 0; k < last && left > 0; ++k) {
     const int64_t end = arenas.outbox[k];
     int64_t above = 0;
-    for (int64_t i = 0; i < n; ++i) above += addresses[i] >= end;
+    for (int64_t i = 0; i < n; ++i) above += (addresses[i] & RowPlace::kAddress) >= end;
     counts[arenas.rank[k]] += left - above;
     left = above;
   }
@@ -222,10 +264,12 @@ int64_t for_blocks(const Table& table, const BagRange& range, Scratch& scratch, 
         if (bad >= 0) return first + resolved + bad;
         count_rows(table, to, n, kKind, scratch);
       }
-      if (resolved == 0)
-        for (int64_t i = 0; i < std::min(n, rows_ahead(table.row_bytes())); ++i)
-          prefetch_row(reinterpret_cast<const void*>(to[i]),
-                       table.ranges.empty() ? table.row_bytes() : table.range_of(to[i]).row_bytes);
+      if (resolved == 0) {
+        const int64_t most = table.row_bytes();
+        for (int64_t i = 0; i < std::min(n, rows_ahead(most)); ++i)
+          table.types.empty() ? prefetch_row(reinterpret_cast<const void*>(to[i]), most)
+                              : prefetch_marked({to[i]}, most);
+      }
       resolved += n;
       if (resolved == total) std::fill(to + n, to + n + kPrefetch, to[n - 1]);
     }
@@ -267,7 +311,7 @@ PoolBlock pool_block_of(const Table& table, int64_t num_ids, bool is_weighted, b
   const auto with_width = [&](auto element) {
     with_row_width(table.dim, [&](auto width) { choose(width, element); });
   };
-  if (!table.ranges.empty()) {
+  if (!table.types.empty()) {
     with_width(Mixed{});
   } else if (table.row_type == RowType::kInt8) {
     with_width(Int8{});

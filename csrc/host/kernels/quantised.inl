@@ -16,10 +16,16 @@ struct ScaleBias {
   float scale, bias;
 
   explicit OPER_INLINE ScaleBias(const void* row) {
+#if defined(OPER_KERNELS_AVX512) || defined(OPER_KERNELS_AVX2)
+    const __m128 both = _mm_cvtph_ps(_mm_loadu_si32(row));
+    scale = _mm_cvtss_f32(both);
+    bias = _mm_cvtss_f32(_mm_movehdup_ps(both));
+#else
     Float16 halves[2];
     std::memcpy(halves, row, sizeof halves);
     scale = to_float(halves[0]);
     bias = to_float(halves[1]);
+#endif
   }
   OPER_INLINE void multiply(float weight) {
     scale *= weight;
