@@ -158,7 +158,10 @@ class Publisher:
         return epoch
 
     def prepare_rows(self, rows: Changes, dense: Mapping[str, torch.Tensor]) -> Prepared:
-        """Check and round changes; `commit` makes them.
+        """Check and round changes, and fetch the rows that they replace; `commit` makes them.
+
+        What takes time is done here, where the caller may run at a low priority: readers wait for
+        `commit`, and want the core that it runs on.
 
         Args:
             rows: by table name, ids int64 [n], each once, and their rows as for `publish_rows`.
@@ -172,8 +175,18 @@ class Publisher:
         writes = [write for name, found in rows.items()
                   for ids, stored in packed_rows(layout, name, *found)
                   for write in layout.writes(name, ids, stored)]
-        return Prepared(writes, [(e, dense[e.key].detach())
-                                 for e in changed_entries(layout, dense)])
+        prepared = Prepared(writes, [(e, dense[e.key].detach())
+                                     for e in changed_entries(layout, dense)])
+        with self._state.lock:  # nobody gives the rows' memory back
+            if self._state.epoch:
+                torch.ops.oper.fetch_rows(*self._views()[0].places(writes)[:2])
+        return prepared
+
+    def _views(self) -> list[BufferRows]:
+        """The rows of the last epoch, as each memory domain sees them."""
+        *segments, _ = self._state.buffers[self._state.epoch & 1].addresses
+        return [BufferRows(self.layout, segments, d)
+                for d in range(self.layout.plan.world_size)]
 
     def commit(self, prepared: Prepared, timeout_s: float = 1.0) -> int:
         """Change rows and weights of the last epoch in place, at once for every reader.
@@ -200,12 +213,10 @@ class Publisher:
             if not epoch:
                 raise InvalidInputError("cannot change published rows", "epoch", 0, ">= 1",
                                         "publish all weights first")
-            *segments, dense_at = state.buffers[epoch & 1].addresses
-            views = [BufferRows(layout, segments, d) for d in range(layout.plan.world_size)]
+            views, dense_at = self._views(), state.buffers[epoch & 1].addresses[-1]
             places = views[0].places(prepared.writes)
             dense = [(dense_view(dense_at, entry), value) for entry, value in prepared.dense]
             header = self._header(epoch + 2, {})
-            torch.ops.oper.fetch_rows(*places[:2])  # nobody waits for memory once nobody reads
             self._keep_out(epoch, timeout_s)
             # Should this fail, readers stay out until a whole publication.
             torch.ops.oper.place_rows(*places)
