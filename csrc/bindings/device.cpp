@@ -294,8 +294,9 @@ bool is_here(const Tables& tables, const Tensor& tensor) {
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> offsets,
-    std::optional<Tensor> addresses) {
+    std::optional<Tensor> addresses, std::optional<Tensor> bags) {
   (void)offsets;  // beside the addresses
+  (void)bags;     // rows of bags that are not there are written as well
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   try {

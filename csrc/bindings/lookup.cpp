@@ -65,8 +65,7 @@ struct Lookup {
   std::optional<Tensor> weights;
   int64_t batch_size;
   bool pooled;
-  // How many bags each key has, of pooled batches whose keys end in padding; empty: all `batch_size`.
-  std::vector<int64_t> bags = {};
+  std::optional<Tensor> bags = {};  // see common/lookup_schemas.h
 };
 
 // Without the empty bags at the end, for whom these change nothing.
@@ -85,13 +84,14 @@ Batch make_batch(const Context& context, const Lookup& lookup, bool trims = fals
   const int64_t* offsets = int64_data(lookup.offsets);
   const int64_t* key_of = int64_data(lookup.key_of);
   const int64_t B = lookup.batch_size;
+  const int64_t* bags = lookup.bags ? int64_data(*lookup.bags) : nullptr;
   const int64_t* ones = lookup.pooled ? nullptr : ascending(lookup.ids.numel() + 1);
   int64_t first = 0, rows = 0;  // of the current feature of the collection, and behind it
   int32_t logical = -1;
   for (const Feature& feature : context.features) {
     const int64_t* bounds = offsets + key_of[feature.logical] * B;
     if (lookup.pooled) {
-      int64_t num_bags = lookup.bags.empty() ? B : lookup.bags[key_of[feature.logical]];
+      int64_t num_bags = bags ? bags[key_of[feature.logical]] : B;
       if (trims) num_bags = without_padding(bounds, num_bags);
       batch.features.push_back({bounds, num_bags, feature.column});
       rows = B;
@@ -183,11 +183,17 @@ std::tuple<Tensor, Tensor, Tensor, int64_t, int64_t> lookup_resolve(
   return {offsets, addresses, order, status.code, status.detail};
 }
 
-std::tuple<Tensor, Tensor, int64_t, int64_t> look_up(
-    int64_t handle, const Tensor& ids, const Tensor& lengths, const std::optional<Tensor>& weights,
-    const Tensor& key_of, int64_t batch_size, bool pooled, bool collective,
-    const std::optional<Tensor>& known_offsets, const std::optional<Tensor>& addresses,
-    std::vector<int64_t> bags) {
+bool are_bags(const Tensor& bags, int64_t batch_size, int64_t num_lengths) {
+  const int64_t* first = int64_data(bags);
+  return bags.numel() * batch_size == num_lengths &&
+         std::all_of(first, first + bags.numel(),
+                     [=](int64_t k) { return 0 <= k && k <= batch_size; });
+}
+
+std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
+    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
+    int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> known_offsets,
+    std::optional<Tensor> addresses, std::optional<Tensor> bags) {
   Context& context = context_of(handle);
   PhaseClock clock(context);
   Tensor offsets;
@@ -196,12 +202,10 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> look_up(
     return {offsets, offsets, kBadBatch, -1};
   }
   const int64_t n = lengths.numel();
-  STD_TORCH_CHECK(bags.empty() || (pooled && static_cast<int64_t>(bags.size()) * batch_size == n &&
-                                   std::ranges::all_of(
-                                       bags, [&](int64_t k) { return 0 <= k && k <= batch_size; })),
+  STD_TORCH_CHECK(!bags || (pooled && are_bags(*bags, batch_size, n)),
                   "internal: bags of keys that a batch cannot have");
   // Nothing else than pooling reads the bounds before it is over; it makes none of padding.
-  const bool on_the_way = !known_offsets.has_value() && bags.empty() && pooled && n > 0 &&
+  const bool on_the_way = !known_offsets.has_value() && !bags && pooled && n > 0 &&
                           !context.exchange && !context.peer_rows &&
                           !(collective && context.has_push) &&
                           has_own_keys(context, key_of, n / batch_size);
@@ -217,8 +221,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> look_up(
   } else if (!make_offsets(lengths, ids.numel(), &offsets)) {
     return {offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
   }
-  Batch batch =
-      make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled, std::move(bags)});
+  Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled, bags});
   const std::optional<Resolved> resolved = resolved_batch(batch, addresses, std::nullopt);
   batch.resolved = resolved ? &*resolved : nullptr;
   if (on_the_way) {
@@ -235,24 +238,6 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> look_up(
       status_of([&] { forward(context, batch, float_data(out), collective); });
   clock.end(kForward);  // with the offsets
   return {out, offsets, status.code, status.detail};
-}
-
-std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
-    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
-    int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> offsets,
-    std::optional<Tensor> addresses) {
-  return look_up(handle, ids, lengths, weights, key_of, batch_size, pooled, collective, offsets,
-                 addresses, {});
-}
-
-// The same of a pooled batch whose key k has bags[k] bags, and empty ones behind them: rows of the output
-// for those are not written.
-std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_padded(
-    int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
-    int64_t batch_size, std::vector<int64_t> bags, bool collective, std::optional<Tensor> offsets,
-    std::optional<Tensor> addresses) {
-  return look_up(handle, ids, lengths, weights, key_of, batch_size, true, collective, offsets,
-                 addresses, std::move(bags));
 }
 
 // `keys`, bool [num_keys]: which ones have bags of a user; `first` int64 [B], in order: the sample whose
@@ -427,10 +412,6 @@ STABLE_TORCH_LIBRARY(oper, m) {
   OPER_OPERATOR(last_level_cache_bytes, "() -> int");
   m.def(oper::kLookupForward);
   m.def(
-      "lookup_padded(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
-      "int batch_size, int[] bags, bool collective, Tensor? offsets, Tensor? addresses) -> "
-      "(Tensor, Tensor, int, int)");
-  m.def(
       "lookup_interaction(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
       "Tensor dense) -> (Tensor, Tensor, int, int)");
   m.def(
@@ -449,12 +430,10 @@ STABLE_TORCH_LIBRARY(oper, m) {
 // Gradients are `ShardedTables`' business: straight to the kernels, without torch's search for them.
 STABLE_TORCH_LIBRARY_IMPL(oper, AutogradCPU, m) {
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
-  m.impl("lookup_padded", TORCH_BOX(&oper::host::lookup_padded));
   m.impl("lookup_backward", TORCH_BOX(&oper::host::lookup_backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(oper, CPU, m) {
-  m.impl("lookup_padded", TORCH_BOX(&oper::host::lookup_padded));
   m.impl("lookup_resolve", TORCH_BOX(&oper::host::lookup_resolve));
   m.impl("lookup_forward", TORCH_BOX(&oper::host::lookup_forward));
   m.impl("lookup_interaction", TORCH_BOX(&oper::host::lookup_interaction));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <tuple>
 #include <vector>
 
 #include "bindings/lookup.h"
@@ -47,7 +48,8 @@ Samples samples_of(const Tensor& data, const Tensor& rows, std::vector<int64_t> 
 }
 
 // Lengths of num_keys keys, bags[k] of each, as those of `size` bags each: int [num_keys * size], others empty.
-Tensor pad_lengths(Tensor lengths, std::vector<int64_t> bags, int64_t size) {
+// And bags, int64 [num_keys].
+std::tuple<Tensor, Tensor> pad_lengths(Tensor lengths, std::vector<int64_t> bags, int64_t size) {
   const bool are_32_bit = lengths.scalar_type() == ScalarType::Int;
   STD_TORCH_CHECK((are_32_bit || lengths.scalar_type() == ScalarType::Long) &&
                       lengths.is_contiguous() &&
@@ -65,7 +67,9 @@ Tensor pad_lengths(Tensor lengths, std::vector<int64_t> bags, int64_t size) {
     from += own;
     to += all;
   }
-  return out;
+  Tensor own = pooled_tensor(ScalarType::Long, {static_cast<int64_t>(bags.size())});
+  std::ranges::copy(bags, static_cast<int64_t*>(own.data_ptr()));
+  return {out, own};
 }
 
 // What rows int64 [F, B] say: F + 1 where sample b has row b of every feature; F where not; before F, a feature
@@ -156,7 +160,7 @@ Tensor gather_rows(Tensor gradient, Tensor rows, std::vector<int64_t> ends, int6
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
-  OPER_OPERATOR(pad_lengths, "(Tensor lengths, int[] bags, int size) -> Tensor");
+  OPER_OPERATOR(pad_lengths, "(Tensor lengths, int[] bags, int size) -> (Tensor, Tensor)");
   OPER_OPERATOR(kind_of_rows, "(Tensor rows, int[] limits) -> int");
   OPER_OPERATOR(spread_rows, "(Tensor pooled, Tensor rows, int[] ends) -> Tensor");
   OPER_OPERATOR(

@@ -5,10 +5,12 @@
 namespace oper {
 
 // Embeddings, bounds of the bags, code, detail. `offsets` and `addresses`: what `lookup_resolve` gave.
+// `bags` int64 [num_keys] in host memory, of pooled batches: how many bags each key has; those behind them
+// are empty, and their rows of the output may be left as they are.
 constexpr char kLookupForward[] =
     "lookup_forward(int handle, Tensor ids, Tensor lengths, Tensor? weights, Tensor key_of, "
-    "int batch_size, bool pooled, bool collective, Tensor? offsets, Tensor? addresses) -> "
-    "(Tensor, Tensor, int, int)";
+    "int batch_size, bool pooled, bool collective, Tensor? offsets, Tensor? addresses, "
+    "Tensor? bags) -> (Tensor, Tensor, int, int)";
 // Bounds of the bags, then what only the back end can read: where the rows are, and their order for
 // the backward pass.
 constexpr char kLookupResolve[] =

@@ -15,9 +15,9 @@ from oper.support.own_rows import are_own_rows
 
 
 def padded_lengths(features: KeyedJaggedTensor, pooled: bool
-                   ) -> tuple[torch.Tensor, int, list[int] | None]:
+                   ) -> tuple[torch.Tensor, int, torch.Tensor | None]:
     """Lengths as for one batch size, int [num_keys * B]; B, the largest: others end in empty bags;
-    and bags [num_keys], how many each key has if nobody reads pooled rows of those behind them.
+    and int64 [num_keys], how many each key has if nobody reads pooled rows of those behind them.
 
     Raises:
         InvalidInputError: `pooled`, and no ``inverse_indices``.
@@ -35,9 +35,9 @@ def padded_lengths(features: KeyedJaggedTensor, pooled: bool
         parts = torch.split(lengths, strides)
         padded = torch.cat([torch.nn.functional.pad(p, (0, size - p.numel())) for p in parts])
         return padded, size, None
-    padded = torch.ops.oper.pad_lengths(lengths.contiguous(), strides, size)
+    padded, bags = torch.ops.oper.pad_lengths(lengths.contiguous(), strides, size)
     is_spread = pooled and inverse is not None and inverse[1].is_cpu
-    return padded, size, strides if is_spread else None
+    return padded, size, bags if is_spread else None
 
 
 def spread(values: torch.Tensor, ends: Sequence[int], names: Sequence[str],

@@ -50,8 +50,8 @@ class Lookup:
         weights: float32 [N], per-sample weights, or None (pooled only).
         pooled: one row per sample with the features side by side, or one row per id, feature after
             feature.
-        bags: [num_keys], how many of a key's B bags there are; those behind them are empty, and
-            nobody reads their pooled rows. None: all.
+        bags: int64 [num_keys] in host memory, how many of a key's B bags there are; those behind
+            them are empty, and nobody reads their pooled rows. None: all.
         resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
         seen: what the lookups of dynamic tables have seen; `ids` are rows then.
         looked_up: what its lookup has found already, or None.
@@ -63,7 +63,7 @@ class Lookup:
     batch_size: int
     weights: torch.Tensor | None = None
     pooled: bool = True
-    bags: list[int] | None = None
+    bags: torch.Tensor | None = None
     resolved: ResolvedIds | None = None
     seen: tuple[SeenKeys, ...] = ()
     looked_up: LookedUp | None = None

@@ -86,8 +86,6 @@ class ShardedTables(TableUpdates, MeasuredTables):
         load()
         # The packet of all overloads would look for it in every call.
         self._forward_op: Any = self.operators.lookup_forward.default
-        padded = getattr(self.operators, "lookup_padded", None)  # of host memory only
-        self._padded_op: Any = padded and padded.default
         self._backward_op: Any = self.operators.lookup_backward.default
         self.plan, self.group = plan, group
         self.features = list(features)
@@ -267,14 +265,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
                 return (torch.empty(0, dim, device=self.device),
                         batch.lengths.new_zeros(batch.lengths.numel() + 1, dtype=torch.int64))
         try:
-            call: Any = self._forward_op
-            rows: bool | list[int] = batch.pooled
-            if batch.bags is not None and self._padded_op is not None:
-                call, rows = self._padded_op, batch.bags
-            out, offsets, code, detail = call(
+            out, offsets, code, detail = self._forward_op(
                 self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
-                batch.batch_size, rows, collective, known and known.offsets,
-                known and known.addresses)
+                batch.batch_size, batch.pooled, collective, known and known.offsets,
+                known and known.addresses, batch.bags)
         except RuntimeError:  # as when the operator is that of another device
             self._checks.check(batch)
             raise
@@ -445,7 +439,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         for held in (self._exchange, self.keys):
             if held is not None:
                 held.close()
-        self._forward_op = self._padded_op = self._backward_op = self._refuse
+        self._forward_op = self._backward_op = self._refuse
 
     def continue_from(self, other: ShardedTables, memo: dict[int, Any]) -> None:
         """Take steps, rates, bounds and what `no_sync` has kept from tables of the same kind."""

@@ -92,7 +92,7 @@ class PublishedTables(BufferRows):
         out: torch.Tensor
         out, offsets, code, detail = torch.ops.oper.lookup_forward(
             self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
-            batch.pooled, False, None, None)
+            batch.pooled, False, None, None, batch.bags)
         self._check_status(code, detail, batch, offsets)
         return out
 
