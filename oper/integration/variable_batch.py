@@ -35,7 +35,7 @@ def padded_lengths(features: KeyedJaggedTensor, pooled: bool
         parts = torch.split(lengths, strides)
         padded = torch.cat([torch.nn.functional.pad(p, (0, size - p.numel())) for p in parts])
         return padded, size, None
-    padded, bags = torch.ops.oper.pad_lengths(lengths.contiguous(), strides, size)
+    padded, bags = torch.ops.oper.pad_lengths.default(lengths.contiguous(), strides, size)
     is_spread = pooled and inverse is not None and inverse[1].is_cpu
     return padded, size, bags if is_spread else None
 

@@ -88,7 +88,7 @@ def test_padding_behind_the_bags_of_a_key_changes_none_of_them(size: int) -> Non
     ids = torch.randint(0, 20, (int(lengths.sum()),))
     keys = torch.tensor([1, 0, 2])
     full, bounds = tables.forward(Lookup(ids, lengths, keys, size))
-    some, others = tables.forward(Lookup(ids, lengths, keys, size, bags=bags))
+    some, others = tables.forward(Lookup(ids, lengths, keys, size, bags=torch.tensor(bags)))
     assert some.shape == full.shape and torch.equal(others, bounds)
     of_feature = [bags[k] for k in keys]
     for n, a, b in zip(of_feature, full.split(dims, 1), some.split(dims, 1), strict=True):

@@ -85,6 +85,16 @@ def expected_rows(plan: Plan, values: torch.Tensor, stops: Mapping[str, int] = S
     return out
 
 
+def read_from(plan: Plan, domain: int) -> list[int]:
+    """By domain, how many of all rows a reader of `domain` reads there."""
+    counts = np.zeros(plan.world_size, int)
+    for x, _, owner, _ in TableDirectory(plan.tables[0], plan.world_size).by_tier(
+            np.arange(NUM_ROWS)):
+        owner = np.full_like(owner, domain) if x.tier.placement == "replicated" else owner
+        counts += np.bincount(owner, minlength=plan.world_size)
+    return counts.tolist()
+
+
 def bags(generator: torch.Generator, ids: torch.Tensor | None = None
          ) -> tuple[torch.Tensor, torch.Tensor]:
     lengths = torch.randint(0, 30, (150,), generator=generator)
@@ -96,7 +106,7 @@ def differences() -> list[str]:
     """What is not as it should be, over dims, poolings and weights."""
     generator = torch.Generator().manual_seed(5)
     found = []
-    for dim in (4, 16, 20, 64, 96, 128, 192):
+    for dim in (4, 16, 20, 64, 96, 128, 192, 1024):
         values = torch.randn(NUM_ROWS, dim, generator=generator)
         for pooling, stops in itertools.product(("sum", "mean"), (STOPS, CHOSEN)):
             plan = placed(dim, pooling, stops=stops)
@@ -173,10 +183,11 @@ def test_domains_hold_and_read_all_types(tiers: tuple[Tier, ...]) -> None:
     rows = expected_rows(plan, values)
     batch = Lookup(torch.arange(NUM_ROWS), torch.ones(NUM_ROWS, dtype=torch.int64), KEY, NUM_ROWS)
     with published(plan, values) as (publisher, readers):
-        for reader in readers:
-            assert torch.equal(look_up(reader, batch), rows)
+        for domain, reader in enumerate(readers):
             with reader.pinned() as epoch:
                 tables = PublishedTables(reader, epoch & 1, [("f", "t")])
+                assert torch.equal(tables.lookup(batch), rows)
+                assert tables.traffic().counts.sum((0, 1)).tolist() == read_from(plan, domain)
                 assert torch.equal(tables.read("t"), rows)
                 assert torch.equal(tables.read("t", 40, 77), rows[40:77])
         widths = {"float32": 80, "float16": 40, "int8": 24, "int4": 14}
