@@ -1,7 +1,7 @@
 """`publish()` and `attach()`: one copy of a model's tables per host, read by any number of workers.
 
 A publisher process puts tables and dense weights into shared memory; workers attach to it by name.
-New weights replace the old ones atomically while requests flow. docs/how-to/inference.md tells how.
+New weights replace the old ones atomically while requests flow. See docs/how-to/inference.md.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Publication(Publisher):
 
     Args:
         name, dense, keep_spare, checksum: as for `Publisher`.
-        plan: where the rows are, and as what types.
+        plan: placement and types of the rows.
         keys: ``state_dict`` key of each table, by name.
-        held: the tables as the model has them, by name.
+        held: the model's tables, by name.
 
     Attributes:
-        name: by which workers attach.
+        name: the name by which workers attach.
     """
 
     def __init__(self, name: str, plan: Plan, dense: Mapping[str, torch.Tensor],
@@ -62,8 +62,8 @@ class Publication(Publisher):
     def publish(self, weights: Source, timeout_s: float = 60.0) -> int:
         """Replace all weights, tables and dense ones, at once for every worker.
 
-        Requests that are under way end with the old weights; those that begin afterwards see the
-        new ones; none sees both.
+        Calls under way finish with the old weights, those that begin afterwards use the new ones,
+        and none uses both.
 
         Args:
             weights: a model, its ``state_dict``, the folder of a ``torch.distributed`` checkpoint
@@ -74,8 +74,9 @@ class Publication(Publisher):
             The new epoch.
 
         Raises:
-            InvalidInputError, FileFormatError: weights that do not fit; the old ones stay.
-            DeadlineError: a worker does not finish (named by process id); the old ones stay.
+            InvalidInputError, FileFormatError: weights do not fit; the old ones stay in use.
+            DeadlineError: a worker, named by its process id, does not finish; the old ones stay in
+                use.
         """
         layout = self.layout
         dense = [e.key for e in layout.dense]
@@ -88,10 +89,11 @@ class Publication(Publisher):
 
     def apply(self, rows: Changes, dense: Mapping[str, torch.Tensor] | None = None,
               timeout_s: float = 1.0) -> int:
-        """Change some rows, and weights beside the tables, in place and at once for every worker.
+        """Change some rows, and dense weights, in place and at once for every worker.
 
-        Costs what changes, and no second copy of the tables; calls that begin meanwhile wait until
-        the rows are copied. The result is that of a `publish` of all weights, bit for bit.
+        The cost is that of what changes, without a second copy of the tables; calls that begin
+        meanwhile wait until the rows are copied. The result equals that of a `publish` of all
+        weights, bit for bit.
 
         Args:
             rows: by table name, ids int64 [n], each once, and floats [n, dim].
@@ -102,13 +104,14 @@ class Publication(Publisher):
             The new epoch, two above the last.
 
         Raises:
-            InvalidInputError: changes that do not fit, or a row that is not finite (named).
+            InvalidInputError: a change does not fit, or a row, which is named, is not finite.
             DeadlineError: a worker does not finish. The old weights stay in both cases.
         """
         return self.commit(self.prepare(rows, dense), timeout_s)
 
     def prepare(self, rows: Changes, dense: Mapping[str, torch.Tensor] | None = None) -> Prepared:
-        """The first part of `apply`, which keeps nobody waiting: checks and rounds the changes."""
+        """The first part of `apply`: check and convert the changes, without making any call wait.
+        """
         if dense:
             entries = self.layout.dense
             source = Weights(dense, [e.key for e in entries])
@@ -117,7 +120,7 @@ class Publication(Publisher):
 
     @property
     def plan(self) -> Plan:
-        """Where the rows are, and as what types."""
+        """Placement and types of the rows."""
         return self.layout.plan
 
     def __enter__(self) -> Publication:
@@ -136,30 +139,32 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
 
     Args:
         model: the model, or a collection itself: unsharded, quantised by TorchRec's
-            ``quantize_inference_model`` (its rows are taken as they are), or sharded by
+            ``quantize_inference_model`` (its rows are used as they are), or sharded by
             `oper.shard`. It is not changed and need not be kept.
-        name: 1 to 64 of ``A-Z a-z 0-9 . _ -``, for `attach`; one publisher of a user has it.
+        name: 1 to 64 of ``A-Z a-z 0-9 . _ -``, for `attach`; only one running publisher of a user
+            may have it.
         weights: first weights, as for `Publication.publish`; by default the model's own. With
-            them the model may be on the meta device.
+            weights given, the model may be on the meta device.
         row_dtype: ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` (FBGEMM's row-wise
             quantisation) for all tables or by table name; by default as in the model.
         stats: access statistics, for hosts of several NUMA nodes: the hottest rows get a copy on
             every node, as far as memory goes, and the rest is dealt by bandwidth. A host of one
             node holds one copy of everything.
-        plan: a placement on the NUMA nodes (its ranks), instead of that.
+        plan: a placement on the NUMA nodes (its ranks), instead of one made from `stats`.
         keep_spare: keep the buffer that is not in use. A publication then costs workers no page
             faults, but the tables cost twice their memory all the time instead of while weights are
             being published.
         checksum: write checksums that ``Reader.verify`` compares; they cost a pass over the rows.
         error_budget: instead of `row_dtype`, store every row as float16, int8 or int4: the hotter
-            by `stats`, the wider. Of the types that keep the expected squared error of what lookups
-            read below this share of its squares, those that take the fewest bytes; 1e-4 is a root
-            mean square error of 1 %. Measured on these rows, and kept by later ones. Costs one more
-            pass over the weights; ``Publication.plan`` says what was chosen.
+            by `stats`, the wider. The chosen types take the fewest bytes that keep the expected
+            squared error of the numbers that lookups read below this share of their squares; 1e-4
+            is a root mean square error of 1 %. The types are chosen from these rows and kept for
+            later ones. Costs one more pass over the weights; ``Publication.plan`` holds the choice.
 
     Raises:
-        InvalidInputError: nothing to publish, or weights that cannot be (see the message).
-        OperError: no memory, or the name is taken by a running publisher.
+        InvalidInputError: there is nothing to publish, or weights cannot be published (see the
+            message).
+        OperError: memory does not suffice, or a running publisher has the name.
 
     Example:
         >>> import torch, oper
@@ -201,8 +206,8 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
 class ServedModel(nn.Module):
     """A model that runs on published weights: what `attach` returns.
 
-    Calls are those of the model. Every call is of one epoch, tables and dense weights alike, and
-    calls may come from several threads. Nothing is collective and nothing waits for anybody.
+    It is called like the model. Every call uses one epoch of tables and dense weights, and several
+    threads may call it. Nothing is collective, and no call waits for another process.
     """
 
     def __init__(self, reader: Reader, parts: tuple[nn.Module, nn.Module],
@@ -213,13 +218,13 @@ class ServedModel(nn.Module):
         self._tables = tables
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's; no gradients."""
+        """Call the model, without gradients."""
         with self._reader.pinned() as epoch, torch.inference_mode():
             return self._parts[epoch & 1](*args, **kwargs)
 
     @property
     def shares_bags(self) -> bool:
-        """Whether calls take the samples that have bags in common; see `FusedDLRM.forward`."""
+        """Whether calls accept samples with shared bags; see `FusedDLRM.forward`."""
         part = self._parts[0]
         return isinstance(part, FusedDLRM) and part.shares_bags
 
@@ -230,8 +235,8 @@ class ServedModel(nn.Module):
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[int]:
-        """Keep this thread on one epoch inside the block; gives its number. Publishers wait for the
-        end of the block."""
+        """Keep this thread on one epoch inside the block; yields its number. Publishers wait for
+        the end of the block."""
         with self._reader.pinned() as epoch:
             yield epoch
 
@@ -267,21 +272,20 @@ def attach(model: nn.Module, name: str, *, timeout_s: float = 10.0, fuse: bool =
            ) -> ServedModel:
     """Run a model on the weights that a publisher of this host shares.
 
-    Workers may come and go at any time; the end of one, however it ends, disturbs nobody.
+    Workers may start and end at any time, also by a crash, without effect on others.
 
     Args:
-        model: of the published architecture; only its structure is used, so that it may be on the
-            meta device, and it must not be used afterwards. Buffers that are not in its
+        model: a model of the published architecture. Only its structure is used, so it may be on
+            the meta device; it must not be used afterwards. Buffers that are not in its
             ``state_dict`` must have values.
-        name: the publication's.
+        name: name of the publication.
         timeout_s: how long to wait for a publisher of that name.
-        fuse: run lookup and dot interaction of TorchRec's ``DLRM`` as one operator. Outputs are
-            then the model's but for the rounding of the dot products. Other models stay as they
-            are.
+        fuse: run lookup and dot interaction of TorchRec's ``DLRM`` as one operator. Outputs then
+            equal the model's up to rounding in the dot products. Other models are not changed.
 
     Raises:
-        OperError: no such publication.
-        InvalidInputError: the model is another one than the published.
+        OperError: there is no such publication.
+        InvalidInputError: the model is not the published one.
     """
     targets = _named_targets(model)
     dense = _dense_of(model, targets)

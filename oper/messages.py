@@ -1,18 +1,18 @@
-"""What memory domains send each other: of how many bits its numbers are, and who pools rows.
+"""Messages between memory domains: bits per number, and which rank pools rows.
 
 Ranks that share no memory answer each other's lookups (rows, partial sums) and return gradients (of
-rows, of bags). On the way, a number of either direction has
+rows, of bags). In a message, a number has
 
 * 32 bits: float32, exact;
-* 16: bfloat16, rounded to nearest. It has the range of float32, so that no gradient becomes 0 or
-  infinite on the way;
-* 8: a code that says how many steps it lies above the least number of its row. A row begins with
-  that step, 1/255 of its range, and its least number, float32 each. Answers are rounded to the
-  nearest code; gradients at random, up with a probability equal to the part of the step below, so
-  that the expected value is the number itself (Alistarh et al., "QSGD", NeurIPS 2017).
+* 16: bfloat16, rounded to nearest. It has the range of float32, so no gradient becomes 0 or
+  infinite;
+* 8: a code, the number of steps above the least number of its row. A row begins with the step,
+  1/255 of its range, and its least number, float32 each. Answers are rounded to the nearest code;
+  gradients at random, up with a probability equal to the part of the step below, so that the
+  expected value is the number itself (Alistarh et al., "QSGD", NeurIPS 2017).
 
-Everything else is exact: ids, weights, squared norms, changed rows on their way to replicas, rows
-that are stored in 16 bits or fewer, and all that stays within a memory domain.
+Everything else is exact: ids, weights, squared norms, changed rows sent to replicas, rows that are
+stored in 16 bits or fewer, and all that stays within a memory domain.
 
 Hosts round in csrc/host/exchange/packing.cpp, devices in csrc/device/kernels/exchange.cu; sizes are
 those of csrc/common/exchange.h.
@@ -33,7 +33,7 @@ _LEAST_CODED = 3  # columns; codes of fewer would take more bytes than float32
 
 
 def number_bytes(bits: int, width: int) -> int:
-    """Bytes of a row of `width` float32 numbers in a message whose numbers have `bits` bits."""
+    """Bytes of a row of `width` float32 numbers in a message with `bits` bits per number."""
     if bits == 8:
         return _CODED_ROW_BYTES + width if width >= _LEAST_CODED else 4 * width
     return width * bits // 8
@@ -41,11 +41,11 @@ def number_bytes(bits: int, width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MessageBits:
-    """Bits of the numbers of messages, each 32, 16 or 8.
+    """Bits per number in messages: 32, 16 or 8.
 
     Attributes:
-        answers: of rows and partial sums, which answer lookups.
-        gradients: of gradients of rows and of bags.
+        answers: in answers to lookups, which are rows and partial sums.
+        gradients: in gradients of rows and of bags.
     """
 
     answers: int = 32
@@ -58,10 +58,10 @@ class MessageBits:
 
     @staticmethod
     def parse(value: Any) -> MessageBits:
-        """The bits that a user states: one number for both directions, or (answers, gradients).
+        """Parse a user's value: one number for both directions, or (answers, gradients).
 
         Raises:
-            InvalidInputError: anything else.
+            InvalidInputError: the value is neither.
         """
         if isinstance(value, MessageBits):
             return value
@@ -74,16 +74,16 @@ class MessageBits:
 
     @staticmethod
     def from_text(text: str) -> MessageBits:
-        """As `parse`, of a command line: ``8``, or ``16,8``."""
+        """Parse the text of a command line: ``8``, or ``16,8``."""
         numbers = [int(x) if x.strip().isdecimal() else x for x in text.split(",")]
         return MessageBits.parse(numbers if len(numbers) > 1 else numbers[0])
 
     def to_json(self) -> list[int]:
-        """What `parse` reads."""
+        """The value as JSON holds it and `parse` reads it."""
         return [self.answers, self.gradients]
 
     def row_bytes(self, table: TableSpec, width: int) -> float:
-        """Bytes of `width` columns of a row of `table` that answer a lookup."""
+        """Bytes of `width` columns of a row of `table` in an answer to a lookup."""
         if table.dtype == "float32":
             return number_bytes(self.answers, width)
         return table.row_bytes * width / table.dim
@@ -95,12 +95,12 @@ EXACT = MessageBits()
 def owners_pool(tables: Iterable[TableSpec], trains: bool, num_domains: int) -> bool:
     """Whether owners pool the rows of tiers in push mode; otherwise readers read them directly.
 
-    They do in training. In inference they do where ranks share no memory, and so meet in every
-    lookup anyway, unless a table is quantised.
+    They do in training. In inference they do only if ranks share no memory, where every lookup is
+    collective anyway, and no table is quantised.
 
     Args:
         tables: all tables of a collection.
-        trains: whether it is trained.
-        num_domains: memory domains of its ranks.
+        trains: whether the collection is trained.
+        num_domains: number of memory domains of its ranks.
     """
     return trains or (num_domains > 1 and not any(t.dtype in CODE_BITS for t in tables))

@@ -6,7 +6,8 @@ tier:
 
 * ``replicated``: a copy on every rank of `ranks`; the master copy and the optimizer state are
   striped over the same ranks.
-* ``striped``: row p lives on one rank of `ranks`, dealt in turn, or in proportion to `weights`.
+* ``striped``: row p lives on one rank of `ranks`, assigned round-robin, or in proportion to
+  `weights`.
 * ``owned``: all rows on the one rank of `ranks`.
 
 A plan file is JSON that may be edited by hand and is validated when read. The hotness order of
@@ -53,13 +54,13 @@ class Tier:
     Attributes:
         start, stop: positions.
         placement: ``"replicated"``, ``"striped"`` or ``"owned"``.
-        ranks: rank set; its order is the order in which a stripe deals rows.
-        weights: rows that each rank of a stripe takes per turn; empty = one each. The n-th row of a
-            rank of weight w is due at n / w, ties in the order of `ranks`.
+        ranks: the ranks; a stripe assigns rows in this order.
+        weights: rows that each rank of a stripe gets per round; empty = one each. The n-th row of a
+            rank of weight w is due at n / w, with ties in the order of `ranks`.
         mode: ``"pull"`` or ``"push"``.
         memory: ``"device"`` or ``"host"`` (the slower region of the owner's arena).
-        dtype: of the rows where it is not the table's: a table of codes that is only read may store
-            hot rows in a wider type than cold ones. Costs are planned with the table's type.
+        dtype: type of the rows if it differs from the table's: a quantised, read-only table may
+            store hot rows in a wider type than cold ones. Costs are planned with the table's type.
     """
 
     start: int
@@ -72,8 +73,8 @@ class Tier:
     dtype: str = ""
 
     def pattern(self) -> list[int]:
-        """The ranks that one period of the deal goes to: position `start + k` lives on
-        `pattern[k % len(pattern)]`."""
+        """Ranks of one round of a stripe: position `start + k` lives on `pattern[k %
+        len(pattern)]`."""
         if self.placement == "owned":
             return [self.ranks[0]]
         if not self.weights:
@@ -81,9 +82,11 @@ class Tier:
         return list(_spread(self.ranks, self.weights))
 
     def notation(self) -> str:
-        """Split / broadcast / partial as in OneFlow (Yuan et al. 2021): ``"S"`` rows are split over
-        the ranks (one rank, when owned), ``"B"`` every rank of the set has all of them, ``"P"``
-        split, and what readers receive are partial sums."""
+        """Split / broadcast / partial notation as in OneFlow (Yuan et al. 2021).
+
+        ``"S"``: rows are split over the ranks (or on one rank, if owned); ``"B"``: every rank of
+        the set has all of them; ``"P"``: split, and readers receive partial sums.
+        """
         if self.placement == "replicated":
             return "B"
         return "P" if self.mode == "push" else "S"
@@ -115,7 +118,8 @@ class TablePlan:
         table: the table.
         pieces: column pieces, in order; one piece = no column split.
         head_ids: int64 [H], the ids at positions 0..H-1. All other ids follow in ascending order.
-            Empty = positions are ids (ids already in hotness order, or a plan that does not care).
+            Empty = positions are ids (ids are already in hotness order, or the plan does not depend
+            on it).
     """
 
     table: TableSpec
@@ -132,7 +136,8 @@ class TablePlan:
 
     @staticmethod
     def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:
-        """Raise PlanError, beginning with `what`, unless tiers place every row on ranks."""
+        """Raise PlanError, beginning with `what`, unless the tiers place every row on valid ranks.
+        """
         _check_tiers(what, tiers, num_rows, world_size)
 
 
@@ -141,18 +146,18 @@ class Plan:
     """A validated placement of all tables.
 
     Attributes:
-        world_size: ranks the plan is for.
+        world_size: number of ranks that the plan is for.
         tables: one entry per table, in the order of the collection.
         objective: ``"training"`` or ``"inference"``.
-        batch_size: samples per rank and step that the plan was made for (0 = unknown, as is then
-            `step_us`).
+        batch_size: samples per rank and step that the plan was made for (0 = unknown; `step_us` is
+            then unknown too).
         topology: name of the topology.
         step_us: modelled time of a step (0 = unknown).
         lower_bound_us: certified lower bound of that time over all plans (0 = unknown); not above
             `step_us`.
-        notes: anything else that the planner wants to say (JSON-able).
-        message_bits: of the numbers that memory domains send each other; also as
-            `MessageBits.parse` reads them.
+        notes: further information from the planner, as values that JSON can hold.
+        message_bits: bits per number in messages between memory domains; any value that
+            `MessageBits.parse` accepts.
     """
 
     world_size: int
@@ -194,7 +199,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """(step - bound) / bound; NaN when the plan carries no bound."""
+        """(step - bound) / bound; NaN if the plan has no bound."""
         if self.lower_bound_us <= 0:
             return float("nan")
         return self.step_us / self.lower_bound_us - 1.0
@@ -211,8 +216,9 @@ class Plan:
     def check_for(self, tables: Sequence[TableSpec], world_size: int) -> None:
         """Raise PlanError unless the plan is for these tables and this world size.
 
-        A plan with a modelled time is for its optimizers: memory and time depend on their state.
-        One written by hand without a time serves any, as does every plan where nothing is trained.
+        A plan with a modelled time is for its optimizers: memory and time depend on their state. A
+        plan written by hand without a time is for any optimizers, as is every plan if nothing is
+        trained.
         """
         if self.world_size != world_size:
             raise PlanError("the plan is for another world", "plan.world_size", self.world_size,
@@ -240,7 +246,7 @@ class Plan:
         write_text(path, self.to_text())
 
     def to_text(self) -> str:
-        """The plan file's text; equal plans give equal text."""
+        """The text of the plan file; equal plans give equal text."""
         tables, orders = [], {}
         for t in self.tables:
             tables.append({
@@ -267,14 +273,14 @@ class Plan:
         """Read and validate a plan file.
 
         Raises:
-            FileFormatError: not a plan file, or damaged.
-            PlanError: a plan that contradicts itself.
+            FileFormatError: the file is not a plan file, or is damaged.
+            PlanError: the plan contradicts itself.
         """
         return Plan.from_text(Path(path).read_bytes(), f"cannot read {os.fspath(path)!r} as a plan")
 
     @staticmethod
     def from_text(text: str | bytes, what: str = "cannot read a plan") -> Plan:
-        """The plan whose `to_text` this is; errors as `load`, beginning with `what`."""
+        """The plan from the text of `to_text`; errors as in `load`, beginning with `what`."""
         value = parse_json(text, what, _without_repeats)
         try:
             kind, version = value["kind"], value["version"]
@@ -334,7 +340,7 @@ def _piece_from_json(what: str, spec: TableSpec, value: Mapping[str, Any]) -> Pi
 
 
 def tier_to_json(tier: Tier) -> dict[str, Any]:
-    """A tier as plan files write it."""
+    """A tier in the form of plan files."""
     value: dict[str, Any] = {"rows": [tier.start, tier.stop], "place": tier.placement,
                              "ranks": list(tier.ranks), "mode": tier.mode, "sbp": tier.notation()}
     if tier.weights:
@@ -347,7 +353,7 @@ def tier_to_json(tier: Tier) -> dict[str, Any]:
 
 
 def tier_from_json(value: Mapping[str, Any]) -> Tier:
-    """A tier as plan files write it; `sbp` repeats what the others say and may be left out."""
+    """A tier from the form of plan files, where `sbp` is redundant and may be left out."""
     _check_keys("invalid tier", "keys", value, _TIER_KEYS)
     tier = Tier(*_range(value["rows"]), _text(value["place"]),
                 tuple(_whole(r) for r in value["ranks"]),
@@ -502,7 +508,8 @@ def uniform_plan(tables: Sequence[TableSpec], world_size: int, placement: str = 
             rank).
         plan_fields: other fields of `Plan`.
 
-    Stripes are rotated by table so that the heads of all tables do not meet on rank 0.
+    Stripes start at another rank for every table, so that rank 0 does not get the hottest rows of
+    all.
     """
     load = [0] * world_size
     owner = {}

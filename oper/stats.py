@@ -62,7 +62,7 @@ def _ascending(owner: object, name: str) -> Check:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimeBucket:
-    """Accesses of one table in one span of time (a day, say), for drift.
+    """Accesses of one table in one span of time, such as a day, for measuring drift.
 
     Attributes:
         label: the span's name; equal labels add up in a merge.
@@ -84,11 +84,12 @@ class TimeBucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sketch:
-    """What a table was counted by when its counts did not fit memory, so that parts can be merged.
+    """Sketches of a table whose counts did not fit memory, kept so that parts can be merged.
 
     Attributes:
-        heavy_ids: int64 [M], ascending: a summary of Misra and Gries.
-        heavy_counts: int64 [M], too low by at most `heavy_error`; ids not listed have no more.
+        heavy_ids: int64 [M], ascending; a Misra-Gries summary.
+        heavy_counts: int64 [M], too low by at most `heavy_error`; ids not listed have at most that
+            many accesses.
         heavy_error: see `heavy_counts`.
         sample_ids: int64 [S], ascending: the ids whose hash begins with `sample_level` zeros.
         sample_counts: int64 [S], exact.
@@ -122,17 +123,17 @@ class TableStats:
         head_ids: int64 [H], distinct, hotness order.
         head_counts: int64 [H], accesses of each, all >= 1, descending.
         tail_values: int64 [K], ascending access counts of rows outside the head (0 = untouched).
-        tail_num_rows: int64 [K], how many rows outside the head have that count.
-            `H + tail_num_rows.sum() == num_rows`.
+        tail_num_rows: int64 [K], how many rows outside the head have that count. `H +
+            tail_num_rows.sum() == num_rows`.
         length_values: int64 [P], ascending bag lengths (0 = empty bag).
         length_counts: int64 [P], bags of that length, over all features of the table.
         presence_samples: int64 [Q], numbers of samples n.
         presence_rows: float64 [Q], mean distinct rows touched by n consecutive samples.
         presence_windows: int64 [Q], windows behind each mean.
         buckets: time buckets, in the order of time.
-        sketch: what an inexact counting can be merged by, if there was one.
+        sketch: sketches by which inexact counts can be merged, if there are any.
         new_ids: int64 [T], ids seen for the first time in each time bucket, in the order of time;
-            of raw ids only, whose buckets are not kept.
+            only for raw ids, whose buckets are not kept.
     """
 
     num_rows: int
@@ -269,10 +270,10 @@ class TableStats:
             lengths[0], lengths[1], samples, rows, windows, buckets)
 
     def grown(self, num_rows: int) -> TableStats:
-        """The same accesses in a table that has grown to `num_rows`; nobody has asked for new rows.
+        """The same accesses in a table that has grown to `num_rows`; its new rows have none.
 
         Raises:
-            InvalidInputError: fewer rows than it has.
+            InvalidInputError: `num_rows` is less than its present number of rows.
         """
         more = num_rows - self.num_rows
         if more < 0:
@@ -290,7 +291,7 @@ class TableStats:
         """The same accesses with row r called `rows[r]` (integers [num_rows], each number once).
 
         Raises:
-            InvalidInputError: `rows` are of another number of rows, or the counts are not exact.
+            InvalidInputError: `rows` is for another number of rows, or the counts are not exact.
         """
         what = "cannot renumber table statistics"
         if rows.size != self.num_rows:
@@ -370,7 +371,7 @@ class AccessStats:
     Attributes:
         num_samples: samples (rows of the log) counted.
         tables: statistics by table name.
-        source: where they come from, for a person to read.
+        source: where they come from, as free text.
         ids_in_hotness_order: whether ids were written in hotness order (row 0 = unseen/rare, then
             rows by count), so that a row's tier is arithmetic on its id.
     """
@@ -395,7 +396,7 @@ class AccessStats:
 
         Args:
             other: the later part.
-            merge_tables: merges the parts of the table of a name.
+            merge_tables: merges the statistics of one table, given its name and the two parts.
         """
         if set(self.tables) != set(other.tables):
             raise InvalidInputError("cannot merge statistics", "tables",
@@ -435,7 +436,7 @@ class AccessStats:
         """Read statistics written by `save`.
 
         Raises:
-            FileFormatError: a file that is truncated, damaged or of another kind.
+            FileFormatError: the file is truncated, damaged or of another kind.
             InvalidInputError: the content contradicts itself.
         """
         arrays, meta = read_arrays(path, STATS_KIND, STATS_VERSION)
@@ -484,7 +485,8 @@ def _narrow(values: np.ndarray) -> np.ndarray:
 
 def table_stats_for(stats: AccessStats | Mapping[str, TableStats], name: str, num_rows: int
                     ) -> TableStats:
-    """Statistics of table `name`; raises InvalidInputError when missing or of another size."""
+    """Statistics of table `name`; raises InvalidInputError if they are missing or of another size.
+    """
     tables = stats.tables if isinstance(stats, AccessStats) else stats
     found = tables.get(name)
     if found is None:

@@ -1,11 +1,11 @@
-"""What a log's keys will do in a dynamic table of so many rows, and statistics of these rows.
+"""How a log's keys would use a dynamic table of a given size, and statistics of its rows.
 
 A model, not a replay: lookups are taken as independent draws from the counted frequencies. Keys are
-hashed into buckets, which are full before the table is: the expected number of rows in use is that
-of a Poisson number of keys in each. Where keys lose their rows, ``"lru"`` follows the approximation
-of Che, Tung and Wang ("Hierarchical Web caching systems", 2002): a key has its row if it was seen
-within the last T lookups, T being such that as many keys are held as there are rows in use;
-``"lfu"`` keeps the keys that are seen most often.
+hashed into buckets, and a bucket can be full before the table is: the expected number of rows in
+use is that of a Poisson number of keys in each. Where keys lose their rows, ``"lru"`` follows the
+approximation of Che, Tung and Wang ("Hierarchical Web caching systems", 2002): a key has its row if
+it was seen within the last T lookups, where T is chosen so that the keys held equal the rows in
+use; ``"lfu"`` keeps the keys that are seen most often.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class _Held:
 
 def forecast(table: TableStats, num_rows: int, admit_after: int = 1, eviction: str = "lru"
              ) -> KeyForecast:
-    """What a dynamic table would do on a log like the one that was counted.
+    """Predict how a dynamic table would behave on a log like the counted one.
 
     Args:
         table: statistics of the keys.
-        num_rows: of the dynamic table, with the default row.
-        admit_after, eviction: as of `oper.DynamicTable`.
+        num_rows: rows of the dynamic table, the default row included.
+        admit_after, eviction: see `oper.DynamicTable`.
 
     Raises:
-        InvalidInputError: an argument out of range.
+        InvalidInputError: an argument is out of range.
     """
     of = _held(table, num_rows, admit_after, eviction)
     lookups, occupied = max(1, table.num_accesses), float(of.held.sum())
@@ -84,10 +84,11 @@ def forecast(table: TableStats, num_rows: int, admit_after: int = 1, eviction: s
 
 def rows_of_keys(table: TableStats, num_rows: int, admit_after: int = 1, eviction: str = "lru"
                  ) -> TableStats:
-    """Statistics of a dynamic table's rows, for its plan: arguments and errors as of `forecast`.
+    """Statistics of the rows of a dynamic table, from which its plan can be made.
 
-    Which row a key will have is not known, so that the head is the default row alone and the tail
-    tells how many rows are how hot. A row that keys share one after the other counts for all.
+    Which row a key will get is not known, so the head holds the default row alone, and the tail
+    says how many rows have each access count. A row that several keys hold one after the other
+    counts the lookups of all of them. Arguments and errors: see `forecast`.
     """
     of = _held(table, num_rows, admit_after, eviction)
     num_missed = round(float(of.misses.sum()))

@@ -58,7 +58,7 @@ def collect(
 
 
 class Collector:
-    """Counts batches into `AccessStats` one at a time, e.g. beside a running training loop."""
+    """Adds batches to `AccessStats` one at a time, e.g. beside a running training loop."""
 
     def __init__(self, model_or_tables: Any, options: CountOptions | None = None) -> None:
         """Start counting the tables that `collect` would; one without features looks up the
@@ -113,7 +113,8 @@ class Collector:
         self._num_samples += num_samples
 
     def finish(self, source: str = "collected") -> AccessStats:
-        """The statistics; raises InvalidInputError when a table was never looked up."""
+        """The statistics of all batches; raises InvalidInputError if a table was never looked up.
+        """
         unseen = [t.name for t in self._tables
                   if not self._seen.intersection(t.features or (t.name,))]
         require("no lookups of some tables",

@@ -49,7 +49,7 @@ class CountOptions:
              "a share above 0, or None"))
 
     def dense_tables(self, num_rows: Sequence[int]) -> list[bool]:
-        """Which tables get a dense counter: the smallest ones first, while the budget lasts."""
+        """Which tables get a dense counter: the smallest first, until the budget is used up."""
         result, left = [False] * len(num_rows), self.dense_budget_bytes
         for k in sorted(range(len(num_rows)), key=lambda k: num_rows[k]):
             left -= 4 * num_rows[k]
@@ -59,14 +59,15 @@ class CountOptions:
         return result
 
     def counters(self, names: Sequence[str], num_rows: Sequence[int]) -> list[TableCounter]:
-        """A counter of each table, of its name and rows."""
+        """One counter per table, given the tables' names and numbers of rows."""
         return [TableCounter(name, rows, dense, self.presence_samples, self.sparse_budget_bytes)
                 for name, rows, dense in zip(names, num_rows, self.dense_tables(num_rows),
                                              strict=True)]
 
 
 class AdaptiveCounter:
-    """Counts exactly while the distinct ids fit a memory budget, by sketches from then on."""
+    """Counts ids exactly while the distinct ones fit a memory budget, and with sketches after that.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         """Start counting exactly."""
@@ -79,14 +80,14 @@ class AdaptiveCounter:
 
     @property
     def num_ids(self) -> int:
-        """Distinct ids so far, estimated once they are sketched."""
+        """Distinct ids so far; an estimate once sketches are used."""
         if self.is_exact:
             return self._tally.num_ids
         self._flush_sample()
         return self.sample.result()[0].size << self.sample.level
 
     def add(self, ids: np.ndarray) -> None:
-        """Count `ids`, integer [N], none negative."""
+        """Count `ids`, non-negative integers [N]."""
         self.num_accesses += ids.size
         self._add(ids.astype(np.int64, copy=False), None)
 
@@ -141,14 +142,15 @@ class AdaptiveCounter:
         self._tally = Tally(tally.max_bytes)
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, ascending, and counts: all of them, or the heavy hitters' lower bounds."""
+        """Ids in ascending order and their counts: of all ids, or lower bounds for the heavy
+        hitters."""
         if self.is_exact:
             return self._tally.result()
         self._flush()
         return self.heavy.result()
 
     def merge(self, other: AdaptiveCounter) -> None:
-        """Add what another counter has counted (its own count is lost)."""
+        """Add another counter's counts; `other` must not be used afterwards."""
         self.num_accesses += other.num_accesses
         if other.is_exact:
             self._add(*other._tally.result())
@@ -206,7 +208,7 @@ class LengthCounter:
         self._counts += counts
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ascending lengths and how many bags have each, int64 [P]."""
+        """Bag lengths in ascending order, and how many bags have each, int64 [P]."""
         values = np.flatnonzero(self._counts)
         return values, self._counts[values]
 
@@ -242,14 +244,15 @@ class TableCounter:
         """Count one batch.
 
         Args:
-            lookups: the bags of every feature of the table, all of the same samples.
+            lookups: the bags of every feature of the table, all of the same samples, in the same
+                order.
             bucket: label of the time bucket. Buckets should come one after the other: each change
                 of the label costs a pass over the table's dense counter.
 
         Raises:
-            InvalidInputError: an id out of range, lengths that do not add up to the ids, ids that
-                are not integers, or features with different numbers of samples. This table
-                has counted nothing of the batch then.
+            InvalidInputError: an id is out of range, the lengths do not add up to the ids, ids are
+                not integers, or features differ in their numbers of samples. The table's counts are
+                then unchanged.
         """
         for part in lookups:
             self._check(part, lookups[0].num_samples)
@@ -299,7 +302,7 @@ class TableCounter:
             self._parts.setdefault(self._label, []).append((ids, counts))
 
     def finish(self) -> TableStats:
-        """The statistics of everything counted; the counter must not be used afterwards."""
+        """The statistics of all batches; the counter must not be used afterwards."""
         self._end_bucket()
         merged = {label: merge_counts(parts) for label, parts in self._parts.items()}
         buckets = tuple(TimeBucket(label, ids.astype(np.int64), counts)

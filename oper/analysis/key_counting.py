@@ -1,4 +1,4 @@
-"""Counting raw 64-bit keys, of which no table says how many there may be."""
+"""Counting raw 64-bit keys, whose number no table size limits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 class KeyCounter:
     """Counts the lookups of one column of raw keys, batch by batch, into `TableStats`.
 
-    The statistics have no head, since nobody knows which rows keys will have, and nothing that
-    could be merged: a histogram of access counts (exact up to a memory budget, beyond it heavy
-    hitters and a sampled tail), bag lengths, presence, and how many keys were new in each time
-    bucket. `oper.analysis.capacity` makes of them what a dynamic table needs.
+    The statistics have no head, since it is unknown which row a key will get, and cannot be merged.
+    They hold a histogram of access counts (exact up to a memory budget, beyond it heavy hitters and
+    a sampled tail), bag lengths, presence, and how many keys were new in each time bucket.
+    `oper.analysis.capacity` predicts from them how large a dynamic table must be.
     """
 
     def __init__(self, presence_samples: Sequence[int] = PRESENCE_SAMPLES,
@@ -64,7 +64,7 @@ class KeyCounter:
         self._new.append(self._known - before)
 
     def finish(self) -> TableStats:
-        """The statistics of everything counted; the counter must not be used afterwards."""
+        """The statistics of all batches; the counter must not be used afterwards."""
         self._end_bucket()
         counter = self._counter
         _, counts = counter.result()

@@ -32,7 +32,7 @@ class Lookups:
 
     @property
     def num_samples(self) -> int:
-        """Bags, one per sample."""
+        """Number of bags, which is the number of samples."""
         return int(self.ids.size if self.lengths is None else self.lengths.size)
 
 
@@ -64,7 +64,7 @@ class PresenceSampler:
         self._records: list[dict[int, tuple[int, int]]] = []
 
     def add(self, lookups: Sequence[Lookups]) -> None:
-        """Feed one batch: the bags of every feature of the table, all with the same samples."""
+        """Add one batch: the bags of every feature of the table, all with the same samples."""
         num_samples = lookups[0].num_samples
         ends: list[np.ndarray | None] | None = None
         done = 0
@@ -123,8 +123,8 @@ class PresenceSampler:
     def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Window sizes int64 [Q], mean distinct rows float64 [Q], windows counted int64 [Q].
 
-        A block that the log ends in counts with its whole windows. Sizes that no window fits are
-        left out.
+        The last block of the log counts as far as it has complete windows. Window sizes that were
+        never completed are left out.
         """
         self._close(self._at % self._block)
         sizes, means, counts = [], [], []

@@ -51,10 +51,10 @@ class _Summary:
 
 
 class HeavyHitters(_Summary):
-    """A Misra-Gries summary: counts too low by at most `error`, and no id above it is lost.
+    """A Misra-Gries summary: counts are too low by at most `error`; every id with more is in it.
 
-    `error` is at most (number of ids) / `num_entries`, on skewed ids far less; true count - error
-    <= count <= true count.
+    `error` is at most (number of ids) / `num_entries`, and far less for skewed ids; true count -
+    error <= count <= true count.
     """
 
     def __init__(self, num_entries: int = HEAVY_ENTRIES) -> None:
@@ -94,7 +94,7 @@ class DistinctSample(_Summary):
         self.level = 0
 
     def add(self, ids: np.ndarray, counts: np.ndarray) -> None:
-        """Add distinct ascending ids int64 [K] with their counts int64 [K]."""
+        """Add ids int64 [K], distinct and ascending, with their counts int64 [K]."""
         keep = sampled(ids, self.level)
         super().add(ids[keep], counts[keep])
 
@@ -124,16 +124,17 @@ def sketched_stats(
 ) -> TableStats:
     """Statistics from sketches.
 
-    The head holds the ids whose count is off by at most a tenth; to each the half of the error is
-    added. All other rows are in the tail's histogram, which is that of the sampled ids outside the
+    The head holds the ids whose count is off by at most a tenth; half of the error is added to
+    each. All other rows are in the tail's histogram, which is that of the sampled ids outside the
     head, each standing for 2^level rows, scaled so that head and tail hold all accesses.
 
     Args:
         num_rows: rows of the table.
-        heavy, sample: of all ids.
+        heavy, sample: the two sketches, each of all ids.
         num_accesses: ids counted.
         lengths: bag-length values and counts.
-        presence: samples, mean rows, windows.
+        presence: window sizes, mean distinct rows and windows counted, see
+            `PresenceSampler.result`.
         buckets: time buckets.
     """
     ids, counts = _head(heavy, num_accesses)
@@ -146,8 +147,10 @@ def sketched_stats(
 
 def sketched_histogram(heavy: HeavyHitters, sample: DistinctSample, num_accesses: int
                        ) -> tuple[np.ndarray, np.ndarray]:
-    """Access counts, ascending, and how many ids have each, int64 [K]: as `sketched_stats`, of ids
-    that no table bounds, as many as the sample stands for."""
+    """Access counts, ascending, and how many ids have each, int64 [K] both.
+
+    Estimated as in `sketched_stats`, but for ids without a table that limits their number.
+    """
     ids, counts = _head(heavy, num_accesses)
     num_sampled = sample.result()[0].size
     num_ids = max(num_sampled << sample.level, ids.size)
@@ -203,13 +206,14 @@ def _tail(head: np.ndarray, sample: DistinctSample, num_accesses: int, num_rows:
 
 def whole_rows(values: np.ndarray, rows: np.ndarray, num_accesses: int, num_rows: int
                ) -> tuple[np.ndarray, np.ndarray]:
-    """A histogram of whole rows near one of fractions, with exactly the accesses that are wanted.
+    """Round a histogram with fractional numbers of rows to whole rows, keeping the total of
+    accesses.
 
     Args:
         values: int64 [K], access counts.
-        rows: float64 [K], rows of each; ``values @ rows <= num_accesses`` about.
-        num_accesses: of all rows together.
-        num_rows: at most so many rows. What rounding leaves over goes to further rows.
+        rows: float64 [K], rows of each; ``values @ rows`` is at most about `num_accesses`.
+        num_accesses: accesses of all rows together, met exactly.
+        num_rows: most rows of the result. Accesses that rounding leaves over go to additional rows.
 
     Returns:
         Ascending counts int64 [M] and whole rows int64 [M], all >= 1.
@@ -227,20 +231,21 @@ def whole_rows(values: np.ndarray, rows: np.ndarray, num_accesses: int, num_rows
 
 
 def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStats:
-    """Statistics of all parts together, exact or sketched.
+    """Merge the statistics of several parts, exact or sketched.
 
-    A table all of whose parts are exact stays exact. Otherwise the parts' sketches are merged, an
-    exact part as the sketch that it would have become: errors add up and stay within (ids counted)
-    / `HEAVY_ENTRIES`. Only the order of time buckets depends on the order of the parts.
+    A table whose parts are all exact stays exact. Otherwise sketches are merged, an exact part
+    being sketched first: errors add up and stay within (ids counted) / `HEAVY_ENTRIES`. Only the
+    order of time buckets depends on the order of the parts.
 
     Args:
         parts: statistics of days, files or workers.
-        grown: tables may have more rows in some parts than in others, behind the rows of all, as
+        grown: allow tables to have more rows in some parts than in others, appended at the end, as
             after ``oper vocabulary extend``: equal row numbers mean equal values.
 
     Raises:
-        InvalidInputError: no parts, parts of different tables, or a table whose tail is modelled
-            (of published counts, say) so that nothing is known of single rows.
+        InvalidInputError: there are no parts, they are of different tables, or the tail of a table
+            is only modelled (for example from published counts), so that its rows are not known one
+            by one.
     """
     ready: list[tuple[int, AccessStats]] = []  # of falling size, so that few are held at a time
     for part in parts:
@@ -257,11 +262,12 @@ def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStat
 
 
 def renumber_stats(stats: AccessStats, remap: Remap) -> AccessStats:
-    """Statistics with the row numbers that ``oper vocabulary extend --reorder`` gave, see
-    `oper.rows.remap`; tables that have grown since they were counted grow first.
+    """Statistics under the row numbers that ``oper vocabulary extend --reorder`` gave.
+
+    Tables that have grown since they were counted get their new rows first. See `oper.rows.remap`.
 
     Raises:
-        InvalidInputError: other tables than the re-map's, or one that was not counted exactly.
+        InvalidInputError: the re-map is of other tables, or a table was not counted exactly.
     """
     if set(stats.tables) != set(remap):
         raise InvalidInputError(

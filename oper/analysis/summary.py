@@ -1,4 +1,4 @@
-"""What access statistics say, for a person: skew, unseen mass and drift."""
+"""Summary figures of access statistics: skew, unseen mass and drift."""
 
 from __future__ import annotations
 
@@ -78,13 +78,15 @@ def bucket_distances(table: TableStats) -> list[float]:
 
 
 def distance(old: TableStats, new: TableStats) -> float:
-    """Total variation distance between two countings of a table, 0 (alike) to 1 (disjoint).
+    """Total variation distance between two statistics of a table, 0 (the same distribution) to 1
+    (disjoint).
 
-    As `drift`, between statistics instead of time buckets. Rows outside a head count as the mean of
-    their tail, so that it is exact where both heads hold all touched rows (`TableStats.is_exact`).
+    Like `drift`, but between two statistics instead of time buckets. Rows outside a head count as
+    the mean of their tail, so the distance is exact where both heads hold all touched rows
+    (`TableStats.is_exact`).
 
     Raises:
-        InvalidInputError: tables of different sizes, a table without accesses, or raw keys.
+        InvalidInputError: the tables differ in size, one has no accesses, or they hold raw keys.
     """
     if old.num_rows != new.num_rows or not old.num_accesses or not new.num_accesses:
         raise InvalidInputError("cannot compare statistics", "num_rows, num_accesses",
@@ -115,8 +117,10 @@ def _distance(a: TimeBucket, b: TimeBucket) -> float:
 
 
 def describe(stats: AccessStats) -> dict[str, Any]:
-    """All tables' skew as JSON-able values (NaN becomes None); of raw ids also how many were new in
-    each time bucket."""
+    """All tables' skew as values that JSON can hold (NaN becomes None).
+
+    For raw keys also the number of new keys in each time bucket.
+    """
     tables = {}
     for name, table in stats.tables.items():
         fields = asdict(skew(table))

@@ -15,15 +15,15 @@ _EMPTY = np.zeros(0, np.int64)
 
 
 class Tally:
-    """Counts ids, none negative, in one hash table.
+    """Counts of non-negative ids in one hash table.
 
     Open addressing with at most three quarters of the slots taken; a slot has 8 bytes, 16 once ids
-    or accesses exceed 32 bits. `purge` makes room as Misra and Gries do ("Finding repeated
-    elements", 1982), many ids at a time (Anderson et al., "A high-performance algorithm for
-    identifying frequent items in data streams", 2017).
+    or accesses exceed 32 bits. `purge` makes room with the method of Misra and Gries ("Finding
+    repeated elements", 1982), applied to many ids at a time (Anderson et al., "A high-performance
+    algorithm for identifying frequent items in data streams", 2017).
 
     Attributes:
-        error: what `purge` has taken from each count, at most.
+        error: the most that `purge` has subtracted from any count.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -42,7 +42,11 @@ class Tally:
         return self._used.value
 
     def add(self, ids: np.ndarray, counts: np.ndarray | None = None) -> int:
-        """Count `ids` int64 [N], each once or `counts` int64 [N] times; how many fitted."""
+        """Count `ids` int64 [N], each once or `counts` int64 [N] times.
+
+        Returns:
+            How many of them fitted; the table has no room for the others.
+        """
         if not ids.size:
             return 0
         num = self._num_accesses + (ids.size if counts is None else int(counts.sum()))
@@ -99,10 +103,11 @@ class Tally:
         return min(int(fits[0]), _FEW - 2) if fits.size else _FEW - 2
 
     def purge(self, num_ids: int) -> None:
-        """Keep at most `num_ids` ids, those of the largest counts, each less by the same number.
+        """Keep at most `num_ids` ids, those with the largest counts, and reduce each count by one
+        number.
 
-        That number is added to `error`; more than `num_ids` counts are less by it or were
-        that small, so that `error` stays below (ids counted) / `num_ids`.
+        That number is added to `error`. More than `num_ids` counts were at least that large, so
+        `error` stays below (ids counted) / `num_ids`.
         """
         while self.num_ids > num_ids:
             level = self._level(num_ids)
@@ -111,7 +116,7 @@ class Tally:
             self.error += level
 
     def sample(self, level: int) -> Counts:
-        """`result` for the ids whose hash has `level` leading zeros (see `native.sampled`)."""
+        """As `result`, for the ids whose hash has `level` leading zeros (see `native.sampled`)."""
         room = self.num_ids if not level else 0
         while True:
             ids, counts = np.empty(room, np.int64), np.empty(room, np.int64)

@@ -43,13 +43,13 @@ def stats_from_value_counts(path: str | os.PathLike[str], options: ValueCountOpt
     """Access statistics of a CSV file (plain or gzip) with columns field, value, count by name.
 
     Every field is a table with one id per sample. Ids 1, 2, ... go to the values by count; id 0 is
-    the rare or unseen value. Accesses that a field lacks to the number of samples are those of
-    values below `min_count`: their rows are modelled by the power law count(rank) ~ rank^-a that
-    the coldest known values follow, continued until the missing accesses are used up, or, where
-    the number of distinct values is known, by the power law that ends there.
+    the rare or unseen value. Where a field has fewer accesses than there are samples, the missing
+    ones belong to values seen less than `min_count` times. Their rows are modelled by the power law
+    count(rank) ~ rank^-a that the coldest known values follow, continued until the missing accesses
+    are used up, or, where the number of distinct values is known, by the power law that ends there.
 
     Raises:
-        FileFormatError: no header with these columns, or a malformed row (named).
+        FileFormatError: the header lacks these columns, or a row, which is named, is malformed.
         InvalidInputError: a field has more accesses than `num_samples`.
     """
     options = options or ValueCountOptions()

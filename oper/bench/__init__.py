@@ -1,4 +1,5 @@
 """Comparisons with other systems and with physical limits.
 
-`core` has what all share, `verbs` the command; a package per theme has the cases.
+`core` holds what all benchmarks share, `verbs` the command line, and one package per theme the
+cases.
 """

@@ -1,1 +1,1 @@
-"""TorchRec and PyTorch edges: sharded modules, and their state."""
+"""Adapters to TorchRec and PyTorch: sharded modules, and their state."""

@@ -1,7 +1,7 @@
 """The id-only part of coming batches, done on a thread of its own while this batch is trained.
 
-Only `ShardedTables.resolve` runs there. It checks, locates and sorts ids; it reads no row, so that
-nothing has to be known about the rows that the batch in flight will change.
+Only `ShardedTables.resolve` runs there. It checks, locates and sorts ids but reads no row, so it
+does not depend on the rows that the batch in flight will change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_COMING = 8  # batches that were announced and never looked up are forgotten
 
 
 class Ahead:
-    """Resolves batches of one collection before their turn.
+    """Resolves batches of one collection ahead of their lookups.
 
     Args:
         tables: the collection's tables.
@@ -39,7 +39,7 @@ class Ahead:
     def start(self, batch: Lookup) -> Future[Lookup]:
         """Resolve a batch on the thread; the result raises what `lookup` would have raised.
 
-        A part of a batch is looked up wholly, see `oper.micro_batches`.
+        For a micro-batch the whole lookup is done, see `oper.micro_batches`.
         """
         parts = self._tables.turns.parts
         if parts is not None:
@@ -50,7 +50,7 @@ class Ahead:
         return self._thread.submit(self._tables.to_resolve(batch))
 
     def announce(self, features: KeyedJaggedTensor, batch: Lookup) -> None:
-        """Start a batch that `take` will be asked for by its features."""
+        """Start resolving a batch, which `take` will later return for its features."""
         started = self.start(batch)
         with self._lock:
             while len(self.coming) >= _MAX_COMING:
@@ -58,7 +58,7 @@ class Ahead:
             self.coming[id(features.values())] = (features, started)
 
     def take(self, features: KeyedJaggedTensor) -> Lookup | None:
-        """The batch that was announced with these very tensors, resolved, or None."""
+        """The resolved batch that was announced with these same tensors, or None."""
         with self._lock:
             known = self.coming.get(id(features.values()))
             if known is None or not _are_same(known[0], features):

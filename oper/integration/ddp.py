@@ -1,8 +1,8 @@
-"""DistributedDataParallel leaves sharded tables alone, applied before or after sharding.
+"""Makes DistributedDataParallel ignore sharded tables, whether applied before or after sharding.
 
 DDP broadcasts and averages every parameter that the module it is given does not name in
 ``_ddp_params_and_buffers_to_ignore``. That module may be a parent that is built after sharding, so
-that its names are only known when DDP is constructed.
+its names are known only when DDP is constructed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from oper.integration.table_tensor import TableParameter
 
 
 def ignore_tables() -> None:
-    """Let every DistributedDataParallel that is constructed from now on ignore sharded tables."""
+    """Make every DistributedDataParallel constructed from now on ignore sharded tables."""
     construct = DistributedDataParallel.__init__
     if getattr(construct, "ignores_tables", False):
         return
@@ -45,7 +45,7 @@ def _table_names(module: nn.Module) -> set[str]:
 
 
 def wrappers_of(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
-    """The DistributedDataParallel objects that some of the modules are in.
+    """The DistributedDataParallel objects that contain any of the modules.
 
     Raises:
         InvalidInputError: one of them would have nothing left to average.
@@ -70,7 +70,7 @@ def wrappers_of(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
 
 
 def rebuild(ddp: DistributedDataParallel) -> None:
-    """Let `ddp`, built around the unsharded module, ignore the sharded tables. Collective."""
+    """Make `ddp`, built around the unsharded module, ignore the sharded tables. Collective."""
     ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *_table_names(ddp.module)}
     ddp._module_parameters = [p for name, p in ddp.module.named_parameters()
                               if name not in ddp.parameters_to_ignore]

@@ -3,8 +3,8 @@
 TorchRec writes the pooled rows, copies them twice (``SparseArch``, ``InteractionArch``), multiplies
 all pairs of rows and picks those above the diagonal. Here the pairs are multiplied while a block of
 samples is in the processor's cache, and nothing in between is written to memory. The layers before
-and after it are torch's own, called without the interpreter in between, for which the threads of a
-server wait.
+and after it are torch's own, called without returning to the interpreter, whose lock the threads of
+a server compete for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FusedDLRM(nn.Module):
     """A DLRM whose lookup and interaction are `PublishedTables.lookup_interaction`.
 
     Args:
-        model: a ``torchrec.models.dlrm.DLRM`` that `can_fuse` has agreed to; its parts are used.
+        model: a ``torchrec.models.dlrm.DLRM`` that `can_fuse` accepts; its parts are used.
     """
 
     def __init__(self, model: Any) -> None:
@@ -39,16 +39,16 @@ class FusedDLRM(nn.Module):
 
     @property
     def shares_bags(self) -> bool:
-        """Whether calls take `first` and `shared_keys`."""
+        """Whether calls accept `first` and `shared_keys`."""
         return self._of_users is not None
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor,
                 first: torch.Tensor | None = None, shared_keys: torch.Tensor | None = None) -> Any:
-        """Logits [B, 1], as the model's but for the rounding of the dot products.
+        """Logits [B, 1], equal to the model's up to rounding in the dot products.
 
         `first` and `shared_keys` are those of `PublishedTables.lookup_shared_interaction`. With
-        them, what samples have in common is computed once, and the sums of the layer after the
-        interaction are rounded in another order, too.
+        them, shared parts are computed once, and sums in the layer after the interaction are also
+        rounded in another order.
         """
         bags = self._bags[0]
         if first is not None:
@@ -62,7 +62,7 @@ class FusedDLRM(nn.Module):
 
 
 def fuse(model: nn.Module) -> nn.Module:
-    """`model` with every DLRM that `can_fuse` as a `FusedDLRM`; the rest as it was."""
+    """Replace every DLRM in `model` that `can_fuse` accepts by a `FusedDLRM`."""
     if can_fuse(model):
         return FusedDLRM(model)
     for name, child in model.named_children():
@@ -73,8 +73,10 @@ def fuse(model: nn.Module) -> nn.Module:
 
 
 def can_fuse(model: nn.Module) -> bool:
-    """Whether `model` is a plain DLRM on read-only tables, whose rows come as its interaction wants
-    them: float32, one width, every feature in one table."""
+    """Whether `model` is a plain DLRM on read-only tables that the fused interaction supports.
+
+    Its rows must be float32 and of one width, and every feature must belong to one table.
+    """
     try:
         from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
     except ImportError:

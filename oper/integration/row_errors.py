@@ -1,4 +1,4 @@
-"""What storing a model's rows as narrower types would do to them, measured."""
+"""Measured errors of storing a model's rows as narrower types."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _SAMPLED = 1 << 14  # rows of a block, evenly
 
 def types_by_hotness(source: Weights, keys: dict[str, str], held: dict[str, TableSpec],
                      stats: AccessStats, error_budget: float) -> Precision:
-    """The types of rows that take the fewest bytes within an error budget, by the rows themselves.
+    """The types of rows that take the fewest bytes within an error budget, from the rows
+    themselves.
 
     Args:
         source: the rows.
-        keys: of the tables in `source`, by name.
-        held: the tables as they are there.
-        stats: how often rows are looked up.
+        keys: keys of the tables in `source`, by table name.
+        held: the tables as stored in `source`.
+        stats: access statistics.
         error_budget: see `oper.search.precision.choose_dtypes`.
     """
     errors = {name: _measured(source, keys[name], spec, stats) for name, spec in held.items()}
@@ -35,7 +36,7 @@ def types_by_hotness(source: Weights, keys: dict[str, str], held: dict[str, Tabl
 
 
 def by_precision(plan: Plan, chosen: Precision, stats: AccessStats) -> Plan:
-    """The same placement of read-only tables, with types of rows."""
+    """The placement of read-only tables, with the chosen types of rows."""
     tables = []
     for entry in plan.tables:
         hottest = blocks_of(entry.table, stats).head_ids

@@ -1,4 +1,4 @@
-"""Batches split by samples, and what a model returns for the parts put together."""
+"""Splitting batches by samples, and joining a model's outputs for the parts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def split_batch(batch: Any, num_parts: int) -> tuple[list[Any], list[int]]:
 
     Args:
         batch: tensors with one row per sample and `KeyedJaggedTensor`s, also within dataclasses
-            (TorchRec's `Batch`), tuples, lists and dicts; whatever else is in it goes to all parts.
-        num_parts: of nearly equal sizes.
+            (TorchRec's `Batch`), tuples, lists and dicts; anything else in it is given to all
+            parts.
+        num_parts: number of parts, of nearly equal sizes.
 
     Returns:
-        The parts, and samples of each.
+        The parts, and the number of samples of each.
 
     Raises:
-        InvalidInputError: fewer samples than parts, tensors of other numbers of samples, or
-            features whose numbers of samples differ.
+        InvalidInputError: there are fewer samples than parts, or tensors or features differ in
+            their numbers of samples.
     """
     sizes = {x.stride() if isinstance(x, KeyedJaggedTensor) else x.shape[0]
              for x in _leaves(batch) if not isinstance(x, torch.Tensor) or x.dim()}
@@ -61,7 +62,7 @@ def _like(value: Any, children: list[Any]) -> Any:
 
 
 def features_in(batch: Any) -> list[KeyedJaggedTensor]:
-    """The `KeyedJaggedTensor`s of a batch."""
+    """The `KeyedJaggedTensor`s in a batch, in the order in which they occur."""
     return [x for x in _leaves(batch) if isinstance(x, KeyedJaggedTensor)]
 
 
@@ -106,7 +107,7 @@ def _split_features(features: KeyedJaggedTensor, bounds: Sequence[int]
 
 
 def detached(value: Any) -> Any:
-    """What a model has returned, without its graph."""
+    """A model's output, detached from its graph."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     children = _children(value)
@@ -114,11 +115,12 @@ def detached(value: Any) -> Any:
 
 
 def joined(found: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The outputs of the parts of a batch as one output: tensors are concatenated, numbers averaged
-    with the parts' `sizes` (samples) as weights.
+    """Join the outputs of the parts of a batch into one output.
+
+    Tensors are concatenated; numbers are averaged with the parts' `sizes` (samples) as weights.
 
     Raises:
-        InvalidInputError: anything else that differs from part to part.
+        InvalidInputError: any other value differs between parts.
     """
     first = found[0]
     if isinstance(first, torch.Tensor):

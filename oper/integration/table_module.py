@@ -18,7 +18,7 @@ from oper.shmem.tables import ShardedTables
 
 
 class FixedEntries(dict[str, Any]):
-    """Parameters or children of a module, none of which can be replaced or taken away."""
+    """Parameters or children of a module, none of which can be replaced or removed."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         # torch.export looks at a program with tensors that stand for the parameters.
@@ -154,21 +154,27 @@ class TableModules(nn.ModuleDict):
         self._modules = FixedEntries(self._modules)
 
     def requires_grad_(self, requires_grad: bool = True) -> TableModules:
-        """As of any module, although `named_parameters` is empty."""
+        """Freeze or unfreeze all tables, although `named_parameters` is empty."""
         for module in self.values():
             module.requires_grad_(requires_grad)
         return self
 
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """None: TorchRec's sharders ask this of collections inside of other modules, for tables
-        that they are to shard. The collection's and the model's ``named_parameters`` show all."""
+        """Empty, since TorchRec's sharders call it on collections within modules to find tables to
+        shard.
+
+        The ``named_parameters`` of the collection and of the model list all tables.
+        """
         return iter(())
 
 
 def leave_alone(module: nn.Module) -> None:
-    """Let ``fully_shard`` of a model pass over a module, as over one that torch's ``replicate`` has
-    already been applied to: something else keeps its parameters in step."""
+    """Make ``fully_shard`` of a model skip a module.
+
+    It is marked as if torch's ``replicate`` had been applied, since something else keeps its
+    parameters in step.
+    """
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     module.__dict__[REGISTRY_KEY] = {"replicate": RegistryItem()}

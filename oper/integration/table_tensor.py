@@ -1,10 +1,10 @@
 """A sharded table as a tensor: reading it copies rows out, writing to it in place writes the rows.
 
 `TableParameter` is what ``weight`` of a sharded module is and what ``named_parameters()`` shows. It
-has the table's shape and dtype and no storage. An operation on it, or on a view of it, is carried
-out on a copy of the rows concerned, in logical order; what the operation has changed is written
-back. Views (``weight[3]``, ``weight.data``, ``weight.t()``) remember how they were taken, so that
-writing to them writes to the table, too.
+has the table's shape and dtype but no storage. An operation on it, or on a view of it, works on a
+copy of the rows concerned, in logical order, and its changes are written back. Views
+(``weight[3]``, ``weight.data``, ``weight.t()``) record how they were taken, so writing to them
+writes to the table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class TableTensor(torch.Tensor):
     """A table or a view of it.
 
     Reading is one-sided within a memory domain and collective between domains; writing is
-    collective everywhere, with equal values on all ranks (rank 0's are taken where they differ).
+    collective everywhere, with equal values on all ranks (if they differ, those of rank 0 are
+    used).
     """
 
     # Python-level operations reach `__torch_dispatch__` as the operators they are made of.
@@ -153,12 +154,14 @@ class TableTensor(torch.Tensor):
     __dlpack__ = __dlpack_device__ = _refuse_storage
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """A storage of the table's size on the meta device, by which tracers see the size and which
-        tensors are views of one table."""
+        """A meta-device storage of the table's size.
+
+        Tracers use it to see the size, and which tensors are views of one table.
+        """
         return self._shape.untyped_storage()
 
     def tolist(self) -> list[Any]:
-        """As ``torch.Tensor.tolist``."""
+        """The values as nested lists, as ``torch.Tensor.tolist`` returns them."""
         return self.detach().clone().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -228,7 +231,7 @@ class TableParameter(TableTensor):
                 _refuse_gradient)
 
     def register_hook(self, hook: Any) -> NoReturn:
-        """Refused: no gradient of the table is ever made."""
+        """Refused: the table's gradient never exists as a tensor."""
         raise InvalidInputError(
             f"cannot hook the gradient of table {self._rows.name!r}", "hook", hook,
             "no hooks, since lookups update the rows without such a gradient",
@@ -238,7 +241,7 @@ class TableParameter(TableTensor):
     register_post_accumulate_grad_hook = register_hook
 
     def requires_grad_(self, requires_grad: bool = True) -> TableParameter:
-        """Train the table from now on, or leave it as it is; the same on all ranks."""
+        """Train the table from now on, or freeze it; to be called alike on all ranks."""
         self.requires_grad = requires_grad
         return self
 

@@ -1,4 +1,4 @@
-"""What ``apply_optimizer_in_backward`` has tagged a table with, as an optimizer of OPER."""
+"""The optimizer that ``apply_optimizer_in_backward`` has attached to a table, as one of OPER's."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _WHAT = "cannot use the optimizer of apply_optimizer_in_backward"
 
 
 def tagged_optimizer(parameter: torch.Tensor) -> Optimizer | None:
-    """The optimizer that ``apply_optimizer_in_backward`` has tagged a table with, or None.
+    """The optimizer that ``apply_optimizer_in_backward`` has attached to a table, or None.
 
     Raises:
-        InvalidInputError: an optimizer or an argument that is not supported.
+        InvalidInputError: the optimizer, or one of its arguments, is not supported.
     """
     classes = getattr(parameter, "_optimizer_classes", None)
     if not classes:

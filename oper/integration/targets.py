@@ -73,7 +73,8 @@ def find_targets(module: nn.Module, wanted: Sequence[str] | None) -> list[Target
     """The modules to be replaced: all, or those whose paths are `wanted`.
 
     Raises:
-        InvalidInputError: nothing to shard, unknown paths, or parameters shared between modules.
+        InvalidInputError: there is nothing to shard, a path is unknown, or modules share
+            parameters.
     """
     targets = [t for t in all_targets(module) if wanted is None or t.path in wanted]
     behind = {t.path: why for t in targets if (why := _own_behaviour(t))}
@@ -159,10 +160,11 @@ def _refuse_shared_parameters(module: nn.Module, targets: list[Target]) -> None:
 
 
 def describe(target: Target, objective: str, default: Optimizer | None) -> None:
-    """Fill in tables and optimizers.
+    """Fill in a target's tables and optimizers.
 
     Raises:
-        InvalidInputError: training without an optimizer, or a module with refused options.
+        InvalidInputError: training is requested without an optimizer, or the module has unsupported
+            options.
     """
     from torch import nn
 
@@ -218,7 +220,8 @@ def own_names(target: Target) -> list[str]:
 
 
 def name_tables(targets: list[Target], module: nn.Module) -> None:
-    """Names in statistics and plans, as `oper.collect` gives them for the whole of `module`."""
+    """Set the tables' names in statistics and plans, as `oper.collect` names them for all of
+    `module`."""
     names = plan_names((t.path, name) for t in all_targets(module) for name in own_names(t))
     for target in targets:
         target.names = {s.name: names[target.path, s.name] for s in target.specs}
@@ -227,10 +230,11 @@ def name_tables(targets: list[Target], module: nn.Module) -> None:
 
 def typed(specs: Sequence[TableSpec], row_dtype: str | Mapping[str, str] | None
           ) -> list[TableSpec]:
-    """Tables whose rows are stored as `row_dtype`: of all, by table name, or as they are (None).
+    """The tables with rows stored as `row_dtype`: one type, types by table name, or None =
+    unchanged.
 
     Raises:
-        InvalidInputError: an unknown table or type.
+        InvalidInputError: a table or type is unknown.
     """
     if row_dtype is None:
         return list(specs)
@@ -265,7 +269,7 @@ def sharded_targets(module: nn.Module) -> list[Target]:
 
 
 def replacement(target: Target, tables: Any) -> nn.Module:
-    """The module that looks up in `tables`, with the call of the one that it stands for.
+    """The module that replaces a target: the same call, with lookups in `tables`.
 
     Args:
         target: the module.

@@ -1,4 +1,4 @@
-"""PyTorch's edge: ``nn.EmbeddingBag`` and ``nn.Embedding`` executed by a plan, without torchrec."""
+"""The adapter to PyTorch: sharded ``nn.EmbeddingBag`` and ``nn.Embedding``, without torchrec."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def module_spec(name: str, module: nn.EmbeddingBag | nn.Embedding, optimizer: st
     """The table of an ``nn.EmbeddingBag`` or ``nn.Embedding`` as plain data.
 
     Raises:
-        InvalidInputError: an option that a sharded table does not have.
+        InvalidInputError: the module has an option that sharded tables do not support.
     """
     what = f"cannot shard {type(module).__name__} {name!r}"
     pooling = getattr(module, "mode", "none")
@@ -93,7 +93,7 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
     """An ``nn.EmbeddingBag`` executed by a plan; same call, same ``state_dict``.
 
     Args:
-        bag: the unsharded module; gives configuration, not memory.
+        bag: the unsharded module; only its configuration is used.
         tables: tables that hold it, already filled.
         name: its table.
     """
@@ -109,7 +109,7 @@ class ShardedEmbeddingBag(_ShardedModule, nn.EmbeddingBag):
 
     def forward(self, input: torch.Tensor, offsets: torch.Tensor | None = None,
                 per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Pooled rows [B, dim], summed in float32 and then of the table's dtype.
+        """Pooled rows [B, dim], summed in float32 and converted to the table's dtype.
 
         Args:
             input: ids int64 or int32, [B, L], or [N] with `offsets`.
@@ -176,7 +176,7 @@ class ShardedEmbedding(_ShardedModule, nn.Embedding):
     """An ``nn.Embedding`` executed by a plan; same call, same ``state_dict``.
 
     Args:
-        module: the unsharded module; gives configuration, not memory.
+        module: the unsharded module; only its configuration is used.
         tables: tables that hold it, already filled.
         name: its table.
     """
@@ -184,7 +184,7 @@ class ShardedEmbedding(_ShardedModule, nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows [*input.shape, dim] in the table's dtype, of ids int64 or int32 of any shape.
 
-        ``padding_idx`` gets no gradient and is not touched by the update.
+        The row of ``padding_idx`` gets no gradient and no update.
         """
         if torch._C._get_tracing_state() is not None or not isinstance(input, torch.Tensor):
             _refuse(self, input)

@@ -1,4 +1,4 @@
-"""TorchRec's edge: collections whose tables a plan has placed.
+"""The adapter to TorchRec: collections whose tables are placed by a plan.
 
 `ShardedEmbeddingBags` and `ShardedEmbeddings` are TorchRec ``ShardedModule``s that can be put
 straight into a model: they work unwrapped, under DistributedDataParallel, under
@@ -408,7 +408,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
     """An ``EmbeddingBagCollection`` executed by a plan.
 
     Args:
-        collection: the unsharded collection; gives configuration, not memory.
+        collection: the unsharded collection; only its configuration is used.
         tables: its tables, already filled.
         names: table names in `tables` by config name.
 
@@ -449,7 +449,7 @@ class ShardedEmbeddingBags(_ShardedCollection):
         return values.to(self._output_dtype) if self._converts else values
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Configurations, as the unsharded collection."""
+        """Configurations, as in the unsharded collection."""
         return self._configs
 
     def is_weighted(self) -> bool:
@@ -461,7 +461,7 @@ class ShardedEmbeddings(_ShardedCollection):
     """An ``EmbeddingCollection`` (sequences) executed by a plan.
 
     Args:
-        collection: the unsharded collection; gives configuration, not memory.
+        collection: the unsharded collection; only its configuration is used.
         tables: its tables, already filled.
         names: table names in `tables` by config name.
 
@@ -477,7 +477,7 @@ class ShardedEmbeddings(_ShardedCollection):
         self._need_indices = collection.need_indices()
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """One embedding per id."""
+        """One embedding per id, by feature; see the class."""
         return self._jagged(self.tables.lookup(self.lookup_of(features)), features)
 
     def output_dist(self, ctx: _Context, output: torch.Tensor
@@ -502,7 +502,7 @@ class ShardedEmbeddings(_ShardedCollection):
             for name, part, jt in zip(self._output_names, parts, of_feature, strict=True)}
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Configurations, as the unsharded collection."""
+        """Configurations, as in the unsharded collection."""
         return self._configs
 
     def embedding_dim(self) -> int:

@@ -1,6 +1,6 @@
-"""TorchRec's plans in and out: export of the nearest plan, import for scoring, OPER as its planner.
+"""Conversion of plans to and from TorchRec's, and OPER as a planner for TorchRec.
 
-A TorchRec plan says for every table one of a few sharding types. What OPER's plans hold beyond that
+A TorchRec plan gives every table one of a few sharding types. What OPER's plans hold beyond that
 (tiers, rows out of id order, partial replicas, pulled rows) is lost on export and named by
 `lost_in_torchrec`. Import goes the other way without loss: every TorchRec plan is an OPER plan.
 """
@@ -46,14 +46,14 @@ _SPACES: tuple[frozenset[str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What an exported plan is for.
+    """Options of exporting a plan.
 
     Attributes:
         device_type: ``"cpu"`` or ``"cuda"``, for the shards' placement.
-        local_size: ranks per host; None = all of them on one.
-        row_ranges: ``"even"`` (blocks of ceil(rows / W) rows: what TorchRec's training executes,
-            whatever a plan says) or ``"proportional"`` to the rows that each rank holds (its
-            inference modules and other readers of its plans take those).
+        local_size: ranks per host; None = all ranks on one host.
+        row_ranges: ``"even"`` (blocks of ceil(rows / W) rows: which TorchRec's training executes,
+            whatever a plan states) or ``"proportional"`` to the rows that each rank holds
+            (understood by its inference modules and other readers of its plans).
         kinds: sharding types that may be used.
     """
 
@@ -95,15 +95,15 @@ def to_torchrec(plan: Plan, module: nn.Module, options: ExportOptions | None = N
 
     Owned tables become table-wise, replicated ones data-parallel, columns of owned pieces
     column-wise, stripes over the ranks of one of several hosts table-row-wise, everything else
-    row-wise. `lost_in_torchrec` says what that leaves out.
+    row-wise. `lost_in_torchrec` lists what is lost.
 
     Args:
         plan: made for the tables of `module` (named by their path as well where names collide).
-        module: a model, or a collection itself; meta tables will do.
+        module: a model, or a collection itself; its tables may be on the meta device.
         options: device, hosts, row ranges.
 
     Raises:
-        PlanError: a table that the plan does not know, or that is of another size there.
+        PlanError: a table is missing in the plan, or has another size there.
     """
     options = options or ExportOptions()
     choices = _choices(plan, options)
@@ -130,7 +130,7 @@ def to_torchrec(plan: Plan, module: nn.Module, options: ExportOptions | None = N
 
 
 def lost_in_torchrec(plan: Plan, options: ExportOptions | None = None) -> list[str]:
-    """What `to_torchrec` leaves out, one line per table and loss; empty = the same plan."""
+    """What `to_torchrec` cannot express, one line per table and loss; empty if nothing is lost."""
     choices = _choices(plan, options or ExportOptions())
     return [f"{name}: {text}" for name, c in choices.items() for text in c.lost]
 
@@ -275,15 +275,15 @@ def from_torchrec(sharding_plan: ShardingPlan, tables: Iterable[TableSpec], worl
     the owner and pushed, as TorchRec does; data-parallel tables become replicated ones.
 
     Args:
-        sharding_plan: of any sharding types.
+        sharding_plan: a plan with any sharding types.
         tables: the tables, named as in the plan or with their module's path before it.
         world_size: number of ranks.
-        scattered: ids say nothing about hotness although the statistics are ordered by it: a range
-            of rows is then a stripe, which holds its share of the hot rows like any other.
+        scattered: treat ids as unrelated to hotness, although the statistics are ordered by it: a
+            range of rows then becomes a stripe, with its share of the hot rows.
         plan_fields: other fields of `Plan`.
 
     Raises:
-        PlanError: a table without a sharding, or shards that do not cover it.
+        PlanError: a table has no sharding, or its shards do not cover it.
     """
     found: dict[str, list[Any]] = {}
     for path, module_plan in sharding_plan.plan.items():
@@ -351,8 +351,8 @@ def _as_stripe(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
 class OperPlanner(ShardingPlanner):
     """A planner for ``DistributedModelParallel(..., plan=planner.collective_plan(...))``.
 
-    Plans are made from access statistics in several spaces, exported, and scored as TorchRec would
-    run them; the best export is returned.
+    Plans are made from access statistics in several spaces of placements, exported, and scored as
+    TorchRec would execute them; the best one is returned.
 
     Args:
         stats: access statistics; None = plan from table sizes.
@@ -363,7 +363,7 @@ class OperPlanner(ShardingPlanner):
 
     Attributes:
         oper_plan: the returned plan as an OPER plan, with its modelled step (after `plan`).
-        lost: what the export of the plan in OPER's space left out.
+        lost: what the export of the plan in OPER's full space lost.
     """
 
     stats: AccessStats | None = None
@@ -379,7 +379,7 @@ class OperPlanner(ShardingPlanner):
         """Plan the collections of `module` that one of `sharders` shards (all when None).
 
         Raises:
-            InvalidInputError: nothing to shard.
+            InvalidInputError: there is nothing to shard.
             PlanInfeasibleError: the tables do not fit the topology.
         """
         offered = _offered(module, sharders, self.device_type)

@@ -46,17 +46,17 @@ _SCALE = 1e6  # GB/s in bytes per millisecond, the planner's unit
 def torchrec_proposals(problem: Problem, time_limit_s: float = 10.0) -> Iterator[tuple[str, Plan]]:
     """TorchRec's best plan of each of its proposers, as OPER plans; (proposer, plan).
 
-    The first is held to whole tables: with many tables and ranks the others may not come back in
-    time.
+    The first is restricted to whole tables, since with many tables and ranks the others may exceed
+    the time limit.
 
-    The planner sees what it can: table sizes, mean pooling factors, memory and bandwidths per rank,
-    ranks per host. No memory is reserved, so that both planners fill the same machine. Row ranges
-    come back as stripes, since ids of a TorchRec model say nothing about hotness.
+    The planner is given what it can use: table sizes, mean pooling factors, memory and bandwidths
+    per rank, ranks per host. No memory is reserved, so both planners can fill the same machine. Row
+    ranges are returned as stripes, since ids of a TorchRec model are unrelated to hotness.
 
     Args:
         problem: the problem; its statistics give the mean pooling factors.
-        time_limit_s: for all proposers together. TorchRec looks at the clock only between two
-            proposals; run it in a process of its own where the limit must hold.
+        time_limit_s: for all proposers together. TorchRec checks the time only between two
+            proposals; run it in a separate process if the limit must hold.
 
     Raises:
         InvalidInputError: the time limit is not positive, or a table's dtype is unknown to it.
@@ -101,8 +101,8 @@ def torchrec_proposals(problem: Problem, time_limit_s: float = 10.0) -> Iterator
 def planner_topology(topology: Topology) -> PlannerTopology:
     """TorchRec's view of a topology: one bandwidth for all ranks, memory rank by rank.
 
-    Several ranks in one memory domain are CPU processes to it, one rank per domain is a GPU. Where
-    ranks differ it gets the mean of their bandwidths.
+    Several ranks in one memory domain are described as CPU processes, a rank alone in its domain as
+    a GPU. Where ranks differ, the mean of their bandwidths is used.
     """
     domains, world_size = topology.domains, topology.world_size
     shared = any(len(d.ranks) > 1 for d in domains)

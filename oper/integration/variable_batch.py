@@ -20,7 +20,7 @@ def padded_lengths(features: KeyedJaggedTensor, pooled: bool
     and int64 [num_keys], how many each key has if nobody reads pooled rows of those behind them.
 
     Raises:
-        InvalidInputError: `pooled`, and no ``inverse_indices``.
+        InvalidInputError: `pooled` is set but there are no ``inverse_indices``.
     """
     inverse = features.inverse_indices_or_none()
     if pooled and inverse is None:
@@ -42,22 +42,22 @@ def padded_lengths(features: KeyedJaggedTensor, pooled: bool
 
 def spread(values: torch.Tensor, ends: Sequence[int], names: Sequence[str],
            features: KeyedJaggedTensor, reads_all: bool = False) -> torch.Tensor:
-    """Pooled rows of distinct samples as those of the whole batch, by the ``inverse_indices``.
+    """Expand pooled rows of distinct samples to the whole batch, by the ``inverse_indices``.
 
     Args:
-        values: float32 [n of the lookup, sum of dims]; rows of a feature behind its own samples are
+        values: float32 [n of the lookup, sum of dims]; rows of a feature after its own samples are
             not read.
-        ends: where the columns of each feature begin, and the end; [F + 1].
+        ends: where the columns of each feature begin, and the end of the last; [F + 1].
         names: the features, in the order of the columns.
         features: their bags, and with ``inverse_indices`` the row of each of the batch's B samples.
-        reads_all: somebody reads the gradient of all rows; without it, those behind a feature's own
-            samples hold anything.
+        reads_all: whether the gradient of all rows is read; if not, that of rows after a feature's
+            own samples is left undefined.
 
     Returns:
-        float32 [B, sum of dims]; `values` itself where every sample has bags of its own.
+        float32 [B, sum of dims]; `values` itself if no samples share bags.
 
     Raises:
-        InvalidInputError: not of every feature, or a row that the feature has not.
+        InvalidInputError: inverse indices are missing for a feature, or exceed its samples.
     """
     what = "cannot pool a variable batch per feature"
     keys, rows = features.inverse_indices()

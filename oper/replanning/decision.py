@@ -1,6 +1,6 @@
-"""When another plan pays: how accesses have drifted, what each plan costs now, what a move takes.
+"""Whether a new plan pays: how accesses have drifted, what each plan costs now, what a move costs.
 
-Analysis and search meet here, as plain data; `oper.migrate` carries a decision out.
+Works on plain data from analysis and search; `oper.migrate` carries a decision out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oper.topology import Topology
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replanning:
-    """What a change of plan would bring, all times modelled.
+    """What a change of plan would cost and save; all times are modelled.
 
     Attributes:
         plan: the plan for the new statistics.
@@ -34,8 +34,9 @@ class Replanning:
         moved_bytes: bytes of rows and optimizer state that change their rank.
         network_bytes: bytes that the memory domains send each other for the move, replicas and
             requests included.
-        copied_bytes: bytes that the busiest rank copies: `oper.migrate` fills all of its new arena.
-        copy_us: time of the move: of the busiest link, and of that copy.
+        copied_bytes: bytes that the busiest rank copies, since `oper.migrate` fills the whole of
+            its new arena.
+        copy_us: time of the move: that of the busiest link plus that of the copy.
     """
 
     plan: Plan
@@ -49,7 +50,8 @@ class Replanning:
 
     @property
     def break_even_steps(self) -> float:
-        """Steps after which the copy has paid; infinite when the new plan is not faster."""
+        """Steps after which the saved time exceeds that of the move; infinite if the new plan is no
+        faster."""
         gain = self.old_step_us - self.new_step_us
         return self.copy_us / gain if gain > 0 else float("inf")
 
@@ -57,22 +59,22 @@ class Replanning:
 def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
            old_stats: AccessStats | None = None, copy_gbps: float = 1.0,
            options: Mapping[str, Any] | None = None) -> Replanning:
-    """Plan again for new statistics, and say what that would bring.
+    """Make a plan for new statistics and compare it with the present one.
 
     Args:
-        plan: the plan that runs.
+        plan: the plan in use.
         stats: recent access statistics of its tables.
-        topology: the machine, for as many ranks.
-        old_stats: the statistics that `plan` was made from, for the distance.
+        topology: the machine, with as many ranks as `plan`.
+        old_stats: the statistics that `plan` was made from; they give `distance`.
         copy_gbps: rate at which a rank copies rows into its new arena, in GB/s.
         options: keyword arguments of `oper.make_plan`.
 
-    Both plans' steps are modelled on the new statistics with each row at the place that the plan
-    gives it, so that an order of hotness that is no longer true costs what it costs. Of tables with
-    more rows than that, 65,536 hot rows are followed one by one and the others taken as alike.
+    Both plans' steps are modelled on the new statistics with each row where the plan puts it, so
+    that an outdated hotness order is charged for. In larger tables the 65,536 hottest rows are
+    followed one by one and the others are treated as equally hot.
 
     Raises:
-        InvalidInputError: the plan does not tell its batch size, or a rate is not positive.
+        InvalidInputError: the plan does not state its batch size, or a rate is not positive.
         PlanError: the topology or the statistics are for other ranks or tables.
     """
     check_batch(plan)
@@ -93,7 +95,7 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
 
 
 def check_batch(plan: Plan) -> None:
-    """Raise InvalidInputError for a plan that does not tell its batch size."""
+    """Raise InvalidInputError for a plan that does not state its batch size."""
     if plan.batch_size < 1:
         raise InvalidInputError("cannot weigh another plan", "plan.batch_size", plan.batch_size,
                                 ">= 1, the samples per rank and step that both are priced for",
@@ -101,10 +103,10 @@ def check_batch(plan: Plan) -> None:
 
 
 def step_us(plan: Plan, stats: AccessStats, topology: Topology) -> float:
-    """Modelled step of a plan on statistics other than those that gave it its order of hotness.
+    """Modelled step of a plan on statistics other than those of its hotness order.
 
     Raises:
-        InvalidInputError: the plan does not tell its batch size.
+        InvalidInputError: the plan does not state its batch size.
     """
     check_batch(plan)
     relabelled, entries = {}, []

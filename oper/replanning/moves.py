@@ -44,13 +44,13 @@ class Moves:
 
 
 def moves(old: Plan, new: Plan, domain_of: list[int]) -> Moves:
-    """What a move between plans of the same tables carries.
+    """Bytes that a move between plans of the same tables transfers.
 
     Args:
-        old, new: the plans, for as many ranks.
+        old, new: the plans, for equal numbers of ranks.
         domain_of: index of each rank's memory domain, by rank.
 
-    Of tiers with more rows than 262,144 so many random ones stand for all.
+    Tiers of more than 262,144 rows are estimated from a random sample of that many rows.
     """
     domains = np.asarray(domain_of)
     found = Moves(0.0, np.zeros((domains.max() + 1, domains.max() + 1)))

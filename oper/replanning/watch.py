@@ -1,10 +1,10 @@
-"""Re-planning while a model trains: notice that links have changed, and move when it has paid.
+"""Re-planning while a model trains: detects slower links, and moves once a move has paid.
 
-Nobody knows how long a slower link will last. Training on with the old plan costs a little in every
-step, moving costs much once: the ski rental problem. The rule is its classic one: move when what
-the old plan has cost beyond the new one, since the change, has reached the cost of the move. Then
-the two together are at most twice what a rule that knew the future would have paid. Links are
-measured by the same rule: when what steps differ by has added up to what a measurement takes.
+How long a link stays slow is unknown. Training on with the old plan costs a little in every step,
+moving costs much once: the ski rental problem. The rule is its classic one: move when what the old
+plan has cost beyond the new one, since the change, has reached the cost of the move. The total is
+then at most twice the cost of the best decision in hindsight. Links are measured by the same rule:
+once the time lost in slower steps has reached the cost of a measurement.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Event:
-    """What a `Replanner` has found out or done.
+    """Something that a `Replanner` has detected or done.
 
     Attributes:
-        step: training steps that it had seen.
+        step: number of training steps up to then.
         kind: ``"same links"`` (steps changed, links did not), ``"no better plan"`` (links changed),
             ``"better plan"`` (links changed; moving begins to be weighed) or ``"moved"`` (with
             `WatchOptions.bytes_per_step`: it has begun, and goes on in the steps that follow).
         step_s: seconds of a step in the last window.
         link_gbps: by host, ascending, as measured last.
-        seconds: that this call took for it on the slowest rank.
+        seconds: time that the call took for it on the slowest rank.
         replanning: the better plan and what it would bring, where there is one.
     """
 
@@ -66,7 +66,7 @@ class WatchOptions:
         copy_gbps: rate at which a rank copies rows into its new arena, in GB/s.
 
     Raises:
-        InvalidInputError: a value out of range.
+        InvalidInputError: a value is out of range.
     """
 
     window: int = 16
@@ -85,27 +85,27 @@ class WatchOptions:
 
 
 class Replanner:
-    """Watches the steps of a sharded model, and moves its tables when another plan has paid.
+    """Watches the steps of a sharded model, and moves its tables once a new plan pays.
 
     Args:
         model: what `oper.shard` returned, or a model that contains it; on several hosts.
-        stats: access statistics of its tables; rank 0's count.
+        stats: access statistics of its tables; those of rank 0 are used.
         topology: the machine as it was when the present plan was made.
         options: how steps are compared and rows are moved.
         plan_options: keyword arguments of `oper.make_plan`.
-        measure_links: gives GB/s by host, hosts in ascending order; collective, rank 0's counts.
-            By default all ranks exchange bytes for a few seconds.
+        measure_links: returns GB/s by host, in ascending order of hosts; collective, and rank 0's
+            result is used. By default all ranks exchange bytes for a few seconds.
 
     Attributes:
         topology: the machine that the present plan is for.
         events: what has happened so far, in order.
 
     Raises:
-        InvalidInputError: not several hosts, a topology for other ranks, tables of several process
-            groups, or a plan that does not tell its batch size.
+        InvalidInputError: there is only one host, the topology has another number of ranks, the
+            tables use several process groups, or the plan does not state its batch size.
 
-    Creation and `step` are collective. Steps that other programs slow down count like those that
-    links slow down, but move nothing: links are measured first.
+    Creation and `step` are collective. Steps slowed down by other programs are noticed as well, but
+    cause no move, since links are measured first.
 
     Example::
 
@@ -147,13 +147,14 @@ class Replanner:
         """Call after every training step, on all ranks.
 
         Returns:
-            What this call has found out or done, if anything; the same on all ranks.
+            What this call has detected or done, or None; the same on all ranks.
 
         Raises:
-            PlanError: there is no plan for the links as they are now; the old one goes on, and
-                the next change of steps is looked at.
-            OperError: there is no memory for both plans' arenas, or planning has failed; likewise.
-            InvalidInputError: `measure_links` has not given a positive number for every host.
+            PlanError: no plan exists for the links as they are now; the old plan stays, and
+                watching goes on.
+            OperError: memory does not suffice for the arenas of both plans, or planning failed; as
+                above.
+            InvalidInputError: `measure_links` did not return a positive number for every host.
         """
         now = time.perf_counter()
         if self._last is not None:

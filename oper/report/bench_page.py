@@ -34,10 +34,10 @@ def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def bench_page(value: Mapping[str, Any]) -> str:
-    """Every number of a benchmark record.
+    """An HTML page with every number of a benchmark record.
 
-    Contenders side by side, the phases of a step and the bytes by link where cases tell them, a
-    plot per number that several cases share, and a table of all.
+    It shows contenders side by side, phases of a step and bytes by link where the record has them,
+    one plot per figure that several cases share, and a table of all figures.
     """
     cases = value["cases"]
     numbers = [{k: float(v) for k, v in c.items() if _is_number(v)} for c in cases]

@@ -1,4 +1,5 @@
-"""``oper doctor``: what is installed, what the machine offers, what is missing, how to get it."""
+"""``oper doctor``: what is installed, what the machine offers, what is missing and how to get it.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ class Report:
         machine: processor, memory and page facts.
         gpus: one line per device.
         environment: variables that are set, of those OPER reads.
-        problems: what keeps the CPU path from working, variables with values that they may not have
-            among it, and the way out.
+        problems: what keeps the CPU path from working, invalid environment variables included, and
+            the remedy.
         hints: what is missing for optional parts, and how to get it.
     """
 
@@ -219,7 +220,8 @@ def _machine() -> dict[str, Any]:
 
 
 def page_kind() -> str:
-    """The kind of pages behind the rows of a shared arena here, tried out on a few megabytes.
+    """The kind of memory pages that a shared arena gets on this machine, tested with a few
+    megabytes.
 
     Needs the host library to be loaded.
     """

@@ -1,4 +1,4 @@
-"""How far accesses have drifted from the statistics of a plan, and when another plan pays."""
+"""How far accesses have drifted from the statistics of a plan, and whether a new plan pays."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MAX_CURVES = 10
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Later statistics against the old ones.
+    """A comparison of later statistics with the old ones.
 
     Attributes:
-        name: of the later statistics.
+        name: name of the later statistics.
         distances: by table, total variation distance, 0 to 1.
-        replanning: what another plan would bring; None without a plan.
+        replanning: what a new plan would cost and save; None without a plan.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Drift:
 
 def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
            planned: tuple[Plan, Topology] | None = None, copy_gbps: float = 1.0) -> list[Drift]:
-    """Compare statistics with later ones, and cost a plan on these.
+    """Compare statistics with later ones, and price a plan on them.
 
     Args:
-        old: what the plan was made from.
+        old: the statistics that the plan was made from.
         later: names and statistics, in order of time.
-        planned: the plan that runs and its machine; None = distances only.
+        planned: the plan in use and its machine; None = distances only.
         copy_gbps: rate at which a rank copies rows into a new arena, in GB/s.
 
     Raises:
@@ -69,7 +69,7 @@ def drifts(old: AccessStats, later: Sequence[tuple[str, AccessStats]],
 
 
 def verdict(drift: Drift) -> str:
-    """One line on a drift: its distance and, with a plan, whether another plan pays."""
+    """One line on a drift: its distance and, with a plan, whether a new plan pays."""
     text = f"{drift.name}: mean distance {drift.mean:.3f}"
     change = drift.replanning
     if change is None:

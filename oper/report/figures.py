@@ -50,7 +50,8 @@ def pyplot() -> Any:
 
 
 def canvas(height: float, num_rows: int = 1) -> tuple[Any, Any]:
-    """A figure of the common width and `height` inches, and its axes one below the other."""
+    """A figure of the common width, `height` inches high, and its `num_rows` axes from top to
+    bottom."""
     figure, axes = pyplot().subplots(num_rows, 1, figsize=(_WIDTH, height), layout="constrained",
                                      squeeze=False)
     for axis in axes[:, 0]:
@@ -60,7 +61,7 @@ def canvas(height: float, num_rows: int = 1) -> tuple[Any, Any]:
 
 
 def svg_of(figure: Any, name: str, legend: Legend = ()) -> str:
-    """A figure as an SVG element without anything that refers outside of it, below its legend.
+    """A figure as a self-contained SVG element below its legend.
 
     The legend is text of the page, which breaks its lines where the page is narrow.
 
@@ -87,17 +88,18 @@ def svg_of(figure: Any, name: str, legend: Legend = ()) -> str:
 
 
 def short(name: str) -> str:
-    """A name of bearable length."""
+    """A name shortened to fit a label."""
     return name if len(name) <= _MAX_LABEL else name[:_MAX_LABEL - 1] + "\u2026"
 
 
 def plain(name: str) -> str:
-    """A name as a label of an axis: dollar signs are no formula."""
+    """A name as an axis label, with dollar signs escaped so that matplotlib reads no formula."""
     return short(name).replace("$", r"\$")
 
 
 def loads(found: Evaluation, before: Evaluation | None) -> str:
-    """Microseconds per rank by term, one panel per phase; the plan compared with as marks."""
+    """Microseconds per rank by term, one panel per phase; the plan it is compared with is drawn as
+    marks."""
     num_ranks = found.held_bytes.size
     figure, axes = canvas(0.4 + 1.5 * len(found.phases), len(found.phases))
     ranks, legend = np.arange(num_ranks), {TERMS[0]: colour(0)}
@@ -153,7 +155,8 @@ def stacked(bars: Sequence[tuple[str, Mapping[str, float]]], label: str, name: s
 
 
 def name_bars(axis: Any, names: Sequence[str], label: str, places: Sequence[float] = ()) -> None:
-    """Name horizontal bars from the top on, at 0, 1, ... or at `places`, and their values."""
+    """Label horizontal bars and their value axis; bars run from the top, at 0, 1, ... or `places`.
+    """
     axis.set_yticks(places or range(len(names)), [plain(n) for n in names])
     axis.margins(y=0.01)
     axis.invert_yaxis()
@@ -166,12 +169,12 @@ def colours_of(names: Sequence[str]) -> Legend:
 
 
 def colour(k: int) -> str:
-    """The colour of the k-th of several parts or curves."""
+    """The colour of the k-th part or curve."""
     return _TERM_COLOURS[k % len(_TERM_COLOURS)]
 
 
 def line(k: int, marked: bool = True) -> dict[str, Any]:
-    """The look of the k-th curve: colour and dashes together tell 21 apart."""
+    """Style of the k-th curve: colour and dashes together make 21 distinguishable styles."""
     look: dict[str, Any] = {"color": colour(k), "linewidth": 1.3,
                             "linestyle": ("-", "--", ":")[k // len(_TERM_COLOURS) % 3]}
     return {**look, "marker": "o", "markersize": 3.5} if marked else look
@@ -190,13 +193,13 @@ def axes(xlabel: str, ylabel: str, log: str = "") -> tuple[Any, Any]:
 
 
 def with_legend(figure: Any, axis: Any, name: str) -> str:
-    """The figure as SVG, below the names of its curves."""
+    """The figure as SVG, below a legend of its curves."""
     return svg_of(figure, name, [(x.get_label(), x.get_color(), x.get_linestyle())
                                  for x in axis.get_lines()])
 
 
 def placement_kind(tier: Tier, world_size: int) -> str:
-    """Key of `PLACEMENT_COLOURS`."""
+    """The kind of a tier's placement, a key of `PLACEMENT_COLOURS`."""
     if tier.memory == "host":
         return "host memory"
     if tier.placement == "replicated" and len(tier.ranks) < world_size:

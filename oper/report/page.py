@@ -1,4 +1,5 @@
-"""One HTML page that is complete in itself: figures, plots, tables; light and dark, any width."""
+"""One self-contained HTML page of figures, plots and tables, for light and dark mode and any width.
+"""
 
 from __future__ import annotations
 
@@ -97,14 +98,14 @@ class Table:
     after: str = ""
 
     def numbers(self) -> list[bool]:
-        """Which columns hold numbers, and are therefore set to the right."""
+        """Which columns hold numbers and are therefore right-aligned."""
         return [all(_NUMBER.fullmatch(str(row[k])) for row in self.rows)
                 for k in range(len(self.head))]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text as it is, under a heading."""
+    """Preformatted text under a heading."""
 
     heading: str
     text: str

@@ -59,7 +59,7 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    """Replay, print predicted against replayed, write the trace."""
+    """Replay batches, print predicted and replayed figures, and write the trace if asked for."""
     if args.trace is None and args.stats is None:
         raise UsageError("nothing to replay", "trace, stats", None,
                          "a preprocessed folder, or statistics to draw from",
@@ -96,7 +96,7 @@ class Simulation:
             and peer.
         sent_bytes: int64 [12, W, W], bytes of all steps that ranks of different memory domains send
             each other, by kind (`oper.rows.traffic.SENT`), sender and receiver.
-        loads: one per step.
+        loads: the modelled loads, one per step.
         has_push: whether any tier is pushed.
     """
 
@@ -108,18 +108,18 @@ class Simulation:
 
 def simulate(plan: Plan, problem: Problem, batches: Iterator[list[RankBatch]], steps: int,
              wire: WireReplay | None = None) -> Simulation:
-    """Replay up to `steps` steps.
+    """Replay a plan on up to `steps` steps of batches.
 
     Args:
         plan: the plan.
         problem: machine, costs and statistics.
         batches: the batches of all ranks, one list per step.
-        steps: at most.
-        wire: counts what memory domains send each other, and says which rows are clipped; None =
-            none are.
+        steps: most steps to replay.
+        wire: counts what memory domains send each other and decides which rows are clipped; None =
+            no clipping.
 
     Raises:
-        InvalidInputError: no batch at all, or one that does not fit the plan's tables.
+        InvalidInputError: there is no batch, or one does not fit the plan's tables.
     """
     wire = wire or WireReplay(plan, problem.topology.domain_of(), problem.training)
     replay = Replay(plan, clipped=wire.clipped, num_domains=problem.topology.num_hosts)
@@ -174,7 +174,7 @@ def _batches(args: argparse.Namespace, plan: Plan, problem: Problem) -> Iterator
 
 def folder_batches(path: str, split: str, tables: list[TableSpec], batch_size: int,
                    world_size: int) -> Iterator[list[RankBatch]]:
-    """Full batches of a preprocessed folder in order, each as the ranks' shares.
+    """Full batches of a preprocessed folder in order, each split into the ranks' batches.
 
     Raises:
         InvalidInputError: the folder lacks a feature of the tables.
@@ -249,8 +249,11 @@ def _draw(stats: TableStats, batch_size: int, rng: np.random.Generator) -> Bags:
 
 def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, problem: Problem
             ) -> dict[str, Any]:
-    """Predicted against replayed as JSON-able values: times and modelled bytes per step; what the
-    host runtime reads, in all steps together."""
+    """Predicted and replayed figures as values that JSON can hold.
+
+    Times and modelled bytes are per step; bytes that the host runtime reads are totals of all
+    steps.
+    """
     steps = len(found.loads)
     link = link_classes(problem.machine.world_size, problem.topology)
     phases = []

@@ -16,7 +16,8 @@ Named = Sequence[tuple[str, TableStats]]
 
 
 def stats_page(stats: AccessStats) -> str:
-    """Coverage, hotness, bag lengths, presence and drift of all tables; plots of the busiest."""
+    """Coverage, hotness, bag lengths, presence and drift of all tables; plots of the busiest ones.
+    """
     busiest: Named = [(n, t) for n, t in sorted(
         stats.tables.items(), key=lambda item: -item[1].num_accesses)[:_MAX_CURVES]
         if t.num_accesses]

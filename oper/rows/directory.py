@@ -26,15 +26,15 @@ class TierLayout:
 
     Attributes:
         tier: the tier.
-        pattern: int64 [P], owner of offset k of one turn.
-        within: int64 [P], how many earlier offsets of the turn have the same owner.
-        weight: int64 [W], rows per turn of each rank.
+        pattern: int64 [P], owner at offset k of the repeating pattern.
+        within: int64 [P], how many earlier offsets of the pattern have the same owner.
+        weight: int64 [W], rows of each rank in one repetition of the pattern.
         slot_base: int64 [W], slot of the tier's first row on each rank.
         num_rows: int64 [W], rows of the tier on each rank.
         replica_base: int64 [W], first replica row on each rank, -1 = no copy.
-        dtype, row_bytes: of its rows.
-        begin, replica_begin: int64 [W], bytes before the tier's first row in the rows, and before
-            its first replica row in the replicas, of each rank.
+        dtype, row_bytes: element type and bytes of its rows.
+        begin, replica_begin: int64 [W], on each rank, bytes before the tier's first row in the
+            array of rows, and before its first replica row in the array of replicas.
     """
 
     tier: Tier
@@ -56,22 +56,23 @@ class TableDirectory:
     Args:
         plan: the table's placement.
         world_size: ranks W.
-        piece: which column piece.
+        piece: index of the column piece.
 
     Attributes:
         table: the whole table.
         column, dim: first column and columns of the piece.
-        num_slots: int64 [W], rows on each rank; those of host memory have the last slots.
-        num_replica_rows: int64 [W], replicated rows on each rank; in the same order.
+        num_slots: int64 [W], rows on each rank; rows in host memory have the last slots.
+        num_replica_rows: int64 [W], replicated rows on each rank, in the same order.
         num_host_slots, num_host_replica_rows: int64 [W], how many of them are in host memory.
-        bytes, host_bytes: int64 [2, W], of the rows and the replicated rows on each rank, and how
-            many of them are in host memory.
-        is_mixed: whether tiers have types of their own; such rows are numbered by tier, see
-            `by_tier`.
+        bytes, host_bytes: int64 [2, W], bytes of the rows and of the replicated rows on each rank,
+            and how many of these bytes are in host memory.
+        is_mixed: whether tiers have different element types; their rows are then numbered by tier,
+            see `by_tier`.
         owner_begin: int64 [W + 1], first home key of each rank.
 
     Raises:
-        PlanError: a table of more rows than slots can number, or quantised rows in pieces.
+        PlanError: the table has more rows than there are slot numbers, or has quantised rows and
+            column pieces.
     """
 
     def __init__(self, plan: TablePlan, world_size: int, piece: int = 0) -> None:
@@ -180,8 +181,11 @@ class TableDirectory:
 
     def by_tier(self, positions: np.ndarray
                 ) -> Iterator[tuple[TierLayout, np.ndarray, np.ndarray, np.ndarray]]:
-        """For every tier with any of the positions (int64 [n]): the tier; which they are, their
-        owners, and the places of their rows among the owner's rows of the tier (int64 [m] each).
+        """The given positions (int64 [n]) by tier, for every tier that has any.
+
+        Yields:
+            The tier; indices of its positions; their owners; and their row numbers among the
+                owner's rows of the tier (int64 [m] each).
         """
         for layout in self.tiers:
             at = np.flatnonzero((positions >= layout.tier.start) & (positions < layout.tier.stop))
@@ -191,7 +195,7 @@ class TableDirectory:
                 yield layout, at, who, turn * layout.weight[who] + layout.within[k]
 
     def positions_at(self, rank: int, slots: np.ndarray) -> np.ndarray:
-        """Positions (int64 [n]) of the rows in valid slots (int64 [n]) of `rank`."""
+        """Positions (int64 [n]) of the rows that valid slots (int64 [n]) of `rank` hold."""
         positions = np.empty(slots.shape, np.int64)
         for layout in self.tiers:
             first, count = layout.slot_base[rank], layout.num_rows[rank]
@@ -206,11 +210,12 @@ class TableDirectory:
         return positions
 
     def head_map(self) -> tuple[np.ndarray, ...]:
-        """Words int64 [n] and positions int32 [H] for the kernels; () without a head.
+        """Bitmap words int64 [n] and positions int32 [H] of head rows, for the kernels; () without
+        a head.
 
         n = ceil(num_rows / 32); bit i % 32 of word i // 32 marks head row i, and the word's high
-        half counts the head rows before it; `positions` lists their positions in ascending order
-        of id.
+        half counts the head rows before it; `positions` lists their positions in ascending order of
+        id.
         """
         if not self.head_ids.size:
             return ()
@@ -222,7 +227,8 @@ class TableDirectory:
         return words.view(np.int64), self._sorted_positions.astype(np.uint32).view(np.int32)
 
     def head_order(self) -> tuple[np.ndarray, ...]:
-        """Head ids by position and ascending, int32 [H] each (bits of uint32); () without."""
+        """Head ids in order of position, and in ascending order, int32 [H] each (bits of uint32);
+        () without a head."""
         if not self.head_ids.size:
             return ()
         return tuple(ids.astype(np.uint32).view(np.int32)
@@ -233,7 +239,7 @@ def directories_of(plan: Plan, may_mix: bool = False) -> list[TableDirectory]:
     """The directories of a plan: one per column piece of each table.
 
     Raises:
-        PlanError: a table with rows of several types, unless it may have such.
+        PlanError: a table has rows of several types and `may_mix` is false.
     """
     found = [TableDirectory(t, plan.world_size, piece)
              for t in plan.tables for piece in range(len(t.pieces))]
@@ -247,13 +253,13 @@ def directories_of(plan: Plan, may_mix: bool = False) -> list[TableDirectory]:
 
 @dataclass(frozen=True, slots=True)
 class NeedsAcross:
-    """What a plan needs between memory domains.
+    """Which exchanges a plan needs between memory domains.
 
     Attributes:
         gathers: whether any rank asks other domains for rows.
-        pulls: the same of rows in pulled tiers alone, which is all where owners pool the others.
-        refreshes: whether replicas of masters in other domains are refreshed.
-        shares: whether a rank reads a replica of a neighbour.
+        pulls: the same for pulled tiers alone, where owners pool the rows of pushed tiers.
+        refreshes: whether replicas must be refreshed whose master is in another domain.
+        shares: whether a rank reads a replica that another rank of its domain holds.
     """
 
     gathers: bool
@@ -263,7 +269,7 @@ class NeedsAcross:
 
 
 def needs_across(directories: Sequence[TableDirectory], domain_of: Sequence[int]) -> NeedsAcross:
-    """What a plan needs between the memory domains of its ranks; `domain_of` by rank."""
+    """Which exchanges a plan needs between memory domains; `domain_of` gives each rank's domain."""
     gathers = pulls = refreshes = shares = False
     domains = np.asarray(domain_of)
     for x in (x for d in directories for x in d.tiers):

@@ -12,11 +12,11 @@ from oper.plan import Plan, TablePlan, Tier
 
 
 def one_copy_per_domain(plan: Plan, domains: Sequence[int]) -> Plan:
-    """The same plan for tables that are only read: replicas per memory domain, not per rank.
+    """Adapt a plan to tables that are only read: replicas per memory domain, not per rank.
 
-    A replicated tier keeps one of its ranks in every domain, so that a domain holds one replica;
-    where all its ranks share a single domain it becomes striped over them. Tiers that then make up
-    one stripe over all ranks of a single domain become one tier: nothing has to be looked up.
+    A replicated tier keeps one of its ranks in every domain, so that a domain holds one replica; if
+    all its ranks share a single domain, it becomes striped over them. Tiers that together form one
+    stripe over all ranks of a single domain are merged into one, which needs no directory.
 
     Args:
         plan: the plan.
@@ -50,21 +50,21 @@ def one_copy_per_domain(plan: Plan, domains: Sequence[int]) -> Plan:
 
 def with_row_dtypes(entry: TablePlan, dtypes: Sequence[tuple[int, str]], hottest: np.ndarray
                     ) -> TablePlan:
-    """The same placement of a table with an element type per range of the hotness order.
+    """A table's placement with an element type for each range of the hotness order.
 
     Args:
-        entry: where its rows are. Column splits stay only where one type remains.
+        entry: the placement. Column splits are kept only if there is a single type.
         dtypes: (last position + 1, type) of each range, hottest first; the last one ends with the
             table. Where there are several, the last type is int8 or int4.
         hottest: int64 [H], ids at the first positions, as far as they are known; empty where ids
             are positions.
 
     Returns:
-        The placement, of a table whose dtype is that of the last range. Tiers are cut where the
-        type changes, and name theirs where it is another one.
+        The placement; the table's dtype is that of the last range. Tiers are cut where the
+        type changes, and state their type where it differs from the table's.
 
     Raises:
-        PlanError: ids in another order than the placement's, or too few of them.
+        PlanError: the ids are in another order than the placement's, or too few.
     """
     spec = replace(entry.table, dtype=dtypes[-1][1])
     boundary = dtypes[-2][0] if len(dtypes) > 1 else 0  # the order counts up to here

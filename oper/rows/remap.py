@@ -45,10 +45,12 @@ def _check(what: str, column: str, rows: np.ndarray) -> None:
 
 
 def of_table(spec: TableSpec, remap: Remap) -> np.ndarray | None:
-    """New numbers of a table's rows, by the names of its features; None where nothing is said.
+    """New numbers of a table's rows, found by the names of its features; None if the re-map has
+    none.
 
     Raises:
-        InvalidInputError: its features differ, or the table has another number of rows.
+        InvalidInputError: its features have different re-maps, or the table has another number of
+            rows.
     """
     named = [remap[n] for n in spec.features if n in remap]
     if not named:

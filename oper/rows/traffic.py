@@ -54,7 +54,8 @@ ROW_WISE = frozenset(name for name, kind in OPTIMIZERS.items() if kind.is_row_wi
 
 
 def unit_bytes(table: TableSpec, dim: int) -> np.ndarray:
-    """Bytes of one unit of each kind, int64 [13], for a piece of `dim` columns of `table`."""
+    """Bytes of one unit of each kind, int64 [13], for a column piece of `dim` columns of `table`.
+    """
     row = table.row_bytes * dim // table.dim
     gradient = 4 * dim
     state = OPTIMIZERS[table.optimizer].state_bytes(dim)
@@ -66,7 +67,9 @@ def unit_bytes(table: TableSpec, dim: int) -> np.ndarray:
 
 
 def link_classes(world_size: int, topology: Topology | None = None) -> np.ndarray:
-    """int64 [W, W], index into `LINKS` by reader and peer; None = one memory domain.
+    """Class of link between ranks: int64 [W, W], index into `LINKS` by reader and peer.
+
+    Without a topology all ranks share one memory domain.
 
     Raises:
         InvalidInputError: the topology has another number of ranks.
@@ -85,7 +88,7 @@ def link_classes(world_size: int, topology: Topology | None = None) -> np.ndarra
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traffic:
-    """What one rank has read.
+    """Counts of what one rank has read.
 
     Attributes:
         rank: the rank.
@@ -106,7 +109,7 @@ class Traffic:
 
     @staticmethod
     def empty(rank: int, world_size: int, pieces: Sequence[tuple[TableSpec, int, int]]) -> Traffic:
-        """Nothing read yet; `pieces` are (table, first column, end)."""
+        """Counts of zero; `pieces` are (table, first column, column after the last)."""
         size = np.stack([unit_bytes(t, stop - start) for t, start, stop in pieces], axis=1)
         return Traffic(rank, tuple(t.name for t, _, _ in pieces),
                        tuple((a, b) for _, a, b in pieces),
@@ -118,7 +121,7 @@ class Traffic:
         return self.counts * self.unit_bytes[:, :, None]
 
     def plus(self, other: Traffic) -> Traffic:
-        """Both together; `other` is of the same rank and pieces."""
+        """The sum of two counts of the same rank and pieces."""
         return replace(self, counts=self.counts + other.counts,
                        num_forward=self.num_forward + other.num_forward,
                        num_backward=self.num_backward + other.num_backward)
@@ -135,7 +138,8 @@ class Traffic:
         return found
 
     def to_json(self, topology: Topology | None = None) -> dict[str, Any]:
-        """Passes, bytes by phase and link, and bytes by kind and peer, as JSON-able values."""
+        """Passes, bytes by phase and link, and bytes by kind and peer, as values that JSON can
+        hold."""
         size = self.num_bytes.sum(axis=1)
         return {"rank": self.rank, "num_forward": self.num_forward,
                 "num_backward": self.num_backward, "bytes": self.by_link(topology),

@@ -25,7 +25,7 @@ class Sums(ctypes.Structure):
 
 
 class Argument(ctypes.Structure):
-    """`OperArgument` of ``csrc/search/argument.h``, with which all arguments begin."""
+    """`OperArgument` of ``csrc/search/argument.h``, the header of every argument."""
 
     _fields_: ClassVar[list[Any]] = [("size", _int), ("version", _int)]
 
@@ -96,13 +96,13 @@ def _unusable(name: str, value: Any, constraint: Any) -> MissingDependencyError:
 
 
 def call(name: str, kind: type[Argument], arrays: dict[str, np.ndarray], **values: Any) -> Argument:
-    """Call a function of the library.
+    """Call a function of the native library.
 
     Args:
         name: the function.
-        kind: its argument.
-        arrays: by field, int64, float64 or uint8; outputs, which are contiguous, are written.
-        values: all other fields, but for the size and the version.
+        kind: type of its argument.
+        arrays: by field, int64, float64 or uint8; outputs must be contiguous and are written to.
+        values: all other fields except size and version.
 
     Returns:
         The argument, outputs filled in.

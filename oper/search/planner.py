@@ -1,4 +1,4 @@
-"""`make_plan`: the planner's front door."""
+"""`make_plan`, the planner's entry point."""
 
 from __future__ import annotations
 
@@ -56,23 +56,24 @@ def make_plan(
         topology: the machine; its number of ranks is the plan's world size.
         objective: ``"training"`` or ``"inference"``.
         batch_size: samples per rank and step.
-        constraints: what the plan is held to, see `oper.search.problem.constraints`.
+        constraints: constraints that the plan must keep, see `oper.search.problem.constraints`.
         effort: ``"fast"`` or ``"thorough"``.
         time_budget_s: seconds after which the best plan so far is returned; None = the effort's
             number of trials decides, and equal seeds give equal plans.
         target_gap: stop when (step - bound) / bound is at most this.
-        seed: of the random choices.
-        allow: what the plan may use, names of
-            `oper.search.problem.space.FEATURES`; by default what the runtimes execute well on this
-            topology, and host memory where the rows do not fit without it.
+        seed: seed of the random choices.
+        allow: what the plan may use, names of `oper.search.problem.space.FEATURES`; by default what
+            the runtimes execute well on this topology, and host memory where the rows do not fit
+            without it.
         overlap: dense compute that phases may hide behind, ``{phase: microseconds}``, see
             `oper.search.problem.overlap`; by default nothing hides.
-        message_bits: of the numbers that hosts send each other, 32 (exact), 16 or 8, or one number
-            for answers to lookups and one for gradients; see `oper.messages`.
+        message_bits: bits per number in messages between hosts, 32 (exact), 16 or 8; or a pair, for
+            answers to lookups and for gradients; see `oper.messages`.
 
     Raises:
         InvalidInputError: an argument is out of range, or the statistics are for other tables.
-        PlanInfeasibleError: nothing fits; names need, capacity and the smallest relaxation.
+        PlanInfeasibleError: no plan fits; names need, capacity and the smallest change that makes
+            one fit.
         MissingDependencyError: the planner's native library cannot be used.
     """
     problem = make_problem(tables, stats, topology, objective=objective, batch_size=batch_size,
@@ -87,9 +88,9 @@ def plan_problem(problem: Problem, *, effort: str = "fast", time_budget_s: float
     """Plan a problem that is already stated; arguments and errors as `make_plan`.
 
     Args:
-        start: a plan of the same tables and ranks; the result is never slower than it, if it lies
-            in the problem's space, fits and keeps the constraints. So a plan made with more memory,
-            started from the one made with less, is never worse.
+        start: a plan of the same tables and ranks; if it lies in the problem's space, fits and
+            keeps the constraints, the result is never slower. So planning with more memory, started
+            from a plan made with less, never gives a slower plan.
     """
     started = time.monotonic()
     require("cannot search", "choose an effort by name, a gap and a seed of 0 or more, and a "
@@ -162,13 +163,13 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tup
 
 def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_work: int = 200_000,
            time_budget_s: float | None = None) -> Plan:
-    """`plan` with its lower bound raised by branch and price, for longer than planning may take.
+    """Raise a plan's lower bound by branch and price, with more effort than planning itself spends.
 
     Args:
         plan: a plan of the problem that fits.
         problem: the problem.
         goal_gap: stop when the gap is at most this.
-        max_work: tables to price while branching, about.
+        max_work: approximate number of tables to price while branching.
         time_budget_s: seconds after which the bound so far is returned; None = no limit.
 
     Raises:

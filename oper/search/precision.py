@@ -1,10 +1,10 @@
 """Precision by hotness: which rows of read-only tables are stored as which type.
 
-What storing a row as a narrower type costs is its squared error, as often as the row is looked up;
-what it saves are bytes, once. Under a budget for the first the bytes are least where, for one price
-of error, every range of every table takes the cheapest type (Everett, "Generalized Lagrange
-multiplier method", 1963): the price is found by bisection. In each table hotter rows get no
-narrower type than colder ones, so that a table has as many ranges as there are types at most.
+Storing a row as a narrower type costs its squared error each time the row is looked up, and saves
+bytes once. Under an error budget the bytes are least when, for a single price of error, every range
+of every table takes the cheapest type (Everett, "Generalized Lagrange multiplier method", 1963):
+the price is found by bisection. In each table hotter rows get no narrower type than colder ones, so
+a table has at most as many ranges as there are types.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST_PRICE = 1e30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowErrors:
-    """What storing rows as other types does to them, by block of a table's hotness order.
+    """Errors of storing rows as other types, by block of a table's hotness order.
 
     Attributes:
         edges: int64 [K + 1], positions; block k is [edges[k], edges[k + 1]).
@@ -42,12 +42,12 @@ class RowErrors:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Types of rows.
+    """A choice of row types.
 
     Attributes:
         dtypes: by table, (last position + 1, type) of each range, hottest first.
-        error: expected squared error of what lookups read, as a share of its squares.
-        num_bytes: of all rows.
+        error: expected squared error of the numbers that lookups read, relative to their squares.
+        num_bytes: bytes of all rows.
     """
 
     dtypes: dict[str, list[tuple[int, str]]]
@@ -56,8 +56,11 @@ class Precision:
 
 
 def blocks_of(spec: TableSpec, stats: AccessStats | None) -> TableProblem:
-    """A table's blocks of about equal hotness, as `RowErrors` are to be measured by (`edges`), and
-    the order of its ids (`head_ids`, empty where ids are positions)."""
+    """Cut a table into blocks of about equal hotness, by which `RowErrors` are to be measured.
+
+    The result's `edges` are the blocks' ends and its `head_ids` the order of ids; `head_ids` is
+    empty if ids are positions.
+    """
     return make_table(spec, stats, 1, 1)
 
 
@@ -99,14 +102,14 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
 
     Args:
         tables: the tables.
-        stats: how often rows are looked up; None: all equally often.
+        stats: access statistics; None = all rows are looked up equally often.
         errors: by table, for the types that it may have; its `edges` are those of `blocks_of`.
-        error_budget: of the squares of all numbers that lookups read, how much their squared errors
-            may be: 1e-4 is a root mean square error of 1 %.
+        error_budget: most squared error relative to the squares of all numbers that lookups read:
+            1e-4 is a root mean square error of 1 %.
 
     Raises:
-        InvalidInputError: a budget that is no positive number.
-        PlanInfeasibleError: the widest types lose more than that.
+        InvalidInputError: the budget is not a positive number.
+        PlanInfeasibleError: even the widest types exceed the budget.
     """
     what = "cannot choose types of rows"
     is_right = isinstance(error_budget, int | float) and 0 < error_budget < math.inf

@@ -120,7 +120,7 @@ def _plan_latency(args: argparse.Namespace, stats: AccessStats) -> int:
 
 
 def configure_explain(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``oper explain``."""
+    """Arguments of ``oper explain``, except those of its page."""
     parser.add_argument("plan", metavar="PLAN", help="plan written by 'oper plan' or by hand")
     parser.add_argument("--stats", metavar="STATS", help="statistics to evaluate it on (default: "
                                                           "all rows of a table equally hot)")
@@ -184,7 +184,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Check the proof of a plan's lower bound; returns 1 where it does not hold."""
+    """Check the proof of a plan's lower bound; returns 1 if it does not hold."""
     from oper.search.certificate.check import verify_plan
 
     plan, problem = stated(args, _stats(args))
@@ -214,7 +214,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
-    """The plan of ``oper explain``'s arguments, priced, and the problem that it is judged by."""
+    """The plan and the problem that the arguments of ``oper explain`` name."""
     from oper.search.certificate.carried import is_for, proof_of, with_bound
     from oper.search.cost.model import evaluate
     from oper.search.planner import tighten_bound
@@ -232,7 +232,8 @@ def explained(args: argparse.Namespace) -> tuple[Plan, Problem]:
 
 
 def stated(args: argparse.Namespace, stats: AccessStats | None) -> tuple[Plan, Problem]:
-    """A plan file and the problem that it is judged by: its tables on a machine, for a batch."""
+    """A plan file, and the problem by which it is judged: its tables on a machine, with a batch
+    size."""
     plan = Plan.load(args.plan)
     if args.topology is None:
         args.topology = "this-host" if plan.topology.startswith("this-host") else plan.topology
@@ -265,7 +266,7 @@ def _add_overlap(parser: argparse.ArgumentParser) -> None:
 
 
 def add_message_bits(parser: argparse.ArgumentParser, what: str) -> None:
-    """The argument that says what messages are like."""
+    """Add the argument for the precision of messages between hosts."""
     parser.add_argument("--message-bits", metavar="BITS", type=text_for(MessageBits.from_text),
                         help="bits of the numbers that hosts send each other, 32, 16 or 8; or two "
                              f"with a comma, of answers and of gradients; {what}")
@@ -333,7 +334,7 @@ def _allowed(text: str | None) -> frozenset[str] | None:
 
 
 def read_constraints(path: str) -> dict[str, Any]:
-    """The object in a file of constraints; raises OperError when there is none."""
+    """The JSON object in a constraints file; raises OperError if there is none."""
     value = read_json(path, f"cannot read {path!r} as constraints")
     if not isinstance(value, dict):
         raise InvalidInputError(f"cannot read {path!r}", "constraints", value, "a JSON object",

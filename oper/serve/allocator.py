@@ -15,7 +15,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "858
 
 @contextlib.contextmanager
 def for_children() -> Iterator[None]:
-    """Processes started inside have `MALLOC`, where the user has not set it."""
+    """Start processes inside the block with the settings `MALLOC`, unless the user has set them."""
     added = MALLOC.keys() - os.environ.keys()
     os.environ.update({name: MALLOC[name] for name in added})
     try:
@@ -26,8 +26,11 @@ def for_children() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Return this process's freed memory to the system, where the C library can (glibc): blocks of
-    a size that will not be asked for again, between others, stay with the process otherwise."""
+    """Return this process's freed memory to the system, if the C library (glibc) can.
+
+    Otherwise freed blocks between others stay with the process, even if no more blocks of their
+    size are requested.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

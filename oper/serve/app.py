@@ -37,14 +37,14 @@ class App:
     """Answers requests.
 
     Args:
-        signature: of the model.
-        submit: takes checked requests in; see `oper.serve.batching.Batcher.submit`.
-        counted: metrics of this worker.
-        max_bytes: of a request's body.
+        signature: the model's inputs.
+        submit: accepts checked requests; see `oper.serve.batching.Batcher.submit`.
+        counted: this worker's metrics.
+        max_bytes: largest body of a request.
         page: makes the text of ``/metrics``.
 
     Attributes:
-        in_flight: requests for scores without an answer.
+        in_flight: number of scoring requests not yet answered.
     """
 
     def __init__(self, signature: Signature, submit: Callable[[PendingRequest], None],
@@ -59,7 +59,7 @@ class App:
         self._worker = b"oper-worker", str(os.getpid()).encode()
 
     def handle(self, exchange: Exchange) -> None:
-        """Answer a request, now or when it is scored."""
+        """Answer a request: at once, or, if it is to be scored, when its batch is done."""
         is_scored = exchange.path == self._infer_path
         self.in_flight += is_scored
         try:
@@ -74,7 +74,7 @@ class App:
             self._refuse(exchange, _Refused(500, "failed", repr(error)))
 
     def abandoned(self, path: str) -> None:
-        """Count a request that did not arrive whole."""
+        """Count a request whose connection closed before it was complete."""
         if path == self._infer_path:
             self._counted.count("gone")
 

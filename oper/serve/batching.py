@@ -27,15 +27,15 @@ class ExpiredError(OperError, TimeoutError):
 
 @dataclass(slots=True)
 class PendingRequest:
-    """A request on its way.
+    """A request that waits for its scores.
 
     Attributes:
-        request: what is scored.
+        request: the samples to score.
         done: called once, when `result` or `error` is set.
         deadline: on the clock of `time.monotonic`; not scored after it.
-        arrived, begun: when the request was whole; when its batch began.
+        arrived, begun: when the request was complete, and when its batch began.
         result: scores float32 [B] and the epoch.
-        error: why there are none.
+        error: why there are no scores.
     """
 
     request: Request
@@ -48,19 +48,19 @@ class PendingRequest:
 
 
 class Batcher:
-    """Scores requests in batches, on the thread that calls it: nothing is handed over.
+    """Scores requests in batches, on the calling thread.
 
-    Requests enter after they have been checked: one that is refused never meets a batch. When the
-    model fails on a batch, its requests are scored one by one, so that a failure stays with the
-    request that causes it.
+    Requests are checked before they enter, so an invalid one never joins a batch. When the model
+    fails on a batch, its requests are scored one by one, so that a failure stays with the request
+    that causes it.
 
     Args:
-        predictor: what scores.
+        predictor: the model.
         options: how requests become batches; may be replaced at any time.
-        observe: told ``(num_requests, num_samples, seconds)`` after every batch.
+        observe: called with ``(num_requests, num_samples, seconds)`` after every batch.
 
     Attributes:
-        queued: samples that wait.
+        queued: number of samples that wait.
     """
 
     def __init__(self, predictor: Predictor, options: BatchOptions,
@@ -72,7 +72,7 @@ class Batcher:
         self._sample_s = 0.0  # that a sample is expected to take
 
     def submit(self, pending: PendingRequest) -> None:
-        """Take a checked request in; `turn` scores it.
+        """Queue a checked request, which `turn` will score.
 
         Raises:
             OverloadedError: the queue is full.
@@ -85,7 +85,7 @@ class Batcher:
         self.queued += size
 
     def due_s(self) -> float | None:
-        """Seconds until the next batch is to be scored, <= 0 for now; None when nothing waits.
+        """Seconds until the next batch is due, at most 0 if it is due now; None if nothing waits.
 
         A batch waits `BatchOptions.max_wait_ms` for more to come, but never so long that its oldest
         request is expected to miss its deadline.
@@ -99,7 +99,7 @@ class Batcher:
                    oldest.deadline - self.queued * self._sample_s) - time.monotonic()
 
     def turn(self) -> None:
-        """Score one batch of what waits and answer its requests."""
+        """Score one batch of waiting requests and answer them."""
         live, now = self._next_batch(), time.monotonic()
         if live:
             self._score(live, now)

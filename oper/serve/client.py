@@ -60,7 +60,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 class ServerError(OperError, RuntimeError):
-    """The server has refused a request or failed on it; ``status`` is HTTP's."""
+    """The server refused a request or failed on it; ``status`` is the HTTP status code."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -69,11 +69,11 @@ class ServerError(OperError, RuntimeError):
 
 @dataclass(slots=True)
 class ClientCounts:
-    """What a client has seen.
+    """Counts of a client's requests.
 
     Attributes:
-        requests: scored.
-        retries: sent again, because the connection was lost or the server was overloaded.
+        requests: requests that were scored.
+        retries: requests sent again because the connection was lost or the server was overloaded.
     """
 
     requests: int = 0
@@ -85,15 +85,15 @@ class Client:
 
     A request is sent again after a pause when its connection breaks (the worker that had it has
     ended, or the server is draining) or when the server is overloaded, until `timeout_s` has
-    passed. Scoring changes nothing on the server, so that sending twice does no harm.
+    passed. Scoring changes nothing on the server, so sending a request twice does no harm.
 
-    A connection belongs to one worker of the server. Of the idle ones the client takes one whose
-    worker has the fewest of its requests.
+    A connection belongs to one worker of the server. Among idle connections the client takes one
+    whose worker has the fewest of this client's requests.
 
     Args:
         address: ``host:port``, or the URL ``http://host:port``.
         timeout_s: for a request with all its retries.
-        model: its name on the server; asked for when it is not given.
+        model: the model's name on the server; by default the client asks the server for it.
     """
 
     def __init__(self, address: str, timeout_s: float = 10.0, model: str | None = None) -> None:
@@ -116,8 +116,8 @@ class Client:
             dense: float [B, num_dense].
             features: by name, one id per sample (int [B]), or a pair of ids (int [L]) and lengths
                 (int [B]). Features that are not named have empty bags.
-            user: features that all samples have in common, as those of one sample: sent, checked
-                and looked up once.
+            user: features that all samples have in common, given as for one sample; they are sent,
+                checked and looked up once.
 
         Returns:
             float32 [B].

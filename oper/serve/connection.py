@@ -1,8 +1,8 @@
-"""HTTP/1.1 on one connection: parsed by llhttp, bounded in all that a client may cost.
+"""HTTP/1.1 on one connection: parsed by llhttp, with limits on everything that a client may cost.
 
-A head (request line and headers) may neither be endless nor take for ever, a body is bounded, and a
-message may not have more bytes around its body than the body can justify (chunk sizes, trailers).
-Requests that follow each other without waiting (pipelining) are answered in their order.
+The head (request line and headers) is limited in size and time, the body in size, and a message may
+not have more bytes around its body (chunk sizes, trailers) than the body justifies. Requests that
+follow each other without waiting (pipelining) are answered in their order.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Owner(Protocol):
-    """Whom a connection belongs to."""
+    """The worker that a connection belongs to."""
 
     options: ServeOptions
     connections: set[Connection]
 
     def handle(self, exchange: Exchange) -> None:
-        """Have a request answered, now or later."""
+        """Answer a request, now or later."""
 
     def should_close(self) -> bool:
-        """Whether a connection is to end with the answer in hand."""
+        """Whether a connection closes after the present answer."""
         ...
 
     def abandoned(self, path: str) -> None:
-        """A request to `path` did not arrive whole."""
+        """Note that a request to `path` ended before it was complete."""
 
 
 class Exchange:
-    """A request and the place of its answer.
+    """A request and the means to answer it.
 
     Attributes:
-        method, path, headers: the request; names of headers are in small letters.
-        since: when its first byte came, on the clock of `time.monotonic`.
+        method, path, headers: the request; header names are in lower case.
+        since: when its first byte arrived, on the clock of `time.monotonic`.
         size: bytes of the body.
-        body: itself; empty where it is larger than `ServeOptions.max_bytes`.
-        ends: whether the connection ends with the answer.
+        body: the body; empty if it is larger than `ServeOptions.max_bytes`.
+        ends: whether the connection closes after the answer.
     """
 
     __slots__ = ("_connection", "body", "ends", "headers", "method", "path", "response", "since",
@@ -76,10 +76,10 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """One connection.
+    """One client connection.
 
     Attributes:
-        since: when the first byte of the request in hand came, or the connection.
+        since: when the first byte of the present request arrived, or the connection was made.
         last_used: grows from one use of any connection to the next.
     """
 
@@ -148,13 +148,13 @@ class Connection(asyncio.Protocol):
     # ---- asyncio's callbacks ---------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is there."""
+        """Called by asyncio when the connection is made."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(0)  # to be told of whatever is not read at once
         self._owner.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
+        """Called by asyncio when the connection is closed."""
         self._owner.connections.discard(self)
         self._pending.clear()
         if self._in_body and not self._ends:
@@ -168,17 +168,17 @@ class Connection(asyncio.Protocol):
         return bool(self._pending)
 
     def pause_writing(self) -> None:
-        """The client does not read its answers: its requests are not read either."""
+        """Stop reading requests of a client that does not read its answers."""
         self._blocked_since = time.monotonic()
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """The client has read enough answers: read requests again."""
+        """Read requests again, once the client has read enough answers."""
         self._blocked_since = float("inf")
         self._transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        """Read on."""
+        """Parse bytes that have arrived."""
         if self._ends:
             return
         if not self._unread:
@@ -260,25 +260,26 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is in hand."""
+        """Whether there is no unanswered request."""
         return not self._pending and not self._in_body
 
     @property
     def is_closing(self) -> bool:
-        """Whether it ends already."""
+        """Whether the connection is already closing."""
         return self._transport.is_closing()
 
     def close(self) -> None:
-        """End it, once what was answered has been sent."""
+        """Close the connection once all answers given have been sent."""
         self._ends = True
         self._transport.close()
 
     def abort(self) -> None:
-        """End it at once."""
+        """Close the connection at once."""
         self._transport.abort()
 
     def expire(self, now: float) -> None:
-        """End what takes too long: a request to arrive, an answer to be read, a pause."""
+        """Close the connection if a request arrives, an answer is read or an idle time passes too
+        slowly."""
         options = self._owner.options
         if now - self._blocked_since > options.read_s:
             self.abort()

@@ -1,7 +1,7 @@
 """Prometheus metrics of all workers together, in memory that they share with the supervisor.
 
-Each worker counts in a place of its own. The one that takes the place of a worker that has ended
-goes on counting there, while what that had in hand (its gauges) ends with it.
+Each worker counts in a place of its own. A worker that replaces one that has ended goes on counting
+in the same place, where only the gauges start again from zero.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _DOMAINS = ("local", "remote")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One family of numbers.
+    """One metric with all its series.
 
     Attributes:
-        name: without Prometheus' endings.
+        name: name without Prometheus' suffixes.
         kind: ``"counter"``, ``"gauge"`` or ``"histogram"``.
-        about: what it says.
-        label, values: name of a label, and a series for each of its values.
+        about: its help text.
+        label, values: name of a label and its values; each value has a series.
         buckets: upper bounds of a histogram's.
     """
 
@@ -45,12 +45,13 @@ class Metric:
 
     @property
     def family(self) -> str:
-        """As Prometheus calls it."""
+        """The metric's full name in Prometheus' text format."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     @property
     def width(self) -> int:
-        """Numbers of a series: of a histogram its buckets, the one above them and the sum."""
+        """How many numbers a series takes: for a histogram its buckets, the overflow bucket and the
+        sum."""
         return len(self.buckets) + 2 if self.kind == "histogram" else 1
 
     def lines(self, series: Sequence[np.ndarray]) -> Iterator[str]:
@@ -123,7 +124,7 @@ def _of_worker(numbers: Any, worker: int) -> Any:
 
 
 def forget(numbers: Any, worker: int) -> None:
-    """Drop what an ended worker had in hand."""
+    """Reset the gauges of a worker that has ended."""
     mine = _of_worker(numbers, worker)
     for metric in WORKERS:
         if metric.kind == "gauge":
@@ -131,11 +132,11 @@ def forget(numbers: Any, worker: int) -> None:
 
 
 class WorkerMetrics:
-    """What one worker counts.
+    """The metrics of one worker.
 
     Args:
         numbers: shared ``double [workers * SIZE]``.
-        worker: which one it is.
+        worker: the worker's index.
     """
 
     def __init__(self, numbers: Any, worker: int) -> None:
@@ -152,11 +153,12 @@ class WorkerMetrics:
         self._numbers[at + len(metric.buckets) + 1] += amount
 
     def count(self, outcome: str) -> None:
-        """Count a request that is done."""
+        """Count a finished request by its outcome."""
         self._add(_REQUEST, outcome, 1)
 
     def observe_request(self, begin: float, ends: Sequence[float]) -> None:
-        """Count a scored request by when its first byte came and when its `STAGES` ended."""
+        """Observe a scored request: when its first byte arrived, and when each of its `STAGES`
+        ended."""
         self._observe(_LATENCY, ends[3] - ends[0])
         for at, end in zip(self._stages, ends, strict=True):
             self._observe(_STAGE, end - begin, at)
@@ -169,12 +171,12 @@ class WorkerMetrics:
         self._observe(_BATCH_SECONDS, seconds)
 
     def set_gauges(self, queued: int, in_flight: int, epoch: int) -> None:
-        """Samples that wait, requests without an answer, and the publication in use."""
+        """Set the gauges: samples that wait, unanswered requests, and the epoch in use."""
         for metric, value in ((_QUEUED, queued), (_IN_FLIGHT, in_flight), (_EPOCH, epoch)):
             self._numbers[_PLACES[metric.name, ""]] = value
 
     def observe_rows(self, total: Mapping[str, int]) -> None:
-        """Take a predictor's `rows_read` into account."""
+        """Add the rows read since the last call, from a predictor's totals `rows_read`."""
         for domain in _DOMAINS:
             count = total.get(domain, 0)
             self._add(_ROWS, domain, count - self._rows_seen.get(domain, 0))

@@ -14,11 +14,11 @@ class BatchOptions:
     """How requests become batches.
 
     Attributes:
-        max_samples: of a batch; a single larger request is a batch of its own.
-        max_wait_ms: how long the oldest request of a batch may wait for others to join it while
-            the model is idle; 0 = never (as Triton's ``max_queue_delay_microseconds`` by default):
-            those that come while the model works are scored together in any case.
-        max_queued: samples that may wait; a request beyond that is refused at once.
+        max_samples: most samples of a batch; a larger single request is a batch of its own.
+        max_wait_ms: how long the oldest request of a batch may wait for others to join it while the
+            model is idle; 0 = never (as Triton's ``max_queue_delay_microseconds`` by default):
+            requests that arrive while the model is busy are scored together in any case.
+        max_queued: most samples that may wait; further requests are refused at once.
     """
 
     max_samples: int = 1024
@@ -34,15 +34,15 @@ class ServeOptions:
     """How a server runs.
 
     Attributes:
-        host, port: where it listens; port 0 = any free one.
+        host, port: address to listen at; port 0 = any free one.
         workers: processes that score.
-        threads: of each worker's model.
+        threads: threads of each worker's model.
         batching: how requests become batches, in each worker.
-        spin_us: how long a worker asks for new requests without a pause after it has answered,
-            before it sleeps. A core that sleeps takes long to wake and is slow at first; one that
-            spins is busy.
-        max_bytes: of a request's body.
-        max_connections: of each worker; another one takes the place of one that has been idle.
+        spin_us: how long a worker polls for new requests after an answer before it sleeps,
+            microseconds. A sleeping core takes long to wake and is slow at first; a polling one is
+            busy.
+        max_bytes: largest body of a request.
+        max_connections: connections of each worker; a further one replaces an idle one.
         keep_alive_s: how long an idle connection stays open.
         read_s: how long a request may take to arrive.
         drain_s: how long requests in flight may take once the server is told to stop.

@@ -11,11 +11,11 @@ from oper.support.environment import check_environment, setting
 
 
 def load() -> None:
-    """Register the operators ``torch.ops.oper.*`` and look at the environment they run in.
+    """Register the operators ``torch.ops.oper.*`` and check the environment they run in.
 
     Raises:
         MissingDependencyError: torch or the compiled library is missing or does not load.
-        InvalidInputError: a variable of the environment has a value that it may not have.
+        InvalidInputError: an environment variable has an invalid value.
     """
     check_environment("cannot run lookups")
     register()
@@ -25,7 +25,7 @@ def load() -> None:
 def check_kernels() -> None:
     """Raise InvalidInputError where ``OPER_CPU_KERNELS`` names other kernels than those in use.
 
-    The library must be registered. It looks at the variable once, at its first use.
+    The library must be registered. It reads the variable once, on first use.
     """
     wanted = setting("OPER_CPU_KERNELS", "cannot run lookups")
     if not wanted:
@@ -57,7 +57,7 @@ def register() -> None:
 
 @functools.cache
 def load_device() -> Any:
-    """Register the operators of the device back end; what holds those on batches.
+    """Register the operators of the device back end; returns the namespace of those on batches.
 
     Raises:
         MissingDependencyError: torch has no CUDA, or the library is missing or does not load.
@@ -74,7 +74,8 @@ def load_device() -> Any:
 
 
 def streams_of(device: Any) -> Any:
-    """`torch.cuda`, by whose streams work on this torch.device is ordered; None: by the program."""
+    """`torch.cuda` if streams order the work on this torch.device; None if the program's order
+    does."""
     import torch
 
     return torch.cuda if device.type == "cuda" else None

@@ -1,8 +1,8 @@
 """Moving tables from one plan to another between training steps.
 
-The new plan's arenas are filled while the old ones serve. A rank copies the rows, replicas and
-optimizer states that the new plan gives it, so many bytes per step, by reading their present
-owners' memory. Rows that a step has updated after they were copied are copied again right after
+The new plan's arenas are filled while the old ones serve. Each rank copies the rows, replicas and
+optimizer states that the new plan assigns to it from their present owners' memory, a limited number
+of bytes per step. Rows that a step has updated after they were copied are copied again right after
 that step, so that nothing is left over at the end: when every rank has everything, all switch.
 Until then the old plan is untouched.
 """
@@ -60,13 +60,13 @@ _Copy = tuple[_Region, np.ndarray | range]
 
 
 class Migration:
-    """A move of tables to another plan that is under way.
+    """A move of tables to another plan, while it is under way.
 
     Args:
         tables: the tables.
-        plan: their new plan, for as many ranks.
-        bytes_per_step: bytes that a rank copies per step at most, beside the rows that the step
-            has just changed; None = no limit.
+        plan: their new plan, for the same number of ranks.
+        bytes_per_step: most bytes that a rank copies per step, in addition to the rows that the
+            step has just changed; None = no limit.
 
     Attributes:
         num_copied_bytes: bytes that this rank has copied so far.
@@ -134,7 +134,7 @@ class Migration:
     # ---- between steps ---------------------------------------------------------------------------
 
     def note(self, batch: Lookup, offsets: torch.Tensor) -> None:
-        """Remember the rows that a step changes: those that it looks up, and those of new keys."""
+        """Record the rows that a step changes: those that it looks up, and those of new keys."""
         source = self._source
         new: Mapping[str, np.ndarray] = {} if source.keys is None else source.keys.new_rows()
         for table, rows in new.items():
@@ -146,7 +146,7 @@ class Migration:
                 self._touched.setdefault(table, []).append(ids)
 
     def restart(self) -> None:
-        """Begin again: all rows may have changed."""
+        """Start copying again from the beginning, since all rows may have changed."""
         for region in self._regions:
             region.done = 0
         self._touched = {}
@@ -186,7 +186,7 @@ class Migration:
             pass
 
     def stop(self) -> None:
-        """Give the new arenas back; the old plan goes on."""
+        """Release the new arenas and stay with the old plan."""
         self._regions = []
         self._target.close()
 
@@ -303,7 +303,7 @@ def prepared(tables: Tables, plan: Plan) -> Tables:
     """`tables` under another plan, with arenas that are still empty. Collective.
 
     Raises:
-        OperError: there is no room for them on some rank.
+        OperError: some rank lacks the memory.
     """
     other = tables.like(plan)
     problem: OperError | None = None
@@ -320,11 +320,11 @@ def prepared(tables: Tables, plan: Plan) -> Tables:
 
 
 def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
-    """Tables of their own, with the rows, states, steps and rates of `tables`. Collective.
+    """Independent tables with the rows, states, steps and learning rates of `tables`. Collective.
 
     Args:
-        tables: what to copy; a move to another plan that is under way is not copied.
-        memo: of ``copy.deepcopy``.
+        tables: the tables to copy; a move under way is not copied.
+        memo: the memo of ``copy.deepcopy``.
     """
     if tables.keys is not None:
         tables.keys.refuse("cannot copy sharded tables", "save and load a checkpoint")
@@ -341,7 +341,7 @@ def copied(tables: Tables, memo: dict[int, Any]) -> Tables:
 
 def check_room(num_bytes: list[int], what: str = "the new plan beside the old one",
                todo: str = "save a checkpoint, stop, and load it under the new plan") -> None:
-    """Raise OperError unless the machine has room for arenas of these sizes, in bytes."""
+    """Raise OperError unless the machine has enough memory for arenas of these sizes, in bytes."""
     free = _available_bytes()
     if sum(num_bytes) > free:
         raise OperError(f"no room for {what}", "bytes", format_bytes(sum(num_bytes)),

@@ -1,4 +1,4 @@
-"""Backward passes of lookups, their sum, and those that are held back."""
+"""Backward passes of lookups, their sum, and passes held back for a later update."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ class HeldPasses:
     """Backward passes whose gradients wait for a later one, which applies the sum of all.
 
     Args:
-        lock: guards them; who calls `join`, or changes them, has it.
+        lock: guards the passes; held by whoever calls `join` or changes them.
 
     Attributes:
-        passes: those that are held back.
-        holders: threads and blocks within `hold`.
-        refused: why one of them was not taken, so that their sum is not to be applied; or None.
+        passes: passes held back.
+        holders: number of threads and blocks within `hold`.
+        refused: why one of them was refused, in which case their sum must not be applied; else
+            None.
     """
 
     def __init__(self, lock: Any) -> None:
@@ -50,12 +51,12 @@ class HeldPasses:
         self.refused: Exception | None = None
 
     def drop(self) -> None:
-        """Forget the passes and that one was refused."""
+        """Drop the passes held back, and any refusal."""
         self.passes, self.refused = [], None
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Passes that are joined meanwhile, by whatever thread, are held back."""
+        """Hold back passes that any thread joins inside the block."""
         with self._lock:
             self.holders += 1
         try:
@@ -65,7 +66,7 @@ class HeldPasses:
                 self.holders -= 1
 
     def join(self, parts: list[Backward]) -> Backward | None:
-        """One pass for these and all that were held back; None: they are held back themselves."""
+        """Combine these passes with all held back; None if they are held back themselves."""
         if self.holders:  # longer than the caller's buffers stay as they are
             self.passes += [Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
                             for p in parts]
@@ -75,13 +76,13 @@ class HeldPasses:
 
 
 def as_one(parts: Sequence[Backward]) -> Backward:
-    """Backward passes as that of one batch that holds all their samples, in order.
+    """Combine backward passes into that of one batch with all their samples, in order.
 
     The result has one key per feature, so that the parts' keys may be in any order. Its update is
     bitwise that of the joint batch.
 
     Raises:
-        InvalidInputError: the passes have other tables frozen.
+        InvalidInputError: the passes differ in their frozen tables.
     """
     frozen = {p.frozen for p in parts}
     if len(frozen) > 1:

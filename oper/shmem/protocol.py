@@ -1,4 +1,4 @@
-"""What the parts of sharded tables need of the whole, which is made of them."""
+"""Protocols through which the parts of sharded tables use the whole."""
 
 from __future__ import annotations
 

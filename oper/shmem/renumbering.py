@@ -1,4 +1,4 @@
-"""Rows of sharded tables that get other numbers, with their optimizer states."""
+"""Renumbering of the rows of sharded tables, with their optimizer states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oper.shmem.rows import CHUNK_ROWS, LogicalRows, put_rows
 
 
 def check_renumbering(tables: LogicalRows, remap: Remap) -> None:
-    """Raise InvalidInputError where a re-map does not fit tables; nothing changes."""
+    """Raise InvalidInputError if a re-map does not fit the tables; nothing changes."""
     for name, spec in tables.specs.items():
         if tables.keys is not None and of_table(spec, remap) is not None:
             tables.keys.refuse(f"cannot renumber table {name!r}", "leave it out of the re-map")

@@ -33,12 +33,12 @@ class LogicalRows:
     """Base of `ShardedTables`: access to rows and optimizer state by id.
 
     Attributes:
-        device: where rows and outputs are.
+        device: device of rows and outputs.
         specs: the tables by name.
         directories: one per column piece of each table.
         pieces: the directories of each table, in column order.
         group: the ranks.
-        turns: of their threads.
+        turns: lock of this rank's threads.
     """
 
     device = torch.device("cpu")
@@ -95,8 +95,10 @@ class LogicalRows:
                 yield rank, torch.from_numpy(at), torch.from_numpy(slot[at])
 
     def view(self, part: str, piece: int, rank: int) -> torch.Tensor:
-        """A rank's shard of a piece or of its optimizer state, [slots, columns], mapped; quantised
-        rows as uint8 [slots, bytes of a row]."""
+        """A view of a rank's shard of a piece or of its optimizer state, [slots, columns].
+
+        Quantised rows are uint8 [slots, bytes of a row].
+        """
         d = self.directories[piece]
         if self._heap is None:
             raise OperError("sharded tables were closed", "table", d.table.name, "open tables",
@@ -122,8 +124,8 @@ class LogicalRows:
         return torch.ops.oper.segment_view(address, rows, columns, ROW_TYPES.index(dtype))
 
     def columns(self, part: str, piece: int) -> slice:
-        """Where a directory's piece stands in a row of its table; one column for a state per row.
-        """
+        """Columns of the table that a directory's piece holds; one column for a state with one
+        number per row."""
         d = self.directories[piece]
         per_row = self._is_per_row(part, d.table.name)
         return slice(0, 1) if per_row else slice(d.column, d.column + d.dim)
@@ -142,8 +144,10 @@ class LogicalRows:
         return (spec.num_rows,) if self._is_per_row(part, table) else (spec.num_rows, spec.dim)
 
     def dtype(self, table: str, part: str = "rows") -> torch.dtype:
-        """The dtype in which `read` returns a table's rows or a part of its optimizer state: that
-        of storage, but float32 for quantised rows and for every state."""
+        """The dtype in which `read` returns a table's rows or a part of its optimizer state.
+
+        It is that of storage, but float32 for quantised rows and for every state.
+        """
         return TORCH_DTYPES[self.specs[table].dtype] if part == "rows" else torch.float32
 
     def read(self, table: str, begin: int = 0, end: int | None = None, part: str = "rows"
@@ -160,7 +164,7 @@ class LogicalRows:
             number per row.
 
         One-sided: reads the owners' memory; no rank may be in an update meanwhile. Between memory
-        domains collective: all ranks read, be it other rows or none.
+        domains collective: all ranks read, possibly other rows, or none.
         """
         end = self.specs[table].num_rows if end is None else end
         per_row = self._is_per_row(part, table)
@@ -191,8 +195,11 @@ class LogicalRows:
             self._fetch({})
 
     def pieces_of(self, table: str, part: str) -> list[int]:
-        """Numbers of the directories that together hold a part of a table: all of the table's, or
-        the first for a state of one number per row, of which every piece has a copy."""
+        """Indices of the directories that together hold a part of a table.
+
+        These are all of the table's, but only the first for a state with one number per row, since
+        every column piece has a copy of it.
+        """
         return self.pieces[table][:1 if self._is_per_row(part, table) else None]
 
     def gather(self, table: str, ids: np.ndarray, part: str, columns: slice, out: torch.Tensor
@@ -204,7 +211,7 @@ class LogicalRows:
             ids: int64 [n], valid.
             part: as for `read`.
             columns: columns of the table; ``slice(0, 1)`` of a state with one number per row.
-            out: [n, columns], where they go.
+            out: [n, columns], written to.
 
         Between memory domains collective: all ranks gather from this table at once.
         """
@@ -213,8 +220,11 @@ class LogicalRows:
 
     def gather_piece(self, piece: int, ids: np.ndarray, part: str, columns: slice,
                      out: torch.Tensor) -> None:
-        """As `gather`, of the columns that one directory holds. Between memory domains collective
-        if they overlap; ranks may gather from different tables."""
+        """As `gather`, for columns that a single directory holds.
+
+        Between memory domains collective if domains overlap; ranks may gather from different
+        tables.
+        """
         mine = self.columns(part, piece)
         first, last = max(mine.start, columns.start), min(mine.stop, columns.stop)
         if first >= last:
@@ -250,13 +260,13 @@ class LogicalRows:
         """Copy rows whose owner is in another memory domain from replicas in this one.
 
         Args:
-            piece: a directory.
+            piece: index of a directory.
             ids: int64 [n], valid.
             columns: columns of the table, all of them in this piece.
-            out: [n, columns], where they go.
+            out: [n, columns], written to.
 
         Returns:
-            bool [n], which rows have been copied. Replicas equal their masters between two steps.
+            bool [n], whether each row was copied. Replicas equal their masters between two steps.
         """
         d, found = self.directories[piece], np.zeros(ids.size, bool)
         if self._exchange is None:
@@ -309,7 +319,7 @@ class LogicalRows:
 
     def scatter(self, table: str, ids: np.ndarray, values: torch.Tensor, part: str = "rows",
                 column: int = 0) -> None:
-        """As `write`, of rows in any order.
+        """As `write`, for rows in any order.
 
         Args:
             table: its name.
@@ -369,7 +379,7 @@ class LogicalRows:
         return self.replica_view(self.pieces[table][piece], rank)
 
     def replica_view(self, piece: int, rank: int) -> torch.Tensor:
-        """As `replica`, of a directory."""
+        """As `replica`, given the index of a directory."""
         d = self.directories[piece]
         return self._segment(self._addresses[rank] + int(self._layout.replicas[piece, rank]),
                              int(d.num_replica_rows[rank]), d.dim, d.table.dtype)
@@ -377,7 +387,8 @@ class LogicalRows:
 
 def put_rows(to: torch.Tensor, slot: torch.Tensor, values: torch.Tensor, index: torch.Tensor
              ) -> None:
-    """``to[slot] = values[index]``; both int64 [n], n > 0. Runs are copied as such."""
+    """``to[slot] = values[index]``; both int64 [n], n > 0. Consecutive rows are copied as blocks.
+    """
     n = slot.numel()
     if bool((slot.diff() == 1).all()) and bool((index.diff() == 1).all()):
         to[int(slot[0]):int(slot[0]) + n].copy_(values[int(index[0]):int(index[0]) + n])

@@ -16,8 +16,10 @@ def deadline_s() -> float:
 
 
 def outbox_bytes(default: int | None = None) -> int:
-    """Largest size of a rank's outbox (address space; pages are taken when used):
-    ``OPER_OUTBOX_BYTES``, by default a quarter of the machine's memory."""
+    """Largest size of a rank's outbox in bytes of address space; pages are used only when written.
+
+    ``OPER_OUTBOX_BYTES``, by default `default` or a quarter of the machine's memory.
+    """
     if default is None:
         default = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     return int(_number(OUTBOX_ENV, default))

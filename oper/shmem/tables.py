@@ -62,9 +62,11 @@ class ShardedTables(TableUpdates, MeasuredTables):
         group: the ranks; construction is collective.
         optimizers: applied in the backward pass, one for all tables or by table name; None =
             read-only tables.
-        gradient_scale: factor on table gradients (1 / W averages the ranks' losses).
-        seed: of stochastic rounding (16-bit rows, 8-bit messages); rank 0's torch seed by default.
-        is_new: whether optimizer states take their first values; not where others are copied in.
+        gradient_scale: factor on table gradients (1 / W corresponds to the mean of the ranks'
+            losses).
+        seed: seed of stochastic rounding (16-bit rows, 8-bit messages); by default rank 0's torch
+            seed.
+        is_new: whether to initialise optimizer states; False if states will be copied in.
 
     Raises:
         PlanError: the plan does not fit this world or cannot be executed here.
@@ -198,17 +200,17 @@ class ShardedTables(TableUpdates, MeasuredTables):
     def lookup(self, batch: Lookup, has_rows: bool = False) -> torch.Tensor:
         """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D].
 
-        With gradients enabled and an optimizer, the backward pass of the result updates the
-        tables; that part is collective over the group. Without gradients nothing is collective
+        With gradients enabled and an optimizer, the backward pass of the result updates the tables;
+        both passes are then collective over the group. Without gradients nothing is collective
         within a memory domain; between domains it is, unless the plan keeps copies of all rows.
 
         Args:
-            batch: ids, of dynamic tables keys.
-            has_rows: rows have taken the place of the keys already.
+            batch: the ids, or the keys of dynamic tables.
+            has_rows: whether the batch's keys are already replaced by rows.
 
         Raises:
-            InvalidInputError: an id out of range (see `BoundsCheck`), or lengths that do not fit
-                the ids.
+            InvalidInputError: an id is out of range (see `BoundsCheck`), or lengths do not add up
+                to the ids.
         """
         if self.optimizers is None:
             refuse_weight_gradient(batch)
@@ -246,10 +248,10 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
         Args:
             batch: the batch.
-            collective: all ranks take part, and tiers in push mode are pooled by their owners; so
-                it is between memory domains anyway (`owners_pool`). Else rows are read directly.
+            collective: all ranks take part, and owners pool the tiers in push mode; always so
+                between memory domains (`owners_pool`). If not, all rows are read directly.
 
-        Threads that may do this at once with others, or with updates, hold `turns.lock`.
+        A caller whose other threads may look up or update at the same time must hold `turns.lock`.
         """
         if batch.looked_up is not None:
             return batch.looked_up.out, batch.looked_up.offsets
@@ -279,14 +281,15 @@ class ShardedTables(TableUpdates, MeasuredTables):
         return out, offsets
 
     def resolve(self, batch: Lookup) -> Lookup:
-        """Do the id-only part of a lookup ahead; the same batch, which then takes less time.
+        """Do the id-only part of a lookup ahead of it; returns the batch, whose lookup is then
+        faster.
 
         Ids are checked, located and, unless the tables are read-only, sorted. This may run on
         another thread while earlier batches are trained: no row is read and nothing is collective.
-        No bit changes. A batch whose ids or whose tables' plan have changed meanwhile is resolved
-        anew where it is used. Between memory domains and with dynamic tables nothing is done ahead,
-        nor for a batch with ids that are replaced (see `BoundsCheck`): its lookup does that, with
-        the ids and weights that it has by then, and counts them.
+        Results are the same bit for bit. A batch whose ids or whose tables' plan have changed
+        meanwhile is resolved anew where it is used. Between memory domains and with dynamic tables
+        nothing is done ahead, nor for a batch with invalid ids that are replaced (see
+        `BoundsCheck`): its lookup replaces and counts them, with the ids and weights of that time.
 
         Raises:
             InvalidInputError: as `lookup`.
@@ -308,12 +311,13 @@ class ShardedTables(TableUpdates, MeasuredTables):
                                                    order))
 
     def in_bounds(self, batch: Lookup) -> Lookup:
-        """A batch with ids as `BoundsCheck` says; raises InvalidInputError."""
+        """The batch after its ids were checked, and replaced if `BoundsCheck` says so; raises
+        InvalidInputError."""
         self._checks.check(batch)
         return self.bounds.repair(batch)
 
     def to_resolve(self, batch: Lookup) -> Callable[[], Lookup]:
-        """`resolve` of a batch that is there now, for another thread to call."""
+        """A function that another thread can call to `resolve` this batch."""
         return lambda: self.resolve(batch)
 
     def _known(self, batch: Lookup) -> ResolvedIds | None:
@@ -338,7 +342,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
     # ---- another plan ----------------------------------------------------------------------------
 
     def migrate(self, plan: Plan) -> None:
-        """`start_migration` and `finish_migration`: move to another plan now. Collective."""
+        """Move to another plan now: `start_migration` and `finish_migration`. Collective."""
         self.start_migration(plan)
         self.finish_migration()
 
@@ -346,18 +350,18 @@ class ShardedTables(TableUpdates, MeasuredTables):
     def start_migration(self, plan: Plan, bytes_per_step: int | None = None) -> None:
         """Begin to move rows, replicas and optimizer states to another plan. Collective.
 
-        Every backward pass from now on copies so many bytes on each rank, and one of them ends with
-        the switch. Numbers are those of training under the old plan until then and under the new
-        one afterwards; nothing is rounded or lost. Both plans' arenas exist until the switch.
+        From now on every backward pass copies a limited number of bytes on each rank, and one of
+        them ends with the switch. Results are those of the old plan until then and of the new one
+        afterwards; nothing is rounded or lost. Both plans' arenas exist until the switch.
 
         Args:
-            plan: for the same number of ranks; it may have other tables beside these.
-            bytes_per_step: bytes that a rank copies per step at most, beside the rows that the step
-                has changed after they were copied; None = no limit.
+            plan: for the same number of ranks; it may have further tables.
+            bytes_per_step: most bytes that a rank copies per step, in addition to rows that the
+                step changed after they were copied; None = no limit.
 
         Raises:
-            PlanError: the plan does not fit, or cannot be executed here; the old one goes on.
-            OperError: no memory for the new arenas; likewise.
+            PlanError: the plan does not fit, or cannot be executed here; the old one stays in use.
+            OperError: memory does not suffice for the new arenas; as above.
             InvalidInputError: a move is under way.
         """
         refuse_in_parts(self, "cannot move tables to another plan")
@@ -371,7 +375,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     @in_turn
     def finish_migration(self) -> None:
-        """Copy what is left of a move and switch, whatever its budget. Collective."""
+        """Copy the rest of a move at once and switch. Collective."""
         if self._migration is not None:
             self._migration.finish()
             self._migration = None
@@ -383,7 +387,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     @in_turn
     def stop_migration(self) -> None:
-        """Give up a move that is under way; the old plan goes on. Every rank must call it."""
+        """Cancel a move that is under way and stay with the old plan. Every rank must call it."""
         if self._migration is not None:
             self._migration.stop()
             self._migration = None
@@ -398,7 +402,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         check_room([self._layout.used_bytes[r] for r in self.members])
 
     def take_over(self, other: ShardedTables) -> None:
-        """Go on with the arenas and the plan of `other`, which gives them up."""
+        """Take over the arenas and the plan of `other`, which must not be used afterwards."""
         with self._resolving:
             self._release()
             other._release.detach()
@@ -431,7 +435,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     @in_turn
     def close(self) -> None:
-        """Release the arenas of this rank. Peers that still read keep the memory alive."""
+        """Release the arenas of this rank. Peers that still use them keep the memory alive."""
         self.stop_migration()
         with self._resolving:
             self._release()
@@ -442,7 +446,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
         self._forward_op = self._backward_op = self._refuse
 
     def continue_from(self, other: ShardedTables, memo: dict[int, Any]) -> None:
-        """Take steps, rates, bounds and what `no_sync` has kept from tables of the same kind."""
+        """Copy step counts, learning rates, bounds settings and passes held back from tables of the
+        same kind."""
         for name in ("num_steps", "frozen", "seed", "_rounding_keys", "name"):
             setattr(self, name, getattr(other, name))
         self._arguments = other._arguments.copied()

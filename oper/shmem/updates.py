@@ -1,4 +1,4 @@
-"""Updates of sharded tables: what backward passes bring, at once, accumulated or in parts."""
+"""Updates of sharded tables from backward passes: at once, accumulated, or in micro-batches."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ class TableUpdates:
                         frozen: frozenset[str] = frozenset()) -> None:
         """Reduce the gradients of `forward`'s output, exchange them and update. Collective.
 
-        The arguments are those of `Backward`; tables that are frozen now are left alone, too.
+        The arguments are those of `Backward`; tables frozen now are not updated either.
 
         Raises:
-            InvalidInputError: other tables were frozen in the passes that `no_sync` has kept, or
-                one of them had a gradient that was refused.
+            InvalidInputError: passes held back by `no_sync` had other tables frozen, or one of
+                their gradients was refused.
             PeerLostError: a peer has ended.
             DeadlineError: a peer did not arrive in time.
         """
         self.apply_all([Backward(grad, batch, offsets, frozen)])
 
     def apply_all(self, parts: list[Backward]) -> None:
-        """As `apply_gradients`, of several lookups whose gradients are added up: one update.
+        """As `apply_gradients`, for several lookups whose gradients are summed into one update.
 
-        Of a part of a batch they are exchanged only.
+        For a micro-batch the gradients are only exchanged.
         """
         with self.turns.lock:
             if not self.turns.is_alone:
@@ -117,8 +117,11 @@ class TableUpdates:
                                 "optimizer where that error is caught") from error
 
     def refuse(self) -> None:
-        """In the place of `step` on a rank that cannot take part: no rank makes this update, and
-        those of its memory domain may go on with the next. Collective."""
+        """Called instead of `step` on a rank that cannot take part, so that no rank makes this
+        update.
+
+        Ranks of its memory domain can go on with the next one. Collective.
+        """
         torch.ops.oper.lookup_refuse(self.handle)
 
     def step(self, passed: Backward, updates: bool = True) -> None:
@@ -126,8 +129,8 @@ class TableUpdates:
 
         Args:
             passed: the backward pass.
-            updates: False: owners keep the sums for the next call that updates, which counts as a
-                step. Tables with keys have no such parts.
+            updates: if False, owners keep the sums for the next call that updates, which counts as
+                the step; not for dynamic tables
         """
         # One function, since each one more costs a microsecond in every step.
         batch, offsets, grad = passed.batch, passed.offsets, passed.grad
@@ -159,11 +162,12 @@ class TableUpdates:
                 self._migration = None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside leave their gradients here; the first one outside applies the sum.
+        """Hold back the gradients of backward passes inside; the first pass outside applies the
+        sum.
 
-        As DistributedDataParallel's ``no_sync``: k backward passes, one update, bitwise that of one
-        batch that holds all their samples. Inside, no backward pass is collective. It holds for the
-        backward passes of all threads.
+        Like DistributedDataParallel's ``no_sync``: k backward passes give one update, bitwise equal
+        to that of one batch with all their samples. Inside, no backward pass is collective. It
+        holds for the backward passes of all threads.
         """
         refuse_in_parts(self, "cannot accumulate gradients")
         return self._held.hold()
@@ -175,7 +179,7 @@ class TableUpdates:
 
     @property
     def refused(self) -> Exception | None:
-        """Why the sum of what `no_sync` has kept is not to be applied, or None."""
+        """Why the gradients held back by `no_sync` must not be applied, or None."""
         return self._held.refused
 
     @refused.setter
@@ -184,9 +188,9 @@ class TableUpdates:
 
     @in_turn
     def drop_gradients(self) -> None:
-        """Forget what backward passes under `no_sync` have left, as ``zero_grad`` does.
+        """Drop the gradients held back by `no_sync`, as ``zero_grad`` does.
 
-        Collective where one of them was refused: the other ranks wait for the update.
+        Collective if one of them was refused, since the other ranks wait for the update.
 
         Raises:
             InvalidInputError: within `oper.micro_batches`, after a backward pass.
@@ -203,8 +207,9 @@ class TableUpdates:
         """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`.
 
         Args:
-            grad, batch, offsets: as of `Backward`.
-            updates: whether an update with this gradient follows; its guard raises on all ranks.
+            grad, batch, offsets: see `Backward`.
+            updates: whether an update with this gradient follows; its guard then raises on all
+                ranks.
         """
         if self.guard.mode != "off" and not (updates and self.guard.mode == "stop"):
             grad = self.guard.apply(grad, batch, offsets, self.num_steps + 1)

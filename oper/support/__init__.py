@@ -1,2 +1,2 @@
-"""What every part of the package uses: checked files, folder locks, variables of the environment,
-values of command-line flags, names loaded on first use, and compiled counting."""
+"""Code that every package uses: checked files, folder locks, environment variables, values of
+command-line flags, lazily loaded names, and compiled counting."""

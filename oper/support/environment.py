@@ -1,9 +1,8 @@
-"""Variables of the environment: what each is for, what it may be, and whether it is that.
+"""Environment variables that OPER reads: their purpose, allowed values and checks.
 
-Every variable has its one validator here. The command line, `oper.shard`, `oper.publish`,
-`oper.attach` and whatever loads the native library look at all that matter at run time before they
-begin, ``setup.py`` at those of the build, ``oper doctor`` at all. A variable that is set to nothing
-counts as unset.
+Every variable is validated here and nowhere else. The command line, `oper.shard`, `oper.publish`,
+`oper.attach` and the loader of the native library check all run-time variables before they begin,
+``setup.py`` those of the build, and ``oper doctor`` all. An empty variable counts as unset.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ RUN, BUILD = "run", "build"
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One variable.
+    """One environment variable.
 
     Attributes:
         about: what it is for.
-        expected: what a value must be, for an error; "" = any will do.
-        accepts: whether a value is that.
-        at: ``"run"`` or ``"build"``, when it is read.
+        expected: what a value must be, for an error message; "" = any value will do.
+        accepts: whether a value is allowed.
+        at: when it is read, ``"run"`` or ``"build"``.
     """
 
     about: str
@@ -89,10 +88,10 @@ VARIABLES: dict[str, Variable] = {
 
 
 def setting(name: str, what: str = "cannot start") -> str:
-    """The value of a variable, "" where it is unset.
+    """The value of a variable; "" if it is unset.
 
     Raises:
-        InvalidInputError: the value is none that the variable may have; begins with `what`.
+        InvalidInputError: the value is not allowed; the message begins with `what`.
     """
     text = os.environ.get(name, "")
     variable = VARIABLES[name]
@@ -103,10 +102,10 @@ def setting(name: str, what: str = "cannot start") -> str:
 
 
 def check_environment(what: str = "cannot start", at: str = RUN) -> None:
-    """Raise InvalidInputError, beginning with `what`, for a variable with a value it may not have.
+    """Raise InvalidInputError for a variable whose value is not allowed.
 
     Args:
-        what: what cannot be done.
+        what: what cannot be done; the message begins with it.
         at: which variables: those read at ``"run"`` or at ``"build"`` time.
     """
     for name, variable in VARIABLES.items():
@@ -115,7 +114,7 @@ def check_environment(what: str = "cannot start", at: str = RUN) -> None:
 
 
 def problems() -> Iterator[str]:
-    """One line for every variable with a value that it may not have."""
+    """One line for every variable whose value is not allowed."""
     for name, variable in VARIABLES.items():
         text = os.environ.get(name, "")
         if text and not variable.accepts(text):

@@ -45,7 +45,7 @@ _DAMAGE = (
 
 
 def datasets_root() -> Path:
-    """The folder of data set recipes and cards, wherever this package runs from.
+    """The folder of data set recipes and cards, from a wheel or a checkout.
 
     An installed wheel carries it inside the package; a checkout has it beside the package.
     """
@@ -133,13 +133,13 @@ class _Uncached:
 def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary sibling of `path` for writing and rename it over `path` on success.
 
-    A reader sees the old file or the whole new one. On an error the temporary file is removed.
-    A symbolic link stays and its target is replaced; a pipe or device is written directly.
+    A reader sees the old file or the whole new one. On an error the temporary file is removed. A
+    symbolic link stays and its target is replaced; a pipe or device is written directly.
 
     Args:
         path: the file to write.
-        uncached: past the page cache, for large files that nobody reads soon. What is opened then
-            has `write` and `flush` only.
+        uncached: write past the page cache, for large files that are not read soon. The file object
+            then has only `write` and `flush`.
     """
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         with open(path, "wb") as file:
@@ -172,9 +172,10 @@ def atomic_write(path: str | os.PathLike[str], uncached: bool = False) -> Iterat
 
 
 def no_room(error: BaseException | None) -> OSError | None:
-    """What the system said when there was no room, or no right to more, behind an error.
+    """The error of the system behind `error` that reports a full disk or quota; None if there is
+    none.
 
-    A library that was writing into a file may raise something of its own that tells nothing.
+    A library that writes a file may raise an exception of its own that hides the cause.
     """
     for _ in range(20):  # chains may be circular
         if error is None:
@@ -187,7 +188,7 @@ def no_room(error: BaseException | None) -> OSError | None:
 
 @contextlib.contextmanager
 def told_of_room(what: str, output: str | os.PathLike[str]) -> Iterator[None]:
-    """A full disk, as an InvalidInputError that begins with `what` and names the output."""
+    """Turn a full disk inside the block into an InvalidInputError that names the output."""
     try:
         yield
     except OSError as error:
@@ -201,7 +202,8 @@ def told_of_room(what: str, output: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors of the system name the path that the user gave, not a temporary file or none."""
+    """Make system errors inside the block name the user's path instead of a temporary file or none.
+    """
     try:
         yield
     except OSError as error:
@@ -211,7 +213,8 @@ def named(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_local(path: str | os.PathLike[str]) -> None:
-    """Raise InvalidInputError for a URL, which as a path would name folders such as ``s3:``."""
+    """Raise InvalidInputError for a URL, since as a path it would create folders such as ``s3:``.
+    """
     name = os.fspath(path)
     if isinstance(name, str) and _URL.match(name):
         raise InvalidInputError(
@@ -221,7 +224,7 @@ def check_local(path: str | os.PathLike[str]) -> None:
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Raise InvalidInputError unless a file can be written there; before long work for it."""
+    """Raise InvalidInputError unless a file can be written there; called before long work."""
     check_local(path)
     target = Path(path).absolute()
     if target.exists() and not target.is_file() and not target.is_dir():
@@ -243,12 +246,13 @@ def parse_json(text: str | bytes, what: str, pairs_hook: Callable[..., Any] | No
     """The value of a JSON text.
 
     Args:
-        text: UTF-8 where it is bytes.
+        text: text, or bytes in UTF-8.
         what: how an error begins.
-        pairs_hook: ``object_pairs_hook`` of `json.loads`; it refuses what it gets by ValueError.
+        pairs_hook: ``object_pairs_hook`` of `json.loads`; it may refuse its argument with
+            ValueError.
 
     Raises:
-        FileFormatError: no such text, or one of more levels than Python counts.
+        FileFormatError: the text is not JSON, or nested too deeply.
     """
     return _parsed(text, what, "JSON", lambda t: json.loads(t, object_pairs_hook=pairs_hook))
 
@@ -281,14 +285,14 @@ def write_arrays(
     meta: Mapping[str, Any],
     uncached: bool = False,
 ) -> None:
-    """Write named arrays and JSON-able `meta` as one array file, atomically.
+    """Write named arrays and `meta` as one array file, atomically.
 
     Args:
         path: the file to write.
         kind: what the file is, e.g. ``"oper-stats"``; checked on reading.
         version: format version, checked on reading.
         arrays: bool, integer or float arrays of any shape.
-        meta: JSON-able values.
+        meta: values that JSON can hold.
         uncached: as for `atomic_write`.
     """
     for name, array in arrays.items():
@@ -366,18 +370,18 @@ class _Archive:
 
 
 class ArrayFile:
-    """An array file written by `write_arrays`, open: its arrays are read when they are asked for.
+    """An open array file, as `write_arrays` makes it, whose arrays are read on request.
 
     Args:
-        path: of the file.
-        kind, version: what it must be.
+        path: path of the file.
+        kind, version: the expected kind and version.
 
     Attributes:
-        names: of its arrays.
+        names: names of its arrays.
         meta: the `meta` mapping.
 
     Raises:
-        FileFormatError: truncated, damaged, or of another kind or version.
+        FileFormatError: the file is truncated, damaged, or of another kind or version.
         OSError: the file cannot be opened or read.
     """
 
@@ -394,12 +398,12 @@ class ArrayFile:
         self.meta: dict[str, Any] = header["meta"]
 
     def read(self, name: str) -> np.ndarray:
-        """The array of that name; raises FileFormatError where it is damaged."""
+        """Read the array `name`; raises FileFormatError if it is damaged."""
         with damage_told(self._what):
             return _read_member(self._archive, self._what, name, *self._described[name])
 
     def close(self) -> None:
-        """Close the file; its end as an object does so, too."""
+        """Close the file; garbage collection of this object also does."""
         self._archive.close()
 
     def __enter__(self) -> ArrayFile:
@@ -425,7 +429,8 @@ def read_meta(path: str | os.PathLike[str], kind: str, version: int) -> dict[str
 
 @contextlib.contextmanager
 def damage_told(what: str) -> Iterator[None]:
-    """What zipfile raises on a damaged archive, as FileFormatError that begins with `what`."""
+    """Turn what zipfile raises on a damaged archive into a FileFormatError that begins with `what`.
+    """
     try:
         yield
     except FileFormatError:
@@ -441,7 +446,7 @@ def damage_told(what: str) -> Iterator[None]:
 
 
 def check_sizes(archive: zipfile.ZipFile, what: str, file_bytes: int) -> None:
-    """Raise FileFormatError where a ZIP directory promises more than the file can hold."""
+    """Raise FileFormatError where a ZIP directory lists more bytes than the file can hold."""
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise FileFormatError(what, info.filename, "compressed", "a stored member",

@@ -30,7 +30,8 @@ def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
 
 
 def number(least: float = 0.0, above: bool = False) -> Callable[[str], float]:
-    """A type for ``add_argument``: finite numbers from `least` on, or above it; any if -inf."""
+    """A type for ``add_argument``: finite numbers, at least `least`, or greater if `above`; any if
+    -inf."""
     limits = "finite number" if least == -math.inf else f"number {'>' if above else '>='} {least:g}"
 
     def parse(text: str) -> float:
@@ -58,5 +59,5 @@ def text_for(check: Callable[[str], Any]) -> Callable[[str], str]:
 
 
 def names(text: str) -> list[str]:
-    """A type for ``add_argument``: names between commas."""
+    """A type for ``add_argument``: names separated by commas."""
     return [name for name in text.split(",") if name]

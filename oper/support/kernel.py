@@ -1,4 +1,4 @@
-"""What the kernel tells of this machine in the files of /proc and /sys."""
+"""Facts about this machine from the kernel's files in /proc and /sys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read(path: str) -> str:
-    """A file's text without the space around it; empty where it cannot be read."""
+    """A file's text without surrounding white space; "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -14,7 +14,7 @@ def read(path: str) -> str:
 
 
 def pairs(path: str) -> dict[str, str]:
-    """``key : value`` lines of a file; the first of equal keys."""
+    """``key : value`` lines of a file; the first one where a key repeats."""
     found: dict[str, str] = {}
     for line in read(path).splitlines():
         key, _, value = line.partition(":")
@@ -23,12 +23,14 @@ def pairs(path: str) -> dict[str, str]:
 
 
 def memory_bytes(name: str) -> int:
-    """A line of /proc/meminfo, such as ``MemTotal``; 0 where the kernel does not say."""
+    """Bytes in a line of /proc/meminfo, such as ``MemTotal``; 0 if the line is missing."""
     return int(pairs("/proc/meminfo").get(name, "0").split()[0]) * 1024
 
 
 def huge_pages(name: str) -> str:
-    """The choice in force of a huge-page setting: ``never`` of ``always madvise [never]``; empty
-    where the kernel has no such setting."""
+    """The huge-page setting in force, e.g. ``never`` of ``always madvise [never]``.
+
+    Empty if the kernel has no such setting.
+    """
     text = read(f"/sys/kernel/mm/transparent_hugepage/{name}")
     return text.partition("[")[2].partition("]")[0] or text

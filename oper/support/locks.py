@@ -21,18 +21,18 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Hold a folder, which is made where it is missing, against other processes that do the same.
+    """Lock a folder, which is created if missing, against other processes that lock it.
 
-    The system releases the lock when the process ends, however it ends. A folder that was made for
-    the lock and holds nothing afterwards is removed again.
+    The system releases the lock when the process ends, however it ends. A folder created here that
+    is still empty afterwards is removed.
 
     Args:
-        folder: what is written into.
+        folder: the folder to be written into.
         what: how an error begins.
 
     Raises:
-        InvalidInputError: another process holds it; names that process.
-        OSError: the folder cannot be made or written into.
+        InvalidInputError: another process holds the lock; the message names it.
+        OSError: the folder cannot be created or written into.
     """
     is_new = not os.path.isdir(folder)
     with named(folder):
@@ -78,7 +78,8 @@ def _acquire(path: Path, what: str) -> int:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Hold a lock file inside the block, which begins once nobody else does; it is removed then."""
+    """Hold a lock file inside the block, waiting for its present holder first; remove it at the
+    end."""
     while True:
         with path.open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

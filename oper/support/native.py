@@ -1,7 +1,7 @@
 """Compiled counting, checksums and parsing of text.
 
 ``liboper_data.so`` has a plain C interface and needs no torch, so that workers that read logs start
-quickly. NumPy does what its functions have no type for: texts.
+quickly. Texts, for which it has no functions, are processed by NumPy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def library() -> ctypes.CDLL:
 
 
 def address(array: np.ndarray | None) -> ctypes.c_void_p:
-    """Where the numbers of a contiguous array lie; null for None."""
+    """Address of the data of a contiguous array; a null pointer for None."""
     if array is None:
         return ctypes.c_void_p(None)
     assert array.flags.c_contiguous
@@ -58,12 +58,12 @@ def _kind(*arrays: np.ndarray) -> int | None:
 
 
 def crc32(data: np.ndarray, before: int = 0, to: np.ndarray | None = None) -> int:
-    """CRC-32, as ZIP and `zlib.crc32` have it.
+    """CRC-32, as in ZIP files and `zlib.crc32`.
 
     Args:
         data: uint8 [n], contiguous.
-        before: the checksum of what `data` follows.
-        to: uint8 [n]; `data` is copied there as well.
+        before: the checksum of the bytes that precede `data`.
+        to: uint8 [n]; where `data` is also copied to.
     """
     found: int = library().oper_data_crc32(address(data), _size(data), ctypes.c_uint32(before),
                                            address(to))
@@ -75,7 +75,7 @@ def crc32(data: np.ndarray, before: int = 0, to: np.ndarray | None = None) -> in
 
 
 def sampled(ids: np.ndarray, level: int) -> np.ndarray:
-    """Places, ascending, of the ids int64 [K] whose 64-bit hash begins with `level` zeros.
+    """Indices, ascending, of the ids (int64 [K]) whose 64-bit hash begins with `level` zeros.
 
     The hash is the finalizer of splitmix64; a share of about 2^-level of all ids has it.
     """
@@ -88,7 +88,8 @@ def sampled(ids: np.ndarray, level: int) -> np.ndarray:
 
 
 def merge_counts(parts: list[Counts] | tuple[Counts, ...]) -> Counts:
-    """Add up (values, counts int64) pairs whose values ascend; values ascend in the result."""
+    """Merge (values, counts) pairs, each sorted by value, adding the counts (int64) of equal
+    values."""
     parts = list(parts)
     if _kind(*(v for v, _ in parts)) is not None:
         while len(parts) > 1:  # neighbours in pairs: a logarithmic number of rounds
@@ -127,10 +128,10 @@ def encode(values: np.ndarray, valid: np.ndarray | None, offset: int, expected: 
 
     Args:
         values: uint32, int64 or uint64 [L].
-        valid: bitmap uint8, the bit of value k at place `offset` + k, 0 = missing; None = all
-            there.
+        valid: bitmap uint8, bit `offset` + k of which is 0 where value k is missing; None = none
+            missing.
         offset: see `valid`.
-        expected: about how many distinct values there will be, 0 = nobody knows.
+        expected: approximate number of distinct values, 0 = unknown.
 
     Returns:
         Codes in the narrowest unsigned integers [L] (0 = missing, k + 1 = the k-th distinct value),
@@ -148,8 +149,13 @@ def encode(values: np.ndarray, valid: np.ndarray | None, offset: int, expected: 
 
 
 def lookup(known: np.ndarray, ids: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Ids int32 [K] of ascending `values` [K] by ascending `known` [M] with `ids` int32 [M]; else
-    0."""
+    """Ids, int32 [K], of `values` [K] in a vocabulary; 0 for a value that is not in it.
+
+    Args:
+        known: the vocabulary's values, ascending [M].
+        ids: their ids, int32 [M].
+        values: ascending values [K].
+    """
     found = np.zeros(values.size, np.int32)
     if not known.size or not values.size:
         return found
@@ -167,13 +173,13 @@ def lookup(known: np.ndarray, ids: np.ndarray, values: np.ndarray) -> np.ndarray
 
 def deal(counts: np.ndarray, levels: tuple[np.ndarray, np.ndarray, np.ndarray],
          given: np.ndarray) -> np.ndarray:
-    """Ids by count: values of one count get ascending ids in the order in which they come.
+    """Assign ids by count: values of equal count get ascending ids in the order in which they come.
 
     Args:
-        counts: int64 [K], of the next values.
-        levels: ascending counts, int64 [M], all that occur; how many values of each get an id; the
-            first id of each.
-        given: int64 [M], values of each count met so far; brought up to date.
+        counts: int64 [K], counts of the next values.
+        levels: three arrays int64 [M]: all counts that occur, ascending; how many values of each
+            get an id; the first id of each.
+        given: int64 [M], values of each count seen so far; updated in place.
 
     Returns:
         int32 [K], 0 = none.
@@ -191,7 +197,7 @@ _TAKES = {(np.dtype(a), np.dtype(b)): k for k, (a, b) in enumerate(
 
 
 class Outputs:
-    """Arrays that `take` writes to, one of each batch; made once for all columns.
+    """Arrays that `take` writes to, one per batch; created once for all columns.
 
     Attributes:
         arrays: contiguous, of one type and dimension.
@@ -214,9 +220,10 @@ def take(pieces: list[np.ndarray], ends: np.ndarray | None, order: np.ndarray, s
         ends: where each of n bags ends, int64 [n + 1], the first 0; None = one value per row.
         order: rows, int32 [m], contiguous, each in 0..n-1.
         size: rows of a batch; the last one may have fewer.
-        to: at least as many batches as that makes, int64, or float32 for float values.
-        starts: int64, where in each batch the column's values begin; they are overwritten.
-        step: places from one value to the next, 1 for bags.
+        to: output arrays, at least one per batch, int64, or float32 for float values.
+        starts: int64, where in each batch the column's values begin; overwritten with where they
+            end.
+        step: distance from one value to the next in the output, 1 for bags.
     """
     assert ends is None or step == 1
     if not to.arrays:

@@ -1,6 +1,7 @@
-"""Inverse indices by which every sample has a row of its own: who makes them can say so at no cost.
+"""Marks on inverse indices by which every sample has a row of its own.
 
-Who looks for it later reads memory that is in no cache by then.
+Whoever creates the indices knows this at no cost; checking it later would read memory that is no
+longer cached.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from typing import Any
 
 
 def note_own_rows(rows: Any) -> None:
-    """Say of a new tensor int64 [C, B] that row b of every line is b."""
+    """Mark a new tensor int64 [C, B] in which element b of every row is b."""
     if not rows.is_inference():  # changes of such a one leave no trace
         rows.own_version = rows._version
 
 
 def are_own_rows(rows: Any) -> bool:
-    """Whether that was said of a tensor, and nobody has changed it since; False: not known."""
+    """Whether a tensor is marked and unchanged since; False means that it is not known."""
     version = getattr(rows, "own_version", None)
     return version is not None and version == rows._version

@@ -1,4 +1,4 @@
-"""Processes that others have started, and where they listen."""
+"""Helpers for child processes: ending with their parent, and free ports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(parent: int | None = None) -> None:
     """Have the kernel end this process when the one that started it has ended (Linux).
 
-    With `parent`, the id of that one, this process also ends where it has ended before.
+    With `parent`, the id of that process, this one also ends if its parent has already ended.
     """
     import ctypes
 
@@ -24,7 +24,7 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine's loopback interface that nobody listens at."""
+    """A port of this machine's loopback interface that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -34,13 +34,13 @@ class Bar:
 def trace_of(bars: Iterable[Bar], processes: Mapping[int, str],
              threads: Mapping[tuple[int, int], str],
              about: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A trace: who there is, then bars in order of time.
+    """A trace: names of processes and threads, then bars in order of time.
 
     Args:
         bars: in any order.
         processes: names of processes, by number.
         threads: names of threads, by process and number; shown in the order of their numbers.
-        about: what else is to be known of the trace; JSON-able.
+        about: metadata of the trace, as values that JSON can hold.
     """
     found: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
@@ -60,5 +60,5 @@ def trace_of(bars: Iterable[Bar], processes: Mapping[int, str],
 
 
 def write_trace(path: str | os.PathLike[str], trace: Mapping[str, Any]) -> None:
-    """Write what `trace_of` has made, atomically."""
+    """Write a trace made by `trace_of`, atomically."""
     write_text(path, dumps(trace) + "\n")

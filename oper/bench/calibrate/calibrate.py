@@ -1,8 +1,8 @@
-"""``oper calibrate``: this machine's constants of the cost model, measured, with their residuals.
+"""``oper calibrate``: measures the cost model's constants on this machine, with their residuals.
 
-Bandwidths come from bare gathers of rows, fixed and per-id costs from the runtime's own phase clock
-over a few workloads, by least squares on relative errors. With ``--check`` the fitted model then
-predicts steps under placements that the fit has not seen.
+Bandwidths come from bare gathers of rows, fixed and per-id costs from the runtime's phase timers
+over a few workloads, fitted by least squares on relative errors. With ``--check`` the fitted model
+then predicts steps of workloads and placements that the fit did not use.
 """
 
 from __future__ import annotations
@@ -67,12 +67,11 @@ class Sample:
         kind: one of `worker.KINDS`.
         stats: its access statistics, of other batches.
         wall_us: median of the slowest rank's undisturbed steps.
-        median_us: median of all steps: far above it on a machine that others use as well.
-        phases_us: float64 [3, W], medians of forward, backward and update in microseconds,
-            waiting left out.
+        median_us: median of all steps: far above `wall_us` when other programs use the machine.
+        phases_us: float64 [3, W], medians of forward, backward and update in microseconds, waiting
+            left out.
         bytes_read: of all ranks per pass, by phase and link; see `planning.bytes_read`.
-        quality: ``interval``, ``num_steps``, ``num_undisturbed``, ``delayed``; see
-            `Placements`.
+        quality: ``interval``, ``num_steps``, ``num_undisturbed``, ``delayed``; see `Placements`.
     """
 
     work: Workload
@@ -165,8 +164,12 @@ def _run_on_hosts(args: argparse.Namespace) -> int:
 
 def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
                     ) -> tuple[Topology, Residuals, list[Sample]]:
-    """Constants of processes that share this machine, how well they fit, and samples of the
-    workloads `checking`."""
+    """Measure processes that share this machine and fit the cost model to them.
+
+    Returns:
+        The constants as a topology, the residuals of the fit, and the samples of the workloads
+            named by `checking`.
+    """
     fitting = workloads(quick, world_size)
     samples: list[Sample] = []
     with tempfile.TemporaryDirectory(prefix="oper-calibrate-") as folder:
@@ -186,8 +189,8 @@ def measure_and_fit(quick: bool, world_size: int, checking: Sequence[Workload]
 
 
 def workloads(quick: bool, world_size: int) -> list[Workload]:
-    """What the fit sees: bags of 1 to 20 ids, narrow and wide rows, widths with and without kernels
-    of their own, few and many tables, uniform and skewed."""
+    """The workloads of the fit: bags of 1 to 20 ids, narrow and wide rows, widths with and without
+    kernels of their own, few and many tables, uniform and skewed."""
     def make(num_rows: tuple[int, ...], dim: int, pooling: int, exponent: float,
              batch_size: int = 2048) -> Workload:
         return Workload(num_rows, dim, batch_size * world_size, pooling, exponent)
@@ -205,7 +208,8 @@ def workloads(quick: bool, world_size: int) -> list[Workload]:
 
 
 def held_out(quick: bool, world_size: int) -> list[Workload]:
-    """What the comparison uses, and the fit never sees: other tables, batches, bags and skews."""
+    """Workloads of the comparison, which the fit does not use: other tables, batches, bags and
+    skews."""
     rows = (250_000, 150_000, 80_000, 40_000, 10_000, 1_000, 100, 10)
     found = [Workload(rows, 64, 1536 * world_size, 8, 0.9)]
     if not quick:
@@ -218,7 +222,8 @@ def held_out(quick: bool, world_size: int) -> list[Workload]:
 
 
 def last_level_cache_bytes() -> int:
-    """What this machine's processes together may count on of its last cache, as lookups take it."""
+    """Effective bytes of the last-level cache for lookups of all processes of this machine
+    together."""
     import torch
 
     from oper.shmem.library import load
@@ -249,10 +254,10 @@ def fit(samples: Sequence[Sample], world_size: int, bandwidth: Mapping[str, floa
         ) -> tuple[Topology, Residuals]:
     """Constants by least squares on relative errors; none is negative.
 
-    First the phases of every rank give the costs of bytes, ids, rows and tables; reads from cache
-    cost at most what reads from memory do. Then whole steps give the barriers, and how much longer
-    than its median a phase takes on the rank that happens to be slowest: one factor for all costs.
-    The share of the cache that stays warm between batches is the best of a few.
+    First the phases of every rank give the costs of bytes, ids, rows and tables; a read from cache
+    costs at most as much as one from memory. Then whole steps give the barriers, and how much
+    longer than its median a phase takes on the rank that happens to be slowest: one factor for all
+    costs. The share of the cache that stays warm between batches is the best of a few.
 
     Args:
         samples: measured steps.
@@ -386,7 +391,7 @@ class _Clock:
 
 
 def nonnegative_least_squares(a: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x >= 0 with least |a x - y|^2; `a` float64 [n, k].
+    """x >= 0, float64 [k], that minimises |a x - y|^2; `a` float64 [n, k], `y` float64 [n].
 
     The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23).
     """
@@ -455,7 +460,7 @@ def predicted_against_executed(samples: Sequence[Sample], topology: Topology) ->
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Rank correlation of two float64 [n] without ties."""
+    """Spearman's rank correlation of two arrays float64 [n] without ties."""
     order = [np.argsort(np.argsort(v)).astype(float) for v in (x, y)]
     return float(np.corrcoef(order)[0, 1])
 

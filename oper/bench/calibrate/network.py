@@ -1,7 +1,7 @@
-"""What the exchange between hosts costs a rank, and ``oper calibrate`` on several hosts at once.
+"""What an exchange between hosts costs a rank, and ``oper calibrate`` on several hosts at once.
 
 Processes on one machine exchange over its loopback interface: real processors, copies and system
-calls, but no wire. What a wire carries is measured by `oper.shmem.group.links`.
+calls, but no wire. The bandwidth of real links is measured by `oper.shmem.group.links`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOOPBACK_RANKS = 2  # enough to measure what a byte costs its sender and receiv
 
 
 def measure_network(world_size: int) -> dict[str, float]:
-    """Costs of an exchange among so many processes.
+    """Costs of an exchange among `world_size` processes.
 
     Returns:
         ``phase_us`` (a header and a small payload) and ``ns_per_byte`` that a rank sends or
@@ -37,7 +37,7 @@ def measure_network(world_size: int) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What `measure_network` tells."""
+    """The case that `measure_network` runs in every process."""
 
     name: ClassVar[str] = "network"
 
@@ -55,11 +55,11 @@ def phase_us() -> float:
 
 
 def exchange_s(num_bytes: int) -> float:
-    """Median seconds of an exchange in which every rank sends so many bytes to every other one.
+    """Median seconds of an exchange in which every rank sends `num_bytes` to every other rank.
 
-    Exchanges follow one another without a barrier, as in a step: ranks that leave a barrier at
-    different times would count the difference. The first round warms the connections up.
-    Collective.
+    Exchanges follow one another without a barrier, as in a step: after a barrier the difference in
+    the times at which ranks leave it would be counted too. The first round warms the connections
+    up. Collective.
     """
     from oper.shmem.group.groups import ProcessGroup
     from oper.shmem.group.links import repeated_exchange
@@ -77,11 +77,11 @@ def exchange_s(num_bytes: int) -> float:
 
 
 def across_hosts(shared: Topology, network: Mapping[str, float]) -> Topology:
-    """The ranks of a measured memory domain as hosts of their own.
+    """A topology in which each rank of a measured memory domain is a host of its own.
 
     Args:
-        shared: what ranks cost that share memory.
-        network: of `measure_network`.
+        shared: measured costs of ranks that share memory.
+        network: the result of `measure_network`.
     """
     world_size, here = shared.world_size, shared.domains[0]
     each = replace(here, ranks=(0,), memory_bytes=here.memory_bytes // world_size,
@@ -93,13 +93,13 @@ def across_hosts(shared: Topology, network: Mapping[str, float]) -> Topology:
 
 def of_hosts(hosts: Sequence[Topology], gbps: Sequence[float], network: Mapping[str, float],
              racks: tuple[Rack, ...] = ()) -> Topology:
-    """Measured hosts as one cluster; costs are the means of theirs.
+    """Combine measured hosts into one cluster whose costs are the means over the hosts.
 
     Args:
         hosts: per host, the costs of ranks that share its memory.
         gbps: GB/s that its link carries in each direction, shared by its ranks.
         network: ``phase_us`` and ``ns_per_byte``.
-        racks: which hosts share an uplink, if they do.
+        racks: groups of hosts that share an uplink, if any.
     """
     domains, begin = [], 0
     for host, (here, carried) in enumerate(zip(hosts, gbps, strict=True)):
@@ -131,7 +131,7 @@ def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int =
         hosts_per_rack: hosts that share an uplink to others, in the order of their ranks; 0: none.
 
     Raises:
-        InvalidInputError: ranks are not numbered host by host.
+        InvalidInputError: the ranks of a host are not numbered consecutively.
     """
     from oper.shmem.group.domains import find_domains
     from oper.shmem.group.groups import ProcessGroup

@@ -83,14 +83,14 @@ class Gather:
     """Bandwidths of bare gathers, GB/s of all ranks together: ``read_gbps`` and ``cache_gbps``.
 
     Attributes:
-        cache_bytes: of the last cache, as lookups take it.
+        cache_bytes: effective size of the last-level cache for lookups.
     """
 
     cache_bytes: int
     name: ClassVar[str] = "bandwidth"
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """The bandwidths, on rank 0. Collective."""
+        """Measure the bandwidths; rank 0 returns them. Collective."""
         progress("reading rows at random")
         return _gather(default_group(), self.cache_bytes)
 
@@ -101,7 +101,7 @@ class Placements:
 
     Attributes:
         work: the workload.
-        kinds: of `KINDS`.
+        kinds: placements, each one of `KINDS`.
         rounds: see `_rounds`.
         stats: the file that its statistics are written to.
     """
@@ -113,11 +113,12 @@ class Placements:
 
     @property
     def name(self) -> str:
-        """The workload's."""
+        """Name of the workload."""
         return self.work.name
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """On rank 0, what `_summary` says of each kind, and ``bytes_read``. Collective."""
+        """Time the steps; rank 0 returns `_summary` of each kind, and ``bytes_read``. Collective.
+        """
         work, group = self.work, default_group()
         stats = joint_stats(work, 8)
         if group.rank == 0:

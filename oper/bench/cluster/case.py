@@ -56,13 +56,13 @@ class Case:
         links: the cluster.
         work: the workload.
         objective: ``"training"`` (steps) or ``"inference"`` (lookups).
-        memory_share: of the bytes of all tables, what a rank may hold; 0 = no limit.
+        memory_share: share of the bytes of all tables that a rank may hold; 0 = no limit.
         whole_model: a DLRM instead of the collection alone, for training.
-        in_grid: whether it counts, or is reported beside the ones that do.
+        in_grid: whether the case is part of the published grid.
         num_batches: distinct batches that are timed.
-        num_stats_batches: other batches that the statistics come from.
-        timed_s: about how long contenders are timed, all together.
-        constants: of this machine's processes, a topology file's text.
+        num_stats_batches: separate batches from which the statistics are taken.
+        timed_s: approximate time for which all contenders together are timed.
+        constants: text of a topology file with the constants of processes on this machine.
     """
 
     name: str
@@ -78,8 +78,8 @@ class Case:
     constants: str = ""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Measure the cluster, plan, build, verify and time; what rank 0 returns stands in the
-        record. Collective."""
+        """Measure the cluster, plan, build, verify and time; rank 0's result is the case's record.
+        Collective."""
         runner = _Runner(self, progress)
         try:
             return runner.run()

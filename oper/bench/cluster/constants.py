@@ -1,10 +1,9 @@
-"""The constants of an emulated cluster, measured on it: what the planners are told.
+"""The constants of an emulated cluster, measured on it and given to the planners.
 
 What a rank costs by itself comes from ``oper calibrate`` (processes that share this machine). Here
-are measured, by all ranks at once: how much slower a rank computes because there are more of them
-than cores; what a phase of an exchange and a byte cost a rank on links without limit; and what the
-links carry with their limits, all hosts sending and receiving at once, headers and congestion
-included.
+are measured, by all ranks at once: how much slower a rank computes because ranks outnumber cores;
+what a phase of an exchange and a byte cost a rank on links without limit; and what the links carry
+with their limits, all hosts sending and receiving at once, headers and congestion included.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ _MEMORY_BYTES = 8 << 30  # per host, unless a case says otherwise
 
 def measured_topology(links: Links, constants: str, memory_bytes: int | None = None
                       ) -> tuple[Topology, dict[str, Any]]:
-    """The cluster that this process is a rank of. Collective; leaves the links limited.
+    """Measure the cluster that this process is a rank of. Collective; leaves the links limited.
 
     Args:
-        links: what it is like.
+        links: the cluster's hosts and link rates.
         constants: of processes that share this machine, the text that ``oper calibrate`` writes.
-        memory_bytes: of each rank, for rows and buffers.
+        memory_bytes: memory of each rank for rows and buffers.
 
     Returns:
         The topology, and what was measured: ``contention``, ``ns_per_byte``, ``phase_us``,
         ``link_mbits`` by host, ``uplink_mbits`` by rack where there are several; and
-        ``assumed``: costs between hosts that `constants` lack, in place of which defaults stand.
+        ``assumed``: names of the costs between hosts that `constants` lacks and defaults replace.
     """
     rank, alone = world()[0], Topology.from_dict(tomllib.loads(constants))
     unlimited = _unlimited(links, alone.world_size)
@@ -61,7 +60,7 @@ def measured_topology(links: Links, constants: str, memory_bytes: int | None = N
 
 
 def limit(links: Links, is_limited: bool = True) -> None:
-    """Limit the links, or no longer. Collective: all ranks are here before and after."""
+    """Apply or remove the limits of the links. Collective: ranks synchronise before and after."""
     gather(None)
     if world()[0] == 0:
         set_rates(links, is_limited)

@@ -1,8 +1,8 @@
-"""The files of a checkpoint: checksums of all of them, and a reader that runs nothing it reads.
+"""The files of a checkpoint: checksums of all of them, and a reader that executes nothing it reads.
 
 ``torch.distributed.checkpoint`` keeps the description of a checkpoint as a pickle, and torch does
-not check its archives' checksums. Here every file of a checkpoint is summed up (CRC-32, as in ZIP)
-in an array file of its own, and the description is unpickled with the few classes that it needs.
+not check its archives' checksums. Here the CRC-32 of every file of a checkpoint is kept in an array
+file, and unpickling the description is restricted to the few classes that it needs.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ _FOREIGN_OPCODES = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "PERSID", "B
 
 
 class CheckpointReader(FileSystemReader):
-    """torch's reader of checkpoint folders, with a description that is checked and runs nothing.
+    """torch's reader of checkpoint folders, with a description that is checked and executes
+    nothing.
 
     For ``torch.distributed.checkpoint.load(storage_reader=...)``, with any planner.
 
-    Rows that were stored as one large tensor come to memory in pieces, where the planner writes
-    them into tables (`LoadPlanner.takes_pieces`) and they lie in the file as they are in memory.
+    Rows stored as one large tensor are read in pieces if the planner writes them into tables
+    (`LoadPlanner.takes_pieces`) and the file has them in the layout of memory.
     """
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """As torch's; what is read in pieces comes first."""
+        """Read data as torch's reader does, first what is read in pieces."""
         takes = getattr(planner, "takes_pieces", lambda item: False)
         rest = [x for x in plan.items if not (
             x.type == LoadItemType.TENSOR and takes(x)
@@ -100,7 +101,7 @@ class CheckpointReader(FileSystemReader):
         return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The description; raises FileFormatError when it is damaged or foreign."""
+        """The description; raises FileFormatError if it is damaged or not one of a checkpoint."""
         folder = Path(self.path)
         what = f"cannot read the checkpoint {str(folder)!r}"
         try:
@@ -169,7 +170,7 @@ def _check(metadata: Any, folder: Path, what: str) -> None:
 
 
 def sum_of(path: Path) -> tuple[int, int]:
-    """Bytes and CRC-32 of a file."""
+    """Size in bytes and CRC-32 of a file."""
     crc = size = 0
     block = np.empty(_BLOCK, np.uint8)
     with open(path, "rb", buffering=0) as file:
@@ -179,7 +180,7 @@ def sum_of(path: Path) -> tuple[int, int]:
 
 
 def write_checksums(folder: Path, sums: dict[str, tuple[int, int]]) -> None:
-    """Keep the files' sizes and sums, the last file of a checkpoint to be written."""
+    """Write the file of sizes and checksums, which completes a checkpoint."""
     write_arrays(folder / CHECKSUMS, KIND, VERSION, {},
                  {"files": {name: list(pair) for name, pair in sorted(sums.items())}})
 
@@ -193,11 +194,11 @@ def _is_file_name(name: str) -> bool:
 def check_files(folder: Path, turn: int = 0, turns: int = 1) -> None:
     """Compare every `turns`-th file of a checkpoint with its checksum, from the `turn`-th on.
 
-    Of a folder without checksums, which torch alone has written, the records of its archives are
-    compared with theirs.
+    In a folder without checksums, written by torch alone, the records of its archives are compared
+    with the checksums inside them.
 
     Raises:
-        FileFormatError: a file is missing, cut, damaged or not this checkpoint's.
+        FileFormatError: a file is missing, truncated, damaged or belongs to another checkpoint.
     """
     if not (folder / CHECKSUMS).exists():
         _check_items(folder, turn, turns)
@@ -249,13 +250,14 @@ class _Part(io.RawIOBase):
 
 
 def check_archive(file: BinaryIO, what: str, begin: int = 0, size: int | None = None) -> None:
-    """Compare every record that ``torch.save`` wrote with its CRC-32: ``torch.load`` does not.
+    """Compare every record that ``torch.save`` wrote with its CRC-32, which ``torch.load`` does not
+    do.
 
     Args:
-        file: holds the archive; readable and seekable.
+        file: an open file that contains the archive; readable and seekable.
         what: how an error begins.
         begin: the archive's first byte.
-        size: its bytes; None = up to the end of the file.
+        size: its size in bytes; None = up to the end of the file.
 
     Raises:
         FileFormatError: a record or the archive's directory is damaged, or it has no checksums.
@@ -310,12 +312,13 @@ def _check_items(folder: Path, turn: int, turns: int) -> None:
 
 
 def load_archive(path: str | os.PathLike[str], what: str) -> Any:
-    """What ``torch.save`` wrote into a file: tensors, mapped into memory, and plain values.
+    """Load a file written by ``torch.save``: tensors, mapped into memory, and plain values.
 
-    The file is compared with its checksums first.
+    The file's checksums are verified first.
 
     Raises:
-        FileFormatError: not such a file, or a damaged one; begins with `what`.
+        FileFormatError: the file was not written by ``torch.save``, or is damaged; the message
+            begins with `what`.
         OSError: it cannot be read.
     """
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""``state_dict`` values that hold no rows: they make rows in logical order when asked."""
+"""``state_dict`` values that hold no rows but produce them in logical order on request."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _HANDLES: contextvars.ContextVar[bool] = contextvars.ContextVar("handles", defau
 class TableRows:
     """A table, or a part of its optimizer state, in logical order, as a handle.
 
-    What ``state_dict`` holds inside `rows_on_demand`. It is no tensor: rows are copied out of the
-    tables, or written into them, a chunk at a time, by `oper.SavePlanner` and `oper.LoadPlanner`
-    or by `read` and `write`.
+    Inside `rows_on_demand`, ``state_dict`` holds this instead of a tensor: rows are copied out of
+    the tables, or written into them, a chunk at a time, by `oper.SavePlanner` and
+    `oper.LoadPlanner` or by `read` and `write`.
 
     Args:
         tables: the tables.
@@ -36,8 +36,8 @@ class TableRows:
         shape: global shape, [num_rows, dim], or [num_rows] for a state with one number per row.
         dtype: dtype of its values.
         chunk_rows: rows of a chunk.
-        source: what is to be written here, see `load_state_dict`.
-        version: tensor whose version counts changes of the rows, until autograd is told of them;
+        source: the value to be written here, see `load_state_dict`.
+        version: tensor whose version counts changes of the rows, before autograd learns of them;
             see `oper.integration.table_tensor`.
     """
 
@@ -54,7 +54,7 @@ class TableRows:
         self.chunk_rows = max(1, chunk_bytes // row_bytes)
 
     def size(self) -> torch.Size:
-        """The global shape, as a tensor tells it."""
+        """The global shape, under the name that tensors have for it."""
         return self.shape
 
     def read(self, begin: int, end: int) -> torch.Tensor:
@@ -62,7 +62,8 @@ class TableRows:
         return self.tables.read(self.name, begin, end, self.part)
 
     def write(self, values: torch.Tensor, begin: int, column: int = 0) -> None:
-        """Write rows `[begin, begin + n)`, columns from `column`; ``tables.publish()`` follows."""
+        """Write rows `[begin, begin + n)`, columns from `column`; call ``tables.publish()``
+        afterwards."""
         self.tables.write(self.name, values, begin, self.part, column)
 
     def chunks(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
@@ -72,7 +73,7 @@ class TableRows:
             yield at, min(end, at + self.chunk_rows)
 
     def is_held_here(self, begin: int, end: int, columns: range) -> bool:
-        """Whether this rank owns anything of rows `[begin, end)` in some columns."""
+        """Whether this rank owns any part of rows `[begin, end)` in the given columns."""
         tables, rank = self.tables, self.tables.group.rank
         for k in tables.pieces[self.name]:
             directory, mine = tables.directories[k], tables.columns(self.part, k)
@@ -91,7 +92,7 @@ class TableRows:
                 and self.part == other.part)
 
     def load_state_dict(self, value: Any) -> None:
-        """Note a value to be taken over, as TorchRec's optimizers fill their state.
+        """Accept a value to be loaded, in the way TorchRec's optimizers fill their state.
 
         It is checked now and written by ``load_entry``, so that a refused state changes nothing.
         """
@@ -130,9 +131,9 @@ class TableRows:
 
 @contextlib.contextmanager
 def rows_never() -> Iterator[None]:
-    """Inside, ``state_dict()`` copies no rows between memory domains either.
+    """Inside the block, ``state_dict()`` copies no rows, not even between memory domains.
 
-    `TableRows` stand for them there that nobody may ask for rows. Holds for this thread.
+    It holds `TableRows` whose rows must not be read. Applies to this thread.
     """
     token = _HANDLES.set(True)
     try:
@@ -143,22 +144,22 @@ def rows_never() -> Iterator[None]:
 
 
 def gives_handles(tables: ShardedTables) -> bool:
-    """Whether ``state_dict()`` is to hold `TableRows` in this block."""
+    """Whether ``state_dict()`` holds `TableRows` in the present block."""
     return _CHUNK.get() is not None and (tables.is_one_domain or _HANDLES.get())
 
 
 @contextlib.contextmanager
 def rows_on_demand(chunk_bytes: int = CHUNK_BYTES) -> Iterator[None]:
-    """Inside, ``state_dict()`` of sharded modules and of their optimizers copies no rows.
+    """Inside the block, ``state_dict()`` of sharded modules and their optimizers copies no rows.
 
     Tables and optimizer states are `TableRows`, for ``torch.distributed.checkpoint`` with
-    `oper.SavePlanner` and `oper.LoadPlanner`. Holds for this thread.
+    `oper.SavePlanner` and `oper.LoadPlanner`. Applies to this thread.
 
     Args:
         chunk_bytes: rows are saved in chunks of at most this size.
 
     Raises:
-        InvalidInputError: a chunk of no bytes.
+        InvalidInputError: `chunk_bytes` is not positive.
     """
     if chunk_bytes < 1:
         raise InvalidInputError("cannot save rows on demand", "chunk_bytes", chunk_bytes, ">= 1",

@@ -1,6 +1,6 @@
 """Checkpoints of bounded memory: planners for ``torch.distributed.checkpoint``.
 
-The planners make and take `TableRows` chunk by chunk, so that saving or loading a table needs the
+The planners read and write `TableRows` chunk by chunk, so that saving or loading a table needs the
 memory of a few chunks. What they write is an ordinary checkpoint of tensors by name, which any
 planner reads.
 """
@@ -44,13 +44,13 @@ from oper.shmem.keys.directories import RECORDS
 
 
 class SavePlanner(DefaultSavePlanner):
-    """A save planner that makes `TableRows` chunk by chunk while they are written.
+    """A save planner that reads the rows of `TableRows` chunk by chunk while it writes them.
 
     Every other value is saved as torch's default planner does. The ranks of a table write its
     chunks in turn, whoever owns the rows.
 
     Attributes:
-        alone: this rank writes everything.
+        alone: whether this rank writes everything.
     """
 
     alone = False
@@ -116,18 +116,18 @@ class LoadPlanner(DefaultLoadPlanner):
     """A load planner that writes stored chunks straight into the tables of `TableRows`.
 
     Every rank reads the stored chunks that it owns rows of and keeps those rows. torch's readers
-    bring a stored chunk to memory as a whole: checkpoints of `SavePlanner` have small ones, others
-    those of their writer, which `CheckpointReader` (and so `oper.load_checkpoint`) reads in pieces.
-    ``load_state_dict`` must follow, which makes the rows visible to all ranks. When a load fails,
-    the tables hold a mixture: load again.
+    read a stored chunk as a whole. Checkpoints of `SavePlanner` have small chunks; the possibly
+    large ones of other writers are read in pieces by `CheckpointReader`, and so by
+    `oper.load_checkpoint`. ``load_state_dict`` must follow, which makes the rows visible to all
+    ranks. When a load fails, the tables hold a mixture: load again.
 
     With `grown` a table may have more rows than the checkpoint, as after ``oper vocabulary
-    extend``: the first ones are loaded, with their optimizer states, those behind stay as they
-    are.
+    extend``: the first ones are loaded, with their optimizer states, and the additional ones stay
+    as they are.
 
-    Every other value is loaded as torch's default planner does, but that only tensors and plain
-    values are unpickled, and that optimizer states of one number per row fit models of TorchRec
-    and of OPER alike where TorchRec shards by columns, see
+    Every other value is loaded as by torch's default planner, with two differences: only tensors
+    and plain values are unpickled, and optimizer states with one number per row are converted
+    between OPER's and TorchRec's column-wise sharding, see
     `oper.integration.checkpoint.row_states`.
     """
 
@@ -222,12 +222,12 @@ class LoadPlanner(DefaultLoadPlanner):
         return state.buffer if state is not None else super().lookup_tensor(index)
 
     def takes_pieces(self, read_item: ReadItem) -> bool:
-        """Whether what is read may come through `commit_piece`, some rows at a time."""
+        """Whether an item may be delivered by `commit_piece`, some rows at a time."""
         name = read_item.dest_index.fqn
         return isinstance(self.state_dict.get(name), TableRows) and name not in self._pieces
 
     def wants_piece(self, read_item: ReadItem, begin: int, num_rows: int) -> bool:
-        """Whether this rank owns anything of some rows of a stored chunk."""
+        """Whether this rank owns any of these rows of a stored chunk."""
         first, *column = read_item.dest_offsets
         width = read_item.lengths[1] if column else 1
         start = column[0] if column else 0

@@ -7,7 +7,7 @@ of the gradient's squares, a piece's over its own columns and a row's over all o
 
     state of the row = sum over pieces of (columns of the piece / columns) * state of the piece.
 
-The other way nothing tells the pieces apart: each gets the state of the row.
+In the other direction nothing distinguishes the pieces, so each gets the state of the row.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from oper.integration.checkpoint.table_state import shard_range
 
 
 class StateOfPieces:
-    """A stored state whose pieces are not those of the value that it is loaded into.
+    """A stored state whose column pieces differ from those of the value that it is loaded into.
 
     Args:
         name: its name in the checkpoint.
-        value: where it goes: `TableRows`, a tensor, a ``DTensor`` or TorchRec's ``ShardedTensor``.
-        stored: what the checkpoint has.
-        metadata: of the checkpoint.
+        value: the destination: `TableRows`, a tensor, a ``DTensor`` or TorchRec's
+            ``ShardedTensor``.
+        stored: the description of the stored state.
+        metadata: the checkpoint's metadata.
 
     Attributes:
-        buffer: [stored numbers], to be loaded, then `finish`.
+        buffer: tensor to load the stored numbers into, before `finish`.
     """
 
     def __init__(self, name: str, value: Any, stored: TensorStorageMetadata, metadata: Metadata
@@ -50,7 +51,7 @@ class StateOfPieces:
 
     @staticmethod
     def fits(value: Any, stored: TensorStorageMetadata) -> bool:
-        """Whether a stored state is one per piece and the value one per row, or the other way."""
+        """Whether a stored state is one per piece and the value one per row, or vice versa."""
         if not hasattr(value, "size"):
             return False
         here, there = tuple(value.size()), tuple(stored.size)
@@ -60,7 +61,7 @@ class StateOfPieces:
         return there[0] % here[0] == 0 or (pieces and here[0] % there[0] == 0)
 
     def finish(self) -> None:
-        """Put what was loaded where it belongs."""
+        """Convert the loaded state and write it to its destination."""
         state = self.buffer
         if self._shares:  # in double precision, in the order of the columns
             pieces = state.double().view(len(self._shares), -1)

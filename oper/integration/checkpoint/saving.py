@@ -1,4 +1,4 @@
-"""Checkpoints as folders: complete or not there, checked when they are read."""
+"""Checkpoints as folders: either complete or absent, and checked when they are read."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
 
     The checkpoint is written beside `folder` and renamed when it is complete: a crash at any moment
     leaves the previous one loadable by `load_checkpoint`. The folder must be on a file system that
-    all ranks share. All its files are summed up (CRC-32).
+    all ranks share. A checksum (CRC-32) of every file is kept.
 
     Args:
-        folder: where; a checkpoint that is there is replaced.
-        model: saved as ``model``; under DDP and DistributedModelParallel by the names of the module
-            inside.
+        folder: the folder to write; an existing checkpoint there is replaced.
+        model: saved as ``model``; under DDP and DistributedModelParallel with the names of the
+            wrapped module.
         optimizer: anything with ``state_dict``, saved as ``optimizer``: a ``fused_optimizer``, a
             ``CombinedOptimizer``. The states of sharded ``nn.Embedding`` and ``nn.EmbeddingBag``
             modules are saved in any case, as ``tables``.
@@ -76,8 +76,8 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
     Raises:
         InvalidInputError: a value is neither a tensor nor plain; the previous checkpoint is
             untouched.
-        OperError: a rank could not write; likewise.
-        PeerLostError, DeadlineError: a rank has ended or did not come in time; likewise.
+        OperError: a rank could not write; as above.
+        PeerLostError, DeadlineError: a rank has ended or did not arrive in time; as above.
     """
     path = Path(folder).absolute()
     save_by(Ranks(model, "cannot save a checkpoint", path), path, (model, optimizer, extra),
@@ -86,7 +86,7 @@ def save_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
 
 def save_by(ranks: Ranks, path: Path, what: tuple[nn.Module, Any, dict[str, Any] | None],
             chunk_bytes: int) -> None:
-    """The steps of `save_checkpoint` by the ranks that there are."""
+    """The steps of `save_checkpoint`, on the given ranks."""
     model, optimizer, extra = what
     aside = path.with_name(path.name + ".saving")
     before = path.with_name(path.name + ".previous")
@@ -110,19 +110,19 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         folder: the checkpoint. When a crash has left it incomplete, the previous one is loaded.
         model, optimizer: as for `save_checkpoint`; filled in place.
         grown: the model's tables may have more rows than the checkpoint's, as after ``oper
-            vocabulary extend``. Rows behind the saved ones, and their optimizer states, stay as
-            they are. Needs ranks that share memory.
-        remap: what ``oper vocabulary extend --reorder`` wrote since: rows go where it says, after
-            they were loaded as with `grown`.
+            vocabulary extend``. Additional rows, and their optimizer states, stay as they are. The
+            ranks must share memory.
+        remap: the re-map that ``oper vocabulary extend --reorder`` has written since; rows are
+            loaded as with `grown` and then renumbered by it.
 
     Returns:
-        ``extra`` as it was saved, {} without.
+        ``extra`` as it was saved, {} if there was none.
 
     Raises:
         InvalidInputError: there is no checkpoint, or one of another model.
         FileFormatError: it is damaged; the tables are untouched.
-        OperError: a rank could not read; the tables then hold a mixture.
-        PeerLostError, DeadlineError: a rank has ended or did not come in time; likewise.
+        OperError: a rank could not read; the tables then hold a mixture of old and new rows.
+        PeerLostError, DeadlineError: a rank has ended or did not arrive in time; as above.
     """
     rows = None if remap is None else load_remap(remap)
     return restore(folder, model, optimizer, grown=grown or rows is not None, remap=rows).extra
@@ -130,15 +130,16 @@ def load_checkpoint(folder: str | os.PathLike[str], model: nn.Module, optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was loaded.
+    """The result of loading a checkpoint.
 
     Attributes:
-        extra: as it was saved, {} without.
+        extra: as it was saved, {} if there was none.
         folder: the checkpoint.
         num_deltas: complete deltas that were loaded after it.
-        step: that of the last of them; without, ``extra["step"]`` if it is a number, else 0.
-        steps_lost: by rank that saved, the steps that the rows of that rank are behind the newest
-            ones; empty when all are of one step.
+        step: step of the last of these deltas; without deltas ``extra["step"]`` if it is a number,
+            else 0.
+        steps_lost: for each rank that saved, the number of steps by which its rows are older than
+            the newest; empty if all are of one step.
     """
 
     extra: dict[str, Any]
@@ -149,7 +150,7 @@ class Restored:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all that was loaded is of one step."""
+        """Whether everything loaded is of one step."""
         return not self.steps_lost
 
 
@@ -209,7 +210,7 @@ def _put_rows(deltas: list[Delta], tables: list[LogicalRows]) -> None:
 
 
 def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
-    """Give a loaded state to the model and its optimizer. Collective."""
+    """Load a state that was read into the model and its optimizer. Collective."""
     inner = _inner(model)
     inner.load_state_dict(state["model"])
     if optimizer is not None:
@@ -219,7 +220,7 @@ def take_over(state: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """What a checkpoint holds beside ``extra``."""
+    """The state that a checkpoint holds, without ``extra``."""
     inner = _inner(model)
     state: dict[str, Any] = {"model": inner.state_dict()}
     if optimizer is not None:
@@ -254,11 +255,11 @@ def tables_of(model: nn.Module) -> list[LogicalRows]:
 
 
 class Ranks:
-    """The ranks of a checkpoint. Every step ends for all of them alike.
+    """The ranks of a checkpoint. Every step succeeds, or fails, on all of them.
 
     Args:
-        model: its sharded tables, if any, know which peer is missing.
-        what, path: what fails when a step does.
+        model: the model; its sharded tables, if any, can tell which peer is missing.
+        what, path: what failed, for the error of a step.
 
     Attributes:
         rank: this rank.
@@ -275,11 +276,15 @@ class Ranks:
                              and t.group.world_size == self.world_size), None)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`; a lost peer is named where any tables can tell."""
+        """Every rank's `value`; a lost peer is named if any tables can tell which it is."""
         return (self._tables or self._group).all_gather(value)
 
     def step(self, action: Callable[[], _T]) -> list[_T]:
-        """What `action` gives on every rank; where one fails, all raise one error. Collective."""
+        """Run `action` on every rank and return all results; if it fails on one, all raise the same
+        error.
+
+        Collective.
+        """
         result: Any = None
         problem: Exception | None = None
         try:
@@ -300,7 +305,7 @@ class Ranks:
 
 
 class Alone(Ranks):
-    """One rank that acts without the others, whatever group there was."""
+    """A single rank that acts without the others, whatever its process group."""
 
     def __init__(self, what: str, path: Path) -> None:
         self.rank, self.world_size, self.first = 0, 1, True
@@ -418,7 +423,8 @@ def _sync(folder: Path) -> None:
 
 
 def complete(path: Path) -> Path:
-    """The folder of the checkpoint `path`, or of the one before; raises InvalidInputError."""
+    """The folder of the complete checkpoint `path`, or of the previous one; raises
+    InvalidInputError."""
     for candidate in (path, path.with_name(path.name + ".previous")):
         if (candidate / METADATA).exists():
             return candidate

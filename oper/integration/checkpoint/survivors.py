@@ -1,9 +1,10 @@
-"""What survivors can still save when a rank has ended, or does not come within the deadline.
+"""Saving by survivors when a rank has ended, or does not arrive within the deadline.
 
 On one host the memory of a rank outlives it while others map it. Its rows are those of a whole step
 if no rank had begun the update of the next one, and none can any more: an update begins after a
 barrier that all ranks must reach, and the missing rank had not reached the one at which this rank
-failed. One that only stalls, and wakes, finds there that others have given up, and updates nothing.
+failed. A rank that only stalled, and resumes, finds there that others have given up, and updates
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _WHAT = "cannot save what the survivors hold"
 class Survivors:
     """Saves a checkpoint without ranks that are missing, if their rows are provably of one step.
 
-    Call `mark` after every whole step, on every rank: tables and dense model are of that step then.
+    Call `mark` after every whole step, on every rank: tables and dense model are then of that step.
 
     Raises:
         InvalidInputError: the model has no sharded tables, or ranks do not share memory.
@@ -46,13 +47,13 @@ class Survivors:
         self.mark()
 
     def mark(self) -> None:
-        """A step is over."""
+        """Note that a whole step is complete."""
         self._marks = [p.mark() for p in self._progress]
 
     def save(self, folder: str | os.PathLike[str], extra: dict[str, Any] | None = None,
              chunk_bytes: int = CHUNK_BYTES) -> bool:
-        """Save the marked step after a `PeerLostError` or a `DeadlineError`. Every survivor calls
-        it; one writes.
+        """Save the marked step after a `PeerLostError` or a `DeadlineError`. All survivors call it;
+        one writes.
 
         The error must come from the forward or the backward pass: the dense model is saved as it is
         on this rank, which must not have made its own step yet.
@@ -61,7 +62,7 @@ class Survivors:
             folder, extra, chunk_bytes: as for `oper.save_checkpoint`.
 
         Returns:
-            Whether this rank has written it: the first survivor does.
+            Whether this rank, as the first survivor, has written it.
 
         Raises:
             OperError: the rows are not provably of the marked step, or no rank is missing; nothing

@@ -1,4 +1,4 @@
-"""Sharded tables as ``state_dict`` entries, and back; loading of initial weights."""
+"""Sharded tables to and from ``state_dict`` entries; loading of initial weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
 
 
 def distributed(tables: ShardedTables, local: torch.Tensor, num_rows: int) -> Any:
-    """A ``DTensor`` of `num_rows`, of which `local` is this rank's range; `local` of one rank."""
+    """A ``DTensor`` of `num_rows` with `local` as this rank's range; with a single rank just
+    `local`."""
     if tables.group.world_size == 1 or tables.group.is_local:
         return local
     from torch.distributed.tensor import DTensor, Shard
@@ -79,17 +80,17 @@ def _mesh(tables: ShardedTables) -> Any:
 def load_entry(tables: ShardedTables, name: str, value: Any, part: str = "rows") -> None:
     """Write a ``state_dict`` value of a table; call ``tables.publish()`` after the last one.
 
-    A value that is split over the ranks comes to every rank in chunks, never as a whole.
+    A value that is split over the ranks is sent to every rank in chunks, never as a whole.
 
     Args:
         tables: the tables.
         name: table name.
         value: a plain tensor of the global shape (equal on all ranks), a ``DTensor`` of it, or
-            `TableRows`. Those of this very table hold its values already.
+            `TableRows`. `TableRows` of this same table need no copying.
         part: ``"rows"`` or a part of the optimizer state.
 
     Raises:
-        InvalidInputError: another shape or kind of value.
+        InvalidInputError: the value has another shape or kind.
     """
     mine = TableRows(tables, name, part)
     if isinstance(value, TableRows) and value.source is not None:
@@ -144,9 +145,9 @@ def shard_range(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
 
 def warn_of_conversions(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                         names: Mapping[str, str]) -> None:
-    """Warn of values that ``load_state_dict(assign=True)`` cannot put in place as they are.
+    """Warn of values that ``load_state_dict(assign=True)`` has to convert instead of assigning.
 
-    Arguments as for `load_tables`.
+    Arguments: see `load_tables`.
     """
     for name, table in names.items():
         value = state_dict.get(f"{prefix}{name}")
@@ -181,10 +182,10 @@ def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: st
 
 
 def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str, Any]:
-    """A table's optimizer state in TorchRec's names, ``{"<label>.momentum1": ...}``.
+    """A table's optimizer state under TorchRec's names, ``{"<label>.momentum1": ...}``.
 
-    One canonical state per row whatever the plan, in logical order, as `table_entry` gives rows.
-    Optimizers with bias correction add ``<label>.step``, a number.
+    The state has one form whatever the plan: one entry per row in logical order, as in
+    `table_entry`. Optimizers with bias correction add ``<label>.step``, a number.
     """
     kind = tables.specs[name].optimizer
     entries = {f"{label}.{_STATE_NAMES[part]}": table_entry(tables, name, part)
@@ -196,7 +197,7 @@ def optimizer_entries(tables: ShardedTables, name: str, label: str) -> dict[str,
 
 def load_optimizer_entries(tables: ShardedTables, name: str, label: str,
                            entries: Mapping[str, Any]) -> None:
-    """Write what `optimizer_entries` gave; ``tables.publish()`` after the last table."""
+    """Write the entries of `optimizer_entries`; call ``tables.publish()`` after the last table."""
     for part, _ in STATE_PARTS[tables.specs[name].optimizer]:
         load_entry(tables, name, entries[f"{label}.{_STATE_NAMES[part]}"], part)
     if f"{label}.step" in entries:
@@ -209,10 +210,10 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
 
     Args:
         tables: the tables.
-        weights: (table name, unsharded weight [num_rows, dim], init function). A weight on
-            the meta device is initialised in place, chunk by chunk of logical rows, from a seed
-            that depends on the table and the chunk only: the same numbers for every plan. Other
-            weights are kept; where ranks disagree, rank 0's are taken, as DDP does.
+        weights: (table name, unsharded weight [num_rows, dim], init function). A weight on the meta
+            device is initialised in place, chunk by chunk of logical rows, from a seed that depends
+            on the table and the chunk only: the same numbers for every plan. Other weights are
+            kept; if ranks disagree, those of rank 0 are used, as in DDP.
     """
     # One seed for all ranks, drawn from rank 0's generator so that torch.manual_seed rules.
     seed = tables.group.all_gather(torch.initial_seed())[0]
@@ -225,7 +226,7 @@ def load_weights(tables: ShardedTables, weights: Iterable[tuple[str, torch.Tenso
 
 
 def rank0_values(tables: ShardedTables, values: torch.Tensor) -> torch.Tensor:
-    """`values`, or rank 0's where ranks disagree, as DDP takes them. Collective."""
+    """`values`, or those of rank 0 if ranks disagree, as in DDP. Collective."""
     if tables.group.world_size == 1 or tables.group.is_local:
         return values
     data = values.detach().contiguous().cpu()

@@ -1,4 +1,4 @@
-"""Where weights for inference come from: a model, a ``state_dict``, a checkpoint."""
+"""Sources of weights for inference: a model, a ``state_dict``, a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 
 class Weights:
-    """Named weights, read when they are asked for.
+    """Named weights, read on request.
 
     Args:
-        source: a model (unsharded, quantised by TorchRec, or sharded by `oper.shard` among ranks
-            of this process), a ``state_dict`` (perhaps inside another dict), a folder written by
+        source: a model (unsharded, quantised by TorchRec, or sharded by `oper.shard` among ranks of
+            this process), a ``state_dict`` (perhaps inside another dict), a folder written by
             ``torch.distributed.checkpoint`` under any plan, or a file written by ``torch.save``.
-        keys: names that must be there. A common prefix of all of them, such as ``model.``, is
-            found by itself.
+        keys: required names. A prefix that they all have in common in the source, such as
+            ``model.``, is detected.
 
     Raises:
         InvalidInputError: a name is missing.
-        FileFormatError: not a checkpoint, or a damaged one.
+        FileFormatError: the source is not a checkpoint, or is damaged.
     """
 
     def __init__(self, source: Source, keys: Iterable[str]) -> None:
@@ -104,7 +104,7 @@ class Weights:
         return out
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A weight beside the tables."""
+        """A dense weight."""
         value = self.value(key)
         if not isinstance(value, torch.Tensor) or value.is_meta:
             raise InvalidInputError(
@@ -119,9 +119,9 @@ class Weights:
 
         Args:
             key: its name.
-            held: what rows given as bytes are (`TableSpec.dtype`), as TorchRec's quantised
-                modules give all their rows.
-            wanted: what they are to become; codes of this type stay as they are.
+            held: type of rows given as bytes (`TableSpec.dtype`), the form of all rows of
+                TorchRec's quantised modules.
+            wanted: type that the caller stores; codes of this type are not converted.
         """
         value = self.value(key)
         if isinstance(value, TableRows):

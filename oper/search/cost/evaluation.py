@@ -16,10 +16,10 @@ class Phase:
 
     Attributes:
         name: ``"request"``, ``"forward"``, ``"backward"`` or ``"update"``.
-        units: float64 [9, W]: bytes, and nanoseconds of compute, by term and rank.
-        seconds: float64 [9, W]; over a link that ranks share, each waits for the bytes of all.
+        units: float64 [9, W]: bytes, or nanoseconds of compute, by term and rank.
+        seconds: float64 [9, W]; each rank waits for all bytes of a link that it shares.
         fixed_us: fixed cost.
-        hidden: float64 [W], seconds of declared dense compute that the phase runs beside.
+        hidden: float64 [W], seconds of declared dense compute that the phase overlaps with.
         has_local: bool [8], which groups include a rank's own memory and compute.
     """
 
@@ -32,23 +32,25 @@ class Phase:
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """float64 [8, W]: seconds that run beside each other (`machine.GROUPS`), beyond the dense
-        compute that they hide behind."""
+        """Seconds by group of terms (`machine.GROUPS`) and rank, float64 [8, W].
+
+        Groups run concurrently. Declared dense compute that hides a part of them is subtracted.
+        """
         return np.maximum(by_group(self.seconds, self.has_local) - self.hidden, 0.0)
 
     @property
     def time_us(self) -> float:
-        """Microseconds of the phase: its slowest rank and the fixed cost."""
+        """Microseconds of the phase: those of its slowest rank plus the fixed cost."""
         return float(self.groups.max()) * 1e6 + self.fixed_us
 
     @property
     def slowest_rank(self) -> int:
-        """The rank that the phase ends with."""
+        """The slowest rank, with which the phase ends."""
         return int(self.groups.max(axis=0).argmax())
 
     @property
     def binding(self) -> str:
-        """The binding resource: what takes the slowest rank longest."""
+        """The binding resource: the group of terms on which the slowest rank spends most time."""
         return GROUPS[int(self.groups[:, self.slowest_rank].argmax())]
 
 
@@ -57,12 +59,12 @@ class Evaluation:
     """The modelled step of one plan.
 
     Attributes:
-        phases: in order.
+        phases: the phases in order.
         held_bytes: float64 [W], memory attributed to each rank, buffers included.
         domain_bytes: float64 [num_domains], memory needed in each domain.
-        capacity_bytes: float64 [num_domains].
+        capacity_bytes: float64 [num_domains], memory that each domain has.
         host_bytes: float64 [num_hosts], host memory needed on each host.
-        host_capacity_bytes: float64 [num_hosts].
+        host_capacity_bytes: float64 [num_hosts], host memory that each host has.
     """
 
     phases: tuple[Phase, ...]
@@ -84,11 +86,12 @@ class Evaluation:
 
     @property
     def fullest(self) -> float:
-        """Share of the fullest memory that is taken; above 1 where it does not hold its rows."""
+        """Used share of the fullest memory; above 1 if it overflows."""
         return float(self.memory_used().max())
 
     def memory_used(self) -> np.ndarray:
-        """Shares of their capacity that domains, then hosts, hold; float64 [domains + hosts]."""
+        """Used share of each domain's memory, then of each host's; float64 [num_domains +
+        num_hosts]."""
         return np.concatenate([self.domain_bytes / np.maximum(self.capacity_bytes, 1.0),
                                self.host_bytes / np.maximum(self.host_capacity_bytes, 1.0)])
 

@@ -1,4 +1,4 @@
-"""Who loads which link when owners, readers and holders of copies exchange bytes."""
+"""Loads of links when owners, readers and holders of copies exchange bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from oper.search.problem.machine import Machine, Term
 
 
 def owner_sends(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray) -> None:
-    """Every owner sends `amount` (float64 [..., W] bytes) to each rank outside its domain, and
-    `message` in its place where that is on another host."""
+    """Add bytes that every owner sends to each rank outside its domain.
+
+    Args:
+        m: the machine.
+        out: units by term and rank, added to in place.
+        amount: float64 [..., W], bytes that owner o sends to a rank of the same host.
+        message: the same to a rank of another host.
+    """
     out[..., Term.MEMORY, :] += amount * (m.world_size - m.num_near)
     out[..., Term.LINK_OUT, :] += amount * (m.num_host - m.num_near)
     out[..., Term.CROSS_OUT, :] += message * (m.world_size - m.num_host)
@@ -21,8 +27,14 @@ def owner_sends(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.nda
 
 
 def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.ndarray) -> None:
-    """Every rank sends `amount[o]` to each owner o outside its domain, from its own memory;
-    `message[o]` in its place to another host."""
+    """Add bytes that every rank sends from its own memory to each owner outside its domain.
+
+    Args:
+        m: the machine.
+        out: units by term and rank, added to in place.
+        amount: float64 [..., W], bytes that owner o receives from a rank of the same host.
+        message: the same from a rank of another host.
+    """
     on_host = m.elsewhere_on_host(amount)
     out[..., Term.MEMORY, :] += on_host + m.other_hosts(amount)
     out[..., Term.LINK_OUT, :] += on_host
@@ -35,8 +47,16 @@ def owner_receives(m: Machine, out: np.ndarray, amount: np.ndarray, message: np.
 
 
 def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray) -> None:
-    """Masters' changed rows (`amount` bytes by master) to all copies; `holds` is 1 where a copy
-    is. A master writes the copies of other domains."""
+    """Add bytes of changed rows that masters send to all copies.
+
+    A master writes the copies in other domains.
+
+    Args:
+        m: the machine.
+        out: units by term and rank, added to in place.
+        amount: bytes by master.
+        holds: 1 where a rank has a copy, else 0.
+    """
     near, host, every = m.domain_sum(holds), m.host_sum(holds), holds.sum()
     # Ranks that share a memory copy for themselves, from all of its masters: a read, a write.
     out[..., Term.MEMORY, :] += 2 * m.domain_sum(amount) * holds * (near > 1)
@@ -52,8 +72,14 @@ def broadcast(m: Machine, out: np.ndarray, amount: np.ndarray, holds: np.ndarray
 
 
 def subset_reads(m: Machine, out: np.ndarray, ranks: tuple[int, ...], need: np.ndarray) -> None:
-    """Ranks without a copy in their domain read `need[0]` bytes from the nearest copies, `need[1]`
-    where these are on another host."""
+    """Add bytes that ranks without a copy in their domain read from the nearest copies.
+
+    Args:
+        m: the machine.
+        out: units by term and rank, added to in place.
+        ranks: the ranks that have copies.
+        need: bytes read from a copy on the same host, and on another host.
+    """
     row, message = need
     holds = np.isin(np.arange(m.world_size), ranks).astype(float)
     near, host = m.domain_sum(holds), m.host_sum(holds)

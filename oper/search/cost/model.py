@@ -5,26 +5,27 @@ linear in the features of the rows that a rank owns, replicates or reads. `loads
 units (bytes, nanoseconds) per phase, term and rank. Every figure of the package comes through these
 two steps: evaluation of a plan, the columns of the lower bound, and the moves of the search.
 
-Phases of a training step (barriers between them) and who works:
+Phases of a training step (barriers between them) and the work of each rank:
 
 * request (between hosts): the ids of pushed rows reach their owners, which answer once all have
-  arrived. What a rank does for them itself is part of forward: readers do alike.
+  arrived. The work of the ranks themselves is counted in forward, since all readers do the same.
 * forward: every rank reads its distinct rows once from memory or from a peer, repeats from cache,
   and writes its outputs; the owner of pushed rows pools them for all ranks.
-* backward: every rank reduces bag gradients per distinct row into its outbox, but for pushed rows.
+* backward: every rank reduces bag gradients per distinct row into its outbox, except for pushed
+  rows.
 * update: owners read the outboxes of all ranks, and the bag gradients of pushed rows, which they
-  reduce; they merge and apply the optimizer; a replicated row is
-  updated by the holder of its master copy, which then writes all other copies.
+  reduce; they merge and apply the optimizer; a replicated row is updated by the holder of its
+  master copy, which then writes all other copies.
 
 Ranks of one memory domain reach each other's rows as local memory: no link bytes inside a domain.
 Rows in host memory are read in place by the ranks of their host, each over its own link to that
-memory; their owner updates them over its link, and sends them to other hosts.
-A phase takes the slowest rank's max(memory + compute, each direction of each link class, the link
-to host memory), beyond the dense compute that was declared to run beside it (`overlap`; none by
-default), plus a fixed cost. Ranks of a host read each other's memory while they compute; hosts
-exchange messages after some of the work and before the rest, so that a direction between hosts
-takes memory + compute + its bytes. Ranks that share a link (of a host or rack)
-wait for all of its bytes. Inference is the forward phase alone, with one replica per memory domain.
+memory; their owner updates them over its link, and sends them to other hosts. A phase takes the
+slowest rank's max(memory + compute, each direction of each link class, the link to host memory),
+less the dense compute that was declared to overlap with it (`overlap`; none by default), plus a
+fixed cost. Ranks of a host read each other's memory while they compute; hosts exchange messages
+between two parts of that work, so a direction between hosts takes memory + compute + its bytes.
+Ranks that share a link (of a host or rack) wait for all of its bytes. Inference is the forward
+phase alone, with one replica per memory domain.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class CostModel:
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
 
     def repeat_cost(self, t: TableProblem, pushed: bool) -> np.ndarray:
-        """Cost of reading a row again in a batch, as a share of reading it from memory; float64
-        [W]."""
+        """Cost of reading a row again in a batch, relative to reading it from memory; float64 [W].
+        """
         key = (t.spec.name, pushed)
         if key not in self._repeat:
             rows = float(t.total[TOUCHED_ALL if pushed else TOUCHED])
@@ -111,15 +112,15 @@ class CostModel:
         return self._repeat[key]
 
     def shard_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
-        """Tally rows of a striped or owned tier that is pulled.
+        """The tally of a striped or owned tier that is pulled.
 
         Args:
             t: the table.
             width: columns of the piece.
-            owner: float64 [..., 4, W], features that each rank owns.
+            owner: float64 [..., 4, W], features of the rows that each rank owns.
 
         Returns:
-            float64 [..., 22, W].
+            float64 [..., 22, W], one line per `Row` of a tally.
         """
         row, _, state = row_bytes(t, width)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
@@ -135,7 +136,10 @@ class CostModel:
         return out
 
     def replica_rows(self, t: TableProblem, width: int, master: np.ndarray) -> np.ndarray:
-        """Tally rows of a tier replicated on all ranks; `master` as `owner` in `shard_rows`."""
+        """The tally of a tier replicated on all ranks, float64 [..., 22, W].
+
+        `master` gives the features of the master copies by rank, like `owner` in `shard_rows`.
+        """
         row, _, state = row_bytes(t, width)
         out = np.zeros((*master.shape[:-2], NUM_ROWS, master.shape[-1]))
         total = master.sum(axis=-1)
@@ -152,7 +156,8 @@ class CostModel:
         return out
 
     def push_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
-        """Tally rows of a striped or owned tier that is pushed, without its partial sums.
+        """The tally of a striped or owned tier that is pushed, without partial sums; see
+        `shard_rows`.
 
         Partial sums are concave in the mass at an owner; see `partial_bytes`.
         """
@@ -183,14 +188,15 @@ class CostModel:
         return out
 
     def cut_rows(self, t: TableProblem, once: np.ndarray, twice: np.ndarray) -> np.ndarray:
-        """What a column piece costs whatever its width; load vector float64 [..., 22, W].
+        """The part of a column piece's tally that does not depend on its width; float64 [..., 22,
+        W].
 
         The squared norms that the owners of a row's columns exchange are counted once per piece; a
         table of n pieces exchanges them n - 1 times, so the caller takes one off per table.
 
         Args:
             t: the table.
-            once, twice: as returned, of the same rows in a piece, and in one twice as wide.
+            once, twice: tallies of the same rows in a piece, and in a piece twice as wide.
         """
         out = 2 * once - twice
         if self.training and t.spec.optimizer in ROW_WISE and self.problem.may_split(t):
@@ -198,7 +204,7 @@ class CostModel:
         return out
 
     def host_rows(self, t: TableProblem, width: int, owner: np.ndarray) -> np.ndarray:
-        """As `shard_rows`, of rows in host memory."""
+        """The tally of rows in host memory; arguments and result as for `shard_rows`."""
         out = self.shard_rows(t, width, owner)
         self._into_host(out, t, width, owner, False)
         out[..., Row.HOST_SERVED, :] = owner[..., IDS, :] * row_bytes(t, width)[0]
@@ -207,8 +213,14 @@ class CostModel:
         return out
 
     def tier_rows(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> np.ndarray:
-        """Tally rows of a tier of a piece of `width` columns, replicas on all ranks, without
-        partial sums; `owner` float64 [..., 4, W]."""
+        """The tally of one tier of a column piece, without partial sums; replicas are on all ranks.
+
+        Args:
+            t: the table.
+            width: columns of the piece.
+            tier: the tier.
+            owner: float64 [..., 4, W], features of the rows that each rank owns.
+        """
         in_host = tier.memory == "host"
         if tier.placement == "replicated":
             out = self.replica_rows(t, width, owner)
@@ -248,10 +260,10 @@ class CostModel:
         out[..., Row.FORWARD_BYTES, :] = np.maximum(out[..., Row.FORWARD_BYTES, :] - saved, 0.0)
 
     def own_requests(self, own: np.ndarray, has_all: np.ndarray) -> np.ndarray:
-        """Nanoseconds in which ranks ask themselves for pushed rows; float64 [W].
+        """Nanoseconds that ranks spend on requests for their own pushed rows; float64 [W].
 
-        Only the owner of a whole table leaves its own ids out of the exchange. `push_rows`, and so
-        the bound, takes all owners to do so, and stays below.
+        Only the owner of a whole table leaves its own ids out of the exchange. `push_rows`, and
+        with it the bound, assumes that all owners do so, which is never too much.
 
         Args:
             own: float64 [W], ids that each rank pushes to itself.
@@ -266,7 +278,7 @@ class CostModel:
         return t.traffic.bags_touching(ids / max(t.total[IDS], 1e-300))
 
     def partial_bytes(self, t: TableProblem, width: int, ids: np.ndarray) -> np.ndarray:
-        """Their bytes in columns of a piece, see `Messages.sum_bytes`."""
+        """Bytes of these partial sums in the columns of a piece, see `Messages.sum_bytes`."""
         return self.num_sums(t, ids) * self.messages.sum_bytes(width)
 
     def _add_reader(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
@@ -298,20 +310,23 @@ class CostModel:
             out[..., Row.UPDATE_NS, :] += owner[..., TOUCHED_ALL, :] * self.odd_ns(t, width, 2)
 
     def odd_ns(self, t: TableProblem, width: int, phase: int) -> float:
-        """Nanoseconds per id or row in phase 0..2 (forward, backward, update) where the table has
-        no kernel of its width: passes over vectors of the table's own width, of which a piece of
-        `width` columns has a part."""
+        """Additional nanoseconds per id or row where the table's width has no specialised kernel.
+
+        Such kernels make passes over vectors as wide as the table; a piece of `width` columns is
+        charged for its part. `phase` is 0, 1 or 2: forward, backward, update.
+        """
         if t.spec.dim in KERNEL_WIDTHS:
             return 0.0
         vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
         return ODD_PASSES[phase] * width * vectors * self.costs.odd_ns
 
     def table_rows(self, t: TableProblem, num_outputs: np.ndarray | None = None) -> np.ndarray:
-        """Tally rows that every plan pays for the table: outputs, bag gradients, outbox memory.
+        """The tally that a table has under every plan: outputs, bag gradients, memory of the
+        outbox.
 
         Args:
             t: the table.
-            num_outputs: float64 [W], rows of each rank's output (default: as expected).
+            num_outputs: float64 [W], rows of each rank's output (default: their expected number).
         """
         out = np.zeros((NUM_ROWS, self.machine.world_size))
         if num_outputs is None:
@@ -329,7 +344,7 @@ class CostModel:
     # -- plans ------------------------------------------------------------------------------------
 
     def base(self) -> Tally:
-        """What every plan pays, all tables together."""
+        """The tally that every plan has, summed over all tables."""
         rows = sum((self.table_rows(t) for t in self.problem.tables),
                    np.zeros((NUM_ROWS, self.machine.world_size)))
         return Tally(rows)
@@ -351,7 +366,7 @@ class CostModel:
 
     def whole_table(self, pieces: tuple[Piece, ...], rows: np.ndarray, ids: np.ndarray | float,
                     bags: np.ndarray | float, exchanges_squares: bool) -> np.ndarray:
-        """Tally rows of all pieces of a table and what they cost together.
+        """The tally of all pieces of a table, with the charges for the table as a whole.
 
         Args:
             pieces: its column pieces.
@@ -373,8 +388,11 @@ class CostModel:
         return rows
 
     def tiers_ns(self, pushes: bool) -> float:
-        """Per id and pass of a table of several tiers; `pushes`: whether any is pushed. A reader of
-        pushed rows goes through its ids to count them, to write its requests, and to add up."""
+        """Nanoseconds per id and pass that a table of several tiers costs; `pushes`: whether any is
+        pushed.
+
+        A reader of pushed rows passes over its ids to count them, to write requests, and to add up.
+        """
         return PUSH_PASSES * self.costs.push_tier_ns if pushes else self.costs.tier_ns
 
     def piece_tally(self, t: TableProblem, piece: Piece, ordered: bool, alone: bool = True
@@ -385,8 +403,9 @@ class CostModel:
             t: the table.
             piece: its columns, and tiers of all or some of its rows.
             ordered: whether positions are hotness ranks (else they are ids).
-            alone: whether no other rows of the table are pushed; else partial sums and own
-                requests, which are concave in what an owner holds, are left out.
+            alone: whether no other rows of the table are pushed; if not, partial sums and own
+                requests, which are concave in what an owner holds, are left out and must be added
+                for the table as a whole.
         """
         width, world = piece.stop - piece.start, self.machine.world_size
         rows, num_pushed = np.zeros((NUM_ROWS, world)), 0
@@ -416,7 +435,7 @@ class CostModel:
         return Tally(rows, units, num_pushed)
 
     def subset_tally(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> Tally:
-        """Tally of a tier replicated on some ranks."""
+        """The tally of a tier replicated on some of the ranks; arguments as for `tier_rows`."""
         rows = self.tier_rows(t, width, tier, owner)
         row, _, state = row_bytes(t, width)
         holds = np.isin(np.arange(self.machine.world_size), tier.ranks).astype(float)
@@ -438,13 +457,13 @@ class CostModel:
         return Tally(rows, units)
 
     def loads(self, rows: np.ndarray) -> np.ndarray:
-        """Units per phase, term and rank of tally rows.
+        """Convert a tally to units per phase, term and rank.
 
         Args:
             rows: float64 [..., 22, W].
 
         Returns:
-            float64 [..., num_phases, 9, W]: bytes, and nanoseconds of compute.
+            float64 [..., num_phases, 9, W]: bytes, or nanoseconds of compute.
         """
         costs, world = self.costs, float(self.machine.world_size)
         shape = (*rows.shape[:-2], len(self.phases), len(TERMS), rows.shape[-1])
@@ -489,8 +508,10 @@ class CostModel:
         return out
 
     def group_us(self, units: np.ndarray) -> np.ndarray:
-        """Microseconds that run beside each other; float64 [..., num_phases, 9, W] ->
-        [..., num_phases, 8, W]."""
+        """Convert units to microseconds by group of terms that run concurrently.
+
+        float64 [..., num_phases, 9, W] -> [..., num_phases, 8, W].
+        """
         return by_group(self.machine.seconds(units) * 1e6, self.has_local)
 
     def units(self, tally: Tally) -> np.ndarray:
@@ -498,9 +519,12 @@ class CostModel:
         return np.asarray(self.loads(tally.rows) + tally.units)
 
     def fixed_us(self, tally: Tally) -> list[float]:
-        """Fixed microseconds of each phase: a call and a barrier, and one barrier more where
-        partial sums or column-wise squared gradients must have arrived. Of three exchanges in which
-        hosts get rows, one is that of requests."""
+        """Fixed microseconds of each phase.
+
+        A phase costs a call and a barrier, and one more barrier where it waits for partial sums or
+        for squared gradients of column pieces. Of the three exchanges by which hosts fetch rows,
+        one is that of the requests.
+        """
         phase = self.costs.phase_us
         fixed = [{RESOLVE: 0.0, REQUEST: phase / 2}.get(p, phase) for p in self.phases]
         fixed[self.request_phase] += self.push_us * (tally.num_pushed > 0)
@@ -509,7 +533,7 @@ class CostModel:
         return fixed
 
     def evaluation(self, tally: Tally) -> Evaluation:
-        """The modelled step of a whole plan's tally (`base` included)."""
+        """The modelled step, from the tally of a whole plan (`base` included)."""
         units = self.units(tally)
         seconds = self.machine.seconds(units)
         fixed = self.fixed_us(tally)
@@ -523,7 +547,7 @@ class CostModel:
 
 
 def is_ordered(t: TableProblem, entry: TablePlan) -> bool:
-    """Whether positions of the plan are hotness ranks of the problem."""
+    """Whether a table's positions in the plan are its hotness ranks in the problem."""
     return t.ids_are_positions or entry.head_ids.size > 0
 
 

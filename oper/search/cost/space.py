@@ -1,7 +1,7 @@
-"""The space of plans that bounds are about: which plans lie in it, and what parts it has.
+"""The space of plans to which a bound applies, and its parts.
 
 It is part of the statement of the problem: the relaxation bounds the plans of this space, the
-checker asks whether a plan is one of them, and neither asks the other.
+checker tests whether a plan is one of them, and neither depends on the other.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ _MAX_HIDDEN_SETS = 4
 
 
 def restricted(problem: Problem, plans: Collection[str]) -> Problem:
-    """The problem whose plans are those of `plans` (some of `oper.search.problem.space.PLANS`);
-    such as push rows keep no copies per host, and cutting what is not pushed only costs more."""
+    """The problem restricted to the plans of `plans`, some of `oper.search.problem.space.PLANS`.
+
+    Plans that push rows keep no copies per host, and column splits of tables that are not pushed
+    are excluded, since they only add cost.
+    """
     if "push" not in problem.allow:
         return problem
     without = {"per_host"} if set(plans) - {STILL} else {"push"}
@@ -46,7 +49,8 @@ def restricted(problem: Problem, plans: Collection[str]) -> Problem:
 
 
 def may_hold(problem: Problem, name: str, kind: str, rank: int) -> bool:
-    """Whether table `name` may be held in a way of `KINDS`, by `rank` where rows have an owner."""
+    """Whether `name` may be placed in the way `kind` (one of `KINDS`), on `rank` if rows have an
+    owner."""
     places, ranks = problem.placements_of(name), problem.held(name).ranks
     if kind in (REPLICATED, COPIES):
         return "replicated" in places
@@ -58,17 +62,20 @@ def may_hold(problem: Problem, name: str, kind: str, rank: int) -> bool:
 
 def row_makers(model: CostModel) -> dict[str, Callable[[TableProblem, int, np.ndarray],
                                                        np.ndarray]]:
-    """What makes tally rows of a table's rows, by the way of `KINDS`; copies go by their ranks."""
+    """Functions that give the tally of a table's rows, by the way of placing them (`KINDS`).
+
+    Copies on one rank per host are keyed by their ranks.
+    """
     return {REPLICATED: model.replica_rows, SHARD: model.shard_rows, PUSH: model.push_rows,
             HOST: model.host_rows}
 
 
 def copy_tallies(model: CostModel, t: TableProblem) -> list[Tally]:
-    """Tallies of a unit of each feature of a table's rows that are copied to one rank of every
-    host, whichever that is, as ranks are all alike.
+    """Tallies of one unit of each feature of a table's rows copied to one rank of every host.
 
-    Between hosts a changed row travels once per host then, and once per rank where it is replicated
-    on all ranks; in exchange ranks without the copy read it from a neighbour.
+    Which rank of a host does not matter, since all ranks are alike. A changed row then crosses the
+    network once per host, instead of once per rank as with replicas on all ranks; in exchange the
+    other ranks read it from a neighbour.
     """
     ranks, out = copy_sets(model.machine)[0], []
     tier = Tier(0, t.spec.num_rows, "replicated", ranks)
@@ -87,18 +94,18 @@ def free_blocks(problem: Problem, t: TableProblem) -> np.ndarray:
 
 
 def most_masters(problem: Problem, t: TableProblem, sizes: np.ndarray) -> np.ndarray:
-    """Rows of a block whose masters may lie in a class of ranks because they cost least there.
+    """How many masters of a block's rows a plan may place in a class of ranks of its choice.
 
-    Masters are dealt in turn: of W rows of a tier in a row each rank has one. Rows of a block
-    differ in nothing, so that only what is left of a turn, by tier, may lie in some classes and
-    not in others: in all but the smallest of the others.
+    Masters are assigned round-robin, so each rank has one of any W consecutive rows of a tier. Rows
+    of a block are alike; only the remainder of a round, in each tier, can fall to some classes and
+    not to others.
 
     Args:
         problem, t: the table.
         sizes: int64 [C], ranks of each class.
 
     Returns:
-        float64 [C].
+        float64 [C], rows by class.
     """
     if not t.ids_are_positions:
         return np.full(sizes.size, np.inf)
@@ -109,8 +116,12 @@ def most_masters(problem: Problem, t: TableProblem, sizes: np.ndarray) -> np.nda
 
 
 def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
-    """What every plan pays: outputs and tables whose rows are all pinned; and in one column piece
-    at least, rows that are pinned in tables that are free to choose for the others."""
+    """The tallies that every plan has.
+
+    Returns:
+        That of outputs and of tables whose rows are all pinned; and that of pinned rows in tables
+            whose other rows are free, taken in a single column piece.
+    """
     problem, base = model.problem, model.base()
     pinned = [Tally(np.zeros((NUM_ROWS, model.machine.world_size)))]
     for t in problem.tables:
@@ -130,8 +141,10 @@ def fixed_tallies(model: CostModel) -> tuple[Tally, Tally]:
 
 
 def hosts_are_alike(model: CostModel) -> bool:
-    """Whether hosts (on a single host, memory domains) may be swapped, as machine, dense compute
-    beside the phases and constraints are alike on all of them."""
+    """Whether hosts (on a single host: memory domains) are interchangeable.
+
+    They are if machine, overlapping dense compute and constraints are the same for all of them.
+    """
     of_rank, _ = neighbourhoods(model.machine)
     named = [x for c in model.problem.constraints.tables.values()
              for x in (c.ranks, *(t.ranks for t in (*(c.tiers or ()), *c.pinned)))
@@ -148,11 +161,12 @@ def _equally_hidden(model: CostModel) -> list[list[int]]:
 
 
 def model_classes(model: CostModel, distinguished: Iterable[Iterable[int]] = ()) -> RankClasses:
-    """Classes of ranks that machine, constraints and the sets `distinguished` do not tell apart.
+    """Classes of ranks that are interchangeable under machine, constraints and the sets
+    `distinguished`.
 
     Dense compute that overlaps the phases also separates ranks, but only where it takes few
-    distinct values: with many, averaging over unequal ranks bounds more loosely but keeps the
-    relaxation small.
+    distinct values: with many values, averaging over unequal ranks gives a looser bound but a small
+    relaxation.
     """
     held = model.problem.constraints.tables.values()
     hidden = _equally_hidden(model)
@@ -163,8 +177,11 @@ def model_classes(model: CostModel, distinguished: Iterable[Iterable[int]] = ())
 
 
 def has_copies(model: CostModel) -> bool:
-    """Whether plans that push nothing may have replicas on one rank of every host: they are
-    allowed, and all ranks are alike (otherwise the minimum of every choice bounds nothing)."""
+    """Whether plans without pushed rows may have replicas on one rank of every host.
+
+    They may if the space allows it and all ranks are alike; with unequal ranks the minimum over the
+    choices would bound nothing.
+    """
     return ("per_host" in model.problem.allow and bool(copy_sets(model.machine))
             and len(model_classes(model).ranks) == 1)
 
@@ -178,13 +195,13 @@ def may_rest(problem: Problem, name: str) -> bool:
 
 
 def splits_pay(problem: Problem) -> bool:
-    """Whether every column split costs a barrier, for sums of squares."""
+    """Whether every column split costs a barrier, to exchange sums of squared gradients."""
     return problem.training and all(
         t.spec.optimizer in ROW_WISE for t in problem.free_tables if problem.may_split(t))
 
 
 def no_solution(plan: Plan, problem: Problem, found: Evaluation) -> str:
-    """Why the bound does not apply to this plan and its evaluation; empty if it does."""
+    """Why the bound does not apply to this plan and its evaluation; "" if it does."""
     if not found.fits:
         return "the plan does not fit the memory"
     if plan.message_bits != problem.message_bits:
@@ -196,7 +213,7 @@ def no_solution(plan: Plan, problem: Problem, found: Evaluation) -> str:
 
 
 def outside_space(plan: Plan, problem: Problem) -> str:
-    """The first part of the plan that the relaxation cannot represent; empty if there is none.
+    """The first part of the plan that the relaxation cannot represent; "" if there is none.
 
     Pinned tables and rows are skipped: the relaxation prices them exactly.
     """

@@ -1,4 +1,4 @@
-"""A tally: what tables ask of the ranks, linear in the rows that these own, copy and read."""
+"""A tally: loads of the ranks, linear in the rows that they own, copy and read."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ ODD_PASSES = (1, 2, 4)
 
 
 class Row:
-    """Rows of a tally: what an owner exchanges with *each* reading rank; what a rank does by
-    itself, and the bytes it holds; the same over its link to host memory; and nanoseconds beyond
-    what its ids and rows cost.
+    """Indices of the rows of a tally.
 
-    Rows in host memory are served to ranks of the host (once per id), and sent to those of others
-    (distinct rows). Answers, and what is returned, are rows and gradients as messages to and from a
-    rank of another host.
+    Some are per owner: what it exchanges with *each* reading rank. Others are what a rank does by
+    itself and the bytes it holds; the same over its link to host memory; and nanoseconds beyond the
+    charges per id and per row.
+
+    Rows in host memory are served to ranks of the same host once per id, and sent to ranks of other
+    hosts once per distinct row. Answers and returned gradients are the messages to and from a rank
+    of another host.
     """
 
     SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS, HOST_SERVED, HOST_SENT = range(7)
@@ -41,12 +43,12 @@ NUM_RELATIONAL, NUM_ROWS = 9, 22  # of rows: the first, and all
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tally:
-    """What tables ask of the ranks; adds up over tables.
+    """Loads of the ranks before they are priced; tallies of tables can be added.
 
     Attributes:
         rows: float64 [22, W], see the constants above.
-        units: float64 [phases, 9, W], units by phase and term of copies on some of the ranks, to
-            and from which ranks send otherwise than rows say; 0.0 where there are none.
+        units: float64 [phases, 9, W], units by phase and term of tiers replicated on some of the
+            ranks only, whose traffic `rows` cannot express; 0.0 if there are none.
         num_pushed: pushed tiers. A plan with any pays one barrier more.
         num_split: column pieces beyond the first, of tables whose optimizer must add up squared
             gradients over columns. A plan with any pays one barrier more.
@@ -65,13 +67,14 @@ class Tally:
 
 
 def row_bytes(t: TableProblem, width: int) -> tuple[float, float, float]:
-    """Bytes of one row of a piece: weights, float32 gradient, optimizer state."""
+    """Bytes of one row of a column piece: of its weights, float32 gradient and optimizer state."""
     return (t.spec.row_bytes * width / t.spec.dim, width * GRAD_BYTES,
             OPTIMIZERS[t.spec.optimizer].state_bytes(width))
 
 
 def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) -> np.ndarray:
-    """Features that each rank owns (or holds the master copy) of a tier; float64 [4, W]."""
+    """Features of the rows of a tier that each rank owns, or holds the master copies of; float64
+    [4, W]."""
     pattern = tier.pattern() if tier.weights or tier.placement == "owned" else list(tier.ranks)
     shares = t.shares(tier.start, tier.stop, len(pattern), ordered)
     out = np.zeros((shares.shape[0], world_size))
@@ -83,16 +86,16 @@ def owned_features(t: TableProblem, tier: Tier, world_size: int, ordered: bool) 
 
 
 class Messages:
-    """Bytes of what hosts send each other, by the bits that its numbers have.
+    """Bytes of messages between hosts, by their bits per number.
 
-    Ranks of one host read each other's rows and gradients as they are. So the cost model keeps two
-    figures of a row that is read elsewhere: its own bytes, which memory and links within a host
-    carry, and those of the message that crosses hosts.
+    Ranks of one host read each other's rows and gradients uncompressed. So the cost model keeps two
+    sizes of a row that another rank reads: its own, for memory and links within a host, and that of
+    the message between hosts.
 
     Attributes:
-        bits: of their numbers.
+        bits: bits per number.
         of_sums, of_bags: bytes that partial sums, and the gradients of their bags, take between
-            hosts, over those that `sum_bytes` says.
+            hosts, relative to `sum_bytes`.
     """
 
     def __init__(self, bits: MessageBits) -> None:
@@ -104,15 +107,15 @@ class Messages:
         return self.bits.row_bytes(t.spec, width)
 
     def gradient_bytes(self, width: int) -> float:
-        """Bytes of the gradient of such a row, and of the slot number that it has at its owner."""
+        """Bytes of the gradient of a pulled row with its slot number at the owner."""
         return number_bytes(self.bits.gradients, width) + SLOT_BYTES
 
     def sum_bytes(self, width: int) -> float:
         """Bytes of a partial sum, or of its bag's gradient, in float32.
 
-        What begins a row of codes counts as numbers, so that the shares `of_sums` and `of_bags` of
-        this are exact. Where one direction has codes and the other has none, the other is charged
-        for it as well: a bound prices both by one figure.
+        The header of a quantised row counts as numbers, so that `of_sums` and `of_bags` are exact.
+        If only one direction is quantised, the other is charged for the header as well, because the
+        bound prices both by one figure.
         """
         return max(number_bytes(b, width) * 32 / b for b in (self.bits.answers,
                                                               self.bits.gradients))

@@ -1,1 +1,1 @@
-"""What a plan says to people: summary, bottleneck, differences, what if, why nothing fits."""
+"""Reports about plans: summary, bottlenecks, differences, what-if analysis, infeasibility."""

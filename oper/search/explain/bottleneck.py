@@ -1,4 +1,4 @@
-"""What bounds a plan: the tiers that load its slowest rank, and what moving each would save."""
+"""A plan's bottlenecks: the tiers that load its slowest rank, and what moving each would save."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Bottleneck:
         table: the table.
         columns, rows: what the tier covers.
         tier: how it is placed now, see `describe`.
-        load_us: what it adds there to the limiting resource, microseconds.
+        load_us: its load on the binding resource of that rank, microseconds.
         is_cut: whether the table is split by columns.
         move: the placement of the tier that would save most, or "" where none saves anything.
-        saves_us: what that saves of the whole step, microseconds.
+        saves_us: how much that shortens the whole step, microseconds.
     """
 
     table: str

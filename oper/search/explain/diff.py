@@ -1,4 +1,4 @@
-"""Two plans side by side: which tables are placed otherwise, and what that does to the step."""
+"""Two plans side by side: which tables are placed differently, and the effect on the step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from oper.tables import format_bytes
 
 
 def diff(before: Plan, after: Plan, problem: Problem) -> dict[str, Any]:
-    """What changes from one plan to another of the same tables; JSON-able.
+    """The differences between two plans of the same tables, as values that JSON can hold.
 
     Args:
         before, after: the plans.
-        problem: prices both.
+        problem: the problem under which both are priced.
 
     Returns:
         ``{"tables": [{"table", "before", "after", "num_bytes"}], "num_tables", "before": figures,
-        "after": figures}``, tables that are placed alike left out.
+        "after": figures}``, without tables that are placed alike.
 
     Raises:
         PlanError: a plan is for other tables or another number of ranks.
@@ -59,7 +59,7 @@ def _figures(found: Evaluation) -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any], names: tuple[str, str], max_tables: int = 40) -> str:
-    """`diff`'s figures for a person."""
+    """The figures of `diff` as text."""
     old, new = found["before"], found["after"]
     rows = [("step us", old["step_us"], new["step_us"])]
     rows += [(f"  {k} us", v, new["phases_us"][k]) for k, v in old["phases_us"].items()]

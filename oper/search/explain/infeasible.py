@@ -1,4 +1,5 @@
-"""Why no plan fits, in numbers: need and capacity, the largest table, the smallest way out."""
+"""Why no plan fits, in numbers: need and capacity, the largest table, the smallest sufficient
+change."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _MAX_BLAMED = 16  # constraints that are left out one by one
 
 
 def explain_bound(problem: Problem, bound: Bound) -> PlanInfeasibleError:
-    """The relaxation itself overflows: not even perfectly divided rows fit."""
+    """The error when the relaxation itself overflows: not even perfectly divided rows fit."""
     relaxation = bound.relaxation
     machine = problem.machine
     classes = relaxation.classes
@@ -67,7 +68,7 @@ def _has_room(problem: Problem) -> bool:
 
 
 def explain_plan(problem: Problem, evaluation: Evaluation) -> PlanInfeasibleError:
-    """The relaxation fits, but no plan of whole pieces was found that does."""
+    """The error when the relaxation fits, but no plan of whole pieces that fits was found."""
     factor, held = evaluation.fullest, problem.constraints.tables
     pins = [n for n, c in held.items() if c.pinned or c.unreplicated]
     ways = [f"memory per domain times {_up(factor)}"]

@@ -42,7 +42,7 @@ _QUANTILE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class LatencyGoal:
-    """What is asked.
+    """The requested service: rate and latency bound.
 
     Attributes:
         request_rate: samples per second, over all ranks.
@@ -69,14 +69,14 @@ class LatencyGoal:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How to serve a plan, and what the model expects of it.
+    """How to serve a plan, and its modelled performance.
 
     Attributes:
         max_batch, max_wait_ms: when a batch starts.
         p99_ms: modelled 99th percentile of the latency.
         mean_batch: mean samples of a batch.
         utilisation: share of the time that a rank is busy.
-        memory_bytes: of tables and buffers, all memory domains together.
+        memory_bytes: bytes of tables and buffers in all memory domains.
         replica_share: bytes of replicas beyond the first copy, per byte of the tables.
     """
 
@@ -100,11 +100,11 @@ def plan_latency(tables: Iterable[TableSpec], stats: AccessStats | None, topolog
         constraints, message_bits: as for `make_plan`.
 
     Returns:
-        The plan, whose notes hold the same under ``"latency"``, and how to serve it.
+        The plan, and how to serve it; the plan's notes hold the latter under ``"latency"``.
 
     Raises:
-        PlanInfeasibleError: no memory, or no batching, keeps the bound; names the smallest bound
-            at this rate and the largest rate at this bound.
+        PlanInfeasibleError: the bound cannot be met with the given memory and rate; names the
+            smallest bound possible at this rate and the largest rate possible under this bound.
     """
     specs = list(tables)
 
@@ -158,12 +158,13 @@ def _within(problem: Problem, domain_bytes: float) -> Plan | None:
 
 
 def service_us(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal) -> np.ndarray:
-    """Modelled microseconds of a batch by its samples, float64 [max_batch + 1]; [0] is unused.
+    """Modelled microseconds of a batch by its number of samples, float64 [max_batch + 1]; [0] is
+    unused.
 
     Args:
         plan: the plan.
         problems: the problem stated for some batch sizes; between them times are interpolated.
-        goal: what is asked.
+        goal: the requested service.
     """
     sizes = sorted(problems)
     lookup = [evaluate(plan, problems[n]).step_us for n in sizes]
@@ -193,13 +194,14 @@ def _serving(plan: Plan, problems: Mapping[int, Problem], goal: LatencyGoal) -> 
 
 def simulate_queue(service: np.ndarray, rate: float, max_batch: int, max_wait_ms: float,
                    seed: int = 0) -> Serving:
-    """One rank's queue, by the recursion over its batches.
+    """Simulate one rank's queue, batch by batch.
 
     Args:
-        service: float64 [at least max_batch + 1], microseconds of a batch by its samples.
+        service: float64 [at least max_batch + 1], microseconds of a batch by its number of samples.
         rate: samples per second at this rank.
-        max_batch, max_wait_ms: a batch starts when so many wait or the oldest has waited so long.
-        seed: of the arrivals.
+        max_batch, max_wait_ms: a batch starts when `max_batch` samples wait or the oldest has
+            waited `max_wait_ms`.
+        seed: seed of the arrival times.
     """
     gaps = np.random.default_rng(seed).exponential(1e6 / rate, _NUM_SAMPLES)
     arrived = np.cumsum(gaps)

@@ -1,4 +1,4 @@
-"""A plan in words and aligned numbers: where the step time goes, rank by rank and term by term."""
+"""A plan's summary as text: where the step time goes, by rank and term."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MAX_RANKS = 16  # ranks printed in full; the rest as minimum, mean and maximum
 
 
 def summary(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> str:
-    """What `plan` costs on the problem's machine, as text for a person.
+    """What `plan` costs on the problem's machine, as text.
 
     Args:
         plan: the plan.
         problem: the problem.
-        verdict: what `verify_plan` says of its bound, if that was asked.
+        verdict: the result of `verify_plan`, if it was called.
 
     Raises:
         PlanError: the plan is for other tables or another number of ranks.
@@ -44,7 +44,8 @@ def summary(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> str
 
 
 def as_json(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> dict[str, Any]:
-    """The figures of `summary` as JSON-able values; ``verified`` is None where nobody checked."""
+    """The figures of `summary` as values that JSON can hold; ``verified`` is None if the bound was
+    not checked."""
     found = evaluate(plan, problem)
     share_rows, share_ids = replica_share(plan, problem)
     why = doubt(plan, problem, verdict)
@@ -75,7 +76,7 @@ def as_json(plan: Plan, problem: Problem, verdict: Verdict | None = None) -> dic
 
 
 def replica_share(plan: Plan, problem: Problem) -> tuple[float, float]:
-    """Share of all rows, and of all ids looked up, that meet a replicated tier."""
+    """Share of all rows, and of all ids looked up, that belong to replicated tiers."""
     held, every = np.zeros(4), np.zeros(4)
     for t in problem.tables:
         entry = plan.table(t.spec.name)
@@ -89,7 +90,8 @@ def replica_share(plan: Plan, problem: Problem) -> tuple[float, float]:
 
 
 def doubt(plan: Plan, problem: Problem, verdict: Verdict | None) -> str:
-    """Why the plan's bound is not certified; empty where it is. The checker's word, if it ran."""
+    """Why the plan's bound is not certified, by the checker's verdict if it ran; "" if it is
+    certified."""
     return not_certified(plan, problem) or ("" if verdict is None else verdict.why)
 
 

@@ -1,4 +1,4 @@
-"""What a plan, and the best plan, would cost on a machine that is a little different."""
+"""What a plan, and the best plan, would cost on a slightly different machine."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Change:
     """One changed quantity of a problem.
 
     Attributes:
-        text: as written.
+        text: the change as the user wrote it.
         name: one of `NAMES`.
-        factor: what it is multiplied with.
-        value: what it is set to instead (batch only), or None.
+        factor: factor by which it is multiplied.
+        value: the new value (batch size only), or None.
     """
 
     text: str
@@ -59,7 +59,8 @@ def changed_problem(topology: Topology, batch_size: int, changes: Iterable[Chang
                     ) -> tuple[Topology, int]:
     """The topology and the batch size after the changes.
 
-    Constants that were measured or published are neither after a change: its source is assumed.
+    After a change the source of the constants is ``assumed``, since they are no longer measured or
+    published ones.
     """
     for change in changes:
         if change.name == "batch":
@@ -81,7 +82,8 @@ def _scaled(of: Any, fields: Mapping[str, Sequence[str]], change: Change) -> Any
 
 
 def compare(plan: Plan, before: Problem, after: Problem) -> dict[str, Any]:
-    """The plan, a new plan and the bound before and after a change; JSON-able.
+    """Compare a plan, a new plan and the bound before and after a change, as values that JSON can
+    hold.
 
     Args:
         plan: for the tables of both problems.
@@ -115,7 +117,7 @@ def _figures(plan: Plan, problem: Problem, start: Plan) -> tuple[dict[str, Any],
 
 
 def as_text(changes: Sequence[Change], found: dict[str, Any]) -> str:
-    """`compare`'s figures side by side."""
+    """The figures of `compare` side by side, as text."""
     us: Callable[[Any], str] = lambda x: "infeasible" if x is None else f"{x:.1f} us"  # noqa: E731
     rows: list[tuple[str, str, Callable[[Any], str]]] = [
         ("samples per rank", "batch_size", str), ("this plan", "step_us", us),

@@ -2,8 +2,8 @@
 
 Each takes the problem and returns a plan, or None where its rule finds no placement that fits. None
 of them sees more of the problem than its publication says it uses; all are scored by `evaluate`.
-Their exchange is the one their systems have: whole tables pool at the owner and push (`push`),
-caches of rows are read by their reader (`pull`).
+Each uses the exchange of its own system: whole tables pool at the owner and push (`push`), caches
+of rows are read by their reader (`pull`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PROPOSALS = 1500  # of the Markov chain
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A table, or columns `[start, stop)` of it, on its way to an owner."""
+    """A table, or columns `[start, stop)` of it, to be assigned to an owner."""
 
     table: int
     start: int

@@ -4,7 +4,7 @@ FlexFlow (Jia, Zaharia, Aiken 2019) searches its SOAP space with the Metropolis-
 a proposal gives one operator another configuration, drawn at random, and is taken when it lowers
 the simulated cost, else with probability `exp(beta (old - new))`. Here an operator is a table, its
 configuration are column pieces, tiers, placements, ranks and exchange modes, and the simulator is
-the cost model. The chain knows no bound and no bottleneck.
+the cost model. The chain uses neither a bound nor the bottleneck.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MAX_PIECES = 4
 
 
 def markov_chain(problem: Problem, seed: int, num_proposals: int) -> Plan | None:
-    """The best plan that the chain meets, or None where it meets none that fits.
+    """The best plan that the chain visits, or None if it visits none that fits.
 
     Args:
-        problem: the problem; groups of tables are not looked at.
+        problem: the problem; groups of tables are ignored.
         seed: equal seeds give equal plans.
-        num_proposals: its length.
+        num_proposals: length of the chain.
     """
     rng, tables = np.random.default_rng(seed), problem.free_tables
     model = CostModel(problem)

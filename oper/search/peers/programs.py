@@ -1,7 +1,7 @@
 """Peers that state placement as a program: RecShard's coverage MILP and UGache's LP.
 
-Both are written here from their publications, solved with HiGHS, and see of the problem what their
-papers use: access frequencies, sizes, bandwidths.
+Both are written here from their publications, solved with HiGHS, and use only those parts of the
+problem that their papers use: access frequencies, sizes, bandwidths.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Column generation: what tables cost at given prices, and the master that finds the prices."""
+"""Column generation: the pricing of tables, and the master problem that finds the prices."""

@@ -1,10 +1,11 @@
 """The certified lower bound: a column-generation master over whole-table configurations.
 
 The master chooses for every table a convex combination of configurations so that the sum of the
-phase times is least and memory holds (Dantzig and Wolfe 1960). Its duals price the resources; each
-table answers with its cheapest configuration at these prices (`Node.price`). Whatever the
-solver reports, the bound is recomputed from the prices themselves: prices that are non-negative and
-sum to at most 1 over each phase certify it without reference to the solver's status.
+phase times is least and memory holds (Dantzig and Wolfe 1960). Its dual variables are the prices of
+the resources; each table answers with its cheapest configuration at these prices (`Node.price`).
+Whatever the solver reports, the bound is recomputed from the prices themselves: prices that are
+non-negative and sum to at most 1 over each phase certify it without reference to the solver's
+status.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class Pool:
     """Configurations found so far.
 
     Attributes:
-        table: table of each.
-        configuration: each of them.
-        resources: float64 [R], what each asks of the resource rows.
-        known: what tells each from others, in the same order.
+        table: index of each configuration's table.
+        configuration: the configurations.
+        resources: float64 [R], what each consumes of the resource rows.
+        known: keys that identify the configurations, in the same order.
         weight: float64 [N], share of each in the relaxed solution.
-        basis: where the simplex ended: HiGHS' statuses of the columns that are no configuration,
-            and of the rows; None before.
-        in_basis: whether each was basic then; later ones were not.
+        basis: final basis of the last simplex run: HiGHS' statuses of the columns that are not
+            configurations, and of the rows; None before the first run.
+        in_basis: whether each configuration was basic then; later ones were not.
     """
 
     table: list[int] = field(default_factory=list)
@@ -53,7 +54,8 @@ class Pool:
     in_basis: list[bool] = field(default_factory=list)
 
     def add(self, columns: Columns, wanted: np.ndarray) -> bool:
-        """Add the configurations of the tables `wanted` that are new; whether there are any."""
+        """Add those configurations of the tables `wanted` that are new; returns whether there were
+        any."""
         before = len(self.table)
         for k in wanted.tolist():
             found = columns.configurations[k]
@@ -75,9 +77,11 @@ class Pool:
         return out
 
     def under(self, node: Node, prices: np.ndarray) -> Pool:
-        """Of a solved pool, the configurations that another node has as well, with what they then
-        ask: the cheapest few of each table at `prices` (float64 [R]), and those in the relaxed
-        solution."""
+        """The configurations of this solved pool that another node also allows, priced there.
+
+        Kept are the cheapest few of each table at `prices` (float64 [R]), and those in the relaxed
+        solution.
+        """
         out = Pool()
         held = (node.holds(np.array(self.table), self.configuration) if self.table
                 else np.zeros(0, bool))
@@ -106,11 +110,11 @@ class Bound:
 
     Attributes:
         lower_bound_us: no plan of the node is faster (0 when nothing was proved).
-        relaxed_us: the relaxation's own optimum as far as it was solved.
-        prices: float64 [R], the certificate.
-        node: the plans that it bounds.
+        relaxed_us: optimum of the master problem when solving stopped.
+        prices: float64 [R], the prices that certify the bound.
+        node: the plans to which the bound applies.
         pool: configurations and their weights in the relaxed solution.
-        overflow: least excess of the relaxed solution over the memory (0 = it fits).
+        overflow: smallest possible excess of the relaxed solution over memory (0 = it fits).
         num_rounds: rounds of column generation.
         is_infeasible: whether prices of memory alone prove that no plan fits (Farkas), or a table
             has no configuration.
@@ -127,11 +131,11 @@ class Bound:
 
     @property
     def relaxation(self) -> Relaxation:
-        """What the prices belong to."""
+        """The relaxation that the prices belong to."""
         return self.node.relaxation
 
     def total(self) -> np.ndarray:
-        """What the relaxed solution asks of the resource rows, base included; float64 [R]."""
+        """Resource rows that the relaxed solution consumes, base included; float64 [R]."""
         if not self.pool.resources:
             return self.node.base
         return self.node.base + self.pool.weight @ np.array(self.pool.resources)

@@ -1,7 +1,6 @@
-"""A node of the branch-and-bound tree: part of the plans, and what its tables cost at given prices.
+"""A node of the branch-and-bound tree: a subset of the plans, and the pricing of its tables.
 
-Nodes are values: one holds limits of the loads that large pieces may have, and which tables
-push, and nothing of it changes.
+Nodes are immutable: each holds limits on the loads of large pieces, and which tables push.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _CLOSE, _CLOSE_SEVERAL = 5e-5, 3e-4  # how near prices are to the least, with on
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceChoice:
-    """Alike column pieces of a configuration.
+    """Column pieces of a configuration that are placed alike.
 
     Attributes:
-        share: of the table's columns, all of them together.
-        streams: columns of the table over those of one piece, where no rows are pushed; else the
-            type says it.
-        kind: type of the pushed pieces, a number among those of the table.
+        share: share of the table's columns that these pieces have together.
+        streams: columns of the table divided by those of one piece, if no rows are pushed;
+            otherwise the piece type determines it.
+        kind: type of the pushed pieces, an index among the table's types.
         mode: ONE_TIER, TIERS, ALL_PUSHED or TIERS_PUSHED.
         choice: int64 [num_blocks of the table], option of each block.
         amount: float64 [M, 4], features by option of all columns.
@@ -53,7 +52,7 @@ class PieceChoice:
 
     @property
     def key(self) -> tuple[float, float, int, int, bytes]:
-        """What tells it from others."""
+        """A key that identifies this choice."""
         return self.share, self.streams, self.kind, self.mode, self.choice.tobytes()
 
 
@@ -61,7 +60,7 @@ Configuration = tuple[PieceChoice, ...]
 
 
 def pushes_rows(found: Configuration) -> bool:
-    """Whether a configuration pushes any."""
+    """Whether a configuration pushes any rows."""
     return any(p.mode >= ALL_PUSHED for p in found)
 
 
@@ -70,10 +69,10 @@ class Columns:
     """The cheapest configuration of every table.
 
     Attributes:
-        configurations: by table; none where none is cheaper than what was known.
-        resources: float64 [T, R], what each asks of the resource rows, 0 for none.
+        configurations: by table; none if none is cheaper than the known one.
+        resources: float64 [T, R], what each consumes of the resource rows, 0 for none.
         value: float64 [T], a lower bound of each table's cost over all configurations at the prices
-            that produced these; infinite where the node has none.
+            that produced these; infinite if the node has no configuration.
     """
 
     configurations: list[Configuration | None]
@@ -82,15 +81,15 @@ class Columns:
 
 
 class Node:
-    """Part of the plans of a relaxation.
+    """A subset of the plans of a relaxation.
 
     Args:
         relaxation: the relaxation.
-        limits: of the loads that large pieces may have; None: any.
+        limits: limits on the loads of large pieces; None = no limits.
         pushes: uint8 [T], FREE, STILL or PUSHES; None: all free.
 
     Attributes:
-        base: float64 [R], what every plan of it asks.
+        base: float64 [R], what every plan of the node consumes of the resource rows.
     """
 
     def __init__(self, relaxation: Relaxation, limits: LoadLimits | None = None,
@@ -112,13 +111,13 @@ class Node:
             self.base[x.row] += self.share(x) * self.least[x.load]
 
     def share(self, x: Inequality) -> float:
-        """What the piece of an inequality has of its row's load at least, for each microsecond of
-        the load by which it is the largest."""
+        """Lower bound of the load in inequality `x`'s row that its piece causes, per microsecond of
+        the load by which that piece is the largest."""
         return 1.0 if x.at == x.load else float(self.implied[(*x.load, *x.at)])
 
     @cached_property
     def fit(self) -> Fit:
-        """The pieces; looked for once they are asked for, as many nodes are not solved."""
+        """The pieces of the node; computed on first use, since many nodes are never solved."""
         return self.relaxation.pieces.fit(self.limits)
 
     @cached_property
@@ -132,18 +131,18 @@ class Node:
     def price(self, prices: np.ndarray, known: np.ndarray | None = None) -> Columns:
         """Each table's cheapest configuration at `prices` (float64 [R], per row, >= 0).
 
-        Where `known` (float64 [T]) says what the cheapest known one costs, only cheaper ones are
-        looked for.
+        With `known` (float64 [T]), the cost of the cheapest known configuration of each table, only
+        cheaper ones are searched for.
 
-        Pieces choose for themselves what is cheapest by column, but have to make up the table's
-        columns: a path through the widths. Blocks of a piece choose for themselves, but for the
-        charge of several tiers, and for partial sums, which are concave in the mass of the pushed
-        blocks between one number of full owners and the next. With one class of owners the best set
-        of pushed blocks of a piece is then a prefix of the blocks ordered by what pushing costs per
-        unit of mass (each tangent of a concave function separates over blocks, and its minimum over
-        fractional sets lies at a vertex), so all prefixes are tried, and the masses at which owners
-        are full. Several classes are bounded as one; where owners may be loaded with little, what
-        rows send at least bounds all of them.
+        Each piece takes the cheapest placement per column, and pieces must add up to the table's
+        columns, which is a shortest path over widths. Blocks of a piece are independent except for
+        the charge of several tiers, and for partial sums, which are concave in the mass of the
+        pushed blocks between one number of full owners and the next. With one class of owners the
+        best set of pushed blocks of a piece is then a prefix of the blocks ordered by what pushing
+        costs per unit of mass (each tangent of a concave function separates over blocks, and its
+        minimum over fractional sets lies at a vertex), so all prefixes are tried, and the masses at
+        which owners are full. Several classes are bounded as one; if owners may take only small
+        loads, the least bytes that rows must send bound all of them.
         """
         r = self.relaxation
         value = r.coefficients @ prices  # [T, M, 4]
@@ -231,7 +230,7 @@ class Node:
     # -- what configurations ask ------------------------------------------------------------------
 
     def resources(self, tables: np.ndarray, found: Sequence[Configuration]) -> np.ndarray:
-        """What configurations of some tables (int64 [N]) ask of the resource rows; [N, R]."""
+        """Resource rows that configurations of some tables (int64 [N]) consume; float64 [N, R]."""
         r = self.relaxation
         out = np.zeros((len(found), r.num_rows))
         if not found:
@@ -255,8 +254,10 @@ class Node:
         return out
 
     def holds(self, tables: np.ndarray, found: Sequence[Configuration]) -> np.ndarray:
-        """Which configurations of some tables (int64 [N]) the node has: their pieces fit, and they
-        push, or do not, as the node says; bool [N]."""
+        """Which configurations of some tables (int64 [N]) the node allows; bool [N].
+
+        Their pieces must fit, and they must push rows, or not, as the node requires.
+        """
         r, number = self.relaxation, len(found)
         of, table, kind, mode, amount = _pieces_of(tables, found)
         pushed = mode >= ALL_PUSHED
@@ -269,15 +270,15 @@ class Node:
         return np.asarray(out)
 
     def kinds(self, amount: np.ndarray, tables: np.ndarray, prices: np.ndarray) -> np.ndarray:
-        """The type of pieces that is cheapest for each placement.
+        """The cheapest type of pieces for each placement.
 
         Args:
-            amount: float64 [N, M, 4].
+            amount: float64 [N, M, 4], features by option.
             tables: int64 [N], the table of each.
             prices: float64 [R].
 
         Returns:
-            int64 [N].
+            int64 [N], the types.
         """
         r, pieces, fit = self.relaxation, self.relaxation.pieces, self.fit
         out, least = np.zeros(len(tables), np.int64), np.full(len(tables), np.inf)
@@ -302,14 +303,15 @@ class Node:
 
     def resources_at(self, amount: np.ndarray, tables: np.ndarray, kind: np.ndarray,
                      others: np.ndarray | float = 1.0) -> np.ndarray:
-        """What features placed by option ask of the resource rows, charges apart, with full owners.
+        """Resource rows that features placed by option consume, without fixed charges, with full
+        owners.
 
         Args:
             amount: float64 [N, M, 4].
             tables: int64 [N], the table of each entry.
             kind: int64 [N], type of its pieces.
-            others: float64 [N, 1], columns of the table over those of one piece, of rows that are
-                not pushed.
+            others: float64 [N, 1], columns of the table divided by those of one piece, for rows
+                that are not pushed.
 
         Returns:
             float64 [N, R].

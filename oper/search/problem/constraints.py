@@ -1,4 +1,5 @@
-"""What a user holds a plan to: pinned tables, tables kept together or apart, memory set aside.
+"""Constraints that a user puts on a plan: pinned tables, tables kept together or apart, memory set
+aside.
 
 As JSON (``oper plan --constraints FILE``), every key optional, sizes in bytes or as ``"2GB"``::
 
@@ -40,13 +41,13 @@ _KEYS = frozenset({"tables", "keep_together", "keep_apart", "memory_bytes", "res
 
 @dataclass(frozen=True, slots=True)
 class TableConstraint:
-    """What one table is held to; None = whatever the plan's space allows.
+    """Constraints on one table; None = whatever the plan's space allows.
 
     Attributes:
         placements: allowed placements.
         modes: allowed exchange modes.
         memories: allowed memories, ``"device"`` and ``"host"``.
-        ranks: ranks that may own rows of the table. A table held to some of the ranks is not
+        ranks: ranks that may own rows of the table. A table restricted to some of the ranks is not
             replicated, because a replicated tier has a copy on every rank.
         tiers: the whole tier list, pinned; the planner then only accounts for the table.
         pinned: tiers of some rows, in order; the planner places the others.
@@ -64,7 +65,7 @@ class TableConstraint:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What a plan is held to beside the topology.
+    """Constraints on a plan, in addition to the topology.
 
     Attributes:
         tables: by table name.
@@ -83,7 +84,8 @@ class Constraints:
     reserve_bytes: int | tuple[int, ...] = 0
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able values that `parse_constraints` reads; only what is constrained."""
+        """The constraints as values that JSON can hold and `parse_constraints` reads; defaults are
+        left out."""
         tables = {name: _table_json(c) for name, c in self.tables.items()}
         value: dict[str, Any] = {"tables": {k: v for k, v in tables.items() if v}}
         for name in ("keep_together", "keep_apart"):
@@ -226,7 +228,7 @@ def _check_table(name: str, held: TableConstraint, known: Sequence[str], world_s
 
 
 def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int) -> None:
-    """Raise InvalidInputError when what a constraint says of some rows contradicts itself."""
+    """Raise InvalidInputError when constraints on some rows of a table contradict each other."""
     what = f"invalid constraint of table {name!r}"
     require(what, "leave one out", (
         "tiers, pinned, replicate", "both given",
@@ -282,7 +284,8 @@ def _check_groups(value: Constraints, known: Sequence[str]) -> None:
 
 
 def units(value: Constraints) -> dict[str, str]:
-    """By table of any group, one table that stands for all that are kept together with it."""
+    """Each grouped table's representative: one table stands for all that are kept together with it.
+    """
     root = {name: name for group in (*value.keep_together, *value.keep_apart) for name in group}
     for first, *rest in value.keep_together:
         for name in rest:
@@ -292,7 +295,11 @@ def units(value: Constraints) -> dict[str, str]:
 
 
 def without(held: Constraints) -> Iterator[tuple[str, Constraints]]:
-    """The constraints that take memory or places away, left out one by one: name, the others."""
+    """The constraints with one part that restricts memory or placement left out at a time.
+
+    Yields:
+        Name of the part left out, and the other constraints.
+    """
     if held.memory_bytes is not None:
         yield "memory_bytes", replace(held, memory_bytes=None)
     if held.reserve_bytes:
@@ -307,7 +314,8 @@ def without(held: Constraints) -> Iterator[tuple[str, Constraints]]:
 
 
 def violations(plan: Plan, held: Constraints) -> list[str]:
-    """What of `held` a plan breaks, one line each; memory is the evaluation's business."""
+    """The constraints of `held` that a plan violates, one line each; memory is checked by
+    `evaluate`."""
     out = []
     for name, c in held.tables.items():
         entry = plan.table(name)

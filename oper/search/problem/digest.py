@@ -1,4 +1,4 @@
-"""A digest of a planning problem, by which a plan's bound is known to be about it."""
+"""A digest of a planning problem, which ties a plan's bound to its problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oper.search.problem.statement import Problem
 
 def problem_digest(problem: Problem) -> str:
     """SHA-256 (hexadecimal) of all that a bound depends on: tables, access curves, machine, costs,
-    objective, batch size, space, constraints, overlap and bits of messages."""
+    objective, batch size, space of plans, constraints, overlap and bits of messages."""
     machine = problem.machine
     stated = {"topology": asdict(problem.topology), "objective": problem.objective,
               "batch_size": problem.batch_size, "allow": sorted(problem.allow),

@@ -1,7 +1,7 @@
-"""A topology as arrays over ranks: who shares memory, who shares a host, what a byte costs.
+"""A topology as arrays over ranks: shared memory, shared hosts, and costs per byte.
 
 Also the partition of ranks into classes that a relaxation may average over: two ranks are of one
-class when the topology (and what the constraints say of single ranks) looks the same from both.
+class when the topology and the constraints on single ranks look the same from both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUPS = ("local", *TERMS[2:])
 
 
 class Term:
-    """Numbers of `TERMS`."""
+    """Indices of `TERMS`."""
 
     MEMORY, COMPUTE, LINK_IN, LINK_OUT, CROSS_IN, CROSS_OUT, HOST_MEMORY, RACK_IN, RACK_OUT = (
         range(len(TERMS)))
@@ -47,7 +47,7 @@ class Machine:
         rack: int64 [W], index of the rank's rack; 0 where the topology has none.
         num_rack: float64 [W], ranks of the same rack, itself included.
         seconds_per_unit: float64 [9, W], by term: seconds per byte, or per nanosecond of compute,
-            of what `on_links` makes of units.
+            for the result of `on_links`.
         capacity_bytes: float64 [num_domains], memory for tables.
         host_capacity_bytes: float64 [num_hosts], host memory for tables (0 = none).
     """
@@ -69,7 +69,8 @@ class Machine:
         return self.domain.size
 
     def local_groups(self, phases: tuple[str, ...]) -> np.ndarray:
-        """Which groups of each phase include a rank's own memory and compute; bool [P, 8]."""
+        """For each phase, which groups of terms include a rank's own memory and compute; bool [P,
+        8]."""
         links = ("cross",) * bool(self.host.any()) + ("rack",) * self.has_racks
         return np.array([[g == "local" or (p in EXCHANGES and g.startswith(links)) for g in GROUPS]
                          for p in phases], bool)
@@ -87,8 +88,11 @@ class Machine:
         return bool(self.rack.any())
 
     def on_links(self, units: np.ndarray) -> np.ndarray:
-        """Units as ranks wait for them: each waits for the bytes of all that share a link with it,
-        and has their mean here; float64 [..., 9, W] of both."""
+        """Replace units on shared links by what each rank waits for: the mean over all ranks of the
+        link.
+
+        float64 [..., 9, W] -> the same shape.
+        """
         of_host, of_rack = self.shared_terms
         if not of_host and not of_rack:
             return units
@@ -100,20 +104,23 @@ class Machine:
         return out
 
     def seconds(self, units: np.ndarray) -> np.ndarray:
-        """Seconds by term that units (bytes, and nanoseconds of compute, of all ranks) keep ranks
-        busy; float64 [..., 9, W] of both."""
+        """Seconds by term for which units (bytes, or nanoseconds of compute, of all ranks) occupy
+        ranks.
+
+        float64 [..., 9, W] -> the same shape.
+        """
         return self.on_links(units) * self.seconds_per_unit
 
     def domain_sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum over the ranks of one's own domain; float64 [..., W] -> [..., W]."""
+        """Sum over the ranks of each rank's domain; float64 [..., W] -> [..., W]."""
         return self._sum(values, "domain")
 
     def host_sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum over the ranks of one's own host; float64 [..., W] -> [..., W]."""
+        """Sum over the ranks of each rank's host; float64 [..., W] -> [..., W]."""
         return self._sum(values, "host")
 
     def rack_sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum over the ranks of one's own rack; float64 [..., W] -> [..., W]."""
+        """Sum over the ranks of each rank's rack; float64 [..., W] -> [..., W]."""
         return self._sum(values, "rack")
 
     def _sum(self, values: np.ndarray, level: str) -> np.ndarray:
@@ -137,7 +144,7 @@ class Machine:
         return found
 
     def elsewhere_on_host(self, values: np.ndarray) -> np.ndarray:
-        """Sum over the other domains of one's own host; float64 [..., W] -> [..., W]."""
+        """Sum over the other domains of each rank's host; float64 [..., W] -> [..., W]."""
         rest = self.host_sum(values) - self.domain_sum(values)
         return np.where(self.num_host > self.num_near, rest, 0.0)  # exact zero, not a remainder
 
@@ -165,7 +172,7 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
 
     Args:
         topology: the machine.
-        reserve_bytes: taken off its memory, per rank.
+        reserve_bytes: memory set aside, per rank.
         memory_bytes: cap of what is left, per rank; None = no cap.
     """
     domain = np.array(topology.domain_of(), np.int64)
@@ -200,7 +207,7 @@ def make_machine(topology: Topology, reserve_bytes: int | tuple[int, ...] = 0,
 
 
 def by_group(loads: np.ndarray, has_local: np.ndarray) -> np.ndarray:
-    """What runs beside each other.
+    """Add up terms by the groups that run concurrently.
 
     Args:
         loads: float64 [..., 9, W], by term.
@@ -216,7 +223,7 @@ def by_group(loads: np.ndarray, has_local: np.ndarray) -> np.ndarray:
 
 
 def add_wire(units: np.ndarray, machine: Machine) -> None:
-    """Add to the compute of every rank what sending and receiving between hosts costs it, in place.
+    """Add the cost of sending and receiving between hosts to the compute of every rank, in place.
 
     Args:
         units: float64 [..., 9, W], by term and rank.
@@ -258,7 +265,8 @@ def rank_classes(machine: Machine, distinguished: Iterable[Iterable[int]] = ()) 
 
     Args:
         machine: the machine.
-        distinguished: rank sets that some constraint names; their members stay apart from others.
+        distinguished: sets of ranks named by constraints; their members are not merged with other
+            ranks.
 
     A rank is described by its domain's constants and by which sets name it, a domain by its ranks,
     a host by its domains, a rack by its hosts; equal descriptions at all levels can be swapped,
@@ -293,8 +301,13 @@ def _numbered(keys: Sequence[Any]) -> np.ndarray:
 
 
 def neighbourhoods(machine: Machine) -> tuple[np.ndarray, str]:
-    """What ranks reach by the same slowest links: hosts, or on a single host memory domains; int64
-    [W], and the links' group of terms towards a rank."""
+    """Neighbourhoods of ranks, separated by the slowest links: hosts, or memory domains of one
+    host.
+
+    Returns:
+        Index of each rank's neighbourhood, int64 [W], and the group of terms of the links from
+            outside.
+    """
     if (machine.host != machine.host[0]).any():
         return machine.host, "cross_in"
     return machine.domain, "link_in"
@@ -307,8 +320,10 @@ def first_neighbourhood(machine: Machine) -> list[int]:
 
 
 def copy_sets(machine: Machine) -> list[tuple[int, ...]]:
-    """Sets of one rank of every host: the first rank of each, the second, and so on; empty where
-    hosts have one rank or there is one host."""
+    """Sets of ranks with one rank of every host: the first rank of each, the second, and so on.
+
+    Empty if hosts have one rank or there is only one host.
+    """
     hosts = [np.flatnonzero(machine.host == h) for h in range(machine.host_capacity_bytes.size)]
     most = max(h.size for h in hosts)
     if len(hosts) == 1 or most == 1:

@@ -1,9 +1,9 @@
 """Dense compute that phases may hide behind: declared by the user, never assumed.
 
-A phase that runs beside dense compute of `x` microseconds on a rank delays that rank only by what
-is longer than `x`. The phase then ends when every rank has finished both, so that a rank's load
-counts by its excess over the rank's own dense time. Contention for memory and links is not
-modelled: declare less than the dense time where both want the same memory.
+A phase that runs beside dense compute of `x` microseconds on a rank delays that rank only by the
+time beyond `x`. The phase then ends when every rank has finished both, so only the excess of a
+rank's load over its own dense time counts. Contention for memory and links is not modelled: declare
+less than the dense time where both want the same memory.
 
 What can hide, in a training step of `oper.shard`'s modules:
 
@@ -34,7 +34,7 @@ def parse_overlap(value: Mapping[str, Any] | None, phases: Sequence[str],
 
     Args:
         value: ``{phase: microseconds}``, a number for all ranks or one for each.
-        phases: phases of the objective; ``resolve`` is known beside them when there are several.
+        phases: phases of the objective; ``resolve`` is also allowed if there are several.
         world_size: number of ranks.
 
     Raises:
@@ -61,12 +61,13 @@ def parse_overlap(value: Mapping[str, Any] | None, phases: Sequence[str],
 
 
 def overlap_to_json(overlap: Overlap) -> dict[str, Any]:
-    """JSON-able values that `parse_overlap` reads."""
+    """The overlap as values that JSON can hold and `parse_overlap` reads."""
     return {k: v[0] if len(set(v)) == 1 else list(v) for k, v in overlap.items()}
 
 
 def parse_argument(words: Sequence[str]) -> dict[str, Any] | None:
-    """``PHASE=US`` and ``PHASE=US,US,...`` (one per rank) of a command line; None for no words."""
+    """Parse ``PHASE=US`` and ``PHASE=US,US,...`` (one value per rank) of a command line; None
+    without any."""
     out: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")

@@ -1,4 +1,4 @@
-"""Constraints on some rows of a table, laid over any placement of it."""
+"""Constraints on some rows of a table, imposed on a placement of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from oper.search.problem.constraints import TableConstraint
 
 
 def impose(held: TableConstraint, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    """The column pieces with what the constraint says of some rows in place of what was there.
+    """Column pieces of a table after the constraint's pinned rows have replaced what was there.
 
-    Pinned tiers take their rows, in all columns; rows that must have no copies are striped over the
-    ranks that had them.
+    Pinned tiers take their rows in all columns; rows that must not be replicated are striped over
+    the ranks that had copies.
     """
     if not (held.pinned or held.unreplicated):
         return pieces

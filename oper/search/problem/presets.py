@@ -30,7 +30,7 @@ def topology_preset(name: str, world_size: int | None = None) -> Topology:
             topology's own.
 
     Raises:
-        InvalidInputError: no such preset or file, or a file that is no topology.
+        InvalidInputError: there is no such preset or file, or the file is not a topology.
     """
     if name == THIS_HOST:
         world_size = 2 if world_size is None else world_size

@@ -36,14 +36,15 @@ PLANS = STILL, WITH_ROWS, WITH_COLUMNS = "nothing pushed", "rows pushed", "colum
 
 
 def executed_space(topology: Topology) -> frozenset[str]:
-    """What a plan for the ranks of `topology` may use by default, in `oper.shard` as well."""
+    """What plans for `topology` may use by default, also in `oper.shard`."""
     if len(topology.domains) == 1:
         return EXECUTABLE
     return ACROSS_DOMAINS if topology.num_hosts == 1 else ACROSS_HOSTS
 
 
 def check_allow(allow: Iterable[str]) -> frozenset[str]:
-    """`allow` as a set; raises InvalidInputError unless a placement and a mode are in it."""
+    """`allow` as a set; raises InvalidInputError unless it contains a placement and an exchange
+    mode."""
     named: list[object] = list(allow) if isinstance(allow, Iterable) else [allow]  # of a file
     chosen = frozenset(x for x in named if isinstance(x, str))
     known = all(isinstance(x, str) for x in named) and chosen <= FEATURES

@@ -1,15 +1,14 @@
-"""The planning problem: tables as curves over hotness, a machine, an objective, a space.
+"""The planning problem: tables as curves over hotness, a machine, an objective, a space of plans.
 
 Rows never appear one by one. A table is cut into blocks of about equal hotness, geometric in the
-number of rows (the hottest rows alone, then blocks that grow by about a third), and of each block
-four numbers are kept, its *features*:
+number of rows (the hottest rows alone, then blocks that grow by about a third), and each block is
+described by four numbers, its *features*:
 
-====================  ==============================================================
-ROWS                  rows
-IDS                   expected ids per rank and batch, `B L p_r` summed
-TOUCHED               expected distinct rows in one rank's batch, `u_r(B)` summed
-TOUCHED_ALL           expected distinct rows in all ranks' batches, `u_r(WB)` summed
-====================  ==============================================================
+====================  ============================================================== ROWS
+rows IDS                   expected ids per rank and batch, `B L p_r` summed TOUCHED
+expected distinct rows in one rank's batch, `u_r(B)` summed TOUCHED_ALL           expected distinct
+rows in all ranks' batches, `u_r(WB)` summed ====================
+==============================================================
 
 `u_r(n) = 1 - E[(1 - p_r)^L]^n` for n bags of independent ids, over the distribution of the bag
 length L. With its mean alone, `1 - (1 - p_r)^(n E[L])`, rows of rare long bags would count as
@@ -54,13 +53,13 @@ _NUM_EXPLICIT = 1 << 16  # hot rows whose ids are followed when a plan carries n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traffic:
-    """How many ids and bags one rank's batch brings to a table.
+    """Ids and bags of one rank's batch in a table.
 
     Attributes:
         num_ids: ids per rank and batch, `B L` over all features of the table.
         num_bags: bags per rank and batch.
         lengths: float64 [P], bag lengths.
-        length_share: float64 [P], share of the bags that have that length.
+        length_share: float64 [P], share of the bags that have each length.
     """
 
     num_ids: float
@@ -69,7 +68,8 @@ class Traffic:
     length_share: np.ndarray
 
     def bags_touching(self, mass: np.ndarray | float) -> np.ndarray:
-        """Bags that meet rows holding `mass` of the accesses: `bags E[1 - (1 - q)^L]`."""
+        """Expected bags with an id among rows that hold the share `mass` of the accesses: `bags E[1
+        - (1 - q)^L]`."""
         miss = np.power(1.0 - np.clip(np.asarray(mass)[..., None], 0.0, 1.0), self.lengths)
         return self.num_bags * ((1.0 - miss) @ self.length_share)
 
@@ -127,7 +127,8 @@ class TableProblem:
         return self.shares(start, stop, 1, ordered)[:, 0]
 
     def shares(self, start: int, stop: int, period: int, ordered: bool) -> np.ndarray:
-        """Features of positions `start + k + j * period`, `j = 0, 1, ...`, below `stop`, by k.
+        """Features of the positions `start + k + j * period` below `stop`, `j = 0, 1, ...`, for
+        each k.
 
         Returns:
             float64 [4, period], read-only.
@@ -173,10 +174,10 @@ class Problem:
         objective: ``"training"`` or ``"inference"``.
         batch_size: samples per rank and step.
         allow: placements, exchange modes and splits that a plan may use.
-        constraints: what the plan is held to.
+        constraints: constraints on the plan.
         overlap: dense compute that phases may hide behind, microseconds by phase and rank.
-        last_resort: what a plan may use as well where nothing else fits.
-        message_bits: of the numbers that hosts send each other, in every plan of the problem.
+        last_resort: what a plan may additionally use if no plan fits otherwise.
+        message_bits: bits per number in messages between hosts, in every plan of the problem.
     """
 
     tables: tuple[TableProblem, ...]
@@ -209,16 +210,16 @@ class Problem:
                                 "state the problem for this model")
 
     def held(self, name: str) -> TableConstraint:
-        """What table `name` is held to."""
+        """The constraints on table `name`."""
         return self.constraints.tables.get(name, TableConstraint())
 
     @property
     def free_tables(self) -> tuple[TableProblem, ...]:
-        """The tables of which no constraint pins all rows in a placement of its own."""
+        """The tables that the planner places: all but those whose rows are all pinned."""
         return tuple(t for t in self.tables if self.held(t.spec.name).tiers is None)
 
     def in_need(self) -> Problem:
-        """The problem whose plans may use the last resort."""
+        """The problem whose plans may also use `last_resort`."""
         return replace(self, allow=self.allow | self.last_resort, last_resort=frozenset())
 
     def may_split(self, t: TableProblem) -> bool:
@@ -247,7 +248,7 @@ class Problem:
         return list(range(self.machine.world_size)) if ranks is None else sorted(set(ranks))
 
     def memories_of(self, name: str) -> frozenset[str]:
-        """Memories that may hold rows of table `name`; in host memory they are only pulled."""
+        """Memories that may hold rows of table `name`; rows in host memory are only pulled."""
         chosen = {"device"} | (self.allow & {"host"} if self.topology.host_memory_bytes else set())
         memories = self.held(name).memories
         return frozenset(chosen if memories is None else chosen & memories)
@@ -322,7 +323,7 @@ def _may_place(problem: Problem, name: str) -> bool:
 
 
 def with_overlap(problem: Problem, overlap: Mapping[str, Any] | None) -> Problem:
-    """The problem with dense compute declared beside its phases.
+    """The problem with dense compute declared to overlap with its phases.
 
     Args:
         problem: the problem.
@@ -348,7 +349,8 @@ def _check_arguments(topology: Any, objective: str, batch_size: Any) -> None:
 
 def make_table(spec: TableSpec, stats: AccessStats | None, batch_size: int,
                world_size: int) -> TableProblem:
-    """The problem's view of one table; raises InvalidInputError when statistics do not fit."""
+    """The planner's description of one table; raises InvalidInputError if the statistics do not
+    fit."""
     found = None if stats is None else table_stats_for(stats, spec.name, spec.num_rows)
     num_features = max(1, len(spec.features))
     head, in_order, num_blocks, num_touched = np.zeros(0, np.int64), True, 8, spec.num_rows

@@ -1,1 +1,1 @@
-"""The relaxed problem: resource rows, what configurations ask of them, pushed pieces."""
+"""The relaxed problem: resource rows, what configurations consume of them, pushed pieces."""

@@ -40,15 +40,15 @@ READER, SPREAD, APART = "reader", "spread", "apart"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inequality:
-    """A row about the owner of a large piece.
+    """A valid inequality about the owner of the largest piece, stored as a row.
 
     Attributes:
-        row: its number.
-        kind: what it says.
+        row: index of the row.
+        kind: which of the inequalities above it is.
         at: phase and group of terms of the load that it is about.
         load: the load by which the piece is the largest.
-        spared: k of the links' rows: the row is at most 1 + k times its phase, of which own work of
-            the ranks that send takes k times.
+        spared: the factor k of rows about links: the row is at most 1 + k times its phase, k of
+            which account for the senders' own work.
     """
 
     row: int
@@ -59,22 +59,23 @@ class Inequality:
 
 
 class OwnerRows:
-    """The O rows about the owner of the largest piece; none where nothing is pushed. Where ranks
-    are unequal, the owner reads as fast as the fastest.
+    """The O rows with inequalities about the owner of the largest piece; none if nothing is pushed.
+
+    Where ranks are unequal, the owner is assumed to read as fast as the fastest rank.
 
     Args:
         rows: the resource rows, which these follow.
-        pieces: the pushed pieces, with the tables that they are of.
+        pieces: the pushed pieces, with their tables.
         options: ways to place a block.
         distinguished: the load whose owner's host is distinguished, see `Relaxation`.
 
     Attributes:
         inequalities: the rows.
-        phase_of: int64 [O], their phases, -2 where they may exceed these.
+        phase_of: int64 [O], phase of each row, -2 for rows that may exceed their phase.
         weight: float64 [O, P], a row is at most the weighted sum of the phases' times.
-        base: float64 [O], what every plan asks.
-        unit: float64 [C, 22, O], what a unit of each tally row, spread over a class, asks.
-        every: float64 [22, O], what a unit of each tally row on every rank asks.
+        base: float64 [O], what every plan consumes.
+        unit: float64 [C, 22, O], what a unit of each tally row, spread over a class, consumes.
+        every: float64 [22, O], what a unit of each tally row on every rank consumes.
     """
 
     def __init__(self, rows: ResourceRows, pieces: Pieces, options: list[Option],
@@ -104,14 +105,15 @@ class OwnerRows:
         self.every = self.asked(units.every).min(axis=0)
 
     def asked(self, units: np.ndarray) -> np.ndarray:
-        """What units ask of the rows, by their loads on the ranks seen from their owner: own time
-        on the rank where that is least, over links the bytes that ranks of other neighbourhoods
-        read, over the fastest ones; for the distinguished host, what its other ranks have there.
-        Of a link that a host's ranks share, those bytes count that they have themselves: the piece
-        has its part of the link apart.
+        """What units consume of the rows, from their loads on ranks as seen from the owner.
+
+        Rows about a rank's own time take it on the rank where it is least. Rows about links take
+        the bytes that ranks of other neighbourhoods read, over the fastest links; for the
+        distinguished host, what its other ranks have there. Of a link shared by the ranks of a host
+        only their own bytes count, since the piece's part of the link is counted apart.
 
         Args:
-            units: float64 [2, C, ..., 20].
+            units: float64 [2, C, ..., 20], see `UnitRows`.
 
         Returns:
             float64 [C, ..., O].

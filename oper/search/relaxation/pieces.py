@@ -1,12 +1,13 @@
-"""Pushed pieces: how much of a table one owner may hold when a step may take so long at most.
+"""Pushed pieces: how much of a table one owner may hold in a step of limited length.
 
 The mean over ranks spreads a pushed table over all of them for the price of one id stream and one
-partial sum per bag. A plan cannot: an owner receives the ids of every column piece that it holds,
-and sends a partial sum for every bag that meets its rows. What a table pays therefore follows from
-its largest pieces, and those are limited: whoever owns a piece is busy with it for at least its own
-load, so that in a plan of at most T microseconds no piece has a load above T. A column of a table
-whose pieces are `w` wide and hold at most the mass `q` pays `D / w` id streams and at least
-`pb(q) / q` bytes of partial sums per unit of mass, `pb` being concave.
+partial sum per bag. A plan cannot do that: an owner receives the ids of every column piece that it
+holds, and sends a partial sum for every bag with an id among its rows. So the cost of a table
+depends on its largest pieces, and those are limited: whoever owns a piece is busy with it for at
+least its own load, so that in a plan of at most T microseconds no piece has a load above T. A
+column of a table whose pieces are `w` wide and hold at most the share `q` of its lookups (their
+mass) costs `D / w` id streams and at least `pb(q) / q` bytes of partial sums per unit of mass, `pb`
+being concave.
 
 So for any T and any prices a plan takes at least min(T, the priced bound with pieces that fit T).
 """
@@ -34,11 +35,11 @@ _ROUNDING = 1e-9  # up to which an owner that has more than full is full
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadLimits:
-    """Limits of the largest load that any one pushed piece puts on its owner, phase by phase.
+    """Limits on the largest load that one pushed piece puts on its owner, by phase.
 
     Attributes:
         least, most: float64 [num_phases, 5], microseconds by phase and group of terms.
-        step: what all phases together take at most, without fixed costs.
+        step: longest time of all phases together, without fixed costs.
     """
 
     least: np.ndarray
@@ -47,8 +48,10 @@ class LoadLimits:
 
 
 def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int, int]]:
-    """Intervals (narrowest, widest) that cover all widths a piece may have, the whole row first;
-    widths of one interval differ by `ratio` at most."""
+    """Intervals (narrowest, widest) that cover all widths a piece may have, the whole row first.
+
+    The widths of one interval differ by at most the factor `ratio`.
+    """
     dim = t.spec.dim
     if not split:
         return [(dim, dim)]
@@ -64,22 +67,23 @@ def column_widths(t: TableProblem, split: bool, ratio: float) -> list[tuple[int,
 
 
 class Pieces:
-    """Which pushed pieces fit, for every table and class of ranks.
+    """The pushed pieces that fit, for every table and class of ranks.
 
-    An owner also reads its own piece, as every rank does. Of a rank's own time (the local group,
-    and what others include of it), the load of a piece is what its owner does more than a reader.
+    An owner also reads its own piece, as every rank does. In a rank's own time (the local group,
+    and its part in other groups) the load of a piece is therefore what its owner does in excess of
+    a reader.
 
     Args:
-        units: what units of the tables' rows ask of ranks, by class.
-        base_rows: float64 [22, W], what every plan asks.
-        asks: bool [T], of which tables an owner of pushed rows asks itself, unless it has all.
-        may: bool [T, C], which tables may be pushed to which class.
+        units: unit loads of the tables' rows, by class of their owner.
+        base_rows: float64 [22, W], the tally that every plan has.
+        asks: bool [T], tables for which an owner of some pushed rows sends requests to itself.
+        may: bool [T, C], whether a table may be pushed to a class.
 
     Attributes:
-        floor: float64 [C, num_phases, 5], what every plan puts on a rank, by class.
-        hidden: float64 [C, num_phases, 1], most dense compute that a rank's phase runs beside.
+        floor: float64 [C, num_phases, 5], load that every plan puts on a rank of a class.
+        hidden: float64 [C, num_phases, 1], longest dense compute that overlaps a rank's phase.
         has_local: bool [num_phases, 5], which groups include a rank's own time.
-        unit: float64 [C, 22, num_phases, 5], what a unit of each tally row puts on its owner.
+        unit: float64 [C, 22, num_phases, 5], load of a unit of each tally row on its owner.
     """
 
     def __init__(self, units: UnitRows, base_rows: np.ndarray, asks: np.ndarray, may: np.ndarray
@@ -175,13 +179,16 @@ class Pieces:
         return Fit(self, mass, least_sums, whole.astype(bool))
 
     def sum_bytes(self, tables: np.ndarray, share: np.ndarray, owner: np.ndarray) -> np.ndarray:
-        """Bytes of partial sums that the owners of a share of a table's mass send to each reader at
-        least. Owners are whole: as sums are concave, all but one of them hold as much as they may.
+        """Least bytes of partial sums that the owners of a share of a table's mass send to each
+        reader.
+
+        Since these sums are concave in the mass of an owner, the least bytes result when all owners
+        but one hold as much as they may.
 
         Args:
             tables: int64 [N].
-            share: float64 [N], of all lookups of the table.
-            owner: float64 [N], what one owner holds at most.
+            share: float64 [N], share of all lookups of the table.
+            owner: float64 [N], largest share that one owner may hold.
 
         Returns:
             float64 [N].
@@ -243,23 +250,33 @@ class Pieces:
                 sums[:, 0] * self.sums[k, -1])
 
     def implied(self, least: np.ndarray) -> np.ndarray:
-        """What the largest piece by one load puts on its owner by another at least, for each
-        microsecond of the first, given what the first is at least (float64 [G]): a table that as
-        a whole puts less on an owner has no such piece; float64 [G, G]."""
+        """Lower bounds of the largest piece's other loads, per microsecond of the load by which it
+        is largest.
+
+        A table whose total load on an owner stays below `least` has no such piece.
+
+        Args:
+            least: float64 [G], least value of the load by which the piece is the largest.
+
+        Returns:
+            float64 [G, G], by that load and the other one.
+        """
         has = self._most * (1 + _ROUNDING) >= least
         found = np.where(has[..., None], self._ratio, np.inf).min(axis=(0, 1), initial=np.inf)
         return np.where(np.isfinite(found), found, 0.0)
 
 
 class Fit:
-    """The pieces that plans within limits may have; a table that fits a class of ranks as one piece
-    has that one alone.
+    """The pieces that plans within `limits` may have.
+
+    A table that fits a class of ranks as one piece has only that piece there.
 
     Args:
         pieces: all pieces, of N types.
-        mass: float64 [N, C], largest mass of one owner, of the table's whole mass 1 (0: none fits).
-        least_sums: float64 [N, C, 3], bytes of partial sums of a unit of each feature but rows, at
-            least.
+        mass: float64 [N, C], largest share of a table's lookups that one owner may hold; 0 if none
+            fits.
+        least_sums: float64 [N, C, 3], least bytes of partial sums per unit of each feature except
+            rows.
         whole: bool [T, C], whether the table fits the class as one piece.
 
     Attributes:
@@ -275,7 +292,7 @@ class Fit:
         self._least_sums = np.where(one[..., None], 0.0, least_sums)
 
     def types(self, classes: np.ndarray) -> dict[str, np.ndarray]:
-        """Types of every table in some classes (int64 [M]), as `OperPricing` has them."""
+        """Types of every table in some classes (int64 [M]), in the layout of `OperPricing`."""
         p, number = self._pieces, len(self.whole)
         table, rank_class = np.repeat(np.arange(number), classes.size), np.tile(classes, number)
         whole = self.whole[table, rank_class]
@@ -290,27 +307,26 @@ class Fit:
                 "narrowest": np.where(whole[of], narrowest, p.narrow[at])}
 
     def place(self, tables: np.ndarray, kind: np.ndarray) -> np.ndarray:
-        """Place of type `kind` (int64 [N]) of each table in arrays by type; int64 [N]."""
+        """Index of type `kind` (int64 [N]) of each table in arrays over all types; int64 [N]."""
         first = self._pieces.first
         return np.asarray(np.minimum(first[tables] + kind, first[tables + 1] - 1))
 
     def chosen(self, tables: np.ndarray, c: int, kind: np.ndarray
                ) -> tuple[np.ndarray, np.ndarray]:
-        """Id streams and largest mass of one owner, of the types `kind` of some tables.
-
-        Args:
-            tables, kind: int64 [N].
-            c: class of the owner.
-
-        Returns:
-            float64 [N] each; mass 0 where no such piece fits.
-        """
+        """Id streams and largest mass of one owner for the types `kind` of some tables."""
         at = self.place(tables, kind), c
         return self.streams[at], self.mass[at]
 
     def least_sums(self, tables: np.ndarray, c: int, kind: np.ndarray, features: np.ndarray
                    ) -> np.ndarray:
-        """Lower bound of the bytes of partial sums that rows of some features (float64 [N, 4])
-        cause, within what owners may be loaded with; float64 [N], other arguments as `chosen`."""
+        """Lower bound of the bytes of partial sums that rows with the given features cause.
+
+        Args:
+            tables, c, kind: as for `chosen`.
+            features: float64 [N, 4].
+
+        Returns:
+            float64 [N], valid while owners keep their load limits.
+        """
         each = self._least_sums[self.place(tables, kind), c]
         return np.asarray((each * features[:, IDS:]).sum(axis=1))

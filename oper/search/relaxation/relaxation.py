@@ -4,8 +4,8 @@ Loads are averaged over classes of equal ranks (see `oper.search.relaxation.rows
 only in these resource rows, so that at given prices of the rows each table finds its cheapest
 configuration by itself. A *configuration* cuts a table by columns into pieces, and gives every
 block of rows of a piece an *option*: replicated on all ranks or on one of each host, owned within a
-class (striped or not: the mean is the same), pulled (from device or host memory) or pushed. What a
-piece of width w of a table of D columns asks is w / D times
+class (striped or not: the mean is the same), pulled (from device or host memory) or pushed. A piece
+of width w of a table of D columns consumes w / D times
 
     sum over blocks of features @ (coefficients + (s - 1) per_stream)
     + (s - 1) piece                                     one more piece
@@ -44,7 +44,7 @@ from oper.search.relaxation.units import ANY, ANY_SQUARES, WHOLE, UnitRows
 
 
 class Relaxation:
-    """Resource rows and block costs of a problem; nothing of it changes.
+    """Resource rows and block costs of a problem; immutable.
 
     Args:
         model: the cost model.
@@ -58,20 +58,21 @@ class Relaxation:
         options: the options.
         allowed: bool [T, M].
         features: float64 [num_blocks, 4]; `table_of` int64 [num_blocks]; `starts` int64 [T + 1].
-        coefficients: float64 [T, M, 4, R], for tables whose pushed rows are one piece.
-        per_stream: float64 [T, M, 4, R], what every further column piece adds.
-        piece: float64 [R], what every further column piece of a table asks.
-        tiers, tiers_pushed: float64 [T, R], what a piece of several tiers asks, none of them or
-            some of them pushed.
-        own: float64 [M, R], what an id that a rank pushes to itself asks; of the tables `asks`
-            (bool [T]) alone.
-        units: what units of the tables' rows ask of ranks.
+        coefficients: float64 [T, M, 4, R], resources per unit of each feature, by option, with one
+            column piece.
+        per_stream: float64 [T, M, 4, R], resources that every further column piece adds to them.
+        piece: float64 [R], resources of every further column piece of a table.
+        tiers, tiers_pushed: float64 [T, R], resources of a piece of several tiers, if none, or
+            some, of them are pushed.
+        own: float64 [M, R], resources of an id that a rank pushes to itself, for the tables `asks`
+            (bool [T]) only.
+        units: unit loads of the tables' rows on the ranks.
         pieces: pushed pieces.
         inequalities: the rows about the owner of a large piece.
         distinguished: the load by whose largest piece a host is distinguished.
-        unit: float64 [C, 22, R], what a unit of each tally row, spread over a class, asks.
-        base: float64 [R], what every plan asks.
-        pinned: float64 [R], what rows that are pinned ask; part of `base`, and of no configuration.
+        unit: float64 [C, 22, R], what a unit of each tally row, spread over a class, consumes.
+        base: float64 [R], what every plan consumes.
+        pinned: float64 [R], what pinned rows consume; part of `base`, and of no configuration.
         phase_of: int64 [R], phase of each row, -1 for memory, -2 for rows that may exceed theirs.
         phase_weight: float64 [R, P], a row is at most the weighted sum of the phases' times.
         fixed_us: fixed cost of a step.
@@ -223,8 +224,15 @@ class Relaxation:
         return self.phase_of.size
 
     def amounts(self, choice: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """Features by option of some whole tables (bool [T]) whose blocks are placed by `choice`
-        (int64 [num_blocks]); float64 [T, M, 4], 0 for other tables."""
+        """Features by option of whole tables whose blocks are placed by `choice`.
+
+        Args:
+            choice: int64 [num_blocks], option of each block.
+            wanted: bool [T], the tables.
+
+        Returns:
+            float64 [T, M, 4], 0 for other tables.
+        """
         shape = (len(self.tables), len(self.options), NUM_FEATURES)
         out = np.zeros((shape[0] * shape[1], NUM_FEATURES))
         b = np.flatnonzero(wanted[self.table_of])
@@ -237,18 +245,24 @@ class Relaxation:
         return out.reshape(shape)
 
     def by_option(self, asked: np.ndarray) -> np.ndarray:
-        """What blocks ask in each option, given what they would if all of it was placed so; float64
-        [num_blocks, M]."""
+        """Resources that each block consumes under each option, given those of whole tables.
+
+        Returns:
+            float64 [num_blocks, M].
+        """
         return self.own_share * asked + (1.0 - self.own_share) * asked[:, self.plain]
 
     def project_prices(self, prices: np.ndarray) -> np.ndarray:
-        """`prices` made a certificate: non-negative, at most 1 in weighted sum by phase."""
+        """Project prices so that they certify a bound: non-negative, weighted sum at most 1 in each
+        phase."""
         out = np.maximum(prices, 0.0)
         for weight in self.phase_weight.T:
             out[weight > 0] /= max(1.0, float(out @ weight))
         return out
 
     def unpushed(self, amount: np.ndarray, tables: np.ndarray) -> np.ndarray:
-        """What features by option (float64 [N, M, 4]) of tables (int64 [N]) ask of the resource
-        rows as one piece each, partial sums and charges apart; float64 [N, R]."""
+        """Resource rows that features by option (float64 [N, M, 4]) of tables (int64 [N]) consume.
+
+        Taken as one column piece, without partial sums and fixed charges; float64 [N, R].
+        """
         return np.asarray(np.einsum("nof,nofr->nr", amount, self.coefficients[tables]))

@@ -1,4 +1,4 @@
-"""Resource rows: what ranks and memories have little of, as means over classes of equal ranks.
+"""Resource rows: limited resources of ranks and memories, as means over classes of equal ranks.
 
 A mean never exceeds a maximum, and the mean over a class of interchangeable ranks depends on a plan
 only through how much each class owns, so whatever holds for the averaged loads of all placements
@@ -24,26 +24,29 @@ from oper.search.problem.machine import GROUPS
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to place a block: its `kind` (`oper.search.cost.space.KINDS`), and the rank class that
-    owns it, or has the master copies (-1: all ranks)."""
+    """A way to place a block.
+
+    `kind` is one of `oper.search.cost.space.KINDS`; the rank class owns the rows or has their
+    master copies (-1: all ranks).
+    """
 
     kind: str
     rank_class: int
 
 
 class ResourceRows:
-    """Rows of one problem.
+    """The resource rows of one problem.
 
     Args:
         model: the cost model.
-        distinguished: sets of ranks that are to be classes of their own.
+        distinguished: sets of ranks that form classes of their own.
 
     Attributes:
         classes: classes of ranks.
         uses_host: whether rows may lie in host memory, or pinned ones do.
         names: (phase, group, class) of each timed row; memory rows follow.
         phase_of: int64 [R], phase of each row, -1 for memory.
-        unit: float64 [C, 22, R], what a unit of each tally row, spread over a class, asks.
+        unit: float64 [C, 22, R], what a unit of each tally row, spread over a class, consumes.
     """
 
     def __init__(self, model: CostModel, distinguished: list[list[int]]) -> None:
@@ -72,12 +75,16 @@ class ResourceRows:
 
     @property
     def first_memory(self) -> int:
-        """The first of the rows of domain classes, which those of host classes follow."""
+        """Index of the first memory row; rows of domain classes come first, then those of host
+        classes."""
         return len(self.names)
 
     def of_tally(self, tally: Tally) -> np.ndarray:
-        """What a tally asks, or many (rows float64 [..., 22, W]) without copies on some of the
-        ranks; float64 [..., R]."""
+        """Resources that a tally consumes; float64 [..., R].
+
+        The tally may hold many (rows float64 [..., 22, W]) if it has no copies on some of the ranks
+        only.
+        """
         time = self._class_means(self.model.units(tally))
         out = np.zeros((*time.shape[:-3], self.phase_of.size))
         for k, (phase, group, rank_class) in enumerate(self.names):

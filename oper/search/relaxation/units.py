@@ -1,8 +1,8 @@
-"""What a unit of each feature of a table's rows asks of the ranks, by the class of its owner.
+"""Loads that a unit of each feature of a table's rows puts on the ranks, by class of its owner.
 
-Ranks of a class are alike. So what a unit asks is said by what its owner has more than the other
-ranks of its class, and by what every rank of each class has, whoever the owner is; and its loads
-are those of the few ranks that differ in where they are, as seen from the owner.
+Ranks of a class are alike. So a unit's load is given by the excess of its owner over the other
+ranks of the class, and by the load of every rank of each class, whoever the owner is. It has to be
+computed only for the few ranks whose position relative to the owner differs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MOST_BYTES = 1 << 26  # of loads at a time
 
 
 class UnitRows:
-    """Tally rows of units, and what they put on ranks.
+    """Tallies of units, and their loads on ranks.
 
-    Units are arrays float64 [2, C, ..., 20]: what an owner of class c has more than other ranks of
-    its class, and what every rank of class c has.
+    Units are arrays float64 [2, C, ..., 20]: the excess of an owner of class c over other ranks of
+    its class, and the load of every rank of class c.
 
     Args:
         model: the cost model.
@@ -36,11 +36,13 @@ class UnitRows:
         tables: the tables.
 
     Attributes:
-        seen: int64 [C, S], ranks that differ as seen from the owner, who is the first of them.
-        each: float64 [2, C, 20, 20], a unit of each tally row on its owner.
-        every: float64 [2, C, 20, 20], a unit of each tally row on every rank.
+        seen: int64 [C, S], ranks whose position relative to the owner differs; the first is the
+            owner itself.
+        each: float64 [2, C, 20, 20], load of a unit of each tally row that its owner has.
+        every: float64 [2, C, 20, 20], load of a unit of each tally row that every rank has.
         own_us: float64 [C, 22, P, 8], microseconds that a unit of each tally row costs its owner.
-        read_us: float64 [C, 22, P], own time that it costs the rank where that is least.
+        read_us: float64 [C, 22, P], own time that it costs a reader, on the rank where this is
+            least.
     """
 
     def __init__(self, model: CostModel, classes: RankClasses, tables: tuple[TableProblem, ...]
@@ -77,8 +79,11 @@ class UnitRows:
                 shared[..., self._first])
 
     def of(self, kind: str) -> np.ndarray:
-        """Units of the features of every table's rows, held in one of the ways of `row_makers`;
-        float64 [3, 2, C, T, 4, 20], see WHOLE."""
+        """Units of the features of every table's rows, placed in one of the ways of `row_makers`.
+
+        Returns:
+            float64 [3, 2, C, T, 4, 20]; see WHOLE for the first axis.
+        """
         if kind not in self._known:
             make = row_makers(self.model)[kind]
             found = np.zeros((3, 2, self.sizes.size, len(self.tables), NUM_FEATURES, NUM_ROWS))
@@ -98,30 +103,50 @@ class UnitRows:
         return np.stack([mine - shared, shared])
 
     def mean(self, units: np.ndarray, unit: np.ndarray) -> np.ndarray:
-        """What units ask of resource rows, of which a unit of each tally row, spread over a class,
-        asks `unit` (float64 [C, 22, R]); float64 [C, ..., R], by the class of the owner."""
+        """Resource rows that units consume, by class of the owner.
+
+        Args:
+            units: float64 [2, C, ..., 20].
+            unit: float64 [C, 22, R], what a unit of each tally row, spread over a class, consumes.
+
+        Returns:
+            float64 [C, ..., R].
+        """
         own, every = units.reshape(2, self.sizes.size, -1, NUM_ROWS)
         out = own @ unit + (every @ (unit * self.sizes[:, None, None])).sum(axis=0)
         return np.asarray(out.reshape(*units.shape[1:-1], out.shape[-1]))
 
     def by_owner(self, asked: np.ndarray, rank_class: int) -> np.ndarray:
-        """Of what units ask by the class of their owner (float64 [C, ...]) that of one class, or of
-        units that are dealt evenly over all ranks (-1)."""
+        """Select from `asked` (float64 [C, ...]), by class of the owner, one class, or the mean of
+        all ranks.
+
+        `rank_class` -1 stands for units that are spread evenly over all ranks.
+        """
         return np.asarray(asked[rank_class] if rank_class >= 0 else
                           np.average(asked, axis=0, weights=self.sizes))
 
     def by_tables(self, units: np.ndarray, asked: Callable[[np.ndarray], np.ndarray]
                   ) -> np.ndarray:
-        """`asked`, a function of units, for those of many tables (float64 [2, C, T, 4, 20]); [C, T,
-        ...]."""
+        """Apply `asked`, a function of units, to the units of many tables at once.
+
+        Args:
+            units: float64 [2, C, T, 4, 20].
+            asked: the function.
+
+        Returns:
+            float64 [C, T, ...].
+        """
         size = 8 * NUM_FEATURES * self._on_links[0][:, 0].size
         step = max(1, _MOST_BYTES // size)
         return np.concatenate([asked(units[:, :, k:k + step])
                                for k in range(0, max(1, units.shape[2]), step)], axis=1)
 
     def loads(self, units: np.ndarray, by_rank: bool = False) -> np.ndarray:
-        """Loads by phase and term on the ranks seen from the owner, as `Machine.on_links` has them
-        or of what ranks send and receive themselves; float64 [C, ..., P, 9, S]."""
+        """Loads by phase and term on the ranks `seen` from the owner; float64 [C, ..., P, 9, S].
+
+        With `by_rank` they are what ranks send and receive themselves, otherwise what they wait for
+        on shared links (`Machine.on_links`).
+        """
         number, (owned, of_class) = self.sizes.size, self._by_rank if by_rank else self._on_links
         own, every = units.reshape(2, number, -1, NUM_ROWS)
         out = (own @ owned.reshape(number, NUM_ROWS, -1)).reshape(number, -1, *owned.shape[2:])
@@ -132,13 +157,17 @@ class UnitRows:
         return np.asarray(out.reshape(*units.shape[1:-1], *owned.shape[2:]))
 
     def seconds(self, num_axes: int) -> np.ndarray:
-        """Seconds of a unit of each term on the ranks seen, to go with loads of so many axes;
-        float64 [C, 1, ..., 9, S]."""
+        """Seconds of a unit of each term on the ranks `seen`, shaped to broadcast with loads of
+        `num_axes` axes.
+
+        Returns:
+            float64 [C, 1, ..., 9, S].
+        """
         found = np.moveaxis(self.model.machine.seconds_per_unit[:, self.seen], 1, 0)
         return np.asarray(np.expand_dims(found, tuple(range(1, num_axes - 2))))
 
     def group_us(self, loads: np.ndarray) -> np.ndarray:
-        """Microseconds that run beside each other; float64 [C, ..., P, 8, S]."""
+        """Microseconds by group of terms that run concurrently; float64 [C, ..., P, 8, S]."""
         return by_group(loads * self.seconds(loads.ndim) * 1e6, self.model.has_local)
 
 

@@ -1,9 +1,8 @@
-"""The load of real batches under the cost model: its formulas with what was looked up in place of
-what was to be expected.
+"""The load of real batches under the cost model: actual counts in place of expected ones.
 
-Where the model says "expected distinct rows of a rank's batch", this counts them. So the difference
-between a prediction and a replay is that of statistics and data, and nothing else. Bytes between
-ranks are taken per pair of ranks, where the model takes all readers alike.
+Where the model says "expected distinct rows of a rank's batch", this counts them. So a prediction
+and a replay differ only as far as statistics and data do. Bytes between ranks are counted per pair
+of ranks, while the model treats all readers alike.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from oper.search.replay.simulate import Placed, RankBatch, TableBatch, table_bat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLoad:
-    """What the ranks do in one step.
+    """The load of one step.
 
     Attributes:
         phases: the model's phases.
@@ -47,11 +46,11 @@ class StepLoad:
 class RealizedLoad:
     """Phases of a step on real batches.
 
-    What ranks exchange is float64 [9, W, W], bytes by relational row of a tally, by the rank that
-    has them, and by the rank that gets them. Bag gradients are as many bytes as partial sums, the
-    other way. Of rows in host memory, what ranks of another host would read there is unused, and so
-    is what the owner's host would be sent; of messages, those within a host; of changed rows, those
-    to copies in one domain, which are counted elsewhere.
+    Exchanged bytes are float64 [9, W, W]: by row of a tally that concerns pairs of ranks, by
+    sender, and by receiver. Bag gradients are as many bytes as partial sums, in the other
+    direction. Entries that cannot occur are not used: reads of host memory by ranks of another
+    host, messages within a host, and changed rows sent to copies in the same domain, which are
+    counted elsewhere.
 
     Args:
         plan: the plan.
@@ -75,7 +74,7 @@ class RealizedLoad:
         """The load of one step on these batches, one per rank.
 
         Raises:
-            InvalidInputError: a bad batch.
+            InvalidInputError: a batch is invalid.
         """
         rows = np.zeros((NUM_ROWS, self.world_size))
         exchange = np.zeros((NUM_RELATIONAL, self.world_size, self.world_size))
@@ -185,14 +184,14 @@ class RealizedLoad:
 
 def transfer(out: np.ndarray, amount: np.ndarray, message: np.ndarray, machine: Machine,
              reads_source: bool = True) -> None:
-    """Adds bytes between ranks of different domains to the units `out` (float64 [9, W]).
+    """Add bytes between ranks of different domains to the units `out` (float64 [9, W]).
 
     Args:
         out: one phase's units.
         amount: float64 [W, W], bytes by source and destination; what stays in a memory domain uses
             no link.
         message: likewise, what travels between hosts in place of it.
-        machine: who shares a domain, a host or a rack.
+        machine: the machine.
         reads_source: whether the bytes also come from the source's memory.
     """
     host = machine.host[:, None] == machine.host[None, :]

@@ -49,7 +49,7 @@ class TableBatch:
         ids: int64 [N], over all features of the table.
         bags: int64 [N], bag of each id, numbered through the features.
         num_bags: bags.
-        weighted, trains_weights: as for `Bags`.
+        weighted, trains_weights: see `Bags`.
     """
 
     ids: np.ndarray
@@ -60,10 +60,10 @@ class TableBatch:
 
 
 def table_batch(table: TableSpec, batch: RankBatch) -> TableBatch:
-    """The lookups of `table` in one rank's batch; a feature that is missing has none.
+    """The lookups of `table` in one rank's batch; a feature missing from the batch has none.
 
     Raises:
-        InvalidInputError: an id outside of the table, or lengths that do not fit the ids.
+        InvalidInputError: an id is outside the table, or lengths do not add up to the ids.
     """
     parts = [batch[f] for f in table.features if f in batch]
     ids = np.concatenate([p.ids for p in parts]) if parts else np.zeros(0, np.int64)
@@ -94,8 +94,8 @@ class Placed:
     Args:
         plan: placement of the table.
         world_size: ranks W.
-        piece: which column piece.
-        one_sided: nothing is pushed, see `oper.plan.owners_pool`.
+        piece: index of the column piece.
+        one_sided: treat all tiers as pulled, see `oper.plan.owners_pool`.
     """
 
     def __init__(self, plan: TablePlan, world_size: int, piece: int,
@@ -112,31 +112,35 @@ class Placed:
                 self._holds[list(x.ranks), k] = True
 
     def resolve(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tier and home owner (int64 [n] each) of ids (int64 [n])."""
+        """Index of the tier, and owner (int64 [n] each) of ids (int64 [n])."""
         positions = self.directory.position_of(ids)
         owner, _ = self.directory.locate(positions)
         return np.searchsorted(self._starts, positions, side="right") - 1, owner
 
     def pushed(self, tier: np.ndarray) -> np.ndarray:
-        """bool [n], whether the rows of a tier number (int64 [n]) are pushed."""
+        """Whether the tiers with the given indices (int64 [n]) are pushed; bool [n]."""
         return self._pushes[tier]
 
     def pushed_by(self, reader: int, tier: np.ndarray) -> np.ndarray:
-        """bool [n], whether `reader` asks owners to pool the rows of a tier number (int64 [n]).
+        """Whether `reader` asks owners to pool rows of the tiers with the given indices (int64
+        [n]); bool [n].
 
-        Not where it owns the whole of a pushed piece, which it reads as if it were pulled.
+        It does not where it owns the whole of a pushed piece, which it reads as if it were pulled.
         """
         alone = self._pushes.all() and self.directory.num_slots[reader] == self._num_rows
         return self.pushed(tier) & (not alone)
 
     def held(self, rank: int, tier: np.ndarray) -> np.ndarray:
-        """bool [n], whether `rank` has a copy of the rows of a tier number (int64 [n])."""
+        """Whether `rank` has a copy of the rows of the tiers with the given indices (int64 [n]);
+        bool [n]."""
         return self._holds[rank][tier]
 
     def pooled(self, batch: TableBatch, reader: int | None = None
                ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, and bags with any of them, that each owner pools of a batch: all that are pushed, or
-        those that a reader asks for; int64 [W] each."""
+        """Ids that each owner pools of a batch, and bags that have any of them; int64 [W] each.
+
+        Counts all ids that are pushed, or only those for which `reader` asks an owner.
+        """
         tier, owner = self.resolve(batch.ids)
         pushed = self.pushed(tier) if reader is None else self.pushed_by(reader, tier)
         world, num_bags = len(self._holds), max(1, batch.num_bags)
@@ -146,11 +150,12 @@ class Placed:
 
 
 class Replay:
-    """Counts what the ranks read of their batches under a plan.
+    """Counts what the ranks read when they process batches under a plan.
 
     Args:
         plan: the plan.
-        training: whether backward and update follow (default: the plan's objective).
+        training: whether backward and update follow (default: whether the plan's objective is
+            training).
         deduplicates: whether lookups read a row of another rank once per batch
             (`oper.shmem.exchange.pull`), except in tables that the reader pushes.
         clipped: tables whose rows' gradients are clipped to a norm.
@@ -165,7 +170,7 @@ class Replay:
         self.pieces = [(t.table, p.start, p.stop) for t in plan.tables for p in t.pieces]
 
     def empty(self) -> list[Traffic]:
-        """Nothing read yet, by rank."""
+        """Counts of zero, one per rank."""
         return [Traffic.empty(r, self.plan.world_size, self.pieces)
                 for r in range(self.plan.world_size)]
 
@@ -173,7 +178,7 @@ class Replay:
         """What every rank reads in one step on these batches, by rank.
 
         Raises:
-            InvalidInputError: another number of batches than ranks, or a bad batch.
+            InvalidInputError: the number of batches is not that of ranks, or a batch is invalid.
         """
         found = self.empty()
         for t, counts in enumerate(self.counts(ranks)):
@@ -182,7 +187,7 @@ class Replay:
         return [replace(t, num_forward=1, num_backward=int(self.training)) for t in found]
 
     def counts(self, ranks: Sequence[RankBatch]) -> Iterator[np.ndarray]:
-        """int64 [13, W, W] by kind, reader and peer, for one piece after the other."""
+        """Counts by kind, reader and peer, int64 [13, W, W], of each column piece in turn."""
         world = self.plan.world_size
         require_batches(ranks, world)
         for entry in self.plan.tables:

@@ -1,13 +1,13 @@
-"""Steps as bars in time: who works, who waits, what runs beside what; as a Chrome trace.
+"""Steps as a timeline of work, waiting and overlap, written as a Chrome trace.
 
 Every rank has two lanes, lookups and dense compute, and one per direction and class of link. A
-training step on a rank: requests and a barrier (where there are several hosts), forward (and,
-with pushed tiers, a barrier), dense compute, backward,
-barrier, update, barrier. Ranks do not wait for each other between forward and backward. With K
-batches in flight the id-only work of up to K - 1 later batches (sorting ids) runs in the lookup
-lane while dense compute keeps the rank busy; rows are never read before the previous update. An
-inference rank answers one batch after the other, up to K of them between its two lanes. Messages
-between hosts are drawn after all of the phase's own work, some of which comes after them.
+training step on a rank: requests and a barrier (where there are several hosts), forward (and, with
+pushed tiers, a barrier), dense compute, backward, barrier, update, barrier. Ranks do not wait for
+each other between forward and backward. With K batches in flight the id-only work of up to K - 1
+later batches (sorting ids) runs in the lookup lane while dense compute keeps the rank busy; rows
+are never read before the previous update. An inference rank answers one batch after the other, up
+to K of them between its two lanes. Messages between hosts are drawn after all of the phase's own
+work, some of which comes after them.
 
 The trace (`oper.support.trace_events`) has one process per rank, one thread per lane.
 """
@@ -57,7 +57,7 @@ class Schedule:
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """What ranks do in a run.
+    """The timeline of a run.
 
     Attributes:
         bars: what ranks (`process`) do for some time on each of their lanes (`thread`, an index in
@@ -87,7 +87,7 @@ class Timeline:
 
 
 def run(steps: Sequence[StepLoad], schedule: Schedule, world_size: int) -> Timeline:
-    """Play the steps one after the other."""
+    """Simulate the steps one after the other."""
     player = _Player(steps, schedule, world_size)
     for number in range(len(steps)):
         (player.train if schedule.training else player.answer)(number)

@@ -1,7 +1,7 @@
 """Real batches replayed through a plan: what ranks of different memory domains send each other.
 
-`WireReplay` does in NumPy what the exchange between domains does while it runs, from the plan and
-the ids alone: its bytes are those of `ShardedTables.sent_bytes`, byte for byte.
+`WireReplay` computes in NumPy, from the plan and the ids alone, what the exchange between domains
+sends while it runs: it equals `ShardedTables.sent_bytes`, byte for byte.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class WireReplay:
     Args:
         plan: the plan, whose messages are counted with its `message_bits`.
         domain_of: index of each rank's memory domain, by rank.
-        training: whether backward and update follow (default: the plan's objective).
+        training: whether backward and update follow (default: whether the plan's objective is
+            training).
         clipped: tables whose rows' gradients are clipped to a norm.
 
     Raises:
-        InvalidInputError: another number of domains than ranks.
+        InvalidInputError: the number of domains is not that of ranks.
     """
 
     def __init__(self, plan: Plan, domain_of: Sequence[int], training: bool | None = None, *,
@@ -81,7 +82,7 @@ class WireReplay:
         """Bytes of one step on these batches, int64 [12, W, W] by kind (`SENT`), sender, receiver.
 
         Raises:
-            InvalidInputError: another number of batches than ranks, or a bad batch.
+            InvalidInputError: the number of batches is not that of ranks, or a batch is invalid.
         """
         world = self.plan.world_size
         require_batches(ranks, world)

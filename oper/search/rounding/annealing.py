@@ -1,11 +1,12 @@
 """Which rank owns which columns and rows of pushed tables, by simulated annealing in C++.
 
-Packing whole tables evenly is NP-hard, but pieces may be cut: by columns, which costs an id stream
-each, and by rows, which costs partial sums. The search (``csrc/search/pack.cpp``) moves, swaps,
-shifts, splits, merges and re-deals pieces and exchanges candidates, and looks at the whole step
-every time. As the relaxation mixes configurations of a table, so do the columns of a table: they
-are in two parts, each with a candidate of its own. Pulled rows are divisible: ranks of a class own
-as many parts of them as they have room for. Replicated rows load all ranks of a class alike.
+Packing whole tables evenly is NP-hard, but tables may be cut: by columns, which costs an id stream
+per piece, and by rows, which costs partial sums. The search (``csrc/search/pack.cpp``) moves,
+swaps, shifts, splits, merges and re-deals pieces and exchanges candidates, and evaluates the whole
+step after every move. As the relaxation mixes configurations of a table, so do the columns of a
+table: they are in two parts, each with a candidate of its own. Pulled rows are divisible: ranks of
+a class own as many parts of them as their remaining load allows. Replicated rows load all ranks of
+a class alike.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class Part:
     """Adjacent columns of a table.
 
     Attributes:
-        width: how many.
-        candidate: their tiers.
-        shards: pieces of what is pushed, none where nothing is.
+        width: number of columns.
+        candidate: the tiers of these columns.
+        shards: pieces of the pushed rows; empty if nothing is pushed.
     """
 
     width: int
@@ -59,14 +60,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """What the search found.
+    """The result of the search.
 
     Attributes:
         parts: per table, in the order of its columns.
         units: parts that each rank owns of the pulled rows of its class.
         step_us: modelled step, with all that is not pushed spread evenly, barriers included.
         num_moves: moves that were tried.
-        arrays: the same, to go on from.
+        arrays: the same in the layout of the native search, from which another run can continue.
     """
 
     parts: list[list[Part]]
@@ -77,8 +78,10 @@ class Packed:
 
 
 def dealt_options(relaxation: Relaxation) -> np.ndarray:
-    """By which options rows of each table are dealt to owners one by one: pushed ones, and pulled
-    ones of a table that no stripe may divide; bool [T, M]."""
+    """Which options assign rows of a table to owners one by one; bool [T, M].
+
+    They are the pushed ones, and the pulled ones of tables that may not be striped.
+    """
     pushed = np.array([o.kind == PUSH for o in relaxation.options], bool)
     pulled = np.array([o.kind == SHARD for o in relaxation.options], bool)
     whole = ["striped" not in relaxation.problem.placements_of(t.spec.name)
@@ -87,19 +90,20 @@ def dealt_options(relaxation: Relaxation) -> np.ndarray:
 
 
 class Loads:
-    """Loads of ranks: microseconds by (phase, group of terms), and the share of memory at the end.
+    """Loads of ranks: microseconds by (phase, group of terms), and last the share of memory used.
 
     Attributes:
         groups: int64 [5], or [7] with racks, the groups of terms that the search sees.
         num_loads: G = 5 P + 1, or 7 P + 1.
-        class_of: int64 [W].
-        piece_us: float64 [G], what every column piece of a table costs each rank.
-        read_unit: float64 [C, 22, C, G], what a unit of each tally row puts on ranks that do not
-            own it, by class of the owner and of theirs.
-        own_unit: float64 [C, 22, G], what its owner does more than others of its class.
-        mate_unit: float64 [2, C, 22, G], what others of its class on its host, and in its rack, do
-            more than those elsewhere, for links that they share.
-        mates: by rank, those others and which of the two each is; int64 [2, number].
+        class_of: int64 [W], class of each rank.
+        piece_us: float64 [G], cost of every column piece of a table for each rank.
+        read_unit: float64 [C, 22, C, G], load of a unit of each tally row on ranks that do not own
+            it, by class of the owner and of the rank.
+        own_unit: float64 [C, 22, G], excess load of its owner over other ranks of its class.
+        mate_unit: float64 [2, C, 22, G], excess load of other ranks of its class on its host, and
+            in its rack, over those elsewhere, because of shared links.
+        mates: by rank, those other ranks, and for each whether it shares the host or the rack;
+            int64 [2, number].
     """
 
     def __init__(self, pool: CandidatePool) -> None:
@@ -175,8 +179,11 @@ class Loads:
         return out
 
     def base(self, num_tables: int) -> np.ndarray:
-        """What every plan puts on each rank, without the first pieces of `num_tables` tables;
-        float64 [W, G]."""
+        """Loads that every plan puts on each rank, without the first pieces of `num_tables` tables.
+
+        Returns:
+            float64 [W, G].
+        """
         model, tally = self.model, self.relaxation.base_tally
         groups = model.group_us(model.units(tally))
         groups[:, 0] += groups[:, GROUPS.index("host_memory")]
@@ -196,8 +203,8 @@ class Annealing:
     """The search's view of a candidate pool: arrays over candidates.
 
     Args:
-        pool: candidates; the chosen ones are where a search begins.
-        bound: says how wide pieces are at first and among how many owners they are dealt.
+        pool: candidates; a search begins from the chosen ones.
+        bound: solved relaxation, which gives the initial widths of pieces and numbers of owners.
     """
 
     def __init__(self, pool: CandidatePool, bound: Bound) -> None:
@@ -390,15 +397,15 @@ class Annealing:
 
     def run(self, max_moves: int, goal_us: float, seed: int, seconds: float = 0.0,
             start: Packed | None = None) -> Packed:
-        """Search.
+        """Run the search.
 
         Args:
-            max_moves: moves to try.
+            max_moves: number of moves to try.
             goal_us: stop at this step.
             seed: equal seeds give equal results unless the time ends the search.
             seconds: stop after so long; 0 = no limit.
-            start: what to go on from, found by another run; by default many short searches begin
-                from the relaxed solution.
+            start: result of another run to continue from; by default many short searches begin from
+                the relaxed solution.
         """
         num_tables, world = len(self.candidates), self.loads.class_of.size
         num_parts, capacity = self.arrays["first"].size, num_tables * _OWNERS * 64

@@ -29,7 +29,7 @@ _OVERFLOW = 1e3  # a plan that misses memory by x is charged as 1 + 1e3 x of its
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Tiers of one table: `stops[k]` ends tier k, which takes `options[k]`."""
+    """Tiers of one table: tier k ends at position `stops[k]` and is placed by `options[k]`."""
 
     stops: tuple[int, ...]
     options: tuple[int, ...]
@@ -58,14 +58,14 @@ class CandidatePool:
     """Candidates per table with their resources, and the descent over them.
 
     Attributes:
-        relaxation: what the resources belong to.
+        relaxation: the relaxation.
         candidates: per table, the candidates known.
         resources: per table, float64 [N, R].
         amounts: per table, float64 [N, O, 4], features by option.
         pick: per table, index of the chosen candidate.
         total: float64 [R], resources of the chosen candidates, base included.
-        full: the share of every memory that counts as full: all but what stripes that are not quite
-            even may take, and `reserve`.
+        full: share of each memory that candidates may fill: all of it, less a margin for uneven
+            stripes and `reserve`.
     """
 
     def __init__(self, bound: Bound, reserve: float = 0.0) -> None:
@@ -134,7 +134,7 @@ class CandidatePool:
                 self.pick[k] = before[k] + int(np.abs(new - wanted).sum(axis=1).argmin())
 
     def add(self, found: Mapping[int, Iterable[Candidate]]) -> None:
-        """Make candidates of some tables known; those with too many tiers are simplified first."""
+        """Add candidates of some tables; those with too many tiers are simplified first."""
         tables = self.relaxation.tables
         new: dict[int, list[Candidate]] = {}
         for k, candidates in found.items():
@@ -160,8 +160,10 @@ class CandidatePool:
             self.amounts[k] = np.concatenate([self.amounts[k], amount[at]])
 
     def add_thresholds(self, count: int) -> None:
-        """Candidates that replicate the hottest rows, pull the next, and push the rest, with edges
-        on a grid; about `count` in all tables together."""
+        """Add candidates that replicate the hottest rows, pull the next, and push the rest.
+
+        The boundaries lie on a grid; about `count` candidates are added for all tables together.
+        """
         options = self.relaxation.options
         kinds = {kind: [o for o, x in enumerate(options)
                         if x.kind == kind and self.relaxation.plain[o] == o]
@@ -222,7 +224,7 @@ class CandidatePool:
         return float(self.scores(self.total[None])[0])
 
     def choose(self, k: int) -> bool:
-        """Pick table `k`'s best candidate given all others; whether the score fell."""
+        """Pick table `k`'s best candidate given all others; returns whether the score fell."""
         totals = self._totals(k)
         scores = self.scores(totals)
         best = int(scores.argmin())
@@ -244,7 +246,8 @@ class CandidatePool:
                 return
 
     def refine(self, rng: np.random.Generator, target: float, max_rounds: int = 4) -> None:
-        """Descend over boundaries between known candidates, finer every round."""
+        """Coordinate descent over boundaries between known candidates, on a finer grid every round.
+        """
         for _ in range(max_rounds):
             before = self.score
             if before <= target:
@@ -262,8 +265,10 @@ class CandidatePool:
                 return
 
     def simplify(self, limit: float) -> None:
-        """Fewer tiers wherever the score stays within `limit` (us): ties are the rule, not the
-        exception, and every tier costs the runtime a branch and the plan a line."""
+        """Reduce tiers wherever the score stays within `limit` (us).
+
+        Ties are common, and every tier costs the runtime a branch and the plan a line.
+        """
         limit = max(limit, self.score * (1 + 1e-6))
         for k, candidates in enumerate(self.candidates):
             size = np.array([len(r.stops) for r in candidates])

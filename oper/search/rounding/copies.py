@@ -25,10 +25,11 @@ _Part = tuple[int, int, int, Tier]  # table, piece, tier, and some of its rows
 
 
 def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> list[Placement]:
-    """The placements with their copies dealt over the ranks of hosts.
+    """The placements with their copies distributed over the ranks of each host.
 
     Tiers are cut into parts, and the parts are given to ranks by local search: each in turn, the
-    largest first, goes where the step is then the shortest. Ranks of a host count as alike.
+    largest first, goes to the rank that gives the shortest step. Ranks of a host are treated as
+    equal.
 
     Args:
         relaxation: the cost model and the tables.
@@ -54,7 +55,7 @@ def spread_copies(relaxation: Relaxation, placements: Sequence[Placement]) -> li
         parts += [(k, i, n, x) for x in _cut(tables[k], placements[k][i].tiers[n], count)]
 
     def loads(tally: Tally) -> np.ndarray:
-        """Microseconds by phase and by group of terms that run beside each other; [P, 8, W]."""
+        """Microseconds by phase and by group of terms that run concurrently; [P, 8, W]."""
         return model.group_us(model.units(tally))
 
     each = np.stack([loads(model.piece_tally(

@@ -1,4 +1,5 @@
-"""Tables kept together or apart: a plan that breaks a group is made again with ranks named for it.
+"""Tables kept together or apart: a plan that violates a group is made again with ranks assigned to
+the group.
 
 The relaxation leaves groups out, so that its bound holds for every plan that keeps them. The search
 places table by table; a group is kept by giving each of its tables, before the search, the only
@@ -23,15 +24,16 @@ Proof = TypeVar("Proof")
 
 def plan_with_groups(problem: Problem, make: Callable[[Problem], tuple[Plan, Proof]]
                      ) -> tuple[Plan, Proof]:
-    """A plan of a problem whose constraints may bind several tables at once, and the proof of the
-    bound of all plans, whatever ranks they name for the groups.
+    """A plan of a problem with groups of tables, and the proof of its bound.
+
+    The bound holds for all plans, whatever ranks they assign to the groups.
 
     Args:
         problem: the problem.
-        make: plan and proof of a problem without looking at `keep_together` and `keep_apart`.
+        make: makes plan and proof of a problem without regard to `keep_together` and `keep_apart`.
 
     Raises:
-        PlanInfeasibleError: nothing fits, or no way of naming ranks keeps every group.
+        PlanInfeasibleError: no plan fits, or no assignment of ranks keeps every group.
     """
     held = problem.constraints
     plan, proof = make(problem)

@@ -1,4 +1,5 @@
-"""From candidates to ranks: deal stripes and pick owners so that no rank carries all the heads."""
+"""From candidates to ranks: assigns stripes and owners so that no rank gets all the hottest rows.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ _GOLDEN = 0.6180339887498949
 
 
 class Placer:
-    """Names the ranks of configurations.
+    """Assigns ranks to configurations.
 
     Attributes:
-        load: float64 [W], bytes of distinct rows that the stripes placed so far have each rank
-            serve, so that no rank has the hottest rows of all of them.
+        load: float64 [W], bytes of distinct rows that each rank serves from the stripes placed so
+            far; keeps one rank from getting the hottest rows of all stripes.
     """
 
     def __init__(self, relaxation: Relaxation) -> None:
@@ -36,10 +37,10 @@ class Placer:
         self.load = np.zeros(self.world)
 
     def place(self, parts: list[list[Part]], units: tuple[int, ...]) -> list[Placement]:
-        """Pieces and tiers of every table whose dealt columns are already on ranks.
+        """Placements of all tables, once the annealing has assigned their pieces to ranks.
 
         Args:
-            parts: by table.
+            parts: columns by table, see `annealing.Part`.
             units: parts of pulled rows that each rank owns.
         """
         out = []
@@ -127,17 +128,18 @@ def _pieces(parts: list[Part]) -> list[tuple[int, Candidate, Shard | None]]:
 
 
 def is_cut(pieces: Placement) -> bool:
-    """Whether any piece has several tiers, so that the table carries its hotness order."""
+    """Whether any piece has several tiers, in which case the plan stores the table's hotness order.
+    """
     return any(len(p.tiers) > 1 for p in pieces)
 
 
 def table_tally(model: CostModel, t: TableProblem, pieces: Placement) -> Tally:
-    """Tally of a table that carries its hotness order when it is cut by rows."""
+    """Tally of a table's placement, in hotness order if it is cut by rows."""
     return model.tally(t, pieces, t.ids_are_positions or is_cut(pieces))
 
 
 def tallied(relaxation: Relaxation, placements: list[Placement]) -> Tally:
-    """Tally of placements of all tables of the relaxation, with what all plans pay."""
+    """Tally of placements of all tables of the relaxation, including what every plan has."""
     total = relaxation.base_tally
     for t, pieces in zip(relaxation.tables, placements, strict=True):
         total = total.plus(table_tally(relaxation.model, t, pieces))
@@ -145,7 +147,8 @@ def tallied(relaxation: Relaxation, placements: list[Placement]) -> Tally:
 
 
 def evaluated(relaxation: Relaxation, placements: list[Placement]) -> Evaluation:
-    """What placements of all tables of the relaxation cost, with what all plans pay."""
+    """Modelled step of placements of all tables of the relaxation, including what every plan has.
+    """
     return relaxation.model.evaluation(tallied(relaxation, placements))
 
 
@@ -158,8 +161,8 @@ def table_plan(t: TableProblem, pieces: Placement) -> TablePlan:
 
 
 def plan_of(problem: Problem, placements: Mapping[str, Placement]) -> Plan:
-    """The plan of a problem whose tables are placed so, by name; others as all of their rows are
-    pinned."""
+    """The plan made of placements by table name; other tables are placed as their constraints pin
+    them."""
     entries = []
     for t in problem.tables:
         pinned = (Piece(0, t.spec.dim, problem.held(t.spec.name).tiers or ()),)

@@ -1,7 +1,7 @@
 """Pushed tables that may not be striped: their rows are divided into ranges with one owner each.
 
-Annealing gives each column piece of such a table to one rank. Here local search on the exact step
-time moves ranges of its rows to other ranks: a move takes a share of the lookups from either end of
+Annealing assigns each column piece of such a table to one rank. Local search on the exact step time
+then moves ranges of its rows to other ranks: a move takes a share of the lookups from either end of
 a range and gives it to another rank, as a new range or added to the adjacent one.
 """
 
@@ -27,12 +27,12 @@ _MIN_GAIN = 1e-5  # least relative improvement of the step for a move to be acce
 
 def divide_rows(relaxation: Relaxation, placements: Sequence[Placement],
                 over: Callable[[], bool]) -> list[Placement]:
-    """The placements, with pushed rows of tables that may not be striped divided between owners.
+    """The placements, with pushed rows of tables that may not be striped divided among owners.
 
     Args:
         relaxation: the cost model and the tables.
         placements: of each table.
-        over: returns whether the time is up.
+        over: returns whether the time limit has passed.
     """
     model, tables, out = relaxation.model, relaxation.tables, list(placements)
     free = [k for k, t in enumerate(tables) if _may_divide(relaxation.problem, t)]

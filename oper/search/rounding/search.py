@@ -2,9 +2,9 @@
 
 Deciding whether a step time can be reached is NP-hard (two equal ranks, whole tables: PARTITION),
 so what follows the relaxation is a local search: the relaxed solution of a node gives every table
-candidate configurations, and simulated annealing in C++ (`annealing`) chooses among them, and puts
-what single ranks own on ranks. Short annealings are run from several nodes, and the best of them
-are continued (successive halving).
+candidate configurations, and simulated annealing in C++ (`annealing`) chooses among them and
+assigns what single ranks own to ranks. Short annealings are run from several nodes, and the best of
+them are continued (successive halving).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Effort:
     """How long to search.
 
     Attributes:
-        num_starts: nodes of the tree from whose relaxed solutions the last search begins.
+        num_starts: nodes of the tree whose relaxed solutions the search starts from.
         num_probes: short annealings from each.
-        max_work: tables to price to raise the bound at a time, see `SearchTree`.
-        deadline: `time.monotonic()` value at which it ends; None = the counts decide, so that
-            equal seeds give equal plans.
+        max_work: tables to price each time the bound is raised, see `SearchTree`.
+        deadline: `time.monotonic()` value at which the search ends; None = only the counts limit
+            it, so that equal seeds give equal plans.
     """
 
     num_starts: int
@@ -44,7 +44,7 @@ class Effort:
     deadline: float | None = None
 
     def over(self) -> bool:
-        """Whether the time is up."""
+        """Whether the time limit has passed."""
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
@@ -59,11 +59,11 @@ _REPAIRS = 4  # times that a plan which overflows is sought again with memory he
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A placement of all free tables, and what it costs.
+    """A placement of all free tables, and its evaluation.
 
     Attributes:
         placements: by table of the relaxation.
-        evaluation: of the whole plan.
+        evaluation: evaluation of the whole plan.
     """
 
     placements: list[Placement]
@@ -76,7 +76,7 @@ class Found:
 
     @property
     def score(self) -> tuple[float, float]:
-        """Less is better: what overflows of the fullest memory, then the step."""
+        """Overflow of the fullest memory, then the step; the smaller, the better."""
         return max(0.0, self.evaluation.fullest - 1.0 - 1e-9), self.step_us
 
 
@@ -85,9 +85,10 @@ def search(bounds: Sequence[Bound], effort: Effort, lower_us: float, target_gap:
     """Find a placement of the bounds' problem.
 
     Args:
-        bounds: solved relaxations of one problem, of different nodes, the least bound first.
-        effort: how long, and the deadline.
-        lower_us: lower bound of the whole problem, of which this relaxation may be a branch.
+        bounds: solved relaxations of one problem, of different nodes, in ascending order of their
+            bounds.
+        effort: how long to search.
+        lower_us: lower bound of the whole problem, of which the bounds' nodes may be a part.
         target_gap: stop when step / lower_us - 1 is at most this.
         seed: equal seeds give equal placements unless a deadline cuts the search short.
     """

@@ -1,4 +1,4 @@
-"""What sharded tables tell of their work: time by phase, rows read, bytes sent."""
+"""Measurements of sharded tables: time by phase, rows read, bytes sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oper.shmem.rows import LogicalRows
 
 
 def kernel_traffic(rows: LogicalRows, handle: int, reset: bool) -> Traffic:
-    """What the kernels of a placement have counted; `reset`: they start again from zero."""
+    """Rows that the kernels of a placement have read; `reset` sets the counters to zero."""
     pieces = [(d.table, d.column, d.column + d.dim) for d in rows.directories]
     empty = Traffic.empty(rows.group.rank, rows.group.world_size, pieces)
     forward, backward, *counts = torch.ops.oper.context_traffic(handle, reset)
@@ -27,7 +27,7 @@ def kernel_traffic(rows: LogicalRows, handle: int, reset: bool) -> Traffic:
 
 
 class MeasuredTables(LogicalRows):
-    """Base of `ShardedTables`: counters that its kernels keep, and whether these may be called."""
+    """Base of `ShardedTables`: counters kept by its kernels."""
 
     handle: int
     _process: int  # that made them
@@ -71,7 +71,7 @@ class MeasuredTables(LogicalRows):
         """Bytes that this rank has sent to other memory domains, by kind and receiver.
 
         Args:
-            reset: start again from 0.
+            reset: set the counters to zero.
 
         Returns:
             int [W] for each kind of `oper.rows.traffic.SENT`; empty in a single domain.
@@ -79,7 +79,7 @@ class MeasuredTables(LogicalRows):
         return {} if self._exchange is None else self._exchange.sent_bytes(reset)
 
     def check_clock(self) -> None:
-        """Raise OperError where nobody can tell the time of phases."""
+        """Raise OperError if phases are not timed."""
         if not self.times_phases:
             raise OperError("cannot tell the time of phases", "device", str(self.device),
                             "tables in host memory", "use torch.profiler, which names the kernels")
@@ -90,11 +90,13 @@ class MeasuredTables(LogicalRows):
         return dict(zip(PHASES, torch.ops.oper.context_phases(self.handle), strict=True))
 
     def phase_histograms(self, reset: bool = False) -> dict[str, Histogram]:
-        """How long the phases of this rank's batches took under the present plan, or since the
-        last reset. Not collective.
+        """How long the phases of this rank's batches took under the present plan, or since the last
+        reset.
+
+        Not collective.
 
         Args:
-            reset: start again from zero.
+            reset: set the histograms to zero.
         """
         self.check_clock()
         flat = torch.ops.oper.context_phase_histograms(self.handle, reset)
@@ -103,10 +105,10 @@ class MeasuredTables(LogicalRows):
                 for name, k in zip(PHASES, range(0, len(flat), width), strict=True)}
 
     def trace_phases(self, most: int) -> None:
-        """Keep when phases begin and end from now on, for `take_spans`. Not collective.
+        """Record when phases begin and end from now on, for `take_spans`. Not collective.
 
         Args:
-            most: spans kept at a time; 0 = no longer.
+            most: most spans kept at a time; 0 = stop recording.
         """
         if most or self._most_spans:
             self.check_clock()
@@ -114,8 +116,8 @@ class MeasuredTables(LogicalRows):
             self._most_spans = most
 
     def take_spans(self) -> tuple[list[Span], int]:
-        """What this rank has done since the last call while it was traced; and how many spans there
-        was no room for."""
+        """Spans recorded on this rank since the last call, and how many more there was no room for.
+        """
         self.check_clock()
         lost, *flat = torch.ops.oper.context_spans(self.handle)
         width = len(Span._fields)
@@ -123,12 +125,13 @@ class MeasuredTables(LogicalRows):
                 for k in range(0, len(flat), width)], lost
 
     def traffic(self, reset: bool = False) -> Traffic:
-        """What this rank has read since it was built, or since the last reset: rows, ids, sums and
-        gradients by table and by the rank whose memory they came from. Counting never stops; call
-        this between batches. Not collective.
+        """What this rank has read since it was built, or since the last reset.
+
+        Counts rows, ids, sums and gradients by table and by the rank whose memory they came from.
+        Counting never stops; call this between batches. Not collective.
 
         Args:
-            reset: start again from zero.
+            reset: set the counters to zero.
         """
         self._check_open()
         return kernel_traffic(self, self.handle, reset)
@@ -144,11 +147,11 @@ class MeasuredTables(LogicalRows):
         return self._heap.page_kind if self._heap else "closed"
 
     def table_steps(self, table: str) -> int:
-        """Updates that a table has taken part in: the t of bias corrections."""
+        """Number of updates of a table, the step t of bias corrections."""
         return self.num_steps - self._skipped[table]
 
     def set_table_steps(self, table: str, steps: int) -> None:
-        """Let a table go on as after `steps` updates, as a loaded state demands."""
+        """Set a table's number of updates, as when a state is loaded."""
         for name in self._skipped:  # the others keep their number
             self._skipped[name] += steps - self.num_steps
         self.num_steps = steps

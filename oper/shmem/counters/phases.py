@@ -1,4 +1,4 @@
-"""Time of the kernels by phase: histograms of all batches, and spans on the clock of a host."""
+"""Times of the kernels by phase: histograms over all batches, and spans on the host's clock."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BUCKETS_US = tuple(1 << k for k in range(23))
 
 
 class Histogram(NamedTuple):
-    """How long a phase has been taking.
+    """Distribution of a phase's times.
 
     Attributes:
         sum_ns: of all batches together.
-        counts: int [24], batches by time: below the bound in `BUCKETS_US` of their place and not
-            below the one before it; the last one: the rest.
+        counts: int [24], batches by time: entry k counts times below `BUCKETS_US[k]` and not below
+            the bound before it; the last entry counts the rest.
     """
 
     sum_ns: int
@@ -27,13 +27,13 @@ class Histogram(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something that a rank has done.
+    """A span of time that a rank spent on one thing.
 
     Attributes:
-        name: of `SPANS`.
+        name: one of `SPANS`.
         begin_ns, end_ns: on the clock of `time.monotonic_ns`, which the processes of a host share.
-        sent_bytes: to other memory domains meanwhile.
-        thread: that did it, as the system numbers it.
+        sent_bytes: bytes sent to other memory domains during the span.
+        thread: the system's id of the thread.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""How far the ranks of a memory domain are, from counters in shared memory, which outlive a rank.
+"""Progress of the ranks of a memory domain, from counters in shared memory that outlive a rank.
 
-The counters are those of the barrier (csrc/host/barrier.h): how often a rank has arrived, and how
-many updates of its rows it has begun and ended.
+The counters are those of the barrier (csrc/host/barrier.h): how often each rank has arrived, and
+how many updates of its rows it has begun and ended.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Mark(NamedTuple):
 
 
 class Progress:
-    """Reads the counters of tables whose ranks share memory. Nothing here is collective.
+    """Reads the progress counters of tables whose ranks share memory. Nothing here is collective.
 
     Args:
         tables: in one memory domain, in the host's memory.
 
     Raises:
-        InvalidInputError: other tables.
+        InvalidInputError: the tables lie in device memory or in several memory domains.
     """
 
     def __init__(self, tables: ShardedTables) -> None:
@@ -51,13 +51,17 @@ class Progress:
         return self._tables.group.world_size
 
     def counts(self) -> list[BarrierState]:
-        """Of every rank; empty with a single one, which waits for nobody. OperError when closed."""
+        """The barrier state of every rank; empty with a single rank. Raises OperError when closed.
+        """
         self._heap()
         return barrier_states(self._tables.handle)
 
     def missing(self) -> set[int]:
-        """Ranks that have ended, and where this rank has given up those that it waited for: they
-        find that out when they arrive. OperError when the tables are closed."""
+        """Ranks that have ended, and, if this rank has given up, those that it waited for.
+
+        The latter find out when they next arrive at the barrier. Raises OperError when the tables
+        are closed.
+        """
         late = set()
         # Given up first, then looked: see `Barrier::arrive`.
         if any(c.absent == GIVEN_UP for c in self.counts()[self.rank:self.rank + 1]):
@@ -79,18 +83,18 @@ class Progress:
         return self._tables._heap
 
     def mark(self) -> Mark:
-        """This moment. No update may be under way on this rank."""
+        """A mark of the present moment. No update may be under way on this rank."""
         found = self.counts()
         arrivals, ended = (found[self.rank].arrivals, found[self.rank].ended) if found else (0, 0)
         return Mark(self._tables.handle, arrivals, ended)
 
     def is_unchanged(self, mark: Mark) -> bool:
-        """Whether all ranks' rows are those of a mark of this rank, and will remain so.
+        """Whether all ranks' rows are still those at a mark of this rank, and will remain so.
 
-        No rank has begun an update that the mark does not count. None can any more when this rank
-        has not arrived at a barrier since and will not, or at those of a forward pass only, or when
-        a rank that is missing had not arrived at one at which this rank has: nobody passes that
-        barrier.
+        No rank has begun an update that the mark does not count. None can begin one if this rank
+        has since arrived at no barrier, or only at those of a forward pass, and will arrive at
+        none; nor if a missing rank never arrived at a barrier at which this rank has arrived, since
+        nobody passes that barrier.
         """
         missing = self.missing()  # before the counters, which are final for ranks that have ended
         found = self.counts()

@@ -1,1 +1,1 @@
-"""Sharded tables in device memory, and what Python does in the middle of their steps."""
+"""Sharded tables in device memory, and the Python callbacks within their steps."""

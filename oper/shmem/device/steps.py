@@ -1,8 +1,7 @@
-"""What Python does in the middle of steps on a device: barriers, other domains, counting.
+"""Python callbacks within steps on a device: barriers, other domains, counting.
 
-The operators of a batch are whole steps (csrc/bindings/device.cpp). At some points they call back,
-where ranks are threads of this process, where other memory domains take part, or where reads are
-counted; else they never do.
+The operators of a batch are whole steps (csrc/bindings/device.cpp). They call back only where ranks
+are threads of this process, other memory domains take part, or reads are counted.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ _MOST_IDS = 2**31 - 64
 
 
 class Point(enum.IntEnum):
-    """As csrc/bindings/device.h numbers them."""
+    """Points of a step at which operators call back, numbered as in csrc/bindings/device.h."""
 
     BARRIER, ROWS, PULLED_ROWS, WEIGHT_ROWS, REQUESTS, PARTIALS, GRADIENTS, COLLECTED, SQUARES, \
         UPDATED = range(10)
 
 
 class DeviceSteps:
-    """Python's part of the steps of one rank's tables.
+    """The callbacks of one rank's tables.
 
     Args:
         tables: the tables.
-        exchange: theirs, or None in one memory domain.
+        exchange: their exchange between memory domains, or None in a single domain.
 
     Attributes:
-        counters: of what is read, or None: nothing is counted.
+        counters: counters of what is read; None = not counted.
     """
 
     def __init__(self, tables: DeviceRows, exchange: DeviceExchange | None) -> None:
@@ -55,7 +54,7 @@ class DeviceSteps:
         self._function = _HOOK(self._call)
 
     def attach(self, handle: int) -> None:
-        """Tell the operators of this handle where to call."""
+        """Register the callbacks with the operators of this handle."""
         self._handle = handle
         tables, x = self._tables, self._exchange
         in_hook = tables.group.is_local and tables.group.world_size > 1
@@ -131,8 +130,8 @@ class DeviceSteps:
     def barrier(self) -> None:
         """Order this rank's later kernels after all ranks' earlier ones, without waiting for them.
 
-        Virtual ranks share a device: kernels that spin for each other could block each other, so
-        events order their streams.
+        Virtual ranks share a device, where kernels that spin for each other could block each other,
+        so their streams are ordered by events.
         """
         device, streams, event = self._tables.device, self._tables.streams, None
         if streams is not None:
@@ -143,14 +142,14 @@ class DeviceSteps:
                 streams.current_stream(device).wait_event(other)
 
     def raise_kept(self) -> None:
-        """Raise what a point of the last step has raised."""
+        """Raise the exception of a callback of the last step, if there was one."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
 
 def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
-    """Raise what a step says that could not go on, unless kernels have found an error."""
+    """Raise the error of a step that could not go on, unless kernels have found one first."""
     if code == _NOT_IN_GRAPHS:
         raise OperError("cannot capture a lookup in a graph", "tables",
                         "several domains, or counted",
@@ -173,9 +172,9 @@ def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
 
 def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]],
                 specs: Mapping[str, TableSpec], outbox_bytes: int) -> NoReturn:
-    """Raise what kernels have found: code, rank and detail, see ErrorWord in csrc/device/device.h.
+    """Raise the error that kernels have found, which may be of an earlier batch than the last.
 
-    It may be of an earlier batch than the last.
+    `found` holds code, rank and detail, see ErrorWord in csrc/device/device.h.
     """
     code, rank, detail = found
     if code == 4:

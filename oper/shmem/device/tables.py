@@ -1,7 +1,7 @@
 """Sharded tables in device memory: the steps of `ShardedTables`, launched on CUDA streams.
 
 Nothing here waits for the device. An error that a kernel finds (an id out of range, a peer that
-does not come) is left in host memory and raised by the next call, or by `synchronize`.
+does not arrive) is stored in host memory and raised by the next call, or by `synchronize`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _EXCHANGE_SHARE, _LEAST_EXCHANGE_BYTES = 1 / 32, 256 << 20
 class DeviceTables(ShardedTables):
     """`ShardedTables` whose arenas are device memory and whose batches are device tensors.
 
-    Virtual ranks of one process (`ThreadGroup`) synchronize on the host. Autograd has one thread
-    for all backward passes on a device, in which they could not: call `forward(batch,
-    collective=True)` and `apply_gradients` on their own threads.
+    Virtual ranks of one process (`ThreadGroup`) synchronize on the host. Autograd runs all backward
+    passes of a device on one thread, where virtual ranks cannot wait for each other: call
+    `forward(batch, collective=True)` and `apply_gradients` on their own threads.
 
-    Rows of peers that a batch reads several times come over the link once (`stage.cu`) where that
-    pays: where the last planned batch had `DUPLICATION` ids per distinct row. Numbers stay the
-    same bit for bit. `deduplicate` = True or False decides it instead of the measurement (None).
+    Rows of peers that a batch reads several times cross the link once (`stage.cu`) where that pays,
+    that is, if the last planned batch had `DUPLICATION` ids per distinct row. Numbers stay the same
+    bit for bit. `deduplicate` = True or False overrides the measurement (None).
 
     Between memory domains torch's collectives carry rows and gradients, see `DeviceExchange`.
 
@@ -104,7 +104,7 @@ class DeviceTables(ShardedTables):
         return max(_LEAST_EXCHANGE_BYTES, int(memory * _EXCHANGE_SHARE))
 
     def rounds_of_squares(self, table: str) -> int:
-        """How often the pieces of a row of this table add up squares in a step."""
+        """How often the column pieces of a row of this table exchange sums of squares in a step."""
         if self.optimizers is None:
             return 0
         optimizer = self.optimizers[table]
@@ -138,8 +138,8 @@ class DeviceTables(ShardedTables):
 
     @property
     def deduplicate(self) -> bool | None:
-        """Whether rows of peers are fetched once per batch: True, False, or None: where that
-        pays."""
+        """Whether rows of peers are fetched once per batch: True, False, or None = where that pays.
+        """
         return self._deduplicate
 
     @deduplicate.setter
@@ -158,7 +158,7 @@ class DeviceTables(ShardedTables):
 
     @property
     def num_refreshed(self) -> np.ndarray:
-        """As `DeviceExchange.num_refreshed`; [0, 0] within one memory domain."""
+        """See `DeviceExchange.num_refreshed`; [0, 0] within one memory domain."""
         return np.zeros((0, 0), np.int64) if self._exchange is None else (
             self._exchange.num_refreshed)
 
@@ -166,7 +166,7 @@ class DeviceTables(ShardedTables):
 
     @in_turn
     def barrier(self) -> None:
-        """Wait for all ranks; raises DeadlineError when one does not come."""
+        """Wait for all ranks; raises DeadlineError when one does not arrive."""
         if self.group.is_local:
             self._steps.barrier()
         else:
@@ -185,7 +185,7 @@ class DeviceTables(ShardedTables):
             self._raise_found()
 
     def found_error(self) -> tuple[int, int, int]:
-        """Code, rank and detail of what kernels have found so far; code 0: nothing."""
+        """Code, rank and detail of the first error that kernels have found; code 0 = none."""
         code, rank, detail = torch.ops.oper.device_context_error(self.handle)
         return code, rank, detail
 
@@ -203,8 +203,8 @@ class DeviceTables(ShardedTables):
     # ---- batches ---------------------------------------------------------------------------------
 
     def to_resolve(self, batch: Lookup) -> Callable[[], Lookup]:
-        """As `ShardedTables.to_resolve`: on a stream of its own, behind what this stream has. What
-        uses the batch waits for it on the device."""
+        """See `ShardedTables.to_resolve`; runs on a stream of its own, after the present stream's
+        work. Whatever uses the batch waits for it on the device."""
         streams = self.streams
         if streams is None:
             return super().to_resolve(batch)
@@ -239,10 +239,10 @@ class DeviceTables(ShardedTables):
     # ---- what only the host back end has ---------------------------------------------------------
 
     def refuse(self) -> None:
-        """The others wait in kernels, which end at their deadline."""
+        """Nothing to do: other ranks wait in kernels, which end at their deadline."""
 
     def use_huge_pages(self) -> str:
-        """Device memory has no page kinds to choose; a barrier, as on the host. Collective."""
+        """Only a barrier, as on the host: device memory has no page kinds to choose. Collective."""
         self.barrier()
         return self.page_kind
 
@@ -252,7 +252,7 @@ class DeviceTables(ShardedTables):
         self._steps.attach(self.handle)
 
     def traffic(self, reset: bool = False) -> Traffic:
-        """As `ShardedTables.traffic`, since `start_counting`."""
+        """See `ShardedTables.traffic`; counts since `start_counting`."""
         if self._steps.counters is None:
             raise OperError("cannot tell what was read", "device", str(self.device),
                             "counting to have begun: it makes every pass wait for the device",
@@ -272,7 +272,7 @@ class DeviceTables(ShardedTables):
         return other
 
     def check_room(self) -> None:
-        """The arenas are there: device memory is taken at once."""
+        """Nothing to check: device memory is allocated when the arenas are made."""
 
 
 _to_release: list[tuple[int, DeviceHeap]] = []

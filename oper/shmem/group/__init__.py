@@ -1,1 +1,1 @@
-"""Who takes part: ranks, memory domains, transport, and who is behind."""
+"""Groups of ranks: members, memory domains, transport, and fault attribution."""

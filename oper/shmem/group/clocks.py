@@ -1,9 +1,9 @@
-"""How far the clocks of ranks on different hosts are apart.
+"""Clock differences between ranks on different hosts.
 
 Processes of one host read one clock (`time.monotonic_ns`); those of two cannot be read at once. But
-a collective ends on no rank before all ranks have begun it, so that each one bounds the difference
-of two clocks from both sides, whichever way its messages took. The bounds of several collectives
-are intersected.
+a collective ends on no rank before all ranks have begun it, so it bounds the difference of two
+clocks from both sides, whatever path its messages took. The bounds of several collectives are
+intersected.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Marks = Sequence[tuple[int, int]]
 
 
 class Clock(NamedTuple):
-    """A rank's clock beside that of rank 0.
+    """A rank's clock compared with that of rank 0.
 
     Attributes:
         ahead_ns: how far it is ahead of rank 0's.
-        uncertainty_ns: by how much `ahead_ns` may be wrong at most.
+        uncertainty_ns: largest possible error of `ahead_ns`.
     """
 
     ahead_ns: int
@@ -49,11 +49,11 @@ def compare_clocks(group: Group) -> list[Clock]:
 
 
 def clocks_of(names: Sequence[str], marks: Sequence[Marks]) -> list[Clock]:
-    """What `compare_clocks` finds.
+    """Compute clock differences from the marks of collectives, for `compare_clocks`.
 
     Args:
-        names: of the ranks' clocks; ranks with equal names read the same one.
-        marks: by rank, of the same collectives; none are needed where all read one clock.
+        names: name of each rank's clock; ranks with equal names read the same clock.
+        marks: by rank, times around the same collectives; not needed if all read one clock.
     """
     found = {names[0]: Clock(0, 0)}
     for name in names:

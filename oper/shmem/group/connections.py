@@ -22,11 +22,11 @@ _SIOCGIFADDR = 0x8915
 def connect(group: Group) -> dict[int, socket.socket]:
     """Connect to every other rank; returns sockets by rank. Collective.
 
-    Nobody else gets in: whoever connects has to know a token that only the group has seen. Nobody
-    waits for a stranger who does not say it.
+    Other processes are kept out: a peer must send a token that only the group knows, and one that
+    does not delays nobody.
 
     Raises:
-        OperError: ranks cannot reach each other; says at which addresses they tried.
+        OperError: ranks cannot reach each other; the message lists the addresses tried.
     """
     peers: dict[int, socket.socket] = {}
     with socket.create_server(("", 0), backlog=group.world_size) as server:
@@ -88,7 +88,7 @@ def _accepted(server: socket.socket, token: bytes, group: Group) -> dict[int, so
 
 
 def rank_of(peer: socket.socket, token: bytes, group: Group) -> int | None:
-    """Which rank of the group has connected, by what it has sent; None for anybody else."""
+    """Rank of a connected peer, by what it has sent; None if it is not of the group."""
     with contextlib.suppress(OSError, struct.error):
         said, rank = _HELLO.unpack(receive(peer, _HELLO.size))
         if secrets.compare_digest(said, token) and group.rank < rank < group.world_size:
@@ -97,7 +97,7 @@ def rank_of(peer: socket.socket, token: bytes, group: Group) -> int | None:
 
 
 def receive(peer: socket.socket, num_bytes: int) -> bytes:
-    """Receive `num_bytes`, or fewer if the connection closes first."""
+    """Receive `num_bytes`, fewer if the connection closes first."""
     data = b""
     while len(data) < num_bytes:
         more = peer.recv(num_bytes - len(data))

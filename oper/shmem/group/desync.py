@@ -1,9 +1,9 @@
-"""Which rank is behind when ranks are not at the same phase: one answer, the same on all of them.
+"""Fault attribution when ranks are not at the same phase: one verdict, the same on all ranks.
 
-Every rank leaves in shared memory how often it has arrived at each collection's barrier and what
-for (csrc/host/barrier.h). One that waits in vain reads this of all ranks and of all collections of
-the group, so that ranks which look up collections in different orders see the same picture; it
-leaves its verdict there before it raises, and whoever comes later repeats it.
+Every rank records in shared memory how often it has arrived at each collection's barrier, and for
+which phase (csrc/host/barrier.h). A rank that waits in vain reads these records of all ranks and
+collections of the group, so that ranks which look up collections in different orders reach the same
+conclusion. It records its verdict before it raises, and later ranks repeat it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GIVEN_UP, _CLOSED = 1, 2  # Absence in csrc/host/barrier.h
 
 
 class CollectivePhase(NamedTuple):
-    """A collection, by its number, and a phase of it."""
+    """A collection, by its number, and one of its phases."""
 
     collection: int
     phase: int
@@ -69,14 +69,14 @@ class Verdict(NamedTuple):
 
 
 class BarrierState(NamedTuple):
-    """What a rank has left at a collection's barrier, see ``Barrier::positions``.
+    """What a rank has recorded at a collection's barrier, see ``Barrier::positions``.
 
     Attributes:
-        arrivals: at the barrier.
-        phase: what the last one was for.
-        absent: 0, `GIVEN_UP`, or that it has closed.
-        verdict: whom it then found to be behind, see `Verdict.pack`.
-        begun, ended: updates of its rows.
+        arrivals: how often it has arrived.
+        phase: the phase of its last arrival.
+        absent: 0 = present; otherwise `GIVEN_UP`, or the code for closed tables.
+        verdict: its packed verdict on who is behind, see `Verdict.pack`.
+        begun, ended: numbers of updates of its rows begun and ended.
     """
 
     arrivals: int
@@ -88,7 +88,7 @@ class BarrierState(NamedTuple):
 
 
 def barrier_states(handle: int) -> list[BarrierState]:
-    """Of the ranks of this rank's memory domain, by rank; empty with a single one."""
+    """Barrier states of the ranks of this memory domain, by rank; empty with a single rank."""
     flat = torch.ops.oper.context_positions(handle)
     width = len(BarrierState._fields)
     return [BarrierState(*flat[k:k + width]) for k in range(0, len(flat), width)]
@@ -98,8 +98,10 @@ def barrier_states(handle: int) -> list[BarrierState]:
 
 
 class Register:
-    """The collections of one group in this process, numbered as they are made: alike on all ranks,
-    since making them is collective."""
+    """The collections of one group in this process, numbered in the order of their creation.
+
+    The numbers agree on all ranks, since creation is collective.
+    """
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -113,7 +115,8 @@ class Register:
         return number
 
     def describe(self, at: CollectivePhase) -> str:
-        """A place as errors name it. A peer may have said anything."""
+        """The name of a phase for error messages. `at` may be invalid, since it can come from a
+        peer."""
         tables = self._live.get(at.collection)
         title = _title(tables) if tables is not None else self._titles.get(
             at.collection, f"unknown collection {at.collection}")
@@ -121,7 +124,8 @@ class Register:
         return f"the {phase} of {title}"
 
     def barriers(self) -> dict[int, list[BarrierState]]:
-        """What all ranks have left, by collection; those whose barriers can be read here."""
+        """Barrier states of all ranks, by collection, for the collections whose barriers can be
+        read here."""
         found = {}
         for number, tables in sorted(self._live.items()):
             if not tables.is_watched:
@@ -132,8 +136,8 @@ class Register:
         return found
 
     def waits(self, rank: int) -> CollectivePhase | None:
-        """Where a rank of this rank's memory domain waits for others of the domain, or did when it
-        gave up."""
+        """Where a rank of this memory domain waits for others of the domain, or did when it gave
+        up."""
         for number, states in self.barriers().items():
             mine = states[self._live[number].members.index(rank)]
             if _is_ahead(mine, states):
@@ -167,7 +171,7 @@ def register_of(group: Group) -> Register:
 
 @contextlib.contextmanager
 def phase_of(tables: Collection, phase: int) -> Iterator[None]:
-    """What barriers and reads of tables are for meanwhile."""
+    """Set the phase to which barriers and reads of tables belong inside the block."""
     before, tables.phase = tables.phase, phase
     try:
         yield
@@ -179,8 +183,11 @@ def phase_of(tables: Collection, phase: int) -> Iterator[None]:
 
 
 def attribute_failure(tables: Collection, code: int, rank: int) -> Verdict:
-    """The verdict on a failure that looked to the barrier of `tables` like `code` of `rank`, of one
-    memory domain that is the whole group. Left for the others to find."""
+    """Attribute a failure seen at the barrier of `tables` to a rank.
+
+    `code` and `rank` are what the barrier reported; the group is a single memory domain. The
+    verdict is recorded for the other ranks.
+    """
     barriers = register_of(tables.group).barriers()
     own, me = tables.collection, tables.group.rank
     if own not in barriers:  # closed meanwhile
@@ -236,8 +243,8 @@ def out_of_step(code: int, phases: Sequence[CollectivePhase], missed: int,
                 arrivals: Sequence[int] | None = None) -> Verdict:
     """The verdict where all ranks wait, each at one of `phases` [W].
 
-    Against one that is not where most are, or as many and the lowest rank; against `missed` where
-    all are at one place.
+    It names a rank that is not at the most common phase (see `common_phase`), or `missed` if all
+    are at one phase.
     """
     common = common_phase(phases)
     others = [r for r, at in enumerate(phases) if at != common]
@@ -246,12 +253,12 @@ def out_of_step(code: int, phases: Sequence[CollectivePhase], missed: int,
 
 
 def common_phase(phases: Sequence[CollectivePhase]) -> CollectivePhase:
-    """Where most are; of places with as many, that of the lowest rank."""
+    """The phase of most ranks; among equally common ones, that of the lowest rank."""
     return Counter(phases).most_common(1)[0][0]  # counted in order, and sorted stably
 
 
 def raise_peer_failure(tables: Collection, code: int, detail: int) -> tuple[int, int]:
-    """Raise what a status code of the kernels about peers means; others are returned."""
+    """Raise the error for a status code about peers; other codes are returned with their detail."""
     if code in PEER_CODES:
         verdict = attribute_failure(tables, code, detail)
         raise_verdict(verdict, tables.group, last_seen(tables, verdict.rank))
@@ -262,7 +269,7 @@ def raise_peer_failure(tables: Collection, code: int, detail: int) -> tuple[int,
 
 
 def last_seen(tables: Collection, rank: int) -> str:
-    """What a rank was seen to do, for a message; empty where this rank cannot see it."""
+    """What a rank was seen to do, for a message; "" if this rank cannot see it."""
     register = register_of(tables.group)
     if not tables.is_one_domain:
         return ""
@@ -278,13 +285,13 @@ def last_seen(tables: Collection, rank: int) -> str:
 
 
 def raise_verdict(verdict: Verdict, group: Group, seen: str = "", detail: str = "") -> NoReturn:
-    """Raise what a verdict means, with its rank.
+    """Raise the error that a verdict stands for, naming the rank.
 
     Args:
         verdict: who is behind.
         group: the ranks.
         seen: what that rank was seen to do, ending in ``"; "``, or nothing.
-        detail: of an error that this one stems from.
+        detail: detail of the error that caused this one.
     """
     code, rank, at = verdict
     phase = register_of(group).describe(at)

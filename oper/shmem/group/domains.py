@@ -20,13 +20,13 @@ _CONNECT_S = 5.0
 class DomainGroup:
     """The ranks of one memory domain, numbered among themselves.
 
-    Collectives stay collective over the whole group, in which all domains do the same.
+    Collectives still involve the whole group; all domains make the same calls.
 
     Attributes:
         whole: all ranks.
-        rank: this rank's place in its domain.
+        rank: this rank's number in its domain.
         world_size: ranks of the domain.
-        members: their ranks in the whole group, ascending.
+        members: their ranks in the whole group, in ascending order.
     """
 
     def __init__(self, group: Group, members: list[int]) -> None:
@@ -50,7 +50,7 @@ def find_domains(group: Group) -> list[int]:
     different values apart. Collective.
 
     Raises:
-        InvalidInputError: a group of threads states domains that do not fit it.
+        InvalidInputError: a group of threads was given domains that do not fit it.
     """
     if group.world_size == 1:
         return [0]

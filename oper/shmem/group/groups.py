@@ -1,4 +1,4 @@
-"""Who takes part: a small face over a process group, a single rank, or threads of one process."""
+"""Groups of ranks: one interface to a process group, a single rank, or threads of one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Group(Protocol):
 
 
 class SingleGroup:
-    """The only rank."""
+    """A group of one rank."""
 
     rank = 0
     world_size = 1
@@ -67,8 +67,9 @@ class ProcessGroup:
         """Every rank's `value`, by rank. Collective.
 
         Raises:
-            PeerLostError: a peer has ended. gloo does not say which; `LogicalRows.all_gather` does.
-            DeadlineError: a peer did not come in time; likewise.
+            PeerLostError: a peer has ended. gloo does not tell which one; `LogicalRows.all_gather`
+                does.
+            DeadlineError: a peer did not arrive in time; as above.
         """
         values: list[Any] = [None] * self.world_size
         if "gloo" not in self._dist.get_backend(self.process_group):
@@ -116,7 +117,7 @@ class ThreadGroup:
     """Virtual ranks: W threads of one process, for tests and for the `local` back end.
 
     Attributes:
-        domains: the memory domain that each rank plays, by rank; None = one for all.
+        domains: the simulated memory domain of each rank; None = one for all.
     """
 
     is_local = True
@@ -148,7 +149,7 @@ class ThreadGroup:
         return values
 
     def abort(self) -> None:
-        """Break the others' waits; called by a thread that failed."""
+        """Make the other threads' waits fail; called by a thread that failed."""
         self._shared.barrier.abort()
 
 
@@ -162,7 +163,7 @@ class _Shared:
 
 
 def default_group(process_group: Any = None) -> Group:
-    """The group that a program means: `process_group`, the default one, or a single rank."""
+    """The group to use: that of `process_group`, of the default process group, or a single rank."""
     if process_group is None:
         import torch.distributed as dist
 

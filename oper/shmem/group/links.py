@@ -1,4 +1,4 @@
-"""What every host's link carries, measured by all ranks with exchanges of their own."""
+"""Measured bandwidth of every host's link; all ranks take part."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _SAME_LINK = 1.08  # measurements of the same link differ by up to this factor
 
 def link_gbps(group: Group, host_of: Sequence[int], rack_of: Sequence[int] | None = None
               ) -> list[float]:
-    """GB/s of payload of every host's link, in each direction, all of them busy in both.
+    """GB/s of payload of every host's link in each direction, with all links busy both ways.
 
     Each host in turn exchanges with all others, while these do not exchange with each other; then
     again with sizes proportional to the measured links, because with equal sizes the slowest link
-    decides when the exchange ends. Finally all hosts exchange at once. What this costs the slowest
-    link (congestion, a slower path between switches) is deducted from every link in proportion.
-    Hosts of different racks do not exchange, unless a host is alone in its rack. Collective.
+    decides when the exchange ends. Finally all hosts exchange at once. The loss that the slowest
+    link then shows (congestion, a slower path between switches) is deducted from every link in
+    proportion. Hosts of different racks do not exchange, unless a host is alone in its rack.
+    Collective.
 
     Args:
         group: the ranks.
         host_of: host of each rank, numbered from 0.
-        rack_of: rack of each host, numbered from 0; None: of one rack.
+        rack_of: rack of each host, numbered from 0; None = one rack.
     """
     num_hosts = max(host_of) + 1
     if num_hosts == 1:
@@ -45,8 +46,11 @@ def link_gbps(group: Group, host_of: Sequence[int], rack_of: Sequence[int] | Non
 
 
 def uplink_gbps(group: Group, rack_of: Sequence[int]) -> list[float]:
-    """GB/s of payload of racks' uplinks, in each direction, while all ranks exchange with those of
-    other racks: of the slowest one, for all; less where the links of hosts carry less. Collective.
+    """GB/s of payload of racks' uplinks in each direction, while all ranks exchange with other
+    racks.
+
+    All racks get the figure of the slowest uplink; it is lower still if the links of hosts carry
+    less. Collective.
 
     Args:
         group: the ranks.
@@ -106,7 +110,8 @@ def _median_s(group: Group, size: Callable[[int, int], int]) -> float:
 
 
 def repeated_exchange(group: Group, there: list[int], back: list[int]) -> Callable[[], None]:
-    """A function that repeats one exchange, of these bytes to and from each rank."""
+    """A function that repeats one exchange, with `there[r]` bytes to and `back[r]` bytes from rank
+    r."""
     transport = transport_of(group)
     send = torch.zeros(sum(there), dtype=torch.uint8)
     recv = torch.zeros(sum(back), dtype=torch.uint8)

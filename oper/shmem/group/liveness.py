@@ -1,8 +1,8 @@
-"""Who is still there: connections between all ranks of a group, used only when something is wrong.
+"""Liveness monitor: connections between all ranks of a group, used only when something is wrong.
 
-A collective that waits for a dead or stalled peer does not say for whom. Here every pair of ranks
-holds one TCP connection. The kernel closes it when a process ends, a rank that gives up says so on
-it, and a rank that waits too long asks the others how far they are.
+A collective that waits for a dead or stalled peer does not say which one. So every pair of ranks
+holds one TCP connection. The kernel closes it when a process ends, a rank that gives up reports it
+there, and a rank that waits too long asks the others for their progress.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LivenessMonitor:
     """Connections to all other ranks of a group. Creation is collective.
 
     Attributes:
-        count: exchanges that this rank has begun; the owner of the monitor counts.
-        at: where the last one was.
-        is_inside: whether it is under way.
-        failure: the first verdict on a rank that takes no part any more, or None.
-        left: ranks that have closed their connections in good order. That is no failure: others may
-            still complete what these have done their part of.
+        count: number of exchanges that this rank has begun, maintained by the owner of the monitor.
+        at: the phase of the last one.
+        is_inside: whether that exchange is under way.
+        failure: the first verdict on a rank that no longer takes part, or None.
+        left: ranks that have closed their connections properly. That is no failure: others may
+            still complete exchanges in which these have done their part.
     """
 
     def __init__(self, group: Group) -> None:
@@ -126,15 +126,19 @@ class LivenessMonitor:
     # ---- asking ----------------------------------------------------------------------------------
 
     def wait_for_failure(self, seconds: float, of: int = -1) -> Verdict | None:
-        """The first lost peer, as soon as there is one; waits no longer once `of` has left."""
+        """Wait up to `seconds` for the verdict on a lost peer; ends early once the rank `of` has
+        left."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or of in self.left, seconds)
             return self.failure
 
     def find_late(self, missed: int) -> Verdict:
-        """Who is behind, by what all peers say: one that does not answer, else one that has begun
-        fewer exchanges than this rank and waits for nobody within its memory domain, else one that
-        is elsewhere than most; `missed` where none is."""
+        """Which rank is behind, from the answers of all peers.
+
+        In this order: a rank that does not answer; one that has begun fewer exchanges than this
+        rank and waits for nobody within its memory domain; one that is at another phase than most;
+        else `missed`.
+        """
         with self._changed:
             self._told.clear()
         for rank in self._peers:
@@ -157,6 +161,6 @@ class LivenessMonitor:
         return self.failure or found
 
     def give_up(self, verdict: Verdict) -> None:
-        """Tell all peers that this rank will not take part any more, and which rank is behind."""
+        """Tell all peers that this rank no longer takes part, and which rank it blames."""
         for rank in self._peers:
             self._send(rank, _GAVE_UP, verdict.pack(), 0)

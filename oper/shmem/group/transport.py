@@ -1,4 +1,5 @@
-"""Bytes between ranks that share no memory: over sockets, a device's collectives, or threads."""
+"""Exchange of bytes between ranks that share no memory: by sockets, device collectives or threads.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Transport(Protocol):
     """One all-to-all exchange of bytes at a time.
 
     Attributes:
-        at: what the next exchange is for; whoever calls it sets it.
+        at: the phase of the next exchange, set by the caller.
     """
 
     at: CollectivePhase
@@ -54,22 +55,22 @@ class Transport(Protocol):
                 another must be what that one sends to it.
 
         Raises:
-            PeerLostError: a peer has ended or given up; names it, and all peers are told.
-            DeadlineError: a peer did not come in time; likewise.
+            PeerLostError: a peer has ended or given up; names it and tells all peers.
+            DeadlineError: a peer did not arrive in time; as above.
         """
 
     def hold(self, owner: object) -> Callable[[], object]:
         """Keep the transport open until the result is called, or `owner` is collected."""
 
     def attribute(self, verdict: Verdict) -> Verdict:
-        """What is behind a failure that looked like `verdict`."""
+        """The verdict on a failure that appeared as `verdict`, after asking the other ranks."""
 
     def give_up(self, verdict: Verdict) -> None:
-        """Tell the others that this rank takes no part any more, and whom it blames."""
+        """Tell the other ranks that this one no longer takes part, and which rank it blames."""
 
 
 class ThreadTransport:
-    """Between virtual ranks."""
+    """A transport between virtual ranks."""
 
     at = CollectivePhase(0, 0)
 
@@ -206,7 +207,7 @@ class _MonitoredTransport(ABC):
 
 
 class SocketTransport(_MonitoredTransport):
-    """Bytes in host memory, over TCP connections of its own (csrc/host/exchange/sockets.h).
+    """A transport for host memory, over its own TCP connections (csrc/host/exchange/sockets.h).
 
     They are closed with the last tables that use them, or with their process group.
     """
@@ -253,9 +254,9 @@ class SocketTransport(_MonitoredTransport):
 
 
 class CollectiveTransport(_MonitoredTransport):
-    """Bytes in device memory, over collectives of the group's own back end.
+    """A transport for device memory, over collectives of the group's back end.
 
-    It has a process group of its own, so that the program's collectives cannot mix with its own.
+    It has a process group of its own, so that its collectives cannot mix with those of the program.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -313,8 +314,7 @@ _TRANSPORTS: weakref.WeakKeyDictionary[Any, _MonitoredTransport] = weakref.WeakK
 
 
 def transport_of(group: Group) -> Transport:
-    """The transport of a group, one for each process group while all ranks have it open.
-    Collective."""
+    """The transport of a group; a process group has one while any rank has it open. Collective."""
     if isinstance(group, ThreadGroup):
         return ThreadTransport(group)
     assert isinstance(group, ProcessGroup)

@@ -1,9 +1,9 @@
-"""Threads of one rank that use the same tables: what they may do at once, and what in turn.
+"""Threads of one rank that use the same tables: what runs concurrently, and what in turn.
 
 Lookups without gradients share nothing and run at once. A lookup whose backward pass updates, that
-backward pass, and all that is collective use the same workspaces, outbox and counters: one at a
-time. The lock is waited for without Python's own, and nothing that it guards waits for another
-thread of this rank, so that autograd's threads may take it too.
+backward pass, and everything collective use the same workspaces, outbox and counters, so they run
+one at a time. Waiting for the lock releases Python's GIL, and nothing that it guards waits for
+another thread of this rank, so autograd's threads may take it too.
 
 With several ranks every rank must make the same collective calls in the same order, which two
 threads that train at once do not; the second one is refused.
@@ -28,15 +28,15 @@ _MANY = 32  # lookups that await their backward passes, from which on dropped on
 
 
 class Turns:
-    """Whose turn it is to change the tables of one rank.
+    """The lock under which threads change the tables of one rank.
 
     Args:
         world_size: ranks that share them.
 
     Attributes:
-        lock: held by whoever changes them or waits for other ranks; its holder may take it again.
-        is_alone: whether there is one rank, whose threads may train at once.
-        parts: those of the batch under way, or None; its thread holds the lock.
+        lock: held by a thread that changes them or waits for other ranks; re-entrant.
+        is_alone: whether there is a single rank, whose threads may train concurrently.
+        parts: the micro-batches of the batch under way, or None; its thread holds the lock.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -49,18 +49,21 @@ class Turns:
         self._thread_of_parts: ThreadPoolExecutor | None = None
 
     def thread_of_parts(self) -> ThreadPoolExecutor:
-        """The thread that makes the collective calls of parts. It lives as long as the tables: what
-        it allocates comes from memory that the C library keeps for it and gives back at its end,
-        and the kernel would have to clear that memory in every step."""
+        """The thread that makes the collective calls of micro-batches, kept as long as the tables.
+
+        Memory that a thread allocates is returned by the C library when it ends, so a new thread
+        per step would make the kernel clear that memory every time.
+        """
         if self._thread_of_parts is None:
             self._thread_of_parts = ThreadPoolExecutor(1, thread_name_prefix="oper-parts")
         return self._thread_of_parts
 
     def check(self) -> None:
-        """Refuse a lookup with gradients while another thread's await their backward passes.
+        """Refuse a lookup with gradients while another thread has lookups whose backward passes are
+        due.
 
         Raises:
-            InvalidInputError: with several ranks.
+            InvalidInputError: there is such a lookup, and there are several ranks.
         """
         # What a backward pass looks up again (checkpointing) runs in a thread of autograd's choice.
         if self.is_alone or torch._C._current_graph_task_id() != -1:
@@ -78,7 +81,7 @@ class Turns:
             "and look up under torch.no_grad() in others")
 
     def begin(self, offsets: torch.Tensor) -> None:
-        """A lookup with gradients has given these offsets; its backward pass has not run."""
+        """Note a lookup with gradients, by its offsets, whose backward pass is due."""
         if self.is_alone or torch._C._current_graph_task_id() != -1:
             return
         if len(self._awaited) >= _MANY:
@@ -86,13 +89,13 @@ class Turns:
         self._awaited[id(offsets)] = threading.get_ident(), weakref.ref(offsets)
 
     def end(self, parts: list[Backward]) -> None:
-        """Their backward passes run."""
+        """Note that the backward passes of lookups have begun."""
         for part in parts:
             self._awaited.pop(id(part.offsets), None)
 
 
 def in_turn(method: _Method) -> _Method:
-    """A method of tables that waits for its turn."""
+    """Decorate a method of tables so that it takes its turn under the lock."""
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         turns: Turns = self.turns

@@ -1,4 +1,4 @@
-"""Arenas in device memory: what lies where in those of this rank and of its peers."""
+"""Arenas in device memory, of this rank and its peers, and their layout."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ class DeviceArenas:
     Args:
         directories: the tables' pieces.
         group: all ranks. Creation is collective.
-        near: ranks of this memory domain, or None: all.
+        near: ranks of this memory domain; None = all ranks.
         device: this rank's device.
-        exchange_bytes: of an outbox, and in push mode of requests and of partial sums; 0 = unused.
+        exchange_bytes: bytes of an outbox, and in push mode of the requests and of the partial
+            sums; 0 = unused.
         pushes: whether a tier is in push mode.
         clipped: tables whose rows' gradients are clipped to a norm.
 
     Attributes:
-        layout: offsets of everything but what is behind the outbox.
+        layout: offsets of everything before the end of the outbox.
         heap: the memory.
-        addresses: int [W], 0 = in another memory domain.
+        addresses: int [W], addresses of the arenas, 0 = in another memory domain.
         pads, requests, partials: int64 [W], addresses of barrier words, requests and partial sums;
-            likewise.
+            0 likewise.
         partial_bytes: size of a rank's requests, and of its partial sums.
     """
 
@@ -74,7 +75,7 @@ class DeviceArenas:
 
     @property
     def outboxes(self) -> np.ndarray:
-        """Addresses of the outboxes, int64 [W]; those of far ranks mean nothing."""
+        """Addresses of the outboxes, int64 [W]; meaningless for ranks of other memory domains."""
         return np.array(self.addresses, np.int64) + np.array(self.layout.outbox)
 
     @property
@@ -83,28 +84,30 @@ class DeviceArenas:
         return self.layout.outbox_bytes
 
     def is_near(self, rank: int) -> bool:
-        """Whether this rank can address that one's memory."""
+        """Whether this rank can address the memory of `rank`."""
         return self.addresses[rank] > 0
 
     def segment(self, address: int, rows: int, columns: int, dtype: str) -> torch.Tensor:
-        """Memory that this rank can address as [rows, columns], mapped."""
+        """A view [rows, columns] of memory that this rank can address."""
         index = self._device.index if self._device.type == "cuda" else -1
         # Peers' memory, too, is this device's to read: DLPack says so, and torch believes it.
         managed = torch.ops.oper.device_view(address, rows, columns, ROW_TYPES.index(dtype), index)
         return torch.utils.dlpack.from_dlpack(_capsule(managed, b"dltensor", None))
 
     def memory(self, address: int, count: int) -> torch.Tensor:
-        """As `segment`, float32 [count]."""
+        """A view float32 [count] of memory that this rank can address."""
         return self.segment(address, count, 1, "float32").view(-1)
 
     def squares(self, piece: int, rounds: int) -> torch.Tensor:
-        """Sums of squares of this rank's rows of a column piece, float32, round after round."""
+        """Sums of squares of this rank's rows of a column piece, float32, one round after the
+        other."""
         count = int(self._directories[piece].num_slots[self._rank]) * rounds
         return self.memory(self.addresses[self._rank] + int(
             self.layout.squares[piece, self._rank]), count)
 
     def touched(self, piece: int, rank: int) -> torch.Tensor:
-        """Slots of replicated rows that the last step has updated on a near rank, int64; waits."""
+        """Slots, int64, of replicated rows that the last step updated on a rank of this domain;
+        waits."""
         at = self.addresses[rank] + int(self.layout.touched[piece, rank])
         count = int(self.memory(at, 1).view(torch.int32))
         return unsigned(self.memory(at + 4, count))

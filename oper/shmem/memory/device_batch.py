@@ -1,4 +1,4 @@
-"""A batch on a device: what the step under way has made of it, and the rows that its keys name."""
+"""A batch on a device: intermediate arrays of the present step, and ranges of its row keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _UINT32 = 0xFFFFFFFF
 
 
 class StepArrays:
-    """What the step under way has made of its batch, in device memory. Reading it waits.
+    """Intermediate arrays of the present step, in device memory. Reading them waits for the device.
 
     Args:
-        handle: of the tables.
+        handle: the tables' native handle.
     """
 
     def __init__(self, handle: int) -> None:
@@ -25,21 +25,29 @@ class StepArrays:
         self._keys, self._begin, self._num_runs, self._inbox = keys, begin, num_runs, inbox
 
     def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys of the distinct rows of the batch, ascending, int64 [R], and where the pairs of each
-        begin, int64 [R + 1]."""
+        """Keys of the distinct rows of the batch, ascending, int64 [R], and where the (row,
+        gradient) pairs of each begin, int64 [R + 1]."""
         begin = unsigned(self._begin[:int(self._num_runs) + 1])
         keys = self._keys[begin[:-1]]
         return (keys if keys.dtype == torch.int64 else unsigned(keys)), begin
 
     def lists(self, world_size: int) -> np.ndarray:
-        """Where each table's entries begin in what each rank has left for this one, int64
-        [W, T + 1], tables in the order of keys; within an update."""
+        """Where each table's entries begin in the send buffers of all ranks for this one.
+
+        int64 [W, T + 1], tables in the order of keys. Valid within an update.
+        """
         return self._inbox[0].cpu().numpy().reshape(world_size, -1)
 
     def merged_slots(self, directories: Sequence[TableDirectory], table: int, rank: int
                      ) -> np.ndarray:
-        """Slots of a table on `rank`, this one, that any rank has a gradient of, ascending;
-        `directories` in the order of keys. Within an update."""
+        """Slots, ascending, of a table on this rank for which any rank has a gradient. Valid within
+        an update.
+
+        Args:
+            directories: in the order of keys.
+            table: index of the table.
+            rank: this rank.
+        """
         begin = self.lists(directories[table].world_size)
         rows = self._inbox[1].view(len(begin), -1)
         every = torch.unique(unsigned(torch.cat(
@@ -49,13 +57,13 @@ class StepArrays:
 
 
 class KeyRange(NamedTuple):
-    """Keys of the rows of one tier at one owner: they follow each other.
+    """The keys of the rows of one tier at one owner, which are consecutive.
 
     Attributes:
-        table: in the order of keys.
+        table: index of the table, in the order of keys.
         tier: the tier.
         owner: its rank.
-        begin, end: the keys.
+        begin, end: first key, and the one after the last.
         base: key of the owner's first row of the table.
     """
 
@@ -68,7 +76,7 @@ class KeyRange(NamedTuple):
 
 
 def key_ranges(directories: Sequence[TableDirectory]) -> Iterator[KeyRange]:
-    """All rows of the directories, which are in the order of keys."""
+    """The key ranges of all rows of the directories, which are in the order of keys."""
     first = 0
     for k, d in enumerate(directories):
         for x in d.tiers:
@@ -80,5 +88,5 @@ def key_ranges(directories: Sequence[TableDirectory]) -> Iterator[KeyRange]:
 
 
 def unsigned(numbers: torch.Tensor) -> torch.Tensor:
-    """uint32 numbers, held as int32 or as bytes, as int64."""
+    """Convert uint32 numbers, stored as int32 or as bytes, to int64."""
     return numbers.view(torch.int32).to(torch.int64) & _UINT32

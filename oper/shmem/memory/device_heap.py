@@ -43,7 +43,7 @@ class DeviceHeap:
 
     Raises:
         PlanError: two ranks cannot address each other's memory.
-        OperError: the memory cannot be had.
+        OperError: the memory cannot be allocated.
     """
 
     def __init__(self, group: Group | DomainGroup, num_bytes: list[int], device: torch.device,

@@ -2,8 +2,8 @@
 
 Arenas are anonymous memory files (``memfd``): they have no name, so nothing is left behind by a
 killed process. Descriptors travel over private abstract Unix sockets to processes of the same user
-that the group has named. Peers map an arena read-only: that a rank writes only its own memory is
-enforced by the MMU. A small control segment with the barrier words is writable by all.
+that the group has named. Peers map an arena read-only: so the MMU ensures that a rank writes only
+its own memory. A small control segment with the barrier words is writable by all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class HostHeap:
         num_bytes: int [W], size of each rank's arena; equal on all ranks.
         host_ranges: [W] lists of ascending [begin, end) of pages for rows in host memory: they come
             from a second segment of the rank, which never gets huge pages. Same on all ranks.
-        num_outbox_bytes: how much of an arena is its outbox; for the error where it is too large.
+        num_outbox_bytes: bytes of an arena that are its outbox, for the error message if it is too
+            large.
 
     Attributes:
         addresses: int [W], where each arena is mapped in this process.
@@ -54,7 +55,7 @@ class HostHeap:
         page_kind: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent), after `collapse`.
 
     Raises:
-        OperError: memory, address space or descriptors cannot be had, by this rank or a peer.
+        OperError: this rank or a peer runs out of memory, address space or descriptors.
     """
 
     def __init__(self, group: Group, num_bytes: list[int],
@@ -168,8 +169,8 @@ class HostHeap:
     def collapse(self, num_bytes: list[int], sync: Callable[[], None]) -> None:
         """Ask for huge pages behind the first `num_bytes[r]` bytes of every arena r. Collective.
 
-        Each rank first collapses its own arena, then maps the peers' by huge pages; `sync` is a
-        barrier, since two processes that collapse one page at once both fail.
+        Each rank first collapses its own arena, then maps those of its peers with huge pages.
+        `sync` is a barrier, since two processes that collapse the same page at once both fail.
         """
         rank = self._group.rank
         done, want = self._collapse_one(rank, num_bytes[rank])

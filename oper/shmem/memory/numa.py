@@ -1,4 +1,4 @@
-"""NUMA nodes of this host as Linux describes them, and memory that is taken from one of them.
+"""NUMA nodes of this host as Linux describes them, and binding of memory to one of them.
 
 Source: Documentation/ABI/stable/sysfs-devices-node of the Linux kernel; mbind(2).
 """
@@ -20,11 +20,11 @@ _LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A memory domain of a host.
+    """A NUMA node of a host.
 
     Attributes:
-        number: the kernel's.
-        processors: that it is nearest to.
+        number: the kernel's number of the node.
+        processors: processors to which it is nearest.
     """
 
     number: int
@@ -35,8 +35,8 @@ def find_nodes() -> list[Node]:
     """Nodes that have processors and memory which this process may use, by number.
 
     Processors of a node without memory count to the nearest node that has some. Nodes without
-    processors (memory behind a slower link) are left out. Where the system does not say, one node
-    has everything.
+    processors (memory behind a slower link) are left out. If the system does not tell, one node has
+    everything.
     """
     try:
         numbers = sorted(int(p.name[4:]) for p in SYSTEM.glob("node[0-9]*"))
@@ -70,7 +70,8 @@ def near_domain(nodes: Sequence[Sequence[int]]) -> int:
 
 
 def bind(address: int, num_bytes: int, node: int) -> str:
-    """Take the pages of a range from one node from now on; "" or why the system refuses."""
+    """Take the pages of a range from one node from now on; returns "", or why the system refuses.
+    """
     number = _MBIND.get(os.uname().machine)
     if number is None:
         return f"not known how on {os.uname().machine}"

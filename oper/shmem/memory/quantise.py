@@ -15,14 +15,15 @@ from oper.tables import CODE_BITS, SCALE_BIAS_BYTES, TableSpec
 
 
 def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Rows of codes, uint8 [n, bytes of a row], of numbers [n, dim] of a float dtype.
+    """Quantise rows of numbers, of a float dtype [n, dim]; returns codes, uint8 [n, bytes of a
+    row].
 
     Args:
         values: the numbers; finite.
         dtype: ``"int8"`` or ``"int4"`` (even dims).
 
     Raises:
-        InvalidInputError: a number that is not finite, or a range that float16 cannot hold.
+        InvalidInputError: a number is not finite, or the range of a row exceeds float16.
     """
     numbers = values.float()
     low, high = torch.aminmax(numbers, dim=1, keepdim=True)
@@ -52,7 +53,8 @@ def quantise(values: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def dequantise(rows: torch.Tensor, dtype: str, dim: int) -> torch.Tensor:
-    """Numbers, float32 [n, dim], of rows of codes (uint8 [n, at least bytes of a row])."""
+    """Numbers, float32 [n, dim], that rows of codes (uint8 [n, at least bytes of a row]) stand for.
+    """
     heads = rows[:, :SCALE_BIAS_BYTES].contiguous().view(torch.float16).float()
     codes = rows[:, SCALE_BIAS_BYTES:]
     if dtype == "int4":
@@ -62,7 +64,7 @@ def dequantise(rows: torch.Tensor, dtype: str, dim: int) -> torch.Tensor:
 
 
 def as_rows(values: torch.Tensor, spec: TableSpec) -> torch.Tensor:
-    """What is stored of a table for values that are numbers or rows of codes already.
+    """Rows in the form in which a table stores them, from numbers or from rows of codes.
 
     Args:
         values: float [n, dim], or uint8 [n, bytes of a row or more] (FBGEMM pads rows).
@@ -72,7 +74,7 @@ def as_rows(values: torch.Tensor, spec: TableSpec) -> torch.Tensor:
         uint8 [n, bytes of a row] for quantised tables, else [n, dim] of the table's dtype.
 
     Raises:
-        InvalidInputError: values of another width, or codes for a table of numbers.
+        InvalidInputError: the values have another width, or are codes for a table of numbers.
     """
     is_codes = values.dtype == torch.uint8
     wanted = spec.row_bytes if is_codes else spec.dim
@@ -91,11 +93,11 @@ def as_rows(values: torch.Tensor, spec: TableSpec) -> torch.Tensor:
 
 
 def squared_errors(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """What storing rows as a type does to each: the sum of its squared differences, float64 [n].
+    """Error of storing each row as a type: the sum of its squared differences, float64 [n].
 
     Args:
         values: floats [n, dim].
-        dtype: of `oper.tables.DTYPES`.
+        dtype: one of `oper.tables.DTYPES`.
 
     Raises:
         InvalidInputError: as `quantise`.

@@ -1,4 +1,4 @@
-"""Anonymous shared memory: made, mapped, and what to say when it cannot be had."""
+"""Anonymous shared memory: creation, mapping, and the error when there is not enough."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def create_segment(num_bytes: int, name: str = "oper") -> int:
-    """Descriptor of an anonymous memory file that keeps its size; OSError where there is none."""
+    """Descriptor of an anonymous memory file of fixed size; raises OSError on failure."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
@@ -30,12 +30,12 @@ def create_segment(num_bytes: int, name: str = "oper") -> int:
 
 
 def map_segment(fd: int, num_bytes: int, writable: bool) -> int:
-    """Address of a mapped segment; OSError where it cannot be mapped."""
+    """Address of a mapped segment; raises OSError on failure."""
     return _address(int(torch.ops.oper.map_segment(fd, num_bytes, writable)))
 
 
 def map_over_segment(address: int, fd: int, offset: int, num_bytes: int, writable: bool) -> None:
-    """Map part of a segment in the place of mapped pages; OSError where it cannot be."""
+    """Map part of a segment over pages that are already mapped; raises OSError on failure."""
     _address(int(torch.ops.oper.map_over_segment(address, fd, offset, num_bytes, writable)))
 
 
@@ -46,19 +46,19 @@ def _address(found: int) -> int:
 
 
 def page_kind(huge_bytes: int, num_bytes: int) -> str:
-    """Words for pages of which so many bytes are huge ones, of those that could be."""
+    """Describe the pages of a range, `huge_bytes` of whose `num_bytes` are in huge pages."""
     share = huge_bytes / num_bytes if num_bytes else 0.0
     return "2MiB" if share > 0.99 else "4KiB" if share < 0.01 else f"{share:.0%} 2MiB, rest 4KiB"
 
 
 def no_segment(what: str, num_bytes: int, error: OSError, num_outbox_bytes: int = 0) -> OperError:
-    """The error that says how much was wanted, which limit is in the way, and what helps.
+    """The error for memory that could not be had: the size, the limit in the way, and the remedy.
 
     Args:
         what: what failed, e.g. ``"cannot create the shared arena"``.
-        num_bytes: that were wanted.
-        error: what the system said.
-        num_outbox_bytes: how many of them are for outboxes, which a setting bounds.
+        num_bytes: requested bytes.
+        error: the system's error.
+        num_outbox_bytes: how many of them are for outboxes, which a setting limits.
     """
     limit, todo = _limit(error)
     if num_outbox_bytes:

@@ -1,1 +1,1 @@
-"""Optimizers that are applied in the backward pass, and what the kernels are told of them."""
+"""Optimizers applied in the backward pass, and their arguments for the kernels."""

@@ -1,4 +1,4 @@
-"""What the kernels are told of the tables' features and optimizers."""
+"""The kernels' arguments that describe the tables' features and optimizers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def rounding_key(seed: int, table: str) -> tuple[int, int]:
     An element of a 16-bit row is rounded up with a probability equal to the part of the step
     between its two neighbours that lies below it, so that the expected value is exact (Gupta et
     al., "Deep learning with limited numerical precision", ICML 2015). The draw is Philox4x32-10
-    (Salmon et al., SC 2011) of seed, table name, step, logical row and column: the plan, the number
-    of ranks and threads and the instruction set have no part in it.
+    (Salmon et al., SC 2011) of seed, table name, step, logical row and column: it does not depend
+    on the plan, the number of ranks or threads, or the instruction set.
     """
     digest = hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
@@ -51,14 +51,14 @@ def _column(o: Optimizer, lr: float, step: int) -> list[float]:
 
 
 class KernelArguments:
-    """What the kernels need to know of all tables' optimizers at a step.
+    """The kernels' argument that describes all tables' optimizers at a step.
 
     Args:
-        optimizers: by table.
+        optimizers: optimizers by table.
         rounding_keys: two numbers by table, see `rounding_key`.
-        is_rounded: whether rows, or gradients on their way, are rounded by the number of the step.
-            Else that number stays as it was when the arguments were made: writing it would read
-            torch's code back into caches that the kernels have emptied.
+        is_rounded: whether rows, or gradients in messages, are rounded with the number of the step.
+            If not, that number is not updated after creation, since the write would evict the
+            kernels' cache lines in favour of torch's code.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer],
@@ -70,20 +70,20 @@ class KernelArguments:
         self._known: tuple[Any, torch.Tensor] | None = None
 
     def copied(self) -> KernelArguments:
-        """The same for other tables, which may be at another step."""
+        """A copy for other tables, which may be at another step."""
         return KernelArguments(self._optimizers, self._rounding_keys, self._is_rounded)
 
     def at(self, step: int, skipped: Mapping[str, int], frozen: frozenset[str],
            groups: Sequence[Mapping[str, Any]], tables: Sequence[str]) -> torch.Tensor:
-        """float64 [T, 13] (``OptimizerColumn`` in csrc/common/description.h); valid until the
-        next call. Made anew only where more than the number of the step has changed.
+        """float64 [T, 13] (``OptimizerColumn`` in csrc/common/description.h); valid until the next
+        call. Rebuilt only if more than the number of the step has changed.
 
         Args:
             step: number of the step, from 1.
             skipped: by table, steps that its optimizer has not seen.
-            frozen: tables that get no update.
+            frozen: tables that are not updated.
             groups: ``{"lr": ..., "tables": [names]}``.
-            tables: table of each row, names may repeat.
+            tables: table of each row of the result; names may repeat.
         """
         rates = [*map(float, map(_RATE, groups))]
         key = (rates, tables, frozen, (step, *skipped.values()) if self._by_step else 0)
@@ -103,7 +103,7 @@ class KernelArguments:
 def feature_rows(features: Sequence[tuple[str, str]], specs: Mapping[str, TableSpec],
                  directories: Sequence[TableDirectory], pieces: Mapping[str, Sequence[int]]
                  ) -> tuple[torch.Tensor, int]:
-    """Where the features' embeddings go.
+    """Places of the features' embeddings in the output.
 
     Args:
         features: (feature name, table name) in output order.
@@ -116,7 +116,7 @@ def feature_rows(features: Sequence[tuple[str, str]], specs: Mapping[str, TableS
         column piece of every feature; and the number of output columns.
 
     Raises:
-        PlanError: a feature of a table that the plan lacks.
+        PlanError: a feature belongs to a table that the plan lacks.
     """
     column, rows = 0, []
     for number, (name, table) in enumerate(features):

@@ -1,4 +1,4 @@
-"""FBGEMM's gradient clipping: elements of the output's gradient, clamped before anything else."""
+"""FBGEMM's gradient clipping: elements of the output's gradient are clamped first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GradientClamp:
         features: (feature name, table name) in output order.
         specs: the tables by name.
         optimizers: by table; those with ``max_gradient`` clip.
-        gradient_scale: factor that gradients get later on; the limits hold behind it.
+        gradient_scale: factor applied to gradients later; the limits hold after it.
     """
 
     def __init__(self, features: Sequence[tuple[str, str]], specs: Mapping[str, TableSpec],

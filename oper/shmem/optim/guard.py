@@ -1,4 +1,5 @@
-"""Gradients that are not finite: refused or left out, by the name of their table."""
+"""The guard against gradients that are not finite: they are refused or left out, naming the table.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ GUARDS = ("off", "stop", "skip")
 
 
 class GradientGuard:
-    """Looks at the gradient of a lookup's output before anything is made of it.
+    """Checks the gradient of a lookup's output before it is used.
 
     Args:
         features: (feature name, table name) in output order.
         specs: the tables by name.
 
     Attributes:
-        mode: of `GUARDS`: ``"stop"`` raises, ``"skip"`` takes the gradient of a sample (of an id,
-            where bags are not pooled) as zero and warns.
+        mode: one of `GUARDS`: ``"stop"`` raises, ``"skip"`` takes the gradient of a sample (of an
+            id, where bags are not pooled) as zero and warns.
     """
 
     def __init__(self, features: Sequence[tuple[str, str]], specs: Mapping[str, TableSpec]
@@ -34,7 +35,7 @@ class GradientGuard:
         self.mode = "off"
 
     def choose(self, mode: str) -> None:
-        """Set the mode; raises InvalidInputError for another than those of `GUARDS`."""
+        """Set the mode; raises InvalidInputError unless it is one of `GUARDS`."""
         if mode not in GUARDS:
             raise InvalidInputError("cannot guard gradients", "gradient_guard", mode,
                                     f"one of {GUARDS}", "choose one of these")
@@ -42,7 +43,7 @@ class GradientGuard:
 
     def apply(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor, step: int
               ) -> torch.Tensor:
-        """The gradient, of finite numbers.
+        """Check a gradient; returns it with finite numbers only.
 
         Args:
             grad: float32 [B, columns] (pooled), or [N, D].

@@ -1,11 +1,11 @@
 """Optimizers that are applied in the backward pass, exact on duplicates, as FBGEMM defines them.
 
-Duplicates of a row within a global batch are summed before one update, and only rows that the
-batch touches change ("lazy" moments: a row's moments do not decay while it is not touched). The
-arithmetic stands in csrc/common/optimizer.h, and what each keeps in `oper.tables.OPTIMIZERS`.
-Where torch differs: torch's dense SGD with momentum, Adagrad and Adam change rows with a zero
-gradient too (moments decay, weight decay applies), and its Adam adds L2 decay to the gradient where
-FBGEMM adds it to the step. Betas are fp32 numbers, as in FBGEMM.
+Duplicates of a row within a global batch are summed before one update, and only rows that the batch
+touches change ("lazy" moments: a row's moments do not decay while it is not touched). The
+arithmetic is in csrc/common/optimizer.h; the state that each keeps is listed in
+`oper.tables.OPTIMIZERS`. Where torch differs: torch's dense SGD with momentum, Adagrad and Adam
+change rows with a zero gradient too (moments decay, weight decay applies), and its Adam adds L2
+decay to the gradient where FBGEMM adds it to the step. Betas are fp32 numbers, as in FBGEMM.
 
 Every optimizer can clip, element by element (FBGEMM) or by the norm of a row's gradient (torch).
 """
@@ -30,7 +30,7 @@ STATE_PARTS = {name: kind.state for name, kind in OPTIMIZERS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipping:
-    """How an optimizer's gradients are clipped; None = not.
+    """How an optimizer's gradients are clipped; None = no clipping.
 
     Attributes:
         max_gradient: elements of the gradient of a bag's or an id's output, after the division by
@@ -74,7 +74,8 @@ class SGD(Clipping):
 
     @property
     def name(self) -> str:
-        """What plans call it: with momentum it keeps a state, and is another optimizer there."""
+        """Its name in plans, where SGD with momentum, which keeps a state, is a separate optimizer.
+        """
         return "momentum_sgd" if self.momentum else "sgd"
 
 
@@ -82,8 +83,8 @@ class SGD(Clipping):
 class LarsSGD(Clipping):
     """``m = momentum * m + lr * eta * |w| / (|g| + wd * |w|) * (g + wd * w); w -= m``.
 
-    FBGEMM's LARS_SGD, TorchRec's ``LarsSGD``: norms of rows (You et al., 2017, has layers'). Where
-    FBGEMM divides 0 by 0, the rate is 0.
+    FBGEMM's LARS_SGD, TorchRec's ``LarsSGD``: norms are per row (per layer in You et al., 2017).
+    Where FBGEMM divides 0 by 0, the rate is 0.
     """
 
     lr: float = 0.01
@@ -101,10 +102,10 @@ class RowWiseAdagrad(Clipping):
     FBGEMM's EXACT_ROWWISE_ADAGRAD, TorchRec's ``RowWiseAdagrad``.
 
     Attributes:
-        eps: FBGEMM's default, which TorchRec's fused tables take (its unsharded class has 1e-10).
+        eps: FBGEMM's default, also that of TorchRec's fused tables (its unsharded class has 1e-10).
         weight_decay: 0 = none.
         decoupled: FBGEMM's decoupled decay (``w *= 1 - lr * wd``) instead of L2 (``g += wd * w``).
-        initial_accumulator_value: what every `s` begins at.
+        initial_accumulator_value: initial value of every `s`.
     """
 
     lr: float = 0.01
@@ -122,7 +123,7 @@ class Adagrad(Clipping):
 
     Attributes:
         eps: FBGEMM's default (``torch.optim.Adagrad`` has 1e-10).
-        initial_accumulator_value: what every `s` begins at.
+        initial_accumulator_value: initial value of every `s`.
     """
 
     lr: float = 0.01
@@ -136,7 +137,7 @@ class Adagrad(Clipping):
 class Adam(Clipping):
     """Adam on touched rows; bias correction by the number of optimizer steps (FBGEMM's ADAM).
 
-    Weight decay is added to the step, so that this is `AdamW` but for the default of the decay.
+    Weight decay is added to the step, so this is `AdamW` with another default decay.
     """
 
     lr: float = 0.001
@@ -182,8 +183,8 @@ class PartialRowWiseAdam(Adam):
 class LAMB(Adam):
     """``r = Adam's step + wd * w; w -= lr * |w| / |r| * r`` (FBGEMM's LAMB; You et al., ICLR 2020).
 
-    Norms are those of a row, as FBGEMM has them; a row of zeros therefore stays so. Where `r` is 0
-    and FBGEMM divides by it, nothing changes.
+    Norms are per row, as in FBGEMM, so a row of zeros never changes. Where `r` is 0 and FBGEMM
+    divides by it, nothing changes.
     """
 
     lr: float = 0.01
@@ -203,7 +204,7 @@ Optimizer = (SGD | LarsSGD | RowWiseAdagrad | Adagrad | Adam | AdamW | PartialRo
 
 
 def initial_state(optimizer: Optimizer) -> float:
-    """What its ``momentum1`` begins at."""
+    """Initial value of the optimizer's ``momentum1`` state."""
     return float(getattr(optimizer, "initial_accumulator_value", 0.0))
 
 

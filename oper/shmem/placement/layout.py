@@ -28,8 +28,8 @@ class ArenaLayout:
         rows, momentum1, momentum2, replicas, touched, squares: int64 [T, W], offset of a part of
             each directory's piece, by rank.
         outbox: int [W], offset of the outbox.
-        num_bytes: int [W], whole arena.
-        used_bytes: int [W], part before the outbox (what a huge-page request covers).
+        num_bytes: int [W], size of the whole arena.
+        used_bytes: int [W], size of the part before the outbox, which huge-page requests cover.
         outbox_bytes: bytes of the outbox.
         host_ranges: per rank, [begin, end) of the whole pages that belong to rows in host memory,
             their replicas and their optimizer states; ascending.
@@ -50,14 +50,14 @@ class ArenaLayout:
     @staticmethod
     def build(directories: Sequence[TableDirectory], world_size: int, num_outbox_bytes: int,
               clipped: Collection[str] = (), page_bytes: int = _PAGE) -> ArenaLayout:
-        """The layout that all ranks derive alike from the plan.
+        """The layout that a plan implies, the same on all ranks.
 
         Args:
             directories: one per column piece of each table.
             world_size: ranks W.
-            num_outbox_bytes: of every rank's outbox.
+            num_outbox_bytes: bytes of every rank's outbox.
             clipped: tables whose rows' gradients are clipped to a norm.
-            page_bytes: what `host_ranges` are multiples of.
+            page_bytes: page size, of which `host_ranges` are multiples.
         """
         shape = (len(directories), world_size)
         parts = {name: np.zeros(shape, np.int64)
@@ -127,7 +127,7 @@ def replicated_slots(directory: TableDirectory, rank: int) -> int:
 def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout,
                       addresses: list[int], rank: int, features: torch.Tensor,
                       device: torch.device = _CPU) -> tuple[Any, ...]:
-    """What the operators that make a context of the kernels take first; see
+    """The leading arguments of the operators that create a kernel context, see
     csrc/bindings/lookup.cpp.
 
     The read map of a row that `rank` cannot address gives ``-1 - k`` for home key `k` (see
@@ -135,17 +135,18 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
 
     Args:
         directories: one per column piece of each table.
-        layout: of the arenas.
-        addresses: [W], where `rank` sees the arenas; 0 = in another memory domain.
-        rank: whose context it is.
+        layout: layout of the arenas.
+        addresses: [W], addresses of the arenas as `rank` sees them; 0 = in another memory domain.
+        rank: the rank whose context it is.
         features: see `oper.shmem.optim.arguments.feature_rows`.
-        device: where head maps are read.
+        device: device on which head maps are read.
 
     Returns:
         The rank; W; int64 tensors: tables [T, 14], first home keys [T, W + 1], tiers [N, 7], maps
-        [2, M] (bases, steps), `features`, refreshes [K, 8], addresses of touched and squares
-        [T, W] and of outboxes [W] (those of other memory domains mean nothing); bytes of an outbox;
-        head maps, two tensors per table that needs them, and head orders, two likewise.
+            [2, M] (bases, steps), `features`, refreshes [K, 8], addresses of touched and squares
+            [T, W] and of outboxes [W] (meaningless for other memory domains); bytes of an outbox;
+            head maps, two tensors per table that needs them, and head orders, two per table
+            likewise.
     """
     bases: list[np.ndarray] = []
     steps: list[np.ndarray] = []
@@ -208,7 +209,8 @@ def context_arguments(directories: Sequence[TableDirectory], layout: ArenaLayout
 
 
 def nearest_replica(x: TierLayout, rank: int, near: np.ndarray) -> int:
-    """Rank whose replica of a tier `rank` reads, or -1: the masters, in place or by exchange.
+    """The rank whose replica of a tier `rank` reads; -1 if it reads the masters, directly or by
+    exchange.
 
     Args:
         x: the tier.

@@ -1,4 +1,4 @@
-"""How large a rank's outbox must be: what a pass leaves there at most."""
+"""Size of a rank's outbox: the most that a pass leaves there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _SMALL = 4096  # where nothing is left
 
 
 def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
-    """What any batch needs, whole huge pages; None where the batch alone decides it.
+    """Bytes, in whole huge pages, that suffice for every batch; None if no limit follows from the
+    tables.
 
     A rank leaves every row that a batch looks up once, with its slot, whatever the number of its
     ids and of the passes that were added up (`no_sync`). Of tiers in push mode it leaves every id
@@ -40,13 +41,15 @@ def needed_bytes(directories: Sequence[TableDirectory]) -> int | None:
 
 def reserved_bytes(directories: Sequence[TableDirectory], is_used: bool,
                    default: int | None = None) -> int:
-    """Address space for an outbox: no more than the tables need, nor than `OPER_OUTBOX_BYTES`, or
-    else `default`, or a quarter of the machine's memory.
+    """Address space to reserve for an outbox, in bytes.
+
+    No more than the tables need, nor than `OPER_OUTBOX_BYTES`, or else `default`, or a quarter of
+    the machine's memory.
 
     Args:
         directories: one per column piece of each table.
         is_used: whether ranks leave anything there: in training, and where owners pool.
-        default: see above.
+        default: limit if the variable is not set; None = a quarter of the machine's memory.
     """
     if not is_used:
         return _SMALL

@@ -1,7 +1,7 @@
-"""What lies where in the memory of published tables, and its rows in logical order.
+"""The memory layout of published tables, and access to their rows in logical order.
 
-A buffer is one segment per memory domain, with the rows, and one with a header and the weights
-beside the tables.
+A buffer is one segment per memory domain, with the rows, and one with a header and the dense
+weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class DenseEntry:
-    """A weight beside the tables: where it lies behind the header of the last segment."""
+    """A dense weight: its place after the header of the last segment."""
 
     key: str
     dtype: str
@@ -39,18 +39,18 @@ class DenseEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of the weight in bytes."""
         return getattr(torch, self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Write:
-    """Rows that go to one tier of one memory domain.
+    """Rows to be written to one tier of one memory domain.
 
     Attributes:
-        piece: of `Layout.directories`.
-        tier, domain: where they go.
-        numbers: int64 [n], their places among the domain's rows of the tier.
+        piece: index in `Layout.directories`.
+        tier, domain: their tier and memory domain.
+        numbers: int64 [n], their row numbers among the domain's rows of the tier.
         rows: [n, columns] as they are stored, or uint8 [n, bytes of a row] of codes; contiguous.
     """
 
@@ -66,11 +66,11 @@ Places = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
 
 
 class Layout:
-    """Where everything lies in a buffer: one segment per memory domain, one for dense weights.
+    """The layout of a buffer: one segment per memory domain, one for dense weights.
 
     Args:
         plan: the tables, placed on memory domains (its ranks).
-        dense: weights beside the tables.
+        dense: the dense weights.
     """
 
     def __init__(self, plan: Plan, dense: Sequence[DenseEntry]) -> None:
@@ -90,17 +90,24 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one buffer that hold something."""
+        """Used bytes of one buffer."""
         held = self.arena.memory_bytes(self.directories)["device"]
         return sum(held) + sum(e.num_bytes for e in self.dense)
 
     def is_mixed(self, table: str) -> bool:
-        """Whether ranges of a table's rows have types of their own."""
+        """Whether ranges of a table's rows have different types."""
         return self.directories[self.pieces[table][0]].is_mixed
 
     def types_of(self, table: str, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """By type of their rows, which of the ids (int64 [n]) these are: int64 [m],
-        ascending."""
+        """Split ids by the type of their rows.
+
+        Args:
+            table: its name.
+            ids: int64 [n].
+
+        Returns:
+            By type, ascending indices into `ids`, int64 [m].
+        """
         d = self.directories[self.pieces[table][0]]
         if not d.is_mixed:
             return {d.tiers[0].dtype: np.arange(ids.size)}
@@ -110,7 +117,7 @@ class Layout:
         return {dtype: np.sort(np.concatenate(parts)) for dtype, parts in found.items()}
 
     def writes(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> Iterator[Write]:
-        """Where rows go.
+        """The writes that store rows in all their places.
 
         Args:
             table: its name.
@@ -125,13 +132,13 @@ class Layout:
                 yield Write(piece, x, domain, numbers, some.contiguous())
 
     def to_text(self) -> str:
-        """For the handshake of a publisher."""
+        """The layout as text, for the handshake of a publisher."""
         return json.dumps({"plan": self.plan.to_text(), "dense": [
             [e.key, e.dtype, list(e.shape), e.offset] for e in self.dense]})
 
     @staticmethod
     def from_text(text: str) -> Layout:
-        """What `to_text` gave."""
+        """The layout from the text of `to_text`."""
         value = json.loads(text)
         return Layout(Plan.from_text(value["plan"]), [
             DenseEntry(key, dtype, tuple(shape), offset)
@@ -164,9 +171,9 @@ class BufferRows(LogicalRows):
     """The rows of one buffer in logical order, seen from one memory domain.
 
     Args:
-        layout: what lies where.
+        layout: layout of the buffer.
         addresses: int [D], where each domain's segment is mapped.
-        domain: which domain reads or writes.
+        domain: the domain that reads or writes.
     """
 
     def __init__(self, layout: Layout, addresses: Sequence[int], domain: int) -> None:
@@ -181,10 +188,10 @@ class BufferRows(LogicalRows):
         self._exchange = None
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Nothing to do: there are no other ranks to wait for."""
 
     def places(self, writes: Sequence[Write]) -> Places:
-        """Where writes go, whatever domain holds the rows."""
+        """Addresses for writes in all domains that hold the rows."""
         return ([self._tier(w.piece, w.tier, w.domain) for w in writes],
                 [w.numbers for w in writes], [w.rows for w in writes])
 
@@ -221,7 +228,7 @@ class BufferRows(LogicalRows):
 
 
 def dense_view(address: int, entry: DenseEntry) -> torch.Tensor:
-    """A weight of the dense segment at `address`, mapped."""
+    """A dense weight as a view of the dense segment at `address`."""
     raw = torch.ops.oper.segment_bytes(address + HEADER_BYTES + entry.offset, entry.num_bytes)
     return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
 
@@ -239,7 +246,7 @@ def checksums(layout: Layout, addresses: Sequence[int], dense: int) -> dict[str,
 
 
 def dense_entries(weights: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
-    """Places for weights beside the tables."""
+    """Assign places to dense weights."""
     entries, at = [], 0
     for key, value in weights.items():
         entry = DenseEntry(key, str(value.dtype).removeprefix("torch."), tuple(value.shape), at)

@@ -1,4 +1,4 @@
-"""What may be written into published tables: checks before any reader is kept waiting."""
+"""Checks of changes to published tables, made before any reader has to wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Stored = list[tuple[np.ndarray, torch.Tensor]]  # ids and rows as they are store
 
 def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
                 ) -> Stored:
-    """Changed rows as they are stored, checked."""
+    """Check changed rows and convert them to the form in which they are stored."""
     what = f"cannot change rows of table {name!r}"
     spec = layout.specs.get(name)
     if spec is None:
@@ -39,11 +39,11 @@ def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
 
 def stored_rows(what: str, layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
                 ) -> Stored:
-    """Rows of a table (floats [n, dim], or codes of its type) as they are stored.
+    """Convert rows of a table (floats [n, dim], or codes of its type) to their stored form.
 
     Raises:
-        InvalidInputError: beginning with `what`; a row that is not finite, or not in the type that
-            it is stored as, or codes for rows of several types.
+        InvalidInputError: a row is not finite, also after conversion, or codes are given for rows
+            of several types; the message begins with `what`.
     """
     spec = layout.specs[name]
     if values.dtype == torch.uint8 and layout.is_mixed(name):
@@ -73,7 +73,8 @@ def _check_finite(what: str, rows: torch.Tensor, ids: np.ndarray) -> None:
 
 
 def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[DenseEntry]:
-    """The places of weights that change; raises InvalidInputError for what does not fit."""
+    """Places of the dense weights that change; raises InvalidInputError for one that does not fit.
+    """
     what = "cannot change published weights"
     entries = [e for e in layout.dense if e.key in dense]
     unknown = sorted(set(dense) - {e.key for e in entries})
@@ -89,8 +90,10 @@ def changed_entries(layout: Layout, dense: Mapping[str, torch.Tensor]) -> list[D
 
 
 def check_dense(entry: DenseEntry, dense: Mapping[str, torch.Tensor]) -> None:
-    """Raise InvalidInputError unless a weight of this shape and type is there, and no number of
-    it is nan (an infinite one may be a mask's)."""
+    """Raise InvalidInputError unless a dense weight has the right shape and type and no NaN.
+
+    Infinite numbers are allowed, since a mask may hold them.
+    """
     value = dense.get(entry.key)
     found = None if value is None else (str(value.dtype).removeprefix("torch."),
                                         tuple(value.shape))

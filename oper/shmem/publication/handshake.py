@@ -1,7 +1,7 @@
-"""How a reader of published tables finds its publisher, and what it is told first.
+"""The handshake by which a reader of published tables finds its publisher.
 
-A publisher listens on an abstract socket of its user. It sends `HANDSHAKE`, the descriptors of
-its segments, and a text.
+A publisher listens on an abstract socket of its user. It sends `HANDSHAKE`, the descriptors of its
+segments, and a text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RETRY_S = 0.02
 
 
 def check_name(name: str) -> str:
-    """`name`; raises InvalidInputError unless it can name a publication."""
+    """Check that a text can name a publication and return it; raises InvalidInputError if not."""
     allowed = isinstance(name, str) and 1 <= len(name) <= 64 and all(
         c.isascii() and (c.isalnum() or c in "._-") for c in name)
     if not allowed:
@@ -32,12 +32,12 @@ def check_name(name: str) -> str:
 
 
 def socket_name(name: str) -> str:
-    """The abstract socket of this user's publication of that name."""
+    """Name of the abstract socket of this user's publication `name`."""
     return f"\0oper-publication-{os.getuid()}-{name}"
 
 
 def connect(name: str, timeout_s: float) -> socket.socket:
-    """A connection to this user's publisher of that name; raises OperError."""
+    """Connect to this user's publisher of that name; raises OperError if there is none."""
     deadline = time.monotonic() + timeout_s
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -58,7 +58,7 @@ def connect(name: str, timeout_s: float) -> socket.socket:
 
 
 def receive_handshake(connection: socket.socket) -> tuple[str, list[int]]:
-    """What a publisher says first, and the descriptors of its segments."""
+    """Receive a publisher's handshake text and the descriptors of its segments."""
     try:
         head, fds, _, _ = socket.recv_fds(connection, HANDSHAKE.size, _MAX_FDS)
         parts, size = [], 0

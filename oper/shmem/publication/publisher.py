@@ -1,9 +1,9 @@
 """The publishing side of read-only tables: two buffers, an epoch, a thread that accepts readers.
 
-Segments are anonymous memory files, so that nothing is left when the publisher and its readers are
-gone, however they ended. Readers get descriptors that cannot be written through. The connection
-over which a reader got them stays open as long as it lives: its end, which the kernel brings about
-even after SIGKILL, frees the reader's place.
+Segments are anonymous memory files, so nothing remains when publisher and readers have ended,
+however they ended. Readers get read-only descriptors. The connection over which a reader got them
+stays open as long as it lives; when it closes, which the kernel ensures even after SIGKILL, the
+reader's place is freed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SEND_S = 10.0  # that a reader may take to accept its handshake
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """Changes of rows and of weights beside the tables, checked, as they are stored."""
+    """Checked changes of rows and dense weights, in their stored form."""
 
     writes: list[Write]
     dense: list[tuple[DenseEntry, torch.Tensor]]
@@ -71,9 +71,9 @@ class Publisher:
     """Tables and dense weights of a model, in memory that readers of this host share.
 
     Args:
-        name: by which readers find it (`oper.shmem.publication.handshake.check_name`).
+        name: the name by which readers find it (`oper.shmem.publication.handshake.check_name`).
         plan: the tables, placed on memory domains: one rank per NUMA node, in order.
-        dense: weights beside the tables; their shapes and dtypes are fixed here.
+        dense: the dense weights; their shapes and dtypes are fixed from here on.
         keep_spare: keep the memory of the buffer that is not read, for the next publication.
         checksum: write checksums that `Reader.verify` compares.
 
@@ -81,7 +81,7 @@ class Publisher:
         page_kind: pages of the tables: ``"4KiB"`` or ``"2MiB"`` (or a mix in per cent).
 
     Raises:
-        OperError: no memory, or another publisher of this user has the name.
+        OperError: memory does not suffice, or another publisher of this user has the name.
     """
 
     def __init__(self, name: str, plan: Plan, dense: Mapping[str, torch.Tensor],
@@ -104,8 +104,10 @@ class Publisher:
 
     @property
     def epoch(self) -> int:
-        """Number of the last weights, 0 = none yet: grows by one where all of them are replaced, by
-        two where some are changed in place."""
+        """Number of the present weights, 0 = none yet.
+
+        It grows by one when all weights are replaced, by two when some are changed in place.
+        """
         self._check_open()
         return self._state.epoch
 
@@ -128,15 +130,15 @@ class Publisher:
             rows: by table name, (first id, rows) in any order and number, which must cover the
                 table: floats [n, dim], or uint8 [n, bytes of a row] for tables of codes that have
                 one type.
-            dense: the weights beside the tables, of the shapes and dtypes of the first time.
+            dense: the dense weights, of the shapes and dtypes given at creation.
             timeout_s: how long to wait for readers of the epoch before the last.
 
         Returns:
             The new epoch.
 
         Raises:
-            InvalidInputError: weights that do not fit; readers go on with the old epoch.
-            DeadlineError: a reader does not leave that buffer; likewise.
+            InvalidInputError: weights do not fit; readers go on with the old epoch.
+            DeadlineError: a reader does not leave that buffer; as above.
         """
         self._check_open()
         state = self._state
@@ -165,10 +167,10 @@ class Publisher:
 
         Args:
             rows: by table name, ids int64 [n], each once, and their rows as for `publish_rows`.
-            dense: weights beside the tables; those that are not there stay.
+            dense: dense weights that change; the others stay.
 
         Raises:
-            InvalidInputError: changes that do not fit.
+            InvalidInputError: a change does not fit.
         """
         self._check_open()
         layout = self.layout
@@ -191,16 +193,16 @@ class Publisher:
     def commit(self, prepared: Prepared, timeout_s: float = 1.0) -> int:
         """Change rows and weights of the last epoch in place, at once for every reader.
 
-        Readers that are under way end with the old epoch first; those that come meanwhile wait for
-        the copy of the rows. There is no second copy of the tables. Checksums are those of whole
-        publications only.
+        Readers inside a lookup finish with the old epoch first; those that begin meanwhile wait
+        while the rows are copied. There is no second copy of the tables. Only whole publications
+        have checksums.
 
         Args:
-            prepared: what `prepare_rows` has made.
-            timeout_s: how long to wait for readers that are under way; others wait as long.
+            prepared: the result of `prepare_rows`.
+            timeout_s: how long to wait for readers inside a lookup; other readers wait meanwhile.
 
         Returns:
-            The new epoch: the last one and two, as a buffer holds every other epoch.
+            The new epoch: two more than the last, since a buffer holds every other epoch.
 
         Raises:
             InvalidInputError: nothing was published yet.

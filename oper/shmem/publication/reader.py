@@ -1,10 +1,11 @@
 """Read-only tables that any number of processes of a host map: how they are read.
 
 A publisher (`oper.shmem.publication.publisher`) writes all tables and dense weights of a model into
-one of two buffers and then moves an epoch on; epoch e lies in buffer e % 2. A reader counts itself
-in before it reads and out afterwards (csrc/bindings/publication.cpp), so that all it reads in
-between is of one epoch, and the publisher overwrites a buffer only when nobody is counted there. A
-reader waits for nobody, but for the copying of rows where some of them are changed in place. """
+one of two buffers and then increments the epoch; epoch e lies in buffer e % 2. A reader counts
+itself in before it reads and out afterwards (csrc/bindings/publication.cpp), so everything it reads
+in between is of one epoch, and the publisher overwrites a buffer only when no reader is counted
+there. A reader never waits, except while rows are copied for a change in place.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ _CHANGE_S, _PAUSE_S = 30.0, 5e-5  # to wait for rows that are changed in place, 
 
 
 class PublishedTables(BufferRows):
-    """The tables of one collection in one buffer; lookups within a `Reader.pinned` block.
+    """The tables of one collection in one buffer; look them up within a `Reader.pinned` block.
 
     Args:
         reader: the attached reader.
@@ -75,15 +76,15 @@ class PublishedTables(BufferRows):
 
     @property
     def epoch(self) -> int:
-        """The epoch that this thread reads, within a `Reader.pinned` block."""
+        """The epoch that this thread reads; valid within a `Reader.pinned` block."""
         return self._reader.check_pinned(self._buffer)
 
     def lookup(self, batch: Lookup) -> torch.Tensor:
         """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D].
 
         Raises:
-            InvalidInputError: an id out of range, or lengths that do not fit the ids.
-            OperError: outside of a `Reader.pinned` block of this buffer's epoch.
+            InvalidInputError: an id is out of range, or lengths do not add up to the ids.
+            OperError: called outside of a `Reader.pinned` block of this buffer's epoch.
         """
         batch = self._checked(batch)
         if batch.ids.numel() == 0 and not (batch.pooled and batch.batch_size) \
@@ -97,16 +98,17 @@ class PublishedTables(BufferRows):
         return out
 
     def lookup_interaction(self, batch: Lookup, dense: torch.Tensor) -> torch.Tensor:
-        """DLRM's dot interaction of pooled embeddings and a dense row, without writing the former.
+        """DLRM's dot interaction of pooled embeddings and a dense row, without storing the
+        embeddings.
 
         Args:
-            batch: pooled; all tables have one dim D.
+            batch: pooled; all tables have the same dim D.
             dense: float32 [B, D], contiguous.
 
         Returns:
             float32 [B, D + F * (F + 1) / 2]: the dense row, then the dot products of the pairs
             (i, j), i < j, of the rows dense, feature 0, feature 1, ...: (0, 1), (0, 2), ...,
-            (1, 2), ... Those of a sample do not depend on its batch.
+            (1, 2), ... The products of a sample do not depend on the rest of the batch.
 
         Raises:
             InvalidInputError, OperError: as `lookup`.
@@ -124,15 +126,18 @@ class PublishedTables(BufferRows):
     def lookup_shared_interaction(
             self, batch: Lookup, dense: torch.Tensor, first: torch.Tensor,
             shared_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`lookup_interaction` of samples that have features in common, as the candidates of a user
-        have his; bit-equal products, of which those that are equal for his samples come once.
+        """`lookup_interaction` of samples with shared features, such as candidates that share a
+        user's.
+
+        The products are equal bit for bit; those that all samples of a user share are returned
+        once.
 
         Args:
-            batch, dense: as there.
-            first: int64 [B]; samples of a user come one after another, and this is the first of
-                them, whose bags of the shared features are looked up for all.
-            shared_keys: bool [num_keys], which keys of the batch these are, at least one of a
-                feature; bags of other samples are not read and may be empty.
+            batch, dense: as for `lookup_interaction`.
+            first: int64 [B]; the first sample of each sample's user; a user's samples are
+                consecutive, and the shared features of the first are looked up for all.
+            shared_keys: bool [num_keys], which keys of the batch are shared; their bags in a user's
+                other samples are not read and may be empty.
 
         Returns:
             The pairs of the S shared features, float32 [U, S * (S - 1) / 2] for U users; float32
@@ -173,11 +178,11 @@ class PublishedTables(BufferRows):
         return self.bounds.repair(batch)
 
     def resolve(self, batch: Lookup) -> Lookup:
-        """The batch as it is: its epoch is chosen when it is looked up."""
+        """The batch, unchanged: its epoch is chosen at its lookup."""
         return batch
 
     def publish(self) -> None:
-        """Nothing to do: rows are written by the publisher."""
+        """Nothing to do, since the publisher writes the rows."""
         raise OperError("cannot write published tables", "tables", list(self.specs)[:8],
                         "tables of a trainer", "publish new weights from the trainer")
 
@@ -187,12 +192,14 @@ class PublishedTables(BufferRows):
 
 
 def shared_pairs(dim: int, is_shared: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """Where `lookup_interaction` has what `lookup_shared_interaction` returns for the users and for
-    the samples: columns, in the latter's order.
+    """Map columns of `lookup_interaction` to the results of `lookup_shared_interaction`.
 
     Args:
-        dim: of the rows.
-        is_shared: of each feature.
+        dim: dimension of the rows.
+        is_shared: whether each feature is shared.
+
+    Returns:
+        Columns of the former that make up the result per user, and the result per sample, in order.
     """
     num_rows = len(is_shared) + 1
     rows = list(enumerate([False, *is_shared]))
@@ -214,19 +221,19 @@ class Reader:
     """A process's view of a publication.
 
     Args:
-        name: the publication's.
+        name: name of the publication.
         timeout_s: how long to wait for a publisher of that name.
-        domain: memory domain that rows are read from first; by default the one of this process's
+        domain: memory domain that rows are read from first; by default that of this process's
             processors.
 
     Attributes:
         name, domain: as given.
-        layout: what is published.
+        layout: layout of the published tables.
         addresses: int [2][D], the domains' segments of both buffers, mapped read-only.
-        publisher_pid: who publishes.
+        publisher_pid: process id of the publisher.
 
     Raises:
-        OperError: no publisher of that name and user, or it has no room for another reader.
+        OperError: there is no publisher of that name and user, or it cannot take another reader.
     """
 
     def __init__(self, name: str, timeout_s: float = 10.0, domain: int | None = None) -> None:
@@ -300,7 +307,7 @@ class Reader:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[int]:
-        """Everything read inside, on this thread, is of one epoch, which is given; nests."""
+        """A block in which this thread reads one epoch, whose number it yields; may be nested."""
         epoch = getattr(self._pins, "epoch", None)
         if epoch is not None:
             yield epoch
@@ -348,7 +355,7 @@ class Reader:
 
     @property
     def publisher_alive(self) -> bool:
-        """Whether the publisher still runs; without it the last epoch stays."""
+        """Whether the publisher still runs; without it the last epoch stays readable."""
         try:
             return self._connection.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
@@ -364,14 +371,14 @@ class Reader:
         return magic, version, epoch, num_bytes
 
     def dense(self, buffer: int) -> dict[str, torch.Tensor]:
-        """The weights beside the tables, as views of a buffer; never write them."""
+        """The dense weights, as views of a buffer; never write to them."""
         return {e.key: dense_view(self._dense[buffer], e) for e in self.layout.dense}
 
     def verify(self) -> int:
         """Compare the current epoch with its checksums; returns the epoch.
 
         Raises:
-            FileFormatError: something differs, or the publisher wrote no checksums.
+            FileFormatError: a segment differs, or the publisher wrote no checksums.
         """
         with self.pinned() as epoch:
             buffer = epoch & 1

@@ -1,4 +1,4 @@
-"""What a publisher holds: two buffers, mapped writable, and the control block that readers see."""
+"""The state of a publisher: two writable buffers, and the control block that readers see."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FREE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class Buffer:
-    """One of the two: its segments, mapped writable."""
+    """One of the two buffers: its segments, mapped writable."""
 
     def __init__(self, layout: Layout, nodes: Sequence[numa.Node]) -> None:
         self.sizes = [*layout.segment_bytes, layout.dense_bytes]
@@ -41,7 +41,7 @@ class Buffer:
             raise
 
     def give_back(self) -> None:
-        """Return the pages to the system; the mappings stay."""
+        """Return the buffer's pages to the system; the mappings remain."""
         if self.is_filled:
             libc = ctypes.CDLL(None, use_errno=True)
             for fd, size in zip(self.fds, self.sizes, strict=True):
@@ -50,7 +50,7 @@ class Buffer:
             self.is_filled = False
 
     def held_bytes(self) -> int:
-        """Memory behind the segments."""
+        """Bytes of memory in use by the segments."""
         return sum(os.fstat(fd).st_blocks * 512 for fd in self.fds)
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ def _bind(address: int, num_bytes: int, node: int) -> None:
 
 
 class State:
-    """What the publisher and its acceptor share, and what is to be released."""
+    """State that the publisher shares with its acceptor thread, and resources to release."""
 
     def __init__(self, layout: Layout, nodes: list[numa.Node]) -> None:
         self.layout = layout
