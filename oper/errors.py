@@ -22,7 +22,7 @@ class InvalidInputError(OperError, ValueError):
 
 
 class UsageError(InvalidInputError):
-    """What stands on a command line is out of range or contradicts itself; the exit code is 2."""
+    """A command line has a value out of range or contradicts itself; the exit code is 2."""
 
 
 class FileFormatError(OperError, ValueError):
@@ -34,7 +34,8 @@ class PlanError(OperError, ValueError):
 
 
 class PlanInfeasibleError(PlanError):
-    """No plan fits the topology; names need and capacity per rank and the smallest relaxation."""
+    """No plan fits the topology; names need and capacity per rank and the smallest change that
+    makes one fit."""
 
 
 class MissingDependencyError(OperError, ImportError):
@@ -71,13 +72,13 @@ def fail(what: str, name: str, value: object, expected: str, todo: str) -> str:
 
 
 def require(what: str, todo: str, *checks: tuple[str, object, bool, str]) -> None:
-    """Raise InvalidInputError for the first (name, value, is right, expected) that is not right."""
+    """Raise InvalidInputError for the first (name, value, is valid, expected) that is not valid."""
     for name, value, is_right, expected in checks:
         if not is_right:
             raise InvalidInputError(what, name, value, expected, todo)
 
 
 def require_fields(of: object, what: str, todo: str, *checks: tuple[str, bool, str]) -> None:
-    """`require` for fields of an object: (name, is right, expected)."""
+    """As `require`, for fields of an object: (name, is valid, expected)."""
     require(what, todo, *((name, getattr(of, name), is_right, expected)
                           for name, is_right, expected in checks))

@@ -26,7 +26,7 @@ def analyze_folder(
     """Exact access statistics of the training part, with its time buckets.
 
     Presence is measured on sampled windows (see `PresenceSampler`), everything else on all ids. Raw
-    ids are counted as `KeyCounter` does: which of them are hot is not kept, how many are is.
+    ids are counted by `KeyCounter`, which keeps how many of them are hot, but not which.
 
     Args:
         path: a folder that preprocessing wrote.
@@ -34,8 +34,8 @@ def analyze_folder(
         show_progress: a progress bar on stderr.
 
     Raises:
-        FileFormatError: not a preprocessed folder, a damaged part, missing columns or rows, an id
-            out of range.
+        FileFormatError: the folder is not a preprocessed one, a part is damaged, columns or rows
+            are missing, or an id is out of range.
     """
     folder = Folder.open(path, allow_raw=True)
     counters = _counters(folder, options or CountOptions())

@@ -1,4 +1,4 @@
-"""Arrays of a job's own files, written so that a full disk is told for what it is, and of Arrow."""
+"""Arrays in a job's own files, whose writing reports a full disk as such, and Arrow arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save(file: BinaryIO | Path, array: np.ndarray) -> None:
 
 
 def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether in Fortran's order, and type of the ``.npy`` array that begins here."""
+    """Shape, whether in Fortran order, and dtype of the ``.npy`` array at the file's position."""
     version = np.lib.format.read_magic(file)
     read = (np.lib.format.read_array_header_1_0 if version == (1, 0)
             else np.lib.format.read_array_header_2_0)
@@ -29,20 +29,21 @@ def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def lists(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
-    """An Arrow array of lists of so many values each, int [n]."""
+    """An Arrow array of lists, list k with `lengths[k]` (int [n]) of the values in turn."""
     offsets = np.zeros(lengths.size + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def places_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Places of ranges that begin at `starts` [n] and have `lengths` int [n], one after the other,
-    int64 [sum of lengths]."""
+    """Concatenated indices of ranges that begin at `starts` [n] with `lengths` int [n]; int64 [sum
+    of lengths]."""
     return np.arange(int(lengths.sum())) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
 
 
 def as_numpy(array: pa.Array) -> np.ndarray:
-    """Integers, or bytes of a fixed width (zero bytes never occur inside values)."""
+    """Convert an Arrow array to integers, or to bytes of a fixed width (values contain no zero
+    bytes)."""
     if not pa.types.is_binary(array.type):
         return array.to_numpy(zero_copy_only=False)
     offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset:][:len(array) + 1]

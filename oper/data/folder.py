@@ -43,16 +43,16 @@ def _whole(name: str, value: Any, least: int, most: int = (1 << 63) - 1) -> int:
 
 
 def read_manifest(folder: Path, what: str, todo: str, *kinds: tuple[str, int]) -> dict[str, Any]:
-    """The manifest of a folder, of one of some kinds and versions.
+    """Read the manifest of a folder, which must have one of the given kinds and versions.
 
     Args:
         folder: its folder.
         what: how an error begins.
-        todo: what to do where there is none.
-        kinds: kinds and versions that are read.
+        todo: the remedy if there is none.
+        kinds: accepted kinds and versions.
 
     Raises:
-        FileFormatError: there is none, or it is damaged or another one.
+        FileFormatError: there is none, it is damaged, or of another kind or version.
     """
     try:
         manifest = read_json(folder / MANIFEST, what)
@@ -71,7 +71,7 @@ class Folder:
 
     Attributes:
         path: the folder.
-        manifest: what it holds (JSON-able).
+        manifest: its contents, as values that JSON can hold.
         label: name of the label column.
         dense: names of the dense columns.
         sparse: names of the sparse columns, one table each, of the same name.
@@ -79,11 +79,10 @@ class Folder:
         num_rows: rows of each table, in the order of `sparse`; empty where ids are raw.
         rows: rows of the log by split.
         multi_hot: those of `sparse` that hold a bag of ids per row.
-        missing_ids: by name of a sparse column the id of a missing field; 0 where missing fields
-            have no id of their own and share row 0 with rare and unseen values (hashed columns:
-            with nothing else).
-        raw_ids: whether ids are raw 64-bit keys, for dynamic tables, in the place of row numbers.
-        part_sizes: by ``SPLIT/FILE`` the bytes and rows of the Parquet files.
+        missing_ids: id of a missing field by sparse column; 0 where missing fields share row 0 with
+            rare and unseen values (in hashed columns row 0 is theirs alone).
+        raw_ids: whether ids are raw 64-bit keys, for dynamic tables, instead of row numbers.
+        part_sizes: bytes and rows of each Parquet file, by ``SPLIT/FILE``.
         row_group_rows: rows of every row group but a file's last.
         time: name of the column of times, int64 seconds since 1970; empty for a log without times.
     """
@@ -112,9 +111,9 @@ class Folder:
             allow_raw: whether its ids may be raw.
 
         Raises:
-            FileFormatError: no manifest, a manifest of another kind or version, or an incomplete
-                one.
-            InvalidInputError: a URL, or raw ids where row numbers are needed.
+            FileFormatError: there is no manifest, or it is incomplete or of another kind or
+                version.
+            InvalidInputError: the path is a URL, or the ids are raw but row numbers are needed.
         """
         check_local(path)
         folder = Path(path)
@@ -159,7 +158,7 @@ class Folder:
 
     @property
     def ids_in_hotness_order(self) -> bool:
-        """Whether ids were dealt by count, descending, after row 0."""
+        """Whether ids after 0 were assigned by descending count."""
         return bool(self.manifest.get("ids_in_hotness_order", False))
 
     @property
@@ -173,7 +172,8 @@ class Folder:
 
         Args:
             dim: columns.
-            num_rows: rows of each table where ids are raw, which do not tell.
+            num_rows: rows of each table if ids are raw, since the folder then does not determine
+                them.
             fields: other fields of TableSpec.
         """
         return tuple(TableSpec(name, rows, dim, (name,), **fields) for name, rows in zip(
@@ -205,7 +205,7 @@ class Folder:
         return file
 
     def read_part(self, path: Path, columns: tuple[str, ...]) -> pa.Table:
-        """The columns of one part; raises FileFormatError where it lacks one or is damaged."""
+        """The columns of one part; raises FileFormatError if it lacks one or is damaged."""
         file = self.open_part(path, columns)
         with reading(path):
             return file.read(columns=list(columns))
@@ -213,7 +213,7 @@ class Folder:
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What pyarrow raises on damaged pages of a part, as FileFormatError."""
+    """Turn pyarrow's errors about damaged pages of a part into FileFormatError."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

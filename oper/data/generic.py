@@ -17,22 +17,22 @@ GENERIC = ("csv", "parquet")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Columns of a file of one's own.
+    """The user's choice of columns of a file.
 
     Attributes:
-        sparse: names of the id columns; ``NAME:c`` for fields that hold several ids with the
-            character c between them, ``NAME:PARSE`` for ids that are no texts (see
-            `oper.data.recipe.Column`), ``NAME:bins=18/30`` for numbers by their bins. In Parquet
-            files ids are integers, texts or lists of these.
+        sparse: names of the id columns; ``NAME:c`` for fields of several ids separated by the
+            character c, ``NAME:PARSE`` for ids that are not texts (see `oper.data.recipe.Column`),
+            ``NAME:bins=18/30`` for numbers by their bins. In Parquet files ids are integers, texts
+            or lists of these.
         label: a column of 0 and 1; None = none.
         dense: number columns; ``NAME:log1p`` transforms one.
         time: a time column to split by; None = the order of the rows.
         time_format: ``"unix"``, ``"unix_ms"``, ``"iso"`` or ``"iso_zone"``.
-        separator: of CSV files.
+        separator: field separator of CSV files.
         filter: see `oper.data.recipe.Layout`.
-        threshold: the label is 1 for numbers from here on.
+        threshold: the label is 1 for numbers at or above this one.
         among: the label is 1 for these texts.
-        encoding: of CSV files, ``"utf-8"`` or ``"latin-1"``.
+        encoding: encoding of CSV files, ``"utf-8"`` or ``"latin-1"``.
         join: a side table to add columns of: its file; CSV with a header, or Parquet.
         join_on: the id column that its rows are found by, ``NAME`` or ``NAME=NAME_IN_FILE``.
         join_sparse, join_dense: columns to add, as `sparse` and `dense`.
@@ -105,7 +105,7 @@ def _form(kind: str, separator: str, encoding: str) -> dict[str, Any]:
 
 
 def file_layout(kind: str, separator: str, encoding: str) -> Layout:
-    """The layout of files of which no column is chosen yet."""
+    """The layout of files before any columns are chosen."""
     return Layout(kind, (), **_form(kind, separator, encoding))
 
 
@@ -146,7 +146,7 @@ def _cross(what: str, text: str) -> dict[str, Any]:
 
 
 def check_generic_inputs(kind: str, inputs: Sequence[str]) -> None:
-    """Say what to do about files that are not of `kind`; raises InvalidInputError."""
+    """Raise InvalidInputError, with a remedy, for files that are not of `kind`."""
     files = [name for name in inputs if not store.is_pipe(name)]
     for path in expand_inputs(files) if files else []:
         found = "parquet" if is_parquet(path) else "csv"

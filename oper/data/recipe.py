@@ -33,13 +33,13 @@ class Column:
         name: its name in the output.
         kind: ``"label"``, ``"dense"``, ``"sparse"``, ``"time"`` or ``"skip"``.
         parse: a label is ``"binary"`` (0 or 1), ``"threshold"`` (1 for numbers >= `threshold`) or
-            ``"among"`` (1 for the texts in `positive`). Numbers are ``"int"`` (decimal) or
-            ``"float"``; ids ``"hex32"`` (8 lower-case hexadecimal digits), ``"uint32"``,
-            ``"uint64"``, ``"int"`` (decimal, of that many bits), ``"integral"`` (decimal, also
-            written 17850.0), ``"string"``, or ``"bins"`` (numbers by the bin of `bins` that they
-            fall into). Times are ``"unix"`` (seconds), ``"unix_ms"``,
-            ``"iso"`` (ISO 8601 without a zone, taken as UTC), ``"iso_zone"`` or ``"yymmddhh"``.
-        transform: of a dense column: ``"log1p"`` = log(1 + max(x, 0)), or ``"none"``.
+            ``"among"`` (1 for texts in `positive`). Numbers are ``"int"`` (decimal) or ``"float"``;
+            ids ``"hex32"`` (8 lower-case hexadecimal digits), ``"uint32"``, ``"uint64"``, ``"int"``
+            (decimal, of that many bits), ``"integral"`` (decimal, also written 17850.0),
+            ``"string"``, or ``"bins"`` (a number's bin among `bins`). Times are ``"unix"``
+            (seconds), ``"unix_ms"``, ``"iso"`` (ISO 8601 without a zone, taken as UTC),
+            ``"iso_zone"`` or ``"yymmddhh"``.
+        transform: transform of a dense column, ``"log1p"`` = log(1 + max(x, 0)), or ``"none"``.
         source: names that the column has in files with a header; its own name by default.
         missing: texts that stand for a missing field besides the empty one.
         threshold: see `parse`.
@@ -70,7 +70,7 @@ class Layout:
     """One form in which a data set's files come.
 
     Attributes:
-        name: to ask for it by.
+        name: its name, by which it can be requested.
         columns: in the order of the file; with a header they are found by name.
         format: ``"text"`` (delimited lines), ``"jsonl"`` (one JSON object per line), ``"bags"``
             (one user's items per line), ``"parquet"`` or ``"npy"`` (arrays of the MLPerf chain).
@@ -80,9 +80,9 @@ class Layout:
         escape: character before a quote inside quotes; empty = a quote is doubled.
         encoding: of the text.
         first: what the first number of a line of bags is: ``"count"``, ``"user"`` or ``"item"``.
-        ask: never chosen by looking at a file, because another layout looks alike.
-        filter: of Parquet files and text: only rows for which all conditions ``COLUMN OP VALUE``
-            hold are of the log, OP being ==, !=, <, <=, > or >=; a missing field fulfils none. In
+        ask: only used on request, never detected, because files of another layout look the same.
+        filter: of Parquet files and text: only rows that fulfil all conditions ``COLUMN OP VALUE``
+            belong to the log, OP being ==, !=, <, <=, > or >=; a missing field fulfils none. In
             text without a header the columns are those of the recipe.
     """
 
@@ -109,10 +109,10 @@ class Join:
 
     Attributes:
         file: the table; it is held in memory.
-        key: the sparse column of the log that its rows are found by, each at most once. A row of
-            the log whose key it lacks has missing fields.
-        layout: of the file. Its sparse column called `key` has the keys, its other sparse and dense
-            columns are added to the log's.
+        key: the sparse column of the log by which rows of the table are found; a key occurs there
+            at most once. Rows of the log whose key is not in the table get missing fields.
+        layout: layout of the file. Its sparse column named `key` has the keys, its other sparse and
+            dense columns are added to the log's.
     """
 
     file: str
@@ -130,8 +130,8 @@ class Cross:
     """A sparse column whose values are hashes of the values of others, taken together.
 
     Attributes:
-        name: of the column.
-        of: sparse columns of one id each.
+        name: name of the column.
+        of: the crossed sparse columns, each with one id per row.
         rows: number of different hashes.
     """
 
@@ -146,13 +146,13 @@ class Recipe:
 
     Attributes:
         name: the data set.
-        title: for a person.
+        title: title for display.
         layouts: forms of its files; all have the same label, dense and sparse columns.
-        by: ``"rows"``: the log is in order of time and cut by row numbers; ``"time"``: cut where
-            the time column says, rows put in order of time.
+        by: ``"rows"``: the log is in order of time and cut by row numbers; ``"time"``: cut by the
+            time column, with rows put in order of time.
         valid: share of the rows, at the end, that is the validation part.
-        test: share after that; the test part.
-        buckets: time buckets of equally many rows, or of equal spans of time.
+        test: share after that which is the test part.
+        buckets: number of time buckets, with equal numbers of rows or equal spans of time.
         bucket_seconds: length of a time bucket instead (by time), from midnight UTC.
         bucket_column: name of the bucket's column in the output.
         min_count: values seen less often in the training part share row 0.
@@ -197,7 +197,7 @@ class Recipe:
 
     @property
     def label(self) -> str:
-        """Name of the label column; a log without one gets a column of ones."""
+        """Name of the label column; a log without labels gets a column of ones."""
         return (*self.names("label"), "label")[0]
 
     @property
@@ -235,8 +235,8 @@ def load_recipe(name_or_path: str) -> Recipe:
     """The recipe of a data set by name, or from a TOML file.
 
     Raises:
-        InvalidInputError: no such recipe, or a file that is not one.
-        FileFormatError: a file that is not TOML.
+        InvalidInputError: there is no such recipe, or the file is not a recipe.
+        FileFormatError: the file is not TOML.
     """
     path = Path(name_or_path)
     if path.suffix != ".toml":
@@ -259,7 +259,7 @@ _LAYOUT_KEYS = {"format", "separator", "header", "quote", "escape", "encoding", 
 
 
 def recipe_from_dict(value: dict[str, Any], what: str = "invalid recipe") -> Recipe:
-    """The recipe of a parsed TOML file; raises InvalidInputError on unknown or bad fields.
+    """The recipe of a parsed TOML file; raises InvalidInputError for unknown or invalid fields.
 
     The file holds ``name`` and either ``column`` tables, for files of one layout, or ``layout``
     tables, each with a name and columns of its own.
@@ -328,7 +328,7 @@ _CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>)\s*(.*?)\s*")
 
 
 def condition(text: str) -> tuple[str, str, str] | None:
-    """Column, operator and value of a filter's condition; None where it is none."""
+    """Column, operator and value of a filter's condition; None if the text is not a condition."""
     found = _CONDITION.fullmatch(text)
     return (found[1], found[2], found[3]) if found else None
 

@@ -24,16 +24,18 @@ from oper.train.reference import SparseTableOptimizer
 class Engine:
     """A model that can be trained and evaluated.
 
-    The model's ``forward(batch)`` gives a loss [] and something else: ``(loss, logits, labels)`` of
-    a ``DLRMTrain``, the named parts of the loss of a recommender.
+    The model's ``forward(batch)`` returns a loss [] and a second value: ``(loss, logits, labels)``
+    of a ``DLRMTrain``, the named parts of the loss of a recommender.
 
     Attributes:
-        module: what a training step calls, wrapped for data parallelism where there are ranks.
+        module: the module that a training step calls, wrapped for data parallelism if there are
+            several ranks.
         bare: the same model for evaluation, without DistributedDataParallel.
-        optimizers: what steps after the backward pass; sharded tables are updated within it.
+        optimizers: the optimizers that step after the backward pass; sharded tables are updated
+            within it.
         collective: whether evaluation needs all ranks.
         guard: `TrainConfig.guard`.
-        num_steps: made so far.
+        num_steps: number of steps made so far.
     """
 
     module: nn.Module
@@ -44,7 +46,7 @@ class Engine:
     num_steps: int = 0
 
     def step(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        """One training step; returns what the model's forward gives. Collective."""
+        """One training step; returns the result of the model's forward. Collective."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss, rest = self.module(batch)
@@ -85,8 +87,9 @@ def make_engine(model: nn.Module, config: TrainConfig,
 
     Args:
         model: with its tables in collections.
-        config: how it is run.
-        stats: access statistics, called for where the configuration names none (``"oper"`` only).
+        config: how to run it.
+        stats: function that returns access statistics, called if the configuration names none (only
+            for ``"oper"``).
     """
     if config.sharding == "oper":
         given = {} if config.stats or config.plan or stats is None else {"stats": stats()}
@@ -147,7 +150,7 @@ def with_torchrec(model: nn.Module, config: TrainConfig, sharding_types: Sequenc
     Args:
         model: unsharded.
         config: optimizers and batch size.
-        sharding_types: TorchRec's names of those that its planner may choose; all by default.
+        sharding_types: sharding types that TorchRec's planner may choose; all by default.
     """
     from torchrec.distributed.model_parallel import get_unwrapped_module
     from torchrec.distributed.planner import ParameterConstraints
@@ -175,12 +178,12 @@ def shard_by_torchrec(model: nn.Module, rule: Any, arguments: dict[str, float], 
     """TorchRec's ``DistributedModelParallel`` on CPU, and its ``ShardingPlan``. Collective.
 
     Args:
-        model: with its tables in TorchRec's collections; TorchRec draws their rows.
+        model: a model with its tables in TorchRec's collections; TorchRec initialises their rows.
         rule, arguments: optimizer of the tables, in the backward pass where TorchRec fuses it.
         batch_size: samples per rank, for its planner.
         constrain: ``ParameterConstraints`` of a table's configuration; none by default.
-        machine: what its planner is told of the machine (fields of its ``Topology``, bandwidths in
-            bytes per millisecond); by default that all ranks share a host.
+        machine: machine description for its planner (fields of its ``Topology``, bandwidths in
+            bytes per millisecond); by default all ranks share a host.
     """
     import torch.distributed as dist
     from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
@@ -231,7 +234,7 @@ def unfused_tables(sharded: nn.Module) -> list[nn.Parameter]:
 
 
 def need_group() -> Any:
-    """The default process group, made for a single process where there is none."""
+    """The default process group, created for a single process if there is none."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, metrics file, what happens on Ctrl-C, the saved state."""
+"""The training loop: steps, validation, metrics file, handling of Ctrl-C, saved state."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def train(config: TrainConfig, show_progress: bool = True, resume: bool = False
           ) -> dict[str, Any]:
     """Run one training. Collective over the default process group.
 
-    With `resume` it goes on from the checkpoint in ``config.out``, if there is one: with as many
-    ranks the numbers are those of a run without interruption, bit for bit.
+    With `resume` it continues from the checkpoint in ``config.out``, if there is one; with the same
+    number of ranks the results equal those of an uninterrupted run, bit for bit.
 
     Writes into ``config.out``, on rank 0: ``config.json`` (configuration, tables and versions),
     ``metrics.jsonl`` (one object per line) and ``state.pt`` (tensors by name, which the unsharded
@@ -208,7 +208,7 @@ class _Meter:
 
 
 class Interrupt:
-    """Turns Ctrl-C and SIGTERM into a wish that the loop reads; a second Ctrl-C is an exception."""
+    """Turns Ctrl-C and SIGTERM into a request that the loop reads; a second Ctrl-C raises."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -266,7 +266,7 @@ class _MetricsFile:
 
 
 def versions() -> dict[str, str]:
-    """Versions by package, of those that are installed."""
+    """Versions of the installed packages among those that matter, by name."""
     found = {"oper": __version__, "python": platform.python_version()}
     for name in ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

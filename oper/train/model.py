@@ -22,19 +22,18 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
     """An unsharded ``DLRMTrain``; equal arguments give equal weights.
 
     Args:
-        tables: the tables; their `dim` must be `config.dim`. They are called `table_name` of their
-            names.
+        tables: the tables; their `dim` must be `config.dim`. In the model their names are those of
+            `table_name`.
         num_dense: dense features.
         config: layer sizes.
-        seed: of the weights; sets torch's generator.
+        seed: seed of the weights; sets torch's generator.
         tables_on: ``"cpu"`` or ``"meta"``.
 
-    ``forward(batch) -> (loss, (loss, logits, labels))`` with batches of
-    `oper.data.Loader`.
+    ``forward(batch) -> (loss, (loss, logits, labels))`` with batches of `oper.data.Loader`.
 
     Raises:
         MissingDependencyError: TorchRec is not installed.
-        InvalidInputError: this process has no memory for the tables.
+        InvalidInputError: memory does not suffice for the tables.
     """
     try:
         from torchrec.models.dlrm import DLRMTrain
@@ -82,7 +81,8 @@ def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig) -> Any:
 
 
 def describe(tables: Sequence[TableSpec], num_dense: int) -> dict[str, Any]:
-    """What a server must know beside the configuration: tables and number of dense features."""
+    """Facts that a server needs in addition to the configuration: tables and number of dense
+    features."""
     return {"num_dense": num_dense, "tables": [
         {"name": t.name, "num_rows": t.num_rows, "features": list(t.features)} for t in tables]}
 
@@ -127,10 +127,10 @@ def save_state(path: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) 
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Read what `save_state` wrote; nothing but tensors is unpickled.
+    """Read a file of `save_state`; only tensors are unpickled.
 
     Raises:
-        FileFormatError: not such a file, or damaged.
+        FileFormatError: the file is not such a file, or is damaged.
     """
     what = f"cannot read {os.fspath(path)!r} as a trained state"
     state = load_archive(path, what)

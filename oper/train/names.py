@@ -1,4 +1,4 @@
-"""Names of tables inside a model: columns may be called anything, a model's parts may not."""
+"""Names of tables inside a model, which are more restricted than names of columns."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PROBE = nn.ModuleDict()
 
 
 def table_name(column: str) -> str:
-    """What the table of a column is called inside a model: the column's name where that can be.
+    """Name of a column's table inside a model: the column's name, if that is allowed there.
 
-    torch takes no dots, and no name that its containers use themselves, such as ``type`` or
-    ``items``. Dots become ``%2E``, a taken name gets ``_`` at its end; different columns keep
+    torch allows no dots, and no name that its containers use themselves, such as ``type`` or
+    ``items``. Dots become ``%2E``, and a reserved name gets a trailing ``_``; different columns get
     different names.
     """
     name = column
@@ -30,13 +30,13 @@ def table_name(column: str) -> str:
 
 
 def model_stats(path: str | os.PathLike[str]) -> AccessStats:
-    """A statistics file with tables named as in the model; errors as of `AccessStats.load`."""
+    """A statistics file with tables named as in the model; errors as for `AccessStats.load`."""
     stats = AccessStats.load(path)
     return replace(stats, tables={table_name(n): t for n, t in stats.tables.items()})
 
 
 def model_plan(path: str | os.PathLike[str]) -> Plan:
-    """A plan file with tables named as in the model; errors as of `Plan.load`."""
+    """A plan file with tables named as in the model; errors as for `Plan.load`."""
     plan = Plan.load(path)
     return replace(plan, tables=tuple(
         replace(t, table=replace(t.table, name=table_name(t.table.name))) for t in plan.tables))

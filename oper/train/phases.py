@@ -14,7 +14,7 @@ _BOUNDS = (*map(str, BUCKETS_US), "inf")
 
 
 def take_phases(tables: Sequence[ShardedTables]) -> torch.Tensor:
-    """What this rank's tables have counted since the last call, all together.
+    """Sum of the phase times counted by this rank's tables since the last call.
 
     Returns:
         float64 [6 * (1 + 24)], by phase the nanoseconds of all batches and the batches by bucket
@@ -28,11 +28,11 @@ def take_phases(tables: Sequence[ShardedTables]) -> torch.Tensor:
 
 
 def told(phases: torch.Tensor) -> dict[str, Any]:
-    """What `take_phases` gives, or a sum of it over ranks, as JSON-able values by phase.
+    """The result of `take_phases`, or its sum over ranks, as values that JSON can hold, by phase.
 
-    ``count`` batches took ``sum_s`` seconds; ``below_us`` says how many took less than so many
-    microseconds and not less than half of them (``"inf"``: the longest). Phases without a batch are
-    left out.
+    ``count`` batches took ``sum_s`` seconds; ``below_us`` maps an upper bound in microseconds to
+    the number of batches below it and not below half of it (``"inf"``: the longest). Phases without
+    a batch are left out.
     """
     found: dict[str, Any] = {}
     for name, row in zip(PHASES, phases.reshape(-1, 1 + len(_BOUNDS)).tolist(), strict=False):

@@ -1,6 +1,6 @@
 """The unsharded reference: tables as plain torch modules, updated by plain PyTorch.
 
-Shares no code with the sharded runtime, so that comparing the two means something.
+Shares no code with the sharded runtime, so that it is an independent reference.
 """
 
 from __future__ import annotations

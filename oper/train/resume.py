@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, and going on from the last one after a crash."""
+"""Checkpoints of a training run, and continuing from the last one after a crash."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def has_checkpoint(out: str | os.PathLike[str]) -> bool:
 
 
 def forget_checkpoint(out: str | os.PathLike[str]) -> None:
-    """Remove what an earlier run has left, from which this one must not go on after a crash."""
+    """Remove an earlier run's checkpoint, so that this run cannot continue from it after a crash.
+    """
     for suffix in ("", ".previous", ".saving", ".deltas"):
         folder = Path(out) / f"{CHECKPOINT}{suffix}"
         if folder.is_dir():
@@ -50,9 +51,10 @@ def forget_checkpoint(out: str | os.PathLike[str]) -> None:
 class Checkpoints:
     """Saves and restores everything that the next step depends on.
 
-    Tables and their optimizer states are saved in logical order, so that any number of ranks can go
-    on. The dense optimizer, which is the same on all ranks, is saved whole. What a step draws is
-    keyed by seed, rank and step (`oper.train.tasks`), so that there is no generator to save.
+    Tables and their optimizer states are saved in logical order, so any number of ranks can
+    continue. The dense optimizer, which is the same on all ranks, is saved whole. Random numbers of
+    a step depend only on seed, rank and step (`oper.train.tasks`), so there is no generator to
+    save.
 
     Raises:
         InvalidInputError: the model has no tables that OPER has sharded.
@@ -101,7 +103,7 @@ class Checkpoints:
                     _log.warning("%s", error)
 
     def after(self, step: int) -> None:
-        """Save what is due after so many steps. Collective."""
+        """Save whatever is due after this step. Collective."""
         config, self._step = self._config, step
         if self._survivors:
             self._survivors.mark()
@@ -131,8 +133,8 @@ class Checkpoints:
         """Load the last checkpoint; returns the steps that led to it. Collective.
 
         Raises:
-            InvalidInputError: the run has another order of samples than the saved one, or data that
-                numbers its rows differently, or other dynamic tables.
+            InvalidInputError: the run differs from the saved one in its order of samples, its
+                numbering of rows, or its dynamic tables.
         """
         what = f"cannot go on from {str(self._folder)!r}"
         self._check_dynamic(self._config.out, what)
@@ -157,7 +159,8 @@ class Checkpoints:
     def start_from(self, out: str | os.PathLike[str]) -> None:
         """Load another run's last checkpoint, whose tables may have had fewer rows. Collective.
 
-        Weights and optimizer states are taken; learning rates and the like are this run's own.
+        Weights and optimizer states are loaded; learning rates and other options stay those of this
+        run.
         """
         folder = Path(out) / CHECKPOINT
         self._check_dynamic(out, f"cannot start from {str(folder)!r}")
@@ -223,7 +226,7 @@ def _places(dynamic: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Drop lines of a metrics file that are behind a step: they will be written again."""
+    """Drop lines of a metrics file after a step, since they will be written again."""
     if not path.exists():
         return
     kept = []

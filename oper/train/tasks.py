@@ -1,4 +1,4 @@
-"""What is trained: a DLRM on a click log, or a recommender on users' interactions."""
+"""Training tasks: a DLRM on a click log, or a recommender on users' interactions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STATS_BATCHES = 64  # training batches that a recommender's access statistics a
 
 
 class Task(Protocol):
-    """What the training loop asks for.
+    """What the training loop needs of a task.
 
     Attributes:
         steps_per_epoch: global batches of an epoch.
@@ -41,7 +41,7 @@ class Task(Protocol):
     steps_per_epoch: int
 
     def about(self) -> dict[str, Any]:
-        """What is written beside the configuration (JSON-able)."""
+        """Facts to store with the configuration, as values that JSON can hold."""
 
     def engine(self) -> Engine:
         """The model, built and sharded. Collective."""
@@ -194,7 +194,8 @@ class RecommenderTask:
 
 
 def progress_bar(total: int, what: str, show: bool, done: int = 0) -> Any:
-    """A progress bar on stderr, of rank 0; `done` steps, of an earlier process, took no time."""
+    """A progress bar on stderr, of rank 0; `done` steps were made by an earlier process and do not
+    count in the speed."""
     terminal = sys.stderr.isatty()
     return tqdm(total=total, initial=done, desc=what, unit=" steps",
                 leave=terminal or what == "training", mininterval=0.2 if terminal else 10.0,

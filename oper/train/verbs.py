@@ -44,7 +44,7 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Run ``oper train``; raises OperError. 130 when it was interrupted."""
+    """Run ``oper train``; returns 130 if it was interrupted; raises OperError."""
     from oper.train.config import load_config, parse_settings
 
     flags: dict[str, Any] = {k: getattr(args, k) for k in _FLAGS if getattr(args, k) is not None}

@@ -1,4 +1,4 @@
-"""Who is compared on a cluster: OPER's plan, the plans of its peers, TorchRec, data parallelism."""
+"""The contenders on a cluster: OPER's plan, the plans of its peers, TorchRec, data parallelism."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _DENSE_S = 10.0  # DDP is left out where its gradients alone keep a link busy fo
 
 @dataclass(slots=True)
 class Contender:
-    """A contender, not built yet.
+    """A contender, before it is built.
 
     Attributes:
         name: for the record.
-        runtime: what executes it: ``"oper"``, ``"oper in parts"`` (`MicroBatchPipeline`),
-            ``"torchrec"`` or ``"torch"``.
-        plan: the plan, where OPER's runtime executes it.
-        predicted_ms: modelled step of its plan by OPER's cost model; None where there is none.
-        also: peers that propose the very same plan.
-        placed: where TorchRec has put the tables, once it is built.
+        runtime: the runtime that executes it: ``"oper"``, ``"oper in parts"``
+            (`MicroBatchPipeline`), ``"torchrec"`` or ``"torch"``.
+        plan: the plan, if OPER's runtime executes it.
+        predicted_ms: step of its plan by OPER's cost model; None if it has no such plan.
+        also: peers that propose the same plan.
+        placed: TorchRec's placement of the tables, once built.
     """
 
     name: str
@@ -63,13 +63,13 @@ class Contender:
 
     @property
     def key(self) -> Any:
-        """Equal for equal placements on one runtime."""
+        """A key that is equal for equal placements on the same runtime."""
         if self.plan is None:
             return self.name, *sorted((self.placed or {}).items())
         return self.runtime, placement_of(self.plan)
 
     def refusals(self) -> tuple[type[Exception], ...]:
-        """Errors by which its planner or runtime refuses a case. All others are errors of this
+        """Errors by which its planner or runtime refuses a case; all others are bugs of this
         program."""
         if self.runtime != "torchrec":
             return (OperError,)
@@ -79,13 +79,14 @@ class Contender:
 
     def build(self, work: Workload, objective: str, whole_model: bool, machine: Mapping[str, Any]
               ) -> tuple[Side, Any]:
-        """What is measured and, for TorchRec, the plan that `from_torchrec` reads. Collective.
+        """Build the side to measure and, for TorchRec, its plan as `from_torchrec` reads it.
+        Collective.
 
         Args:
             work: the workload.
             objective: ``"training"`` or ``"inference"``.
-            whole_model: a DLRM around the tables.
-            machine: what TorchRec's planner is told, see `planner_machine`.
+            whole_model: whether to build a DLRM around the tables.
+            machine: machine description for TorchRec's planner, see `planner_machine`.
         """
         if self.runtime == "torchrec":
             return build_torchrec(work, Dense() if whole_model else None,
@@ -105,12 +106,12 @@ class Contender:
 
 @dataclass(slots=True)
 class Planned:
-    """What rank 0 has found out.
+    """The result of planning, made on rank 0.
 
     Attributes:
         contenders: all that can run, OPER's plan first; plans that are equal are kept once.
         left_out: why a contender cannot run, by name.
-        lower_bound_ms: of OPER's certificate; None where its plan is not certified.
+        lower_bound_ms: OPER's certified lower bound; None if its plan is not certified.
         phases_ms: modelled phases of OPER's plan.
         binding: binding resource of each phase.
     """
@@ -123,15 +124,16 @@ class Planned:
 
 
 def placement_of(plan: Plan) -> Any:
-    """Equal for plans that place all rows alike."""
+    """A key that is equal for plans that place all rows alike."""
     return tuple((t.table.name, t.pieces, t.head_ids.tobytes()) for t in plan.tables)
 
 
 def plan_all(problem: Problem, work: Workload, links: Links, topology: Topology,
              whole_model: bool) -> Planned:
-    """OPER's plan, as ``oper plan`` chooses it, those of all peers that fit, and other systems.
+    """Make the contenders: OPER's plan as ``oper plan`` chooses it, peers' plans that fit, and
+    other systems.
 
-    Steps of a whole DLRM are not predicted: the cost model knows its tables alone.
+    Steps of a whole DLRM are not predicted, since the cost model covers only its tables.
     """
     plan = plan_problem(problem)
     phases = evaluate(plan, problem).phases
@@ -204,7 +206,8 @@ def _collection(work: Workload) -> Any:
 
 
 def planner_machine(links: Links, topology: Topology) -> dict[str, Any]:
-    """What TorchRec's planner is told: the same bandwidths, the mean where hosts differ."""
+    """The machine description for TorchRec's planner: the same bandwidths, as a mean if hosts
+    differ."""
     mean = [sum(getattr(d, k) for d in topology.domains) / len(topology.domains) * 1e6
             for k in ("link_gbps", "cross_gbps", "read_gbps")]
     return {"local_world_size": links.ranks_per_host, "intra_host_bw": mean[0],

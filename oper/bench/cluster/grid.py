@@ -37,15 +37,17 @@ NOTE = ("emulated links; medians over steps of the slowest rank; ratio = TorchRe
 
 
 def workload(ids: str, rows: tuple[int, ...] = _ROWS, batch_size: int = 4096) -> Workload:
-    """Criteo's tables under ``"1"``, ``"20"`` or ``"mixed"`` ids per bag."""
+    """A workload on Criteo's tables with ``"1"``, ``"20"`` or ``"mixed"`` ids per bag."""
     lengths = _LENGTHS[ids][:len(rows)]
     return Workload(rows, 64, batch_size, max(lengths), 1.05,
                     lengths=lengths if len(set(lengths)) > 1 else ())
 
 
 def cases(quick: bool) -> list[Any]:
-    """The grid, and others on clusters that are less regular; grouped by cluster, since those of
-    one share processes. Two small ones when `quick`."""
+    """The cases of the grid, and others on less regular clusters; two small ones if `quick`.
+
+    They are ordered by cluster, since cases of one cluster share its processes.
+    """
     if quick:
         return [Case(f"quick/2x200/{ids}", Links(2, 200), workload(ids, _QUICK_ROWS, 512),
                      in_grid=False, num_batches=8, num_stats_batches=8, timed_s=2.0)
@@ -74,7 +76,7 @@ def cases(quick: bool) -> list[Any]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the benchmark beside the common ones."""
+    """Add the benchmark's own arguments."""
     parser.add_argument("--constants", metavar="TOPOLOGY", default="",
                         help="what processes of this machine cost, of 'oper calibrate'; measured "
                              "first unless given (with --quick: assumed)")
@@ -83,8 +85,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Run the cases; one entry each. Cases of one cluster share its processes.
 
-    The entry of a case that this machine cannot run says why and counts as verified. That of a case
-    that fails says why and does not; the processes of its cluster are then started again.
+    If this machine cannot run a case, its entry gives the reason and counts as verified. If a case
+    fails, its entry gives the reason and does not count as verified, and the processes of its
+    cluster are restarted.
     """
     check_possible()
     alone, left = _alone(args), list(chosen)
@@ -128,13 +131,15 @@ def _alone(args: argparse.Namespace) -> str:
 
 
 def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How well executed steps were predicted: of contenders that OPER's runtime executes, which is
-    what the cost model models, in the cases of the grid, or in all if there is none of it.
+    """Accuracy of the predicted steps.
+
+    Counted are contenders executed by OPER's runtime, which the cost model describes, in the cases
+    of the grid, or in all cases if none is of the grid.
 
     Returns:
-        ``median_error`` and ``worst_error`` (relative, of the executed step), and ``ordered``: of
-        the pairs of such contenders within a case whose executed steps differ by more than 5 %, the
-        share that the model puts in the same order. None where there is nothing to count.
+        ``median_error`` and ``worst_error``, relative to the executed step; and ``ordered``, the
+            share of pairs of such contenders within a case, with executed steps more than 5 %
+            apart, that the model puts in the right order. None if there is nothing to count.
     """
     errors, pairs = [], []
     for entry in [e for e in entries if e.get("in_grid")] or entries:
@@ -150,7 +155,7 @@ def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def remarks(entries: Sequence[dict[str, Any]]) -> str:
-    """What the grid comes to, and where a peer's plan is better."""
+    """Summary of the grid, and the cases in which a peer's plan is better."""
     done, text = [e for e in entries if "contenders" in e], ""
     for objective in ("training", "inference"):
         ratios = [e["ratio_step"] for e in done

@@ -1,4 +1,4 @@
-"""A link that slows down in the middle of training: `oper.Replanner`, executed."""
+"""`oper.Replanner` executed on a link that slows down during training."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class LinkChange:
 
     Attributes:
         name: for the record.
-        links: the cluster as training begins.
+        links: the cluster at the beginning of training.
         work: the workload.
-        share_after: what host 0's link keeps of its rate.
+        share_after: share of its rate that host 0's link keeps.
         num_batches: distinct batches, which repeat.
-        num_stats_batches: other batches that the statistics come from.
-        in_grid: never; it is reported beside the grid.
-        constants: of this machine's processes, a topology file's text.
+        num_stats_batches: separate batches from which the statistics are taken.
+        in_grid: False, since the case is not part of the published grid.
+        constants: text of a topology file with the constants of processes on this machine.
     """
 
     name: str
@@ -59,8 +59,7 @@ class LinkChange:
     constants: str = ""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train, slow the link down, and compare; what rank 0 returns stands in the record.
-        Collective."""
+        """Train, slow the link down, and compare; rank 0 returns the record's entry. Collective."""
         progress("measuring the links")
         links, slower = self.links, replace(self.links, slow_host_share=self.share_after)
         topology, measured = measured_topology(links, self.constants)

@@ -2,8 +2,8 @@
 
 Every host is a namespace with one interface, whose other end is a port of a switch: a bridge in a
 namespace of its own, so that nothing in the machine's own network changes. A token bucket (tbf) at
-either end of a link limits one direction each. All names begin with `PREFIX`; what a run leaves
-behind that was killed is removed by the next one, by name.
+either end of a link limits one direction each. All names begin with `PREFIX`, by which the next run
+removes the leftovers of one that was killed.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """A cluster: hosts, what they run, and how they are joined.
+    """A cluster: hosts, their ranks, and the links between them.
 
     Attributes:
         num_hosts: hosts.
         mbits: Mbit/s of every host's link, in each direction.
         ranks_per_host: processes of each host.
-        slow_host_share: what host 0's link has of that rate.
-        uplink_mbits: with two racks, of half of the hosts each: Mbit/s between them; 0 = one rack.
+        slow_host_share: share of that rate that host 0's link has.
+        uplink_mbits: Mbit/s between two racks with half of the hosts each; 0 = a single rack.
         host_0_cpu: share of a core that each rank of host 0 may use at most; 1 = no limit.
     """
 
@@ -68,7 +68,7 @@ class Links:
 
     @property
     def host_of(self) -> list[int]:
-        """Host of each rank; ranks are numbered through the hosts in order."""
+        """Host of each rank; ranks are numbered host by host."""
         return [r // self.ranks_per_host for r in range(self.world_size)]
 
     @property
@@ -79,16 +79,17 @@ class Links:
 
     @property
     def shape(self) -> tuple[int, int, bool, float]:
-        """What needs processes and namespaces of its own; rates change while they run."""
+        """A key of clusters that can share processes and namespaces, whose rates may change
+        meanwhile."""
         return self.num_hosts, self.ranks_per_host, self.uplink_mbits > 0, self.host_0_cpu
 
     def rack_of(self, host: int) -> int:
-        """Which switch a host is joined to."""
+        """The rack of a host, that is, the switch that it is connected to."""
         return int(self.uplink_mbits > 0 and host >= self.num_hosts // 2)
 
 
 def why_not() -> str:
-    """Why namespaces cannot be made here; empty where they can."""
+    """Why namespaces cannot be created here; "" if they can."""
     if os.geteuid() != 0:
         return "it takes root to make network namespaces and limit their links"
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
@@ -98,7 +99,7 @@ def why_not() -> str:
 
 
 def check_possible() -> None:
-    """Raise OperError, which says why, where namespaces cannot be made."""
+    """Raise OperError, with the reason, if namespaces cannot be created."""
     reason = why_not()
     if reason:
         raise OperError("cannot emulate a cluster", "user id", os.geteuid(), "root, with ip and tc",
@@ -124,7 +125,7 @@ def _switch_name(rack: int) -> str:
 
 
 def set_rates(links: Links, is_limited: bool) -> None:
-    """Limit the links of a cluster that is up, or let them go as fast as the machine can."""
+    """Limit the links of a running cluster, or remove the limits."""
     ends = []
     for host, rate in enumerate(links.rates):
         ends += [(host_name(host), INTERFACE, rate),
@@ -143,8 +144,11 @@ def set_rates(links: Links, is_limited: bool) -> None:
 
 
 def read_counters() -> np.ndarray:
-    """Bytes and packets sent, and bytes received, by the interface of this process' emulated host
-    since it was made, with the headers of all protocols; float64 [3]."""
+    """Counters of the network interface of this process's emulated host since it was made.
+
+    Returns:
+        float64 [3]: bytes sent, packets sent and bytes received, with the headers of all protocols.
+    """
     folder = Path(f"/sys/class/net/{INTERFACE}/statistics")
     return np.array([float((folder / name).read_text())
                      for name in ("tx_bytes", "tx_packets", "rx_bytes")])
@@ -162,7 +166,7 @@ def num_dropped(links: Links) -> int:
 
 
 def why_no_quota() -> str:
-    """Why processor time cannot be limited here; empty where it can."""
+    """Why processor time cannot be limited here; "" if it can."""
     return "" if _quota_root() else (
         f"no writable cgroup with the cpu controller under {str(_CGROUP)!r}")
 
@@ -198,14 +202,15 @@ def _make_quota(cores: float) -> Path:
 
 @contextlib.contextmanager
 def cluster(links: Links) -> Iterator[list[ProcessOptions]]:
-    """Namespaces, bridges and unlimited links, which are gone afterwards; where each rank runs. One
-    at a time.
+    """Create namespaces, bridges and unlimited links, and remove them after the block; one at a
+    time.
 
-    SIGTERM ends the program as if by `sys.exit` in the meantime, so that they go then, too.
+    During the block SIGTERM ends the program as `sys.exit` does, so that they are removed then,
+    too. Yields the process options of each rank.
 
     Raises:
-        OperError: not root, no ip or tc, or the kernel refuses something; says which.
-        InvalidInputError: another process runs a cluster.
+        OperError: not root, ip or tc is missing, or the kernel refuses a request; says which.
+        InvalidInputError: another process already runs a cluster.
     """
     check_possible()
     with locked(Path(tempfile.gettempdir()) / f"{PREFIX}lock", "cannot emulate a cluster"):
@@ -255,7 +260,7 @@ def _set_up(links: Links) -> list[ProcessOptions]:
 
 
 def remove_leftovers() -> None:
-    """End what runs in namespaces of this benchmark, and remove them and its cgroup."""
+    """End processes in this benchmark's namespaces, and remove the namespaces and the cgroup."""
     names = [p.name for p in _NAMESPACES.glob(f"{PREFIX}*")] if _NAMESPACES.is_dir() else []
     for name in names:
         # One of them may be half made: then it holds no processes either.

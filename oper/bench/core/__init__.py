@@ -1,1 +1,1 @@
-"""What all benchmarks share: records, processes, turns, workloads."""
+"""Code shared by all benchmarks: records, processes, interleaved timing, workloads."""

@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts; each ends with the one that has started it."""
+"""Child processes of a benchmark, each of which ends with its parent."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class ProcessOptions:
     """Where and how a process runs.
 
     Attributes:
-        command: what its command line begins with.
-        environment: variables that it has beside or instead of those of this process; by default
-            the allocator's settings, where the user has none.
+        command: prefix of its command line.
+        environment: environment variables added to, or replacing, those of this process; by default
+            the allocator's settings, unless the user has set them.
         cgroup: file that its process id is written to.
-        log: file for all that it prints.
-        sockets: that it may use by their numbers.
+        log: file for its output.
+        sockets: sockets that it inherits, under the same descriptor numbers.
     """
 
     command: tuple[str, ...] = ()
@@ -46,18 +46,19 @@ class ProcessOptions:
 
 
 class Child:
-    """A process.
+    """A child process with a pipe to it.
 
     Args:
-        function: a module's own; called in the process with its end of the pipe and `arguments`.
-            It may send a message when it is ready, and returns when the pipe is closed.
-        arguments: for `function`; they can be pickled.
+        function: a top-level function of a module, called in the process with its end of the pipe
+            and `arguments`. It may send a message when it is ready, and returns when the pipe is
+            closed.
+        arguments: arguments of `function`; must be picklable.
         what: its name in errors.
-        options: where it runs.
+        options: where and how it runs.
 
     Attributes:
-        pipe: our end.
-        pid: of the process.
+        pipe: this process's end of the pipe.
+        pid: process id of the child.
     """
 
     def __init__(self, function: Callable[..., None], arguments: Sequence[Any], what: str,
@@ -88,11 +89,12 @@ class Child:
             self.pipe.send_bytes(job)
 
     def send(self, *words: Any) -> None:
-        """Give a command and its arguments."""
+        """Send a command and its arguments."""
         self.pipe.send(words)
 
     def wait(self, seconds: float | None = _ANSWER_S) -> Any:
-        """The next answer; raises it where it is an exception, and OperError without one."""
+        """Wait for the next answer; raises it if it is an exception, and OperError if none comes.
+        """
         try:
             if self.pipe.poll(seconds):
                 answer = self.pipe.recv()
@@ -105,12 +107,12 @@ class Child:
                         "see its error above")
 
     def ask(self, *words: Any, seconds: float = _ANSWER_S) -> Any:
-        """Give a command and wait for its answer."""
+        """Send a command and wait for its answer."""
         self.send(*words)
         return self.wait(seconds)
 
     def close(self, seconds: float = 10.0) -> int:
-        """End it, by force after so long; the exit code."""
+        """End the process, by force after `seconds`; returns its exit code."""
         self.pipe.close()
         try:
             return self._process.wait(seconds)
@@ -120,7 +122,7 @@ class Child:
 
 
 def obey(pipe: Any, commands: Mapping[str, Callable[..., Any]]) -> bool:
-    """In the process: answer one command; False when the other end has closed."""
+    """In the child: answer one command; returns False when the other end has closed."""
     try:
         command, *words = pipe.recv()
     except (EOFError, ConnectionError):
@@ -136,13 +138,14 @@ def obey(pipe: Any, commands: Mapping[str, Callable[..., Any]]) -> bool:
 
 
 def start(function: Callable[..., None], *arguments: Any) -> Child:
-    """A process that has one thread, and the allocator's settings of this one."""
+    """Start a process with one thread and this process's allocator settings."""
     return Child(_with_one_thread, (function, arguments), "a measured process",
                  ProcessOptions(environment=_ALONE))
 
 
 def answer(function: Callable[..., None], *arguments: Any) -> Any:
-    """What the function sends first, from a process with one thread; raises OperError."""
+    """Run a function in a process with one thread and return the first message it sends; raises
+    OperError."""
     child = start(function, *arguments)
     try:
         return child.wait(None)
@@ -151,21 +154,21 @@ def answer(function: Callable[..., None], *arguments: Any) -> Any:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """What a function took and gave in a process with one thread.
+    """Run and measure a function in a process with one thread.
 
     Returns:
         ``seconds`` and processor time ``cpu`` (s), peak memory of the process ``rss_mb`` (10^6
         bytes), and what the function returned, ``value``.
 
     Raises:
-        OperError: the process has failed; its error stands on stderr.
+        OperError: the process failed; its error is on stderr.
     """
     found: dict[str, Any] = answer(measure_call, function, *arguments)
     return found
 
 
 def measure_call(pipe: Connection, function: Callable[..., Any], *arguments: Any) -> None:
-    """In the process: see `call`."""
+    """The part of `call` that runs in the child."""
     begin, cpu = time.perf_counter(), time.process_time()
     value = function(*arguments)
     pipe.send({"seconds": time.perf_counter() - begin, "cpu": time.process_time() - cpu,
@@ -182,7 +185,7 @@ def _with_one_thread(pipe: Connection, function: Callable[..., None], arguments:
 
 
 def main() -> None:
-    """What a process does."""
+    """Entry point of the child."""
     end_with_parent(int(sys.argv[2]))
     with Connection(int(sys.argv[1])) as pipe:
         function, arguments = pickle.loads(pipe.recv_bytes())

@@ -1,4 +1,4 @@
-"""Measures cases one after another, here or in worker processes."""
+"""Measures cases one after another, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Progress = Callable[[str], None]  # told what is going on
 
 def run_workers(cases: Sequence[Any], world_size: int, num_threads: int = 1,
                 rank_options: Sequence[ProcessOptions] | None = None) -> Iterator[dict[str, Any]]:
-    """Measure cases in `world_size` processes, one after another; yields what rank 0 returns.
+    """Measure cases in `world_size` processes, one after another; yields rank 0's results.
 
     Args:
         cases: each has a ``name`` and ``measure(progress)``, which is called on every rank with the
-            default process group ready; what it returns can be written as JSON. They can be
-            pickled.
-        world_size: processes.
+            default process group ready; its result must be representable as JSON. Cases must be
+            picklable.
+        world_size: number of processes.
         num_threads: threads of each process (``OMP_NUM_THREADS``).
         rank_options: where each rank runs, with its environment; by default side by side on this
             host.
 
     Raises:
-        OperError: a worker has failed; its log is in the message.
+        OperError: a worker failed; its log is in the message.
     """
     workers: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="oper-bench-") as folder:
@@ -118,12 +118,12 @@ def _work(pipe: Connection, cases: Sequence[Any]) -> None:
 
 
 def measured(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Entries of the record, each as soon as it is there.
+    """Measure cases; yields each entry of the record as soon as it is complete.
 
     Args:
-        cases: each has a ``name`` and ``measure(progress)``, which gives its figures. Neighbours of
-            one class that have a ``world_size`` are measured by as many worker processes with
-            ``threads_per_rank`` threads each, the others in this process.
+        cases: each has a ``name`` and ``measure(progress)``, which returns its figures. Consecutive
+            cases of one class with a ``world_size`` are measured in that many worker processes with
+            ``threads_per_rank`` threads each, other cases in this process.
     """
     for (_, world_size), group in itertools.groupby(
             cases, lambda c: (type(c), getattr(c, "world_size", 0))):
@@ -135,7 +135,7 @@ def measured(cases: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def teller(name: str) -> Progress:
-    """Tells on stderr what a case is doing, the same text once."""
+    """A function that reports a case's progress on stderr, without repeating the same text."""
     @functools.lru_cache(maxsize=1)
     def tell(text: str) -> None:
         print(f"  {name}: {text}", file=sys.stderr, flush=True)

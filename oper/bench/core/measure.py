@@ -1,4 +1,5 @@
-"""One case as every rank runs it: contenders in turns, and what all entries of a record tell."""
+"""One case as every rank runs it: contenders timed in turns, and the figures common to all entries.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +34,10 @@ class Case:
         name: for the record.
         work: the workload.
         world_size: OPER's processes.
-        num_threads: threads over all processes, and of the one process of each unsharded peer.
+        num_threads: threads of all processes together, and of the single process of each unsharded
+            peer.
         num_batches: distinct batches that are timed.
-        num_stats_batches: other batches that the statistics come from.
+        num_stats_batches: separate batches from which the statistics are taken.
         rounds, per_round: see `record.interleave`.
     """
 
@@ -50,7 +52,7 @@ class Case:
 
     @property
     def threads_per_rank(self) -> int:
-        """Of each of OPER's processes."""
+        """Threads of each of OPER's processes."""
         return max(1, self.num_threads // self.world_size)
 
 
@@ -59,12 +61,12 @@ class Run:
 
     Args:
         case: a `Case`, or one with a name, rounds and calls per round of its own kind.
-        progress: told what is going on.
+        progress: called with what is going on.
 
     Attributes:
-        case: what is measured.
-        rank, world_size: of this process.
-        say: tells what is going on.
+        case: the case.
+        rank, world_size: this process's rank and the number of ranks.
+        say: reports progress.
         others: cores that other programs kept busy while something was timed, by phase.
     """
 
@@ -81,7 +83,7 @@ class Run:
         return work
 
     def ids(self, rank: int | None = None) -> Sequence[np.ndarray]:
-        """The timed batches of a rank, of this one by default; see `workload.batch_ids`."""
+        """The timed batches of a rank, by default this one; see `workload.batch_ids`."""
         return timed_ids(self.work, self.rank if rank is None else rank, self.world_size,
                          self.case.num_batches)
 
@@ -100,7 +102,7 @@ class Run:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1e-3
 
     def set_gradient(self, sides: Iterable[Any], batch: Any) -> None:
-        """The same output gradient for every side and every step. Collective."""
+        """Give every side the same output gradient for every step. Collective."""
         gradient = self.gradient(self.work.seed + self.rank,
                                  self.work.batch_size // self.world_size)
         for side in sides:
@@ -122,7 +124,7 @@ class Run:
 
         Args:
             runs, align, before: see `record.interleave`.
-            phase: what is timed, for `others`.
+            phase: name of what is timed, the key in `others`.
 
         Returns:
             float64 [n] seconds by contender, the slowest rank's of every call.
@@ -137,7 +139,8 @@ class Run:
         return {n: np.array(slowest(s.tolist())) for n, s in mine.items()}
 
     def finish(self, tables: ShardedTables, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Close OPER's tables; the case's entry of the record on rank 0, nothing elsewhere.
+        """Close OPER's tables; returns the case's entry of the record on rank 0, and an empty one
+        elsewhere.
 
         Collective.
         """
@@ -167,7 +170,8 @@ def summaries(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def aligner(tables: ShardedTables) -> Callable[[], None]:
-    """Brings the ranks together, asleep first: a peer of one process has the machine for itself."""
+    """A function that aligns the ranks; they sleep while waiting, so that a single-process peer has
+    the machine to itself."""
     def align() -> None:
         if dist.is_initialized():
             dist.barrier()
@@ -182,7 +186,7 @@ def over(inputs: Sequence[Any], call: Callable[[Any], Any]) -> Call:
 
 
 def on_threads(count: int, call: Call) -> Call:
-    """`call` with `count` threads; they change in the untimed first call of a round only."""
+    """`call` with `count` threads; the number changes only in the untimed first call of a round."""
     def run(number: int) -> Any:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
@@ -192,4 +196,4 @@ def on_threads(count: int, call: Call) -> Call:
 
 
 def nothing(number: int) -> None:
-    """What a rank does while rank 0 runs a peer of a single process."""
+    """Do nothing, the part of other ranks while rank 0 runs a single-process peer."""

@@ -17,7 +17,7 @@ def pss_bytes(pid: int, mapping: str = "") -> int:
         mapping: only mappings whose name contains this text; all by default.
 
     Raises:
-        OperError: no such process, or none that we may look into.
+        OperError: there is no such process, or no permission to inspect it.
     """
     if not mapping:
         return _kilobytes(r"^Pss:\s+(\d+) kB", _read(pid, "smaps_rollup"))
@@ -33,10 +33,11 @@ def pss_bytes(pid: int, mapping: str = "") -> int:
 def unfiled_pss_bytes(pid: int) -> int:
     """Like `pss_bytes`, without pages of files.
 
-    The share that libraries have in a process changes with the number of processes.
+    Pages of libraries are left out, since their share per process depends on the number of
+    processes.
 
     Raises:
-        OperError: no such process, or none that we may look into.
+        OperError: there is no such process, or no permission to inspect it.
     """
     return _kilobytes(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", _read(pid, "smaps_rollup"))
 
@@ -56,7 +57,7 @@ def _kilobytes(pattern: str, text: str) -> int:
 def peak_rss_mb(pid: int | str = "self") -> float:
     """Peak resident memory of a process so far, in units of 10^6 bytes (the kernel's VmHWM).
 
-    `getrusage` will not do: its peak begins with that of the process that started this one.
+    `getrusage` is unsuitable, since its peak starts from that of the parent process.
     """
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.M)
@@ -67,7 +68,7 @@ def peak_rss_mb(pid: int | str = "self") -> float:
 
 
 def reset_peak(pid: int) -> None:
-    """Let a process's `peak_rss_mb` begin anew, with what is resident now."""
+    """Reset a process's `peak_rss_mb` to what is resident now."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
 
 

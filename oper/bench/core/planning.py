@@ -1,4 +1,4 @@
-"""What the ranks of a benchmark agree on: the plan, and the slowest rank's time."""
+"""Collective helpers of benchmarks: the plan, and reductions over ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHARED = ("own rank", "memory domain")  # links of processes on one machine
 
 
 def world() -> tuple[int, int]:
-    """Rank and world size; one rank without a process group."""
+    """Rank and world size; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -78,7 +78,7 @@ def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_h
                 ) -> tuple[Plan, float]:
     """The plan that `oper.shard` chooses for this host, and the seconds that choosing took.
 
-    Unless `is_one_host`, it is one for as many hosts as there are ranks. Collective.
+    Unless `is_one_host`, every rank is treated as a host of its own. Collective.
     """
     from oper.search import make_plan
 

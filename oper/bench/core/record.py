@@ -1,4 +1,4 @@
-"""What every benchmark record holds: versions, machine, timings; and how it is written."""
+"""Benchmark records: versions, machine, timings; and writing them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyar
 
 
 def versions() -> dict[str, str]:
-    """Versions by package, of those that are installed."""
+    """Versions of the installed packages among those that matter, by name."""
     found = {"oper": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -59,10 +59,11 @@ def load_average() -> float:
 
 
 class BusyClock:
-    """How many cores other programs keep busy while something is measured.
+    """Measures how many cores other programs keep busy meanwhile.
 
     Args:
-        own: processor time (s) of what is measured; of this process by default.
+        own: function that returns the processor time (s) of what is measured; by default that of
+            this process.
     """
 
     def __init__(self, own: Callable[[], float] = time.process_time) -> None:
@@ -73,7 +74,7 @@ class BusyClock:
         """Mean busy cores since the start, less this program's own. Collective.
 
         Args:
-            total: the sum over ranks of each of the given numbers.
+            total: function that sums each of the given numbers over ranks.
         """
         own, = total([self._read() - self._own])
         wall = time.perf_counter() - self._begin
@@ -110,18 +111,18 @@ def interleave(runs: Mapping[str, Callable[[int], Any]], align: Callable[[], Non
                before: Mapping[str, Callable[[int], Any]] | None = None,
                seconds: Callable[[Callable[[], Any]], float] | None = None
                ) -> dict[str, np.ndarray]:
-    """Time several contenders in one run, turn by turn.
+    """Time several contenders in one run, in turns.
 
     In every round each contender makes `lead_in` untimed and then `per_round` timed calls; the
-    order of the contenders rotates from round to round. Call k of each contender gets the number
-    k, so that all of them see the same inputs in the same order.
+    order of the contenders rotates from round to round. Call k of each contender gets the number k,
+    so all of them use the same inputs in the same order.
 
     Args:
-        runs: contender by name; takes the number of the call.
+        runs: functions by contender; each takes the number of the call.
         align: brings all ranks to the same point before every call; not timed.
         rounds, per_round, lead_in: see above.
-        before: what a contender does before each of its calls, untimed.
-        seconds: how long a call takes; by the host's clock unless given.
+        before: untimed functions by contender, called before each of its calls.
+        seconds: function that times a call; by default with the host's clock.
 
     Returns:
         float64 [rounds * per_round] seconds by contender, of this rank.
@@ -158,13 +159,13 @@ def command_line(args: argparse.Namespace, *words: str) -> list[str]:
 
 def record(benchmark: str, command: Sequence[str], cases: Sequence[Mapping[str, Any]],
            load_before: float) -> dict[str, Any]:
-    """The one object that a benchmark writes.
+    """The object that a benchmark writes.
 
     Args:
         benchmark: its name.
-        command: the command line that made it.
+        command: the command line.
         cases: the cases, each with at least a ``name``.
-        load_before: load average when it began.
+        load_before: load average at its beginning.
     """
     return {
         "benchmark": benchmark, "command": " ".join(command), "versions": versions(),
@@ -180,17 +181,17 @@ def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
 
 def resumed(path: str, target: str | None, benchmark: str, names: Sequence[str]
             ) -> dict[str, dict[str, Any]]:
-    """Entries by name of an earlier record, without failed and skipped ones.
+    """Entries of an earlier record by name, without failed and skipped ones.
 
     Args:
-        path: of the record; ``""``: none, and no entries. May be `target`, which then need not
+        path: the record; ``""`` = none, with no entries. May equal `target`, which then need not
             exist yet.
         target: file that this run writes.
-        benchmark: whose record it must be.
-        names: of that benchmark's cases; the record's have as many parts.
+        benchmark: the benchmark that must have written it.
+        names: names of that benchmark's cases; those of the record must have equally many parts.
 
     Raises:
-        InvalidInputError: the file is no such record.
+        InvalidInputError: the file is not such a record.
     """
     if not path or (path == target and not Path(path).exists()):
         return {}

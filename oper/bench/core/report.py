@@ -1,4 +1,4 @@
-"""Entries of a record for a person: tables of the figures that a benchmark names."""
+"""A record's entries as text: tables of the figures that a benchmark lists."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ _LEAST_WIDTH = 8  # of a column, before its header is broken
 
 
 def report(entries: Sequence[Mapping[str, Any]], tables: Sequence[Sequence[str]]) -> str:
-    """Tables of figures; which cases were disturbed, left out, or are not verified, and by what.
+    """Tables of figures, and notes on cases that were disturbed, left out or not verified.
 
     Args:
         entries: of a record.
-        tables: of each table the figures that its columns show, by their keys: ``a.b`` is b in a,
-            and ``a.*.b`` gives an entry a row for each name in a. An entry stands in the first
-            table whose first figure it has, or else in a line with its numbers; columns without any
-            figure are left out.
+        tables: for each table the keys of the figures in its columns: ``a.b`` is b in a, and
+            ``a.*.b`` gives an entry a row for each name in a. An entry appears in the first table
+            whose first figure it has, otherwise on a line of its own; empty columns are left out.
     """
     text, left = "", list(entries)
     for keys in tables:
@@ -58,7 +57,7 @@ def _figure(entry: Mapping[str, Any], path: Sequence[str], name: str = "") -> An
 
 
 def text_of(value: Any) -> str:
-    """A figure as a table has it."""
+    """A figure as text for a table."""
     if isinstance(value, bool):
         return "yes" if value else "NO"
     if value is None:
@@ -99,7 +98,7 @@ def _wrong(value: Any, path: str = "") -> Iterator[str]:
 
 
 def noise_note(entries: Sequence[Mapping[str, Any]]) -> str:
-    """A line that names the cases which other programs have disturbed; empty when there are none.
+    """A line that names the cases disturbed by other programs; "" if there are none.
 
     Args:
         entries: cases with ``other_busy_cores``, a number or one per phase.
@@ -117,8 +116,10 @@ def noise_note(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns for a person: the first left-aligned, the others right-aligned; headers may have
-    several lines."""
+    """Text of a table: the first column left-aligned, the others right-aligned.
+
+    Headers may have several lines.
+    """
     lines = [h.split("\n") for h in headers]
     height = max(map(len, lines))
     heads = zip(*([""] * (height - len(h)) + h for h in lines), strict=True)

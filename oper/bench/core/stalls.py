@@ -30,13 +30,16 @@ class Stalls:
     gaps: list[float] = field(default_factory=list)
 
     def add(self, seconds: float, gaps: Sequence[float]) -> None:
-        """Take a measurement in."""
+        """Add a measurement."""
         self.seconds += seconds
         self.gaps += gaps
 
     def to_json(self) -> dict[str, float]:
-        """Looked for how long (s, all threads together), share of it that was stalls, stalls per
-        second over 0.5 and 2 ms, the longest (ms)."""
+        """Figures of the stalls as values that JSON can hold.
+
+        Measured seconds (all threads together), share of them that were stalls, stalls per second
+        longer than 0.5 and 2 ms, and the longest (ms).
+        """
         looked = self.seconds or 1.0
         return {"seconds": round(self.seconds, 2), "share": round(sum(self.gaps) / looked, 5),
                 "per_s": round(len(self.gaps) / looked, 2),

@@ -26,16 +26,16 @@ NO_ID = -1  # in arrays of ids: no lookup
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is looked up.
+    """Tables and the distribution of their lookups.
 
     Attributes:
         num_rows: rows of each table; one feature per table.
         dim: columns of all tables.
         batch_size: samples per step, over all ranks.
-        pooling: ids per bag, or the most of any table.
+        pooling: ids per bag; with `lengths`, the largest of them.
         exponent: ids follow a bounded power law of this exponent; 0 = uniform.
-        seed: of all random numbers.
-        lengths: ids per bag by table; empty: `pooling` in all of them.
+        seed: seed of all random numbers.
+        lengths: ids per bag by table; empty = `pooling` in all of them.
     """
 
     num_rows: tuple[int, ...] = tuple(min(n, 1_000_000) for n in CRITEO_KAGGLE_ROWS)
@@ -78,7 +78,7 @@ class Workload:
 
 
 def data_files(pattern: str) -> list[str]:
-    """Files of the folder that OPER_DATA names, by a pattern in it."""
+    """Files in the folder named by OPER_DATA that match a pattern."""
     folder = os.environ.get("OPER_DATA")
     return sorted(map(str, Path(folder).glob(pattern))) if folder else []
 
@@ -98,7 +98,7 @@ def batch_ids(work: Workload, rank: int, world_size: int, number: int, stream: i
               ) -> np.ndarray:
     """Ids of a rank's batch, key-major: int64 [tables, batch_size / world_size * pooling].
 
-    Places of a bag beyond its table's length hold `NO_ID`.
+    Entries of a bag beyond its table's length hold `NO_ID`.
     """
     rng = np.random.default_rng((work.seed, stream, rank, number, work.pooling))
     num_bags = work.batch_size // world_size
@@ -125,7 +125,7 @@ def bags_of(work: Workload, ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarra
 
 
 def make_kjt(work: Workload, ids: np.ndarray) -> Any:
-    """A `KeyedJaggedTensor` of `batch_ids` output, with lengths and offsets worked out."""
+    """A `KeyedJaggedTensor` of `batch_ids` output, with lengths and offsets computed."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -1,4 +1,5 @@
-"""The cases of ``oper bench data``. Each takes its size and a folder and returns its figures."""
+"""The cases of ``oper bench data``. Each is a function of its size and a folder that returns its
+figures."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _FIELDS = ["label", *(f"I{k}" for k in range(1, 14)), *(f"C{k}" for k in range(1
 
 
 def to_parquet(logs: list[str], target: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of logs in the Criteo format that `PreprocessOptions` has been applied to."""
+    """Preprocess logs in the Criteo format with `options`; returns the manifest."""
     return run_preprocess(load_recipe("criteo-kaggle"), logs, target, PreprocessOptions(**options))
 
 
@@ -93,7 +94,7 @@ def _read(log: str) -> int:
 
 
 def log_file(folder: Path, num_rows: int) -> Path:
-    """A synthetic log of so many rows in `folder`, the one that is there if there is one."""
+    """A synthetic log of `num_rows` rows in `folder`; reuses an existing one."""
     path = folder / f"log-{num_rows}.txt"
     if not path.exists():
         write_synthetic_log(path, SyntheticLog(num_rows=num_rows, seed=7))
@@ -104,7 +105,7 @@ def preprocess(num_rows: int, folder: Path) -> dict[str, Any]:
     """Text to Parquet, in one process with one thread, beside the fastest library's one-pass parse.
 
     ``mb_per_s_per_core`` counts each byte of text once, over all passes. The parse reads the same
-    file into integers and texts and drops them; which library is fastest is found on a short log.
+    file into integers and texts and drops them; the fastest library is determined on a short log.
     """
     log = str(log_file(folder, num_rows))
     megabytes = os.path.getsize(log) / 1e6
@@ -153,7 +154,7 @@ def _fastest_library(folder: Path) -> tuple[str, dict[str, float]]:
 
 
 def resume(num_rows: int, folder: Path) -> dict[str, Any]:
-    """The same, killed at random moments, against an undisturbed run."""
+    """Preprocessing killed at random moments, against an undisturbed run."""
     log, options = str(log_file(folder, num_rows)), {"unit_bytes": 1 << 24}
     whole, broken = folder / "whole", folder / "broken"
     for path in (whole, broken, folder / ".broken.work"):
@@ -274,10 +275,10 @@ def merge(num_days: int, folder: Path) -> dict[str, Any]:
 
 
 def collector(num_steps: int, folder: Path) -> dict[str, Any]:
-    """A training step with and without a live collector that may take two hundredths of the time.
+    """A training step with and without a live collector that may take 2 % of the time.
 
     The step is a forward and backward pass of 26 `nn.EmbeddingBag`s over 4096 samples with a dense
-    layer on top, on one thread; steps with and without alternate in turns.
+    layer on top, on one thread; steps with and without it take turns.
     """
     import torch
 

@@ -22,13 +22,13 @@ _DIM, _BATCHES, _BATCH_SIZE, _ROUNDS = 8, 16, 512, 3
 
 
 def increment(num_rows: int, folder: Path) -> dict[str, Any]:
-    """A second day with the first one's vocabulary, beside both days anew.
+    """A second day with the first one's vocabulary, against preprocessing both days from scratch.
 
-    The days are the halves of one log whose hot values change. ``ratio_time`` is the median of
-    some rounds in which both ways take turns, each in a process with one thread. ``verified``:
-    every value of day 1 has its row in the extended vocabulary; rows looked up for day 2 are
-    those; and a model that learns day 1, is saved, and goes on with day 2 in extended tables ends
-    with the numbers of one that had all rows from the start.
+    The days are the halves of one log whose hot values change. ``ratio_time`` is the median of some
+    rounds in which both ways take turns, each in a process with one thread. ``verified``: every
+    value of day 1 keeps its row in the extended vocabulary; day 2 is given these rows; and a model
+    that trains on day 1, is saved, and continues on day 2 with extended tables equals one that had
+    all rows from the start.
     """
     work = folder / "increment"
     shutil.rmtree(work, ignore_errors=True)

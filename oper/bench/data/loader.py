@@ -90,10 +90,10 @@ def _digests(pipe: Any, where: list[Any], state: str, stop: int = 0) -> None:
 def loader(num_rows: int, folder: Path) -> dict[str, Any]:
     """`Loader` over a Criteo-like folder (26 sparse, 13 dense columns; zstd; in the page cache).
 
-    ``rows_per_s_per_core`` is the best of some epochs of one rank without a thread, by the longer
-    of its wall and its processor time; ``ranks_rows_per_s`` that of as many ranks as there are
-    cores, each epoch begun by all at once. ``first_batch_s`` is from opening a folder of 100 GB,
-    whose files are hard links to one, to the first batch of rank 0 of 8; imports do not count.
+    ``rows_per_s_per_core`` is the best of some epochs of one rank without prefetch threads, by the
+    longer of wall and processor time; ``ranks_rows_per_s`` that of one rank per core, with every
+    epoch started together. ``first_batch_s`` is from opening a folder of 100 GB, whose files are
+    hard links to one, to the first batch of rank 0 of 8; imports do not count.
     """
     data, shape, state = folder / "loader", folder / "shape", folder / "loader-state.json"
     for path in (data, shape):

@@ -27,13 +27,14 @@ _OF_SESSION = ("user", "history", "shops")  # equal for all samples of a session
 
 
 def sessions(num_rows: int, folder: Path) -> dict[str, Any]:
-    """Embedding steps (lookups, backward, update) with the bags of a session once in each batch.
+    """Embedding steps (lookups, backward, update) with each session's bags stored once per batch.
 
     Each sample has an item of its own and lists its session's user, and the items and shops that
-    he has seen. ``duplication`` is samples per distinct list in a rank's batch; ``ratio_step`` the
-    time of a step on full batches over that on the same batches with equal bags once, on the same
-    tables in turn. ``duplication_alone`` and ``ratio_step_alone`` are those of a log whose sessions
-    have one sample each. ``verified``: pooled rows of both are equal, bit for bit.
+    the user has seen. ``duplication`` is samples per distinct list in a rank's batch;
+    ``ratio_step`` the time of a step on full batches over that on the same batches with equal bags
+    once, on the same tables in turn. ``duplication_alone`` and ``ratio_step_alone`` are the same
+    for a log whose sessions have one sample each. ``verified``: pooled rows of both are equal, bit
+    for bit.
     """
     found = {}
     for name, samples in (("", _SAMPLES), ("_alone", 1)):
@@ -80,7 +81,7 @@ class Steps:
     name: ClassVar[str] = "sessions"
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Whether both give the same, and how long they take. Collective."""
+        """Compare the results of both kinds of batches, and time them. Collective."""
         import torch
         import torch.distributed as dist
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig

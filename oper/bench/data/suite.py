@@ -37,8 +37,8 @@ class Case:
     """One case.
 
     Attributes:
-        name: of `_KINDS`.
-        size: see there.
+        name: a key of `_KINDS`.
+        size: size of its input, see `_KINDS`.
     """
 
     name: str

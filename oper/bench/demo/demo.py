@@ -63,7 +63,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def demo(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All stages, in a folder; returns what the page and the JSON show.
+    """Run all stages in a folder; returns the contents of the page and the JSON.
 
     Raises:
         OperError: a stage cannot run.

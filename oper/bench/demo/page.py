@@ -1,4 +1,4 @@
-"""The demo's one page for a person."""
+"""The demo's HTML page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = {"table_wise": "table-wise", "mixed": "small tables data-parallel"}
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The page, from what `oper.bench.demo.demo` returns with ``"machine"`` added."""
+    """The page made from the result of `oper.bench.demo.demo` with ``"machine"`` added."""
     parts = [_data(found), _plan(found), _correctness(found), _times(found), _quality(found)]
     return "\n\n".join(parts) + f"\n\nEverything is in {found['folder']} " \
         f"(figures: demo.json); {found['seconds']:.0f} s in all.\n"

@@ -1,4 +1,4 @@
-"""What the demo's processes do: train OPER and TorchRec side by side, or the unsharded model."""
+"""The demo's processes: they train OPER and TorchRec side by side, or the unsharded model."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ _NUM_BATCHES = 32  # distinct ones for the embedding collection alone
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What a demo trains.
+    """The training runs of a demo.
 
     Attributes:
-        folder: the demo's; what is compared is written there.
+        folder: the demo's folder, where results to compare are written.
         seed: of the initial weights and the order of the log.
         world_size: ranks.
-        checked_steps: after which logits and weights are compared.
-        num_steps: in all.
-        batch_size, checked_batch_size: samples per rank, and those of them in checked steps.
-        rounds: of timing the collections alone.
+        checked_steps: number of steps after which logits and weights are compared.
+        num_steps: number of steps in all.
+        batch_size, checked_batch_size: samples per rank, and how many of them the checked steps
+            use.
+        rounds: rounds of timing the collections alone.
     """
 
     folder: str
@@ -111,8 +112,10 @@ class Unsharded(Training):
     """The unsharded model in one process."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Train and validate; a step takes the ranks' shares one after another and the mean of
-        their losses."""
+        """Train and validate.
+
+        A step processes the ranks' batches one after another and uses the mean of their losses.
+        """
         engine = unsharded(_model(self), OPTIMIZERS)
         logits = []
         shares = [_training_batches(self, rank) for rank in range(self.world_size)]

@@ -1,4 +1,4 @@
-"""What the benchmarks on a device have in common: workloads, inputs, clocks, floors.
+"""Shared code of the benchmarks on a device: workloads, inputs, clocks, minimal bytes.
 
 One process and one device: `DeviceTables` beside torch's and fbgemm's kernels on the same tables
 and ids. On a CPU device the same code runs on small cases, for tests.
@@ -32,7 +32,7 @@ class DeviceCase:
         dtype: of the rows, ``"float32"`` or ``"float16"``; outputs are float32.
         num_batches: distinct batches that are timed in turn.
         rounds, per_round: see `record.interleave`.
-        copy_bytes: size of the copy that the bandwidth is measured with.
+        copy_bytes: size of the copy by which the bandwidth is measured.
         device: where it runs.
     """
 
@@ -130,7 +130,7 @@ class Clock:
     """Times calls on a device by events, on the CPU by the host's clock.
 
     The device is kept busy while a call is launched, so that the time between the events is the
-    device's own: kernels of some 50 us would else wait for Python to launch the next one.
+    device's own: otherwise kernels of some 50 us would wait for Python to launch the next one.
     """
 
     _DELAY_CYCLES = 6_000_000  # 3 ms at 2 GHz, longer than any contender takes to launch
@@ -141,7 +141,7 @@ class Clock:
         self._delay = getattr(torch.cuda, "_sleep", None) if device.type == "cuda" else None
 
     def wait(self) -> None:
-        """Until everything that was launched is done."""
+        """Wait until everything launched has finished."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -154,8 +154,8 @@ class Clock:
         return self._between(call)
 
     def seconds_in_a_row(self, call: Callable[[], Any], count: int) -> float:
-        """How long a call takes when it is launched so often without a pause, the time of
-        launching included."""
+        """Seconds per call when it is launched `count` times without a pause, including the
+        launches."""
         def calls() -> None:
             for _ in range(count):
                 call()

@@ -48,7 +48,7 @@ class Side:
 
     Attributes:
         forward: pooled rows of a batch, in any layout.
-        rows: [n, D] of a table by ids; None where it cannot tell.
+        rows: [n, D] of a table by ids; None if it has no access to them.
         tolerance: of its pooled rows, relative to the largest one.
     """
 
@@ -66,7 +66,7 @@ class Side:
             return self.forward(inputs)
 
     def prepare(self, inputs: Inputs) -> None:
-        """The forward pass that `update` goes back through."""
+        """Run the forward pass whose backward pass `update` runs."""
         self._out = self.forward(inputs)
 
     def update(self, gradient: torch.Tensor) -> None:

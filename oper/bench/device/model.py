@@ -55,7 +55,7 @@ class Case:
     torchrec_s: float = 0.0
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Plan and replay; what stands in the record."""
+        """Plan and replay; returns the record's entry."""
         topology = topology_preset("h200-8")
         batch_size, num_tables, pooling, dim, dtype, rows = self.shape
         tables = [TableSpec(f"t{k}", rows, dim, (f"f{k}",), "sum", dtype)

@@ -62,14 +62,14 @@ class Reference:
         self.rows.append(rows)
 
     def check_lookup(self, side: Side, first: Inputs) -> dict[str, Any]:
-        """Whether a contender pools the first batch right."""
+        """Check a contender's pooled rows of the first batch."""
         verdict = Verdict({"pooled": side.tolerance})
         verdict.compare("pooled", side.lookup(first)[self.samples].double(),
                         torch.cat(self.pooled, 1))
         return verdict.to_json()
 
     def check_rows(self, side: Side) -> dict[str, Any]:
-        """Whether its rows are right after the steps."""
+        """Check a contender's rows after the steps."""
         assert side.rows is not None
         verdict = Verdict({"rows": ROWS_TOLERANCE[self._case.dtype]})
         for table, ids in enumerate(self.ids):

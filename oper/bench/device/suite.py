@@ -91,7 +91,7 @@ class Case(DeviceCase):
     """All rows in the device's memory."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Compare and measure; what stands in the record."""
+        """Verify and measure; returns the record's entry."""
         where = torch.device(self.device)
         if where.type == "cuda":
             if not torch.cuda.is_available():
@@ -106,7 +106,8 @@ class Case(DeviceCase):
         return entry
 
     def figures(self, device: torch.device) -> dict[str, Any]:
-        """Every phase of all contenders, the floors, and what peers and directories add."""
+        """Every phase of all contenders, the floors, and the additional time of peers and
+        directories."""
         clock, inputs = Clock(device), self.inputs(device)
         tables = open_tables(self, device, one_rank_plan(self))
         sides = {"oper": oper_side(tables, self.tables()), "torch": torch_side(self, device)}

@@ -61,7 +61,7 @@ class Case:
         workload, num_ranks, objective: see `cases`.
         seed: of tables, machine and search.
         torchrec_s: time limit of TorchRec's planner; 0 = it is left out.
-        prove_s: how long the bound of a plan above the target gap is raised; 0 = not at all.
+        prove_s: seconds for raising the bound of a plan above the target gap; 0 = not at all.
     """
 
     constants: str
@@ -86,10 +86,10 @@ class Case:
         return plan_workloads.machine(self.num_ranks, self.workload.startswith("unequal"))
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Plan and compare; what stands in the record.
+        """Plan and compare; returns the record's entry.
 
-        A case whose data is missing says so and counts as verified. One that fails says why and
-        does not: the cases after it are still worth their time.
+        If a case's data is missing, the entry says so and counts as verified. If the case fails,
+        the entry gives the reason and does not count as verified; later cases still run.
         """
         try:
             workload = _workload(self.workload, self.seed)
@@ -102,7 +102,7 @@ class Case:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the benchmark beside the common ones."""
+    """Add the benchmark's own arguments."""
     parser.add_argument("--seeds", type=_seeds, default="0", metavar="A-B",
                         help="of tables, machines and search: one number, or a range with both "
                              "ends (default 0)")
@@ -124,8 +124,8 @@ def _seeds(text: str) -> str:
 
 def cases(quick: bool, constants: str = "published", seeds: str = "0",
           torchrec_seconds: float = 0.0, prove_seconds: float = 0.0) -> list[Case]:
-    """Every workload on 8, 16, 64 and 128 ranks, for training and inference; options as the
-    flags."""
+    """Every workload on 8, 16, 64 and 128 ranks, for training and inference; the other arguments
+    are those of the flags."""
     first, _, last = seeds.partition("-")
     return [Case(constants, w, n, o, seed, torchrec_seconds, prove_seconds)
             for seed in range(int(first), int(last or first) + 1)
@@ -191,17 +191,8 @@ def _verdict(theirs: Mapping[str, Any], step_us: float | None) -> str:
 
 
 def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the cases come to, apart by constants and objective, whose gaps differ too much for one
-    median.
-
-    Returns:
-        ``{"groups": {"CONSTANTS/OBJECTIVE": figures}}``: the number of cases and of those whose
-        certificate the checker accepts (``certified``); median and worst of the gap, of the gap
-        after `tighten_bound`, and of the seconds; median and least of TorchRec's step over ours;
-        and how many peers' plans are faster than ours (``peers_ahead``). None where nothing is to
-        count; a gap that is not certified counts as infinite, and is None when it is the median or
-        worst.
-    """
+    """Summary of the cases, separately by constants and objective, whose gaps differ too much for
+    one median."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for e in entries:
         if "skipped" not in e and "failed" not in e:
@@ -226,7 +217,7 @@ def _figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def remarks(entries: Sequence[Mapping[str, Any]]) -> str:
-    """The cases that miss a target or stand behind a peer."""
+    """The cases that miss a target or are worse than a peer."""
     done = [e for e in entries if "modelled_step_us" in e]
     missed: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         f"gap above {100 * TARGET_GAP:.0f} %": lambda e: e["gap"] is None or e["gap"] > TARGET_GAP,

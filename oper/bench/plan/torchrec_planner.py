@@ -1,4 +1,5 @@
-"""TorchRec's planner in a process of its own: its time limit holds and its memory is not ours."""
+"""TorchRec's planner in a separate process, so that its time limit holds and its memory is
+separate."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class TorchRecPlanner:
     """TorchRec's proposals for one problem after another, in a child process.
 
     Args:
-        time_limit_s: per problem; a planner that has not come back by then is ended, and what it
-            has proposed so far counts.
+        time_limit_s: time limit per problem; a planner that exceeds it is ended, and its proposals
+            so far are used.
     """
 
     def __init__(self, time_limit_s: float) -> None:

@@ -33,8 +33,8 @@ class Workload:
 def power_law(num_rows: int, exponent: float, length: float) -> TableStats:
     """Statistics of a bounded power law, without an array over rows.
 
-    Rows are grouped geometrically; a group has the count of its middle. Bags have `length` ids on
-    average: all of the floor or the ceiling.
+    Rows are grouped geometrically; a group has the count of its middle rank. Bags have `length` ids
+    on average, each rounded down or up.
     """
     edges = np.unique(np.concatenate([np.arange(min(num_rows, _HEAD) + 1), np.geomspace(
         _HEAD, max(num_rows, _HEAD + 1), 400).astype(np.int64)]))

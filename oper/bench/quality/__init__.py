@@ -1,1 +1,1 @@
-"""How good recommendations are."""
+"""Benchmarks of the quality of recommendations."""

@@ -28,10 +28,10 @@ NOTE = ("shd: edges to add, to take away and to turn round; rates without direct
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Users who take items by what they like of each concept, and by how active they are.
+    """Simulated users who choose items by their taste for each concept and by their activity.
 
-    What they like is linear in its causes: ``u = A'u + e``; of concept k they take
-    ``Poisson(mean exp(u_k + a))`` items.
+    Tastes are linear in their causes: ``u = A'u + e``; of concept k a user chooses ``Poisson(mean
+    exp(u_k + a))`` items.
 
     Attributes:
         name: of the case.
@@ -56,7 +56,7 @@ class Case:
     noise: tuple[float, float] = (0.5, 0.5)
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """What stands in the record: per kind of labels the structural Hamming distance to the true
+        """The record's entry: for each kind of labels the structural Hamming distance to the true
         graph, true positives and false discoveries, means over graphs with bootstrap intervals."""
         scores: dict[str, list[dict[str, float]]] = {kind: [] for kind in LABELS}
         acyclic = True

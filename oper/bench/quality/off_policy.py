@@ -40,11 +40,11 @@ NOTE = ("coverage at 95 %; dm, switch-dr and dros lean on a model of the reward:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Logs of one policy, by which another is judged.
+    """Logs of one policy, from which another one is evaluated.
 
     Attributes:
         name: ``simulated/...`` or ``open-bandit/LOG-log/TARGET``; in ``simulated/recommender`` the
-            policy to be judged is EASE.
+            evaluated policy is EASE.
         log, target: Open Bandit's policies: ``"random"`` and ``"thompson"``; empty = simulated.
         num_logs: simulated logs.
         rows: of a simulated log.
@@ -61,7 +61,7 @@ class Case:
     samples: int = 1000
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Estimate; what stands in the record."""
+        """Estimate; returns the record's entry."""
         return {"case": dataclasses.asdict(self), "samples": self.samples,
                 **(_open_bandit(self) if self.log else _simulated(self, progress))}
 

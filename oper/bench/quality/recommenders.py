@@ -68,7 +68,7 @@ _READS = ("oper.rl_rec.data.interactions", "oper.rl_rec.data.protocols")
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A log among the user's data.
+    """A data set in the folder named by OPER_DATA.
 
     Attributes:
         recipe: of ``oper preprocess``.
@@ -116,12 +116,12 @@ _FIT_SEQUENCES = FitOptions(epochs=14, batch_size=64, lr=3e-3, eval_every=2, pat
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A recommender as it is compared.
+    """A recommender in the comparison.
 
     Attributes:
         workload: key of `RECOMMENDERS`.
-        config: sizes.
-        fit: how it is trained, if at all.
+        config: its sizes.
+        fit: options of its training; None = it is not trained by gradients.
         ablation: whether it is one of ``--models ablations``.
     """
 
@@ -201,7 +201,8 @@ class Case:
 
     @property
     def config(self) -> Any:
-        """Of the model, with the protocol's context where it is one of sequences."""
+        """The model's configuration, with the protocol's context length if it is a sequence model.
+        """
         config, context = MODELS[self.model].config, self.under.context
         if not context or not hasattr(config, "steps"):
             return config

@@ -76,7 +76,7 @@ class Case:
     weights: str | None = None
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Collect, train and serve; what stands in the record."""
+        """Collect, train and serve; returns the record's entry."""
         shop = shop_of(self.weights)
 
         def serve(policy: Policy) -> Episodes:

@@ -1,8 +1,8 @@
 """The client of the serving benchmark: LoadGen in a process of its own, over HTTP.
 
 Queries are issued by LoadGen (C++), on its own schedule: a slow server does not slow arrivals down.
-What is Python here sends bytes that were made before the run and notes when an answer is whole;
-answers are read and compared after the run.
+The Python part sends bytes prepared before the run and notes when an answer is complete; answers
+are decoded and compared after the run.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _SEND_BYTES = 1 << 20  # a query leaves in one go
 
 @dataclass(slots=True)
 class Seen:
-    """What one run has shown.
+    """The result of one run.
 
     Attributes:
-        result: LoadGen's.
-        begin, end: of each request, float64 [N] on the clock of `time.monotonic`.
-        epoch: of the weights that scored it, int64 [N]; 0 = failed.
+        result: LoadGen's result.
+        begin, end: begin and end of each request, float64 [N] on the clock of `time.monotonic`.
+        epoch: epoch of the weights that scored it, int64 [N]; 0 = failed.
         wrong: requests whose scores are not those of their epoch.
         failed: requests without scores.
         retries: requests sent again.
-        messages: of some failures.
-        cores: that the client kept busy, LoadGen included.
-        unchecked: query, epoch and scores float32 [candidates] of answers that there was nothing
-            learned to compare with.
+        messages: messages of some failures.
+        cores: cores that the client kept busy, LoadGen included.
+        unchecked: query, epoch and scores float32 [candidates] of answers without known scores to
+            compare with.
     """
 
     result: loadgen.Result
@@ -61,7 +61,7 @@ class Seen:
 
     @property
     def latency_ms(self) -> np.ndarray:
-        """From LoadGen's issue to the scores, float64 [N]."""
+        """Milliseconds from LoadGen's issue to the scores, float64 [N]."""
         return (self.end - self.begin) * 1e3
 
 
@@ -69,13 +69,13 @@ class LoadClient(Child):
     """Sends LoadGen's queries to a running server, from another process.
 
     Args:
-        address: of the server.
-        served: what it scores.
-        connections: requests in flight at most.
-        once: queries name the features of their user once.
+        address: address of the server.
+        served: the model and its queries.
+        connections: most requests in flight.
+        once: whether queries contain their user's features only once.
 
     Attributes:
-        seen: what its runs have shown.
+        seen: results of its runs.
     """
 
     def __init__(self, address: str, served: ServeWork, connections: int = 64,
@@ -90,7 +90,7 @@ class LoadClient(Child):
         return cpu_seconds(self.pid)
 
     def learn(self) -> np.ndarray:
-        """Ask for all queries one by one and keep the scores as those of the present weights.
+        """Send all queries one by one and keep the scores as those of the present weights.
 
         Sets alternate: odd and even epochs have their own.
 
@@ -105,17 +105,17 @@ class LoadClient(Child):
         self.send("run", settings)
 
     def finish(self, seconds: float) -> Seen:
-        """What the run has shown; it may take so long."""
+        """The result of the run, which may take up to `seconds`."""
         self.seen.append(self.wait(seconds + 5 * _ANSWER_S))
         return self.seen[-1]
 
     def run(self, settings: loadgen.Settings) -> Seen:
-        """A whole run."""
+        """Run LoadGen once; returns the result."""
         self.start(settings)
         return self.finish(settings.min_duration_s)
 
     def result(self, settings: loadgen.Settings) -> loadgen.Result:
-        """LoadGen's verdict on a whole run."""
+        """Run LoadGen once; returns its verdict."""
         return self.run(settings).result
 
 

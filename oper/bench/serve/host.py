@@ -1,4 +1,4 @@
-"""The running server of the serving benchmark, in a process of its own, and how to command it."""
+"""The running server of the serving benchmark, in a process of its own, and the commands to it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Swap:
     """One publication, on the clock of `time.monotonic` (the same in all processes).
 
     Attributes:
-        begin, end: when.
-        epoch: which.
+        begin, end: its begin and end.
+        epoch: its epoch.
     """
 
     begin: float
@@ -61,10 +61,10 @@ class Publication:
 
 
 class Host(Child):
-    """``oper.serve.Server`` with a published model, which two sets of weights take turns in.
+    """``oper.serve.Server`` with a published model whose weights alternate between two sets.
 
     Odd epochs are set A, the float32 model; even ones set B: all rows negated and the last bias
-    moved, so that scores of one set with a part of the other are neither set's.
+    moved, so that a mixture of both sets gives the scores of neither.
 
     Args:
         served: the model.

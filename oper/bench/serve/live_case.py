@@ -39,19 +39,19 @@ class LiveCase:
     Attributes:
         name: for the record.
         kind: ``"http"``: the highest rate at the latency bound, beside the same in process;
-            ``"candidates"``: the same of requests that name their user's features once, beside
-            full ones; ``"publish"``: new weights under load; ``"soak"``: long, with a killed
-            worker. The capacity of these two is the highest rate that the server keeps up with.
-        served: what is scored.
-        workers: of the server.
+            ``"candidates"``: the same of requests that name their user's features once, beside full
+            ones; ``"publish"``: new weights under load; ``"soak"``: long, with a killed worker. The
+            capacity of these two is the highest rate that the server keeps up with.
+        served: the model and its queries.
+        workers: workers of the server.
         seconds: length of the main runs.
         load: their rate as a share of the capacity.
         swaps: publications, for ``"publish"``.
         run_s, min_queries: least length of the runs that search the capacity.
         votes: VALID runs that make a rate count: 2 of 3, 3 of 5.
-        max_runs, search_s: how many (of each server), and how long the search may take.
+        max_runs, search_s: most runs of each server, and longest time of the search.
         bound_ms: latency bound of 99 % of the queries.
-        spin_us: of the server's workers.
+        spin_us: polling time of the server's workers, see `ServeOptions`.
     """
 
     name: str
@@ -70,7 +70,7 @@ class LiveCase:
     spin_us: float = 0.0
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Start, load and compare; what stands in the record."""
+        """Start, load and compare; returns the record's entry."""
         with _running(self, progress) as live:
             clock = record.BusyClock(lambda: (live.host.cpu_seconds() + live.beside_s
                                               + live.client.cpu_seconds()))

@@ -1,4 +1,4 @@
-"""MLPerf LoadGen: one run, its settings and what it says about it.
+"""MLPerf LoadGen: one run, its settings and its result.
 
 ``pip install mlcommons-loadgen`` provides the module ``mlperf_loadgen``. A run's verdict (VALID or
 INVALID) and its percentiles are read from LoadGen's own summary. MLPerf asks for runs of 10
@@ -32,8 +32,8 @@ class Settings:
 
     Attributes:
         scenario: ``"Offline"``, ``"Server"`` (Poisson arrivals) or ``"SingleStream"``.
-        expected_qps: the target rate of Server; else about what is expected: LoadGen makes its
-            queries ahead.
+        expected_qps: the target rate in Server; otherwise about the expected rate, since LoadGen
+            generates its queries ahead.
         min_duration_s, min_queries: of the run.
         bound_ms, percentile: Server's latency bound and the share of queries that must meet it.
         num_samples: of the library that sample indices are drawn from.
@@ -58,7 +58,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What LoadGen has found.
+    """The result of a run of LoadGen.
 
     Attributes:
         valid: its verdict, for the duration that the settings ask for.
@@ -99,7 +99,8 @@ def run(settings: Settings, issue: Issue) -> Result:
     """Run LoadGen against `issue`, which must lead to `complete` for every query it is given.
 
     Raises:
-        OperError: `issue` has raised (LoadGen cannot carry exceptions), or LoadGen left no summary.
+        OperError: `issue` raised an exception (which LoadGen does not pass on), or LoadGen left no
+            summary.
     """
     lg = library()
     failures: list[Exception] = []

@@ -1,4 +1,4 @@
-"""What the serving benchmark scores, and the models of the compared systems."""
+"""The serving benchmark's queries, and the models of the compared systems."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _HASHED = bytes(7 << 10)  # per sample of the floor: about as long as OPER's mod
 
 @dataclass(frozen=True, slots=True)
 class ServeWork:
-    """What is served: a DLRM, and queries that rank the candidates of one visit each.
+    """A DLRM to serve, and queries that each rank the candidates of one visit.
 
     Attributes:
         work: tables and skew; its batch size is not used.
         candidates: samples of a query.
-        num_queries: distinct queries, drawn again and again by LoadGen.
-        user_features: so many features, the first ones, are the visitor's: all candidates of a
-            query have the same ids.
+        num_queries: distinct queries, from which LoadGen draws.
+        user_features: number of leading features that are the visitor's, with the same ids for all
+            candidates of a query.
         dense_layers, over_layers: sizes of the MLPs; by default those of ``oper train``.
         row_dtype: of OPER's rows; TorchRec's are quantised to the same width.
         error_budget: above 0, OPER's rows have types by hotness instead; see `oper.publish`.
@@ -64,7 +64,7 @@ class ServeWork:
         return Signature("bench", tuple(self.work.features), self.work.num_rows, NUM_DENSE)
 
     def query(self, number: int) -> Request:
-        """A query of the library."""
+        """The query of a number."""
         work = self.work
         rng = np.random.default_rng((work.seed, TIMED, number, work.pooling, 7))
         lengths = np.repeat(np.array(work.bag_lengths, np.int32)[:, None], self.candidates, 1)
@@ -206,7 +206,7 @@ def make_predictor(kind: str, served: ServeWork, publication: str) -> Any:
 
 
 def warm_up(predictor: Any, requests: Sequence[Request]) -> None:
-    """Let everything be made that is made in the first calls, of all variants."""
+    """Run first calls of all variants, so that everything created lazily exists."""
     for request in requests:
         predictor.predict(request)
     if isinstance(predictor, TorchPredictor) and predictor.is_quantised:
@@ -230,6 +230,6 @@ def _scripted(model: nn.Module) -> Any:
 
 
 def give_back_memory() -> None:
-    """What has been freed goes back to the system, so that it is not counted as a table."""
+    """Return freed memory to the system, so that it is not counted as the tables'."""
     gc.collect()
     give_back()

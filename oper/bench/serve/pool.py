@@ -1,7 +1,8 @@
-"""Worker processes of the serving benchmark: LoadGen's queries reach every contender alike.
+"""Worker processes of the serving benchmark: LoadGen's queries reach every contender in the same
+way.
 
-A query is the index of a sample that all processes hold; a worker batches what waits, as the
-server's workers do, and tells which queries are done. The messages are small, the path is the same
+A query is the index of a sample that all processes hold; a worker batches waiting queries, as the
+server's workers do, and reports those that are done. The messages are small, the path is the same
 for all contenders, and no time is spent on a network.
 """
 
@@ -75,7 +76,7 @@ class Pool:
         self._is_published = self._publisher is None
 
     def begin(self, count: int) -> None:
-        """Start workers up to `count`; those of OPER only once the tables are published."""
+        """Start workers up to `count`; those of OPER after publishing the tables."""
         while self._is_published and len(self._workers) < count:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
@@ -106,7 +107,7 @@ class Pool:
             worker.process.ask("configure", threads, max_samples, variant)
 
     def spin(self, count: int, seconds: float, stalls: Stalls) -> None:
-        """Look for stalls in the first `count` workers at once."""
+        """Measure stalls in the first `count` workers concurrently."""
         used = self._workers[:count]
         for worker in used:
             worker.process.send("spin", seconds)
@@ -157,7 +158,8 @@ class Pool:
             cpu_seconds(self._publisher.pid) if self._publisher else 0.0)
 
     def run(self, count: int, settings: loadgen.Settings) -> loadgen.Result:
-        """Run LoadGen; its queries go to that of the first `count` workers which has the fewest."""
+        """Run LoadGen; each query goes to the one of the first `count` workers that has the fewest.
+        """
         used = self._workers[:count]
         stop = threading.Event()
         lost: list[int] = []

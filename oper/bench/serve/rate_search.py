@@ -21,14 +21,14 @@ _CLEARLY_VALID = 0.7  # of the bound: with a p99 below it the search walks on af
 
 @dataclass(slots=True)
 class Search:
-    """What is known of a contender.
+    """The search for a contender's highest valid rate.
 
     Attributes:
-        start: about the rate to begin with, queries per second.
+        start: approximate rate to begin with, queries per second.
         bound_ms: latency bound of 99 % of the queries.
-        max_runs: after so many the search only confirms the highest rate that has not failed; it
-            gives up after twice as many.
-        votes: runs that decide about a rate: 2 of 3, 3 of 5.
+        max_runs: number of runs after which the search only confirms the highest rate that has not
+            failed; it gives up after twice as many.
+        votes: number of runs that decide on a rate by majority: 3 or 5.
         runs: the grid's steps tried, with LoadGen's results.
     """
 
@@ -43,7 +43,8 @@ class Search:
 
         Args:
             step: of the grid.
-            is_final: count votes only; else a run that is far from the bound is enough to walk on.
+            is_final: count votes only; otherwise a single run far from the bound decides where to
+                search next.
         """
         found = [r for k, r in self.runs if k == step]
         valid = sum(r.valid for r in found)
@@ -70,7 +71,7 @@ class Search:
         return low, high
 
     def next_step(self) -> int | None:
-        """Where to look now; None when the search is over."""
+        """The next step of the grid to try; None when the search is over."""
         if not self.runs:
             return round(math.log(max(self.start, 1.0)) / math.log(STEP))
         if len(self.runs) >= self.max_runs:
@@ -132,7 +133,7 @@ def search(searches: Mapping[str, Search], run: Callable[[str, float, int], Resu
     Args:
         searches: by contender.
         run: of a contender at a rate; told how often it has run at it before.
-        seconds: no turn begins later than that.
+        seconds: no turn begins after this time.
         between: called before each round.
     """
     names = list(searches)

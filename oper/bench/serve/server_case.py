@@ -42,8 +42,9 @@ class ServerCase:
         served: what is scored.
         bound_ms: latency bound of 99 % of the queries.
         max_queries: of a batch, as tried for each kind of model.
-        run_s, min_queries: least length of a run. LoadGen wants the more of a run's queries within
-            the bound the fewer there are: all of 460, 99.5 % of 2,000 and 99 % of very many.
+        run_s, min_queries: least length of a run. The fewer queries a run has, the larger the share
+            that LoadGen requires within the bound: all of 460, 99.5 % of 2,000 and 99 % of very
+            many.
         max_runs, search_s: of each contender's search for the rate, and of the searches together;
             those that are compared with each other may run twice as often, and 3 of 5 runs decide
             about their rates, 2 of 3 elsewhere.
@@ -61,7 +62,7 @@ class ServerCase:
     other_s: float = 1.5
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Measure all contenders; what stands in the record."""
+        """Measure all contenders; returns the record's entry."""
         batching = BatchOptions(self.served.candidates, 0.0, 1 << 40)
         pools: dict[str, Pool] = {}
         try:

@@ -2,7 +2,7 @@
 
 Workers score LoadGen's queries in process, with one set of tables or the other, in turn. The AUC is
 that of labels drawn from the scores of the same model with float32 rows, which therefore has the
-highest that there is: what the others lack is what rounding their rows costs.
+highest possible AUC; the difference to it is the cost of rounding the rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TiersCase:
     round_s: float = 1.5
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Score and time; what stands in the record."""
+        """Score and time; returns the record's entry."""
         scores: dict[str, np.ndarray] = {}
         pools: dict[str, Pool] = {}
         held: dict[str, int] = {}

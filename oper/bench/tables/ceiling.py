@@ -1,4 +1,4 @@
-"""Ceilings: the same rows of the same arena, summed or rewritten by loops that do nothing else."""
+"""Ceilings: bare loops that sum or rewrite the same rows of the same arena."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORDERS = ("feature", "sample")
 
 
 def row_addresses(tables: ShardedTables, name: str) -> np.ndarray:
-    """Where this rank reads each row of a table: addresses, int64 [num_rows], by id.
+    """Addresses from which this rank reads each row of a table, int64 [num_rows], by id.
 
     Replicated rows are read from the rank's own copy, all others from their owner's arena.
     """
@@ -71,7 +71,8 @@ def gather_batch(addresses: np.ndarray, pooling: int, dim: int, order: str
 
 
 class Ceiling:
-    """Bare gathers over the arena of sharded tables; all of one dim, one feature per table.
+    """Bare gathers over the arena of sharded tables; whose tables have the same dim and one feature
+    each.
 
     Args:
         tables: the sharded tables.
@@ -140,8 +141,10 @@ class Ceiling:
 
 
 class UpdateCeiling:
-    """Bare rewrites of what a step updates at one rank: its rows that any rank looks up, and their
-    state, each read and written once as it is, in the order of their slots.
+    """Bare rewrites of what a step updates at one rank.
+
+    These are its rows that any rank looks up, and their state, each read and written once
+    unchanged, in the order of their slots.
 
     Args:
         tables: the sharded tables; no replicas, row-wise Adagrad.

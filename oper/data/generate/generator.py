@@ -35,12 +35,12 @@ class TableModel:
     """One table's synthetic lookups.
 
     Attributes:
-        name: of the table and its feature.
-        popularity: of its rows by rank.
+        name: name of the table and its feature.
+        popularity: popularity of its rows by rank.
         lengths: bag lengths int64 [P] and their weights float64 [P].
-        drift: probability that a hot rank passes to another row from one day to the next.
-        head: ids of the hottest ranks, int64 [H]; other ranks go to other rows in order.
-            None = ranks are scattered by a fixed permutation.
+        drift: probability that a hot rank is taken over by another row from one day to the next.
+        head: ids of the hottest ranks, int64 [H]; the other ranks belong to the other rows in
+            order. None = ranks are scattered by a fixed permutation.
         fixed_bags: each first id always comes with the same other ids, drawn evenly, as in MLPerf's
             multi-hot data; otherwise the ids of a bag are independent.
     """
@@ -64,7 +64,8 @@ class TableModel:
         return float(values @ weights / weights.sum())
 
     def draw(self, num_samples: int, day: int, key: int, rng: np.random.Generator) -> Lookups:
-        """The bags of `num_samples` samples of one day; `key` tells the tables apart."""
+        """The bags of `num_samples` samples of one day; `key` is a different number for each table.
+        """
         values, weights = self.lengths
         lengths = (np.full(num_samples, values[0]) if values.size == 1 else
                    rng.choice(values, num_samples, p=weights / weights.sum()))
@@ -104,10 +105,10 @@ class Workload:
     """Synthetic lookups of several tables.
 
     Attributes:
-        name: what it is; it always says that it is synthetic.
+        name: its description, which always says that it is synthetic.
         tables: their models.
-        num_days: days that the samples are spread over, evenly and in order.
-        seed: everything random follows from it.
+        num_days: number of days over which the samples are spread evenly, in order.
+        seed: seed of everything random.
     """
 
     name: str
@@ -121,10 +122,10 @@ class Workload:
 
     def batches(self, num_samples: int, batch_size: int
                 ) -> Iterator[tuple[int, dict[str, Lookups]]]:
-        """Day and lookups of batch after batch; the same arguments give the same ids.
+        """Day and lookups of each batch in turn; equal arguments give equal ids.
 
-        A batch lies within one day. The lookups can be counted by `oper.collect` as
-        ``{name: (x.ids, x.lengths)}``.
+        A batch lies within one day. The lookups can be counted by `oper.collect` as ``{name:
+        (x.ids, x.lengths)}``.
         """
         require("cannot draw lookups", "choose a value in this range",
                 ("num_samples", num_samples, num_samples >= 1, ">= 1"),
@@ -145,7 +146,7 @@ class Workload:
 
 def workload_from_stats(stats: AccessStats, drift: float = 0.0, num_days: int = 1, seed: int = 1
                         ) -> Workload:
-    """Lookups like measured ones: popularity of every row, bag lengths."""
+    """A workload with the measured popularity of every row and the measured bag lengths."""
     def model(name: str, t: TableStats) -> TableModel:
         lengths = ((t.length_values, t.length_counts.astype(np.float64)) if t.num_bags
                    else _always(1))
@@ -159,8 +160,8 @@ def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Worklo
     """A workload by name (`PRESETS`), from a specification (TOML) or from a statistics file.
 
     Raises:
-        InvalidInputError: no such name, or a specification that is not one.
-        FileFormatError: a damaged file.
+        InvalidInputError: there is no workload of that name, or the specification is invalid.
+        FileFormatError: the file is damaged.
     """
     text = os.fspath(name_or_path)
     if text in PRESETS:
@@ -186,7 +187,7 @@ def workload_from_dict(value: Mapping[str, Any], seed: int = 1) -> Workload:
 
     ``name``, ``days`` and ``table`` entries with ``name``, ``rows``, ``exponent`` and ``shift`` of
     the power law, ``heavy`` (shares of the hottest rows), ``length`` (ids per bag) or ``lengths``
-    with ``weights``, ``drift``, ``fixed_bags``, and ``count`` (so many tables alike).
+    with ``weights``, ``drift``, ``fixed_bags``, and ``count`` (number of such tables).
     """
     what = "invalid workload"
     entries, days = value.get("table", []), value.get("days", 1)
@@ -228,7 +229,8 @@ def _tables(what: str, entry: Any) -> list[TableModel]:
 
 
 def criteo_1tb() -> list[TableModel]:
-    """26 columns of the 24-day log: power laws with its numbers of distinct and frequent values."""
+    """26 columns of the 24-day log: power laws with the published numbers of distinct and frequent
+    values."""
     return [TableModel(f"C{k + 1}", fit_cardinality(published.CRITEO_1TB_ROWS, *values, 3))
             for k, values in enumerate(zip(
                 published.CRITEO_1TB_DISTINCT, published.CRITEO_1TB_FREQUENT, strict=True))]
@@ -254,7 +256,8 @@ def _capped(popularity: Popularity, num_rows: int) -> Popularity:
 
 
 def meta_2021(scale: float = 1 / 856) -> list[TableModel]:
-    """One table (of 856, or `scale` of all rows) whose batches repeat rows as Meta's traces did.
+    """One of the 856 tables, with its rows times `scale`, whose batches repeat rows as in Meta's
+    traces.
 
     A batch of 65,536 samples touches its rows as often as the published histogram says.
     """

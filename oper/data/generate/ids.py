@@ -16,7 +16,8 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def uniform64(values: np.ndarray) -> np.ndarray:
-    """A pseudo-random number in [0, 1) for each integer, float64, always the same one."""
+    """A pseudo-random number in [0, 1) for each integer, float64, always the same for the same
+    integer."""
     shifted = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return (mix64(shifted) >> np.uint64(11)) * 2.0**-53
 
@@ -27,8 +28,8 @@ _HOT_RANKS = 10_000  # only the popularity of so many ranks is passed on
 def holders(num_rows: int, key: int, drift: float, num_days: int) -> np.ndarray:
     """The row that holds each hot rank on each day, int64 [num_days, min(num_rows, 10000)].
 
-    Every night a hot rank passes, with probability `drift`, to a row picked at random. `key` tells
-    tables apart.
+    Every night, with probability `drift`, a hot rank is taken over by a random row. `key` is a
+    different number for each table.
     """
     hot = np.arange(min(num_rows, _HOT_RANKS), dtype=np.uint64)
     holder = hot.astype(np.int64)
@@ -43,7 +44,7 @@ def holders(num_rows: int, key: int, drift: float, num_days: int) -> np.ndarray:
 
 
 def scatter_ids(ids: np.ndarray, num_rows: int) -> np.ndarray:
-    """A fixed permutation of `0..num_rows-1` that leaves no order among neighbours.
+    """A fixed permutation of `0..num_rows-1` that destroys the order of neighbours.
 
     Three rounds of multiply and shift permute the numbers of `bit_length` bits; a result that is
     too large is permuted again until it fits (cycle walking, fewer than two turns on average).

@@ -30,13 +30,13 @@ def count_workload(workload: Workload, num_samples: int,
 
     Args:
         workload: what to draw.
-        num_samples: how much of it.
-        folder: write the lookups there as well, ``lookups.parquet`` with a column ``day`` and one
+        num_samples: number of samples.
+        folder: also write the lookups there, as ``lookups.parquet`` with a column ``day`` and one
             list column per table; its schema's metadata says that they are synthetic.
         show_progress: a progress bar on stderr.
 
     Raises:
-        InvalidInputError: no samples, or `folder` holds lookups already.
+        InvalidInputError: `num_samples` is 0, or `folder` already holds lookups.
     """
     if folder is not None:
         check_local(folder)

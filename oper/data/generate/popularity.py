@@ -1,4 +1,4 @@
-"""How popular the rows of a synthetic table are: levels of equally popular rows, and their fits."""
+"""Popularity of the rows of a synthetic table: levels of equally popular rows, and fits to data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class Popularity:
         return starts[level] + (rng.random(size) * self.rows[level]).astype(np.int64)
 
     def expected(self, num_accesses: int, at_least: int = 1) -> float:
-        """Rows that `num_accesses` independent accesses touch at least so often (Poisson)."""
+        """Rows that `num_accesses` independent accesses touch at least `at_least` times (Poisson).
+        """
         return float(self.rows @ _reached(at_least, num_accesses * self.mass / self.rows))
 
 
@@ -65,7 +66,7 @@ def power_law(num_rows: int, exponent: float, shift: float = 0.0, heavy: Sequenc
     """Popularity (k + shift)^-exponent of ranks k = 1, 2, ... below `heavy` rows of given shares.
 
     Heavy hitters over a shifted power law are how FBGEMM's table benchmark describes an index
-    stream. Ranks beyond the 512th go in levels whose ranks differ by 1 %.
+    stream. Ranks beyond the 512th are grouped into levels within which ranks differ by 1 %.
     """
     num_tail = num_rows - len(heavy)
     require(
@@ -101,9 +102,9 @@ def _integral(high: np.ndarray, low: np.ndarray, exponent: float) -> np.ndarray:
 
 
 def from_stats(table: TableStats) -> Popularity:
-    """The popularity that a table was measured to have.
+    """The measured popularity of a table's rows.
 
-    Untouched rows share the Good-Turing estimate of what has not been seen.
+    Untouched rows share the Good-Turing estimate of the unseen mass.
     """
     values, rows = table.count_histogram()
     weight = values.astype(np.float64)
@@ -116,11 +117,11 @@ def from_stats(table: TableStats) -> Popularity:
 
 def fit_cardinality(num_accesses: int, num_distinct: int, num_frequent: int, at_least: int
                     ) -> Popularity:
-    """The power law under which a log has published numbers of distinct values.
+    """The power law under which a log of this size has the published numbers of distinct values.
 
-    No power law may have both numbers, as for a column of few values, nearly all of them frequent,
-    with some that were seen once or twice. Then the frequent values follow a power law, and equally
-    rare values make up the difference.
+    There may be no power law with both numbers, for example for a column of few values that are
+    nearly all frequent, with some seen once or twice. Then the frequent values follow a power law,
+    and equally rare values make up the difference.
 
     Args:
         num_accesses: rows of the log.

@@ -2,7 +2,7 @@
 
 Nothing in it comes from a real row. Shaped after published facts: the number of distinct values of
 each column, skewed popularity (a bounded power law), missing fields, seven days in order. Each day
-some of the hot ranks pass to other values. Labels come from a logistic model with an effect per
+other values take over some of the hot ranks. Labels come from a logistic model with an effect per
 value, so that a model which learns embeddings can predict them.
 """
 
@@ -46,11 +46,11 @@ class SyntheticLog:
 
     Attributes:
         num_rows: rows, spread evenly over seven days.
-        seed: everything random follows from it.
+        seed: seed of everything random.
         cardinalities: values that each of C1..C26 can take.
         click_rate: share of clicks.
         effect: standard deviation of the log-odds over rows (the larger, the higher the best AUC).
-        drift: probability that a hot rank passes to another value from one day to the next.
+        drift: probability that a hot rank is taken over by another value from one day to the next.
     """
 
     num_rows: int = 200_000
@@ -75,13 +75,13 @@ class SyntheticLog:
 def write_synthetic_log(
     path: str | os.PathLike[str], log: SyntheticLog | None = None, show_progress: bool = False
 ) -> Path:
-    """Write a synthetic log (gzip when `path` ends in ``.gz``), and beside it what it is.
+    """Write a synthetic log (gzip when `path` ends in ``.gz``), and a description beside it.
 
     The file ``<path>.about.json`` says that the log is synthetic and how it was made; preprocessing
     copies that into its manifest. The same parameters always give the same bytes.
 
     Raises:
-        InvalidInputError: parameters out of range.
+        InvalidInputError: a parameter is out of range.
     """
     log = log or SyntheticLog()
     target = Path(path)

@@ -1,4 +1,4 @@
-"""Row groups of one split of a preprocessed folder: which there are, and what one of them holds."""
+"""Row groups of one split of a preprocessed folder, and their contents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPEN_FILES = 16
 class Column:
     """A column of n rows: values [L], and where each row's bag ends, int64 [n + 1] (the first 0).
 
-    `ends` is None where every row has one value. Ids are int32 or int64, as the file has them.
+    `ends` is None if every row has one value. Ids are int32 or int64, as the file has them.
     """
 
     values: np.ndarray
@@ -55,12 +55,12 @@ class RowGroups:
 
     Attributes:
         folder: the folder.
-        split: its part.
-        columns: what is read, in the order in which it is returned.
+        split: name of the split.
+        columns: columns to read, in the order of the result.
         bags: those of `columns` that hold lists, the others hold one number per row.
         rows: rows of each group, int64 [G].
-        digest: tells this split from others and from later versions of itself: the manifest, the
-            names and sizes of the files, and the rows of every group are in it.
+        digest: digest of the manifest, the names and sizes of the files, and the rows of every
+            group; differs from that of any other split or version.
     """
 
     def __init__(self, folder: Folder, split: str, columns: tuple[str, ...],
@@ -97,7 +97,7 @@ class RowGroups:
         return int(self.rows.sum())
 
     def place(self, group: int) -> tuple[Path, int]:
-        """The file of a group, and its number there."""
+        """The file of a group, and the group's number in it."""
         return self._places[group]
 
 
@@ -113,8 +113,8 @@ def _told(folder: Folder, name: str, size: int) -> list[int] | None:
 class GroupReader:
     """Reads row groups, with a few files kept open; for one thread.
 
-    Checks what a damaged or edited file could break: nulls, types, ids outside their tables, the
-    number of rows.
+    Checks everything that a damaged or edited file could violate: nulls, types, ids outside their
+    tables, the number of rows.
     """
 
     def __init__(self, groups: RowGroups) -> None:

@@ -22,8 +22,8 @@ def torchrec_batch(dense: torch.Tensor, features: dict[str, Any], labels: torch.
 
     Args:
         dense: float32 [B, D].
-        features: arguments of the KeyedJaggedTensor. Offsets are worked out where they are not
-            given, so that no engine pays for that.
+        features: arguments of the KeyedJaggedTensor. Missing offsets are computed here, so that the
+            time is not charged to a training engine.
         labels: float32 [B].
 
     Raises:
@@ -42,12 +42,12 @@ def torchrec_batch(dense: torch.Tensor, features: dict[str, Any], labels: torch.
 
 
 class Assembly:
-    """Makes batches of windows of rows.
+    """Makes batches from windows of rows.
 
     Attributes:
         columns: Parquet columns that it needs.
         bags: those of them that hold lists.
-        weights: by sparse column the Parquet column of its per-sample weights.
+        weights: Parquet column with the per-sample weights of each sparse column.
         deduplicate: sparse columns whose equal bags of a batch are kept once.
     """
 
@@ -74,10 +74,10 @@ class Assembly:
         """Some batches of a window.
 
         Args:
-            window: the rows; batch k has those in places k * size on, as many as there are.
+            window: the rows; batch k has up to `size` rows from index k * size on.
             size: samples of a full batch.
-            wanted: numbers of batches, ascending. Those behind the last row are empty.
-            pin: in page-locked memory.
+            wanted: numbers of batches, ascending. Batches beyond the last row are empty.
+            pin: whether to use page-locked memory.
         """
         order, folder = window.order, self.folder
         counts = [min(size, max(0, order.size - k * size)) for k in wanted]

@@ -1,4 +1,4 @@
-"""Batches for PyTorch and TorchRec, made of row groups that each rank reads itself."""
+"""Batches for PyTorch and TorchRec, from row groups that each rank reads itself."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class LoaderOptions:
         batch_size: samples per rank.
         window: rows that are shuffled together, rounded down to whole batches (at least one). Row
             groups come in random order too. 0 = no shuffle: the folder's order.
-        seed: of the shuffle, together with the epoch.
+        seed: seed of the shuffle, combined with the epoch.
         drop_last: leave out incomplete last batches (see `Loader`).
-        share: what a rank's share is of: ``"rows"``: each rank reads row groups of its own;
-            ``"batches"``: every rank reads all rows and takes its part of each global batch, which
-            is then the same whatever the number of ranks.
+        share: how data is divided among ranks: ``"rows"``: each rank reads row groups of its own;
+            ``"batches"``: every rank reads all rows and takes its part of each global batch, so
+            global batches do not depend on the number of ranks.
         rank, world_size: which share to read; None = those of `torch.distributed` where it is
             initialized when the loader is made, else 0 of 1.
-        prefetch: windows, or as many as `interleave` says at a time, that are read ahead, each by a
-            thread of its own; 0 = none.
-        pin_memory: make batches in page-locked memory; None = where there is a CUDA device.
-            Worker processes of a DataLoader never do: give it ``pin_memory=True`` instead.
-        weights: by sparse column the name of the Parquet column that holds its per-sample weights:
-            numbers, one per id. Other columns then have weights of 1.
-        interleave: windows whose batches take turns. As many worker processes of a DataLoader, or
-            a divisor of that, read windows of their own then, and not every window all of them.
-        group_by: a sparse column of one id each, a session or a user: within a window its rows
-            stay together, in the folder's order. "" = none.
+        prefetch: windows to read ahead (in groups of `interleave` windows), each on a thread of its
+            own; 0 = none.
+        pin_memory: make batches in page-locked memory; None = if there is a CUDA device. Worker
+            processes of a DataLoader never do: give it ``pin_memory=True`` instead.
+        weights: name of the Parquet column that holds the per-sample weights of a sparse column,
+            one number per id. Other columns then have weights of 1.
+        interleave: windows whose batches take turns. Worker processes of a DataLoader then read
+            separate windows instead of all reading every window, if their number divides this one.
+        group_by: a sparse column of one id each, a session or a user: within a window its rows stay
+            together, in the folder's order. "" = none.
         deduplicate: sparse columns whose equal bags of a batch are kept once, as a variable batch
             per feature with ``inverse_indices`` in the KJT.
     """
@@ -98,23 +98,23 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
     - ``labels`` float32 [B].
 
     **Shares.** The row groups of an epoch, in random order if there is a window, form one sequence
-    of rows, and each rank takes a contiguous stretch of it; stretches differ by at most one row.
-    So every row comes once per epoch, and a rank reads its own row groups only, of which the first
-    and the last may be shared with a neighbour. With ``share="batches"`` the sequence is cut into
-    global batches of ``batch_size * world_size`` rows instead, of which each rank takes its part:
-    runs on different numbers of ranks see the same samples in the same steps.
+    of rows, and each rank takes a contiguous part of it; parts differ by at most one row. So every
+    row occurs once per epoch, and a rank reads its own row groups only, of which the first and the
+    last may be shared with a neighbour. With ``share="batches"`` the sequence is cut into global
+    batches of ``batch_size * world_size`` rows instead, of which each rank takes its part: runs on
+    different numbers of ranks see the same samples in the same steps.
 
     **Number of batches.** All ranks give ``len(loader)`` batches. The last one is incomplete, and
     empty on a rank that has no rows left for it. With `drop_last` it is left out, on all ranks:
-    ``num_dropped`` rows of each epoch, which with a window are others in each.
+    ``num_dropped`` rows of each epoch, with a window they are different rows in each epoch.
 
     **Order.** Which rows a batch has, and in what order, follows from the folder, seed, epoch,
     rank, world size, batch size, window, `interleave` and `group_by` alone.
 
     **Workers.** ``DataLoader(loader, batch_size=None, num_workers=N)`` gives the same batches in
-    the same order for every N: worker w makes those of its number. Batches pass between processes
-    then, so the threads of `prefetch` are the cheaper way to read ahead; and unless `interleave` is
-    a multiple of N, each worker has to decompress every window of the rank.
+    the same order for every N: each worker makes its own share of them. Since batches are then sent
+    between processes, the threads of `prefetch` are the cheaper way to read ahead; and unless
+    `interleave` is a multiple of N, each worker has to decompress every window of the rank.
 
     **Epochs.** `set_epoch` chooses the epoch of the next iteration, as that of
     ``DistributedSampler`` does; it reaches persistent workers as well.
@@ -173,13 +173,13 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
 
     @property
     def epoch(self) -> int:
-        """The epoch that is iterated, or that will be next."""
+        """The epoch being iterated, or the next one."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, which has an order of its own.
+        """Choose the epoch of the next iteration, which has its own order.
 
-        Choosing the epoch of a state that was loaded keeps the place in it.
+        Choosing the epoch of a loaded state keeps the position in it.
         """
         require("cannot set the epoch", "count epochs from 0",
                 ("epoch", epoch, type(epoch) is int and 0 <= epoch < 1 << 62, "an integer >= 0"))
@@ -246,13 +246,13 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         return torch.cuda.is_available() if wish is None else wish
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
-        """Where this loader is: JSON-able, and good for every rank.
+        """The position of this loader, as values that JSON can hold; valid for every rank.
 
         Args:
-            num_batches: batches of the epoch that were used up to now. None = those that this
-                object has given, which is right where it is iterated in this process: what was
-                read ahead does not count. In front of a DataLoader with workers this object gives
-                none itself: count there. StatefulDataLoader asks its workers and needs no count.
+            num_batches: batches of the epoch used so far. None = those that this object has
+                returned, which is right if it is iterated in this process; batches read ahead do
+                not count. Behind a DataLoader with workers this object returns none itself, so
+                count them there. StatefulDataLoader asks its workers and needs no count.
         """
         info = get_worker_info()
         if num_batches is None:
@@ -264,11 +264,11 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
                 "worker": [info.id, info.num_workers] if info else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batch at which a state was taken: the next iteration begins there.
+        """Continue after the batch at which a state was taken: the next iteration begins there.
 
         Raises:
-            InvalidInputError: it is no such state, or one of another folder, split, world size,
-                seed or option that the batches depend on; nothing changes then.
+            InvalidInputError: it is not such a state, or it is of another folder, split, world
+                size, seed, or option on which batches depend; nothing is changed then.
         """
         what = "cannot load the loader's state"
         expected = self._identity()

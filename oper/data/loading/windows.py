@@ -12,7 +12,7 @@ from oper.data.loading.groups import Column, GroupReader, RowGroups
 
 
 class EpochOrder:
-    """Which rows of which row groups a rank reads in an epoch, window by window.
+    """The rows of row groups that a rank reads in an epoch, window by window.
 
     Attributes:
         batches_per_window: whole batches of a window; only a rank's last window has fewer rows.
@@ -44,8 +44,8 @@ class EpochOrder:
     def place(self, batch: int) -> tuple[int, int]:
         """The window of a batch, and the batch's number there.
 
-        Of every so many whole windows the first batches come first, then the second ones, and so
-        on; the windows that are left at the end come one after the other.
+        In each group of interleaved windows the first batches of all come first, then the second
+        ones, and so on; the remaining windows at the end come one after the other.
         """
         each, together = self.batches_per_window, self._together
         if batch >= self._in_turns * each:
@@ -54,7 +54,8 @@ class EpochOrder:
         return block * together + turn % together, turn // together
 
     def pieces(self, window: int) -> list[tuple[int, int, int]]:
-        """Group, first row, row after the last, of what a window is made of; [] behind the end."""
+        """The row ranges that make up a window: group, first row, row after the last; [] after the
+        last window."""
         start = self._first + window * self._size
         stop = min(start + self._size, self._last)
         found = []
@@ -69,7 +70,7 @@ class EpochOrder:
         return found
 
     def shuffled(self, window: int, num_rows: int) -> np.ndarray:
-        """Places of the rows of a window in random order, int32 [num_rows]."""
+        """Indices of the rows of a window in random order, int32 [num_rows]."""
         if not self._shuffles:
             return np.arange(num_rows, dtype=np.int32)
         rng = np.random.default_rng(np.random.SeedSequence(
@@ -77,7 +78,8 @@ class EpochOrder:
         return rng.permutation(num_rows).astype(np.int32)
 
     def grouped(self, window: int, keys: np.ndarray) -> np.ndarray:
-        """Places int32 [n]: rows of one key, int [n], one after the other, keys in random order."""
+        """Indices, int32 [n], that put rows of equal key (int [n]) together, keys in random order.
+        """
         distinct, inverse = np.unique(keys, return_inverse=True)
         order = self.shuffled(window, distinct.size)
         turn = np.empty(distinct.size, np.int32)
@@ -87,9 +89,9 @@ class EpochOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Rows by column, and the order in which they are to come, int32 [n].
+    """Rows by column, and the order in which to use them, int32 [n].
 
-    A column is in pieces, one after the other in the folder's order, at least one.
+    A column consists of one or more pieces, in the folder's order.
     """
 
     columns: dict[str, list[Column]]
@@ -99,7 +101,7 @@ class Window:
         """A rank's parts of global batches of `batch_size * world_size` rows, one after the other.
 
         Parts of an incomplete last batch are as equal as possible, the first ranks taking one row
-        more where it does not divide.
+        more if they cannot be equal.
         """
         full = self.order.size // (batch_size * world_size)
         whole, rest = np.split(self.order, [full * batch_size * world_size])
@@ -111,8 +113,8 @@ class Window:
 class WindowReader:
     """Reads the windows of one rank and epoch; by any number of threads at once.
 
-    A row group that goes on in the next window is kept for it, so that windows which are read one
-    after the other, or at the same time, read each group once.
+    A row group that continues in the next window is kept for it, so windows read in sequence or
+    concurrently read each group once.
     """
 
     def __init__(self, groups: RowGroups, order: EpochOrder, group_by: str, num_near: int
@@ -124,7 +126,7 @@ class WindowReader:
         self._most_kept = num_near + 1
 
     def read(self, window: int) -> Window:
-        """The rows of a window, none behind the rank's end; raises FileFormatError."""
+        """The rows of a window, empty after the rank's last row; raises FileFormatError."""
         pieces = self._order.pieces(window)
         if not pieces:
             none, bags = np.zeros(0, np.int32), self._groups.bags

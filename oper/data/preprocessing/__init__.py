@@ -1,1 +1,1 @@
-"""From a raw log to a preprocessed folder: a job, its tasks, what it leaves."""
+"""From a raw log to a preprocessed folder: a job, its tasks and its output."""

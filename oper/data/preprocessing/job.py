@@ -1,4 +1,4 @@
-"""A preprocessing job: its tasks, in the order in which any number of processes share them."""
+"""A preprocessing job: its tasks, in the order in which the participating processes take them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _RAW_TABLES = "raw.json"  # in a stage: what the manifest tells of columns of ra
 
 
 def occupied(target: str, is_ours: bool) -> InvalidInputError:
-    """The error for an output folder that holds an earlier output (`is_ours`) or something else."""
+    """The error for an output folder that holds an earlier output (`is_ours`) or other files."""
     what = "cannot write the preprocessed folder"
     if is_ours:
         return InvalidInputError(what, "output", target, "a new or empty folder",
@@ -57,7 +57,7 @@ def occupied(target: str, is_ours: bool) -> InvalidInputError:
 
 @dataclass(slots=True)
 class Job(JobSpec):
-    """One preprocessing job, and the folder with what has been done of it."""
+    """One preprocessing job, and the folder with its work so far."""
 
     _began: bool = False
     _is_large: bool = False
@@ -68,12 +68,12 @@ class Job(JobSpec):
 
     @property
     def folder(self) -> WorkFolder:
-        """Of work in progress."""
+        """The folder of work in progress."""
         return WorkFolder(self.target, self.identity())
 
     @property
     def stage(self) -> Stage:
-        """The units that have been read."""
+        """The files of the units that have been read."""
         if self._stage is None:
             self._stage = Stage(self.work / "stage", self.recipe, self._is_large)
         return self._stage
@@ -87,11 +87,12 @@ class Job(JobSpec):
         return {}
 
     def is_there(self) -> bool:
-        """Whether this very job was done before, and need not be done anew."""
+        """Whether this same job has been done before and need not be repeated."""
         return not self.options.force and self.read_manifest().get("job") == self.identity()
 
     def check_target(self) -> None:
-        """Raise InvalidInputError where the output folder holds something that is to stay."""
+        """Raise InvalidInputError if the output folder holds something that must not be replaced.
+        """
         target = self.target
         if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
             raise InvalidInputError(
@@ -105,7 +106,7 @@ class Job(JobSpec):
             raise occupied(str(target), is_ours)
 
     def outcome(self) -> dict[str, Any]:
-        """The manifest once this very job, begun by this call, is done; empty before."""
+        """The manifest once this same job, begun by this call, is done; empty before."""
         found = self.read_manifest() if self._began else {}
         return found if found.get("job") == self.identity() else {}
 

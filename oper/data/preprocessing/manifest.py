@@ -31,15 +31,15 @@ ABOUT_SUFFIX = ".about.json"  # a file beside a log that says what the log is
 
 def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows: dict[str, int],
              tables: dict[str, dict[str, Any]], unseen: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a job that is done.
+    """The manifest of a finished job.
 
     Args:
         job: the job.
-        split: where the parts of the log begin.
-        records: what was found out about each unit.
+        split: the boundaries of the log's parts.
+        records: the records of the units.
         rows: rows by split.
-        tables: of each sparse column, what is known of its values.
-        unseen: by sparse column what a finished vocabulary lacks.
+        tables: facts about the values of each sparse column.
+        unseen: values that a finished vocabulary lacks, by sparse column.
     """
     recipe, options, raw = job.recipe, job.options, job.options.raw_ids
     found = dict.fromkeys(job.paths, 0)
@@ -129,7 +129,8 @@ def _problems(recipe: Recipe, rows: dict[str, int], shares: dict[str, Fraction],
 
 
 def parts_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """Bytes and rows of every Parquet file, so that who reads a few rows need not open them all."""
+    """Bytes and rows of every Parquet file, so that a reader of a few rows need not open all files.
+    """
     found = sorted(p for split in SPLITS for p in (folder / split).glob("part-*.parquet"))
     return {str(p.relative_to(folder)): (p.stat().st_size, pq.read_metadata(p).num_rows)
             for p in found}

@@ -15,26 +15,27 @@ class PreprocessOptions:
 
     Attributes:
         min_count: values seen less often in the training part share row 0; None = the recipe's.
-        valid, test: shares of the rows, at the end, that are the validation and the test part;
-            None = the recipe's.
-        max_bad: malformed rows that are left out (and reported) before it is an error.
-        max_rows: at most so many rows per table, row 0 included; None = no limit.
-        hash_rows: hash every value into tables of so many rows instead of building vocabularies.
+        valid, test: shares of the rows, at the end, that are the validation and the test part; None
+            = the recipe's.
+        max_bad: most malformed rows that are left out and reported; more are an error.
+        max_rows: most rows per table, row 0 included; None = no limit.
+        hash_rows: rows of each table into which values are hashed instead of building vocabularies.
         vocabulary: a folder whose finished vocabulary is applied instead of building one: an
             earlier output or what ``oper vocabulary extend`` wrote. Values that it lacks share row
             0; ``unseen/COLUMN.parquet`` lists those of the training part.
         raw_ids: keep ids as 64-bit keys for dynamic tables, without a vocabulary: integers as they
             are, texts as hashes of 64 bits (see `oper.data.vocabulary.raw_keys`).
-        layout: name of the files' layout; None = find out.
+        layout: name of the files' layout; None = detect.
         force: replace an earlier output, drop work that was begun with other settings.
-        num_workers: processes on this machine.
-        num_ray_workers: more of them on a Ray cluster that shares the file system.
+        num_workers: number of processes on this machine.
+        num_ray_workers: number of additional processes on a Ray cluster that shares the file
+            system.
         row_group_rows: rows of a Parquet row group.
         part_rows: rows of a Parquet file.
         compression: of the Parquet files, ``"none"`` (quickest to read) or ``"zstd"`` (about a
             third as large).
-        unit_bytes: about the size of text of the units that large files, plain or packed by gzip,
-            are cut into.
+        unit_bytes: approximate bytes of text of the units into which large files, plain or
+            compressed by gzip, are cut.
         check_disk: refuse to begin when the disk is estimated to be too small.
         show_progress: a progress bar on stderr.
     """
@@ -60,7 +61,7 @@ class PreprocessOptions:
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of an id that is written."""
+        """Bytes of an id in the output."""
         return 8 if self.raw_ids else 4
 
     def __post_init__(self) -> None:

@@ -2,9 +2,9 @@
 
 Three phases, each made of tasks that any number of processes share: read every unit (a part of a
 file) once into codes on disk, merge the value counts of the training part column by column into
-vocabularies, write every unit with ids. Memory is bounded whatever the size of the log. The work
-lies in a folder beside the output, so that a run that was interrupted goes on where it stopped, and
-what comes out does not depend on how many processes there were or how often they were stopped.
+vocabularies, write every unit with ids. Memory is bounded whatever the size of the log. Work in
+progress is kept in a folder beside the output, so an interrupted run continues where it stopped,
+and the output does not depend on the number of processes or interruptions.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ def preprocess(
 ) -> dict[str, Any]:
     """Preprocess a log into the folder `output`; returns its manifest.
 
-    The manifest's `problems` tell what makes the result useless though nothing failed (an empty
+    The manifest's `problems` list what makes the output useless although nothing failed (an empty
     part, a table of row 0 only, no label or one among the features); they are logged as warnings.
 
     The first part of the log trains, the last shares validate and test. Vocabularies and their
     order come from the training part only. `output` appears complete or not at all; work in
-    progress lies in ``.NAME.work`` beside it, which is locked while anybody works in it. Processes
-    that run the same call at the same time (under torchrun, as an array job, ...) share the work;
-    each returns when all of it is done.
+    progress lies in ``.NAME.work`` beside it, which is locked while a process works in it.
+    Processes that run the same call at the same time (under torchrun, as an array job, ...) share
+    the work; each returns when all of it is done.
 
     Args:
         recipe: how the log is read.
         inputs: a file (plain, or packed by gzip, zstd or bzip2), folder or pattern, here or in a
             store (``s3://...``), or a pipe (``-``); or several, which are one log in this order.
-        output: the folder to write, here or in a store. What goes into a store is made in the
-            folder for temporary files and put there when it is whole, the manifest last. Of
-            processes on one machine that run the same call, one puts it there.
+        output: the folder to write, here or in a store. Output for a store is made in the folder
+            for temporary files and uploaded when it is complete, the manifest last. If several
+            processes on one machine run the same call, one of them uploads it.
         options: see `PreprocessOptions`.
 
     Raises:

@@ -90,17 +90,18 @@ def write_sequences(
     """Write the sequences of a folder's users (or sessions), for `oper.data.Loader`.
 
     Every user with events in a part (train, valid, test) becomes one row of it: the user's id, and
-    for every other sparse column the bag of its ids in these events, in order of time where the log
-    has times, else in that of the log. Label, dense columns and time are those of the last event.
-    Users that share a row (rare, unseen or missing ones) are left out. Tables and their rows stay
-    as they are. Events are sorted on disk: about a million are in memory at once, or a 256th.
+    for every other sparse column the bag of its ids in these events, in order of time if the log
+    has times, otherwise in the order of the log. Label, dense columns and time are those of the
+    last event. Users that share a row (rare, unseen or missing ones) are left out. Tables and their
+    rows stay as they are. Events are sorted on disk: about a million are in memory at once, or a
+    256th.
 
     Args:
         path: a folder that ``oper preprocess`` wrote.
         output: the folder to write.
         by: the sparse column of users or sessions, one id per row.
         columns: sparse columns of one id per row to keep beside it; None = all.
-        max_length: only the latest events of a user; None = all.
+        max_length: keep only this many of a user's latest events; None = all.
         min_length: users with fewer events in a part are left out there.
         compression: of the Parquet files, ``"none"`` or ``"zstd"``.
 
@@ -109,8 +110,8 @@ def write_sequences(
         there and were.
 
     Raises:
-        InvalidInputError: a column that does not fit, users that share hashed rows, a length,
-            `output` exists, or its disk is full.
+        InvalidInputError: a column or length is unsuitable, users share hashed rows, `output`
+            exists, or its disk is full.
         FileFormatError: the folder is damaged.
     """
     what = "cannot write sequences"

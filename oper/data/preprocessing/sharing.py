@@ -1,8 +1,8 @@
 """Tasks that any number of processes share through a folder.
 
 A task is claimed by a lock on a file, which the kernel releases when its holder dies, and done when
-a marker says so. Every process that runs the same list of tasks takes what is neither done nor
-claimed; nobody has to know how many others there are.
+a marker says so. Every process that runs the same list of tasks takes one that is neither done nor
+claimed; the number of processes need not be known.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 def share(tasks: Mapping[str, Callable[[], None]], folder: Path,
           tell: Callable[[str], None] = lambda _: None) -> None:
-    """Return when every task is done, by this process or another one.
+    """Run tasks together with other processes; returns when every task is done.
 
     Args:
-        tasks: what to do by name, in the order in which to try. A task that was interrupted is run
-            again, so that it must not matter what an earlier attempt left.
-        folder: of locks and markers, on a file system that the processes share.
+        tasks: functions by name, in the order in which to try them. An interrupted task is run
+            again, so it must tolerate what an earlier attempt left.
+        folder: folder of locks and markers, on a file system that the processes share.
         tell: called with the name of every task as it is found done.
     """
     left = dict(tasks)

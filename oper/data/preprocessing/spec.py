@@ -1,4 +1,4 @@
-"""What a preprocessing job is of: a log, how it is read, where the output goes."""
+"""The specification of a preprocessing job: the log, how it is read, and the output."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class JobSpec:
 
     @property
     def min_count(self) -> int:
-        """Values seen less often share row 0."""
+        """Least count of a value with its own row; rarer values share row 0."""
         if self.finished is not None:
             return self.finished.min_count
         return self.options.min_count or self.recipe.min_count

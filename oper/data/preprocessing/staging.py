@@ -2,7 +2,7 @@
 
 Text is parsed once. Of every chunk two files are kept: the distinct raw values of each column with
 their counts, and the rows with codes (0 = missing, k + 1 = the k-th distinct value) in the
-narrowest integers. Later passes look distinct values up, not rows.
+narrowest integers. Later passes look up distinct values instead of rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Coded:
 
 
 def encode(ids: Ids, expected: int = 0) -> tuple[Coded, Distinct]:
-    """Codes and distinct values of a column, of which there are about `expected` (0 = unknown)."""
+    """Codes and distinct values of a column; `expected` is about their number (0 = unknown)."""
     if pa.types.is_integer(ids.values.type):
         codes, distinct, counts = native.encode(*_integers(ids.values), expected)
         return Coded(codes, ids.lengths), Distinct(distinct, counts[1:], int(counts[0]))
@@ -93,11 +93,11 @@ class Stage:
         self._expected: dict[int, int] = {}  # distinct values of the columns of the last chunk
 
     def record(self, number: int) -> dict[str, Any]:
-        """What is known of a unit that has been read."""
+        """The record of a unit that has been read."""
         return self.noted(f"{number:06d}.json")
 
     def noted(self, name: str) -> dict[str, Any]:
-        """What `note` has written; raises FileFormatError where it is damaged."""
+        """Read what `note` has written; raises FileFormatError if it is damaged."""
         path = self._folder / name
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -108,7 +108,8 @@ class Stage:
         return found
 
     def minutes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Minutes since 1970 that a unit has rows in, ascending, and how many rows each."""
+        """Minutes since 1970 in which a unit has rows, ascending, and the number of rows in each.
+        """
         with (self._folder / f"{number:06d}.minutes").open("rb") as file:
             return np.load(file), np.load(file)
 
@@ -147,8 +148,8 @@ class Stage:
     def note(self, name: str, value: Any) -> None:
         """Write a file of JSON, whole or not at all.
 
-        It need not outlive the machine, as the rows need not: waiting for the disk would cost more
-        than all else that a unit costs.
+        Like the rows it need not survive a crash of the machine: waiting for the disk would cost
+        more than everything else that a unit costs.
         """
         path = self._folder / name
         draft = path.with_suffix(f".{os.getpid()}")
@@ -197,8 +198,8 @@ class Stage:
 
     def place(self, number: int, chunk: int, about: dict[str, Any]
               ) -> tuple[np.ndarray, np.ndarray]:
-        """Row numbers in the unit, malformed ones not counted, and times (empty without): int64 [n]
-        each."""
+        """Row numbers in the unit, malformed rows not counted, and times (empty if there are none);
+        int64 [n] each."""
         file = _Arrays(self._path(number, chunk, "rows"))
         file.next()
         return np.arange(about["first"], about["first"] + about["rows"]), file.next()
@@ -247,17 +248,18 @@ _KINDS = {"i": "signed integers", "u": "unsigned integers", "S": "texts"}
 
 def kinds_of(records: Sequence[dict[str, Any]], paths: Sequence[str], columns: Sequence[str]
              ) -> list[str]:
-    """What the values of each sparse column are: NumPy kind ``"i"``, ``"u"`` or ``"S"``, and ``""``
-    where all fields are missing.
+    """What the values of each sparse column are: NumPy kind ``"i"``, ``"u"`` or ``"S"``.
+
+    Or ``""`` if all fields are missing.
 
     Args:
-        records: of the units.
-        paths: the file of each.
+        records: records of the units.
+        paths: file of each unit.
         columns: names of the sparse columns.
 
     Raises:
-        InvalidInputError: a column holds values of two kinds, so that equal ones would have
-            different ids, or lists in one file and single values in another.
+        InvalidInputError: a column has values of two kinds, so that equal ones would get different
+            ids, or lists in one file and single values in another.
     """
     found = []
     for k, name in enumerate(columns):
@@ -281,7 +283,7 @@ def kinds_of(records: Sequence[dict[str, Any]], paths: Sequence[str], columns: S
 
 def too_many_bad(count: int, max_bad: int, listed: list[str],
                  advice: str = "correct the log or raise --max-bad") -> None:
-    """Raise FileFormatError about malformed rows."""
+    """Raise FileFormatError about too many malformed rows."""
     raise FileFormatError(
         f"cannot preprocess: malformed rows={count}, expected <= max_bad={max_bad}; {advice}; "
         f"the first: {'; '.join(listed)}")

@@ -1,4 +1,4 @@
-"""A dry run: the first rows of a log go through all of preprocessing, and nothing is kept."""
+"""A dry run: the first rows of a log pass through all of preprocessing, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ _BLOCK_BYTES = 1 << 17
 
 
 def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) -> dict[str, Any]:
-    """What preprocessing makes of about the first 10,000 rows, and what the whole log needs.
+    """Preprocess about the first 10,000 rows, and estimate the needs of the whole log.
 
     Returns:
         ``rows`` by part, ``bad_rows``, ``split``, ``tables`` and ``problems`` as a manifest of
-        these rows has them; ``columns``, a list of what is known of each column's fields there; and
+        these rows has them; ``columns``, facts about each column's fields in them; and
         ``plan``, see `oper.data.reading.estimate.Needs`.
 
     Raises:
-        InvalidInputError, FileFormatError: as of `preprocess`; the log is one of arrays.
+        InvalidInputError, FileFormatError: as in `preprocess`; also if the log consists of ``.npy``
+            arrays.
     """
     with (tempfile.TemporaryDirectory(prefix="oper-dry-run-") as work,
           store.spooled(inputs, Path(work) / "out") as names):
@@ -71,7 +72,7 @@ def dry_run(recipe: Recipe, inputs: store.Inputs, options: PreprocessOptions) ->
 
 
 def looks_of(path: str, layout: Layout) -> dict[str, dict[str, Any]]:
-    """What the first rows of a file say about each column: ``type`` as pyarrow infers it,
+    """Facts about each column from the first rows of a file: ``type`` as pyarrow infers it,
     ``missing`` (share), ``distinct``, and an ``example``. Empty for a format without columns."""
     table = _table(path, layout)
     found = {}

@@ -1,4 +1,4 @@
-"""More processes for a preprocessing job, on this machine."""
+"""Additional processes for a preprocessing job, on this machine or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oper.support.processes import end_with_parent
 
 @contextlib.contextmanager
 def local(job: Job, count: int) -> Iterator[None]:
-    """`count` more processes that take part in `job` while the block runs.
+    """Run `count` more processes that take part in `job` while the block runs.
 
     They end with it; one that fails or dies leaves its task to the others.
     """
@@ -40,10 +40,10 @@ def local(job: Job, count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_ray(job: Job, count: int) -> Iterator[None]:
-    """`count` Ray tasks that take part in `job` while the block runs.
+    """Run `count` Ray tasks that take part in `job` while the block runs.
 
-    A running cluster is used when there is one (RAY_ADDRESS), else one on this machine. Inputs and
-    output must lie at the same paths everywhere.
+    A running cluster is used if there is one (RAY_ADDRESS), otherwise one is started on this
+    machine. Inputs and output must have the same paths everywhere.
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -77,8 +77,10 @@ def on_ray(job: Job, count: int) -> Iterator[None]:
 
 
 def run_quietly(job: Job) -> None:
-    """Run the job in a worker, without its errors: the process that waits for the job meets them
-    again and raises them."""
+    """Run the job in a worker, suppressing its errors.
+
+    The process that waits for the job meets the same errors and raises them.
+    """
     with contextlib.suppress(Exception, KeyboardInterrupt), job.joined():
         job.run()
 

@@ -1,8 +1,8 @@
-"""The folder of work in progress beside an output, and who uses it.
+"""The folder of work in progress beside an output, and its users.
 
 Any number of processes of one job (the same inputs and settings) work in it together; a process of
-another job is kept out while one of them lives. Each holds a shared lock on a file inside, which
-the kernel releases when it dies, whatever it dies of.
+another job is kept out while one of them runs. Each holds a shared lock on a file inside, which the
+kernel releases when the process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def opened(self, force: bool, begin: Callable[[Path], None]) -> Iterator[None]:
-        """Work in the folder inside the block: a new one, or that of this very job.
+        """Work in the folder inside the block: in a new one, or in that of this same job.
 
-        An error of the package's own that leaves the block takes the folder along; after any other
-        end, as by a signal, the same job goes on in it.
+        If an `OperError` leaves the block, the folder is removed; after any other end, such as by a
+        signal, the same job can continue in it.
 
         Args:
             force: drop what another job, which has ended, has left there.
@@ -75,7 +75,7 @@ class WorkFolder:
         """Work in the folder inside the block, which a process of this job has opened.
 
         Raises:
-            FileNotFoundError: none has, or the work is done.
+            FileNotFoundError: none has done so, or the work is finished.
         """
         with self.alone():
             if self._about().get("job") != self._job:
@@ -85,15 +85,17 @@ class WorkFolder:
             yield
 
     def finish(self, put: Callable[[], None]) -> None:
-        """Have the output `put` in its place, while nobody reads it (`alone`), and remove the
-        folder, whose work is done."""
+        """Put the output in its place by calling `put`, and remove the folder.
+
+        Nobody reads the output meanwhile (`alone`).
+        """
         with self.alone():
             put()
             self._remove()
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody else looks at the folder, enters or removes it, or replaces the output, inside
-        the block."""
+        """A block during which nobody else looks at the folder, enters or removes it, or replaces
+        the output."""
         return alone(self._target.parent / f".{self._target.name}.lock")
 
     def _about(self) -> dict[str, Any]:

@@ -27,14 +27,14 @@ _PART = "\0part"  # no column of a log is called that: the split of each row, as
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Where the parts of a log begin and its time buckets lie.
+    """The boundaries of a log's parts and time buckets.
 
     Attributes:
         by: ``"rows"`` or ``"time"``.
         first_valid, first_test: first row number (by rows) or second (by time) of the parts.
-        start: where the buckets begin: 0, or a second.
+        start: where the first bucket begins: 0 (by rows), or a second (by time).
         span: rows or seconds that the buckets cover.
-        buckets: their number.
+        buckets: number of buckets.
     """
 
     by: str
@@ -63,12 +63,12 @@ def split_by_rows(recipe: Recipe, num_rows: int, valid: Fraction, test: Fraction
 
 
 def split_by_time(recipe: Recipe, slices: Slices, valid: Fraction, test: Fraction) -> Split:
-    """The split of a log with times: whole minutes, of which no share exceeds what is asked for.
+    """The split of a log with times: at whole minutes, with no share above the requested one.
 
     Args:
         recipe: number or length of the buckets.
         slices: minutes since 1970 in which there are rows, int64 [K], ascending, and rows of each,
-            int64 [K]; slice by slice, at least one minute in all.
+            int64 [K]; one such pair per slice, with at least one minute in all.
         valid, test: shares of the rows.
     """
     total, begin, end = 0, 0, 0
@@ -96,11 +96,11 @@ def split_by_time(recipe: Recipe, slices: Slices, valid: Fraction, test: Fractio
 
 
 def spans_of_time(slices: Slices, num_rows: int) -> list[tuple[int, int, int]]:
-    """A log's time cut into spans of whole minutes and about `num_rows` rows each.
+    """Cut a log's time into spans of whole minutes with about `num_rows` rows each.
 
     Args:
         slices: as for `split_by_time`.
-        num_rows: of a span, as long as no minute has as many.
+        num_rows: rows of a span, unless a single minute has more.
 
     Returns:
         First second, the second after the last, and rows of each span, ascending.
@@ -124,7 +124,7 @@ def spans_of_time(slices: Slices, num_rows: int) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows `start` to before `stop` of a chunk of a unit, of which `about` is known."""
+    """Rows `[start, stop)` of a chunk of a unit; `about` is the chunk's record."""
 
     unit: int
     chunk: int
@@ -157,7 +157,7 @@ class Writer:
         stage: the rows; a chunk of a log that is split by time is in order of time.
         recipe: names of the columns.
         split: where the parts begin.
-        vocabulary: opens a column's vocabulary, or what stands for it where ids stay raw.
+        vocabulary: opens a column's vocabulary, or its `RawKeys` if ids stay raw.
         output: the folder; parts go to ``train``, ``valid`` and ``test`` inside.
         options: sizes.
     """
@@ -176,10 +176,10 @@ class Writer:
             for chunk, about in enumerate(self.stage.record(number)["chunks"]) if about["rows"]))
 
     def write_span(self, number: int, num_units: int, first: int, last: int) -> dict[str, int]:
-        """Write the rows of seconds `first` to before `last` of all units in order of time.
+        """Write the rows of the seconds `[first, last)` of all units in order of time.
 
-        Rows of one second keep the order of the log. Chunks lie in order of time each, so that a
-        span is a stretch of every one. Returns rows by split.
+        Rows of one second keep the order of the log. Each chunk is in order of time, so a span is a
+        contiguous range of every chunk. Returns rows by split.
         """
         every = (Stretch(unit, chunk, about, 0, about["rows"]) for unit in range(num_units)
                  for chunk, about in enumerate(self.stage.record(unit)["chunks"]))
@@ -279,7 +279,8 @@ def _as_column(coded: Coded, ids: np.ndarray) -> Any:
 
 
 class PartWriter:
-    """Writes tables as Parquet parts with row groups of equal size, whatever the tables' sizes."""
+    """Writes tables as Parquet parts with row groups of equal size, whatever the sizes of the
+    tables given."""
 
     def __init__(self, folder: Path, unit: int, options: WriteOptions,
                  sparse: Collection[str]) -> None:
@@ -356,14 +357,15 @@ def _values(of: pa.DataType) -> pa.DataType:
 
 def train_codes(stage: Stage, split: Split, where: tuple[int, int, int], about: dict[str, Any],
                 column: int) -> np.ndarray | None:
-    """Counts int64 [K + 1] of codes in the training part of a chunk; None = all of it trains.
+    """Counts of codes, int64 [K + 1], in the training part of a chunk; None if all of it is for
+    training.
 
     Args:
         stage: the rows.
         split: where the training part ends.
-        where: unit, chunk, number of the unit's first row.
+        where: unit, chunk, and number of the unit's first row.
         about: the chunk's entry in the unit's record.
-        column: of the sparse ones.
+        column: index of the sparse column.
     """
     number, chunk, first_row = where
     if split.by == "rows":

@@ -1,1 +1,1 @@
-"""Raw logs in whatever form they come: files, formats, fields, rows."""
+"""Reading of raw logs: files, formats, fields and rows."""

@@ -1,7 +1,7 @@
-"""From text or Arrow columns to labels, numbers, ids and times; what is malformed is told apart.
+"""From text or Arrow columns to labels, numbers, ids and times; malformed fields are identified.
 
-A column is converted whole by pyarrow and NumPy. Where that meets anything that a column may not
-hold it raises `MalformedError`; then `is_valid` judges the fields one by one.
+A column is converted whole by pyarrow and NumPy. If that meets a value that the column may not
+hold, it raises `MalformedError`, and `is_valid` then judges the fields one by one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TEXTS = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
 
 
 class MalformedError(Exception):
-    """A column holds something that it may not hold."""
+    """A column holds a value that it may not hold."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class Ids:
 
 
 def arrow_type(column: Column) -> pa.DataType:
-    """What a text column is read as."""
+    """The Arrow type as which a text column is read."""
     if column.missing or column.multi:
         return pa.binary()
     return _ARROW_TYPES[column.parse]
@@ -103,7 +103,7 @@ def _numbers(column: Column, array: pa.Array) -> np.ndarray:
 
 
 def labels(column: Column, array: pa.Array) -> np.ndarray:
-    """int8 [n], 0 or 1; raises MalformedError."""
+    """Labels of a column, int8 [n], 0 or 1; raises MalformedError."""
     _require(array.null_count == 0, column)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         array = array.cast(pa.binary())
@@ -129,12 +129,14 @@ def labels(column: Column, array: pa.Array) -> np.ndarray:
 
 
 def dense(column: Column, array: pa.Array) -> np.ndarray:
-    """float32 [n], transformed, 0 where missing; raises MalformedError."""
+    """Numbers of a dense column, float32 [n], transformed, 0 where missing; raises MalformedError.
+    """
     return transformed(column, _numbers(column, _prepared(column, array)).astype(np.float32))
 
 
 def transformed(column: Column, values: np.ndarray) -> np.ndarray:
-    """float32 [n] after the column's transform; raises MalformedError for what is not finite."""
+    """Numbers after the column's transform, float32 [n]; raises MalformedError if one is not
+    finite."""
     _require(bool(np.isfinite(values).all()), column)  # beyond float32
     return np.log1p(np.maximum(values, 0)) if column.transform == "log1p" else values
 
@@ -238,7 +240,8 @@ def _hexadecimal(column: Column, array: pa.Array) -> pa.Array:
 
 
 def times(column: Column, array: pa.Array) -> np.ndarray:
-    """int64 [n], seconds since 1970 (UTC), rounded down; raises MalformedError."""
+    """Times of a column, int64 [n], in seconds since 1970 (UTC), rounded down; raises
+    MalformedError."""
     if pa.types.is_date(array.type):
         array = array.cast(pa.timestamp("us"))  # midnight, UTC
     if pa.types.is_timestamp(array.type):  # of a Parquet file: any unit and zone
@@ -262,7 +265,7 @@ def times(column: Column, array: pa.Array) -> np.ndarray:
 
 
 def hours(column: Column, values: np.ndarray) -> np.ndarray:
-    """Seconds of numbers written YYMMDDHH, of this century; raises MalformedError."""
+    """Seconds since 1970 of numbers YYMMDDHH in this century; raises MalformedError."""
     _require(bool(((values >= 0) & (values < 10**8)).all()), column)
     days, hour = np.divmod(values, 100)
     distinct, inverse = np.unique(days, return_inverse=True)
@@ -278,7 +281,7 @@ def hours(column: Column, values: np.ndarray) -> np.ndarray:
 
 
 def is_valid(column: Column, field: bytes) -> bool:
-    """Whether one text field is what its column may hold."""
+    """Whether one text field is a value that its column may hold."""
     if column.kind == "skip":
         return True
     if not field or field.decode("utf-8", "replace") in column.missing:

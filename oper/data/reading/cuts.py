@@ -1,8 +1,8 @@
-"""Cut points of gzip files: places at which a reader can begin.
+"""Cut points of gzip files: positions at which a reader can begin.
 
-Who knows the 32 KiB of text before a place can unpack from there on. One pass over a file notes
-them every 32 MiB of text in a hidden file beside it, in indexed_gzip's format, which rapidgzip
-writes and reads.
+Decompression can begin at a position if the 32 KiB of text before it are known. One pass over a
+file stores them for every 32 MiB of text in a hidden file beside it, in indexed_gzip's format,
+which rapidgzip writes and reads.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def _index(path: str) -> Path:
 
 
 def make(path: str, num_threads: int = 1) -> bool:
-    """Note the cut points of a gzip file unless that was done; whether they are there.
+    """Store the cut points of a gzip file unless there are any; returns whether there are now.
 
-    They are not for a file in a store, without rapidgzip, beside a file in a folder that cannot be
-    written, and of a file that has several members or is damaged. Processes that do the same at the
-    same time wait for the first one.
+    There are none for a file in a store, without rapidgzip, in a folder that cannot be written, or
+    for a file with several members or damage. Processes that do the same at the same time wait for
+    the first one.
     """
     if store.is_url(path):
         return False
@@ -105,13 +105,13 @@ def _thin(path: Path) -> None:
 
 
 def text_bytes(path: str) -> int:
-    """Bytes of the text of a file whose cut points `make` has noted."""
+    """Bytes of text of a file whose cut points `make` has stored."""
     return int(np.fromfile(_index(path), _HEADER, 1)["text"][0])
 
 
 @contextlib.contextmanager
 def open_text(path: str) -> Iterator[BinaryIO]:
-    """The text of a file whose cut points `make` has noted, which can be read from any place on.
+    """Open the text of a file whose cut points `make` has stored, seekable to any position.
 
     Raises:
         FileFormatError: the file or its cut points are damaged.

@@ -1,4 +1,4 @@
-"""Columns that are made of those of the log: joined from side tables, or crossed."""
+"""Columns derived from those of the log: joined from side tables, or crossed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Derived:
     """Adds a recipe's joined and crossed columns to rows; side tables are read once, when needed.
 
     Attributes:
-        unmatched: by join the rows that were seen whose key its table lacks, missing keys included.
+        unmatched: for each join, the number of rows whose key the side table lacks, missing keys
+            included.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -36,7 +37,7 @@ class Derived:
         """The same rows with all columns of the recipe.
 
         Raises:
-            FileFormatError: a side table has malformed rows, or a key twice.
+            FileFormatError: a side table has malformed rows or a repeated key.
             InvalidInputError: a key column or a crossed one has several ids per row.
         """
         recipe = self._recipe

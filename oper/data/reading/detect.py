@@ -26,19 +26,19 @@ def find_inputs(recipe: Recipe, inputs: Sequence[str]) -> list[str]:
 
 def plan_units(recipe: Recipe, paths: Sequence[str], asked: str | None, unit_bytes: int,
                num_threads: int = 1) -> list[Unit]:
-    """Files cut into units of work; the same files always give the same units.
+    """Cut files into units of work; the same files always give the same units.
 
     Args:
         recipe: the recipe.
         paths: the files, in order.
         asked: name of the layout; None = look at each file.
-        unit_bytes: about the size of a unit of text; quoted files and packed ones, but for those of
-            gzip, stay whole.
-        num_threads: that look for places at which a gzip file can be cut.
+        unit_bytes: approximate bytes of text of a unit; files with quotes, and compressed files
+            other than gzip, stay whole.
+        num_threads: threads that look for cut points of a gzip file.
 
     Raises:
         FileFormatError: a file has none of the recipe's layouts.
-        InvalidInputError: it may have several.
+        InvalidInputError: it could have several.
     """
     units: list[Unit] = []
     for path in paths:

@@ -20,15 +20,15 @@ _LEAST_MEMORY = 224 << 20  # of a worker: the interpreter, pyarrow, and a block
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Estimated from the first rows of every file.
+    """Needs of a job, estimated from the first rows of every file.
 
     Attributes:
-        rows: of the log.
-        work_bytes: of disk for the work folder when all units have been read.
-        output_bytes: of disk for what is kept, not compressed.
-        memory_bytes: of each worker at its peak.
-        core_seconds: processor time of all workers together, modelled: what a field takes on the
-            machine on which the constants were measured.
+        rows: rows of the log.
+        work_bytes: disk space of the work folder when all units have been read.
+        output_bytes: disk space of the output without compression.
+        memory_bytes: peak memory of each worker.
+        core_seconds: processor time of all workers together, modelled with the time per field on
+            the machine on which the constants were measured.
     """
 
     rows: int
@@ -39,8 +39,11 @@ class Needs:
 
     @property
     def disk_bytes(self) -> int:
-        """At most at the peak; where the split is by rows, a unit's share of the work goes once the
-        unit is written."""
+        """Peak disk space in bytes.
+
+        If the split is by rows, a unit's part of the work folder is removed once the unit is
+        written.
+        """
         return self.work_bytes + self.output_bytes
 
     def text(self, free: int | None = None) -> str:
@@ -54,8 +57,10 @@ class Needs:
 
 
 def needs(recipe: Recipe, units: Sequence[Unit], id_bytes: int = 4) -> Needs:
-    """The needs of a job, assuming that its rows are like the first ones of each file; an id that
-    is written takes `id_bytes`."""
+    """The needs of a job, assuming that its rows are like the first ones of each file.
+
+    `id_bytes` is the size of an id in the output.
+    """
     rows, work, output, seconds = 0, 0.0, 0.0, 0.0
     num_dense, num_added = len(recipe.dense), len(recipe.sparse) - len(recipe.names("sparse"))
     for unit in first_of_each_file(units):

@@ -38,8 +38,8 @@ class Unit:
         layout: name of its layout in the recipe.
         start: first row group of a Parquet file, first byte of text: a line that begins earlier
             belongs to the unit before.
-        stop: the end of that range; None = the file's. Of a gzip file these are bytes of its text,
-            and `oper.data.reading.cuts` has its cut points; other packed files are not cut.
+        stop: the end of that range; None = the file's. For a gzip file these are bytes of its text,
+            see `oper.data.reading.cuts`; files compressed otherwise are not cut.
     """
 
     path: str
@@ -54,7 +54,7 @@ class Block:
 
     Attributes:
         path: the file.
-        data: the lines; each ends with a line feed, also where the file's last line does not.
+        data: the lines; each ends with a line feed, also if the file's last line does not.
         first_row: number of the first line in the unit (0-based, a header left out).
     """
 
@@ -64,7 +64,7 @@ class Block:
 
     @functools.cached_property
     def num_lines(self) -> int:
-        """Lines of the block."""
+        """Number of lines of the block."""
         return self.data.count(b"\n")
 
 
@@ -77,12 +77,12 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 def expand_inputs(inputs: Sequence[str]) -> list[str]:
     """The files that `inputs` name, in order.
 
-    A pattern stands for its matches and a folder for its files, also those of folders in it (but
-    those whose names begin with ``.`` or ``_``), in natural order. Names may be URLs of a store.
+    A pattern stands for its matches and a folder for its files, in natural order, including
+    subfolders but not names that begin with ``.`` or ``_``. Names may be URLs of a store.
 
     Raises:
-        InvalidInputError: no input, a pattern without a match, a missing file, an empty folder, a
-            device, a store that does not answer, or a file named twice.
+        InvalidInputError: there is no input, a pattern has no match, a file is missing or named
+            twice, a folder is empty, an input is a device, or a store does not answer.
     """
     what = "cannot read the log"
     paths: list[str] = []
@@ -120,7 +120,7 @@ def _local_files(name: str) -> list[str]:
 
 @contextlib.contextmanager
 def open_text(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The file's text and the raw file below it (whose position is the progress)."""
+    """The file's text and the raw file below it (whose position tells the progress)."""
     with store.open_input(path) as raw:
         kind = _kind(raw)
         if kind not in ("plain", *_COMPRESSED):
@@ -174,16 +174,17 @@ def first_line(path: str, encoding: str = "utf-8") -> str:
 
 
 def is_empty(path: str) -> bool:
-    """Whether a file holds no text: no byte, packed or not, or a byte order mark only."""
+    """Whether a file holds no text: it is empty, also when decompressed, or only has a byte order
+    mark."""
     with open_text(path) as (text, _):
         return not text.read(len(_MARK) + 1).removeprefix(_MARK)
 
 
 def units_of_text(path: str, layout: Layout, unit_bytes: int, num_threads: int = 1) -> list[Unit]:
-    """A file of text cut into units of about `unit_bytes` each; one with quoted fields is not cut.
+    """Cut a text file into units of about `unit_bytes` each; one with quoted fields is not cut.
 
-    A packed file is cut only where it is by gzip and itself larger than that: one pass by
-    `num_threads` threads then notes its cut points, see `oper.data.reading.cuts`.
+    Among compressed files only gzip files larger than `unit_bytes` are cut: one pass with
+    `num_threads` threads stores their cut points, see `oper.data.reading.cuts`.
     """
     size = store.size(path)
     if layout.quote or size <= unit_bytes:
@@ -209,14 +210,14 @@ def read_blocks(unit: Unit, layout: Layout, progress: Progress = lambda _: None,
     """All lines of a unit, in order.
 
     Args:
-        unit: file and range; one that does not begin the file begins after a line feed.
-        layout: whether the file's first line is a header, which is left out, and how its fields
-            are quoted: records that hold line feeds stay whole.
-        progress: is told of file bytes read.
-        block_bytes: about the size of a block.
+        unit: file and range; a unit that is not the file's first begins after a line feed.
+        layout: whether the file's first line is a header, which is left out, and how its fields are
+            quoted: records that contain line feeds stay whole.
+        progress: called with the numbers of file bytes read.
+        block_bytes: approximate size of a block.
 
     Raises:
-        FileFormatError: a damaged gzip file, or a line (record) longer than 1 MiB.
+        FileFormatError: a gzip file is damaged, or a line (record) is longer than 1 MiB.
     """
     row = 0
     for lines in read_lines(unit, layout, progress, block_bytes):
@@ -227,10 +228,10 @@ def read_blocks(unit: Unit, layout: Layout, progress: Progress = lambda _: None,
 
 def read_lines(unit: Unit, layout: Layout, progress: Progress, block_bytes: int = 1 << 19
                ) -> Iterator[memoryview]:
-    """The text of the blocks of `read_blocks`, which nobody has counted the lines of.
+    """The text of the blocks of `read_blocks`, without counting lines.
 
-    All blocks lie in the same memory, so that it stays in the processor's cache: each is good until
-    the next one is asked for.
+    All blocks use the same memory, which so stays in the processor's cache: each is valid until the
+    next one is requested.
     """
     # A line that the block before left over, the block, and the end of the unit's last line.
     memory = bytearray(MAX_LINE_BYTES + block_bytes + 2 * MAX_LINE_BYTES + 1)

@@ -1,8 +1,8 @@
-"""What is read or written only once goes through the page cache without staying in it.
+"""Keeping files that are read or written once from filling the page cache.
 
 A log as large as a good part of the memory pushes everything else out, and gigabytes of pages that
-wait for the disk make every writer wait in the end. Pages that are given back at once are used
-again, too, which costs a fraction of fresh ones, above all on virtual machines.
+wait for the disk finally make every writer wait. Pages that are released at once are also reused,
+which costs a fraction of fresh ones, especially on virtual machines.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def is_large(paths: Sequence[str]) -> bool:
 class Passing:
     """Keeps a file that is read or written once, from `start` on, out of the page cache.
 
-    The kernel is told now and then that the pages behind the current position are not needed. It
+    The kernel is told regularly that the pages before the current position are no longer needed. It
     drops the clean ones and begins to write the dirty ones, which a later call drops; no call
-    waits. This is advice: where a system has no such call, nothing happens.
+    waits. This is only advice: on a system without such a call nothing happens.
     """
 
     def __init__(self, path: str | os.PathLike[str], start: int = 0, use: bool = True) -> None:
@@ -38,7 +38,7 @@ class Passing:
         self._start = self._at = self._told = start
 
     def advance(self, count: int) -> None:
-        """`count` more bytes were read or written."""
+        """Note that `count` more bytes were read or written."""
         self._at += count
         if self._at - self._told >= _STEP:
             self._tell()
@@ -52,7 +52,7 @@ class Passing:
                                  os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """The end is reached."""
+        """Note that the end is reached."""
         self._tell()
         if self._file >= 0:
             os.close(self._file)

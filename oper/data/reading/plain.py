@@ -1,7 +1,7 @@
 """Plain text: lines whose fields are numbers, parsed by the compiled library into columns.
 
-The library takes what is certainly well-formed. Lines that it leaves go through `parse_block`,
-which knows every form and every error, and their rows take their places among the others.
+The library parses lines that are certainly well-formed. The remaining lines go through
+`parse_block`, which handles every form and error, and their rows are merged in order.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def read_plain(unit: Unit, text: TextLayout, progress: Progress, reuse: bool) ->
 
     Args:
         unit: file and range.
-        text: its layout.
-        progress: is told of file bytes read.
-        reuse: fill the same memory again: rows are good until the next ones are asked for.
+        text: layout of the file.
+        progress: called with the numbers of file bytes read.
+        reuse: reuse the same memory: rows are valid until the next ones are requested.
     """
     piece = _Piece(unit.path, text, 0)
     for data in read_lines(unit, text.layout, progress):

@@ -1,4 +1,5 @@
-"""A look at the first records before any work: what is wrong with all of them is told at once."""
+"""A check of the first records before any work, so that an error in all of them is reported at
+once."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ _FILES = 4  # that are looked into
 
 
 def check_first_rows(recipe: Recipe, units: Sequence[Unit], max_bad: int) -> None:
-    """Refuse a log of which the first records hold more than `max_bad` malformed ones.
+    """Refuse a log whose first records contain more than `max_bad` malformed ones.
 
-    What a whole pass would refuse for its first rows is refused here, with what to do about it.
+    Whatever a whole pass would refuse because of its first rows is refused here, with a remedy.
 
     Raises:
-        FileFormatError: too many malformed rows, or a file of other columns.
-        InvalidInputError: a column of a type that it may not have.
+        FileFormatError: there are too many malformed rows, or a file has other columns.
+        InvalidInputError: a column has a type that it may not have.
     """
     for unit in first_of_each_file(units)[:_FILES]:
         rows = read_first(unit, recipe)

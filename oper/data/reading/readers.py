@@ -44,10 +44,10 @@ def read_unit(unit: Unit, recipe: Recipe, progress: Progress = lambda _: None,
     """The rows of a unit, piece by piece.
 
     Args:
-        unit: what to read.
-        recipe: how.
-        progress: is told of file bytes of text read.
-        reuse: memory may be filled again: rows are good until the next ones are asked for.
+        unit: the unit to read.
+        recipe: how to read it.
+        progress: called with the numbers of bytes read from text files.
+        reuse: memory may be reused: rows are valid until the next ones are requested.
 
     Raises:
         FileFormatError: the file is damaged, or has other columns than the recipe.
@@ -64,11 +64,11 @@ def read_unit(unit: Unit, recipe: Recipe, progress: Progress = lambda _: None,
 
 
 def read_first(unit: Unit, recipe: Recipe) -> Rows | None:
-    """Some of the first rows of a unit, read at once; None where it has none.
+    """Some of the first rows of a unit, read at once; None if it has none.
 
     Raises:
-        FileFormatError: as of `read_unit`.
-        InvalidInputError: a Parquet column of a type that its parse does not take.
+        FileFormatError: as for `read_unit`.
+        InvalidInputError: a Parquet column has a type that its `parse` does not accept.
     """
     layout = recipe.layout(unit.layout)
     if layout.format == "parquet":
@@ -102,7 +102,7 @@ def _check_types(columns: dict[str, tuple[Column, pa.Array]], path: str) -> None
 
 
 def where(unit: Unit, recipe: Recipe, bad: BadRow) -> str:
-    """A malformed row for a message: file, line, column, what stands there and what should."""
+    """A malformed row as text for a message: file, line, column, value found and value expected."""
     layout = recipe.layout(unit.layout)
     is_text = layout.format in ("text", "jsonl", "bags")
     row = line_of(unit, layout, bad.row) if is_text else bad.row + 1
@@ -348,7 +348,7 @@ def _bad_arrays_row(recipe: Recipe, row: int, label: Any, dense: np.ndarray) -> 
 
 
 def num_arrays_rows(path: str) -> int:
-    """Rows of a ``.npy`` day by its labels; raises as reading does."""
+    """Number of rows of a day of ``.npy`` arrays, from its labels; raises as reading does."""
     base = path.removesuffix("_sparse.npy").removesuffix("_sparse_multi_hot.npz")
     return len(_load(f"{base}_labels.npy"))
 

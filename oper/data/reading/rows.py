@@ -1,4 +1,4 @@
-"""Well-formed rows of a log, and what was wrong with the others."""
+"""Well-formed rows of a log, and the errors in the others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class BadRow:
     Attributes:
         row: its number in its unit of work (0-based).
         column: name of the first malformed column; empty when the number of columns is wrong.
-        value: what stands there, shortened to 40 characters.
-        expected: what should.
+        value: value found, shortened to 40 characters.
+        expected: value expected.
     """
 
     row: int
@@ -59,18 +59,18 @@ class Rows:
 
 
 def piece_rows(dense: Sequence[str], sparse: Sequence[str]) -> int:
-    """How many rows of a log of such columns are in memory at once."""
+    """How many rows of a log with these columns are in memory at once."""
     return max(1, min(PIECE_ROWS, PIECE_BYTES // (8 * (len(dense) + len(sparse) + 4))))
 
 
 def show(text: bytes) -> str:
-    """A field for a message."""
+    """A field as text for a message."""
     shown = text[:41].decode("utf-8", "backslashreplace")
     return shown if len(text) <= 40 else shown[:37] + "..."
 
 
 def concat(parts: Sequence[Rows]) -> Rows:
-    """Several pieces as one; at least one piece."""
+    """Concatenate one or more pieces."""
     if len(parts) == 1:
         return parts[0]
     times = [p.time for p in parts if p.time is not None]
@@ -91,10 +91,10 @@ def concat(parts: Sequence[Rows]) -> Rows:
 def by_halves(count: int, parse: Callable[[int, int], Rows], blame: Callable[[int, Exception],
               BadRow], none: Callable[[], Rows],
               caught: tuple[type[Exception], ...] = (MalformedError,)) -> Rows:
-    """Rows that are parsed as a whole, or in halves until every malformed one stands alone.
+    """Parse rows as a whole, or in halves until every malformed row is isolated.
 
-    `parse` gives the rows from one number to before another, or raises one of `caught`; `blame`
-    says what is wrong with a row by what that was; `none` makes no rows, in the columns' types.
+    `parse` returns the rows of a range, or raises one of `caught`; `blame` describes the error of a
+    row from that exception; `none` makes zero rows with the columns' types.
     """
     bad: list[BadRow] = []
 
@@ -116,7 +116,7 @@ def by_halves(count: int, parse: Callable[[int, int], Rows], blame: Callable[[in
 
 
 def in_order(rows: Rows, order: np.ndarray) -> Rows:
-    """The same rows, row `order[k]` in place k (so that their numbers need not ascend)."""
+    """The rows reordered so that row `order[k]` comes k-th; their numbers then need not ascend."""
     at = pa.array(order)
     sparse = []
     for ids in rows.sparse:

@@ -1,4 +1,4 @@
-"""Files wherever they are: on this machine, or in a store that pyarrow or fsspec can open.
+"""Files on this machine, or in a store that pyarrow or fsspec can open.
 
 A name such as ``s3://bucket/log.gz`` goes to ``pyarrow.fs`` (S3, GCS, HDFS: part of pyarrow), any
 other scheme to the fsspec library that is installed for it. Everything else is a local path.
@@ -28,7 +28,7 @@ _GCS_RETRY_S = 30
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a name is that of a file in a store."""
+    """Whether a name is the URL of a file in a store."""
     return _URL.match(os.fspath(path)) is not None
 
 
@@ -36,7 +36,7 @@ def filesystem(url: str) -> tuple[Any, str, str]:
     """The store of a URL as a ``pyarrow.fs.FileSystem``, and the URL's path and query in it.
 
     Raises:
-        InvalidInputError: nobody knows the scheme, or the store cannot be opened.
+        InvalidInputError: the scheme is unknown, or the store cannot be opened.
     """
     import fsspec  # type: ignore[import-untyped]
     import pyarrow as pa
@@ -75,7 +75,7 @@ def _asking(url: str) -> Iterator[None]:
 
 
 def open_input(path: str) -> BinaryIO:
-    """Open a file for reading, at any place."""
+    """Open a local or remote file for reading."""
     if not is_url(path):
         return open(path, "rb")
     found, name, _ = filesystem(path)
@@ -84,7 +84,7 @@ def open_input(path: str) -> BinaryIO:
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """Bytes of a file, and when it was changed, in nanoseconds (0 = the store does not say)."""
+    """Bytes of a file, and when it was changed, in nanoseconds (0 = the store does not tell)."""
     if not is_url(path):
         about = os.stat(path)
         return about.st_size, about.st_mtime_ns
@@ -107,7 +107,7 @@ def full_name(path: str) -> str:
 
 
 def files_below(url: str) -> list[str]:
-    """URLs of the data files that a URL of a file, a folder or a pattern names, in any order."""
+    """URLs of the data files named by the URL of a file, folder or pattern, in any order."""
     from pyarrow import fs
 
     found, name, query = filesystem(url)
@@ -128,18 +128,20 @@ def files_below(url: str) -> list[str]:
 
 
 def is_data(path: str) -> bool:
-    """Whether a file below a folder holds data: no marker and nothing hidden (``_SUCCESS``)."""
+    """Whether a file below a folder holds data, that is, is neither hidden nor a marker
+    (``_SUCCESS``)."""
     return not any(part[0] in "._" for part in path.split("/") if part)
 
 
 @contextlib.contextmanager
 def spooled(names: Inputs, beside: Path) -> Iterator[list[str]]:
-    """The names, with the text of a pipe (``-``, ``/dev/stdin``, a named pipe), or the first sheet
-    of an Excel workbook as CSV, in a file instead.
+    """Replace pipes and workbooks among the names by files.
 
-    A log is read more than once. The file lies beside `beside`, is called by its content, so that a
-    run that was interrupted goes on when the same comes through the pipe again, and is removed
-    once the block has ended, but for an interrupt.
+    The text of a pipe (``-``, ``/dev/stdin``, a named pipe), or the first sheet of an Excel
+    workbook as CSV, is written to a file, since a log is read more than once. The file lies beside
+    `beside` and is named by a digest of its content, so that an interrupted run continues if the
+    same content comes through the pipe again. It is removed at the end of the block, except after
+    an interrupt.
     """
     found, files = [], []
     given = [names] if isinstance(names, (str, os.PathLike)) else names
@@ -181,7 +183,7 @@ def _pieces(name: str) -> Iterator[bytes]:
 
 
 def is_pipe(name: str) -> bool:
-    """Whether a name is that of something which can be read once only."""
+    """Whether a name is that of a pipe or the like, which can be read only once."""
     if name == "-" or is_url(name):
         return name == "-"
     try:
@@ -192,10 +194,11 @@ def is_pipe(name: str) -> bool:
 
 
 def upload(folder: Path, url: str, last: Sequence[str]) -> None:
-    """Put the files of a local folder below a URL, those called `last` at the end, in this order.
+    """Put the files of a local folder below a URL, the files named `last` at the end, in this
+    order.
 
     Raises:
-        InvalidInputError: the store refuses.
+        InvalidInputError: the store refuses a file.
     """
     found, name, _ = filesystem(url)
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
@@ -209,7 +212,7 @@ def upload(folder: Path, url: str, last: Sequence[str]) -> None:
 
 
 def remove_below(url: str) -> None:
-    """Remove what lies below a URL, if anything."""
+    """Remove everything below a URL, if there is anything."""
     found, name, _ = filesystem(url)
     with _asking(url):
         found.delete_dir_contents(name, missing_dir_ok=True)

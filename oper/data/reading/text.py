@@ -1,7 +1,7 @@
 """Delimited text: blocks of lines to rows, malformed ones found one by one.
 
-pyarrow splits and converts a whole block. A block that holds anything irregular is gone through
-field by field, its malformed rows are left out and reported, and pyarrow converts the rest.
+pyarrow splits and converts a whole block. A block with anything irregular is checked field by
+field; its malformed rows are left out and reported, and pyarrow converts the rest.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class TextLayout:
     """How the lines of one file are split: its columns in the order of the file.
 
     Attributes:
-        layout: of the recipe.
-        columns: one per field of a line; those of a header that the recipe leaves out are skipped.
+        layout: layout of the recipe.
+        columns: one per field of a line; fields that the recipe leaves out are skipped.
         dense, sparse: names of the recipe's columns, in its order.
-        also: further columns that are read from a field, with its number.
+        also: further columns read from a field, with the field's index.
     """
 
     layout: Layout
@@ -47,7 +47,7 @@ class TextLayout:
 
     @property
     def separator(self) -> str:
-        """One character."""
+        """The single character that separates fields after `unified`."""
         return _separator(self.layout)
 
 
@@ -84,7 +84,7 @@ def text_layout(recipe: Recipe, layout: Layout, line: str, path: str) -> TextLay
     """The columns of a file whose first line is `line`.
 
     Raises:
-        FileFormatError: its header lacks columns of the layout, or names one twice.
+        FileFormatError: the header lacks columns of the layout, or repeats one.
     """
     columns = layout.columns
     also: list[tuple[int, Column]] = []
@@ -126,8 +126,8 @@ def _by_header(layout: Layout, header: Sequence[str], path: str
 
 
 def separator_advice(layout: Layout, line: str) -> str:
-    """What to do about a file whose first line has the layout's columns with another separator;
-    empty where none fits."""
+    """Advice on a file whose first line would have the layout's columns with another separator; ""
+    if no separator fits."""
     if "\0" in line:
         return "its zero bytes look like UTF-16: convert it to UTF-8"
     for separator in SEPARATORS:
@@ -156,7 +156,7 @@ def parse_block(block: Block, text: TextLayout) -> Rows:
 
 
 def unified(data: bytes, layout: Layout) -> bytes:
-    """UTF-8 with separators of one character."""
+    """Convert text to UTF-8 with separators of one character."""
     if layout.encoding == "latin-1" and not data.isascii():
         data = data.decode("latin-1").encode()
     if len(layout.separator) > 1:
@@ -309,6 +309,6 @@ def _written(records: list[list[bytes]], text: TextLayout) -> bytes:
 
 
 def no_rows(columns: Sequence[Column], dense: Sequence[str], sparse: Sequence[str]) -> Rows:
-    """No rows, in the types of the columns."""
+    """Zero rows, with the types of the columns."""
     empty = {c.name: (c, pa.array([], convert.arrow_type(c))) for c in columns if c.kind != "skip"}
     return rows_of(empty, dense, sparse, np.zeros(0, np.int64))

@@ -16,7 +16,7 @@ def rows_as_csv(path: str) -> Iterator[bytes]:
     Raises:
         MissingDependencyError: openpyxl is not installed.
         InvalidInputError: there is no such file.
-        FileFormatError: it is no workbook.
+        FileFormatError: it is not a workbook.
     """
     what = f"cannot read {path!r}"
     try:

@@ -1,7 +1,7 @@
 """Vocabularies: from raw values to ids in hotness order, counted on the training part.
 
-Values and counts may exceed memory: a vocabulary is built from slices of ascending values and lies
-in files that are mapped, not read.
+Values and counts may exceed memory, so a vocabulary is built from slices of ascending values and
+kept in memory-mapped files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Parts = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class VocabularyFacts:
-    """What is known of a column's values.
+    """Facts about a column's values.
 
     Id 0 stands for every value without an id of its own: seen fewer than `min_count` times in the
     training part, cut by a limit on the rows, or never seen. Ids 1, 2, ... go to the other values
@@ -40,12 +40,12 @@ class VocabularyFacts:
     all others. A hashed column has no order: ids are 1 + hash mod (rows - 1), and 0 where missing.
 
     Attributes:
-        num_rows: rows of the table, with row 0.
-        num_distinct: values (with a missing field as one) seen in the training part.
-        num_once: values seen once there; over all accesses the Good-Turing estimate of the
-            probability that the next one is new, which the statistics of ids cannot show.
+        num_rows: rows of the table, row 0 included.
+        num_distinct: distinct values seen in the training part, a missing field counted as one.
+        num_once: values seen once there; divided by all accesses this is the Good-Turing estimate
+            of the probability that the next one is new, which the statistics of ids cannot show.
         num_rare_accesses: accesses in the training part of values that share row 0.
-        missing_id: id of a missing field; 0 where it shares row 0.
+        missing_id: id of a missing field; 0 if it shares row 0.
         hashed: whether ids are hashes.
         num_collisions: distinct values of a hashed column less the rows that they take.
     """
@@ -101,7 +101,8 @@ class Vocabulary:
         return ids
 
     def has(self, values: np.ndarray) -> np.ndarray:
-        """Which of distinct ascending raw values [K] are in the vocabulary, bool [K]."""
+        """Whether each of the raw values [K], distinct and ascending, is in the vocabulary; bool
+        [K]."""
         return self._find(values) > 0
 
     def _find(self, values: np.ndarray) -> np.ndarray:
@@ -124,7 +125,7 @@ class Vocabulary:
         return values, ids, counts
 
     def parts(self) -> Parts:
-        """`arrays`, piece by piece in memory; at least one piece, which tells the type."""
+        """The contents of `arrays` in pieces; at least one piece, so that the type is known."""
         every = self.arrays()
         for start in range(0, max(1, every[0].size), _WRITE_ROWS):
             values, ids, counts = (np.array(a[start:start + _WRITE_ROWS]) for a in every)
@@ -151,7 +152,7 @@ class Vocabulary:
 
 
 def common_kind(one: np.ndarray, other: np.ndarray) -> np.dtype[Any]:
-    """A type for the raw values of both arrays; raises InvalidInputError where there is none."""
+    """A type for the raw values of both arrays; raises InvalidInputError if there is none."""
     if not one.size or not other.size or one.dtype == other.dtype:
         return one.dtype if one.size else other.dtype
     kind = np.promote_types(one.dtype, other.dtype)
@@ -165,7 +166,7 @@ def common_kind(one: np.ndarray, other: np.ndarray) -> np.dtype[Any]:
 def write_parquet(path: Path, parts: Callable[[], Parts], missing: tuple[int, int] | None) -> None:
     """Write a vocabulary: value, id and count, by ascending value.
 
-    Texts are strings, or binary where one of them is not UTF-8.
+    Texts are written as strings, or as binary if one of them is not UTF-8.
 
     Args:
         path: the file.
@@ -204,7 +205,7 @@ def build(folder: Path, merger: RunMerger, num_missing: int, min_count: int,
         merger: counts of all values of the training part.
         num_missing: missing fields there.
         min_count: values seen less often get id 0.
-        max_rows: at most so many rows, row 0 included: the hottest values keep their ids.
+        max_rows: most rows, row 0 included; the hottest values get them.
     """
     levels, num = _histogram(merger.slices)
     total = int((levels * num).sum()) + num_missing
@@ -255,7 +256,8 @@ def build_hashed(folder: Path, merger: RunMerger, num_missing: int, num_rows: in
 
 
 def note_facts(folder: Path, facts: VocabularyFacts, num_missing: int) -> None:
-    """Write what is known of a vocabulary beside its arrays, which need not outlive the machine."""
+    """Write a vocabulary's facts beside its arrays; they need not survive a crash of the machine.
+    """
     (folder / "missing.json").write_text(str(num_missing))
     (folder / "facts.json").write_text(json.dumps(asdict(facts)))
 

@@ -1,4 +1,4 @@
-"""A vocabulary that outlives the run that made it: applied to new files, extended by new values."""
+"""Stored vocabularies, which can be applied to new files and extended by new values."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ class FinishedVocabulary:
     Attributes:
         path: the folder.
         columns: the sparse columns, in their order.
-        facts: of each.
+        facts: facts about each of them.
         min_count: values seen less often share row 0.
-        digest: of the manifest; tells vocabularies apart.
-        recipe: name of the recipe that they were made by.
-        numbering: tells which rows its values have: equal in all extensions but reordered ones.
+        digest: digest of the manifest, which identifies the vocabulary.
+        recipe: name of the recipe with which it was made.
+        numbering: digest of the rows of its values: the same in all extensions except reordered
+            ones.
     """
 
     path: Path
@@ -63,10 +64,10 @@ class FinishedVocabulary:
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> FinishedVocabulary:
-        """Open what ``oper preprocess`` or ``oper vocabulary extend`` wrote.
+        """Open a folder written by ``oper preprocess`` or ``oper vocabulary extend``.
 
         Raises:
-            FileFormatError: no such folder, another version, or a damaged one.
+            FileFormatError: there is no such folder, it has another version, or it is damaged.
         """
         check_local(path)
         folder, what = Path(path), f"cannot open {os.fspath(path)!r} as a vocabulary"
@@ -157,7 +158,7 @@ def _checked(parts: Parts, facts: VocabularyFacts, what: str) -> Parts:
 
 
 def check_columns(finished: FinishedVocabulary, columns: Sequence[str]) -> None:
-    """Raise InvalidInputError unless a vocabulary is of these sparse columns."""
+    """Raise InvalidInputError unless a vocabulary has exactly these sparse columns."""
     require("cannot apply a vocabulary", "pass the recipe and columns that it was made with",
             ("sparse columns", list(columns), finished.columns == tuple(columns),
              f"{list(finished.columns)} as in {str(finished.path)!r}"))
@@ -166,26 +167,26 @@ def check_columns(finished: FinishedVocabulary, columns: Sequence[str]) -> None:
 def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str]],
            output: str | os.PathLike[str], min_count: int | None = None,
            max_rows: int | None = None, reorder: bool = False) -> dict[str, Any]:
-    """Write a vocabulary with further values behind the old ones; returns its manifest.
+    """Write a vocabulary with new values appended to the old ones; returns its manifest.
 
-    Every old value keeps its row. New values, by count over all `folders` together, descending,
-    ties by value, get the rows behind. Rows are therefore in frequency order within each
+    Every old value keeps its row. New values get the rows after them, by descending count over all
+    `folders` together, with ties by value. Rows are therefore in frequency order within each
     extension only: a plan finds the hot ones by their ids, as in any table without that order.
 
     With `reorder` all rows are numbered anew, by count in the vocabulary and all `folders`
-    together, and ``remap/COLUMN.npy`` says where each row has gone, see `oper.rows.remap`.
+    together, and ``remap/COLUMN.npy`` holds the new number of each row, see `oper.rows.remap`.
 
     Args:
         path: the vocabulary.
-        folders: preprocessed with it; the unseen values of their training parts are taken.
+        folders: preprocessed with it; the unseen values of their training parts are added.
         output: the folder to write.
         min_count: values seen less often stay unseen; None = the vocabulary's.
-        max_rows: at most so many rows per table, old ones included; None = no limit.
+        max_rows: most rows per table, old ones included; None = no limit.
         reorder: put all rows into frequency order. Counts of a column's rows are held in memory.
 
     Raises:
-        InvalidInputError: hashed columns, folders of another vocabulary or named twice, `output`
-            exists, or its disk is full.
+        InvalidInputError: a column is hashed, a folder is of another vocabulary or named twice,
+            `output` exists, or its disk is full.
         FileFormatError: a folder or vocabulary is damaged.
     """
     what = "cannot extend a vocabulary"
@@ -240,7 +241,7 @@ def _source(what: str, old: FinishedVocabulary, folder: Path) -> Path:
 
 
 def numbering_of(folder: Path) -> str:
-    """A digest of the vocabularies in a folder: which rows their values have."""
+    """A digest of the rows that the values of a folder's vocabularies have."""
     state = hashlib.sha256()
     for path in sorted(folder.glob("*.parquet")):
         state.update(path.name.encode())
@@ -325,10 +326,10 @@ def _merged(old: Vocabulary, new: Vocabulary, shift: int) -> Parts:
 
 
 def write_unseen(path: Path, merger: RunMerger, num_missing: int) -> tuple[int, int]:
-    """Write the values that a vocabulary lacks, as `write_parquet` with ids of 0.
+    """Write the values that a vocabulary lacks, as `write_parquet`, with ids of 0.
 
     Returns:
-        How many there are, with a missing field as one, and how often they occur.
+        How many there are, a missing field counted as one, and how often they occur.
     """
     def parts() -> Parts:
         for values, counts in merger.slices():

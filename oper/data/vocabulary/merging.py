@@ -1,4 +1,4 @@
-"""Sorted (value, count) runs that are merged in bounded memory, spilling to disk."""
+"""Merging of sorted (value, count) runs in bounded memory, spilling to disk."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SLICE = 1 << 21           # entries that are merged at once, about
 class RunMerger:
     """Adds up sorted (value, count) pairs of one column, however many.
 
-    Runs of like size are merged in memory, so that an entry takes part in a logarithmic number of
-    merges; when they exceed the memory they become one run on disk. `slices` then merges the runs
-    on disk range by range.
+    Runs of similar size are merged in memory, so that an entry takes part in a logarithmic number
+    of merges; when they exceed the memory limit they are written to disk as one run. `slices` then
+    merges the runs on disk range by range.
     """
 
     def __init__(self, folder: Path, memory_bytes: int = _MEMORY_BYTES) -> None:
@@ -61,7 +61,7 @@ class RunMerger:
     def slices(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All distinct values in ascending order with their counts, piece by piece; repeatable.
 
-        Every piece has the same type, texts the width of the longest.
+        Every piece has the same type; texts have the width of the longest.
         """
         for values, counts in self._slices():
             yield values.astype(self._dtype, copy=False), counts

@@ -15,7 +15,7 @@ MISSING_KEY = 0x9E3779B97F4A7C15 - (1 << 64)  # of a missing field: what `hash64
 class RawKeys:
     """The keys of a column's raw values, in the place of a vocabulary.
 
-    An integer is its own key (of unsigned ones the same 64 bits), a text the 64-bit hash of its
+    An integer is its own key (for an unsigned one the same 64 bits), a text the 64-bit hash of its
     bytes, which never changes. Nothing is counted, so equal values of any two logs have equal keys.
     """
 
@@ -46,20 +46,21 @@ class RawKeys:
 
 
 def raw_keys(values: Sequence[str | bytes | int | None]) -> np.ndarray:
-    """The keys that ``oper preprocess --raw-ids`` makes of a column's values, for who asks a model
-    about ids that come from elsewhere than a preprocessed folder (a server, say).
+    """The keys that ``oper preprocess --raw-ids`` makes of a column's values, for ids that do not
+    come from a preprocessed folder, such as those of requests to a server.
 
     Args:
-        values: n integers of 64 bits, signed or not, or n texts (UTF-8 where they are bytes), as
-            the column was read: without ``:int`` or the like the ids of a CSV file are texts. None
-            and an empty text stand for a missing field.
+        values: n integers of 64 bits, signed or not, or n texts (UTF-8 where they are bytes), of
+            the type as which the column was read: without ``:int`` or the like the ids of a CSV
+            file are texts. None and an empty text stand for a missing field.
 
     Returns:
         int64 [n].
 
     Raises:
-        InvalidInputError: integers and texts together, another type, an integer of more than 64
-            bits or the one that stands for a missing field, a text with a zero byte.
+        InvalidInputError: integers and texts are mixed, the values have another type, an integer
+            exceeds 64 bits or is the one that stands for a missing field, or a text contains a zero
+            byte.
     """
     keys = np.full(len(values), MISSING_KEY, np.int64)
     at = [k for k, v in enumerate(values) if v is not None and v not in ("", b"")]
