@@ -92,7 +92,7 @@ def _open_streams() -> None:
     if sys.stderr is None:  # closed: without this, print() would take stdout in its place
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (for all that follows)
     if sys.stdout is None:
-        raise OperError("cannot print results", "stdout", "closed", "an open one",
+        raise OperError("cannot print results", "stdout", "closed", "an open stream",
                         "leave it open, or send it to a file or to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="oper-spell")

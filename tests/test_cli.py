@@ -248,7 +248,7 @@ def test_a_closed_stdout_is_one_error(words: str) -> None:
     done = subprocess.run(["sh", "-c", f"exec {sys.executable} -m oper {words} >&-"], cwd=ROOT,
                           stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == ("oper: cannot print results: stdout='closed', expected an open one; "
+    assert done.stderr == ("oper: cannot print results: stdout='closed', expected an open stream; "
                            "leave it open, or send it to a file or to /dev/null\n")
 
 

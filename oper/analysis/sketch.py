@@ -254,7 +254,8 @@ def merge_stats(parts: Iterable[AccessStats], grown: bool = False) -> AccessStat
             size, whole = 2 * size, _merge_two(ready.pop()[1], whole, grown)
         ready.append((size, whole))
     if not ready:
-        raise InvalidInputError("cannot merge statistics", "parts", 0, "at least one", "pass some")
+        raise InvalidInputError("cannot merge statistics", "parts", 0, "at least one",
+                                "pass some statistics")
     while len(ready) > 1:
         (_, one), (_, other) = ready[-2:]
         ready[-2:] = [(0, _merge_two(one, other, grown))]

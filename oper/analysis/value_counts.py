@@ -180,7 +180,7 @@ def _lines(path: str | os.PathLike[str], what: str) -> Iterator[tuple[int, str, 
             field, value, count = places
             if field is None or value is None or count is None:
                 raise FileFormatError(what, "header", header, "columns field, value, count",
-                                      "name them so")
+                                      "rename the columns")
             for row in rows:
                 if len(row) != len(header):
                     raise FileFormatError(what, f"line {rows.line_num}", row,

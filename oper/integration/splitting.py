@@ -136,7 +136,7 @@ def joined(found: Sequence[Any], sizes: Sequence[int]) -> Any:
         return sum(x * n for x, n in zip(found, sizes, strict=True)) / sum(sizes)
     if children is None:
         raise InvalidInputError(
-            "cannot put together what the parts of a batch have returned", "type",
+            "cannot join the outputs of the parts of a batch", "type",
             type(first).__name__, "tensors, numbers, what is the same for all parts, and "
             "tuples, lists, dicts and dataclasses of these", "return the tensors in it")
     of_parts = zip(*(_children(x) or [] for x in found), strict=True)

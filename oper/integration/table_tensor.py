@@ -248,7 +248,7 @@ class TableParameter(TableTensor):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":  # torch.utils.swap_tensors
             raise InvalidInputError(f"cannot swap table {self._rows.name!r}", "with",
-                                    value.__name__, "the tensor that stands for the table",
+                                    value.__name__, "the tensor that represents the table",
                                     "copy values into it: weight.data.copy_(values)")
         super().__setattr__(name, value)
 

@@ -156,7 +156,7 @@ def _refuse_shared_parameters(module: nn.Module, targets: list[Target]) -> None:
             if first != here and ours:
                 raise InvalidInputError("cannot shard a parameter shared between modules",
                                         "parameters", (first, here), "each table in one module",
-                                        "untie them")
+                                        "give each module a parameter of its own")
 
 
 def describe(target: Target, objective: str, default: Optimizer | None) -> None:

@@ -396,7 +396,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def update_shards(self, *_: Any) -> NoReturn:
         """What ``DistributedModelParallel.reshard`` asks for."""
-        raise InvalidInputError("cannot reshard tables that a plan has placed", "tables",
+        raise InvalidInputError("cannot reshard tables that are placed by a plan", "tables",
                                 list(self._names)[:8], "another plan for the model",
                                 "call oper.migrate(model, plan)")
 

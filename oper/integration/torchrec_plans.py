@@ -448,7 +448,7 @@ def _offered(module: nn.Module, sharders: Sequence[Any] | None, device_type: str
         able = [s for s in sharders if s.module_type is kind]
         if not able:
             raise InvalidInputError("nothing to plan with", "sharders", len(sharders),
-                                    f"one for {kind.__name__}", "add it")
+                                    f"one for {kind.__name__}", "pass its sharder, too")
         offered &= frozenset(able[0].sharding_types(device_type))
     return offered
 

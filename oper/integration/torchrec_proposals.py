@@ -63,7 +63,7 @@ def torchrec_proposals(problem: Problem, time_limit_s: float = 10.0) -> Iterator
     """
     if not time_limit_s > 0:
         raise InvalidInputError("cannot ask TorchRec's planner", "time_limit_s", time_limit_s,
-                                "> 0", "give it time")
+                                "> 0", "pass a limit in seconds")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     begin = time.monotonic()
     topology = planner_topology(problem.topology)

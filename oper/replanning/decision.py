@@ -79,7 +79,7 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
     """
     check_batch(plan)
     if not copy_gbps > 0:
-        raise InvalidInputError("cannot weigh another plan", "copy_gbps", copy_gbps, "> 0",
+        raise InvalidInputError("cannot price another plan", "copy_gbps", copy_gbps, "> 0",
                                 "state the rate at which a rank copies rows")
     tables = [t.table for t in plan.tables]
     new = make_plan(tables, stats, topology, objective=plan.objective, batch_size=plan.batch_size,
@@ -97,7 +97,7 @@ def replan(plan: Plan, stats: AccessStats, topology: Topology, *,
 def check_batch(plan: Plan) -> None:
     """Raise InvalidInputError for a plan that does not state its batch size."""
     if plan.batch_size < 1:
-        raise InvalidInputError("cannot weigh another plan", "plan.batch_size", plan.batch_size,
+        raise InvalidInputError("cannot price another plan", "plan.batch_size", plan.batch_size,
                                 ">= 1, the samples per rank and step that both are priced for",
                                 "state it in the plan, or use one that oper plan has made")
 

@@ -76,7 +76,7 @@ def _drift_page(args: argparse.Namespace) -> str:
 
     if (args.plan is None) != (args.topology is None):
         raise UsageError("cannot cost a plan", "--plan, --topology", (args.plan, args.topology),
-                         "both", "name the other one too")
+                         "both", "pass both")
     planned = None if args.plan is None else (
         Plan.load(args.plan), topology_preset(args.topology, args.world_size))
     old = AccessStats.load(args.old)

@@ -311,7 +311,7 @@ def _tables(args: argparse.Namespace, stats: AccessStats) -> list[TableSpec]:
                 for name, t in stats.tables.items()]
     given = [n for n in ("dim", "optimizer", "dtype") if getattr(args, n) is not None]
     if given:
-        raise UsageError("two sources for the tables", "arguments", ["tables", *given],
+        raise UsageError("cannot use two sources for the tables", "arguments", ["tables", *given],
                          "a table file alone, or dim, optimizer and dtype", "leave one out")
     value = read_json(args.tables, f"cannot read {args.tables!r} as tables")
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):

@@ -178,8 +178,8 @@ class Client:
             return found
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ServerError(200, fail(
-                f"{self._place[0]}:{self._place[1]} is no scoring server", path, data[:60],
-                "JSON as the protocol has it", "pass the address that oper serve prints")) from None
+                f"{self._place[0]}:{self._place[1]} is not a scoring server", path, data[:60],
+                "JSON of the protocol", "pass the address that oper serve prints")) from None
 
     def metrics(self) -> str:
         """The server's metrics in Prometheus' text format."""

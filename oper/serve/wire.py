@@ -2,7 +2,7 @@
 tensor data extension: a JSON header, then the tensors one after another, little-endian.
 
 A request has the inputs ``dense`` FP32 [B, D], ``lengths`` INT32 [F, B] and ``ids`` INT64 [L], as
-in `oper.serve.requests.Request`; its parameter ``features`` (text, names divided by commas) names
+in `oper.serve.requests.Request`; its parameter ``features`` (text, names separated by commas) names
 the rows of ``lengths`` where they are not all features in the model's order. The answer has the
 output ``scores`` FP32 [B] and the parameter ``epoch``.
 
@@ -188,7 +188,7 @@ def decode_request(body: bytes, header_length: int | None, signature: Signature)
     features, users = (header["parameters"].get(key) for key in ("features", "user_features"))
     for key, text in (("features", features), ("user_features", users)):
         if text is not None and not isinstance(text, str):
-            raise _bad(key, text, "text, names divided by commas")
+            raise _bad(key, text, "text, names separated by commas")
     if features is not None and features != ",".join(signature.features):
         lengths, ids = reorder(features.split(",") if features else [], lengths, ids, signature)
     shared = _places(users, signature) if users else ()

@@ -121,7 +121,7 @@ def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:
     if since:
         raise InvalidInputError("cannot take the gradient of per-sample weights",
                                 "updates of the rows since the lookup", since,
-                                "0, since it is made of the rows",
+                                "0, since the gradient is computed from the rows",
                                 "take all gradients of a step in one backward pass")
 
 

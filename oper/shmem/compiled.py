@@ -47,7 +47,7 @@ def register(tables: Tables) -> int:
 def _tables(number: int) -> Tables:
     tables = _LIVE.get(number)
     if tables is None:
-        raise OperError("a graph looks up tables that are gone", "tables", number,
+        raise OperError("a graph looks up tables that no longer exist", "tables", number,
                         "tables of this process that are still open",
                         "run it in the process that made it, and keep the model")
     return tables

@@ -196,7 +196,7 @@ def told_of_room(what: str, output: str | os.PathLike[str]) -> Iterator[None]:
         if full is None:
             raise
         raise InvalidInputError(what, "output", os.fspath(output),
-                                "room for it and for what it is made of on the way",
+                                "room for it and for temporary files",
                                 f"{full.strerror}: free some, or choose another disk") from error
 
 
@@ -274,7 +274,7 @@ def _parsed(text: str | bytes, what: str, kind: str, parse: Callable[[str], Any]
     except (ValueError, RecursionError) as error:
         raise FileFormatError(
             f"{what}: {error}, expected {kind}; it is truncated, damaged or of another kind: "
-            "write it again, or mend it where it was edited by hand") from None
+            "write it again, or correct it if it was edited by hand") from None
 
 
 def write_arrays(

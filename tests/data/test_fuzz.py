@@ -125,6 +125,6 @@ def test_work_that_was_begun_with_a_damaged_note_is_an_error(
         with pytest.raises(ZeroDivisionError):
             preprocess(load_recipe("criteo-kaggle"), [log], tmp_path / "out")
     (tmp_path / ".out.work" / "stage" / "000000.json").write_text("{")
-    with pytest.raises(OperError, match="begins anew"):
+    with pytest.raises(OperError, match="starts from scratch"):
         preprocess(load_recipe("criteo-kaggle"), [log], tmp_path / "out")
     assert preprocess(load_recipe("criteo-kaggle"), [log], tmp_path / "out")["rows"]["train"]

@@ -429,9 +429,9 @@ def test_the_client_refuses_what_is_no_server_or_no_id(server: Server, client: C
         thread.start()
         try:
             with Client(f"127.0.0.1:{other.server_port}") as lost:
-                with pytest.raises(ServerError, match="is no scoring server"):
+                with pytest.raises(ServerError, match="is not a scoring server"):
                     assert lost.model
-                with pytest.raises(ServerError, match="is no scoring server"):
+                with pytest.raises(ServerError, match="is not a scoring server"):
                     Client(f"127.0.0.1:{other.server_port}", model="sums").metadata()
         finally:
             other.shutdown()

@@ -203,7 +203,7 @@ def resumed(path: str, target: str | None, benchmark: str, names: Sequence[str]
         if not {n.count("/") for n in found} <= {n.count("/") for n in names}:
             raise ValueError(f"cases now have names such as {names[0]!r}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InvalidInputError("cannot go on from a record", "--resume", path,
+        raise InvalidInputError("cannot resume from a record", "--resume", path,
                                 f"a record of oper bench {benchmark}",
                                 f"name another file, or leave it out ({error})") from error
     return found

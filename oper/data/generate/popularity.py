@@ -38,7 +38,7 @@ class Popularity:
         total = float(rows @ weight)
         if not keep.any() or not np.isfinite(total) or total <= 0 or weight.min() < 0:
             raise InvalidInputError("invalid popularity", "weights", weight[:5].tolist(),
-                                    "finite, none negative, one above 0",
+                                    "finite, >= 0, at least one above 0",
                                     "correct the specification")
         return Popularity(rows[keep], (rows * weight)[keep] / total)
 

@@ -145,8 +145,8 @@ class Assembly:
         if own[0].ends is not None and ids[0].ends is not None and not np.array_equal(
                 own[0].ends, ids[0].ends):
             raise FileFormatError(f"cannot read {str(self.folder.path)!r}",
-                                  f"lengths of {self.weights[name]}", "other ones",
-                                  f"one weight per id of {name}", "make the column anew")
+                                  f"lengths of {self.weights[name]}", "different",
+                                  f"one weight per id of {name}", "write the column again")
         return _floats(own), own[0].ends
 
 

@@ -189,7 +189,7 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
                                 f"{full.strerror}: free some, then the same command goes on "
                                 f"where it stopped (work so far: {job.work})") from error
     except KeyboardInterrupt:
-        _log.warning("interrupted; the same command goes on where it stopped (work so far: %s)",
+        _log.warning("interrupted; the same command continues where it stopped (work so far: %s)",
                      job.work)
         raise
     return _told(job.outcome())

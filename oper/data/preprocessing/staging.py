@@ -102,9 +102,9 @@ class Stage:
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise FileFormatError("cannot go on with an interrupted run", "file", str(path),
+            raise FileFormatError("cannot continue an interrupted run", "file", str(path),
                                   f"a whole one ({error})",
-                                  "give the command again, which begins anew") from None
+                                  "run the command again, which starts from scratch") from None
         return found
 
     def minutes(self, number: int) -> tuple[np.ndarray, np.ndarray]:

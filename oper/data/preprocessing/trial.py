@@ -121,7 +121,7 @@ def _first_rows(path: str, layout: Layout, folder: Path, num_rows: int) -> tuple
     """A copy of the first rows of a file, as plain text or Parquet, and how many it has, about."""
     if layout.format == "npy":
         raise InvalidInputError("cannot make a dry run", "format", "npy", "text or Parquet",
-                                "leave --dry-run out: such files say themselves what they hold")
+                                "leave --dry-run out: the format of such files is fixed")
     # Folders NAME=VALUE of the path are columns.
     partition = [p for p in path.split("/")[:-1] if "=" in p]
     target = folder.joinpath(*partition) / os.path.basename(path.partition("?")[0])

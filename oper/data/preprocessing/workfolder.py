@@ -132,9 +132,9 @@ class WorkFolder:
                 f"one with other inputs or settings, begun by {who}, is at work in "
                 f"{str(self.path)!r}: wait for its end, or choose another folder")
         if about and not force:
-            raise InvalidInputError("cannot go on with an interrupted run", "work", str(self.path),
+            raise InvalidInputError("cannot continue an interrupted run", "work", str(self.path),
                                     "the same inputs and settings",
-                                    "give these again, or pass --force to begin anew")
+                                    "pass these again, or start from scratch with --force")
 
     def _make(self, begin: Callable[[Path], None]) -> None:
         self._remove()

@@ -397,7 +397,7 @@ class _Members:
             raw = file.read(count * shape[1] * dtype.itemsize)
             if len(raw) != count * shape[1] * dtype.itemsize:
                 raise FileFormatError(f"cannot read {self._path!r}", "rows",
-                                      "fewer than its header says", f"{shape[0]}", "fetch it again")
+                                      "fewer than in its header", f"{shape[0]}", "fetch it again")
             yield np.frombuffer(raw, dtype).reshape(count, shape[1]).astype(np.int64)
 
 

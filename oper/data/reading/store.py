@@ -71,7 +71,8 @@ def _asking(url: str) -> Iterator[None]:
                                 "check the path") from None
     except OSError as error:
         raise InvalidInputError("cannot use a store", "URL", url,
-                                "one that answers and lets you in", str(error)[:300]) from None
+                                "one that can be reached and grants access",
+                                str(error)[:300]) from None
 
 
 def open_input(path: str) -> BinaryIO:

@@ -237,7 +237,7 @@ class _Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = (0, self._at, self._size)[whence]
         if base + offset < 0:
-            raise ValueError(f"a place before the begin: {base + offset}")
+            raise ValueError(f"a position before the beginning: {base + offset}")
         self._at = base + offset
         return self._at
 

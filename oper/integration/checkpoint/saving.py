@@ -395,7 +395,7 @@ def _stored_extra(metadata: Metadata) -> dict[str, Any]:
 
 def _make_room(path: Path, aside: Path, before: Path) -> None:
     if path.exists() and not (path / METADATA).exists() and any(path.iterdir()):
-        raise OSError(f"{path} is no checkpoint: choose another folder")
+        raise OSError(f"{path} is not a checkpoint: choose another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not (path / METADATA).exists() and (before / METADATA).exists():
         before.rename(path)  # a crash between the two renames below; in place of an empty folder

@@ -26,7 +26,7 @@ class ChangedRows:
     def __init__(self, tables: ShardedTables) -> None:
         if tables.device.type != "cpu" or tables.optimizers is None:
             raise InvalidInputError(
-                "cannot note which rows change", "tables",
+                "cannot track changed rows", "tables",
                 f"on {tables.device}, {'with' if tables.optimizers else 'without'} optimizer",
                 "trained tables in the host's memory", "save whole checkpoints")
         self.tables = tables

@@ -81,7 +81,7 @@ class MeasuredTables(LogicalRows):
     def check_clock(self) -> None:
         """Raise OperError if phases are not timed."""
         if not self.times_phases:
-            raise OperError("cannot tell the time of phases", "device", str(self.device),
+            raise OperError("cannot time phases", "device", str(self.device),
                             "tables in host memory", "use torch.profiler, which names the kernels")
 
     def phase_ns(self) -> dict[str, int]:

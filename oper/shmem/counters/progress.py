@@ -38,7 +38,7 @@ class Progress:
     def __init__(self, tables: ShardedTables) -> None:
         if not tables.is_one_domain or tables.device.type != "cpu":
             raise InvalidInputError(
-                "cannot tell how far all ranks are", "tables", f"on {tables.device}",
+                "cannot read the progress of the ranks", "tables", f"on {tables.device}",
                 "tables in host memory that all ranks share", "save delta checkpoints")
         self._tables = tables
 
@@ -78,7 +78,8 @@ class Progress:
 
     def _heap(self) -> HostHeap:
         if self._tables._heap is None:
-            raise OperError("cannot tell how far all ranks are", "tables", "closed", "open tables",
+            raise OperError("cannot read the progress of the ranks", "tables", "closed",
+                            "open tables",
                             "load a checkpoint")
         return self._tables._heap
 

@@ -254,7 +254,7 @@ class DeviceTables(ShardedTables):
     def traffic(self, reset: bool = False) -> Traffic:
         """See `ShardedTables.traffic`; counts since `start_counting`."""
         if self._steps.counters is None:
-            raise OperError("cannot tell what was read", "device", str(self.device),
+            raise OperError("cannot report what was read", "device", str(self.device),
                             "counting to have begun: it makes every pass wait for the device",
                             "call start_counting() first, or replay the batches with "
                             "oper.search.replay.simulate")

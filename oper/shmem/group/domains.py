@@ -84,7 +84,7 @@ def _stated(labels: Any, world_size: int) -> list[int]:
         return [0] * world_size
     if len(labels) != world_size:
         raise InvalidInputError("cannot tell memory domains", "domains", labels,
-                                f"one label per rank of {world_size}", "correct the group")
+                                f"one label per rank of {world_size}", "pass one for each")
     number = {label: k for k, label in enumerate(dict.fromkeys(labels))}
     return [number[label] for label in labels]
 
