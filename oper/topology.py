@@ -235,32 +235,29 @@ class Topology:
             _racks_of(what, value.get("rack", [])))
 
     @staticmethod
-    def this_host(world_size: int, memory_share: float = 0.5) -> Topology:
+    def this_host(world_size: int) -> Topology:
         """`world_size` processes on this machine: one memory domain, assumed constants.
 
-        Args:
-            world_size: number of ranks.
-            memory_share: share of its memory that tables may take.
+        Tables may take half of its memory.
 
         ``oper calibrate`` replaces the assumed constants by measured ones.
         """
         memory = memory_bytes("MemTotal") or 8e9
-        domain = Domain(tuple(range(world_size)), 0, max(1, int(memory * memory_share)),
+        domain = Domain(tuple(range(world_size)), 0, max(1, int(memory / 2)),
                         40.0, 120.0, 32 << 20, 40.0, 40.0)
         # Order of magnitude of one current server core; measured values come from calibration.
         costs = Costs(phase_us=30.0, id_ns=3.0, sort_ns=5.0, reduce_ns=6.0, update_ns=12.0)
         return Topology(f"this-host-{world_size}", (domain,), costs, "assumed")
 
     @staticmethod
-    def of_domains(domain_of: Sequence[int], memory_share: float = 0.5) -> Topology:
+    def of_domains(domain_of: Sequence[int]) -> Topology:
         """Processes on hosts like this one, with assumed constants of an ordinary network.
 
         Args:
             domain_of: index of each rank's memory domain, by rank; a domain is a host, whose ranks
                 share its link. Ranks that do not follow each other count as hosts of their own.
-            memory_share: share of a host's memory that tables may take.
         """
-        here = Topology.this_host(len(domain_of), memory_share)
+        here = Topology.this_host(len(domain_of))
         starts = [r for r in range(len(domain_of)) if r == 0 or domain_of[r] != domain_of[r - 1]]
         if len(starts) == 1:
             return here

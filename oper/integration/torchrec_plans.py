@@ -135,10 +135,10 @@ def lost_in_torchrec(plan: Plan, options: ExportOptions | None = None) -> list[s
     return [f"{name}: {text}" for name, c in choices.items() for text in c.lost]
 
 
-def collections_of(module: nn.Module, types: Sequence[type] = (
-        EmbeddingBagCollection, EmbeddingCollection)) -> list[tuple[str, Any]]:
-    """Path and module of every unsharded collection of exactly one of `types`."""
-    return [(path, m) for path, m in module.named_modules() if type(m) in types]
+def collections_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """Path and module of every unsharded collection, subclasses left out."""
+    return [(path, m) for path, m in module.named_modules()
+            if type(m) in (EmbeddingBagCollection, EmbeddingCollection)]
 
 
 def _names(module: nn.Module) -> dict[tuple[str, str], str]:

@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import ctypes
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ from oper import __version__
 from oper.errors import OperError
 from oper.support import kernel
 from oper.support.environment import VARIABLES, problems
+from oper.support.versions import version_of
 from oper.tables import format_bytes
 
 ENVIRONMENT = {name: variable.about for name, variable in VARIABLES.items()}
@@ -120,13 +120,6 @@ def to_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _version(*distributions: str) -> str | None:
-    for name in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
-
-
 def _failure(module: str) -> str | None:
     """Why `module` cannot be imported; None when it can."""
     try:
@@ -142,14 +135,14 @@ def _examine_packages(report: Report) -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  (a checkout may be run by any interpreter)
         report.problems.append(f"python={platform.python_version()}, expected >= 3.11")
     for module, command in _REQUIRED.items():
-        report.versions[module] = _version(module)
+        report.versions[module] = version_of(module)
         if (why := _failure(module)) is not None:
             report.problems.append(f"{module}: {why}; {command}")
     torch_version = report.versions.get("torch")
     if torch_version and tuple(map(int, torch_version.split(".")[:2])) < (2, 11):
         report.problems.append(f"torch={torch_version}, expected >= 2.11; {_REQUIRED['torch']}")
     for module, (distributions, purpose, command) in _OPTIONAL.items():
-        report.versions[module] = _version(*distributions)
+        report.versions[module] = version_of(*distributions)
         if report.versions[module] is None:
             report.hints.append(f"{module} is not installed (needed for {purpose}); {command}")
         elif module in ("torchrec", "fbgemm_gpu") and (why := _failure(module)) is not None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import itertools
 import json
-import platform
 import signal
 import sys
 import time
@@ -19,10 +17,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from oper import __version__
 from oper.errors import InvalidInputError, OperError, PeerLostError, fail
 from oper.sharding import find_tables
 from oper.support.files import named, write_text
+from oper.support.versions import versions
 from oper.train.config import TrainConfig
 from oper.train.engines import Engine
 from oper.train.model import full_state, ranks, save_state
@@ -263,15 +261,6 @@ class _MetricsFile:
             with named(self._file.name):
                 self._file.write(json.dumps({"event": event, "time": time.time(), **clean}) + "\n")
                 self._file.flush()
-
-
-def versions() -> dict[str, str]:
-    """Versions of the installed packages among those that matter, by name."""
-    found = {"oper": __version__, "python": platform.python_version()}
-    for name in ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 @contextlib.contextmanager

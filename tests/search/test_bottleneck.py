@@ -119,7 +119,7 @@ def test_verb_compares_two_plan_files(tmp_path, capsys):
             run_command("explain", tmp_path / "a.json", "--diff", tmp_path / "b.json", *more)
         out = capsys.readouterr().out
         tables = json.loads(out)["tables"] if more else []
-        assert len(tables) == 3 if more else "3 of 3 tables are placed otherwise" in out
+        assert len(tables) == 3 if more else "3 of 3 tables are placed differently" in out
     assert isinstance(Plan.load(tmp_path / "a.json"), Plan)
 
 

@@ -15,9 +15,10 @@ from typing import ClassVar
 import numpy as np
 
 from oper.bench.core.launch import Progress, run_workers
-from oper.bench.core.planning import gather, slowest, world
+from oper.bench.core.planning import gather, slowest
 from oper.errors import InvalidInputError
 from oper.topology import Costs, Rack, Topology
+from oper.train.model import ranks
 
 _HEADER_BYTES, _PAYLOAD_BYTES = 1024, 4 << 20  # to every other rank
 _ROUNDS, _PER_ROUND = 13, 4
@@ -45,7 +46,7 @@ class Exchange:
         """Exchange headers and payloads. Collective."""
         progress("exchanging headers and payloads")
         small, large = exchange_s(_HEADER_BYTES), exchange_s(_PAYLOAD_BYTES)
-        both_ways = 2 * (world()[1] - 1) * (_PAYLOAD_BYTES - _HEADER_BYTES)
+        both_ways = 2 * (ranks()[1] - 1) * (_PAYLOAD_BYTES - _HEADER_BYTES)
         return {"phase_us": 2e6 * small, "ns_per_byte": max(0.0, large - small) * 1e9 / both_ways}
 
 
@@ -64,7 +65,7 @@ def exchange_s(num_bytes: int) -> float:
     from oper.shmem.group.groups import ProcessGroup
     from oper.shmem.group.links import repeated_exchange
 
-    rank, world_size = world()
+    rank, world_size = ranks()
     sizes = [0 if r == rank else num_bytes for r in range(world_size)]
     exchange = repeated_exchange(ProcessGroup(), sizes, sizes)
     taken = []
@@ -141,7 +142,7 @@ def measure_hosts(measure_here: Callable[[int], Topology], hosts_per_rack: int =
     if sorted(domain_of) != domain_of:
         raise InvalidInputError("cannot calibrate", "hosts of the ranks", domain_of,
                                 "ranks numbered host by host", "start them with torchrun")
-    rank, _ = world()
+    rank, _ = ranks()
     mine = None
     if domain_of.index(domain_of[rank]) == rank:
         here = measure_here(domain_of.count(domain_of[rank]))

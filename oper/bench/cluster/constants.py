@@ -19,10 +19,11 @@ import torch
 
 from oper.bench.calibrate import network as calibrate_network
 from oper.bench.cluster.network import Links, set_rates
-from oper.bench.core.planning import gather, slowest, world
+from oper.bench.core.planning import gather, slowest
 from oper.shmem.group.groups import ProcessGroup
 from oper.shmem.group.links import link_gbps, uplink_gbps
 from oper.topology import Costs, Rack, Topology
+from oper.train.model import ranks
 
 _GATHERS, _ROUNDS = 24, 15
 _MEMORY_BYTES = 8 << 30  # per host, unless a case says otherwise
@@ -42,7 +43,7 @@ def measured_topology(links: Links, constants: str, memory_bytes: int | None = N
         ``link_mbits`` by host, ``uplink_mbits`` by rack where there are several; and
         ``assumed``: names of the costs between hosts that `constants` lacks and defaults replace.
     """
-    rank, alone = world()[0], Topology.from_dict(tomllib.loads(constants))
+    rank, alone = ranks()[0], Topology.from_dict(tomllib.loads(constants))
     unlimited = _unlimited(links, alone.world_size)
     if rank == 0:
         set_rates(links, True)
@@ -62,7 +63,7 @@ def measured_topology(links: Links, constants: str, memory_bytes: int | None = N
 def limit(links: Links, is_limited: bool = True) -> None:
     """Apply or remove the limits of the links. Collective: ranks synchronise before and after."""
     gather(None)
-    if world()[0] == 0:
+    if ranks()[0] == 0:
         set_rates(links, is_limited)
     gather(None)
 
@@ -92,7 +93,7 @@ def _topology(links: Links, alone: Topology, found: dict[str, Any], memory_bytes
 def _unlimited(links: Links, base: int) -> dict[str, float]:
     """Costs of a rank that do not depend on the limits; measured once per limit all the same, which
     takes a second and shows what the machine does at the time."""
-    rank, world_size = world()
+    rank, world_size = ranks()
     if rank == 0:
         set_rates(links, False)
     found = calibrate_network.Exchange().measure(lambda text: None)

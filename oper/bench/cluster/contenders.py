@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oper.bench.cluster.network import Links
-from oper.bench.core.planning import gather, world
+from oper.bench.core.planning import gather
 from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import (
     Dense,
@@ -30,6 +30,7 @@ from oper.search.peers.baselines import peers
 from oper.search.planner import plan_problem
 from oper.search.problem.statement import Problem
 from oper.topology import Topology
+from oper.train.model import ranks
 
 IN_PARTS = "oper-micro-batches"
 _TORCHREC = "torchrec-"  # before the kind of its plan, in names
@@ -90,7 +91,7 @@ class Contender:
         """
         if self.runtime == "torchrec":
             return build_torchrec(work, Dense() if whole_model else None,
-                                  self.name.removeprefix(_TORCHREC), world()[1], machine)
+                                  self.name.removeprefix(_TORCHREC), ranks()[1], machine)
         if self.plan is None:
             return build_data_parallel(work), None
         hides = self.runtime == "oper in parts"
@@ -188,7 +189,7 @@ def _collection(work: Workload) -> Any:
     collection = make_collection(work, "meta")
     bags = collection.embedding_bags.values()
     numel, file = sum(bag.weight.numel() for bag in bags), -1
-    if world()[0] == 0:
+    if ranks()[0] == 0:
         file = os.memfd_create("oper-cluster")
         os.truncate(file, 4 * numel)
     path = gather(f"/proc/{os.getpid()}/fd/{file}")[0]

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.planning import slowest, total, world
+from oper.bench.core.planning import slowest, total
 from oper.bench.core.workload import TIMED, Workload, bags_of, make_batch, timed_ids
 from oper.search.replay.simulate import Bags
 from oper.search.replay.wire import WireReplay
+from oper.train.model import ranks
 
 if TYPE_CHECKING:
     from oper.plan import Plan
@@ -72,7 +73,7 @@ class Run:
 
     def __init__(self, case: Any, progress: Progress) -> None:
         self.case = case
-        self.rank, self.world_size = world()
+        self.rank, self.world_size = ranks()
         self.others: dict[str, float] = {}
         self.say = progress
 
@@ -160,7 +161,7 @@ class Run:
 def median_phases(tables: ShardedTables, ticks: Sequence[Sequence[int]]) -> dict[str, float]:
     """Median milliseconds by phase of steps, mean over ranks, of their `phase_ns`. Collective."""
     mine = np.median(np.array(ticks, np.float64), axis=0) / 1e6
-    return {name: round(x / world()[1], 4)
+    return {name: round(x / ranks()[1], 4)
             for name, x in zip(tables.phase_ns(), total(mine.tolist()), strict=True)}
 
 

@@ -16,6 +16,7 @@ from oper.plan import Plan, TablePlan
 from oper.rows.traffic import LINKS
 from oper.stats import AccessStats
 from oper.topology import Topology
+from oper.train.model import ranks
 
 if TYPE_CHECKING:
     from oper.shmem.tables import ShardedTables
@@ -23,14 +24,9 @@ if TYPE_CHECKING:
 _SHARED = ("own rank", "memory domain")  # links of processes on one machine
 
 
-def world() -> tuple[int, int]:
-    """Rank and world size; (0, 1) without a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def gather(value: Any) -> list[Any]:
     """Every rank's value, by rank. Collective."""
-    _, world_size = world()
+    _, world_size = ranks()
     values = [value] * world_size
     if world_size > 1:
         dist.all_gather_object(values, value)
@@ -71,7 +67,7 @@ def rows_by_placement(entries: Iterable[TablePlan]) -> dict[str, int]:
 
 def joint_stats(work: Workload, num_stats_batches: int) -> AccessStats:
     """Access statistics of batches that are never timed; every rank counts its part. Collective."""
-    return merge_stats(gather(collect_stats(work, *world(), num_stats_batches)))
+    return merge_stats(gather(collect_stats(work, *ranks(), num_stats_batches)))
 
 
 def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_host: bool = True
@@ -82,7 +78,7 @@ def chosen_plan(work: Workload, num_stats_batches: int, objective: str, is_one_h
     """
     from oper.search import make_plan
 
-    rank, world_size = world()
+    rank, world_size = ranks()
     stats = joint_stats(work, num_stats_batches)
     made: Any = None
     begin = time.perf_counter()

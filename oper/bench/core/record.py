@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,26 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from oper import __version__
 from oper.errors import InvalidInputError
 from oper.support import kernel
 from oper.support.files import read_json, write_text
+from oper.support.versions import versions
 
 # Variables that change what is measured; each record holds those that are set.
 ENVIRONMENT = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
                "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD", "OPER_OUTBOX_BYTES")
-_PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow", "highspy")
-
-
-def versions() -> dict[str, str]:
-    """Versions of the installed packages among those that matter, by name."""
-    found = {"oper": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def machine() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from oper.bench.core import record
 from oper.bench.demo.page import page
 from oper.errors import InvalidInputError, UsageError
 from oper.support.flags import whole
+from oper.support.versions import versions
 
 if TYPE_CHECKING:
     from oper.bench.demo.worker import Training
@@ -53,7 +54,7 @@ def run_demo(args: argparse.Namespace) -> int:
     load_before = record.load_average()
     found = demo(args, folder)
     command = " ".join(record.command_line(args, "oper", "demo"))
-    found = {"benchmark": "demo", "command": command, "versions": record.versions(),
+    found = {"benchmark": "demo", "command": command, "versions": versions(),
              "machine": {**record.machine(), "load_before": load_before}, **found}
     record.write(folder / "demo.json", found)
     if args.json:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Tried before the measurement; the fastest is the ceiling.
 PREFETCH_ROWS = (8, 16, 24, 32, 48)
 ORDERS = ("feature", "sample")
+_REPEATS = 6  # batches per setting; the median counts
 
 
 def row_addresses(tables: ShardedTables, name: str) -> np.ndarray:
@@ -103,14 +104,13 @@ class Ceiling:
         self.run(number)
         return self.out
 
-    def tune(self, align: Callable[[], None], slowest: Callable[[list[float]], list[float]],
-             repeats: int = 6) -> float:
+    def tune(self, align: Callable[[], None], slowest: Callable[[list[float]], list[float]]
+             ) -> float:
         """Find the fastest order of bags, prefetch distance and kind of store. Collective.
 
         Args:
             align: brings all ranks to the same point.
             slowest: the maximum over ranks of each of the given numbers.
-            repeats: batches per setting; the median counts.
 
         Returns:
             Seconds of the slowest rank with the best settings.
@@ -118,12 +118,12 @@ class Ceiling:
         tried, seconds = [], []
         streams = (False, True) if self._dim % 16 == 0 else (False,)
         for order in ORDERS:
-            self._arrange(order, repeats)
+            self._arrange(order, _REPEATS)
             for prefetch in PREFETCH_ROWS:
                 for stream in streams:
                     self._prefetch, self._stream = prefetch, stream
                     times = []
-                    for number in range(repeats):
+                    for number in range(_REPEATS):
                         align()
                         times.append(elapsed(functools.partial(self.run, number)))
                     tried.append((order, prefetch, stream))

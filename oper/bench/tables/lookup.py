@@ -16,19 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Call, Case, Run, aligner, nothing, on_threads, over, summaries
-from oper.bench.core.planning import bytes_read, chosen_plan, gather, slowest, total, world
+from oper.bench.core.planning import bytes_read, chosen_plan, gather, slowest, total
 from oper.bench.core.workload import CHECKED, Workload, batch_ids, make_kjt, timed_ids
 from oper.bench.device import suite
 from oper.bench.tables.ceiling import Ceiling, UpdateCeiling
 from oper.bench.tables.sides import OPTIMIZER, build_torchrec, make_collection, moved_bytes
 from oper.bench.tables.torchrec_peer import PLAN_KINDS
 from oper.bench.tables.unsharded import PEERS, fbgemm_of, make_peers, whole_batches
-from oper.bench.tables.verify import Verdict
+from oper.bench.tables.verify import Verdict, to_rank_0
 from oper.plan import uniform_plan
+from oper.train.model import ranks
 
 WORLD_SIZES = (1, 2)
 _EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
@@ -139,7 +139,7 @@ class LookupCase(Case):
 def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]:
     """Median microseconds of a call outside the kernels, the slower rank's: on the case's batches,
     which push Python's code out of the caches, and on one of 32 samples, which does not."""
-    work, (_, world_size) = case.work, world()
+    work, (_, world_size) = case.work, ranks()
     ids = timed_ids(work, 0, world_size, len(kjts))[0].reshape(len(work.num_rows), -1, work.pooling)
     small = make_kjt(work, ids[:, :32].reshape(len(work.num_rows), -1))
     align, found = aligner(model.tables), []
@@ -184,7 +184,7 @@ def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: 
     """
     verdicts = {name: Verdict() for name in (*lookups, "nn_embedding_bag", "fbgemm")}
     for k in range(min(_CHECKED_BATCHES, num_batches)):
-        found = {name: _all_rows(call(k)) for name, call in lookups.items()}
+        found = {name: to_rank_0(call(k)) for name, call in lookups.items()}
         if not peers:
             continue
         found["nn_embedding_bag"] = torch.cat(peers["nn_embedding_bag"](k), dim=1)
@@ -192,16 +192,6 @@ def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: 
         for name, values in found.items():
             verdicts[name].compare("pooled", values, peers["ebc"](k))
     return {name: v.to_json() for name, v in verdicts.items()} if peers else {}
-
-
-def _all_rows(value: torch.Tensor) -> torch.Tensor:
-    """All ranks' tensors, one after another."""
-    _, world_size = world()
-    if world_size == 1:
-        return value
-    found = [torch.empty_like(value) for _ in range(world_size)]
-    dist.all_gather(found, value.contiguous())
-    return torch.cat(found)
 
 
 # ---- updates -------------------------------------------------------------------------------------
@@ -392,7 +382,7 @@ def line_bytes(work: Workload, ids: list[np.ndarray]) -> int:
 
 def _per_byte(ms: float, lines: int) -> float:
     """A rank's nanoseconds for each of its bytes, of the `lines` bytes of all ranks."""
-    return round(ms * 1e6 / lines * world()[1], 5)
+    return round(ms * 1e6 / lines * ranks()[1], 5)
 
 
 def _compare_bags(model: Any, work: Workload, kjt: Any, ids: np.ndarray) -> dict[str, Any]:

@@ -224,8 +224,8 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
         suffix = " of bfloat16" if side.is_bfloat16 else ""
         for step in range(len(checks.ids)):
             pooled, gradient, logits = side.traced_step(checks.batch(step, checks.rank))
-            pooled, gradient = _to_rank_0(pooled), _to_rank_0(gradient)
-            logits = None if logits is None else _to_rank_0(logits)
+            pooled, gradient = to_rank_0(pooled), to_rank_0(gradient)
+            logits = None if logits is None else to_rank_0(logits)
             if reference is None:
                 continue
             want_pooled, want_logits = reference.step(step, gradient)
@@ -252,7 +252,7 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
     return verdicts
 
 
-def _to_rank_0(value: torch.Tensor) -> torch.Tensor:
+def to_rank_0(value: torch.Tensor) -> torch.Tensor:
     """Every rank's tensor (of the same shape), one after another on rank 0; empty elsewhere."""
     value = value.contiguous()
     if not dist.is_initialized():

@@ -144,16 +144,15 @@ class Workload:
         return int(mix64(np.array([1_000_003 * self.seed + table], np.uint64))[0])
 
 
-def workload_from_stats(stats: AccessStats, drift: float = 0.0, num_days: int = 1, seed: int = 1
-                        ) -> Workload:
+def workload_from_stats(stats: AccessStats, seed: int = 1) -> Workload:
     """A workload with the measured popularity of every row and the measured bag lengths."""
     def model(name: str, t: TableStats) -> TableModel:
         lengths = ((t.length_values, t.length_counts.astype(np.float64)) if t.num_bags
                    else _always(1))
-        return TableModel(name, from_stats(t), lengths, drift, t.head_ids)
+        return TableModel(name, from_stats(t), lengths, 0.0, t.head_ids)
 
     return Workload(f"synthetic, after {stats.source}",
-                    tuple(model(n, t) for n, t in stats.tables.items()), num_days, seed)
+                    tuple(model(n, t) for n, t in stats.tables.items()), 1, seed)
 
 
 def load_workload(name_or_path: str | os.PathLike[str], seed: int = 1) -> Workload:

@@ -12,6 +12,8 @@ from oper.search.explain.bottleneck import describe
 from oper.search.problem.statement import Problem
 from oper.tables import format_bytes
 
+_MAX_TABLES = 40  # listed one by one
+
 
 def diff(before: Plan, after: Plan, problem: Problem) -> dict[str, Any]:
     """The differences between two plans of the same tables, as values that JSON can hold.
@@ -58,7 +60,7 @@ def _figures(found: Evaluation) -> dict[str, Any]:
             "most_held_bytes": float(found.held_bytes.max())}
 
 
-def as_text(found: dict[str, Any], names: tuple[str, str], max_tables: int = 40) -> str:
+def as_text(found: dict[str, Any], names: tuple[str, str]) -> str:
     """The figures of `diff` as text."""
     old, new = found["before"], found["after"]
     rows = [("step us", old["step_us"], new["step_us"])]
@@ -73,10 +75,10 @@ def as_text(found: dict[str, Any], names: tuple[str, str], max_tables: int = 40)
                  f"{format_bytes(new['most_held_bytes']):>14}")
     lines.append(f"  {'fits':<22}" + "".join(f"{'yes' if x['fits'] else 'no':>14}"
                                               for x in (old, new)))
-    lines.append(f"{len(found['tables'])} of {found['num_tables']} tables are placed otherwise")
-    for entry in found["tables"][:max_tables]:
+    lines.append(f"{len(found['tables'])} of {found['num_tables']} tables are placed differently")
+    for entry in found["tables"][:_MAX_TABLES]:
         lines += [f"  {entry['table']} ({format_bytes(entry['num_bytes'])})",
                   f"    - {entry['before']}", f"    + {entry['after']}"]
-    if len(found["tables"]) > max_tables:
-        lines.append(f"  and {len(found['tables']) - max_tables} more")
+    if len(found["tables"]) > _MAX_TABLES:
+        lines.append(f"  and {len(found['tables']) - _MAX_TABLES} more")
     return "\n".join(lines) + "\n"

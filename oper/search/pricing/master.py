@@ -141,17 +141,9 @@ class Bound:
         return self.node.base + self.pool.weight @ np.array(self.pool.resources)
 
 
-def lower_bound(problem: Problem, *, tolerance: float = 1e-4, max_rounds: int = 200,
-                deadline: float | None = None) -> Bound:
-    """The certified lower bound of a problem.
-
-    Args:
-        problem: the problem.
-        tolerance: relative distance between relaxation and certificate at which to stop.
-        max_rounds: rounds of column generation.
-        deadline: `time.monotonic()` value after which no further round begins.
-    """
-    return solve_node(Node(Relaxation(CostModel(problem))), tolerance, max_rounds, deadline)
+def lower_bound(problem: Problem, max_rounds: int = 200) -> Bound:
+    """The certified lower bound of a problem, by up to `max_rounds` rounds of column generation."""
+    return solve_node(Node(Relaxation(CostModel(problem))), max_rounds=max_rounds)
 
 
 def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
@@ -160,7 +152,9 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
 
     Args:
         node: the node.
-        tolerance, max_rounds, deadline: see `lower_bound`.
+        tolerance: relative distance between relaxation and certificate at which to stop.
+        max_rounds: rounds of column generation.
+        deadline: `time.monotonic()` value after which no further round begins.
         pool: configurations to start from.
     """
     pool, relaxation = Pool() if pool is None else pool, node.relaxation

@@ -237,18 +237,18 @@ class CandidatePool:
         """What all tables ask with each candidate of table `k`; float64 [N, R]."""
         return np.asarray(self.total - self.resources[k][self.pick[k]] + self.resources[k])
 
-    def descend(self, rng: np.random.Generator, target: float, max_sweeps: int = 8) -> None:
+    def descend(self, rng: np.random.Generator, target: float) -> None:
         """Coordinate descent over tables until nothing improves or `target` (us) is reached."""
-        for _ in range(max_sweeps):
+        for _ in range(8):
             if self.score <= target:
                 return
             if not sum([self.choose(int(k)) for k in rng.permutation(len(self.candidates))]):
                 return
 
-    def refine(self, rng: np.random.Generator, target: float, max_rounds: int = 4) -> None:
+    def refine(self, rng: np.random.Generator, target: float) -> None:
         """Coordinate descent over boundaries between known candidates, on a finer grid every round.
         """
-        for _ in range(max_rounds):
+        for _ in range(4):
             before = self.score
             if before <= target:
                 return

@@ -22,8 +22,8 @@ _capsule.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
 _SMALL_BYTES = 64 << 10  # of an outbox that is not used
 
 
-def _up(num_bytes: int, unit: int = 256) -> int:
-    return -(-num_bytes // unit) * unit
+def _up(num_bytes: int) -> int:
+    return -(-num_bytes // 256) * 256
 
 
 class DeviceArenas:

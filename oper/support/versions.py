@@ -1,0 +1,26 @@
+"""Versions of installed packages."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+
+from oper import __version__
+
+_RECORDED = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow", "highspy")
+
+
+def version_of(*distributions: str) -> str | None:
+    """Version of the first of these distributions that is installed; None if none is."""
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of OPER, Python and the installed libraries, for records and runs."""
+    found = {name: version_of(name) for name in _RECORDED}
+    return {"oper": __version__, "python": platform.python_version(),
+            **{name: version for name, version in found.items() if version is not None}}
