@@ -29,7 +29,7 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                              "in order of time; a quoted pattern is expanded in the order of its "
                              "numbers; s3://, gs:// and other stores too; - reads a pipe")
     parser.add_argument("-o", "--output", "--out", metavar="DIR",
-                        help="folder to write, here or in a store; an interrupted run goes on "
+                        help="folder to write, here or in a store; an interrupted run continues "
                              "from DIR's sibling .DIR.work when the command is given again")
     parser.add_argument("--min-count", type=whole(1), metavar="N",
                         help="values seen fewer than N times in the training part share row 0 "
@@ -44,8 +44,8 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                              "that it lacks share row 0 and are counted")
     parser.add_argument("--raw-ids", action="store_true",
                         help="no vocabulary: ids become 64-bit keys for the dynamic tables of "
-                             "'oper train', integers as they are and texts (all ids of CSV files "
-                             "but A:int and the like) as hashes")
+                             "'oper train', integers as they are and texts (all ids of CSV "
+                             "files except A:int and the like) as hashes")
     for part in ("valid", "test"):
         parser.add_argument(f"--{part}", metavar="SHARE",
                             help=f"share of the rows, at the end, for the {part} part, e.g. 1/7 or "
@@ -53,7 +53,7 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-bad", type=whole(0), default=0, metavar="N",
                         help="leave out up to N malformed rows (default 0)")
     parser.add_argument("--layout", metavar="NAME",
-                        help="which of the recipe's layouts the files have, where they look alike")
+                        help="which of the recipe's layouts the files have, if several fit")
     parser.add_argument("--workers", type=whole(1), default=1, metavar="N",
                         help="processes on this machine (default 1). Processes that are started "
                              "with the same command elsewhere, by torchrun or as an array job, "
@@ -61,10 +61,11 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ray", type=whole(1), metavar="N",
                         help="also N workers on a Ray cluster that shares this file system")
     parser.add_argument("--compression", choices=("none", "zstd"), default="none",
-                        help="of the Parquet files: none (the default, quickest to read) or zstd "
+                        help="compression of the Parquet files: none (the default, quickest to "
+                        "read) or zstd "
                              "(about a third as large)")
     parser.add_argument("--dry-run", action="store_true",
-                        help="write nothing: print what is made of the first 10,000 rows "
+                        help="write nothing: print how the first 10,000 rows are read "
                              "(columns, types, split, problems) and what the whole log would need; "
                              "recipes csv and parquet without --sparse: the files' columns")
     parser.add_argument("--no-disk-check", action="store_true",
@@ -79,9 +80,10 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
                           "A:integral (ids written 17850.0), A:bins=18/30 (numbers by bins); "
                           "A:| for fields like 3|17|4")
     own.add_argument("--label", metavar="NAME",
-                     help="column of 0 and 1, or of what --threshold or --among make 0 and 1 of")
+                     help="column of 0 and 1, or of values that --threshold or --among turn "
+                          "into 0 and 1")
     own.add_argument("--threshold", type=number(-math.inf), metavar="X",
-                     help="the label is 1 for numbers from X on")
+                     help="the label is 1 for numbers >= X")
     own.add_argument("--among", type=names, default=[], metavar="A,B",
                      help="the label is 1 for these texts")
     own.add_argument("--dense", type=names, default=[], metavar="A,B",
@@ -89,22 +91,24 @@ def configure_preprocess(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--cross", action="append", metavar="A*B=N", default=[],
                      help="a further id column: the ids of A and B, hashed into N rows")
     own.add_argument("--join", metavar="FILE",
-                     help="a side table (CSV with a header, or Parquet), of the items say")
+                     help="a side table (CSV with a header, or Parquet), for example of the "
+                          "items")
     own.add_argument("--join-on", metavar="A[=B]", default="",
-                     help="id column that its rows are found by, called B in FILE")
+                     help="id column by which its rows are found, called B in FILE")
     for kind in ("sparse", "dense"):
         own.add_argument(f"--join-{kind}", type=names, default=[], metavar="A,B",
                          help=f"its columns to add, as --{kind}")
     own.add_argument("--encoding", choices=("utf-8", "latin-1"), default="utf-8",
-                     help="of CSV files")
+                     help="encoding of CSV files (default utf-8)")
     own.add_argument("--time", metavar="NAME", help="time column to split by")
     own.add_argument("--time-format", default="unix", metavar="F",
                      choices=("unix", "unix_ms", "iso", "iso_zone"),
                      help="unix (seconds, the default), unix_ms, iso or iso_zone")
     own.add_argument("--filter", action="append", metavar="C", default=[],
-                     help="only rows with, e.g., 'country == de'; all of several")
+                     help="keep only rows with, e.g., 'country == de'; may be repeated, and all "
+                          "must hold")
     own.add_argument("--separator", default=",", metavar="C",
-                     help=r"of CSV files (default ,); TAB is '\t'")
+                     help=r"field separator of CSV files (default ,); TAB is '\t'")
 
 
 def run_preprocess(args: argparse.Namespace) -> int:
@@ -246,7 +250,7 @@ def _print_tables(manifest: dict[str, Any]) -> None:
 def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper vocabulary``."""
     parser.add_argument("action", choices=("extend",),
-                        help="extend: add the unseen values of further days behind the old ones, "
+                        help="extend: append the unseen values of further days to the old ones, "
                              "which keep their row numbers")
     parser.add_argument("vocabulary", metavar="DIR",
                         help="folder that 'oper preprocess' or 'oper vocabulary extend' wrote")
@@ -259,8 +263,8 @@ def configure_vocabulary(parser: argparse.ArgumentParser) -> None:
                              "that of DIR)")
     parser.add_argument("--max-rows", type=whole(2), metavar="N", help="at most N rows per table")
     parser.add_argument("--reorder", action="store_true",
-                        help="number all rows anew, in frequency order, and write where each has "
-                             "gone (NEW/remap), for 'oper train' and oper.load_checkpoint")
+                        help="renumber all rows in frequency order, and write the new number of "
+                             "each (NEW/remap), for 'oper train' and oper.load_checkpoint")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
 
 
@@ -285,9 +289,9 @@ def configure_sequences(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``oper sequences``."""
     parser.add_argument("folder", metavar="DIR", help="folder that 'oper preprocess' wrote")
     parser.add_argument("--by", required=True, metavar="NAME",
-                        help="column of users or sessions: each becomes a row of every part that "
-                             "has events of it, the ids of other columns lists in order of "
-                             "time; rare, unseen and missing users are left out")
+                        help="column of users or sessions: each becomes a row of every part "
+                             "that has its events, with the ids of other columns as lists in "
+                             "order of time; rare, unseen and missing users are left out")
     parser.add_argument("-o", "--output", "--out", required=True, metavar="NEW",
                         help="folder to write")
     parser.add_argument("--columns", type=names, metavar="A,B",
@@ -297,7 +301,7 @@ def configure_sequences(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-length", type=whole(1), default=1, metavar="N",
                         help="leave out those with fewer than N events in a part (default 1)")
     parser.add_argument("--compression", choices=("none", "zstd"), default="none",
-                        help="of the Parquet files (default none)")
+                        help="compression of the Parquet files (default none)")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
 
 
@@ -334,7 +338,7 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--merge", action="store_true",
                       help="add up statistics of parts (files, days, workers), in order of time")
     parser.add_argument("--grown", action="store_true",
-                        help="with --merge: tables may have grown behind their old rows, as after "
+                        help="with --merge: tables may have new rows after the old ones, as after "
                              "'oper vocabulary extend'")
     parser.add_argument("--remap", metavar="DIR",
                         help="with --merge: give rows the numbers that 'oper vocabulary extend "
@@ -357,10 +361,10 @@ def configure_analyze(parser: argparse.ArgumentParser) -> None:
                              "ids; beyond it heavy hitters are kept with a bounded error and the "
                              "tail is estimated (default 256MiB)")
     parser.add_argument("--capacity", type=whole(2), metavar="N",
-                        help="of raw ids: also what a dynamic table of N rows would do with each "
-                             "column (modelled; keys admitted at once, the one seen longest ago "
-                             "evicted): rows in use, lookups of the default row, inserts and "
-                             "evictions")
+                        help="for raw ids: also predict how each column would use a dynamic "
+                             "table of N rows (modelled; keys admitted at once, the one seen "
+                             "longest ago evicted): rows in use, lookups of the default row, "
+                             "inserts and evictions")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 

@@ -127,7 +127,7 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
     _add_overlap(parser)
     add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
-    parser.add_argument("--diff", metavar="OTHER", help="compare with another plan of the same "
+    parser.add_argument("--dif", metavar="OTHER", help="compare with another plan of the same "
                                                         "tables")
     parser.add_argument("--what-if", action="append", type=text_for(_change), default=[],
                         metavar="CHANGE",
@@ -268,8 +268,8 @@ def _add_overlap(parser: argparse.ArgumentParser) -> None:
 def add_message_bits(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the argument for the precision of messages between hosts."""
     parser.add_argument("--message-bits", metavar="BITS", type=text_for(MessageBits.from_text),
-                        help="bits of the numbers that hosts send each other, 32, 16 or 8; or two "
-                             f"with a comma, of answers and of gradients; {what}")
+                        help="bits per number in messages between hosts: 32, 16 or 8, or two "
+                             f"with a comma, for answers and for gradients; {what}")
 
 
 def add_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:

@@ -19,10 +19,10 @@ _FLAGS = {  # flag: help; each one overrides the key of the same name
     "stats": "access statistics, for sharding = \"oper\"",
     "plan": "plan file, for sharding = \"oper\"",
     "topology": "topology file, for sharding = \"oper\"",
-    "seed": "of the initial weights and the order of the rows",
+    "seed": "seed of the initial weights and the order of the rows",
     "batch_size": "samples per rank and step",
     "epochs": "passes over the training split",
-    "max_steps": "stop after so many steps",
+    "max_steps": "stop after this many steps",
     "trace": "file for a trace of some steps on all ranks, for ui.perfetto.dev",
     "trace_steps": "the first and the last of these steps, A-B (11-20)",
 }
@@ -37,7 +37,8 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
                         help="any other key, e.g. --set model.dim=64")
     parser.add_argument("--force", action="store_true", help="replace an earlier run in --out")
     parser.add_argument("--resume", action="store_true",
-                        help="go on from the run's last checkpoint (checkpoint_every), if any")
+                        help="continue from the run's last checkpoint (checkpoint_every), if "
+                             "any")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.epilog = ("Ctrl-C keeps the state trained so far. In two processes: "
                      "torchrun --nproc-per-node 2 --max-restarts 3 -m oper train CONFIG")

@@ -100,9 +100,9 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
                         help="collective: a topology in which every process is a host, with the "
                              "costs of exchanging over this machine's network stack")
     parser.add_argument("--hosts-per-rack", type=whole(1), metavar="N", default=0,
-                        help="under torchrun: so many hosts share an uplink to the others, in the "
-                             "order of their ranks, and what it carries is measured; by default "
-                             "all hosts reach each other alike")
+                        help="under torchrun: number of hosts, in the order of their ranks, "
+                             "that share an uplink to the others, which is then measured; by "
+                             "default all hosts are connected alike")
     parser.add_argument("--quick", action="store_true", help="fewer workloads and steps")
     parser.add_argument("--check", metavar="F", help="predict other placements, execute them, and "
                                                      "write the comparison (JSON)")

@@ -104,15 +104,15 @@ class Case:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's own arguments."""
     parser.add_argument("--seeds", type=_seeds, default="0", metavar="A-B",
-                        help="of tables, machines and search: one number, or a range with both "
-                             "ends (default 0)")
+                        help="seeds of tables, machines and search: one number, or a range "
+                             "including both ends (default 0)")
     parser.add_argument("--constants", choices=CONSTANTS, default="published",
                         help="GPU machines with published constants, or CPU clusters with "
                              "measured ones (default published)")
     configure_torchrec(parser)
     parser.add_argument("--prove-seconds", type=number(), default=20.0, metavar="S",
-                        help="how long the bound of a case above the target gap is raised after "
-                             "planning (default 20; 0 = not at all)")
+                        help="seconds for raising the bound of a case above the target gap "
+                             "after planning (default 20; 0 = none)")
 
 
 def _seeds(text: str) -> str:
