@@ -62,14 +62,15 @@ def shard(
     Args:
         module: the model, or a collection itself.
         stats: access statistics or their file (`oper.collect`, ``oper analyze``). Without them the
-            plan is made from table sizes, with one warning. Those of dynamic tables are of keys.
+            plan is made from table sizes, with one warning. Statistics of dynamic tables are of
+            keys.
         plan: a plan or plan file to execute instead of making one.
-        topology: the machine, its TOML file, or the name of one (``oper plan --topology``); by
+        topology: the machine, its TOML file, or the name of a preset (``oper plan --topology``); by
             default the group's ranks on hosts like this one.
         modules: paths of the modules to shard; all by default.
         objective: ``"training"`` or ``"inference"``: read-only tables, of which the ranks of a
-            memory domain share one copy and do not wait for each other in a lookup. Takes modules
-            that TorchRec has quantised as well.
+            memory domain share one copy and do not wait for each other in a lookup. Modules
+            quantised by TorchRec are supported, too.
         batch_size: samples per rank and step that the plan is made for.
         optimizer: applied in the backward pass, for tables without an
             ``apply_optimizer_in_backward`` tag.
@@ -80,12 +81,12 @@ def shard(
         gradient_guard: what happens to a gradient that is not finite: ``"off"`` (nothing),
             ``"stop"`` (an error) or ``"skip"`` (that sample counts as zero, with a warning); both
             name table and update; see `oper.shmem.optim.guard.GradientGuard`.
-        row_dtype: for inference, what rows are stored as, for all tables or by table name:
-            ``"float32"``, ``"float16"``, or ``"int8"`` and ``"int4"``, FBGEMM's row-wise
+        row_dtype: for inference, the type in which rows are stored, for all tables or by table
+            name: ``"float32"``, ``"float16"``, or ``"int8"`` and ``"int4"``, FBGEMM's row-wise
             quantisation; by default as in the model.
-        message_bits: of the numbers that hosts send each other: 32 (exact), 16 (bfloat16) or 8, or
-            one number for answers to lookups and one for gradients; see `oper.messages`. By
-            default as `plan` says, exact without one. 8 for tables in host memory only.
+        message_bits: bits per number in messages between hosts: 32 (exact), 16 (bfloat16) or 8, or
+            a pair, for answers to lookups and for gradients; see `oper.messages`. By default those
+            of `plan`, or exact without a plan. 8 bits are for tables in host memory only.
         dynamic: tables whose ids are raw keys instead of row numbers, all or by table name; see
             `oper.DynamicTable`. For training, in host memory that all ranks share.
 
@@ -93,8 +94,8 @@ def shard(
         The model (a new module when `module` itself is a collection).
 
     Raises:
-        InvalidInputError: nothing to shard, no optimizer, a module with refused options, or an
-            argument of another type.
+        InvalidInputError: there is nothing to shard, an optimizer is missing, a module has
+            unsupported options, or an argument has the wrong type.
         PlanError: the plan does not fit the model or the world.
 
     Example:
@@ -246,12 +247,13 @@ def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Gradient accumulation: k backward passes, one update of the tables.
 
-    As DistributedDataParallel's ``no_sync``, and used beside it. Backward passes inside leave
-    their table gradients on their rank and are not collective; the first one outside adds its own
-    and updates, bitwise as if all their samples had been one batch. ``zero_grad`` of the fused
-    optimizer forgets what has been left. Where ``gradient_guard="stop"`` refuses a pass inside, no
-    rank makes the update that would have followed: there the others raise PeerLostError, and this
-    rank raises again if it gets there. Memory: the output gradients of the passes inside.
+    As DistributedDataParallel's ``no_sync``, and used beside it. Backward passes inside leave their
+    table gradients on their rank and are not collective; the first one outside adds its own and
+    updates, bitwise as if all their samples had been one batch. ``zero_grad`` of the fused
+    optimizer drops these gradients. Where ``gradient_guard="stop"`` refuses a pass inside, no rank
+    makes the update that would have followed: the other ranks raise PeerLostError at it, and this
+    rank raises again if it reaches it. It takes memory for the output gradients of the passes
+    inside.
 
     Args:
         model: what `shard` returned, or a model that contains it.
@@ -314,24 +316,26 @@ def migrate(model: nn.Module, plan: Plan | str | os.PathLike[str],
             remap: str | os.PathLike[str] | None = None) -> None:
     """Move a sharded model's tables to another plan while it is trained. Collective.
 
-    Rows, replicas and optimizer states move; outputs, losses and the optimizer go on as before:
-    bit for bit between plans of replicated and pulled tiers, up to fp32 re-association where push
-    or columns come or go.
+    Rows, replicas and optimizer states move; outputs, losses and the optimizer continue as before:
+    bit for bit between plans of replicated and pulled tiers, and up to fp32 re-association if
+    either plan has push or column splits.
 
     Args:
         model: what `shard` returned, or a model that contains it.
         plan: the new plan or its file, for the same tables and number of ranks.
-        bytes_per_step: bytes that every rank copies in a training step at most, beside the rows
-            that this step has just changed; several collections share it evenly. None = move
+        bytes_per_step: most bytes that every rank copies in a training step, in addition to the
+            rows that this step has just changed; several collections share it evenly. None = move
             everything now.
-        remap: what ``oper vocabulary extend --reorder`` wrote: rows get the numbers that it says,
-            between two batches, and `plan` is one for these. Without `bytes_per_step`; tables that
-            grow start from a checkpoint instead (`oper.load_checkpoint`).
+        remap: re-map written by ``oper vocabulary extend --reorder``: rows are renumbered by it,
+            between two batches, and `plan` must be for the new numbers. Not together with
+            `bytes_per_step`. Tables that grow start from a checkpoint instead
+            (`oper.load_checkpoint`).
 
     Raises:
-        InvalidInputError: nothing to move, a move is under way, or a re-map that does not fit.
-        PlanError: the plan does not fit; the old one goes on.
-        OperError: there is no memory for both plans' arenas; likewise.
+        InvalidInputError: there is nothing to move, a move is under way, or the re-map does not
+            fit.
+        PlanError: the plan does not fit; the old one stays in use.
+        OperError: memory does not suffice for the arenas of both plans; as above.
     """
     if not isinstance(plan, Plan):
         if not isinstance(plan, str | os.PathLike):

@@ -116,7 +116,8 @@ class Tally:
             self.error += level
 
     def sample(self, level: int) -> Counts:
-        """As `result`, for the ids whose hash has `level` leading zeros (see `native.sampled`)."""
+        """Ids whose hash has `level` leading zeros (see `native.sampled`), with their counts as in
+        `result`."""
         room = self.num_ids if not level else 0
         while True:
             ids, counts = np.empty(room, np.int64), np.empty(room, np.int64)

@@ -31,7 +31,7 @@ class Target:
     kind: type | None = None  # the class that it is, or is derived from
 
     def keys(self) -> dict[str, str]:
-        """``state_dict`` key of every table, by name in the plan."""
+        """The ``state_dict`` key of every table, by the table's name in the plan."""
         dot = f"{self.path}." if self.path else ""
         if not self.is_collection:
             return {self.specs[0].name: f"{dot}weight"}

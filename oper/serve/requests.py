@@ -1,4 +1,4 @@
-"""What is scored: samples of dense features and bags of ids, alone and joined into batches.
+"""Scoring requests: samples of dense features and bags of ids, single and joined into batches.
 
 The layout is that of TorchRec's ``KeyedJaggedTensor``: lengths and ids feature by feature.
 """
@@ -19,7 +19,7 @@ WHAT = "cannot score the request"
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidInputError unless a model may be called so."""
+    """Raise InvalidInputError unless `name` can be a model's name."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
         raise InvalidInputError("invalid signature", "name", name,
                                 "1 to 64 of A-Z a-z 0-9 . _ -: it is part of addresses",
@@ -28,10 +28,10 @@ def check_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a model takes.
+    """The inputs of a model.
 
     Attributes:
-        name: of the model, as in the addresses of a server.
+        name: the model's name, as in the addresses of a server.
         features: names of the features, in the order of requests.
         num_rows: rows of each feature's table; ids are in [0, num_rows).
         num_dense: dense features of a sample.
@@ -59,9 +59,10 @@ class Request:
         dense: float32 [B, num_dense].
         lengths: ids of each bag, int32 [F, B].
         ids: int64 [sum of lengths], bags of the first feature first.
-        shared: features whose bag of a sample is that of the sample `first` says: of the user whose
-            candidates the samples are. Other samples' bags of these features are empty.
-        first: int64 [B], in order; None: the first sample for all.
+        shared: features, such as those of a user, whose bag is taken from the sample that `first`
+            names; their bags in other samples are empty
+        first: int64 [B], ascending, the sample whose shared bags each sample uses; None = the first
+            sample for all.
     """
 
     dense: np.ndarray
@@ -76,11 +77,11 @@ class Request:
         return int(self.dense.shape[0])
 
     def firsts(self) -> np.ndarray:
-        """`first` in full."""
+        """`first` as an array, also if it is None."""
         return np.zeros(self.num_samples, np.int64) if self.first is None else self.first
 
     def expanded(self) -> Request:
-        """The same samples, each with bags of its own."""
+        """The same samples, each with its own copy of shared bags."""
         if not self.shared:
             return self
         at = np.tile(np.arange(self.num_samples), (self.lengths.shape[0], 1))
@@ -127,7 +128,7 @@ class Request:
 
 
 def places(features: Sequence[str], signature: Signature) -> list[int]:
-    """Where these features are in the signature; raises InvalidInputError for unknown or repeated
+    """Indices of these features in the signature; raises InvalidInputError for unknown or repeated
     ones."""
     known = {name: k for k, name in enumerate(signature.features)}
     unknown = [name for name in features if name not in known]
@@ -140,12 +141,12 @@ def places(features: Sequence[str], signature: Signature) -> list[int]:
 
 def reorder(features: Sequence[str], lengths: np.ndarray, ids: np.ndarray, signature: Signature
             ) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths and ids given in the order of `features`, in the order of the signature.
+    """Reorder lengths and ids from the order of `features` to that of the signature.
 
     Features that are not given have empty bags.
 
     Raises:
-        InvalidInputError: an unknown or repeated feature, or lengths that do not fit.
+        InvalidInputError: a feature is unknown or repeated, or lengths do not fit.
     """
     to = places(features, signature)
     _check_array("lengths", lengths, np.int32, 2)
@@ -162,7 +163,7 @@ def reorder(features: Sequence[str], lengths: np.ndarray, ids: np.ndarray, signa
 
 
 def join(requests: Sequence[Request]) -> Request:
-    """Several requests as one, samples in the order of the requests."""
+    """Join several requests into one, with samples in the order of the requests."""
     if len(requests) == 1:
         return requests[0]
     shared = requests[0].shared
@@ -189,10 +190,10 @@ def join(requests: Sequence[Request]) -> Request:
 
 
 class Predictor(Protocol):
-    """What a worker scores with.
+    """The model that a worker scores with.
 
-    One with an attribute ``shares_bags`` that is True gets batches whose samples have bags in
-    common (`Request.shared`) as they are; others get them expanded.
+    If it has an attribute ``shares_bags`` that is True, it is given batches with shared bags
+    (`Request.shared`) as they are; otherwise expanded ones.
     """
 
     signature: Signature
@@ -212,9 +213,9 @@ class Predictor(Protocol):
 
 
 def check_model(model: Any, what: str = "cannot serve") -> None:
-    """Raise InvalidInputError, beginning with `what`, unless it is something that can be served.
+    """Raise InvalidInputError, beginning with `what`, unless `model` can be served.
 
-    A `Predictor`, or what opens one in the workers (`oper.serve.server.Source`).
+    It must be a `Predictor`, or a `oper.serve.server.Source`, which opens one in the workers.
     """
     wanted = ["opener", "prepare", "close"] if hasattr(model, "opener") else [
         "epoch", "predict", "rows_read"]

@@ -1,4 +1,4 @@
-"""Lookups as autograd sees them: a backward pass updates the tables, once."""
+"""Lookups in autograd: a backward pass updates the tables, once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VERSION = attrgetter("_version")  # how often a tensor was changed in place
 
 
 class CollectedPasses:
-    """Lookups whose gradients a backward pass has brought, until it has brought all of them.
+    """Collects the gradients of lookups in a backward pass until all have arrived.
 
     All lookups of the tables share one anchor, a leaf of the graph. Autograd accumulates its
     gradient when the last lookup of the graph has been passed, and that is when the tables are
@@ -33,7 +33,7 @@ class CollectedPasses:
         tables: the tables, which are not kept alive.
 
     Attributes:
-        parts: by graph task, the thread that ran its lookups and their passes so far.
+        parts: by graph task, the thread that runs it and the passes of its lookups so far.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -45,7 +45,7 @@ class CollectedPasses:
         tables.anchor.register_post_accumulate_grad_hook(self._apply)
 
     def forget_failed(self) -> None:
-        """Drop what backward passes of this thread have left that ended with an error."""
+        """Drop the gradients of this thread's backward passes that ended with an error."""
         if self.parts and torch._C._current_graph_task_id() == -1:
             mine = threading.get_ident()
             for task in [t for t, (thread, _) in list(self.parts.items()) if thread == mine]:

@@ -1,4 +1,4 @@
-"""One batch of lookups: what it is, what it must satisfy, and what the kernels' errors mean."""
+"""One batch of lookups: its data, its checks, and the meaning of the kernels' errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Lookup:
     Attributes:
         ids: int64 or int32 [N], key-major.
         lengths: int64 or int32 [num_keys * B], bag lengths, key-major.
-        key_of: int64 [F], which key carries each feature of the collection.
+        key_of: int64 [F], index of the key that carries each feature of the collection.
         batch_size: samples B.
         weights: float32 [N], per-sample weights, or None (pooled only).
         pooled: one row per sample with the features side by side, or one row per id, feature after
@@ -54,7 +54,7 @@ class Lookup:
             them are empty, and nobody reads their pooled rows. None: all.
         resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
         seen: what the lookups of dynamic tables have seen; `ids` are rows then.
-        looked_up: what its lookup has found already, or None.
+        looked_up: the result of a lookup made ahead, or None.
     """
 
     ids: torch.Tensor
@@ -78,7 +78,7 @@ class Lookup:
                 -1 if weights is None or weights.is_inference() else weights._version)
 
     def kept(self) -> Lookup:
-        """The same batch in memory of its own, which the caller's next batch does not overwrite."""
+        """A copy of the batch, which the caller's next batch does not overwrite."""
         return Lookup(self.ids.clone(), self.lengths.clone(), self.key_of, self.batch_size,
                       None if self.weights is None else self.weights.detach().clone(), self.pooled,
                       self.bags, seen=self.seen)
@@ -86,13 +86,13 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookedUp:
-    """What the lookup of a batch has found before its turn.
+    """The result of a lookup that was made ahead of its turn.
 
     Attributes:
-        by: what it holds for: parts of one batch, see `oper.shmem.micro_batches.Parts`.
-        num_published: of the tables, see `LogicalRows`, before rows were read.
-        given: the batch as the caller has it, whose ids outside their tables are not replaced.
-        versions: of its ids and weights (`Lookup.versions`) before they were read.
+        by: the micro-batches for which it is valid, see `oper.shmem.micro_batches.Parts`.
+        num_published: that of the tables (see `LogicalRows`) before rows were read.
+        given: the caller's batch, in which invalid ids are not replaced.
+        versions: `Lookup.versions` before ids and weights were read.
         out, offsets: what `ShardedTables.forward` returned.
     """
 
@@ -106,14 +106,14 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResolvedIds:
-    """What `ShardedTables.resolve` finds about the ids of a batch; the rows' values play no part.
+    """The result of `ShardedTables.resolve`, which depends on ids but not on the values of rows.
 
     Attributes:
-        handle: the placement that it is for.
-        batch: the batch that it is for.
-        versions: of ids and weights (`Lookup.versions`) before they were read.
+        handle: the placement for which it is valid.
+        batch: the batch for which it is valid.
+        versions: `Lookup.versions` before ids and weights were read.
         offsets: int64 [num_keys * B + 1], bounds of the bags.
-        addresses: int64 [n + 64], where the rows of all features lie, feature after feature.
+        addresses: int64 [n + 64], addresses of the rows of all features, feature after feature.
         order: uint8, the ids of every table sorted by owner and slot; empty for read-only tables.
     """
 
@@ -125,7 +125,7 @@ class ResolvedIds:
     order: torch.Tensor
 
     def fits(self, handle: int, batch: Lookup) -> bool:
-        """Whether it still holds, for the same ids of a batch (weights may have changed)."""
+        """Whether it is still valid, for a batch with the same ids (weights may have changed)."""
         of = self.batch
         return (self.handle == handle and of.ids is batch.ids and of.lengths is batch.lengths
                 and self.versions[0] == batch.versions()[0]
@@ -136,7 +136,7 @@ class ResolvedIds:
 
 @dataclass(frozen=True, slots=True)
 class FailedBatch:
-    """A batch that the kernels refused, and what its errors are told by.
+    """A batch that the kernels refused, with the names for its error message.
 
     Attributes:
         batch: the batch.
@@ -158,12 +158,12 @@ def rows_in_order(grad: torch.Tensor, pooled: bool) -> torch.Tensor:
 
 
 class BatchChecks:
-    """What the kernels take for granted of a batch: device, dtypes, sizes, contiguous memory.
+    """Checks of what the kernels assume about a batch: device, dtypes, sizes, contiguous memory.
 
-    A list of keys is looked at once: collections use the same tensor for every batch.
+    A list of keys is checked once, since collections use the same tensor for every batch.
 
     Args:
-        device: of the tables, where ids, lengths and weights must be.
+        device: the tables' device, on which ids, lengths and weights must be.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -172,7 +172,7 @@ class BatchChecks:
         self._keys: tuple[torch.Tensor, int, int] | None = None
 
     def check(self, batch: Lookup) -> None:
-        """Raises InvalidInputError."""
+        """Check a batch; raises InvalidInputError."""
         ids, lengths, weights = batch.ids, batch.lengths, batch.weights
         for name, value in (("ids", ids), ("lengths", lengths), ("per-sample weights", weights)):
             if value is not None and value.device != self._device:
@@ -214,7 +214,7 @@ class BatchChecks:
 
 
 def refuse_weight_gradient(batch: Lookup) -> None:
-    """Raise InvalidInputError where read-only tables are asked for the gradient of weights."""
+    """Raise InvalidInputError if the gradient of weights is requested from read-only tables."""
     if batch.weights is not None and batch.weights.requires_grad and torch.is_grad_enabled():
         raise InvalidInputError("cannot look up in read-only tables", "per-sample weights",
                                 "requires_grad=True", "weights that need no gradient",
@@ -222,10 +222,10 @@ def refuse_weight_gradient(batch: Lookup) -> None:
 
 
 def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch | None) -> NoReturn:
-    """Raise what a status code of the kernels means.
+    """Raise the error that a status code of the kernels stands for.
 
     Args:
-        code, detail: what the operator returned; see csrc/common/exchange.h.
+        code, detail: values returned by the operator; see csrc/common/exchange.h.
         outbox_bytes: size of a rank's outbox.
         failed: the batch that was looked up, unless the call had none.
     """

@@ -1,4 +1,4 @@
-"""Ids that fit no row of their table, feature by feature."""
+"""Handling of invalid ids, feature by feature."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BOUNDS_MODES = ("fatal", "warning", "ignore")
 
 
 def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
-    """Where the ids of each key begin, and behind the last one; [num_keys + 1]."""
+    """Where the ids of each key begin, and where the last ones end; [num_keys + 1]."""
     if batch.batch_size == 0:
         return [0] * (int(batch.key_of.max()) + 2)
     return offsets[::batch.batch_size].tolist()
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """int64 [n + 1], where the bags of lengths int64 [n] begin, and the end."""
+    """Offsets of bags, int64 [n + 1], from their lengths, int64 [n]."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
@@ -34,13 +34,13 @@ class BoundsCheck:
     """Ids outside their tables, as FBGEMM treats them.
 
     ``"fatal"`` refuses the batch by name. ``"warning"`` and ``"ignore"`` look up row 0 instead,
-    which then gets the gradient; ``"warning"`` says so once. Unlike FBGEMM, which leaves -1 to the
-    lookup (a pruned row), -1 is an id like any other, and lengths that do not fit the ids are
+    which then gets the gradient; ``"warning"`` also warns once. Unlike FBGEMM, which leaves -1 to
+    the lookup (a pruned row), -1 is an id like any other, and lengths that do not fit the ids are
     always refused.
 
     Args:
         mode: one of `BOUNDS_MODES`, or a ``BoundsCheckMode`` of FBGEMM or TorchRec (its ``NONE``,
-            no check at all, is taken as ``"fatal"``: the kernels check anyhow).
+            no check at all, is treated as ``"fatal"``, since the kernels check in any case).
         features: (feature name, table name) in output order.
         specs: the tables by name.
 
@@ -68,14 +68,14 @@ class BoundsCheck:
         return twin
 
     def repair(self, batch: Lookup) -> Lookup:
-        """The batch with row 0 for every id outside its table; `batch` itself where all fit."""
+        """The batch with row 0 for every id outside its table; `batch` itself if all are valid."""
         if not self.replaces(batch):
             return batch
         return self._replace(batch, key_bounds(batch, offsets_of(batch.lengths.long())),
                              batch.key_of.tolist())
 
     def replaces(self, batch: Lookup) -> bool:
-        """Whether `repair` would replace ids of a batch; counts nothing and warns of nothing."""
+        """Whether `repair` would replace ids of a batch, without counting or warning."""
         if self.mode == "fatal" or not batch.ids.numel() or not batch.batch_size:
             return False
         lengths = batch.lengths.long()

@@ -2,8 +2,7 @@
 
 Outside a graph tables call their kernels directly. Inside one they appear as ``oper::lookup`` and,
 in the backward pass, ``oper::lookup_update``, which updates the tables. Tensors cannot carry
-tables, so the operators know them by a number that holds in this process and as long as the tables
-live.
+tables, so the operators identify them by a number, valid in this process while the tables exist.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LIVE: weakref.WeakValueDictionary[int, Tables] = weakref.WeakValueDictionary()
 
 
 def lookup_in_graph(tables: Tables, batch: Lookup) -> torch.Tensor:
-    """`ShardedTables.lookup` while a graph is being made."""
+    """`ShardedTables.lookup` while a graph is being compiled."""
     trained = (tables.optimizers is not None and torch.is_grad_enabled()
                and len(tables.frozen) < len(tables.specs))
     columns = tables.output_columns if batch.pooled else tables.directories[0].table.dim
@@ -38,7 +37,7 @@ def lookup_in_graph(tables: Tables, batch: Lookup) -> torch.Tensor:
 
 
 def register(tables: Tables) -> int:
-    """The number by which operators know these tables."""
+    """The number by which operators identify these tables."""
     number = next(_NUMBERS)
     _LIVE[number] = tables
     return number
@@ -63,7 +62,7 @@ def lookup_op(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
         anchor: float32 [0]; requires a gradient where the backward pass is to update the tables.
         ids, lengths, weights, key_of, batch_size, pooled: as in `Lookup`.
         tables: number of the tables.
-        columns: of the output.
+        columns: columns of the output.
         trained: whether a backward pass follows; the forward pass is then collective.
     """
     batch = Lookup(ids.contiguous(), lengths.contiguous(), key_of, batch_size,
@@ -95,8 +94,11 @@ def _(anchor: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor,
 def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
               weights: torch.Tensor | None, key_of: torch.Tensor, tables: int, batch_size: int,
               pooled: bool, weights_need_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hand a gradient to the update of the tables that the gradient of the anchor brings about;
-    that gradient, [0], and the gradient of the weights, [N] or [0]."""
+    """Pass a gradient on to the update of the tables, which the gradient of the anchor triggers.
+
+    Returns:
+        The gradient of the anchor, [0], and that of the weights, [N] or [0].
+    """
     opened = _tables(tables)
     batch = Lookup(ids.contiguous(), offsets.diff(), key_of, batch_size,
                    None if weights is None else weights.contiguous(), pooled)

@@ -143,7 +143,7 @@ class DynamicConfig:
         self.rule(0)
 
     def rule(self, seed: int) -> DynamicTable:
-        """How keys get rows; raises InvalidInputError for what no table can have."""
+        """The rule by which keys get rows; raises InvalidInputError for invalid settings."""
         return DynamicTable(
             admit_after=self.admit_after, admit_probability=self.admit_probability,
             eviction=self.eviction, half_life=self.half_life or None,

@@ -46,8 +46,8 @@ class Case:
         name: ``simulated/...`` or ``open-bandit/LOG-log/TARGET``; in ``simulated/recommender`` the
             evaluated policy is EASE.
         log, target: Open Bandit's policies: ``"random"`` and ``"thompson"``; empty = simulated.
-        num_logs: simulated logs.
-        rows: of a simulated log.
+        num_logs: number of simulated logs.
+        rows: rows of a simulated log.
         per_visitor: rows of a simulated visitor.
         samples: bootstrap samples of an interval.
     """

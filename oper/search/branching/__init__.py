@@ -1,1 +1,1 @@
-"""Branch and bound over parts of the space, and the proof that its trees make."""
+"""Branch and bound over parts of the space of plans, and the proof that its trees provide."""

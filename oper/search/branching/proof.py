@@ -1,4 +1,4 @@
-"""The proof of a bound as plan files carry it: a tree, and the prices of its leaves."""
+"""The proof of a bound in plan files: a tree, and the prices of its leaves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SLACK = 1e-9  # by which bounds of barriers added and taken off may differ
 
 
 def part_to_json(tree: SearchTree, plans: tuple[str, ...], target_us: float) -> dict[str, Any]:
-    """A part of a proof: the tree down to nodes whose bound is at least `target_us`, with the
-    branching of every inner node and the prices of every leaf.
+    """A part of a proof: the tree down to nodes whose bound is at least `target_us`.
 
-    `rows` names what a price is for: a microsecond of a class of ranks in a phase and group of
-    terms, the memory of a class of domains or hosts (see `oper.search.cost.space.model_classes`), a
-    row about the owner of the largest piece.
+    It has the branching of every inner node and the prices of every leaf. `rows` states what a
+    price is for: a microsecond of a class of ranks in a phase and group of terms, the memory of a
+    class of domains or hosts (see `oper.search.cost.space.model_classes`), or a row about the owner
+    of the largest piece.
     """
     relaxation = tree.bound.relaxation
     model, classes, uses_host = (relaxation.model, relaxation.classes, relaxation.rows.uses_host)

@@ -1,9 +1,10 @@
-"""The space in parts that pay different barriers, each with its bound and its tree.
+"""The space of plans in parts that pay different barriers, each with its bound and its tree.
 
-A step with pushed rows has one barrier more, for their partial sums, and one with tables cut by
-columns one more where their owners exchange sums of squares. The relaxation does not see these
+A step with pushed rows has an additional barrier for their partial sums, and one with tables cut by
+columns another one if their owners exchange sums of squares. The relaxation does not contain these
 fixed costs. So plans that push nothing, that push whole rows and that push columns are bounded
-apart, and each bound has its barriers added. Cutting what is not pushed only costs more.
+separately, and the barriers are added to each bound. Cutting tables that are not pushed only adds
+cost.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ class Subspace:
     """A part of the space with its bound; every plan lies in some part.
 
     Args:
-        problem: the problem, which may use what plans of the part use.
-        plans: which plans it has, names of `oper.search.problem.space.PLANS`.
+        problem: the problem restricted to the plans of the part.
+        plans: the plans it has, by names of `oper.search.problem.space.PLANS`.
         deadline: `time.monotonic()` value after which no further round begins.
 
     Attributes:
-        trees: what the bound comes from: the first has relaxed solutions to begin a search from, a
-            second the host of the largest piece apart; that is missing where nobody asked for it,
-            or where it is no other relaxation.
-        extra_us: barriers that every plan of the part pays and the relaxation does not see.
-        cutoff_us: the least known step that any node was bounded below; slower plans may be
-            missing.
-        root_us: the bound before any branching, of which no known step is a part.
+        trees: trees that give the bound. The first has relaxed solutions from which a search can
+            begin. A second one, made on request and only if it is a different relaxation,
+            distinguishes the host of the largest piece.
+        extra_us: barriers that every plan of the part pays and the relaxation does not contain.
+        cutoff_us: the least known step used as a limit: nodes were bounded only over plans below
+            it.
+        root_us: the bound before any branching, independent of known steps.
     """
 
     def __init__(self, problem: Problem, plans: tuple[str, ...], deadline: float | None) -> None:
@@ -76,7 +77,7 @@ class Subspace:
 
     @property
     def uncapped_us(self) -> float:
-        """The bound of the tree that is the better one: no plan that was bounded is faster."""
+        """The bound of the better tree: no plan within its limits is faster."""
         return max(x.bound.lower_bound_us for x in self.trees) + self.extra_us
 
     @property
@@ -86,19 +87,23 @@ class Subspace:
 
     @property
     def work(self) -> int:
-        """What they cost, see `SearchTree`."""
+        """Work of these relaxations, see `SearchTree`."""
         return sum(x.work for x in self.trees)
 
     def is_part_of(self, other: Subspace) -> bool:
-        """Whether `other` has all plans of this part and its barriers hardly count, so that a
-        search there serves both."""
+        """Whether `other` contains all plans of this part at nearly the same barriers.
+
+        A search in the other part then serves both.
+        """
         mine, theirs = (x.bound.relaxation.problem.allow for x in (self, other))
         spared = other.extra_us - self.extra_us
         return "push" in mine and mine < theirs and spared <= _NEGLIGIBLE * self.lower_bound_us
 
     def takes_in(self, part: Problem, plans: tuple[str, ...]) -> bool:
-        """Stand for other plans as well where tables are many and this part's barriers hardly
-        count, which its bound then leaves out; whether it does."""
+        """Merge other plans into this part, if tables are many and its barriers are negligible.
+
+        The bound then leaves those barriers out. Returns whether the plans were merged.
+        """
         relaxation = self.bound.relaxation
         if (len(relaxation.tables) <= _MANY or not part.allow < relaxation.problem.allow
                 or self.bound.overflow > 1e-6
@@ -110,8 +115,10 @@ class Subspace:
         return True
 
     def branch(self, step_us: float, goal_us: float, deadline: float | None, apart: int) -> None:
-        """Branch once to raise the bound; only plans faster than `step_us` count. `apart`: NEVER,
-        BRIEFLY or PATIENTLY."""
+        """Branch once to raise the bound for plans faster than `step_us`.
+
+        `apart` states how much to use the second tree: NEVER, BRIEFLY or PATIENTLY.
+        """
         if len(self.trees) == 1 and self._distinguished is not None and (
                 not self.trees[0].is_single) and (apart == PATIENTLY or (
                     apart == BRIEFLY and _is_short(self.bound.relaxation))):
@@ -124,7 +131,7 @@ class Subspace:
                  deadline=deadline)
 
     def lowest(self, number: int) -> list[Bound]:
-        """Relaxed solutions of the nodes with the least bounds, least first."""
+        """Relaxed solutions of the nodes with the least bounds, in ascending order."""
         if len(self.trees) == 1:
             return self.trees[0].lowest(number)
         relaxation, out = self.bound.relaxation, []
@@ -135,7 +142,7 @@ class Subspace:
         return out
 
     def to_json(self, target_us: float) -> dict[str, Any]:
-        """The part of a certificate that shows a bound of `target_us` for its plans."""
+        """The part of a certificate that proves a bound of `target_us` for its plans."""
         best = max(self.trees, key=lambda x: x.bound.lower_bound_us)
         return part_to_json(best, self.plans, target_us - self.extra_us)
 
@@ -151,14 +158,16 @@ def subspaces(problem: Problem, deadline: float | None) -> list[Subspace]:
 
 
 def fit(parts: list[Subspace]) -> bool:
-    """Whether any part may hold plans: its relaxed solution fits the memory."""
+    """Whether any part can contain plans, that is, has a relaxed solution that fits the memory."""
     return any(x.bound.overflow <= _OVERFLOW for x in parts)
 
 
 def tighten(parts: list[Subspace], max_work: int, step_us: float, goal_us: float,
             deadline: float | None, apart: int = NEVER) -> int:
-    """Raise the bound of whichever part holds it down, by `Subspace.branch`, for about so much work
-    (see `SearchTree`); returns the nodes solved."""
+    """Raise the least bound of the parts by `Subspace.branch`, with about `max_work` work.
+
+    Work is defined in `SearchTree`. Returns the number of nodes solved.
+    """
     before = sum(x.solved for x in parts)
     end = max_work + sum(x.work for x in parts)
     while sum(x.work for x in parts) < end:

@@ -1,9 +1,9 @@
 """Branch and bound: how large the largest piece is, and which tables push rows.
 
-Limits of the loads say what else a plan may have: in short phases pieces are small and pay many id
-streams and partial sums; in long ones the phase itself is dear. A table that the relaxed solution
+Limits on loads imply more about a plan: in short phases pieces are small and pay many id streams
+and partial sums, while long phases are expensive themselves. A table that the relaxed solution
 pushes in part pays only a part of what pushing costs; in its two children it pays all, or nothing.
-The node with the least bound is branched on until the plan that is already known is close enough.
+The node with the least bound is branched on until the known plan is close enough to it.
 
 Which load (by phase and group of terms) or table a node is branched on decides how fast the bound
 rises. Several are tried briefly, and the one that lifts both children most is kept (strong
@@ -42,14 +42,13 @@ _IDLE = 0.05  # weight of a load whose resource has no price
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branching:
-    """A way to part a node.
+    """A way to branch on a node.
 
     Attributes:
-        at: a load, or a table.
-        score: how much of the step the relaxed solution overlooks there, in prices.
-        children: what they leave of the node, two halves that hold all its plans.
-        ratio: of the largest piece of the solution to the least of the limits; infinite for
-            a table.
+        at: the load or table that is branched on.
+        score: estimate of the cost that the relaxed solution misses there.
+        children: two nodes that together contain all plans of the node.
+        ratio: ratio of the solution's largest piece to the lower limit; infinite for a table.
     """
 
     at: Load | int
@@ -63,10 +62,10 @@ class TreeNode:
     """A node of the tree.
 
     Attributes:
-        bound: of its plans.
+        bound: bound of its plans.
         branching: how it was branched on; None for a leaf.
         children: its two children.
-        last: where what it is a half of was branched on.
+        last: load or table that its parent was branched on.
     """
 
     bound: Bound
@@ -80,12 +79,12 @@ class SearchTree:
 
     Attributes:
         root: the tree.
-        bound: of all plans, from the leaf that holds the bound down.
+        bound: bound of all plans, that of the leaf with the least bound.
         solved: relaxations solved so far.
-        work: what they cost, in tables priced (by round and class of owners). A count, so that
-            equal seeds give equal plans; some 0.07 ms each on a core of 2026.
-        is_single: whether there was nothing to branch on, as no load of a piece was overlooked, and
-            no table is pushed in part.
+        work: their cost, as the number of tables priced (per round and class of owners). Since it
+            is a count, equal seeds give equal plans; a table takes some 0.07 ms on a core of 2026.
+        is_single: whether there was nothing to branch on: the solution misses no load of a piece,
+            and pushes no table in part.
     """
 
     def __init__(self, bound: Bound) -> None:
@@ -99,10 +98,10 @@ class SearchTree:
 
     def run(self, max_nodes: int, *, step_us: float = np.inf, goal_us: float = np.inf,
             deadline: float | None = None) -> Bound:
-        """Part nodes until the bound is good enough; returns it.
+        """Branch until the bound is good enough; returns it.
 
         Args:
-            max_nodes: relaxations to solve, about.
+            max_nodes: approximate number of relaxations to solve.
             step_us: a step that is already known; only faster plans are bounded.
             goal_us: stop when the bound has reached this.
             deadline: `time.monotonic()` value at which to stop.
@@ -157,7 +156,7 @@ class SearchTree:
         return replace(found, lower_bound_us=max(found.lower_bound_us, parent.lower_bound_us))
 
     def lowest(self, number: int) -> list[Bound]:
-        """The bounds of the `number` nodes with the least bounds, least first."""
+        """The bounds of the `number` nodes with the least bounds, in ascending order."""
         return [x[2].bound for x in heapq.nsmallest(number, self._heap)
                 if np.isfinite(x[0])] or [self.bound]
 

@@ -1,1 +1,1 @@
-"""The certificate of a plan: what it carries, and checking it without the code that made it."""
+"""The certificate of a plan, and its check by code independent of the search."""

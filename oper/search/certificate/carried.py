@@ -1,13 +1,13 @@
-"""The bound that a plan carries: whether it is about a problem, and why not where it is not.
+"""The bound in a plan: whether it applies to a problem, and why not otherwise.
 
-A bound is about the plans of one relaxed space of one problem. A plan therefore carries a digest of
-the problem that its bound was computed for, and its gap is certified only where
+A bound applies to the plans of one relaxed space of one problem. A plan therefore contains a digest
+of the problem for which its bound was computed, and its gap is certified only if
 
 * the digest is that of the problem in hand,
 * the plan fits, keeps the constraints and lies in the relaxed space, and
 * the bound is not above the plan's step, which would show an error: nothing caps a bound.
 
-The plan also carries the proof: the tree and the prices of its leaves, which `verify_plan` checks
+The plan also contains the proof: the tree and the prices of its leaves, which `verify_plan` checks
 without any of the code that found them.
 """
 
@@ -28,13 +28,13 @@ _NOTE = "certificate"
 
 def with_bound(plan: Plan, problem: Problem, lower_us: float,
                proof: dict[str, Any] | None = None) -> Plan:
-    """`plan` with a bound of the problem's space, or with the reason why that does not certify it.
+    """`plan` with a bound of the problem's space, or with the reason why the bound does not apply.
 
     Args:
         plan: a plan with its step, made for the problem.
         problem: the problem.
         lower_us: microseconds; no plan of the relaxed space is faster.
-        proof: what shows it: `bound_us`, `cutoff_us` and `parts`.
+        proof: its proof: `bound_us`, `cutoff_us` and `parts`.
     """
     why = _reason(plan, problem, lower_us)
     certificate = {"problem": problem_digest(problem),
@@ -44,13 +44,13 @@ def with_bound(plan: Plan, problem: Problem, lower_us: float,
 
 
 def noted(plan: Plan) -> dict[str, Any]:
-    """What a plan's file says of its bound; empty where it says nothing, or no such thing."""
+    """The notes in a plan about its bound; empty if there are none, or they are malformed."""
     found = plan.notes.get(_NOTE)
     return found if isinstance(found, dict) else {}
 
 
 def proof_of(plan: Plan) -> dict[str, Any]:
-    """The proof that a plan carries; empty where it has none."""
+    """The proof in a plan; empty if it has none."""
     return {k: x for k, x in noted(plan).items() if k in ("bound_us", "cutoff_us", "parts")}
 
 
@@ -60,7 +60,7 @@ def is_for(plan: Plan, problem: Problem) -> bool:
 
 
 def not_certified(plan: Plan, problem: Problem) -> str:
-    """Why the plan's bound certifies nothing for `problem`; empty where it does."""
+    """Why the plan's bound certifies nothing for `problem`; "" if it does."""
     if plan.lower_bound_us <= 0:
         return str(noted(plan).get("not_certified", "the plan carries no bound"))
     if not is_for(plan, problem):

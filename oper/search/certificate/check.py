@@ -1,13 +1,13 @@
-"""Whether a plan's bound holds, from the proof that its file carries.
+"""The checker of a plan's bound, from the proof in its file.
 
-A proof has parts, each for some of the plans (`oper.search.problem.space.PLANS`), and each part a
-tree. An inner node says how the plans are parted: by the largest load that any one pushed piece
-puts on its owner, below a value or not, or by whether a table pushes rows. A leaf has prices, from
-which the bound of its plans follows. So no plan is faster than the least bound of all leaves, or
-than the cutoff, a step that was known and that only faster plans were bounded below.
+A proof has parts, each for some of the plans (`oper.search.problem.space.PLANS`), and each part has
+a tree. An inner node divides its plans in two: by whether the largest load that a pushed piece puts
+on its owner is below a value, or by whether a table pushes rows. A leaf has prices, from which the
+bound of its plans follows. So no plan is faster than the least bound of all leaves, or than the
+cutoff, a known step below which alone plans were bounded.
 
-Nothing of the search or of its relaxation is used: the branchings are seen to hold all plans by
-their form, and the bound of every leaf is computed anew from the problem's statement and the cost
+Nothing of the search or of its relaxation is used: that the branchings cover all plans follows from
+their form, and the bound of every leaf is recomputed from the problem's statement and the cost
 model (`oper.search.certificate.leaf`).
 """
 
@@ -42,14 +42,14 @@ from oper.search.problem.statement import Problem
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a plan's bound.
+    """The result of checking a plan's bound.
 
     Attributes:
         certified: whether the plan's own bound holds.
-        why: why not; empty where it does.
+        why: the reason if it does not hold, else "".
         step_us: the plan's modelled step, evaluated anew.
-        bound_us: the least bound of all leaves; NaN where it was not computed.
-        cutoff_us: a known step; only faster plans were bounded. Infinite where there was none.
+        bound_us: the least bound of all leaves; NaN if it was not computed.
+        cutoff_us: the known step below which plans were bounded; infinite if there was none
         num_leaves: leaves of the trees.
     """
 
@@ -62,12 +62,12 @@ class Verdict:
 
     @property
     def lower_bound_us(self) -> float:
-        """No plan of the space is faster (microseconds); NaN where nothing was shown."""
+        """Microseconds; no plan of the space is faster. NaN if nothing was proved."""
         return min(self.bound_us, self.cutoff_us)
 
     @property
     def gap(self) -> float:
-        """(step - bound) / bound, from what was computed here; NaN where not certified."""
+        """(step - bound) / bound, from the values computed here; NaN if not certified."""
         if not self.certified:
             return math.nan
         return max(0.0, self.step_us / self.lower_bound_us - 1.0)
@@ -78,7 +78,7 @@ class _NotShown(Exception):
 
 
 def verify_plan(plan: Plan, problem: Problem) -> Verdict:
-    """Check the proof that a plan carries.
+    """Check the proof in a plan.
 
     Args:
         plan: a plan, as made or as read from its file.
@@ -121,7 +121,7 @@ def verify_plan(plan: Plan, problem: Problem) -> Verdict:
 
 
 class Proof:
-    """A proof as it is read."""
+    """A proof while it is being checked."""
 
     def __init__(self, problem: Problem, value: dict[str, Any]) -> None:
         self.problem, self.model = problem, CostModel(problem)
@@ -152,7 +152,7 @@ class Proof:
             yield checker.bound(self._priced(below, leaf, checker, value["rows"]), fixed_us)
 
     def check_all_plans(self) -> None:
-        """Whether the parts hold all plans of the space."""
+        """Raise unless the parts contain all plans of the space."""
         allow = self.problem.allow
         may_push = {WITH_ROWS: "push" in allow, WITH_COLUMNS: {"push", "columns"} <= allow}
         needed = {x for x, may in may_push.items() if may}

@@ -4,9 +4,9 @@ For weights y >= 0 of the ranks' loads that add up to at most 1 in every phase, 
 
     fixed + sum of y (load - hidden) = fixed + y base + sum over tables of what the table asks at y
 
-so that the bound is that with every table's least cost. Prices of memory (capacity less what is
-held is never negative) and of rows about the owner of the largest piece add to y; with the latter,
-the weights of a phase include theirs.
+so the bound follows with every table's least cost. Prices of memory (capacity less the bytes held
+is never negative) and of rows about the owner of the largest piece are added to y; the weights of a
+phase include those of the latter.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class Checker:
     """Bounds of the leaves of one part of a proof.
 
     Args:
-        model: the cost model of a problem that has the part's plans alone.
-        apart: phase and group of terms of a load. The first host (on a single host, memory domain)
-            is taken to own the piece with the largest such load, and its ranks have other prices.
+        model: the cost model of the problem restricted to the part's plans.
+        apart: phase and group of terms of a load. The first host (on a single host: memory domain)
+            is assumed to own the piece with the largest such load, and its ranks have separate
+            prices.
     """
 
     def __init__(self, model: CostModel, apart: tuple[int, int] | None) -> None:
@@ -82,8 +83,7 @@ class Checker:
         """The bound in microseconds.
 
         Args:
-            leaf: the leaf; all its prices are scaled down where those of a phase add up to more
-                than 1.
+            leaf: the leaf; its prices are scaled down if those of a phase add up to more than 1.
             fixed_us: fixed cost of a step of any of its plans.
         """
         visible = float((leaf.weights * self.visible).sum()) - leaf.memory_us

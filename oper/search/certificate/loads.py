@@ -1,7 +1,7 @@
 """The load that table rows and other units put on ranks, found by probing the cost model.
 
-The checker of certificates uses the problem's statement and the cost model, which define what a
-step takes, and nothing of the search or of its bound.
+The checker uses the problem's statement and the cost model, which define the time of a step, but
+nothing of the search or its bound.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Loads:
     Attributes:
         total: float64 [..., C, F, L, C], microseconds by phase and group of terms, then bytes in
             device and in host memory (L = 8 P + 2), summed over the ranks of each class.
-        own: float64 [..., C, F, P, 5], on the owner.
-        read: float64 [..., C, F, P], own time on the rank where that is least.
-        far: float64 [..., C, F, P, 5], over links, the least on a rank of another host (on a
+        own: float64 [..., C, F, P, 5], load on the owner.
+        read: float64 [..., C, F, P], own time of a reader, on the rank where it is least.
+        far: float64 [..., C, F, P, 5], load on links, the least of any rank of another host (on a
             single host: memory domain), assuming the fastest links.
-        apart: float64 [..., C, F, P, 5], over links, the least on the ranks of the first host, the
-            owner excluded. Of a link that they share, what they send and receive themselves.
+        apart: float64 [..., C, F, P, 5], load on links, the least of any rank of the first host
+            except the owner. Of a shared link only a rank's own bytes are counted.
     """
 
     total: np.ndarray
@@ -43,20 +43,21 @@ class Loads:
 
     @staticmethod
     def stack(parts: Sequence[Loads]) -> Loads:
-        """All along a new first axis."""
+        """Stack several loads along a new first axis."""
         return Loads(*(np.stack([getattr(x, f.name) for x in parts]) for f in fields(Loads)))
 
 
 class Probe:
-    """Reads loads off the cost model.
+    """Finds loads by evaluating the cost model.
 
     Args:
         model: the cost model.
-        apart: whether ranks of the first host (on a single host, memory domain) are set apart.
+        apart: whether ranks of the first host (on a single host, memory domain) form classes of
+            their own.
 
     Attributes:
         classes: classes of interchangeable ranks.
-        first: int64 [C], the rank of each that owns what is probed.
+        first: int64 [C], the rank of each class that owns the probed units.
     """
 
     def __init__(self, model: CostModel, apart: bool) -> None:
@@ -80,12 +81,12 @@ class Probe:
         return self._loads(self.model.loads(rows), rows[..., [Row.HELD, Row.HOST_HELD], :])
 
     def table(self, t: TableProblem, kind: str) -> Loads:
-        """Loads of the features of one table's rows, held in a way of
-        `oper.search.cost.space.KINDS`; [2, C, 4, ...].
+        """Loads of the features of one table's rows, placed in one way of
+        `oper.search.cost.space.KINDS`.
 
-        A piece of a share of the columns asks that share of the first, which is of all columns, and
-        the rest of the second, which is of none: what any piece asks, whatever its width is. Tables
-        with copies are not cut.
+        The result is [2, C, 4, ...]: for a piece of all columns, and the part that does not depend
+        on the width. A piece with a share of the columns has that share of the first, and the
+        remaining share of the second. Tables with copies are not cut.
         """
         if kind == COPIES:
             tallies = copy_tallies(self.model, t)
@@ -113,8 +114,8 @@ class Probe:
                      least(links * seconds, self._apart))
 
     def by_class(self, groups: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """Loads summed over each class: microseconds float64 [..., P, 8, W], and bytes held
-        [..., 2, W] -> [..., L, C]."""
+        """Loads summed over each class: microseconds float64 [..., P, 8, W] and bytes held [..., 2,
+        W] -> [..., L, C]."""
         us = groups.reshape(*held.shape[:-2], -1, held.shape[-1])
         every = np.concatenate([us, held], axis=-2)
         return np.stack([every[..., r].sum(axis=-1) for r in self.classes.ranks], axis=-1)

@@ -1,14 +1,14 @@
-"""The least that a table can ask at given prices, over all its placements.
+"""The least cost of a table at given prices, over all its placements.
 
-A table's columns are cut into pieces, and every block of rows of a piece is held in one way by
-owners of one class, or pushed. Per piece of width w:
+A table's columns are cut into pieces, and every block of rows of a piece is placed in one way with
+owners of one class, or pushed. Costs of a piece of width w:
 
-* rows ask what the cost model says of w columns;
-* rows in several tiers ask more per id, and more where some of them are pushed; pieces without
-  pushed rows may lie beside such with some, and pay the lesser;
-* what is pushed asks for partial sums, concave in what one owner holds. Owners of a share q, of
+* rows cost what the cost model gives for w columns;
+* rows in several tiers cost more per id, and still more if some of them are pushed; a table may
+  have pieces with and without pushed rows, and pays the lesser charge for the latter;
+* pushed rows need partial sums, which are concave in the mass of one owner. Owners of a share q, of
   which one holds m at most, cost no less than floor(q / m) full ones and one with the rest;
-* an owner that does not hold a whole piece asks itself for its own ids.
+* an owner of only a part of a piece sends requests to itself for its own ids.
 
 The best set of pushed blocks with owners of one class is a prefix of the blocks by gain per id, or
 stops inside a block where an owner fills up, because a concave function has its minimum at an end
@@ -41,16 +41,16 @@ KINDS = READER, SPREAD, APART = "reader", "spread", "apart"
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """Some of the plans, and prices for which they bound the step.
+    """A leaf of a proof: limits that its plans satisfy, and the prices that bound their step.
 
     Attributes:
-        least, most: float64 [P, 5], between which the largest load of any one piece lies.
-        step_us: what the phases together take at most, fixed costs apart.
-        pushes: uint8 [T], what is known, by free table.
+        least, most: float64 [P, 5], limits on the largest load of any pushed piece.
+        step_us: longest time of all phases together, without fixed costs.
+        pushes: uint8 [T], for each free table, whether it pushes rows, does not, or either.
         weights: float64 [L, C], prices of a microsecond of a rank of each class by phase and group
             of terms, then of a byte of device and of host memory; see
             `oper.search.certificate.loads.Loads`.
-        memory_us: prices of full memories, which every plan may use.
+        memory_us: total price of full memories.
         owner: kind, phase, group and price of rows about the owner of the largest piece.
     """
 
@@ -65,16 +65,16 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Prices of what tables ask, for C classes of owners.
+    """Prices of the loads that tables cause, for C classes of owners.
 
     Attributes:
-        cost: by kind, float64 [2, T, C, 4], a unit of each feature in a piece of all columns, and
-            what a piece asks whatever its width is.
-        partial: float64 [C], a byte of partial sums.
-        own: float64 [C], an id that a rank pushes to itself.
-        piece: a further piece of a table.
-        tier: a nanosecond in every pass over a table's ids.
-        bag: a bag of a table that is pushed in part.
+        cost: by kind, float64 [2, T, C, 4], price of a unit of each feature in a piece of all
+            columns, and of the part that does not depend on the width.
+        partial: float64 [C], price of a byte of partial sums.
+        own: float64 [C], price of an id that a rank pushes to itself.
+        piece: price of a further piece of a table.
+        tier: price of a nanosecond in every pass over a table's ids.
+        bag: price of a bag of a table that is pushed in part.
     """
 
     cost: dict[str, np.ndarray]
@@ -90,7 +90,7 @@ class TableCosts:
 
     Args:
         model: the cost model.
-        may: which table may be held how, by the owner's class; bool [T, C] by kind.
+        may: by kind, bool [T, C], whether a table may be placed so with owners of a class.
         sizes: int64 [C], ranks of each class.
     """
 
@@ -125,22 +125,23 @@ class TableCosts:
         self.share = self.width / self.dims[self.of]  # of a table's columns
 
     def set_loads(self, each: np.ndarray, partial: np.ndarray, asks: np.ndarray) -> None:
-        """Say what pushed pieces put on their owners, by class, phase and group.
+        """Set the loads of pushed pieces on their owners, by class, phase and group.
 
         Args:
-            each: float64 [T, 2, C, 3, P, 5], a unit of each feature but rows, in a piece of all
-                columns, and in any.
-            partial: float64 [C, P, 5], a byte of partial sums.
-            asks: float64 [C, P, 5], an id that the owner pushes to itself, unless it has all rows.
+            each: float64 [T, 2, C, 3, P, 5], load of a unit of each feature except rows, in a piece
+                of all columns, and the part that does not depend on the width.
+            partial: float64 [C, P, 5], load of a byte of partial sums.
+            asks: float64 [C, P, 5], load of an id that the owner pushes to itself, unless it has
+                all rows.
 
         Attributes:
-            unit: float64 [N, C, 3, P, 5], of pieces that are looked at.
-            low: float64 [N, C, P, 5], what all ids would ask if they were those of the block where
-                that is least.
-            spared: float64 [T, C, P, 5], what the owner of all rows does not ask.
-            ratio: float64 [T, C, G, G], least load by the second that a piece has by the first, of
-                all G loads; infinite where the class may own none.
-            top: float64 [T, C, G], what it has at most.
+            unit: float64 [N, C, 3, P, 5], unit loads of the types of pieces considered.
+            low: float64 [N, C, P, 5], load of all ids if they were those of the block where it is
+                least.
+            spared: float64 [T, C, P, 5], load that an owner of all rows is spared.
+            ratio: float64 [T, C, G, G], for all pairs of the G loads, least value of the second per
+                unit of the first that a piece can have; infinite if the class may own no piece.
+            top: float64 [T, C, G], largest value of each load.
         """
         self.partial = partial
         self.spared = (self.total * self.asks)[:, None, None, None] * asks
@@ -171,8 +172,11 @@ class TableCosts:
             self.top[k] = (most + partial * self.sums[k, -1]).reshape(self.top[k].shape)
 
     def implied(self, least: np.ndarray) -> np.ndarray:
-        """What the largest piece by one load has of another at least, for each microsecond of the
-        first, which is at least so much (float64 [P, 5]); float64 [P, 5, P, 5]."""
+        """Lower bounds of the largest piece's other loads, per microsecond of the load by which it
+        is largest.
+
+        That load is at least `least` (float64 [P, 5]); the result is float64 [P, 5, P, 5].
+        """
         has = self.top * (1 + _ROUNDING) >= least.ravel()
         found = np.where(has[..., None], self.ratio, np.inf).min(axis=(0, 1), initial=np.inf)
         return np.where(np.isfinite(found), found, 0.0).reshape(2 * least.shape)
@@ -182,8 +186,9 @@ class TableCosts:
 
         Args:
             asked: the prices.
-            leaf: what is known of pieces, and of which tables push.
-            floor: float64 [C, P, 5], what every plan puts on owners beyond what hides it.
+            leaf: the leaf, with its limits on pieces and pushing.
+            floor: float64 [C, P, 5], load that every plan puts on owners, beyond the dense compute
+                that hides it.
 
         Returns:
             float64 [T].

@@ -1,1 +1,1 @@
-"""What tables tell of their work: traffic, phases, changed rows, progress."""
+"""Measurements of tables: traffic, phases, changed rows, progress."""

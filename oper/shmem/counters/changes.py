@@ -1,4 +1,4 @@
-"""Which rows training has changed, as their owners have marked them while they updated them."""
+"""Rows that training has changed, marked by their owners during updates."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class ChangedRows:
-    """The rows of this rank that updates have changed, a bit each.
+    """The rows of this rank that updates have changed, one bit per row.
 
     Args:
         tables: tables with an optimizer, in the host's memory.
 
     Raises:
-        InvalidInputError: other tables.
+        InvalidInputError: the tables have no optimizer or lie in device memory.
     """
 
     def __init__(self, tables: ShardedTables) -> None:
@@ -34,7 +34,7 @@ class ChangedRows:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all marks and begin anew. No update may be under way on this rank."""
+        """Clear all marks and start marking. No update may be under way on this rank."""
         torch.ops.oper.context_mark_changes(self.tables.handle, True)
         self._of = self._now()
 
@@ -42,10 +42,12 @@ class ChangedRows:
         return self.tables.handle, self.tables.num_published
 
     def take(self) -> dict[int, np.ndarray] | None:
-        """Slots uint32 [n], ascending, by directory; then they are no longer marked.
+        """Take the marked slots and clear their marks.
 
-        None when more may have changed: rows were written by other means (`publish`), or the tables
-        have moved to another plan. Begin anew then.
+        Returns:
+            Slots uint32 [n], ascending, by directory. None if more rows may have changed, because
+                they were written by other means (`publish`) or the tables have moved to another
+                plan; then call `restart`.
         """
         if self._now() != self._of:
             return None
@@ -54,18 +56,18 @@ class ChangedRows:
                 for k in range(len(self.tables.directories))}
 
     def copy(self, part: str, piece: int, slots: np.ndarray, to: torch.Tensor) -> None:
-        """Copy rows of this rank as they are stored.
+        """Copy rows of this rank in their stored form.
 
         Args:
             part: ``"rows"`` or a state's name.
-            piece: the directory.
-            slots: uint32 [n] of it, as from `take`.
+            piece: index of the directory.
+            slots: uint32 [n], slots in it, as from `take`.
             to: [n, width], of the part's type.
         """
         rows = self.tables.view(part, piece, self.tables.group.rank)
         torch.ops.oper.copy_rows(rows, torch.from_numpy(slots.view(np.int32)), to)
 
     def stop(self) -> None:
-        """No longer mark anything."""
+        """Stop marking rows."""
         if self.tables._heap is not None:
             torch.ops.oper.context_mark_changes(self.tables.handle, False)

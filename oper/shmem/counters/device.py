@@ -1,10 +1,10 @@
-"""What ranks read from each other, counted on devices: the counters of the host back end.
+"""Counters of what ranks read from each other on devices, as in the host back end.
 
 Counts come from what the kernels read: the batch plan, outboxes, requests, lists of changed rows.
-They are looked up after each pass, which waits for the device; counting is off unless asked for.
+They are read after each pass, which waits for the device; counting is off by default.
 
-Units are those of `oper.rows.traffic`. Gradients of pushed rows travel reduced by row on devices:
-they count as ``gradient_rows`` where the host back end counts ids and bag gradients.
+Units are those of `oper.rows.traffic`. On devices gradients of pushed rows are sent reduced by row,
+so they count as ``gradient_rows``, where the host back end counts ids and bag gradients.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DeviceCounters:
         self.traffic.counts[KIND[kind], self._order[table], peer] += count
 
     def rows(self, kind: str, step: StepArrays, without_pushed: bool) -> None:
-        """Rows read one by one: of a forward pass, or for the gradient of weights."""
+        """Count rows read one by one, in a forward pass or for the gradient of weights."""
         keys, begin = step.runs()
         first, last = begin[torch.searchsorted(keys, self._bounds)].cpu().numpy()
         skipped = self._pushed & without_pushed
@@ -87,7 +87,7 @@ class DeviceCounters:
                     self._add("partial_sums", k, owner, int(sums[k, owner]))
 
     def gradients(self, step: StepArrays) -> None:
-        """Reduced rows that this owner finds, and those that it updates."""
+        """Count reduced rows that this owner receives, and rows that it updates."""
         tables = self._tables
         self.traffic = replace(self.traffic, num_backward=self.traffic.num_backward + 1)
         if tables.updates_at_once:
@@ -122,7 +122,8 @@ class DeviceCounters:
                 self._add("squares", k, r, n * times)
 
     def refreshes(self) -> None:
-        """Masters that this rank has copied into its replicas; once all have updated."""
+        """Count masters that this rank has copied into its replicas; called after all ranks'
+        updates."""
         refreshed = self._tables.num_refreshed
         for k, d in enumerate(self._of_key):
             held = [x for x in d.tiers if x.tier.placement == "replicated"
