@@ -148,7 +148,7 @@ def publish(model: nn.Module, name: str, *, weights: Source | None = None,
         row_dtype: ``"float32"``, ``"float16"``, ``"int8"`` or ``"int4"`` (FBGEMM's row-wise
             quantisation) for all tables or by table name; by default as in the model.
         stats: access statistics, for hosts of several NUMA nodes: the hottest rows get a copy on
-            every node, as far as memory goes, and the rest is dealt by bandwidth. A host of one
+            every node, as far as memory goes, and the rest is assigned by bandwidth. A host of one
             node holds one copy of everything.
         plan: a placement on the NUMA nodes (its ranks), instead of one made from `stats`.
         keep_spare: keep the buffer that is not in use. A publication then costs workers no page

@@ -92,7 +92,7 @@ class Tier:
         return "P" if self.mode == "push" else "S"
 
 
-@lru_cache(maxsize=4096)  # tiers of many tables are dealt alike
+@lru_cache(maxsize=4096)  # tiers of many tables are assigned alike
 def _spread(ranks: tuple[int, ...], weights: tuple[int, ...]) -> tuple[int, ...]:
     """A weighted period, see `Tier.weights`: every rank has one row before any has two, so that a
     rank with the hottest row may have less weight."""

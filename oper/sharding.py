@@ -284,7 +284,7 @@ def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatch
 
     As `no_sync` around all passes but the last, with the difference that nothing waits for the end:
     every backward pass inside hands its table gradients to a thread that exchanges them while the
-    program goes on, and a collection's ``prefetch(features)`` inside begins the whole lookup of a
+    program continues, and a collection's ``prefetch(features)`` inside begins the whole lookup of a
     part to come, since rows stand still until the block ends, with the update. Ids, per-sample
     weights and the lookups' gradients must stay as they are until then. Collective, the same passes
     on all ranks; after an error inside nothing is updated. The sum differs from that of one batch

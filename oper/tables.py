@@ -11,13 +11,13 @@ from typing import Any
 from oper.errors import InvalidInputError, require
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# Rows that are only read, of codes with so many bits, in the layout of FBGEMM's IntNBit tables: a
+# Rows that are only read, of codes with that many bits, in the layout of FBGEMM's IntNBit tables: a
 # float16 scale, a float16 bias, the codes.
 CODE_BITS = {"int8": 8, "int4": 4}
 SCALE_BIAS_BYTES = 4
 DTYPES = (*DTYPE_BYTES, *CODE_BITS)
 POOLINGS = ("sum", "mean", "none")
-KEY_BUCKET_ROWS = 64  # of a dynamic table: a key has its row within one bucket of so many
+KEY_BUCKET_ROWS = 64  # of a dynamic table: a key has its row within one bucket of that many
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class TableSpec:
         return self.num_rows * (self.row_bytes + self.state_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """The table as JSON-able values."""
+        """The table as JSON-serializable values."""
         return {
             "name": self.name,
             "num_rows": self.num_rows,
@@ -191,7 +191,7 @@ def plan_names(owned: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`num_bytes` for a person: ``"1.43 GB"`` (powers of ten, as vendors and the papers count)."""
+    """`num_bytes` as text: ``"1.43 GB"`` (powers of ten, as vendors and the papers count)."""
     if not math.isfinite(num_bytes):
         return f"{num_bytes} B"
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -9,7 +9,7 @@ with several processes. Ranks are numbered through the domains in order. A topol
 
     [[domain]]
     copies = 8                      # this many equal domains,
-    per_host = 8                    # so many of them on one host (all, when left out)
+    per_host = 8                    # that many of them on one host (all, when left out)
     ranks = 1                       # ranks in each
     host = 0                        # number of the first host
     memory_bytes = "80GB"
@@ -142,7 +142,7 @@ class Topology:
     """Memory domains and constants of one machine.
 
     Attributes:
-        name: for a person.
+        name: name of the topology.
         domains: ranks 0..W-1 in order through the domains.
         costs: constants of the cost model.
         source: ``"measured"``, ``"published"`` or ``"assumed"``.

@@ -36,7 +36,7 @@ def collect(
             their feature name), or a sequence of `TableSpec`.
         options: presence windows and memory.
         bucket_of: label of a batch's time bucket, for drift; buckets should come in order.
-        source: where the lookups come from, for a person to read.
+        source: where the lookups come from, as free text.
 
     Returns:
         Statistics by table name. Presence is measured on sampled windows (see `PresenceSampler`),

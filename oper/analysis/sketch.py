@@ -27,7 +27,7 @@ _FEW = 1 << 12  # counts below are found by counting them
 
 
 class _Summary:
-    """Ids with their counts, of which so many are kept when there are twice as many."""
+    """Ids with their counts, of which that many are kept when there are twice as many."""
 
     def __init__(self, num_entries: int) -> None:
         self.num_entries = num_entries
@@ -149,7 +149,7 @@ def sketched_histogram(heavy: HeavyHitters, sample: DistinctSample, num_accesses
                        ) -> tuple[np.ndarray, np.ndarray]:
     """Access counts, ascending, and how many ids have each, int64 [K] both.
 
-    Estimated as in `sketched_stats`, but for ids without a table that limits their number.
+    Estimated as in `sketched_stats`, except for ids without a table that limits their number.
     """
     ids, counts = _head(heavy, num_accesses)
     num_sampled = sample.result()[0].size

@@ -20,7 +20,7 @@ _NAMES = {"field": ("field", "column", "feature"), "value": ("value", "id"),
           "count": ("count", "total", "frequency")}
 _MAX_COUNT = 1 << 50
 _MAX_FIT_COUNT = 1 << 20
-_FIT_ROWS = 200  # coldest known values, at least so many, that the tail is fitted to
+_FIT_ROWS = 200  # coldest known values, at least that many, that the tail is fitted to
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class _Context(Multistreamable):
         self.coming: Future[Lookup] | None = None
 
     def record_stream(self, stream: Any) -> None:
-        """Its features' memory is not used anew while kernels on that stream read it."""
+        """Its features' memory is not used again while kernels on that stream read it."""
         if self.features is not None:
             self.features.record_stream(stream)
 
@@ -152,7 +152,7 @@ class _Entries(dict[str, torch.Tensor]):
 
 
 class _States(Mapping[torch.Tensor, _Entries]):
-    """The state of all tables, read anew whenever it is looked at."""
+    """The state of all tables, read again whenever it is looked at."""
 
     def __init__(self, tables: Mapping[torch.Tensor, str], show: Callable[[str], _Entries]) -> None:
         self._of = tables
@@ -295,9 +295,9 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
         For training loops without `TrainPipelineSparseDist`, which does this by itself: call it
         with the next batch before this batch's forward pass. Numbers do not change. The lookup of
-        the same `features` (the same tensors) goes on from there; an announced batch that is never
-        looked up is forgotten. Not collective. Within `oper.micro_batches` the whole lookup begins,
-        which is collective.
+        the same `features` (the same tensors) continues from there; an announced batch that is
+        never looked up is forgotten. Not collective. Within `oper.micro_batches` the whole lookup
+        begins, which is collective.
         """
         self._ahead.announce(features, self.lookup_of(features))
 
@@ -388,7 +388,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
             yield f"{prefix}.{name}" if prefix and not prefix.endswith(".") else f"{prefix}{name}"
 
     def reset_parameters(self) -> None:
-        """Initialise all tables anew by their ``init_fn``, as the unsharded collection does. The
+        """Initialise all tables again by their ``init_fn``, as the unsharded collection does. The
         same call on all ranks."""
         for config in self._configs:
             assert config.init_fn is not None

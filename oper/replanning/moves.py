@@ -119,7 +119,8 @@ def _add_rows(found: Moves, was: TableDirectory, positions: np.ndarray, to: _Tar
 
 
 def _add(between: np.ndarray, rows: np.ndarray, num_bytes: int) -> None:
-    """Add rows, [from, to] by domain, of so many bytes each, and the numbers that ask for them."""
+    """Add rows, [from, to] by domain, of that many bytes each, and the numbers that ask for them.
+    """
     if num_bytes:
         between += rows * num_bytes + rows.T * _SLOT_BYTES
 

@@ -40,7 +40,7 @@ class Event:
         step: number of training steps up to then.
         kind: ``"same links"`` (steps changed, links did not), ``"no better plan"`` (links changed),
             ``"better plan"`` (links changed; moving begins to be weighed) or ``"moved"`` (with
-            `WatchOptions.bytes_per_step`: it has begun, and goes on in the steps that follow).
+            `WatchOptions.bytes_per_step`: it has begun, and continues in the steps that follow).
         step_s: seconds of a step in the last window.
         link_gbps: by host, ascending, as measured last.
         seconds: time that the call took for it on the slowest rank.
@@ -151,7 +151,7 @@ class Replanner:
 
         Raises:
             PlanError: no plan exists for the links as they are now; the old plan stays, and
-                watching goes on.
+                watching continues.
             OperError: memory does not suffice for the arenas of both plans, or planning failed; as
                 above.
             InvalidInputError: `measure_links` did not return a positive number for every host.

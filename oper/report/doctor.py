@@ -102,7 +102,7 @@ def examine() -> Report:
 
 
 def to_text(report: Report) -> str:
-    """The report for a person."""
+    """The report as text."""
     def block(title: str, rows: dict[str, Any]) -> list[str]:
         width = max((len(k) for k in rows), default=0)
         return [title, *(f"  {k:<{width}}  {v}" for k, v in rows.items())]

@@ -287,7 +287,7 @@ def as_json(found: Simulation, predicted: Evaluation, timeline: Timeline, proble
 
 
 def as_text(value: dict[str, Any]) -> str:
-    """The figures of `as_json` for a person."""
+    """The figures of `as_json` as text."""
     constants = "measured" if value["source"] == "measured" else f"{value['source']}, modelled"
     lines = [f"{value['num_steps']} steps of {value['objective']} on {value['topology']} "
              f"({constants} constants), {value['world_size']} ranks, batch size per rank "

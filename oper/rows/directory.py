@@ -86,8 +86,8 @@ class TableDirectory:
                             f"whole rows for {plan.table.dtype}, whose codes share a scale",
                             "plan without column splits")
         tiers = plan.pieces[piece].tiers
-        # With single dealt tiers the order of rows is irrelevant: arithmetic on the id. All pieces
-        # of a table order its rows alike, since they meet by position.
+        # With single striped tiers the order of rows is irrelevant: arithmetic on the id. All
+        # pieces of a table order its rows alike, since they meet by position.
         one_tier = all(len(p.tiers) == 1 for p in plan.pieces)
         self.head_ids = np.zeros(0, np.int64) if one_tier else plan.head_ids
         order = np.argsort(self.head_ids, kind="stable")

@@ -287,7 +287,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         Ids are checked, located and, unless the tables are read-only, sorted. This may run on
         another thread while earlier batches are trained: no row is read and nothing is collective.
         Results are the same bit for bit. A batch whose ids or whose tables' plan have changed
-        meanwhile is resolved anew where it is used. Between memory domains and with dynamic tables
+        meanwhile is resolved again where it is used. Between memory domains and with dynamic tables
         nothing is done ahead, nor for a batch with invalid ids that are replaced (see
         `BoundsCheck`): its lookup replaces and counts them, with the ids and weights of that time.
 

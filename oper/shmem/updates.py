@@ -120,7 +120,7 @@ class TableUpdates:
         """Called instead of `step` on a rank that cannot take part, so that no rank makes this
         update.
 
-        Ranks of its memory domain can go on with the next one. Collective.
+        Ranks of its memory domain can continue with the next one. Collective.
         """
         torch.ops.oper.lookup_refuse(self.handle)
 

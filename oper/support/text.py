@@ -1,4 +1,4 @@
-"""Text for a person."""
+"""Formatting of text output."""
 
 from __future__ import annotations
 

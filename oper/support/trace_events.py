@@ -19,7 +19,7 @@ class Bar:
         process, thread: numbers of the timeline; bars of one thread nest or follow each other.
         name, category: labels.
         start_us, length_us: begin and duration in microseconds, written to the nanosecond.
-        args: shown with the bar; JSON-able.
+        args: shown with the bar; JSON-serializable.
     """
 
     process: int

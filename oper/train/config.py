@@ -175,16 +175,16 @@ class TrainConfig:
         max_steps: stop after this many steps (0 = no limit).
         log_every: steps between lines of the metrics file, and between looks at an interrupt.
         eval_every: steps between validations (0 = only at the end).
-        eval_users: validate a recommender on so many users, evenly chosen (0 = all).
+        eval_users: validate a recommender on that many users, evenly chosen (0 = all).
         checkpoint_every: steps between checkpoints in `out` (0 = none); from the last one a run
-            goes on when torchrun restarts it, or with ``--resume``. Needs ``sharding="oper"``.
+            continues when torchrun restarts it, or with ``--resume``. Needs ``sharding="oper"``.
         start: folder of an earlier run (its `out`) whose last checkpoint the model starts from,
             optimizer states included: the next day, say. Tables may have grown (``oper vocabulary
             extend``). Needs ``sharding="oper"``.
         remap: the vocabulary that ``oper vocabulary extend --reorder`` wrote between the run of
             `start` and this one: rows go where it says.
         delta_every: steps between deltas (0 = none): the rows that have changed since, written
-            while training goes on; needs `checkpoint_every`.
+            while training continues; needs `checkpoint_every`.
         guard: what a gradient that is not finite does, where tables are sharded by ``"oper"``:
             ``"off"`` (nothing), ``"stop"`` (ends the run), ``"skip"`` (tables leave its samples
             out, the dense part the step); both name table or parameter and step. Costs a pass over
@@ -282,7 +282,7 @@ class TrainConfig:
         return int(first), int(last)
 
     def to_json(self) -> dict[str, Any]:
-        """The configuration as JSON-able values."""
+        """The configuration as JSON-serializable values."""
         values = dataclasses.asdict(self)
         values["model"]["name"] = values.pop("model_name")
         return values

@@ -59,7 +59,7 @@ class Engine:
 
     def _is_finite(self) -> bool:
         """Whether the dense gradients are finite, which are the same on all ranks; raises
-        InvalidInputError otherwise where the run is to stop, and warns where it is to go on."""
+        InvalidInputError otherwise where the run is to stop, and warns where it is to continue."""
         grads = {name: p.grad for name, p in self.bare.named_parameters() if p.grad is not None}
         norms: Any = torch._foreach_norm(list(grads.values())) if grads else []
         # A norm may be infinite where no number is.
@@ -131,7 +131,7 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
     if ranks()[1] > 1:
         from torch.nn.parallel import DistributedDataParallel
 
-        # The settings of TorchRec's own wrapper, but for buffers: a DLRM has none to broadcast.
+        # The settings of TorchRec's own wrapper, except for buffers: a DLRM has none to broadcast.
         module = DistributedDataParallel(sharded, gradient_as_bucket_view=True, static_graph=True)
     return Engine(module, sharded, [dense_optimizer(o, sharded)], guard=config.guard)
 

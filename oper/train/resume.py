@@ -188,7 +188,8 @@ class Checkpoints:
         _log.info("starting from step %d of %s", step, folder)
 
     def _check_dynamic(self, out: str | os.PathLike[str], what: str) -> None:
-        """Raise InvalidInputError where a run's dynamic tables cannot go on in those of this one.
+        """Raise InvalidInputError where a run's dynamic tables cannot continue in those of this
+        one.
 
         Loading would find out as well, but can tell of sizes and names only.
         """

@@ -39,7 +39,7 @@ from oper.search.problem.statement import Problem, make_problem
 HEADER_BYTES = 66  # Ethernet, IPv4 and TCP with time stamps, of a packet
 _SCREENED_STEPS = (2, 5)  # at least, and at most: until the two fastest agree
 _AGREE_SHARE = 1.05
-_FAR_BEHIND = 2.5  # so many times the best, a contender takes no more steps than the least
+_FAR_BEHIND = 2.5  # that many times the best, a contender takes no more steps than the least
 _TIMED_SHARE = 1.5  # contenders within this of the best are timed
 _NEAR_SHARE = 1.15  # and those of TorchRec's plans within this of its best
 _COUNTED_STEPS = 2

@@ -181,7 +181,7 @@ def _quota_root() -> tuple[Path, bool] | None:
 
 
 def _make_quota(cores: float) -> Path:
-    """A cgroup whose processes get so many cores."""
+    """A cgroup whose processes get that many cores."""
     root = _quota_root()
     if root is None:
         raise OperError("cannot slow a host down", "cgroup", str(_CGROUP),

@@ -93,7 +93,8 @@ def _rows_stay(old: Path, new: Path) -> bool:
 
 
 def _looked_up(old: Path, new: Path) -> bool:
-    """Whether one log has the same rows by two vocabularies but for those that only one knows."""
+    """Whether one log has the same rows by two vocabularies except for those that only one knows.
+    """
     first, second = Folder.open(old), Folder.open(new)
     if [p.name for p in first.parts("train")] != [p.name for p in second.parts("train")]:
         return False

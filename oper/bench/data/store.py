@@ -67,9 +67,9 @@ def _serve(pipe: Any) -> None:
 def store(num_rows: int, folder: Path) -> dict[str, Any]:
     """Preprocess a log in a local folder, and again in a bucket of an S3-compatible server.
 
-    ``verified``: all files of both outputs are the same, byte by byte, but for the manifest's paths
-    and identity. ``ratio_time`` is the time with the bucket over that with the folder; the server
-    (moto) runs on this machine and takes processor time from the second.
+    ``verified``: all files of both outputs are the same, byte by byte, except for the manifest's
+    paths and identity. ``ratio_time`` is the time with the bucket over that with the folder; the
+    server (moto) runs on this machine and takes processor time from the second.
     """
     work = folder / "store"
     shutil.rmtree(work, ignore_errors=True)

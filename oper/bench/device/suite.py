@@ -156,7 +156,7 @@ class HostCase(Case):
 
 @dataclass(frozen=True, slots=True)
 class GraphCase(Case):
-    """A forward pass of a small batch, launched anew and replayed from a graph."""
+    """A forward pass of a small batch, launched again and replayed from a graph."""
 
     def figures(self, device: torch.device) -> dict[str, Any]:
         """Microseconds of a pass in either way, alone and many in a row."""

@@ -107,7 +107,7 @@ class _Live:
     client: LoadClient
 
     def train(self, steps: int, meanwhile: Callable[[], Any] = lambda: None) -> tuple[_Phase, int]:
-        """Train so many steps under load; also the bytes of the deltas."""
+        """Train that many steps under load; also the bytes of the deltas."""
         self.trainer.send("run", steps)
         phase = self.load(steps * self.case.every_s, meanwhile)
         return phase, int(self.trainer.wait())

@@ -101,8 +101,8 @@ class Pool:
                      options)
 
     def configure(self, count: int, threads: int, max_samples: int, variant: str) -> None:
-        """Give the models of the first `count` workers so many threads, batches of at most so many
-        samples, and a way to run (`oper.bench.serve.models.VARIANTS`)."""
+        """Give the models of the first `count` workers that many threads, batches of at most that
+        many samples, and a way to run (`oper.bench.serve.models.VARIANTS`)."""
         for worker in self._workers[:count]:
             worker.process.ask("configure", threads, max_samples, variant)
 
@@ -121,7 +121,7 @@ class Pool:
 
     def new_scores(self, first: int, count: int, workers: int, per_ask: int) -> np.ndarray:
         """Scores float32 [count, candidates] of the queries from number `first` on, which are in no
-        library; `workers` score so many of them at a time."""
+        library; `workers` score that many of them at a time."""
         found = []
         for at in range(first, first + count, workers * per_ask):
             used = []

@@ -257,7 +257,7 @@ def build_data_parallel(work: Workload) -> Side:
 
 
 def _data_parallel(model: nn.Module, bucket_mb: float) -> nn.Module:
-    """DDP with the settings that TorchRec's own wrapper uses, but for the buckets."""
+    """DDP with the settings that TorchRec's own wrapper uses, except for the buckets."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

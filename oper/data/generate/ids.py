@@ -22,7 +22,7 @@ def uniform64(values: np.ndarray) -> np.ndarray:
     return (mix64(shifted) >> np.uint64(11)) * 2.0**-53
 
 
-_HOT_RANKS = 10_000  # only the popularity of so many ranks is passed on
+_HOT_RANKS = 10_000  # only the popularity of that many ranks is passed on
 
 
 def holders(num_rows: int, key: int, drift: float, num_days: int) -> np.ndarray:

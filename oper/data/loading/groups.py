@@ -67,8 +67,8 @@ class RowGroups:
                  bags: frozenset[str]) -> None:
         """Find the row groups; raises InvalidInputError or FileFormatError.
 
-        Files that are as large as the manifest says are not opened, but for the first: opening the
-        thousands of a large folder takes seconds.
+        Files that are as large as the manifest says are not opened, except for the first: opening
+        the thousands of a large folder takes seconds.
         """
         self.folder, self.split, self.columns, self.bags = folder, split, columns, bags
         self._places: list[tuple[Path, int]] = []

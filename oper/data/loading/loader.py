@@ -119,7 +119,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
     **Epochs.** `set_epoch` chooses the epoch of the next iteration, as that of
     ``DistributedSampler`` does; it reaches persistent workers as well.
 
-    **Resuming.** `state_dict` is a small JSON-able object, the same on all ranks.
+    **Resuming.** `state_dict` is a small JSON-serializable object, the same on all ranks.
     """
 
     def __init__(self, path: str | os.PathLike[str], split: str, options: LoaderOptions) -> None:
@@ -295,7 +295,7 @@ class Loader(IterableDataset):  # type: ignore[type-arg]
         self._next, self._resume = batch, (epoch, batch, None if worker is None else pair)
 
     def _identity(self) -> dict[str, Any]:
-        """What the batches depend on, but for rank, epoch and place."""
+        """What the batches depend on, except for rank, epoch and place."""
         options, world_size = self.options, self.world_size
         whole = options.share == "batches"  # the number of ranks is then free
         return {"kind": _STATE_KIND, "version": _STATE_VERSION, "split": self.split,

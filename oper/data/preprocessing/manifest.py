@@ -95,7 +95,7 @@ def describe(job: JobSpec, split: Split, records: Sequence[dict[str, Any]], rows
 
 
 def _numbering(job: JobSpec, tables: dict[str, dict[str, Any]]) -> str:
-    """Tells which rows the values of the columns have: a model goes on with equal ones only."""
+    """Tells which rows the values of the columns have: a model continues with equal ones only."""
     if job.finished is not None:
         return job.finished.numbering
     if job.options.raw_ids:

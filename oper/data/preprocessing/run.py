@@ -148,7 +148,7 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
                 place: _Place | None = None) -> dict[str, Any]:
     """`preprocess` into a local folder, from files that can be read more than once.
 
-    What goes to a `place` whose manifest is that of this very job is not made again: the manifest
+    What goes to a `place` whose manifest is that of this same job is not made again: the manifest
     itself is returned.
     """
     paths = find_inputs(recipe, inputs)

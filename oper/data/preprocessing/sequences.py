@@ -192,7 +192,7 @@ def _by_user(made: _Sequences, split: str, work: Path) -> Iterator[pa.Table]:
 
 
 def _manifest(made: _Sequences, rows: dict[str, int], options: WriteOptions) -> dict[str, Any]:
-    """The manifest of the sequences, but for the sizes of its files."""
+    """The manifest of the sequences, except for the sizes of its files."""
     old = {k: v for k, v in made.folder.manifest.items() if k not in ("vocabulary", "unseen")}
     kept = [n for n in made.folder.sparse if n == made.by or n in made.columns]
     return {

@@ -106,7 +106,7 @@ def _table(path: str, layout: Layout) -> pa.Table:
 
 
 def _first_lines(path: str, layout: Layout, num_rows: int) -> list[bytes]:
-    """Blocks of whole records until there are so many, the header with them."""
+    """Blocks of whole records until there are that many, the header with them."""
     blocks: list[bytes] = []
     found = 0
     for block in read_blocks(Unit(path), replace(layout, header=False), block_bytes=_BLOCK_BYTES):

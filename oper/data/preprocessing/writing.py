@@ -76,7 +76,7 @@ def split_by_time(recipe: Recipe, slices: Slices, valid: Fraction, test: Fractio
         begin = begin if total else int(minutes[0])
         end, total = int(minutes[-1]) + 1, total + int(counts.sum())
     wanted = [int(total * test), int(total * test) + int(total * valid)]
-    cuts = [end, end]  # the first minute from which on there are at most so many rows
+    cuts = [end, end]  # the first minute from which on there are at most that many rows
     before = 0
     for minutes, counts in slices():
         after = total - before - np.concatenate([[0], np.cumsum(counts)[:-1]])

@@ -132,7 +132,7 @@ class Vocabulary:
             yield values, ids, counts
 
     def _known(self) -> tuple[np.ndarray, np.ndarray]:
-        """Values and ids: small ones in memory, large ones mapped anew.
+        """Values and ids: small ones in memory, large ones mapped again.
 
         Pages of a map that stays count as memory of the process.
         """

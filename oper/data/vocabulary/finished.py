@@ -173,7 +173,7 @@ def extend(path: str | os.PathLike[str], folders: Sequence[str | os.PathLike[str
     `folders` together, with ties by value. Rows are therefore in frequency order within each
     extension only: a plan finds the hot ones by their ids, as in any table without that order.
 
-    With `reorder` all rows are numbered anew, by count in the vocabulary and all `folders`
+    With `reorder` all rows are numbered again, by count in the vocabulary and all `folders`
     together, and ``remap/COLUMN.npy`` holds the new number of each row, see `oper.rows.remap`.
 
     Args:

@@ -91,7 +91,7 @@ class RunMerger:
         bounds = sampled[max(1, _SLICE // step - count)::max(1, _SLICE // step - count)]
         ends = [0] * count
         for k in range(bounds.size + 1):
-            runs = load()  # mapped anew, so that pages of earlier slices do not stay resident
+            runs = load()  # mapped again, so that pages of earlier slices do not stay resident
             starts, parts = list(ends), []
             for r, (values, counts) in enumerate(runs):
                 ends[r] = values.size if k == bounds.size else int(

@@ -82,7 +82,7 @@ class Weights:
                                   "write it again") from None
 
     def _hold(self, folder: Path) -> Path:
-        """A path to this very folder, although a training run may put its next checkpoint in its
+        """A path to this same folder, although a training run may put its next checkpoint in its
         place while it is read: files of two checkpoints must not mix."""
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, number)

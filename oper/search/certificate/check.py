@@ -47,7 +47,7 @@ class Verdict:
     Attributes:
         certified: whether the plan's own bound holds.
         why: the reason if it does not hold, else "".
-        step_us: the plan's modelled step, evaluated anew.
+        step_us: the plan's modelled step, evaluated again.
         bound_us: the least bound of all leaves; NaN if it was not computed.
         cutoff_us: the known step below which plans were bounded; infinite if there was none
         num_leaves: leaves of the trees.

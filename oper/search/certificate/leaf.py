@@ -1,4 +1,4 @@
-"""The lower bound that a leaf's prices certify, computed anew from the cost model.
+"""The lower bound that a leaf's prices certify, recomputed from the cost model.
 
 For weights y >= 0 of the ranks' loads that add up to at most 1 in every phase, a step is at least
 

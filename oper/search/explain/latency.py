@@ -3,7 +3,7 @@
 The queueing model. Samples arrive as a Poisson process of the given rate and are split at random
 over the ranks, each of which serves a queue of its own: it starts a batch as soon as it is free and
 either `max_batch` samples wait or the oldest has waited `max_wait_ms`, takes up to `max_batch` of
-them in order, and is busy for the modelled time of a lookup of so many samples plus the dense
+them in order, and is busy for the modelled time of a lookup of that many samples plus the dense
 compute that was declared. This is a queue with Poisson arrivals, deterministic service that depends
 on the batch, and bulk service with a timer (M/D/1 for batches of one); its percentiles have no
 closed form, so that they come from the recursion over batches with fixed random numbers. All times

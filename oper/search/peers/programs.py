@@ -47,9 +47,9 @@ def coverage_milp(problem: Problem, seed: int) -> Plan | None:
     Per table a binary names the rank and a step of the table's access distribution; rows up to the
     step live in the rank's fast memory, the others in slow memory. The largest cost over ranks,
     `lookups x bytes x (hits / fast bandwidth + misses / slow bandwidth)`, is least. There is no
-    slow memory here, so the colder rows are dealt over all ranks and read across links. Tables are
-    pooled at their rank (pushed). None when nothing fits, or with more binaries than the solver
-    handles in a few seconds.
+    slow memory here, so the colder rows are distributed over all ranks and read across links.
+    Tables are pooled at their rank (pushed). None when nothing fits, or with more binaries than the
+    solver handles in a few seconds.
     """
     world = problem.machine.world_size
     cells = len(problem.tables) * world
@@ -81,7 +81,7 @@ def _solve_coverage(problem: Problem, steps: tuple[float, ...], share: float
     every = np.array([float(t.total[IDS]) for t in problem.tables])[:, None]
     slow_term = Term.CROSS_IN if problem.topology.num_hosts > 1 else Term.LINK_IN
     fast, slow = machine.seconds_per_unit[Term.MEMORY], machine.seconds_per_unit[slow_term]
-    # [T, W, K]: cost at the rank, and bytes there; dealt rows count everywhere.
+    # [T, W, K]: cost at the rank, and bytes there; rows spread over ranks count everywhere.
     cost = row[:, None] * (hits[:, None] * fast[:, None] + (every - hits)[:, None] * slow[:, None])
     hot = size * stops / rows
     cold = (size - hot) / world
@@ -135,7 +135,7 @@ def extraction_lp(problem: Problem, seed: int) -> Plan | None:
     Rows of equal hotness over all tables are one class. The LP divides each class into a share that
     every rank holds and shares that single ranks hold, so that the slowest of all extractions
     (local reads, and each direction of each link, beside each other) is as fast as memory allows.
-    It is rounded to the hottest rows replicated and the others dealt by the ranks' shares; the
+    It is rounded to the hottest rows replicated and the others assigned by the ranks' shares; the
     paper's symmetric closed form is the peer ``ugache-replicate-or-partition``.
     """
     for share in _SHARES:

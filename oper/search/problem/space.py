@@ -20,14 +20,14 @@ ACROSS_DOMAINS = EXECUTABLE | {"push"}
 #: And where these are on several hosts: partial sums of columns, where a table is more than one
 #: rank should pool, and a copy per host instead of one per rank.
 ACROSS_HOSTS = ACROSS_DOMAINS | {"columns", "per_host"}
-#: All that the search knows, but for copies per host.
+#: All that the search knows, except for copies per host.
 EVERYTHING = FEATURES - {"per_host"}
 
 #: Tiers of a column piece that are replicated on all ranks and not pinned, at most.
 MAX_REPLICATED = 8
 
 #: Pieces of columns that are pushed are at least so wide, one memory sector of float32, and their
-#: edges are multiples of a vector load, but for what is left of a row beside them.
+#: edges are multiples of a vector load, except for what is left of a row beside them.
 MIN_COLUMNS, COLUMN_STEP = 8, 4
 
 #: Plans by the barriers that they pay: none for pushed rows, one for partial sums, and one more

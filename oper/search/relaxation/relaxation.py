@@ -87,7 +87,7 @@ class Relaxation:
         self.classes = self.rows.classes
         self._build_options(distinguished)
         self._build_base()
-        #: Whether all ranks are interchangeable, but for a distinguished host.
+        #: Whether all ranks are interchangeable, except for a distinguished host.
         self.alike = len(self.classes.ranks) == (1 if distinguished is None else 2)
         self.units = UnitRows(model, self.classes, self.tables)
         # Who has a table's pinned pushed rows may have all of them, whatever pieces of others fit.
@@ -108,7 +108,7 @@ class Relaxation:
         self.features = np.concatenate([np.zeros((0, NUM_FEATURES)), *(
             free_blocks(self.problem, t) for t in self.tables)])
         #: float64 [num_blocks, M], share of each block that is placed as the option says; the
-        #: masters of the rest are dealt over all ranks.
+        #: masters of the rest are distributed over all ranks.
         self.own_share = np.ones((len(self.features), len(self.options)))
         sizes = self.units.sizes
         most = np.array([most_masters(self.problem, t, sizes) for t in self.tables]).reshape(
@@ -125,7 +125,7 @@ class Relaxation:
         if "replicated" in self.problem.allow:
             self.options.append(Option(REPLICATED, -1))
             if len(every_class) > 1:
-                # Master copies are dealt row by row: a few hot rows may all lie in one class.
+                # Master copies are assigned row by row: a few hot rows may all lie in one class.
                 self.options += [Option(REPLICATED, c) for c in every_class]
         if distinguished is None and has_copies(self.model):
             self.options.append(Option(COPIES, -1))
@@ -133,7 +133,8 @@ class Relaxation:
         for kind, mode in kinds:
             if mode in self.problem.allow:
                 self.options += [Option(kind, c) for c in every_class]
-        #: int64 [M], the option that stands for each in a candidate: masters dealt over all ranks.
+        #: int64 [M], the option that stands for each in a candidate: masters distributed over all
+        #: ranks.
         self.plain = np.where([o.kind == REPLICATED for o in self.options], 0,
                               np.arange(len(self.options)))
         first = [int(self.classes.ranks[o.rank_class][0]) for o in self.options]

@@ -57,7 +57,7 @@ class ResourceRows:
             "host" in model.problem.allow or any(x.memory == "host" for x in pinned)))
         num_classes = len(self.classes.ranks)
         spread = np.stack([np.bincount(r, minlength=model.machine.world_size) / r.size
-                           for r in self.classes.ranks])  # [C, W], one unit dealt over each
+                           for r in self.classes.ranks])  # [C, W], one unit distributed over each
         unit = np.zeros((num_classes, NUM_ROWS, NUM_ROWS, spread.shape[1]))
         for q in range(NUM_ROWS):
             unit[:, q, q] = spread

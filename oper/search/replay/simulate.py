@@ -195,7 +195,8 @@ class Replay:
             pieces = [Placed(entry, world, k, not self._pools) for k in range(len(entry.pieces))]
             clips = len(pieces) > 1 and entry.table.name in self.clipped
             sums = len(pieces) > 1 and entry.table.optimizer in ROW_WISE
-            # Clipped rows are summed anew for the optimizer's squares, and clipped again with them.
+            # Clipped rows are summed again for the optimizer's squares, and clipped again with
+            # them.
             squares = 3 if clips and sums else int(clips or sums)
             touched = np.unique(np.concatenate([b.ids for b in batches]))
             owners = [p.resolve(touched)[1] for p in pieces] if squares else []

@@ -41,7 +41,8 @@ class _Sizes:
 
 
 def _words(number: np.ndarray, num_bytes: int) -> np.ndarray:
-    """Bytes of arrays of so many numbers of so many bytes each: whole words; int64 [W] of both."""
+    """Bytes of arrays of that many numbers of that many bytes each: whole words; int64 [W] of both.
+    """
     return np.asarray((number * num_bytes + 3) // 4 * 4)
 
 

@@ -300,7 +300,8 @@ class Annealing:
         rows, in proportion to its share, for asking itself unless it owns all; float64 [N, G] each.
 
         The relaxation sees neither and is below every plan all the same. As `CostModel.whole_table`
-        and `own_requests`, but for tables of two candidates, each of which pays its own tiers."""
+        and `own_requests`, except for tables of two candidates, each of which pays its own tiers.
+        """
         model, tables = self.loads.model, self.relaxation.tables
         ids = self.relaxation.total_ids[table]
         bags = np.array([t.traffic.num_bags for t in tables], float)[table]
@@ -330,7 +331,7 @@ class Annealing:
             places = np.tile(np.arange(_HEADS), (len(candidates), 1))
             edges = np.minimum(start[:, None] + np.arange(_HEADS + 1), stop[:, None])
             mass = np.diff(t.prefix(edges)[IDS], axis=1)
-            if not t.ids_are_positions:  # tables of one tier are dealt by id
+            if not t.ids_are_positions:  # tables of one tier are assigned by id
                 by_id = np.array([len(r.stops) == 1 for r in candidates]) & (stop > start)
                 hot = np.argsort(-t.explicit[IDS], kind="stable")[:_HEADS]
                 places[by_id, :hot.size] = t.explicit_ids[hot]
@@ -358,9 +359,9 @@ class Annealing:
         return out[0], out[1]
 
     def _per_table(self, kind: str) -> list[np.ndarray]:
-        """Tally rows by class and feature of dealt rows of a kind: what an owner of the class does
-        more than others, for a column and for an id stream, and what all ranks of it do; [T, C, 4,
-        20] each of the four."""
+        """Tally rows by class and feature of assigned rows of a kind: what an owner of the class
+        does more than others, for a column and for an id stream, and what all ranks of it do; [T,
+        C, 4, 20] each of the four."""
         found = self.relaxation.units.of(kind)
         whole, stream = (np.moveaxis(x, 1, 2) for x in (found[WHOLE] - found[ANY_SQUARES],
                                                         found[ANY_SQUARES]))  # [2, T, C, 4, 20]
@@ -449,7 +450,7 @@ class Annealing:
         return found
 
     def _fixed_us(self, num_pushed: int, num_split: int) -> float:
-        """Fixed costs of a plan that pushes so many tiers and splits row-wise tables so often."""
+        """Fixed costs of a plan that pushes that many tiers and splits row-wise tables so often."""
         base = self.relaxation.base_tally
         return float(sum(self.relaxation.model.fixed_us(replace(
             base, num_pushed=base.num_pushed + num_pushed,

@@ -73,7 +73,7 @@ class Placer:
         chosen = self.relaxation.options[option]
         if chosen.kind == REPLICATED:
             return Tier(start, stop, "replicated", tuple(range(self.world)))
-        if chosen.kind == COPIES:  # dealt over the ranks of hosts by `spread_copies`
+        if chosen.kind == COPIES:  # distributed over the ranks of hosts by `spread_copies`
             return Tier(start, stop, "replicated", copy_sets(self.problem.machine)[0])
         ranks = self.relaxation.classes.ranks[chosen.rank_class]
         return self._owned(k, start, stop, option, tuple(ranks.tolist()))
@@ -103,7 +103,7 @@ class Placer:
 
     def _uneven(self, k: int, start: int, stop: int, option: int, units: np.ndarray
                 ) -> Tier | None:
-        """A pulled tier dealt in the parts that ranks own, or None where these are alike."""
+        """A pulled tier assigned in the parts that ranks own, or None where these are alike."""
         chosen = self.relaxation.options[option]
         if chosen.kind != SHARD:
             return None
@@ -122,7 +122,8 @@ class Placer:
 
 
 def _pieces(parts: list[Part]) -> list[tuple[int, Candidate, Shard | None]]:
-    """Column pieces of a table: width, configuration, and who owns what is dealt, if anything."""
+    """Column pieces of a table: width, configuration, and who owns what is assigned, if anything.
+    """
     return [(part.width if shard is None else shard[0], part.candidate, shard)
             for part in parts for shard in part.shards or (None,)]
 

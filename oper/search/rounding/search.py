@@ -52,7 +52,7 @@ EFFORTS = {"fast": Effort(3, 4, 30_000), "thorough": Effort(8, 32, 150_000)}
 _CHAINS = 2  # annealings that run beside each other; their number never changes what is found
 _MOVES = 78_000_000  # of one annealing, over the ranks and a little; more for more tables
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of them
-_CONTINUED = 6  # of the probes, one of so many is continued
+_CONTINUED = 6  # of the probes, one of that many is continued
 _CONFIGURATIONS = 4000  # that all tables choose from, beside those of the relaxed solution
 _REPAIRS = 4  # times that a plan which overflows is sought again with memory held back
 
@@ -122,7 +122,7 @@ def _placed(bounds: Sequence[Bound], effort: Effort, goal: float, seed: int, res
         if not anneals:
             pool.refine(rng, near)
         pool.simplify(near)
-        if not anneals:  # nodes differ in what is dealt
+        if not anneals:  # nodes differ in what is assigned
             parts = [[Part(t.spec.dim, r)] for t, r in zip(
                 pool.relaxation.tables, pool.chosen(), strict=True)]
             world = pool.relaxation.model.machine.world_size

@@ -9,7 +9,7 @@ PHASES = ("forward", "reduce", "wait for gradients", "update", "wait for updates
 # What a trace has beside them: ids resolved ahead; and, within phases, waits at the barrier of a
 # memory domain and exchanges of bytes with other domains.
 SPANS = (*PHASES, "resolve", "barrier", "exchange")
-#: Of a histogram's buckets but the last: times below so many microseconds.
+#: Of a histogram's buckets but the last: times below that many microseconds.
 BUCKETS_US = tuple(1 << k for k in range(23))
 
 

@@ -149,7 +149,7 @@ class DeviceSteps:
 
 
 def raise_stopped(code: int, detail: int, optimizers: Sequence[str]) -> None:
-    """Raise the error of a step that could not go on, unless kernels have found one first."""
+    """Raise the error of a step that could not continue, unless kernels have found one first."""
     if code == _NOT_IN_GRAPHS:
         raise OperError("cannot capture a lookup in a graph", "tables",
                         "several domains, or counted",

@@ -217,7 +217,7 @@ class DeviceTables(ShardedTables):
             stream.wait_event(there)
             with streams.stream(stream):
                 for used in (batch.ids, batch.lengths, batch.weights):
-                    if used is not None:  # its memory must not be used anew while kernels read it
+                    if used is not None:  # its memory must not be used again while kernels read it
                         used.record_stream(stream)
                 return self.resolve(batch)
 

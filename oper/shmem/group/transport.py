@@ -196,8 +196,8 @@ class _MonitoredTransport(ABC):
         return self._close.alive
 
     def close(self) -> None:
-        """Leave the others, and free the connections and the thread. Not collective: others go on
-        until they need this rank."""
+        """Leave the others, and free the connections and the thread. Not collective: others
+        continue until they need this rank."""
         self._close()
 
     def _closes(self, close: Callable[..., None], *arguments: object) -> None:

@@ -145,7 +145,7 @@ class HostHeap:
             self.control = self._map(segments[0][1], self._control_bytes, True)
         except OSError as error:
             problem = self._problem("cannot map the ranks' arenas", error)
-        # Nobody may go on (and perhaps end) before all have what they need.
+        # Nobody may continue (and perhaps end) before all have what they need.
         self._agree(problem)
 
     def _attach_peers(self, fds: list[int]) -> None:

@@ -137,7 +137,7 @@ class Publisher:
             The new epoch.
 
         Raises:
-            InvalidInputError: weights do not fit; readers go on with the old epoch.
+            InvalidInputError: weights do not fit; readers continue with the old epoch.
             DeadlineError: a reader does not leave that buffer; as above.
         """
         self._check_open()
@@ -206,7 +206,7 @@ class Publisher:
 
         Raises:
             InvalidInputError: nothing was published yet.
-            DeadlineError: a reader does not end its lookups; readers go on with the old epoch.
+            DeadlineError: a reader does not end its lookups; readers continue with the old epoch.
         """
         self._check_open()
         state, layout = self._state, self.layout
@@ -400,7 +400,7 @@ class _Acceptor(threading.Thread):
         state = self._state
         fds = [state.control_fd]
         try:
-            # Opened anew without the right to write; readers could not get it back.
+            # Opened again without the right to write; readers could not get it back.
             for buffer in state.buffers:
                 fds += [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
                         for fd in buffer.fds]
