@@ -1,4 +1,4 @@
-"""What an embedding table is, as plain validated data."""
+"""Descriptions of embedding tables as plain, validated data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY_BUCKET_ROWS = 64  # of a dynamic table: a key has its row within one bucket 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKind:
-    """What an optimizer keeps, and what a step of it needs to know.
+    """The state of an optimizer, and what its steps depend on.
 
     Attributes:
         code: its number in csrc/common/optimizer.h.
@@ -39,8 +39,11 @@ class OptimizerKind:
 
     @property
     def is_row_wise(self) -> bool:
-        """Whether it keeps a number per row, of the gradient's squares over all columns: the
-        owners of the pieces of a row exchange theirs."""
+        """Whether its state has a number per row that depends on all columns, the gradient's
+        squares.
+
+        The owners of a row's column pieces then exchange their sums of squares.
+        """
         return any(per_row for _, per_row in self.state)
 
     def state_bytes(self, dim: int) -> int:
@@ -129,7 +132,7 @@ class TableSpec:
 
     @property
     def may_be_split(self) -> bool:
-        """Whether its columns may lie in different pieces."""
+        """Whether the table may be split by columns."""
         return not OPTIMIZERS[self.optimizer].needs_whole_rows
 
     @property
@@ -160,7 +163,7 @@ class TableSpec:
 
 
 def check_unique(tables: Iterable[TableSpec]) -> tuple[TableSpec, ...]:
-    """`tables` as a tuple; raises InvalidInputError when two share a name or there is none."""
+    """`tables` as a tuple; raises InvalidInputError if two share a name or there are none."""
     result = tuple(tables)
     for table in result:
         if not isinstance(table, TableSpec):

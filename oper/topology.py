@@ -86,8 +86,8 @@ class Costs:
             each row once, and what was fetched of it.
         wire_ns: per byte that a rank sends to another host or receives from there, in the rank's
             own time: packing, copies, the network stack. No phase computes while it exchanges.
-        warm_share: share of the caches that keeps rows and buffers from one batch to the next
-            (0 = every batch begins cold).
+        warm_share: share of the caches that keeps rows and buffers from one batch to the next (0 =
+            every batch begins cold).
     """
 
     phase_us: float = 5.0
@@ -148,10 +148,10 @@ class Topology:
         source: ``"measured"``, ``"published"`` or ``"assumed"``.
         host_memory_bytes: slower memory of each host that may hold rows (0 = none).
         host_gbps: bandwidth of that memory per rank.
-        hosts_share_links: whether the ranks of a host share one link to other hosts, so that one of
-            them may use what others leave; its bandwidth is the sum of their `cross_gbps`. Else
-            every rank has a link of its own.
-        racks: of all hosts; none where hosts reach all others alike.
+        hosts_share_links: whether the ranks of a host share one link to other hosts, so that one
+            may use bandwidth that others leave unused; its bandwidth is the sum of their
+            `cross_gbps`. Otherwise every rank has a link of its own.
+        racks: racks of all hosts; none if hosts are connected to all others alike.
     """
 
     name: str
@@ -255,7 +255,7 @@ class Topology:
 
         Args:
             domain_of: index of each rank's memory domain, by rank; a domain is a host, whose ranks
-                share its link. Ranks that do not follow each other count as hosts of their own.
+                share its link. Ranks of a domain that are not consecutive count as separate hosts.
         """
         here = Topology.this_host(len(domain_of))
         starts = [r for r in range(len(domain_of)) if r == 0 or domain_of[r] != domain_of[r - 1]]

@@ -1,4 +1,4 @@
-"""`trace()`: when the phases of training steps began and ended, on all ranks, in one file."""
+"""`trace()`: a file with the begin and end of the phases of training steps on all ranks."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ Steps = tuple[int, int]
 
 def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = None, *,
           done: int = 0) -> Trace:
-    """Record training steps in a file for ui.perfetto.dev: what each rank's tables did when.
+    """Record the phases of training steps on all ranks in a file for ui.perfetto.dev.
 
     A context manager around a part of the training loop. The file has a process for each memory
     domain (host), a thread for each thread of a rank, and a bar for each phase of each step:
     ``forward``, ``reduce``, ``wait for gradients``, ``update``, ``wait for updates``, ``refresh``;
     inside of these, ``barrier`` and ``exchange`` (between hosts), with the bytes sent; and
     ``resolve``, where ids are resolved ahead. Between them a rank does something else, for example
-    dense compute. Times are those of rank 0's clock; the file says how far another host's may be
-    off (``clock_uncertainty_us``). Leaving is collective; an error that leaves the block leaves no
-    file.
+    dense compute. Times are those of rank 0's clock; the file states how far another host's clock
+    may be off (``clock_uncertainty_us``). Leaving is collective; an error that leaves the block
+    leaves no file.
 
     Args:
         model: what `shard` returned for training, or a model that contains it.
@@ -49,7 +49,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str], steps: Steps | None = 
         done: number of the last step before the block.
 
     Raises:
-        InvalidInputError: nothing to trace, or steps that cannot come.
+        InvalidInputError: there is nothing to trace, or the steps have already passed.
         OperError: the tables are in device memory.
         OSError: on all ranks, when the file cannot be written.
 
@@ -122,7 +122,7 @@ class Trace:
     def write(self) -> None:
         """Write the file now, before the block ends. Collective; between two steps.
 
-        Warns of steps that were not reached; without any there is no file.
+        Warns if steps were not reached; if none was, there is no file.
         """
         if self._is_over:
             return

@@ -1,4 +1,5 @@
-"""What a training run is: frozen dataclasses read from TOML. Defaults < file < command line."""
+"""The configuration of a training run: frozen dataclasses read from TOML. Defaults < file < command
+line."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ class OptimizerConfig:
         tables_eps: epsilon of the optimizers that have one.
         tables_momentum: momentum of ``"sgd"`` and ``"lars_sgd"``.
         tables_weight_decay: weight decay of all but ``"adagrad"``.
-        tables_initial_accumulator_value: where the sums of the Adagrads begin.
+        tables_initial_accumulator_value: initial value of the sums of the Adagrads.
         dense: ``"adagrad"``, ``"sgd"`` or ``"adam"`` for the dense part.
         dense_lr: its learning rate.
     """
@@ -107,7 +108,7 @@ class OptimizerConfig:
 
     @property
     def table_options(self) -> dict[str, float]:
-        """Options of the tables' optimizer, beside its eps, that are not 0."""
+        """Options of the tables' optimizer that are not 0, without eps."""
         return {n: x for n in _TABLE_OPTIONS if (x := getattr(self, f"tables_{n}"))}
 
 
@@ -116,10 +117,10 @@ class DynamicConfig:
     """Dynamic tables, for data of raw ids; see `oper.DynamicTable`.
 
     Attributes:
-        rows: of every table, with the default row; 0 = tables are static.
-        tables: rows of single tables instead, by column.
+        rows: rows of every table, the default row included; 0 = tables are static.
+        tables: rows of single tables by column, in place of `rows`.
         admit_after, admit_probability, eviction: which keys get and lose rows.
-        half_life, time_to_live: in updates; 0 = never, for ever.
+        half_life, time_to_live: in updates; 0 = counts are never halved, keys never expire.
     """
 
     rows: int = 0
@@ -150,7 +151,7 @@ class DynamicConfig:
             time_to_live=self.time_to_live or None, seed=seed)
 
     def rows_of(self, columns: Sequence[str]) -> tuple[int, ...]:
-        """Rows of the columns' tables; raises InvalidInputError for names that are no column."""
+        """Rows of the columns' tables; raises InvalidInputError for names that are not columns."""
         unknown = sorted(set(self.tables) - set(columns))
         if unknown:
             raise _bad("dynamic.tables", unknown, f"columns of the data, {list(columns)[:8]}")
@@ -168,33 +169,33 @@ class TrainConfig:
         stats: access statistics file for ``"oper"``; without it the plan follows table sizes.
         plan: plan file for ``"oper"``; made from `stats` when empty.
         topology: topology file for the planner; this host when empty.
-        seed: of the initial weights and of the order of the rows.
+        seed: seed of the initial weights and of the order of the rows.
         batch_size: samples per rank and step.
         shuffle: training rows in random order; otherwise in the order of the log.
         epochs: passes over the training split.
         max_steps: stop after this many steps (0 = no limit).
-        log_every: steps between lines of the metrics file, and between looks at an interrupt.
+        log_every: steps between lines of the metrics file, and between checks for an interrupt.
         eval_every: steps between validations (0 = only at the end).
         eval_users: validate a recommender on that many users, evenly chosen (0 = all).
         checkpoint_every: steps between checkpoints in `out` (0 = none); from the last one a run
             continues when torchrun restarts it, or with ``--resume``. Needs ``sharding="oper"``.
         start: folder of an earlier run (its `out`) whose last checkpoint the model starts from,
-            optimizer states included: the next day, say. Tables may have grown (``oper vocabulary
-            extend``). Needs ``sharding="oper"``.
+            optimizer states included, for example for the next day. Tables may have grown (``oper
+            vocabulary extend``). Needs ``sharding="oper"``.
         remap: the vocabulary that ``oper vocabulary extend --reorder`` wrote between the run of
-            `start` and this one: rows go where it says.
+            `start` and this one: rows are renumbered by it.
         delta_every: steps between deltas (0 = none): the rows that have changed since, written
             while training continues; needs `checkpoint_every`.
-        guard: what a gradient that is not finite does, where tables are sharded by ``"oper"``:
+        guard: reaction to a gradient that is not finite, if tables are sharded by ``"oper"``:
             ``"off"`` (nothing), ``"stop"`` (ends the run), ``"skip"`` (tables leave its samples
             out, the dense part the step); both name table or parameter and step. Costs a pass over
             the gradient of the embeddings.
-        trace: file for what the tables of all ranks do in some steps, for ui.perfetto.dev; see
-            `oper.trace`. Needs ``sharding="oper"``.
+        trace: file for a trace of some steps on all ranks, for ui.perfetto.dev; see `oper.trace`.
+            Needs ``sharding="oper"``.
         trace_steps: the first and the last step of `trace`, ``"A-B"``; ``"11-20"`` by default.
-        tables_on: ``"cpu"``: every rank draws the whole tables from the seed, so that all kinds of
-            sharding start from the same numbers; ``"meta"``: a rank initialises its shard only, for
-            tables that do not fit one process (other numbers than ``"cpu"``, the same for every
+        tables_on: ``"cpu"``: every rank initialises whole tables from the seed, so that all kinds
+            of sharding start from the same numbers; ``"meta"``: a rank initialises its shard only,
+            for tables that do not fit one process (other numbers than ``"cpu"``, the same for every
             plan).
         model_name: ``"dlrm"`` or a recommender of `oper.rl_rec.registry`; ``name`` in the section
             ``[model]`` of a file.
@@ -307,8 +308,8 @@ def load_config(path: str | os.PathLike[str] | None, flags: Mapping[str, Any] | 
 
     Raises:
         FileFormatError: not a TOML file.
-        InvalidInputError: an unknown key, a value of the wrong type or out of range; a UsageError
-            where a flag has given it.
+        InvalidInputError: a key is unknown, or a value has the wrong type or is out of range; a
+            UsageError if it comes from a flag.
         FileNotFoundError: no such file.
     """
     values: dict[str, Any] = {}

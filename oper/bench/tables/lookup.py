@@ -49,12 +49,13 @@ NOTE = ("w = OPER's processes; the others: one process; 2 threads in all; median
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments beside those of every benchmark."""
+    """Add the benchmark's own arguments."""
     suite.configure(parser)
 
 
 def cases(quick: bool, device: str = "") -> list[Any]:
-    """All dims at exponent 1.05 and all exponents at dim 64, by world size; updates; growth."""
+    """The cases by world size: all dims at exponent 1.05, all exponents at dim 64, updates, and
+    growth."""
     if device == "cuda":
         return suite.cases(quick, "lookup")
     found: list[Case] = []
@@ -79,17 +80,17 @@ def cases(quick: bool, device: str = "") -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class LookupCase(Case):
-    """One case.
+    """One case of lookups without gradient.
 
     Attributes:
-        torchrec: beside TorchRec's plans; else beside the bare gather.
+        torchrec: compare with TorchRec's plans; otherwise with the bare gather.
     """
 
     torchrec: bool = False
 
     @torch.no_grad()
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        """Build, verify and measure; rank 0 returns the record's entry. Collective."""
         from oper.sharding import shard
 
         run, work = Run(self, progress), self.work
@@ -174,13 +175,13 @@ def _figures(timings: dict[str, Any], moved: int) -> dict[str, Any]:
 
 def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: int
            ) -> dict[str, dict[str, Any]]:
-    """Pooled rows of all contenders against the unsharded collection's; verdicts on rank 0.
+    """Compare pooled rows of all contenders with the unsharded collection's; verdicts on rank 0.
 
     Args:
-        lookups: by name, this rank's rows of a batch by its number, features in the order of the
-            configuration.
-        peers: what `make_peers` made on rank 0, nothing elsewhere.
-        num_batches: how many are there.
+        lookups: by name, functions that return this rank's rows of the batch of a number, features
+            in the order of the configuration.
+        peers: the result of `make_peers` on rank 0, empty elsewhere.
+        num_batches: number of batches.
     """
     verdicts = {name: Verdict() for name in (*lookups, "nn_embedding_bag", "fbgemm")}
     for k in range(min(_CHECKED_BATCHES, num_batches)):
@@ -199,12 +200,12 @@ def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: 
 
 @dataclass(frozen=True, slots=True)
 class UpdateCase(Case):
-    """A case of backward passes; fbgemm's one process takes all the threads."""
+    """A case of backward passes; fbgemm's single process uses all the threads."""
 
     num_batches: int = 16
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        """Build, verify and measure; rank 0 returns the record's entry. Collective."""
         from oper.sharding import shard
 
         run, work = Run(self, progress), self.work
@@ -222,7 +223,7 @@ class UpdateCase(Case):
         own_gradient = gradient.chunk(world_size)[rank].clone()
 
         def contenders(batches: list[list[np.ndarray]]) -> dict[str, Steps]:
-            """The contenders by name, on batches that are given by number and rank."""
+            """The contenders by name, for batches by number and rank."""
             kjts = [make_kjt(work, x[rank]) for x in batches]
             found = {"oper": Steps(over(kjts, lambda kjt: model(kjt).values()), own_gradient)}
             if fused is not None:
@@ -251,11 +252,11 @@ class UpdateCase(Case):
 
 
 class Steps:
-    """Forward passes that remember what the backward pass is for.
+    """Forward passes that keep their output for the backward pass.
 
     Args:
-        forward: outputs of a batch by its number.
-        gradient: of every output.
+        forward: function that returns the outputs of the batch of a number.
+        gradient: the gradient of every output.
     """
 
     def __init__(self, forward: Callable[[int], torch.Tensor], gradient: torch.Tensor) -> None:
@@ -297,7 +298,7 @@ class ScaleCase(Case):
     """One point of one axis; all tables striped over the ranks.
 
     Attributes:
-        axis: what is varied; step times per byte are compared along it.
+        axis: the varied quantity, along which step times per byte are compared.
     """
 
     axis: str = ""
@@ -306,7 +307,7 @@ class ScaleCase(Case):
     per_round: int = 4
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        """Build, verify and measure; rank 0 returns the record's entry. Collective."""
         from oper.sharding import shard
 
         run, work = Run(self, progress), self.work
@@ -342,7 +343,8 @@ class ScaleCase(Case):
 
 
 def scale_cases() -> list[ScaleCase]:
-    """The points of all axes; exponent 1.05, 10 ids a bag but along batches and tables."""
+    """The points of all axes: exponent 1.05, and 10 ids per bag except along batch sizes and
+    tables."""
     def many(num_tables: int, rows: int) -> tuple[int, ...]:
         return (rows,) * num_tables
 
@@ -368,8 +370,8 @@ def scale_cases() -> list[ScaleCase]:
 def line_bytes(work: Workload, ids: list[np.ndarray]) -> int:
     """Bytes of whole cache lines that a rank's step moves, mean over batches.
 
-    As `moved_bytes`, a row or gradient counted as the lines that it takes, its state as one line;
-    and each id once (8 bytes).
+    As `moved_bytes`, but a row or gradient counts as the cache lines that it occupies and its state
+    as one line; each id counts once (8 bytes).
     """
     row = -(-work.dim * 4 // _LINE) * _LINE
     found = 0

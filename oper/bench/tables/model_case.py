@@ -49,8 +49,8 @@ class ModelCase:
 
     Attributes:
         name: for the record.
-        model: of `oper.rl_rec.registry`.
-        num_items: of the synthetic catalogue.
+        model: name of a model in `oper.rl_rec.registry`.
+        num_items: items of the synthetic catalogue.
         batch_size: trajectories per rank and step.
         num_batches: distinct batches that are timed.
         rounds, per_round: see `record.interleave`.
@@ -76,7 +76,7 @@ class ModelCase:
             "optimizer.dense": "sgd"})
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Build, verify and measure; what rank 0 returns stands in the record. Collective."""
+        """Build, verify and measure; rank 0 returns the record's entry. Collective."""
         run = Run(self, progress)
         run.say("inventing interactions")
         task = RecommenderTask(self.config())
@@ -110,7 +110,8 @@ class ModelCase:
 
 
 def plan_kinds(model: nn.Module) -> tuple[str, ...]:
-    """TorchRec's plans: ``planner``, its own choice, and what it can do to all tables on CPU.
+    """TorchRec's plans: ``planner``, its own choice, and those that it supports for all tables on
+    CPU.
 
     It shards pooled tables row-wise on GPUs only, so a model with any has no such contender.
     """
@@ -187,7 +188,7 @@ class _Tables:
 
 
 def collections_of(model: nn.Module) -> list[tuple[set[str], nn.Module]]:
-    """The collections of a model, sharded by whom ever or not, with their features."""
+    """The collections of a model, sharded by any system or unsharded, with their features."""
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 

@@ -31,10 +31,10 @@ OPTIMIZER = RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS)  # OPER's
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """What is around the tables of a whole model, the same on all sides.
+    """The dense part of a whole model, the same on all sides.
 
     Attributes:
-        layers: their sizes; the width is that of the workload's tables.
+        layers: layer sizes; the width is that of the workload's tables.
         dtype: of the operands of matrix products, ``"float32"`` or ``"bfloat16"`` (torch's
             autocast); weights, their updates and lookups are float32.
         bucket_mb: MiB of dense gradients that are averaged at once; by default as within TorchRec's
@@ -57,13 +57,13 @@ class Side:
 
     Attributes:
         name: for the record.
-        model: what is called.
+        model: the module that a step calls.
         collection: the sharded embedding bag collection inside it.
-        optimizers: step after every backward pass.
+        optimizers: optimizers that step after every backward pass.
         gradient: output gradient float32 [B, sum of dims] in the order of the collection's keys;
             None for a whole model.
         features: keys in the order of the configuration.
-        plan: what it executes, for the record.
+        plan: summary of its plan, for the record.
         tables: OPER's tables; None on TorchRec's side.
         pipeline: trains OPER's whole DLRM in parts of batches, or None.
     """
@@ -113,7 +113,7 @@ class Side:
             return self.model(features).values()
 
     def traced_step(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """A step that also tells what went out of the collection and what came back.
+        """A step that also returns the collection's output and its gradient.
 
         Returns:
             Output of the collection, float32 [B, sum of dims], features in the order of the
@@ -146,7 +146,7 @@ class Side:
             return torch.cat([found[f] for f in self.features], dim=1)
 
     def order_gradient(self, gradient: torch.Tensor, batch: Any) -> None:
-        """Take an output gradient, given in the order of the configuration."""
+        """Set the output gradient, given in the order of the configuration."""
         with torch.no_grad():
             keys = list(self.collection(batch.sparse_features).keys())
         blocks = dict(zip(self.features, gradient.chunk(len(keys), dim=1), strict=True))
@@ -219,7 +219,7 @@ def make_dlrm(work: Workload, collection: Any, dense: Dense | None = None) -> An
 
 def build_oper(work: Workload, dense: Dense | None, plan: Plan, keep_reference: bool,
                objective: str = "training", collection: Any = None) -> tuple[Side, Any]:
-    """OPER's side, and the unsharded model when `keep_reference`. Collective.
+    """OPER's side, and the unsharded model if `keep_reference`. Collective.
 
     Without `dense` it is the collection alone. `collection` is `make_collection`'s, whose tables
     are copied; made here by default.
@@ -279,7 +279,7 @@ def build_torchrec(work: Workload, dense: Dense | None, kind: str, world_size: i
 
     Args:
         work: the workload.
-        dense: what is around the tables; None = the collection alone.
+        dense: the dense part around the tables; None = the collection alone.
         kind, machine: see `build_peer`.
         world_size: ranks.
     """

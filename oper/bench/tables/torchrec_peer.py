@@ -41,13 +41,13 @@ def build_peer(module: nn.Module, kind: str, batch_size: int, pooling: Iterable[
             device: TorchRec fills its tables by their ``init_fn``, whatever weights they had.
         kind: ``"table_wise"`` (what TorchRec's planner chooses on CPU by itself), or ``"mixed"``:
             tables of at most `MIXED_MAX_ROWS` rows data-parallel, the others table-wise;
-            ``"column_wise"``; ``"any"``: whatever its planner chooses of what CPUs support.
+            ``"column_wise"``; ``"any"``: whatever its planner chooses among what CPUs support.
         batch_size: samples per rank and step, for its planner.
         pooling: mean ids per bag of each table, for its planner.
         adagrad: ``lr`` and ``eps`` of row-wise Adagrad on the tables (fused into the backward pass
             wherever TorchRec fuses it); SGD on the dense part has the same rate.
-        machine: what its planner is told of the machine (fields of its `Topology`, bandwidths in
-            bytes per millisecond); by default that all ranks share a host.
+        machine: machine description for its planner (fields of its `Topology`, bandwidths in bytes
+            per millisecond); by default all ranks share a host.
 
     Returns:
         The `DistributedModelParallel` model; the sharded embedding bag collection inside it;

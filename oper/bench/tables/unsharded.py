@@ -24,13 +24,13 @@ def fbgemm_bags(num_rows: Sequence[int], dim: int, rows_of: Callable[[int], torc
     """fbgemm's table-batched bags with exact row-wise Adagrad.
 
     Args:
-        num_rows: of each table.
+        num_rows: rows of each table.
         dim: columns of all tables.
         rows_of: initial rows of a table by its number, [num_rows, dim].
         device: where it runs; the CPU by default.
-        location: of its rows on a GPU: ``"DEVICE"``, ``"MANAGED"`` (host memory that kernels read)
-            or ``"MANAGED_CACHING"`` (host memory behind a cache in device memory).
-        dtype: of its rows, ``"float32"`` or ``"float16"``.
+        location: place of its rows on a GPU: ``"DEVICE"``, ``"MANAGED"`` (host memory that kernels
+            read) or ``"MANAGED_CACHING"`` (host memory behind a cache in device memory).
+        dtype: type of its rows, ``"float32"`` or ``"float16"``.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
@@ -62,8 +62,11 @@ def fbgemm_of(collection: Any) -> Any:
 
 def step_on_shares(engine: Engine, shares: Sequence[Any], seed: int | None = None
                    ) -> list[tuple[torch.Tensor, Any]]:
-    """One step of an unsharded model on the mean of its losses on the ranks' batches, the model
-    drawing from `seed` plus the rank's number; what it gives for each."""
+    """One step of an unsharded model on the mean of its losses on the ranks' batches.
+
+    For each batch the model draws random numbers from `seed` plus the rank; returns its results by
+    rank.
+    """
     for optimizer in engine.optimizers:
         optimizer.zero_grad()
     found = []
@@ -80,7 +83,8 @@ def step_on_shares(engine: Engine, shares: Sequence[Any], seed: int | None = Non
 
 def whole_batches(work: Workload, everyones: Sequence[Sequence[np.ndarray]]
                   ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and offsets, as fbgemm takes them, of batches by number and rank, the ranks' joined."""
+    """Ids and offsets in fbgemm's form of whole batches, joined from `everyones` by number and
+    rank."""
     kjts = [make_kjt(work, np.concatenate(x, axis=1)) for x in everyones]
     return [(k.values(), k.offsets().long()) for k in kjts]
 

@@ -1,9 +1,9 @@
-"""Are the numbers the same? Contenders against the unsharded model, before anything is timed.
+"""Comparison of contenders with the unsharded model, before anything is timed.
 
 The tables of a DLRM are compared under the output gradients that the contender itself has computed.
 Rounding may put a hidden unit of a sample on the other side of its kink, which changes the
-gradients of that sample's rows by percents, and the first steps of Adagrad magnify small gradients:
-two correct runs of the whole model may differ there.
+gradients of that sample's rows by several per cent, and the first steps of Adagrad magnify small
+gradients: two correct runs of the whole model may differ there.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _PROBED_ROWS = 16_384  # per table, of the touched ones
 
 @dataclass(slots=True)
 class Verdict:
-    """What a comparison has found.
+    """The result of a comparison.
 
     Attributes:
-        tolerance: of a tensor, by kind of tensor.
+        tolerance: largest allowed relative difference, by kind of tensor.
         worst: largest max|a - b| / max|b| of a tensor, by kind of tensor.
     """
 
@@ -46,7 +46,7 @@ class Verdict:
     worst: dict[str, float] = field(default_factory=dict)
 
     def compare(self, kind: str, ours: torch.Tensor, reference: torch.Tensor) -> None:
-        """Take one tensor into account; NaN and wrong shapes never pass."""
+        """Compare one tensor with its reference; NaN and wrong shapes never pass."""
         if ours.shape != reference.shape:
             self.worst[kind] = float("inf")
             return
@@ -61,12 +61,12 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared and all of it agrees."""
+        """Whether something was compared and everything compared agrees."""
         return bool(self.worst) and all(
             x <= self.tolerance[k] for k, x in self.worst.items())
 
     def to_json(self) -> dict[str, Any]:
-        """For the record."""
+        """The result as values for the record."""
         worst = {k: None if x == float("inf") else float(f"{x:.3g}") for k, x in self.worst.items()}
         return {"passed": self.passed, "max_relative_diff": worst,
                 "tolerance": {k: self.tolerance[k] for k in self.worst}}
@@ -74,11 +74,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Input of the comparison, made alike by all ranks.
+    """Input of the comparison, the same on all ranks.
 
     Attributes:
         work: the workload.
-        rank, world_size: who we are.
+        rank, world_size: this rank, and the number of ranks.
         ids: ids by step and rank, int64 [F, B * pooling] each.
     """
 
@@ -137,7 +137,7 @@ class Reference:
         self._dense = {n: p.detach().clone() for n, p in self.dense.items()}
 
     def reset(self) -> None:
-        """Back to the initial weights, for the next contender."""
+        """Restore the initial weights, for the next contender."""
         with torch.no_grad():
             for weight, at, rows in zip(self.weights.values(), self._touched, self._rows,
                                         strict=True):
@@ -151,8 +151,9 @@ class Reference:
         """One step; the dense part follows its own gradients, the tables the given one.
 
         Args:
-            number: of the step.
-            gradient: of every rank's own loss by its pooled embeddings, float32 [W * B, columns].
+            number: number of the step.
+            gradient: gradient of every rank's own loss with respect to its pooled embeddings,
+                float32 [W * B, columns].
 
         Returns:
             Pooled embeddings and logits (None without a dense part) before the update.
@@ -183,7 +184,7 @@ class Reference:
 class KeptReference(Reference):
     """A reference that trains once, for contenders that all get the same output gradients.
 
-    A contender whose gradients are others fails the comparison: its numbers are held against NaN.
+    A contender with other gradients fails, because it is compared with NaN.
     """
 
     def __init__(self, model: nn.Module, checks: Checks) -> None:
@@ -191,7 +192,7 @@ class KeptReference(Reference):
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def reset(self) -> None:
-        """Weights stay those after the last step."""
+        """Do nothing: the weights stay as after the last step."""
 
     def step(self, number: int, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if number == len(self._kept):
@@ -212,7 +213,7 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
         sides: the contenders, freshly built.
         checks: the input.
         reference: on rank 0; None elsewhere.
-        progress: told what is going on.
+        progress: called with a description of the current activity.
 
     Returns:
         By side on rank 0: ``passed``, ``max_relative_diff``, ``tolerance``. Elsewhere empty.

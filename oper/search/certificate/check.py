@@ -185,12 +185,12 @@ class Proof:
         if "table" in value:
             k = names.index(value["table"])
             if at.pushes[k] != FREE:
-                raise _NotShown(f"table {value['table']!r} is parted twice on a path of the tree")
+                raise _NotShown(f"table {value['table']!r} is branched on twice on a path")
             halves = [replace(at, pushes=_with(at.pushes, k, x)) for x in (PUSHES_NOTHING, PUSHES)]
         else:
             load, cut = self._load(value["load"]), float(value["at_us"])
             if not cut >= 0:
-                raise _NotShown(f"a node of the tree is parted at {cut} us")
+                raise _NotShown(f"a node of the tree is branched on at {cut} us")
             halves = [replace(at, most=_with(at.most, load, min(at.most[load], cut))),
                       replace(at, least=_with(at.least, load, max(at.least[load], cut)))]
         for half, below in zip(halves, (first, second), strict=True):
