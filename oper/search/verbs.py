@@ -127,7 +127,7 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
     _add_overlap(parser)
     add_machine(parser, required=False)
     parser.add_argument("--batch-size", type=whole(1), metavar="N", help="default: the plan's own")
-    parser.add_argument("--dif", metavar="OTHER", help="compare with another plan of the same "
+    parser.add_argument("--diff", metavar="OTHER", help="compare with another plan of the same "
                                                         "tables")
     parser.add_argument("--what-if", action="append", type=text_for(_change), default=[],
                         metavar="CHANGE",

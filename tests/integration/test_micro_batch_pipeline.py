@@ -149,7 +149,7 @@ def test_outputs_are_put_together() -> None:
     assert_bitwise(rows, torch.cat([torch.ones(2, 3), torch.zeros(1, 3)]), "rows")
     share, array, same = joined([(0.5, np.ones(2), None), (2.0, np.zeros(1), None)], [2, 1])
     assert share == 1.0 and array.tolist() == [1, 1, 0] and same is None
-    with pytest.raises(InvalidInputError, match="put together"):
+    with pytest.raises(InvalidInputError, match="cannot join"):
         joined([{"name": "a"}, {"name": "b"}], [2, 1])
 
 

@@ -103,8 +103,7 @@ class CostModel:
     # -- per-table rows, linear in the features: owner is float64 [..., 4, W] ---------------------
 
     def repeat_cost(self, t: TableProblem, pushed: bool) -> np.ndarray:
-        """Cost of reading a row again in a batch, relative to reading it from memory; float64 [W].
-        """
+        """Cost of reading a row again, relative to reading it from memory; float64 [W]."""
         key = (t.spec.name, pushed)
         if key not in self._repeat:
             rows = float(t.total[TOUCHED_ALL if pushed else TOUCHED])
@@ -136,10 +135,8 @@ class CostModel:
         return out
 
     def replica_rows(self, t: TableProblem, width: int, master: np.ndarray) -> np.ndarray:
-        """The tally of a tier replicated on all ranks, float64 [..., 22, W].
-
-        `master` gives the features of the master copies by rank, like `owner` in `shard_rows`.
-        """
+        """The tally of a tier replicated on all ranks; `master` gives the features of the master
+        copies by rank, like `owner` in `shard_rows`."""
         row, _, state = row_bytes(t, width)
         out = np.zeros((*master.shape[:-2], NUM_ROWS, master.shape[-1]))
         total = master.sum(axis=-1)
@@ -214,13 +211,7 @@ class CostModel:
 
     def tier_rows(self, t: TableProblem, width: int, tier: Tier, owner: np.ndarray) -> np.ndarray:
         """The tally of one tier of a column piece, without partial sums; replicas are on all ranks.
-
-        Args:
-            t: the table.
-            width: columns of the piece.
-            tier: the tier.
-            owner: float64 [..., 4, W], features of the rows that each rank owns.
-        """
+        Arguments and result as for `shard_rows`."""
         in_host = tier.memory == "host"
         if tier.placement == "replicated":
             out = self.replica_rows(t, width, owner)
@@ -310,19 +301,15 @@ class CostModel:
             out[..., Row.UPDATE_NS, :] += owner[..., TOUCHED_ALL, :] * self.odd_ns(t, width, 2)
 
     def odd_ns(self, t: TableProblem, width: int, phase: int) -> float:
-        """Additional nanoseconds per id or row where the table's width has no specialised kernel.
-
-        Such kernels make passes over vectors as wide as the table; a piece of `width` columns is
-        charged for its part. `phase` is 0, 1 or 2: forward, backward, update.
-        """
+        """Additional nanoseconds per id or row where the table's width has no specialised kernel;
+        a piece of `width` columns is charged for its part. `phase`: forward, backward, update."""
         if t.spec.dim in KERNEL_WIDTHS:
             return 0.0
         vectors = -(-t.spec.dim // 16) / t.spec.dim  # per column; the last one may be part of one
         return ODD_PASSES[phase] * width * vectors * self.costs.odd_ns
 
     def table_rows(self, t: TableProblem, num_outputs: np.ndarray | None = None) -> np.ndarray:
-        """The tally that a table has under every plan: outputs, bag gradients, memory of the
-        outbox.
+        """The tally of a table under every plan: outputs, bag gradients, memory of the outbox.
 
         Args:
             t: the table.
@@ -388,9 +375,7 @@ class CostModel:
         return rows
 
     def tiers_ns(self, pushes: bool) -> float:
-        """Nanoseconds per id and pass that a table of several tiers costs; `pushes`: whether any is
-        pushed.
-
+        """Nanoseconds per id that a table of several tiers costs; `pushes`: whether any is pushed.
         A reader of pushed rows passes over its ids to count them, to write requests, and to add up.
         """
         return PUSH_PASSES * self.costs.push_tier_ns if pushes else self.costs.tier_ns
@@ -508,10 +493,8 @@ class CostModel:
         return out
 
     def group_us(self, units: np.ndarray) -> np.ndarray:
-        """Convert units to microseconds by group of terms that run concurrently.
-
-        float64 [..., num_phases, 9, W] -> [..., num_phases, 8, W].
-        """
+        """Convert units to microseconds by group of terms that run concurrently;
+        float64 [..., num_phases, 9, W] -> [..., num_phases, 8, W]."""
         return by_group(self.machine.seconds(units) * 1e6, self.has_local)
 
     def units(self, tally: Tally) -> np.ndarray:
@@ -519,12 +502,9 @@ class CostModel:
         return np.asarray(self.loads(tally.rows) + tally.units)
 
     def fixed_us(self, tally: Tally) -> list[float]:
-        """Fixed microseconds of each phase.
-
-        A phase costs a call and a barrier, and one more barrier where it waits for partial sums or
-        for squared gradients of column pieces. Of the three exchanges by which hosts fetch rows,
-        one is that of the requests.
-        """
+        """Fixed microseconds of each phase: a call and a barrier, and one more barrier where it
+        waits for partial sums or for squared gradients of column pieces. Of the three exchanges by
+        which hosts fetch rows, one is that of the requests."""
         phase = self.costs.phase_us
         fixed = [{RESOLVE: 0.0, REQUEST: phase / 2}.get(p, phase) for p in self.phases]
         fixed[self.request_phase] += self.push_us * (tally.num_pushed > 0)
