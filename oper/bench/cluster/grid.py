@@ -133,8 +133,8 @@ def _alone(args: argparse.Namespace) -> str:
 def totals(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Accuracy of the predicted steps.
 
-    Counted are contenders executed by OPER's runtime, which the cost model describes, in the cases
-    of the grid, or in all cases if none is of the grid.
+    Only contenders executed by OPER's runtime are counted, since the cost model describes no other.
+    They are taken from the cases of the grid, or from all cases if none belongs to the grid.
 
     Returns:
         ``median_error`` and ``worst_error``, relative to the executed step; and ``ordered``, the

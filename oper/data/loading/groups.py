@@ -37,7 +37,7 @@ class Column:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Values of each row of a column of bags, int64 [n]."""
+        """Number of values in each row of a column of bags, int64 [n]."""
         assert self.ends is not None
         return np.diff(self.ends)
 

@@ -1,1 +1,1 @@
-"""What a plan executes: batches replayed id by id, bytes and timelines."""
+"""Replay of batches under a plan, id by id: what each rank does, the bytes moved, timelines."""
