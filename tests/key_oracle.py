@@ -12,7 +12,7 @@ from oper.shmem.keys.rules import DynamicTable
 from tests.rounding_reference import philox4x32
 
 MASK = (1 << 64) - 1
-BUCKET, CANDIDATES = 64, 32
+BUCKET, LINE, CANDIDATES = 64, 8, 32
 MOST = (1 << 32) - 1
 
 
@@ -112,7 +112,7 @@ class Oracle:
                     fresh.append((key, total))
             fresh.sort(key=lambda x: (-x[1], hash_of(x[0], self.rule.seed)))
             for key, total in fresh:
-                row = self.free_row(bucket)
+                row = self.free_row(bucket, key)
                 if row:
                     self.held[key] = Entry(total, self.clock, row)
                     found[key] = row
@@ -143,24 +143,34 @@ class Oracle:
         places[at] = key, Entry(min(total, 255), self.clock)
         return total if total >= rule.admit_after else 0
 
-    def free_row(self, bucket: int) -> int:
+    def free_row(self, bucket: int, key: int) -> int:
         """A row for a new key, from which its former key is taken; 0 = none."""
         rows = self.rows_of(bucket)
+        line = (hash_of(key, self.rule.seed) >> 8) % (BUCKET // LINE)
+        home = set(rows[line::BUCKET // LINE])
         by_row = {e.row: (k, e) for k, e in self.held.items() if e.row in rows}
-        free = [r for r in rows if r not in by_row]
+        around = sorted(rows, key=lambda r: (r not in home, r))
+        free = [r for r in around if r not in by_row]
         if free:
             return free[0]
-        over = [r for r in rows if not self.is_live(by_row[r][1])]
+        over = [r for r in around if not self.is_live(by_row[r][1])]
         idle = [r for r in rows if by_row[r][1].clock != self.clock]
         if not over and not idle:
             return 0
 
-        def score(row: int) -> tuple[int, int, int]:
+        def score(row: int) -> tuple[int, int]:
             entry = by_row[row][1]
             pair = (entry.clock, self.now_counts(entry))
-            return (*(pair if self.rule.eviction == "lru" else pair[::-1]), row)
+            return pair if self.rule.eviction == "lru" else pair[::-1]
 
-        row = over[0] if over else min(idle, key=score)
+        if over:
+            row = over[0]
+        else:
+            row = min(idle, key=lambda r: (score(r), r))
+            near = min(home & set(idle), key=lambda r: (score(r), r), default=None)
+            if near is not None and (
+                    sum(score(r) < score(near) for r in idle) < len(rows) // 4):
+                row = near
         del self.held[by_row[row][0]]
         return row
 

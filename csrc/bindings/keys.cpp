@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -81,15 +82,16 @@ Tensor tensor_of(const std::vector<Value>& values, int64_t columns) {
   return out;
 }
 
-// Rows of the ids, int64 [N]; the keys without a row, int64 [M], where they are kept; int64 [P, 4]: table,
-// its ids [begin, end), how many of the keys are of these; a code. For batches with ids.
-std::tuple<Tensor, Tensor, Tensor, int64_t> keys_find(int64_t handle, Tensor ids, Tensor lengths,
-                                                      Tensor key_of, int64_t batch_size,
-                                                      bool keeps) {
+// Rows of the ids, int32 or int64 [N]; and where they are kept, of keys with a row in how many lookups, int64
+// [N]; the keys without a row, int64 [M]; int64 [P, 6]: KeyPart in host/keys/tables.h; a code. For batches
+// with ids.
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> keys_find(int64_t handle, Tensor ids,
+                                                              Tensor lengths, Tensor key_of,
+                                                              int64_t batch_size, bool keeps) {
   const auto tables = collections().share(handle);
   const Tensor none = pooled_tensor(ScalarType::Long, {0});
   if (batch_size == 0 || !is_fit(ids, lengths, std::nullopt, key_of, batch_size))
-    return {none, none, none, kBadBatch};
+    return {none, none, none, none, kBadBatch};
   KeyBatch batch{ids.data_ptr(), ids.scalar_type() == ScalarType::Int, int64_data(key_of), {}};
   const int64_t num_keys = lengths.numel() / batch_size;
   // Of the bounds of bags those that every key begins with.
@@ -97,35 +99,51 @@ std::tuple<Tensor, Tensor, Tensor, int64_t> keys_find(int64_t handle, Tensor ids
   int64_t* const bounds = static_cast<int64_t*>(offsets.mutable_data_ptr());
   if (kernels().start_bounds(lengths.data_ptr(), lengths.scalar_type() == ScalarType::Int, num_keys,
                              batch_size, bounds) != ids.numel())
-    return {none, none, none, kBadLengths};
+    return {none, none, none, none, kBadLengths};
   for (int64_t key = 0; key <= num_keys; ++key) batch.bounds.push_back(bounds[key * batch_size]);
-  Tensor rows = pooled_tensor(ScalarType::Long, {ids.numel()});
-  const std::vector<KeyPart> parts = tables->find(
-      batch, static_cast<int64_t*>(rows.mutable_data_ptr()), keeps);
-  if (!keeps) return {rows, none, none, 0};
-  return {rows, tensor_of(tables->missed(), 1), tensor_of(parts, 4), 0};
+  const bool is_short = tables->has_short_rows(batch);
+  Tensor rows = pooled_tensor(is_short ? ScalarType::Int : ScalarType::Long, {ids.numel()});
+  Tensor counts = keeps ? pooled_tensor(ScalarType::Long, {ids.numel()}) : none;
+  static_assert(sizeof(PlaceCount) == 8);
+  const std::vector<KeyPart> parts =
+      tables->find(batch, rows.mutable_data_ptr(), is_short,
+                   keeps ? static_cast<PlaceCount*>(counts.mutable_data_ptr()) : nullptr);
+  if (!keeps) return {rows, none, none, none, 0};
+  return {rows, counts, tensor_of(tables->missed(), 1), tensor_of(parts, 6), 0};
 }
 
-// `rows`, `missed`, `parts`: of each lookup, as from `keys_find`. KeyTables::Left and a table.
-std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> rows,
-                                        std::vector<Tensor> missed, std::vector<Tensor> parts) {
+std::vector<bool> flags_of(const KeyTables& tables, const std::vector<int64_t>& numbers) {
+  std::vector<bool> found(static_cast<size_t>(tables.num_tables()));
+  for (int64_t t : numbers) found.at(static_cast<size_t>(t)) = true;
+  return found;
+}
+
+// `counts`, `missed`, `parts`: of each lookup, as from `keys_find`. KeyTables::Left and a table. With a
+// context its next backward pass does `keys_update`, where owners update rows.
+std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> counts,
+                                        std::vector<Tensor> missed, std::vector<Tensor> parts,
+                                        std::vector<int64_t> frozen,
+                                        std::optional<int64_t> context) {
+  const auto tables = collections().share(handle);
   std::vector<SeenBatch> seen;
-  for (size_t k = 0; k < rows.size(); ++k)
-    seen.push_back({int64_data(rows[k]),
+  for (size_t k = 0; k < counts.size(); ++k)
+    seen.push_back({reinterpret_cast<const PlaceCount*>(int64_data(counts[k])),
                     {reinterpret_cast<const KeyPart*>(int64_data(parts[k])),
-                     static_cast<size_t>(parts[k].numel() / 4)},
+                     static_cast<size_t>(parts[k].numel() / 6)},
                     int64_data(missed[k])});
   int64_t table = -1;
-  const auto left = collections().share(handle)->leave(seen, &table);
+  const auto left = tables->leave(seen, &table);
+  if (left == KeyTables::Left::kAll && context)
+    context_of(*context).beside_update = [tables, flags = flags_of(*tables, frozen)] {
+      tables->update(flags);
+    };
   return {static_cast<int64_t>(left), table};
 }
 
 // `frozen`: numbers of tables.
 void keys_update(int64_t handle, std::vector<int64_t> frozen) {
   const auto tables = collections().share(handle);
-  std::vector<bool> is_frozen(static_cast<size_t>(tables->num_tables()));
-  for (int64_t t : frozen) is_frozen.at(static_cast<size_t>(t)) = true;
-  tables->update(is_frozen);
+  tables->update(flags_of(*tables, frozen));
 }
 
 // int64 [n, 2]: rows that have begun anew, and the keys that have them; or -row and the key that has lost
@@ -203,9 +221,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
                 "int[] table_of) -> int");
   OPER_OPERATOR(keys_find,
                 "(int handle, Tensor ids, Tensor lengths, Tensor key_of, int batch_size, "
-                "bool keeps) -> (Tensor, Tensor, Tensor, int)");
+                "bool keeps) -> (Tensor, Tensor, Tensor, Tensor, int)");
   OPER_OPERATOR(keys_leave,
-                "(int handle, Tensor[] rows, Tensor[] missed, Tensor[] parts) -> (int, int)");
+                "(int handle, Tensor[] counts, Tensor[] missed, Tensor[] parts, "
+                "int[] frozen=[], int? context=None) -> (int, int)");
   OPER_OPERATOR(keys_update, "(int handle, int[] frozen) -> ()");
   OPER_OPERATOR(keys_new, "(int handle) -> (Tensor, int[])");
   OPER_OPERATOR(keys_begin, "(int handle, int context) -> ()");

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -285,6 +286,8 @@ struct Context {
   }
   int64_t outbox_half() const { return has_push ? outbox_bytes / 2 / 4096 * 4096 : outbox_bytes; }
   bool has_push = false;  // any table
+  // What else the next backward pass does between the barriers of the update; of dynamic tables.
+  std::function<void()> beside_update;
   size_t num_left = 0;    // parts of a batch that `leave` has collected since the last update
   int64_t unpooled_columns = 0;
   std::shared_ptr<PeerRows> peer_rows;  // null: rows of neighbours are read where they are

@@ -23,15 +23,18 @@ class SeenKeys:
     Attributes:
         ids: int64 or int32 [N], as they were given.
         version: how often `ids` had been changed in place; -1 = nobody counts.
-        rows: int64 [N], what the lookup read: rows of keys, 0 = none; ids of other tables.
+        rows: int64 or int32 [N], what the lookup read: rows of keys, 0 = none; ids of other tables.
+        counts: int64 [N], how often each key with a row is looked up, as the directories take it.
         missed: int64 [M], the keys without a row, part after part.
-        parts: int64 [P, 4]: number of a dynamic table, its ids [begin, end), how many are missed.
+        parts: int64 [P, 6]: number of a dynamic table, its ids [begin, end), how many are missed,
+            and what the directories note of `counts`.
         updates: of the directories before the lookup.
     """
 
     ids: torch.Tensor
     version: int
     rows: torch.Tensor
+    counts: torch.Tensor
     missed: torch.Tensor
     parts: torch.Tensor
     updates: int

@@ -135,7 +135,7 @@ class TableUpdates:
         # One function, since each one more costs a microsecond in every step.
         batch, offsets, grad = passed.batch, passed.offsets, passed.grad
         if self.keys is not None:
-            self.keys.leave(batch)
+            self.keys.leave(batch, passed.frozen)
         if not grad.is_contiguous():
             grad = rows_in_order(grad, batch.pooled)
         optimizers = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
@@ -150,7 +150,7 @@ class TableUpdates:
         if not updates:
             return
         if self.keys is not None:
-            self.keys.take(passed.frozen)
+            self.keys.take()
         self.num_steps += 1
         for name in passed.frozen:
             self._skipped[name] += 1

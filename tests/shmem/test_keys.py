@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from oper.errors import InvalidInputError
 from oper.shmem.keys.directories import row_seed, rule_numbers
+from oper.shmem.keys.places import buckets_of_keys, slots_of_buckets, slots_of_keys
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
 from tests.key_oracle import BUCKET, CANDIDATES, MASK, Oracle, first_row, hash_of
@@ -56,7 +57,7 @@ class Directory:
             OPS.keys_set_clock(handle, 0, clock)
 
     def find(self, keys: Sequence[int] | torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
-        """Rows, keys without one, and parts, of a batch of one bag."""
+        """Rows, counts, keys without a row, and parts, of a batch of one bag."""
         *found, code = OPS.keys_find(self.handles[rank], as_keys(keys), as_keys([len(keys)]),
                                      as_keys([0]), 1, True)
         assert code == 0
@@ -71,7 +72,7 @@ class Directory:
         """One update by batches of all ranks."""
         for rank, handle in enumerate(self.handles):
             seen = [self.find(keys, rank) for keys in batches[rank::self.size]]
-            left, _ = OPS.keys_leave(handle, *([s[k] for s in seen] for k in range(3)))
+            left, _ = OPS.keys_leave(handle, *([s[k] for s in seen] for k in (1, 2, 3)))
             assert left == 0
         for handle in self.handles:
             OPS.keys_update(handle, [])
@@ -88,9 +89,11 @@ class Directory:
         return {key: row for row, key in given.tolist()}, self.counts() - before
 
     def rows(self, keys: Sequence[int], rank: int = 0) -> list[int]:
-        rows, missed, parts = self.find(keys, rank)
+        rows, counts, missed, parts = self.find(keys, rank)
         assert missed.tolist() == [k for k, r in zip(keys, rows.tolist(), strict=True) if r == 0]
-        assert parts.tolist() == ([[0, 0, len(keys), missed.numel()]] if keys else [])
+        counted = len({k for k, r in zip(keys, rows.tolist(), strict=True) if r})
+        assert parts.tolist() == ([[0, 0, len(keys), missed.numel(), counted, 0]] if keys else [])
+        assert int((counts[:counted] >> 32).sum()) == len(keys) - missed.numel()
         return rows.tolist()
 
     def read(self, candidates: bool = False) -> torch.Tensor:
@@ -149,6 +152,52 @@ def test_oracle(rule: DynamicTable, slots: int, world_size: int, steps: list[lis
                 [0, 0, -1] if p is None else [p[0], p[1].count, p[1].clock] for p in places]
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_evictions_from_full_buckets(rule: DynamicTable) -> None:
+    slots = 2 * BUCKET + 5
+    directory = Directory(slots, rule)
+    oracle = Oracle(slots, rule, row_seed(NAME, rule.seed))
+    rng = np.random.default_rng(6)
+    for _ in range(15):
+        keys = (rng.zipf(1.3, 200) % 500).tolist()
+        assert directory.update([keys])[0] == oracle.update(keys)
+        assert directory.records() == oracle.records()
+
+
+def test_keys_keep_to_their_lines() -> None:
+    """Most keys have a slot in the line that is searched first, after many evictions, too."""
+    slots = 20_000
+    directory = Directory(slots, DynamicTable())
+    keys = torch.arange(22_000) * 0x5851F42D4C957F2D
+    rng = np.random.default_rng(7)
+    for size, share in ((slots // 2, 0.95), (22_000, 0.75)):
+        for _ in range(40):
+            directory.take([keys[rng.integers(0, size, 4096)]])
+        rows = directory.find(keys, 0)[0].numpy()
+        found = rows > 0
+        buckets, hashes = buckets_of_keys(keys.numpy()[found], slots, 0)
+        places = rows[found] - 1 - slots_of_buckets(buckets, slots)[0]
+        assert np.mean(places % 8 == hashes >> np.uint64(8) & np.uint64(7)) > share
+    assert directory.counts()[1] > slots // 2
+
+
+@given(st.integers(1, 200), st.integers(0, 400), st.integers(SMALLEST, LARGEST))
+def test_slots_of_many_keys(slots: int, num: int, seed: int) -> None:
+    """Every key has a slot of its bucket to itself; where there are too few, the highest counts."""
+    rng = np.random.default_rng(num)
+    keys, counts = np.arange(num) * 7919 - 10**6, rng.integers(0, 9, num)
+    found = slots_of_keys(keys, counts, slots, seed)
+    held = found >= 0
+    assert np.unique(found[held]).size == held.sum()
+    buckets, _ = buckets_of_keys(keys, slots, seed)
+    begin, end = slots_of_buckets(buckets, slots)
+    assert ((begin <= found) & (found < end))[held].all()
+    for bucket in np.unique(buckets):
+        mine = buckets == bucket
+        assert held[mine].sum() == min(mine.sum(), (end - begin)[mine][0])
+        assert counts[mine & ~held].max(initial=-1) <= counts[mine & held].min()
+
+
 @given(st.lists(st.integers(SMALLEST, LARGEST), max_size=300), st.integers(SMALLEST, LARGEST))
 def test_every_key_is_legal(keys: list[int], seed: int) -> None:
     directory = Directory(1 << 12, DynamicTable(seed=seed))
@@ -156,6 +205,35 @@ def test_every_key_is_legal(keys: list[int], seed: int) -> None:
     assert set(found) == set(keys)
     assert directory.rows(keys) == [found[k] for k in keys]
     assert set(directory.records()) == set(keys)
+
+
+def test_keys_that_meet_while_they_are_told_apart() -> None:
+    """Keys whose hashes are alike where a batch's keys are told apart are counted as others are."""
+    rule = DynamicTable(eviction="lfu", seed=4)
+    alike = (k for k in itertools.count() if hash_of(k, 4) >> 8 & 255 == 9)
+    keys = [k for n, k in enumerate(itertools.islice(alike, 30)) for _ in range(n % 3 + 1)] * 2
+    directory, oracle = Directory(1_000, rule), Oracle(1_000, rule)
+    for batches in ([keys], [keys, keys[::-1][:7], keys]):
+        want = oracle.update([k for batch in batches for k in batch])
+        assert directory.update(batches)[0] == want
+        assert directory.records() == oracle.records()
+    rows, counts, missed, parts = directory.find(keys, 0)
+    assert rows.tolist() == [oracle.row_of(k) for k in keys] and not missed.numel()
+    number, has_repeats = parts[0, 4:].tolist()
+    assert has_repeats == 1 and number > 30 and int((counts[:number] >> 32).sum()) == len(keys)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_more_ids_than_a_part_has(world_size: int) -> None:
+    rule = DynamicTable()
+    directory, oracle = Directory(1_500, rule, world_size), Oracle(1_500, rule)
+    keys = np.random.default_rng(5).integers(-700, 700, 150_001).tolist()
+    for _ in range(2):
+        want = oracle.update(keys)
+        assert directory.update(dealt(keys, world_size))[0] == want
+        assert directory.records() == oracle.records()
+    parts = directory.find(keys, 0)[3]
+    assert parts[:, 1:3].tolist() == [[0, 1 << 16], [1 << 16, 1 << 17], [1 << 17, 150_001]]
 
 
 @pytest.mark.parametrize("rule", RULES[:5])

@@ -96,9 +96,8 @@ struct Kernels {
                            Scratch& scratch);
   void (*count)(const Table& table, const DistinctRows& rows, int64_t num_ids, int32_t rank,
                 Scratch& scratch);
-  // Rows of keys, 0 = none. Returns how many have none; these are left in `missed` [n], unless null.
-  int64_t (*find_keys)(const KeyDirectory& directory, const void* keys, bool are_32_bit, int64_t n,
-                       uint32_t clock, int64_t* rows, int64_t* missed);
+  // Rows of keys, and the distinct ones among them. Returns how many have no row.
+  int64_t (*find_keys)(const KeyDirectory& directory, const FindKeys& job, DistinctKeys& distinct);
   // Bags [begin, end).
   void (*gather)(const GatherJob& job, int64_t begin, int64_t end);
 };

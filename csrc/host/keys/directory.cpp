@@ -10,7 +10,7 @@ namespace oper::host {
 
 namespace {
 
-constexpr int64_t kAhead = 32;  // keys whose buckets are fetched together
+constexpr size_t kAhead = 32;  // keys whose buckets are fetched together
 constexpr uint32_t kAdmissionDraw = 0x61646d74u;
 
 // The first slot with a tag for which `body(slot)`, or -1.
@@ -19,6 +19,12 @@ int64_t first_slot_where(const uint8_t* tags, uint8_t tag, Body body) {
   for (uint64_t bits = equal_tags(tags, tag); bits != 0; bits &= bits - 1)
     if (const int64_t slot = std::countr_zero(bits); body(slot)) return slot;
   return -1;
+}
+
+// The first of some slots, a bit each, that are in a line, or of all of them if none is.
+int64_t first_slot_near(uint64_t slots, int64_t line) {
+  const uint64_t near = slots & uint64_t{0x0101010101010101} << line;
+  return std::countr_zero(near != 0 ? near : slots);
 }
 
 uint32_t saturated(uint64_t count) {
@@ -70,11 +76,18 @@ int64_t KeyDirectory::num_bytes(int64_t num_slots, int64_t world_size, int64_t r
   return (ranks.begin(rank + 1) - ranks.begin(rank)) * bytes_per_bucket(counts);
 }
 
-std::vector<uint32_t> KeyDirectory::row_bounds() const {
-  std::vector<uint32_t> bounds;
-  for (int64_t bucket : first_bucket_)
-    bounds.push_back(static_cast<uint32_t>(first_slot(bucket) + 1));
-  bounds.push_back(static_cast<uint32_t>(num_rows()));
+void KeyDirectory::begin() const {
+  for (int64_t bucket = 0; bucket < num_buckets_; ++bucket) {
+    if (owner_of(bucket) != rank_) continue;
+    const Bucket at = bucket_at(bucket);
+    for (int64_t slot = 0; slot < kBucketSlots; ++slot) at.hash(slot) = free_hash(slot);
+  }
+}
+
+std::vector<int64_t> KeyDirectory::place_bounds() const {
+  std::vector<int64_t> bounds;
+  for (int64_t bucket : first_bucket_) bounds.push_back(bucket * kBucketSlots);
+  bounds.push_back(num_places());
   return bounds;
 }
 
@@ -90,7 +103,8 @@ KeyDirectory::Bucket KeyDirectory::bucket_at(int64_t bucket) const {
   char* candidates = candidate_bases_[owner] + bucket * kCandidateBytes;
   const int64_t first = first_slot(bucket);
   return {reinterpret_cast<uint8_t*>(at),
-          reinterpret_cast<KeySlot*>(at + kSlotsAt),
+          reinterpret_cast<uint64_t*>(at + kHashesAt),
+          reinterpret_cast<KeyAge*>(at + kAgesAt),
           reinterpret_cast<uint64_t*>(candidates),
           reinterpret_cast<uint32_t*>(candidates + kCandidateClocksAt),
           reinterpret_cast<uint8_t*>(candidates + kCandidateCountsAt),
@@ -162,22 +176,19 @@ uint32_t KeyDirectory::decayed(uint32_t count, uint32_t since, uint32_t clock) c
   return halvings > 31 ? 0 : count >> halvings;
 }
 
-void KeyDirectory::count(std::span<const RowCount> rows, uint32_t clock) const {
-  const int64_t n = static_cast<int64_t>(rows.size());
-  KeySlot* ahead[kAhead];  // on their way
+void KeyDirectory::count(std::span<const PlaceCount> keys, uint32_t clock) const {
   char* mine = bases_[rank_];
-  for (int64_t i = 0; i < n + kAhead; ++i) {
-    KeySlot*& next = ahead[i % kAhead];
-    if (i >= kAhead) {
-      next->count = saturated(uint64_t{decayed(next->count, next->clock, clock)} +
-                              rows[i - kAhead].count);
-      next->clock = clock;
-    }
-    if (i < n) {
-      const auto [bucket, at] = place_of(false, static_cast<int64_t>(rows[i].row) - 1);
-      next = reinterpret_cast<KeySlot*>(mine + bucket * kBucketBytes + kSlotsAt) + at;
-      __builtin_prefetch(next, 1);
-    }
+  const auto age_at = [=](uint32_t place) {
+    const int64_t bucket = place / kBucketSlots;
+    return reinterpret_cast<KeyAge*>(mine + bucket * kBucketBytes + kAgesAt) + place % kBucketSlots;
+  };
+  const size_t n = keys.size();
+  for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(age_at(keys[i].place), 1);
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(age_at(keys[i + kAhead].place), 1);
+    KeyAge& age = *age_at(keys[i].place);
+    age.count = saturated(uint64_t{decayed(age.count, age.clock, clock)} + keys[i].count);
+    age.clock = clock;
   }
 }
 
@@ -212,32 +223,55 @@ uint64_t KeyDirectory::admitted_count(const Bucket& bucket, const KeyCount& key,
   return total >= rules_.min_count ? total : 0;
 }
 
-// A slot for a new key: a free one, one that has expired, or that of the key to be evicted; -1 where all
-// keys of the bucket have been seen in this update.
-int64_t KeyDirectory::take_slot(const Bucket& bucket, uint32_t clock, KeyChanges& changes) const {
-  const int64_t free =
-      first_slot_where(bucket.tags, 0, [&](int64_t slot) { return slot < bucket.num_slots; });
-  if (free >= 0) return free;
-  if (rules_.time_to_live != 0)
+// A slot for a new key, in its line if there is one: a free one, one that has expired, or that of the key to be
+// evicted; -1 where all keys of the bucket have been seen in this update.
+int64_t KeyDirectory::take_slot(const Bucket& bucket, int64_t line, uint32_t clock,
+                                KeyChanges& changes) const {
+  const uint64_t all = ~uint64_t{0} >> (kBucketSlots - bucket.num_slots);
+  if (const uint64_t free = equal_tags(bucket.tags, 0) & all; free != 0)
+    return first_slot_near(free, line);
+  if (rules_.time_to_live != 0) {
+    uint64_t expired = 0;
     for (int64_t i = 0; i < bucket.num_slots; ++i)
-      if (is_expired(bucket.slots[i].clock, clock)) {
-        ++changes.expired;
-        return i;
-      }
+      expired |= static_cast<uint64_t>(is_expired(bucket.ages[i].clock, clock)) << i;
+    if (expired != 0) {
+      ++changes.expired;
+      return first_slot_near(expired, line);
+    }
+  }
+  const int64_t found = victim(bucket, line, clock);
+  changes.evicted += found >= 0;
+  return found;
+}
+
+// The slot of the first key in the order of eviction. One in the line comes before it if less than a quarter
+// of the bucket's keys are in front: keys that are at home are found sooner.
+int64_t KeyDirectory::victim(const Bucket& bucket, int64_t line, uint32_t clock) const {
   constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();  // no clock is as high
   const bool by_clock = rules_.eviction == Eviction::kLeastRecent;
-  int64_t victim = -1;
-  uint64_t least = kNever;
+  uint64_t scores[kBucketSlots];
   for (int64_t i = 0; i < bucket.num_slots; ++i) {
-    const uint64_t since = bucket.slots[i].clock;
-    const uint64_t count = decayed(bucket.slots[i].count, bucket.slots[i].clock, clock);
+    const uint64_t since = bucket.ages[i].clock;
+    const uint64_t count = decayed(bucket.ages[i].count, bucket.ages[i].clock, clock);
     const uint64_t score = by_clock ? since << 32 | count : count << 32 | since;
-    const bool is_less = (since == clock ? kNever : score) < least;
-    victim = is_less ? i : victim;
-    least = is_less ? score : least;
+    scores[i] = since == clock ? kNever : score;
   }
-  changes.evicted += victim >= 0;
-  return victim;
+  const auto first_of = [&](int64_t begin, int64_t step) {
+    int64_t first = -1;
+    uint64_t least = kNever;
+    for (int64_t i = begin; i < bucket.num_slots; i += step) {
+      const bool is_less = scores[i] < least;
+      first = is_less ? i : first;
+      least = is_less ? scores[i] : least;
+    }
+    return first;
+  };
+  const int64_t near = first_of(line, kLines);
+  if (near >= 0 && std::count_if(scores, scores + bucket.num_slots, [&](uint64_t score) {
+        return score < scores[near];
+      }) < bucket.num_slots / 4)
+    return near;
+  return first_of(0, 1);
 }
 
 void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t clock,
@@ -246,17 +280,17 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
   fresh.clear();
   for (const KeyCount& key : keys) {
     const int64_t slot = first_slot_where(bucket.tags, tag_of(key.hash), [&](int64_t at) {
-      return bucket.slots[at].hash == key.hash;
+      return bucket.hash(at) == key.hash;
     });
     // Of a lookup that has been overtaken by the update that gave the key its row.
-    if (slot >= 0 && !is_expired(bucket.slots[slot].clock, clock - 1)) {
-      const uint32_t before = decayed(bucket.slots[slot].count, bucket.slots[slot].clock, clock);
-      bucket.slots[slot].count = saturated(before + key.count);
-      bucket.slots[slot].clock = clock;
+    if (slot >= 0 && !is_expired(bucket.ages[slot].clock, clock - 1)) {
+      const uint32_t before = decayed(bucket.ages[slot].count, bucket.ages[slot].clock, clock);
+      bucket.ages[slot] = {clock, saturated(before + key.count)};
       continue;
     }
     if (slot >= 0) {
       bucket.tags[slot] = 0;
+      __atomic_store_n(&bucket.hash(slot), free_hash(slot), __ATOMIC_RELAXED);
       ++changes.expired;
       changes.rows.push_back({-(bucket.first_slot + slot + 1), key_of(key.hash)});
     }
@@ -267,16 +301,15 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
     return std::pair(b.count, a.hash) < std::pair(a.count, b.hash);
   });
   for (const KeyCount& key : fresh) {
-    const int64_t slot = take_slot(bucket, clock, changes);
+    const int64_t slot = take_slot(bucket, home_line(key.hash), clock, changes);
     if (slot < 0) {
       ++changes.refused;
       continue;
     }
     // Lookups without gradients may come across it: whole numbers, old or new ones.
-    __atomic_store_n(&bucket.slots[slot].hash, key.hash, __ATOMIC_RELAXED);
+    __atomic_store_n(&bucket.hash(slot), key.hash, __ATOMIC_RELAXED);
     bucket.tags[slot] = tag_of(key.hash);
-    bucket.slots[slot].clock = clock;
-    bucket.slots[slot].count = saturated(key.count);
+    bucket.ages[slot] = {clock, saturated(key.count)};
     ++changes.admitted;
     changes.rows.push_back({bucket.first_slot + slot + 1, key_of(key.hash)});
     if (rules_.min_count > 1)
@@ -321,7 +354,7 @@ void KeyDirectory::read(bool candidates, int64_t begin, int64_t n, KeyRecord* ou
       out[i] = {key_of(bucket.candidates[at]), bucket.candidate_counts[at],
                 bucket.candidate_clocks[at]};
     else
-      out[i] = {key_of(bucket.slots[at].hash), bucket.slots[at].count, bucket.slots[at].clock};
+      out[i] = {key_of(bucket.hash(at)), bucket.ages[at].count, bucket.ages[at].clock};
   }
 }
 
@@ -342,16 +375,17 @@ int64_t KeyDirectory::write(bool candidates, int64_t begin, int64_t n, const Key
     const Bucket bucket = bucket_at(number);
     const KeyRecord& r = records[i];
     const bool is_free = r.clock == -1;
-    const uint64_t hash = is_free ? 0 : hash_of(r.key);
+    const uint64_t hash = is_free ? free_hash(at) : hash_of(r.key);
     if (candidates) {
-      bucket.candidates[at] = hash;
+      bucket.candidates[at] = is_free ? 0 : hash;
       bucket.candidate_clocks[at] = is_free ? 0 : static_cast<uint32_t>(r.clock);
       bucket.candidate_counts[at] = static_cast<uint8_t>(is_free ? 0 : r.count);
     } else {
       bucket.tags[at] = is_free ? 0 : tag_of(hash);
-      bucket.slots[at].hash = hash;
-      bucket.slots[at].clock = is_free ? 0 : static_cast<uint32_t>(r.clock);
-      bucket.slots[at].count = is_free ? 0 : static_cast<uint32_t>(r.count);
+      bucket.hash(at) = hash;
+      bucket.ages[at] = {};
+      if (!is_free)
+        bucket.ages[at] = {static_cast<uint32_t>(r.clock), static_cast<uint32_t>(r.count)};
     }
   }
   return -1;

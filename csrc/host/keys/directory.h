@@ -8,13 +8,18 @@
 //
 // Hashes are stored instead of keys: the hash is a bijection of 64-bit numbers, so any key is legal
 // and equal hashes mean equal keys. A slot takes 17 bytes: a tag (one byte of the hash, compared
-// first; 0 = free), the hash, the clock of the last update that saw the key, and its count. The tags
-// of a bucket are one cache line, so that a search reads two: the tags and the slot. With admission
-// by count, a bucket also counts up to kBucketCandidates keys that have no row (6.5 more bytes per
-// slot), behind the slots of all buckets, where lookups do not come by.
+// first; 0 = free), the hash, and its age: the clock of the last update that saw the key, and its count.
+// The hashes of kLineSlots slots are a cache line; slots go to the lines in turn, so that those in use lie
+// close together, and their rows and ages, while a table fills. Each key has a line of its bucket as its home and takes a
+// slot there if it can, so that a search mostly reads one line; of keys that are not at home it reads the
+// bucket's tags, which are a line, too, and the line of the slot. Ages lie behind the hashes: lookups do
+// without them unless keys expire, and what updates write is not what the other ranks' lookups read. With
+// admission by count, a bucket also counts up to kBucketCandidates keys that have no row (6.5 more bytes per
+// slot), behind all buckets, where lookups do not come by.
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -25,7 +30,7 @@
 
 namespace oper::host {
 
-constexpr int64_t kBucketSlots = 64, kBucketCandidates = 32;
+constexpr int64_t kBucketSlots = 64, kLineSlots = 8, kBucketCandidates = 32;
 
 enum class Eviction : int64_t { kLeastRecent, kLeastFrequent };
 
@@ -40,9 +45,9 @@ struct KeyRules {
   uint32_t time_to_live = 0;    // age beyond which a key has no row any more; 0 = none
 };
 
-// What a batch has of a key with a row, and of one without.
-struct RowCount {
-  uint32_t row, count;
+// How often a batch has a key with a row, by the place of its slot, and one without.
+struct PlaceCount {
+  uint32_t place, count;
 };
 struct KeyCount {
   uint64_t hash, count;
@@ -52,8 +57,7 @@ struct NewRow {
   int64_t row, key;
 };
 
-struct KeySlot {
-  uint64_t hash;
+struct KeyAge {
   uint32_t clock, count;
 };
 
@@ -123,11 +127,65 @@ inline uint64_t equal_tags(const uint8_t* tags, uint8_t tag) {
   return found;
 }
 
+// Keys of a part of a batch, at most DistinctKeys::kMost, and where what is found of them goes.
+struct FindKeys {
+  const void* keys;
+  bool are_keys_32_bit;
+  int64_t n;
+  uint32_t clock;
+  void* rows;  // [n], 0 = none
+  bool are_rows_32_bit;
+  int64_t* missed;  // [n], the keys without a row, one behind the other; null: nobody asks
+};
+
+// The distinct keys of a part of a batch, numbered in the order in which they come first.
+struct DistinctKeys {
+  static constexpr int64_t kMost = 1 << 16;  // ids of a part
+  static constexpr int64_t kProbes = 16;     // before a key takes the place of another one
+  // By number: the hash, the row (0 = none), the place where there is a row, and how often it comes.
+  std::vector<uint64_t> hashes = std::vector<uint64_t>(kMost + 1);
+  std::vector<uint32_t> rows = std::vector<uint32_t>(kMost), places = rows, counts = rows;
+  // By bits of the hash between those that choose tag and bucket: a key's number, below the number of the
+  // call that has set it. Thus nothing is cleared between two calls.
+  std::vector<uint32_t> table = std::vector<uint32_t>(kMost);
+  uint64_t mask = 0;  // places in use there, less one
+  uint32_t call = 0;
+  int64_t size = 0, num_missed = 0;
+  bool has_repeats = false;  // a key may have several numbers
+
+  // Of so many ids.
+  void begin(int64_t n) {
+    if (++call == 1 << 16) {
+      std::fill(table.begin(), table.end(), 0u);
+      call = 1;
+    }
+    mask = std::clamp<uint64_t>(2 * std::bit_ceil(static_cast<uint64_t>(n)), 1, kMost) - 1;
+    size = num_missed = 0;
+    has_repeats = false;
+  }
+};
+
+// The line of its bucket that is a key's home, by other bits of the hash than the bucket and the tag.
+inline int64_t home_line(uint64_t hash) { return static_cast<int64_t>(hash >> 8 & 7); }
+
+// Lines and slots of a bucket: line l has the slots l, l + kLines, ...
+constexpr int64_t kLines = kBucketSlots / kLineSlots;
+static_assert(kLines == 8);
+inline int64_t slot_of(int64_t line, int64_t index) { return index * kLines + line; }
+// Where the hash of a slot is among those of its bucket.
+inline int64_t hash_index(int64_t slot) { return slot % kLines * kLineSlots + slot / kLines; }
+
+// What a free slot has in the place of a hash: none that is at home in its line, whose hashes are compared
+// without a look at the tags.
+inline uint64_t free_hash(int64_t slot) { return slot % kLines == 0 ? uint64_t{1} << 8 : 0; }
+
 class KeyDirectory {
  public:
   // Where the arrays of a bucket begin, each at a cache line: its tags, of which those behind its slots
-  // are 0, and its slots; and where those of its candidates begin, behind all of a rank's buckets.
-  static constexpr int64_t kSlotsAt = kBucketSlots, kBucketBytes = kSlotsAt + 16 * kBucketSlots,
+  // are 0, its hashes and its ages; and where those of its candidates begin, behind all of a rank's
+  // buckets.
+  static constexpr int64_t kHashesAt = kBucketSlots, kAgesAt = kHashesAt + 8 * kBucketSlots,
+                           kBucketBytes = kAgesAt + 8 * kBucketSlots,
                            kCandidateClocksAt = 8 * kBucketCandidates,
                            kCandidateCountsAt = kCandidateClocksAt + 4 * kBucketCandidates,
                            kCandidateBytes = kCandidateCountsAt + kBucketCandidates;
@@ -136,6 +194,8 @@ class KeyDirectory {
   KeyDirectory(const std::vector<char*>& arenas, int64_t rank, int64_t num_slots,
                const KeyRules& rules);
   static int64_t num_bytes(int64_t num_slots, int64_t world_size, int64_t rank, bool counts);
+  // Makes a directory of this rank's part, which is cleared.
+  void begin() const;
 
   // ---- places ----
 
@@ -163,9 +223,19 @@ class KeyDirectory {
   bool is_expired(uint32_t since, uint32_t clock) const {
     return rules_.time_to_live != 0 && clock > since && clock - since > rules_.time_to_live;
   }
+  // Whether the key of a slot of the bucket at `address` is.
+  bool has_expired(const char* address, int64_t slot, uint32_t clock) const {
+    return rules_.time_to_live != 0 &&
+           is_expired(reinterpret_cast<const KeyAge*>(address + kAgesAt)[slot].clock, clock);
+  }
   int64_t num_rows() const { return num_slots_ + 1; }
-  // By rank: the first row of its buckets; and behind the last one of all. [W + 1]
-  std::vector<uint32_t> row_bounds() const;
+  // Slots of all buckets are numbered as if each had kBucketSlots.
+  static uint32_t place_in(int64_t bucket, int64_t slot) {
+    return static_cast<uint32_t>(bucket * kBucketSlots + slot);
+  }
+  int64_t num_places() const { return num_buckets_ * kBucketSlots; }
+  // By rank: the first place of its buckets; and behind the last one of all. [W + 1]
+  std::vector<int64_t> place_bounds() const;
 
   // ---- updates, of this rank's buckets ----
 
@@ -174,7 +244,7 @@ class KeyDirectory {
   // Those of this rank's buckets among what the ranks have of keys without a row (by rank, each by hash).
   std::vector<KeyCount> merge(const std::vector<std::span<const KeyCount>>& lists) const;
   // Adds to keys that have rows, each once.
-  void count(std::span<const RowCount> rows, uint32_t clock) const;
+  void count(std::span<const PlaceCount> keys, uint32_t clock) const;
   // Takes in keys that had no row, by hash: all those of some buckets.
   void admit(std::span<const KeyCount> keys, uint32_t clock, KeyChanges& changes) const;
 
@@ -190,11 +260,13 @@ class KeyDirectory {
  private:
   struct Bucket {
     uint8_t* tags;
-    KeySlot* slots;
+    uint64_t* hashes;
+    KeyAge* ages;
     uint64_t* candidates;
     uint32_t* candidate_clocks;
     uint8_t* candidate_counts;
     int64_t num_slots, first_slot;
+    uint64_t& hash(int64_t slot) const { return hashes[hash_index(slot)]; }
   };
   struct Place {
     int64_t bucket, index;
@@ -205,7 +277,8 @@ class KeyDirectory {
   Place place_of(bool candidates, int64_t number) const;
   uint32_t decayed(uint32_t count, uint32_t since, uint32_t clock) const;
   uint64_t admitted_count(const Bucket& bucket, const KeyCount& key, uint32_t clock) const;
-  int64_t take_slot(const Bucket& bucket, uint32_t clock, KeyChanges& changes) const;
+  int64_t take_slot(const Bucket& bucket, int64_t line, uint32_t clock, KeyChanges& changes) const;
+  int64_t victim(const Bucket& bucket, int64_t line, uint32_t clock) const;
   void admit_in_bucket(std::span<const KeyCount> keys, uint32_t clock,
                        std::vector<KeyCount>& fresh, KeyChanges& changes) const;
 

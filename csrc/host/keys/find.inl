@@ -17,112 +17,233 @@ OPER_INLINE uint64_t slots_with_tag(const uint8_t* tags, uint8_t tag) {
 #endif
 }
 
-// Keys that are being found, and the slots that may have them: bit i of `found` is slot i's.
+// Which of the hashes of a line are `hash`, a bit each.
+OPER_INLINE uint32_t equal_hashes(const uint64_t* line, uint64_t hash) {
+#if defined(OPER_KERNELS_AVX512)
+  return _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(line),
+                                 _mm512_set1_epi64(static_cast<long long>(hash)));
+#elif defined(OPER_KERNELS_AVX2)
+  const __m256i wanted = _mm256_set1_epi64x(static_cast<long long>(hash));
+  const __m256i* halves = reinterpret_cast<const __m256i*>(line);
+  const int low = _mm256_movemask_pd(
+      _mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_loadu_si256(halves), wanted)));
+  const int high = _mm256_movemask_pd(
+      _mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_loadu_si256(halves + 1), wanted)));
+  return static_cast<uint32_t>(low | high << 4);
+#else
+  uint32_t found = 0;
+  for (int64_t k = 0; k < kLineSlots; ++k)
+    found |= static_cast<uint32_t>(__atomic_load_n(line + k, __ATOMIC_RELAXED) == hash) << k;
+  return found;
+#endif
+}
+
+// Keys that are being found. A lookup without gradients may meet the owner's update: hashes are whole
+// numbers, old or new ones, and so are those of a vector.
 struct KeyBlock {
   static constexpr int64_t kSize = 32;
-  uint64_t hashes[kSize], found[kSize];
-  int64_t first_rows[kSize];
-  const char* buckets[kSize];
+  int64_t buckets[kSize];
+  const char* addresses[kSize];
 
-  const KeySlot* slots(int64_t i) const {
-    return reinterpret_cast<const KeySlot*>(buckets[i] + KeyDirectory::kSlotsAt);
+  const uint64_t* hashes(int64_t i) const {
+    return reinterpret_cast<const uint64_t*>(addresses[i] + KeyDirectory::kHashesAt);
   }
-
-  OPER_INLINE void fetch_buckets(const KeyDirectory& directory, const uint64_t* of, int64_t count) {
+  const uint64_t* home(int64_t i, uint64_t hash) const {
+    return hashes(i) + home_line(hash) * kLineSlots;
+  }
+  OPER_INLINE void locate(const KeyDirectory& directory, const uint64_t* of, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
-      hashes[i] = of[i];
-      const int64_t bucket = directory.bucket_of(hashes[i]);
-      buckets[i] = directory.address_of(bucket);
-      first_rows[i] = directory.first_slot(bucket) + 1;
-      __builtin_prefetch(buckets[i]);
+      buckets[i] = directory.bucket_of(of[i]);
+      addresses[i] = directory.address_of(buckets[i]);
     }
   }
-  OPER_INLINE void fetch_slots(int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      found[i] = slots_with_tag(reinterpret_cast<const uint8_t*>(buckets[i]), tag_of(hashes[i]));
-      __builtin_prefetch(slots(i) + std::countr_zero(found[i]));  // where there is none: behind them
-    }
+  OPER_INLINE bool is_live(const KeyDirectory& directory, int64_t i, int64_t slot,
+                           uint32_t clock) const {
+    return !directory.has_expired(addresses[i], slot, clock);
   }
-  OPER_INLINE int64_t row(const KeyDirectory& directory, int64_t i, uint32_t clock) const {
-    for (uint64_t left = found[i]; left != 0; left &= left - 1) {
-      const int64_t number = std::countr_zero(left);
-      const KeySlot& slot = slots(i)[number];
-      // A lookup without gradients may meet the owner's update: whole numbers, old or new ones.
-      if (__builtin_expect(__atomic_load_n(&slot.hash, __ATOMIC_RELAXED) == hashes[i], 1))
-        return directory.is_expired(slot.clock, clock) ? 0 : first_rows[i] + number;
-    }
-    return 0;
+  OPER_INLINE void take(const KeyDirectory& directory, int64_t i, int64_t slot, bool is_found,
+                        DistinctKeys& distinct, int64_t to) const {
+    const int64_t row = directory.first_slot(buckets[i]) + 1 + slot;
+    distinct.places[to] = KeyDirectory::place_in(buckets[i], slot);
+    distinct.rows[to] = is_found ? static_cast<uint32_t>(row) : 0;
   }
 };
 
-// The rows of keys that were found a moment ago.
-struct RecentKeys {
-  static constexpr uint64_t kLeast = 1024, kMost = 16384;
-  uint64_t mask;  // places in use, less one
-  uint64_t hashes[kMost];
-  uint32_t rows[kMost];  // 0 = none
-  // Of a call with so many keys.
-  explicit RecentKeys(int64_t n)
-      : mask(std::clamp(std::bit_ceil(static_cast<uint64_t>(n)) / 2, kLeast, kMost) - 1) {
-    std::fill_n(rows, mask + 1, 0u);
+// Calls stage k of `stages` (block, index of its first key, their number) for blocks of n keys, each stage
+// so many blocks behind the one before: what one has fetched is there when the next one reads it.
+template <class... Stages>
+OPER_INLINE void in_blocks(int64_t n, const Stages&... stages) {
+  constexpr int64_t kSize = KeyBlock::kSize, kBehind = 2;
+  constexpr int64_t kRing = kBehind * (sizeof...(Stages) - 1) + 1;
+  KeyBlock ring[kRing];
+  const int64_t blocks = (n + kSize - 1) / kSize;
+  for (int64_t step = 0; step < blocks + kRing - 1; ++step) {
+    int64_t block = step;
+    const auto run = [&](const auto& stage) {
+      if (block >= 0 && block < blocks)
+        stage(ring[block % kRing], block * kSize, std::min(kSize, n - block * kSize));
+      block -= kBehind;
+    };
+    (run(stages), ...);
   }
-  // The bits between those that choose the tag and the bucket.
-  uint64_t place_of(uint64_t hash) const { return hash >> 8 & mask; }
-};
+}
 
-// Keys that come often are found among the recent ones. Blocks of the others pass three stages: buckets
-// are on their way while the slots of the block before are fetched, and those of the one before that are
-// read. Which keys are recent is known to nobody before, so nothing branches on it.
-template <class Id>
+// Finds keys of `distinct` that are not at home, or have no row, by the tags of their buckets: the `n`
+// keys of these numbers.
+OPER_INLINE void find_by_tags(const KeyDirectory& directory, const uint64_t* hashes,
+                              const int64_t* numbers, int64_t n, uint32_t clock,
+                              DistinctKeys& distinct) {
+  const auto tags = [](const KeyBlock& block, int64_t i, uint64_t hash) {
+    return slots_with_tag(reinterpret_cast<const uint8_t*>(block.addresses[i]), tag_of(hash));
+  };
+  in_blocks(
+      n,
+      [&](KeyBlock& block, int64_t first, int64_t count) {
+        block.locate(directory, hashes + first, count);
+        for (int64_t i = 0; i < count; ++i) __builtin_prefetch(block.addresses[i]);
+      },
+      [&](KeyBlock& block, int64_t first, int64_t count) {
+        for (int64_t i = 0; i < count; ++i)
+          if (const uint64_t found = tags(block, i, hashes[first + i]); found != 0)
+            __builtin_prefetch(block.hashes(i) + hash_index(std::countr_zero(found)));
+      },
+      [&](KeyBlock& block, int64_t first, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) {
+          const uint64_t hash = hashes[first + i];
+          for (uint64_t left = tags(block, i, hash); left != 0; left &= left - 1) {
+            const int64_t slot = std::countr_zero(left);
+            const uint64_t* at = block.hashes(i) + hash_index(slot);
+            if (__atomic_load_n(at, __ATOMIC_RELAXED) != hash) continue;
+            const bool is_live = block.is_live(directory, i, slot, clock);
+            block.take(directory, i, slot, is_live, distinct, numbers[first + i]);
+            distinct.num_missed -= is_live;
+            break;
+          }
+        }
+      });
+}
+
+// Finds the keys of `distinct` from number `begin` on, no more than kMost: at home, or else by the tags.
+template <int64_t kMost>
+OPER_INLINE void find_distinct(const KeyDirectory& directory, int64_t begin, uint32_t clock,
+                               DistinctKeys& distinct) {
+  const uint64_t* hashes = distinct.hashes.data() + begin;
+  uint64_t left[kMost + 1];
+  int64_t numbers[kMost + 1], num_left = 0;
+  in_blocks(
+      distinct.size - begin,
+      [&](KeyBlock& block, int64_t first, int64_t count) {
+        block.locate(directory, hashes + first, count);
+        for (int64_t i = 0; i < count; ++i) __builtin_prefetch(block.home(i, hashes[first + i]));
+      },
+      [&](KeyBlock& block, int64_t first, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) {
+          const uint64_t hash = hashes[first + i];
+          const uint32_t found = equal_hashes(block.home(i, hash), hash);
+          const int64_t slot = slot_of(home_line(hash), std::countr_zero(found | 0x80));
+          const bool is_found = found != 0 && block.is_live(directory, i, slot, clock);
+          block.take(directory, i, slot, is_found, distinct, begin + first + i);
+          left[num_left] = hash;
+          numbers[num_left] = begin + first + i;
+          num_left += !is_found;
+        }
+      });
+  distinct.num_missed += num_left;
+  if (num_left != 0) find_by_tags(directory, left, numbers, num_left, clock, distinct);
+}
+
+// A number that the compiler knows nothing about, so that it makes no branch of what it depends on.
+OPER_INLINE uint32_t opaque(uint32_t x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
+// Numbers keys in the order in which they come first, and counts them. Those that are known from blocks
+// before are found in vectors, the others one by one. Which of these are new is known to nobody before, so
+// nothing branches on it, but on keys that meet in the table.
+OPER_INLINE void number_keys(const uint64_t* hashes, int64_t count, DistinctKeys& distinct,
+                             uint16_t* numbers) {
+  constexpr int64_t kBlock = 256;
+  constexpr uint32_t kNone = DistinctKeys::kMost;  // from here on: of another call
+  uint32_t* const table = distinct.table.data();
+  uint64_t* const known = distinct.hashes.data();
+  uint32_t* const counts = distinct.counts.data();
+  const uint64_t mask = distinct.mask;
+  const uint32_t call = distinct.call * kNone;
+  uint32_t size = static_cast<uint32_t>(distinct.size);
+  std::fill_n(counts + size, count, 0u);
+  uint32_t found[kBlock], is_left[kBlock];
+  uint16_t left[kBlock + 1];
+  for (int64_t first = 0; first < count; first += kBlock, hashes += kBlock, numbers += kBlock) {
+    const int64_t n = std::min(kBlock, count - first);
+    for (int64_t i = 0; i < n; ++i) found[i] = table[hashes[i] >> 8 & mask] ^ call;
+    for (int64_t i = 0; i < n; ++i)
+      is_left[i] = (found[i] >= kNone) | (known[found[i] % kNone] != hashes[i]);
+    int64_t num_left = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      numbers[i] = static_cast<uint16_t>(found[i]);
+      left[num_left] = static_cast<uint16_t>(i);
+      num_left += is_left[i];
+    }
+    for (int64_t k = 0; k < num_left; ++k) {
+      const uint64_t hash = hashes[left[k]];
+      uint64_t at = hash >> 8 & mask;
+      uint32_t number = table[at] ^ call;
+      const uint32_t is_other = opaque(known[number % kNone] != hash);
+      if (__builtin_expect(opaque(number < kNone) & is_other, 0)) {
+        int64_t probes = DistinctKeys::kProbes;
+        do {
+          at = (at + 1) & mask;
+          number = table[at] ^ call;
+        } while (number < kNone && known[number] != hash && --probes != 0);
+        distinct.has_repeats |= probes == 0;
+        if (probes == 0) number = kNone;  // in the place of another one
+      }
+      const uint32_t is_new = opaque(number >= kNone);
+      number ^= (number ^ size) & (0 - is_new);
+      table[at] = number | call;
+      numbers[left[k]] = static_cast<uint16_t>(number);
+      known[size] = hash;  // of no meaning unless it is new
+      size += is_new;
+    }
+    for (int64_t i = 0; i < n; ++i) ++counts[numbers[i]];
+  }
+  distinct.size = size;
+}
+
+template <class Id, class Row>
 int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uint32_t clock,
-                   int64_t* rows, int64_t* missed) {
-  constexpr int64_t kAtOnce = 512, kSize = KeyBlock::kSize;
-  RecentKeys recent(n);
-  KeyBlock ring[4];
-  uint64_t hashes[kAtOnce], searched[kAtOnce];
-  uint16_t places[kAtOnce];  // of keys that are searched
+                   DistinctKeys& distinct, Row* rows, int64_t* missed) {
+  constexpr int64_t kAtOnce = 4096;
+  uint64_t hashes[kAtOnce];
+  uint16_t numbers[kAtOnce];
   int64_t num_missed = 0;
+  distinct.begin(n);
+  const uint32_t* const found = distinct.rows.data();
   for (int64_t first = 0; first < n; first += kAtOnce, keys += kAtOnce, rows += kAtOnce) {
-    const int64_t count = std::min(kAtOnce, n - first);
-    int64_t num_searched = 0;
+    const int64_t count = std::min(kAtOnce, n - first), before = distinct.size;
     for (int64_t i = 0; i < count; ++i)  // in vectors
       hashes[i] = directory.hash_of(static_cast<int64_t>(keys[i]));
+    number_keys(hashes, count, distinct, numbers);
+    find_distinct<kAtOnce>(directory, before, clock, distinct);
+    for (int64_t i = 0; i < count; ++i) rows[i] = static_cast<Row>(found[numbers[i]]);
+    if (distinct.num_missed == 0) continue;
     for (int64_t i = 0; i < count; ++i) {
-      const uint64_t at = recent.place_of(hashes[i]);
-      const uint32_t row = recent.rows[at];
-      rows[i] = row;
-      searched[num_searched] = hashes[i];
-      places[num_searched] = static_cast<uint16_t>(i);
-      num_searched += (recent.hashes[at] != hashes[i]) | (row == 0);
-    }
-    const int64_t blocks = (num_searched + kSize - 1) / kSize;
-    const auto size_of = [=](int64_t block) {
-      return std::min(kSize, num_searched - block * kSize);
-    };
-    for (int64_t step = 0; step < blocks + 2; ++step) {
-      if (step < blocks)
-        ring[step % 4].fetch_buckets(directory, searched + step * kSize, size_of(step));
-      if (step >= 1 && step <= blocks) ring[(step - 1) % 4].fetch_slots(size_of(step - 1));
-      if (step < 2) continue;
-      const KeyBlock& block = ring[(step - 2) % 4];
-      const uint16_t* to = places + (step - 2) * kSize;
-      for (int64_t i = 0; i < size_of(step - 2); ++i) {
-        const int64_t row = block.row(directory, i, clock);
-        const uint64_t at = recent.place_of(block.hashes[i]);
-        recent.hashes[at] = block.hashes[i];
-        recent.rows[at] = static_cast<uint32_t>(row);
-        rows[to[i]] = row;
-        if (missed != nullptr) missed[num_missed] = static_cast<int64_t>(keys[to[i]]);
-        num_missed += row == 0;
-      }
+      if (missed != nullptr) missed[num_missed] = static_cast<int64_t>(keys[i]);
+      num_missed += rows[i] == 0;
     }
   }
   return num_missed;
 }
 
-int64_t find_keys(const KeyDirectory& directory, const void* keys, bool are_32_bit, int64_t n,
-                  uint32_t clock, int64_t* rows, int64_t* missed) {
-  return are_32_bit
-             ? find_typed(directory, static_cast<const int32_t*>(keys), n, clock, rows, missed)
-             : find_typed(directory, static_cast<const int64_t*>(keys), n, clock, rows, missed);
+int64_t find_keys(const KeyDirectory& directory, const FindKeys& job, DistinctKeys& distinct) {
+  const auto find = [&](const auto* keys, auto* rows) {
+    return find_typed(directory, keys, job.n, job.clock, distinct, rows, job.missed);
+  };
+  const auto find_rows_of = [&](const auto* keys) {
+    return job.are_rows_32_bit ? find(keys, static_cast<int32_t*>(job.rows))
+                               : find(keys, static_cast<int64_t*>(job.rows));
+  };
+  return job.are_keys_32_bit ? find_rows_of(static_cast<const int32_t*>(job.keys))
+                             : find_rows_of(static_cast<const int64_t*>(job.keys));
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "host/kernels/kernels.h"
@@ -13,7 +14,7 @@ namespace oper::host {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kTaskKeys = 4096, kTaskIds = 65536;  // that a thread takes at a time
+constexpr int64_t kTaskKeys = 4096, kTaskIds = DistinctKeys::kMost;  // that a thread takes at a time
 constexpr int64_t kSmall = 4096;     // take less time than waking a thread
 
 }  // namespace
@@ -28,11 +29,12 @@ KeyTables::KeyTables(const std::vector<char*>& arenas, int64_t rank, int64_t see
     for (size_t r = 0; r < arenas.size(); ++r)
       parts.push_back(arenas[r] + layouts_[r].directories[t]);
     KeyDirectory directory(parts, rank, rules[t].num_slots, rules[t].keys);
-    std::vector<uint32_t> bounds = directory.row_bounds();
+    std::vector<int64_t> bounds = directory.place_bounds();
     tables_.push_back({std::move(directory), rules[t].rows, std::move(bounds), 0, {}});
   }
   // Only pages that are there can become huge ones.
   std::memset(arenas_[rank], 0, static_cast<size_t>(layouts_[rank].seen));
+  for (const KeyTable& table : tables_) table.directory.begin();
 }
 
 KeyTables::Layout KeyTables::layout(const std::vector<KeyTableRules>& rules, int64_t world_size,
@@ -64,52 +66,71 @@ std::vector<int64_t> KeyTables::num_bytes(const std::vector<KeyTableRules>& rule
 
 // ---- lookups -------------------------------------------------------------------------------------
 
-std::vector<KeyPart> KeyTables::find(const KeyBatch& batch, int64_t* rows, bool keeps) {
-  std::vector<int64_t> table_of_key(batch.bounds.size(), -1);
+// By key of the batch, -1 = none of these.
+std::vector<int64_t> KeyTables::tables_of_keys(const KeyBatch& batch) const {
+  std::vector<int64_t> found(batch.bounds.size() - 1, -1);
   for (size_t f = 0; f < table_of_.size(); ++f)
-    if (table_of_[f] >= 0) table_of_key[batch.key_of[f]] = table_of_[f];
-  struct Find {
-    int64_t part, begin, end, missed;
-  };
-  std::vector<KeyPart> parts;
-  std::vector<Find> tasks;
-  for (size_t key = 0; key + 1 < batch.bounds.size(); ++key) {
-    const int64_t begin = batch.bounds[key], end = batch.bounds[key + 1];
-    const bool has_keys = table_of_key[key] >= 0 && begin < end;
-    if (has_keys) parts.push_back({table_of_key[key], begin, end, 0});
-    const int64_t part = has_keys ? static_cast<int64_t>(parts.size()) - 1 : -1;
-    for (int64_t at = begin; at < end; at += kTaskIds)
-      tasks.push_back({part, at, std::min(end, at + kTaskIds), 0});
+    if (table_of_[f] >= 0) found[batch.key_of[f]] = table_of_[f];
+  return found;
+}
+
+bool KeyTables::has_short_rows(const KeyBatch& batch) const {
+  const std::vector<int64_t> table_of_key = tables_of_keys(batch);
+  for (size_t key = 0; key < table_of_key.size(); ++key) {
+    if (batch.bounds[key] == batch.bounds[key + 1]) continue;
+    const int64_t table = table_of_key[key];
+    if (table < 0 || tables_[table].directory.num_rows() > std::numeric_limits<int32_t>::max())
+      return false;
   }
+  return true;
+}
+
+std::vector<KeyPart> KeyTables::find(const KeyBatch& batch, void* rows, bool is_short,
+                                     PlaceCount* counts) {
+  const std::vector<int64_t> table_of_key = tables_of_keys(batch);
+  std::vector<KeyPart> tasks;
+  for (size_t key = 0; key < table_of_key.size(); ++key)
+    for (int64_t at = batch.bounds[key], end = batch.bounds[key + 1]; at < end; at += kTaskIds)
+      tasks.push_back({table_of_key[key], at, std::min(end, at + kTaskIds), 0, 0, 0});
   const int64_t n = batch.bounds.back(), width = batch.ids_are_32_bit ? 4 : 8;
+  const bool keeps = counts != nullptr;
   int64_t* missed = keeps ? reinterpret_cast<int64_t*>(missed_buffer_.get(8 * n)) : nullptr;
   const char* ids = static_cast<const char*>(batch.ids);
-  run_all(tasks, n < kSmall, [&](Find& task) {
+  run_all(tasks, n < kSmall, [&](KeyPart& task) {
     const char* from = ids + task.begin * width;
     const int64_t count = task.end - task.begin;
-    if (task.part >= 0) {
-      const KeyTable& table = tables_[parts[task.part].table];
-      task.missed = kernels().find_keys(table.directory, from, batch.ids_are_32_bit, count,
-                                        table.clock, rows + task.begin,
-                                        missed != nullptr ? missed + task.begin : nullptr);
+    if (task.table >= 0) {
+      const KeyTable& table = tables_[task.table];
+      const auto distinct = distinct_.borrow();
+      const FindKeys job{from, batch.ids_are_32_bit, count, table.clock,
+                         static_cast<char*>(rows) + task.begin * (is_short ? 4 : 8), is_short,
+                         keeps ? missed + task.begin : nullptr};
+      task.missed = kernels().find_keys(table.directory, job, *distinct);
+      if (!keeps) return;
+      PlaceCount* to = counts + task.begin;
+      for (int64_t k = 0; k < distinct->size; ++k) {
+        to[task.counted] = {distinct->places[k], distinct->counts[k]};
+        task.counted += distinct->rows[k] != 0;
+      }
+      task.has_repeats = distinct->has_repeats;
     } else if (batch.ids_are_32_bit) {
-      std::copy_n(reinterpret_cast<const int32_t*>(from), count, rows + task.begin);
+      std::copy_n(reinterpret_cast<const int32_t*>(from), count,
+                  static_cast<int64_t*>(rows) + task.begin);
     } else {
-      std::copy_n(reinterpret_cast<const int64_t*>(from), count, rows + task.begin);
+      std::copy_n(reinterpret_cast<const int64_t*>(from), count,
+                  static_cast<int64_t*>(rows) + task.begin);
     }
   });
+  std::erase_if(tasks, [](const KeyPart& task) { return task.table < 0; });
   missed_.clear();
-  for (const Find& task : tasks) {
-    if (task.part < 0) continue;
-    KeyPart& part = parts[task.part];
-    Counts& counts = tables_[part.table].counts;
-    counts.lookups += task.end - task.begin;
-    counts.missed += task.missed;
-    if (!keeps) continue;
-    part.missed += task.missed;
-    missed_.insert(missed_.end(), missed + task.begin, missed + task.begin + task.missed);
+  for (const KeyPart& part : tasks) {
+    Counts& of_table = tables_[part.table].counts;
+    of_table.lookups += part.end - part.begin;
+    of_table.missed += part.missed;
+    if (keeps)
+      missed_.insert(missed_.end(), missed + part.begin, missed + part.begin + part.missed);
   }
-  return parts;
+  return tasks;
 }
 
 // ---- what a rank has seen ------------------------------------------------------------------------
@@ -122,7 +143,7 @@ KeyTables::Left KeyTables::leave(const std::vector<SeenBatch>& seen, int64_t* ta
     }
   int64_t n = 0;
   for (const SeenBatch& batch : seen)
-    for (const KeyPart& part : batch.parts) n += part.end - part.begin;
+    for (const KeyPart& part : batch.parts) n += part.counted + part.missed;
   std::atomic<int64_t> cursor{header_bytes()};
   std::atomic<bool> full{false};
   run_all(all_tables(), n < kSmall, [&](int64_t t) {
@@ -131,72 +152,66 @@ KeyTables::Left KeyTables::leave(const std::vector<SeenBatch>& seen, int64_t* ta
   return full.load() ? Left::kNoRoom : Left::kAll;
 }
 
-// Rows are counted without sorting the ids: those that are new to a batch are listed on the way.
+// Each part has distinct keys. Those of several parts are added up.
 bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
                             std::atomic<int64_t>& cursor) {
   const KeyTable& table = tables_[t];
-  const size_t num_rows = static_cast<size_t>(table.directory.num_rows());
-  size_t most = 0;
-  for (const SeenBatch& batch : seen)
-    for (const KeyPart& part : batch.parts)
-      if (part.table == t) most += static_cast<size_t>(part.end - part.begin);
-  const auto counting = countings_.borrow();
-  counting->counts.resize(std::max(counting->counts.size(), num_rows));
-  counting->rows.resize(std::max(counting->rows.size(), std::min(most, num_rows) + 1));
-  uint32_t* counts = counting->counts.data();
-  uint32_t* rows = counting->rows.data();
-  int64_t n = 0;
+  std::vector<std::span<const PlaceCount>> lists;
   std::vector<int64_t> missed;
+  bool has_repeats = false;
   for (const SeenBatch& batch : seen) {
     const int64_t* keys = batch.missed;
     for (const KeyPart& part : batch.parts) {
       if (part.table == t) {
-        for (int64_t i = part.begin; i < part.end; ++i) {
-          const uint32_t row = static_cast<uint32_t>(batch.rows[i]);
-          rows[n] = row;
-          n += counts[row]++ == 0;
-        }
+        lists.emplace_back(batch.counts + part.begin, part.counted);
         missed.insert(missed.end(), keys, keys + part.missed);
+        has_repeats |= part.has_repeats != 0;
       }
       keys += part.missed;
     }
   }
-  counts[0] = 0;  // the row of those that are missed
+  const auto counting = countings_.borrow();
+  if (has_repeats || lists.size() > 1) {
+    std::vector<uint32_t>& counts = counting->counts;
+    std::vector<PlaceCount>& keys = counting->keys;
+    counts.resize(std::max(counts.size(), static_cast<size_t>(table.directory.num_places())));
+    keys.clear();
+    for (const std::span<const PlaceCount>& list : lists)
+      for (const PlaceCount& key : list) {
+        if (counts[key.place] == 0) keys.push_back(key);
+        counts[key.place] += key.count;
+      }
+    for (PlaceCount& key : keys) key.count = std::exchange(counts[key.place], 0);
+    lists = {keys};
+  }
+  std::span<const PlaceCount> known;
+  if (!lists.empty()) known = lists[0];
   const std::vector<KeyCount> keys = table.directory.distinct(missed);
 
   SeenTable* entry = seen_table(rank_, t);
-  const int64_t row_bytes = round_up(n * static_cast<int64_t>(sizeof(RowCount)), 64);
+  const int64_t count_bytes = round_up(static_cast<int64_t>(known.size_bytes()), 64);
   const int64_t key_bytes = round_up(static_cast<int64_t>(keys.size() * sizeof(KeyCount)), 64);
-  entry->rows_at = cursor.fetch_add(row_bytes + key_bytes);
-  entry->keys_at = entry->rows_at + row_bytes;
+  entry->counts_at = cursor.fetch_add(count_bytes + key_bytes);
+  entry->keys_at = entry->counts_at + count_bytes;
   entry->num_keys = static_cast<int64_t>(keys.size());
-  const bool fits = entry->keys_at + key_bytes <= header_bytes() + seen_bytes_;
-  if (fits) {
-    std::copy(keys.begin(), keys.end(), reinterpret_cast<KeyCount*>(seen_at(rank_) + entry->keys_at));
-    const size_t W = arenas_.size();
-    const uint32_t* bounds = table.row_bounds.data();
-    const auto owner_of = [=](uint32_t row) {
-      size_t owner = 0;
-      for (size_t r = 1; r < W; ++r) owner += row >= bounds[r];
-      return owner;
-    };
-    int64_t* begin = seen_begin(entry);
-    // Without row 0: 0 - 1 is above all bounds.
-    for (size_t r = 0; r <= W; ++r)
-      begin[r] = std::count_if(rows, rows + n, [bound = bounds[r] - 1](uint32_t row) {
-        return row - 1 < bound;
-      });
-    std::vector<int64_t> at(begin, begin + W);
-    RowCount* to = reinterpret_cast<RowCount*>(seen_at(rank_) + entry->rows_at);
-    for (int64_t i = 0; i < n; ++i) {
-      const uint32_t row = rows[i];
-      if (row != 0) to[at[owner_of(row)]++] = {row, counts[row]};
-      counts[row] = 0;
-    }
-  } else {
-    for (int64_t i = 0; i < n; ++i) counts[rows[i]] = 0;
+  if (entry->keys_at + key_bytes > header_bytes() + seen_bytes_) return false;
+  std::ranges::copy(keys, reinterpret_cast<KeyCount*>(seen_at(rank_) + entry->keys_at));
+  const size_t W = arenas_.size();
+  const int64_t* bounds = table.place_bounds.data();
+  int64_t* begin = seen_begin(entry);
+  begin[0] = 0;
+  begin[W] = static_cast<int64_t>(known.size());
+  for (size_t r = 1; r < W; ++r)
+    begin[r] = std::ranges::count_if(
+        known, [bound = bounds[r]](const PlaceCount& key) { return key.place < bound; });
+  std::vector<int64_t> at(begin, begin + W);
+  PlaceCount* to = reinterpret_cast<PlaceCount*>(seen_at(rank_) + entry->counts_at);
+  for (const PlaceCount& key : known) {
+    size_t owner = 0;
+    for (size_t r = 1; r < W; ++r) owner += key.place >= bounds[r];
+    to[at[owner]++] = key;
   }
-  return fits;
+  return true;
 }
 
 // ---- updates -------------------------------------------------------------------------------------
@@ -216,7 +231,7 @@ void KeyTables::update(const std::vector<bool>& frozen) {
   }
 }
 
-// One rank's after the other's: a rank has every row once, so that no two threads meet at a slot.
+// One rank's after the other's: a rank has every key once, so that no two threads meet at a slot.
 void KeyTables::count_known(const std::vector<bool>& frozen) {
   for (int64_t r = 0; r < num_ranks(); ++r) {
     std::vector<Task> tasks;
@@ -231,9 +246,9 @@ void KeyTables::count_known(const std::vector<bool>& frozen) {
     }
     run_all(tasks, n < kSmall, [&](const Task& task) {
       const KeyTable& table = tables_[task.table];
-      const auto* rows = reinterpret_cast<const RowCount*>(
-          seen_at(r) + seen_table(r, task.table)->rows_at);
-      table.directory.count({rows + task.begin, rows + task.end}, table.clock);
+      const auto* keys = reinterpret_cast<const PlaceCount*>(
+          seen_at(r) + seen_table(r, task.table)->counts_at);
+      table.directory.count({keys + task.begin, keys + task.end}, table.clock);
     });
   }
 }

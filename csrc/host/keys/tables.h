@@ -27,9 +27,10 @@ struct KeyTableRules {
   RowRules rows;
 };
 
-// Keys of one table in a batch, and how many of them had no row.
+// Keys of one table in a batch, how many of them had no row, and how many distinct ones had one; or, where
+// some are repeated, how many numbers of such keys there are.
 struct KeyPart {
-  int64_t table, begin, end, missed;
+  int64_t table, begin, end, missed, counted, has_repeats;
 };
 
 // Ids of a batch, key-major.
@@ -40,9 +41,10 @@ struct KeyBatch {
   std::vector<int64_t> bounds;   // [num_keys + 1] of each key's ids
 };
 
-// What a lookup has found: rows of all ids; the keys without a row, part after part.
+// What a lookup has found: how often it has the keys with a row, each part's from its begin on; the keys
+// without one, part after part.
 struct SeenBatch {
-  const int64_t* rows;
+  const PlaceCount* counts;
   std::span<const KeyPart> parts;
   const int64_t* missed;
 };
@@ -66,9 +68,12 @@ class KeyTables {
 
   // ---- lookups; one at a time ----
 
-  // `rows` [ids]: those of keys, and ids of other tables as they are. With `keeps`, the keys without a row
-  // are in `missed`, until the next call.
-  std::vector<KeyPart> find(const KeyBatch& batch, int64_t* rows, bool keeps);
+  // Whether rows of all ids of a batch have 31 bits, since none are of other tables.
+  bool has_short_rows(const KeyBatch& batch) const;
+  // `rows` [ids], int32 with `is_short`, else int64: those of keys, and ids of other tables as they are.
+  // Unless `counts` [ids] is null, it takes what SeenBatch has there, and the keys without a row are in
+  // `missed`, until the next call.
+  std::vector<KeyPart> find(const KeyBatch& batch, void* rows, bool is_short, PlaceCount* counts);
   const std::vector<int64_t>& missed() const { return missed_; }
 
   // ---- updates; in this order, with a barrier after the first and after the second ----
@@ -93,7 +98,7 @@ class KeyTables {
   struct KeyTable {
     KeyDirectory directory;
     RowRules rows;
-    std::vector<uint32_t> row_bounds;  // [W + 1] rows of each rank's buckets
+    std::vector<int64_t> place_bounds;  // [W + 1] of each rank's buckets
     uint32_t clock = 0;
     Counts counts;
   };
@@ -102,14 +107,14 @@ class KeyTables {
     std::vector<int64_t> directories;  // by table
     int64_t seen, fresh, end;
   };
-  // What a rank has seen of one table, at so many bytes from `seen`: RowCount by owner of their buckets,
+  // What a rank has seen of one table, at so many bytes from `seen`: PlaceCount by owner of their buckets,
   // whose begin[W + 1] follows, and KeyCount [num_keys] by hash.
   struct SeenTable {
-    int64_t rows_at, keys_at, num_keys;
+    int64_t counts_at, keys_at, num_keys;
   };
   struct Counting {
-    std::vector<uint32_t> counts;  // by row; 0 in between
-    std::vector<uint32_t> rows;    // distinct ones
+    std::vector<uint32_t> counts;  // by place; 0 in between
+    std::vector<PlaceCount> keys;  // distinct ones
   };
   struct Task {  // entries [begin, end) of a table
     int64_t table, begin, end;
@@ -136,6 +141,7 @@ class KeyTables {
     return reinterpret_cast<const NewRow*>(fresh(rank) + num_tables() + 1);
   }
   int64_t header_bytes() const { return (num_tables() * seen_entry_bytes() + 63) / 64 * 64; }
+  std::vector<int64_t> tables_of_keys(const KeyBatch& batch) const;
   bool leave_table(int64_t table, const std::vector<SeenBatch>& seen,
                    std::atomic<int64_t>& cursor);
   void count_known(const std::vector<bool>& frozen);
@@ -149,6 +155,7 @@ class KeyTables {
   std::vector<int64_t> missed_;
   Buffer missed_buffer_;
   Spares<Counting> countings_;
+  Spares<DistinctKeys> distinct_;
 };
 
 }  // namespace oper::host

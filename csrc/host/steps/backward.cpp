@@ -1,5 +1,6 @@
 // The backward pass of a batch: gradients to their owners, the update, replicas.
 #include <cstring>
+#include <utility>
 
 #include "host/exchange/exchange.h"
 #include "host/faults.h"
@@ -125,6 +126,8 @@ void leave(Context& context, const Batch& batch, const float* grad) {
 
 void backward(Context& context, const Batch& batch, const float* grad, float gradient_scale) {
   PhaseClock clock(context);
+  // Of this pass only, even if it ends early.
+  const std::function<void()> beside_update = std::exchange(context.beside_update, nullptr);
   collect(context, batch, grad, false, clock);
   const int64_t T = static_cast<int64_t>(context.tables.size());
   const std::vector<int32_t> order = largest_first(context, batch);
@@ -143,6 +146,7 @@ void backward(Context& context, const Batch& batch, const float* grad, float gra
     reach(FaultPoint::kUpdate);
     kernels().update(context, order[task], gradient_scale);
   });
+  if (beside_update) beside_update();
   if (context.barrier) context.barrier->note_update(false);
   context.num_left = 0;
   clock.end(kUpdate);

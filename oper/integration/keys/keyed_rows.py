@@ -17,7 +17,7 @@ from torch import nn
 
 from oper.errors import InvalidInputError
 from oper.shmem.keys.directories import MOST_UPDATES
-from oper.shmem.keys.places import buckets_of_keys, num_candidates, slots_of_buckets
+from oper.shmem.keys.places import num_candidates, slots_of_keys
 from oper.shmem.keys.rules import DynamicTable
 
 _MOST_COUNTED = (1 << 32) - 1  # counts have 32 bits
@@ -139,19 +139,14 @@ class KeyedRows:
             InvalidInputError: keys find no place.
         """
         num_slots = num_embeddings - 1
-        keys, counts = self.keys.numpy(), self.counts.numpy()
-        buckets, hashes = buckets_of_keys(keys, num_slots, rule.seed)
-        order = np.lexsort((hashes, -counts, buckets))
-        buckets = buckets[order]
-        first, end = slots_of_buckets(buckets, num_slots)
-        slots = first + np.arange(order.size) - np.searchsorted(buckets, buckets)
-        fits = slots < end
+        slots = slots_of_keys(self.keys.numpy(), self.counts.numpy(), num_slots, rule.seed)
+        fits = slots >= 0
         if not fits.all() and not drop:
             raise InvalidInputError(
                 "cannot put keys into a dynamic table", "keys without a place", int((~fits).sum()),
-                f"none of {order.size} in buckets of {num_slots} rows",
+                f"none of {slots.size} in buckets of {num_slots} rows",
                 "use a larger table, or pass drop=True to leave out those with the lowest counts")
-        held, at = torch.from_numpy(order[fits]), torch.from_numpy(slots[fits])
+        held, at = torch.from_numpy(np.flatnonzero(fits)), torch.from_numpy(slots[fits])
         records = _empty_records(num_slots)
         records[at] = torch.stack([x[held] for x in (self.keys, self.counts, self.clocks)], 1)
         weight = self.rows.new_zeros(num_embeddings, self.default_row.numel())

@@ -6,11 +6,12 @@ that only a bucket's rank writes. Row = slot + 1; row 0 is that of keys without 
 
 * A lookup replaces keys by rows, of all tables in one call that reads the directories only. After
   that it is a lookup of static tables, under any plan.
-* Each update of the rows is followed by an update of the directories. Before the gradient exchange
-  every rank has put into its arena how often its batch has each row, and the keys without one.
-  Now the owner of each bucket adds up those of all ranks and publishes which rows went to new
-  keys. After a barrier every rank initialises the new rows that it holds, from key and seed, and
-  clears their optimizer states. Where there were any, a second barrier ends the update.
+* Each update of the rows is one of the directories, too. Before the gradient exchange every rank
+  has put into its arena how often its batch has each key, and the keys without a row. Beside the
+  update of its rows the owner of each bucket adds up those of all ranks and publishes which rows
+  went to new keys. After the barrier that ends the update every rank initialises the new rows that
+  it holds, from key and seed, and clears their optimizer states. Where there were any, one more
+  barrier follows.
 
 Buckets follow from the number of rows, and what happens in one from the keys and counts of all
 ranks' batches: keys, rows, counts and clocks do not depend on the number of ranks, on the plan or
@@ -162,8 +163,8 @@ class Keys:
         if not ids.numel() or not batch.batch_size or not (ids.is_cpu and lengths.is_cpu):
             return batch
         trains = torch.is_grad_enabled()
-        rows, missed, parts, code = self._find(self._handle, ids, lengths, batch.key_of,
-                                               batch.batch_size, trains)
+        rows, counts, missed, parts, code = self._find(self._handle, ids, lengths, batch.key_of,
+                                                       batch.batch_size, trains)
         if code:
             if code == BAD_BATCH:
                 self._checks.check(batch)
@@ -171,15 +172,22 @@ class Keys:
         seen: tuple[SeenKeys, ...] = ()
         if trains:
             version = -1 if ids.is_inference() else ids._version
-            seen = (SeenKeys(ids, version, rows, missed, parts, self._history.num_updates),)
+            seen = (SeenKeys(ids, version, rows, counts, missed, parts,
+                             self._history.num_updates),)
             self._history.wait(seen[0])
         return Lookup(rows, lengths, batch.key_of, batch.batch_size, batch.weights, batch.pooled,
                       batch.bags, seen=seen)
 
     # ---- updates ---------------------------------------------------------------------------------
 
-    def leave(self, batch: Lookup) -> None:
+    def leave(self, batch: Lookup, frozen: frozenset[str]) -> None:
         """Put what the lookups of a batch have seen where the other ranks read it.
+
+        The backward pass that follows updates the directories.
+
+        Args:
+            batch: the batch.
+            frozen: tables that stay as they are.
 
         Raises:
             InvalidInputError: an update since a lookup has given one of its rows to another key.
@@ -190,8 +198,9 @@ class Keys:
                 if seen.updates != self._history.num_updates:
                     self._history.check(seen, list(self.tables))
             left, number = self._leave(
-                self._handle, [s.rows for s in batch.seen], [s.missed for s in batch.seen],
-                [s.parts for s in batch.seen])
+                self._handle, [s.counts for s in batch.seen], [s.missed for s in batch.seen],
+                [s.parts for s in batch.seen],
+                [self.tables[n] for n in frozen if n in self.tables], self._tables.handle)
             if left:
                 self._refuse_batch(left, number)
         except OperError:
@@ -208,20 +217,13 @@ class Keys:
                         "8 bytes for each of its distinct keys, 16 for those without a row",
                         f"raise {OUTBOX_ENV} or use a smaller batch")
 
-    def take(self, frozen: frozenset[str]) -> None:
-        """Update the directories from what all ranks have left, and begin new rows. Collective.
-
-        Args:
-            frozen: tables that stay as they are.
-        """
+    def take(self) -> None:
+        """Begin the rows that the backward pass has given to new keys, on all ranks. Collective."""
         operators, tables = torch.ops.oper, self._tables
-        operators.keys_update(self._handle,
-                              [self.tables[n] for n in frozen if n in self.tables])
-        with phase_of(tables, KEYS):
-            tables.barrier()
-            self._new = operators.keys_new(self._handle)
-            self._history.note(*self._new)
-            if self._new[0].shape[0]:  # the same on all ranks
+        self._new = operators.keys_new(self._handle)
+        self._history.note(*self._new)
+        if self._new[0].shape[0]:  # the same on all ranks
+            with phase_of(tables, KEYS):
                 operators.keys_begin(self._handle, tables.handle)
                 tables.barrier()
 

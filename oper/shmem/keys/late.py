@@ -66,7 +66,7 @@ class RowHistory:
             raise InvalidInputError("cannot update dynamic tables", "loaded since the lookup",
                                     list(names), "keys as they were looked up",
                                     "look up again after loading a state")
-        for number, begin, end, _ in seen.parts.tolist():
+        for number, begin, end, *_ in seen.parts.tolist():
             moved = [u.rows[u.bounds[number]:u.bounds[number + 1]] for u in self._updates
                      if u.number > seen.updates]
             if not moved:

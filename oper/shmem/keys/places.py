@@ -7,6 +7,7 @@ import numpy as np
 from oper.tables import KEY_BUCKET_ROWS
 
 _BUCKET_CANDIDATES = 32
+_LINES = 8  # of a bucket; slots belong to them in turn
 _LOW = np.uint64(0xFFFFFFFF)
 
 
@@ -27,6 +28,35 @@ def slots_of_buckets(buckets: np.ndarray, num_slots: int) -> tuple[np.ndarray, n
     size, larger = divmod(num_slots, num_buckets(num_slots))
     begin = buckets * size + np.minimum(buckets, larger)
     return begin, begin + size + (buckets < larger)
+
+
+def slots_of_keys(keys: np.ndarray, counts: np.ndarray, num_slots: int, seed: int) -> np.ndarray:
+    """Slots of distinct keys, int64 [n], in a directory without others; -1 = no place.
+
+    Those of a bucket that have the highest `counts`, int64 [n], get places, and of these the first
+    ones those in their line.
+    """
+    buckets, hashes = buckets_of_keys(keys, num_slots, seed)
+    found = np.full(keys.size, -1)
+    order = np.lexsort((hashes, -counts, buckets))
+    begin, end = slots_of_buckets(buckets, num_slots)
+    order = order[begin[order] + _rank(buckets[order]) < end[order]]
+    lines = (hashes[order] >> np.uint64(8)).astype(np.int64) % _LINES
+    by_line = np.argsort(lines, kind="stable")
+    by_line = by_line[np.argsort(buckets[order[by_line]], kind="stable")]
+    order, lines = order[by_line], lines[by_line]
+    slots = begin[order] + lines + _LINES * _rank(buckets[order] * _LINES + lines)
+    is_home = slots < end[order]
+    found[order[is_home]] = slots[is_home]
+    free = np.setdiff1d(np.arange(num_slots), slots[is_home], assume_unique=True)
+    rest = order[~is_home]
+    found[rest] = free[np.searchsorted(free, begin[rest]) + _rank(buckets[rest])]
+    return found
+
+
+def _rank(groups: np.ndarray) -> np.ndarray:
+    """How many entries of ascending `groups`, int64 [n], are alike and in front of each."""
+    return np.arange(groups.size) - np.searchsorted(groups, groups)
 
 
 def num_candidates(num_slots: int) -> int:
