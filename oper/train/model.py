@@ -65,7 +65,8 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
 
 
 def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig) -> Any:
-    """TorchRec's ``DLRM``, or its ``DLRM_DCN``, with dense layers drawn by torch's generator.
+    """TorchRec's ``DLRM``, or its ``DLRM_DCN``, that copies less between lookup and dense layers,
+    which are drawn by torch's generator.
 
     Args:
         collection: its ``EmbeddingBagCollection`` on any device, `config.dim` columns wide.
@@ -74,11 +75,14 @@ def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig) -> Any:
     """
     from torchrec.models.dlrm import DLRM, DLRM_DCN
 
+    from oper.integration.dense.dlrm import copy_less
+
     layers = (collection, num_dense, [*config.dense_layers, config.dim], [*config.over_layers, 1])
     cpu = torch.device("cpu")
     if config.cross_layers:
-        return DLRM_DCN(*layers, config.cross_layers, config.cross_rank, dense_device=cpu)
-    return DLRM(*layers, dense_device=cpu)
+        return copy_less(DLRM_DCN(*layers, config.cross_layers, config.cross_rank,
+                                  dense_device=cpu))
+    return copy_less(DLRM(*layers, dense_device=cpu))
 
 
 def describe(tables: Sequence[TableSpec], num_dense: int) -> dict[str, Any]:

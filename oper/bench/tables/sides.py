@@ -257,14 +257,19 @@ def build_data_parallel(work: Workload) -> Side:
 
 
 def _data_parallel(model: nn.Module, bucket_mb: float) -> nn.Module:
-    """DDP with the settings that TorchRec's own wrapper uses, but for the buckets."""
+    """DDP with the settings that TorchRec's own wrapper uses, but for the buckets, and without
+    messages where ranks share memory."""
     import torch.distributed as dist
+
+    from oper.integration.dense.gradients import average_in_shared_memory
 
     if not (dist.is_available() and dist.is_initialized()):
         return model
-    return nn.parallel.DistributedDataParallel(
+    wrapped = nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True,
         bucket_cap_mb=bucket_mb)
+    average_in_shared_memory(wrapped)
+    return wrapped
 
 
 def _plan_summary(plan: Plan) -> dict[str, Any]:
