@@ -64,14 +64,14 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
     return DLRMTrain(dlrm)
 
 
-def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig) -> Any:
-    """TorchRec's ``DLRM``, or its ``DLRM_DCN``, that copies less between lookup and dense layers,
-    which are drawn by torch's generator.
+def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig, as_shipped: bool = False) -> Any:
+    """TorchRec's ``DLRM``, or its ``DLRM_DCN``, with dense layers drawn by torch's generator.
 
     Args:
         collection: its ``EmbeddingBagCollection`` on any device, `config.dim` columns wide.
         num_dense: dense features.
         config: layer sizes.
+        as_shipped: as TorchRec has it; otherwise with the parts of `copy_less`.
     """
     from torchrec.models.dlrm import DLRM, DLRM_DCN
 
@@ -80,9 +80,10 @@ def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig) -> Any:
     layers = (collection, num_dense, [*config.dense_layers, config.dim], [*config.over_layers, 1])
     cpu = torch.device("cpu")
     if config.cross_layers:
-        return copy_less(DLRM_DCN(*layers, config.cross_layers, config.cross_rank,
-                                  dense_device=cpu))
-    return copy_less(DLRM(*layers, dense_device=cpu))
+        model: Any = DLRM_DCN(*layers, config.cross_layers, config.cross_rank, dense_device=cpu)
+    else:
+        model = DLRM(*layers, dense_device=cpu)
+    return model if as_shipped else copy_less(model)
 
 
 def describe(tables: Sequence[TableSpec], num_dense: int) -> dict[str, Any]:

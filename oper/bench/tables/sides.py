@@ -39,12 +39,14 @@ class Dense:
             autocast); weights, their updates and lookups are float32.
         bucket_mb: MiB of dense gradients that are averaged at once; by default as within TorchRec's
             own wrapper.
+        as_shipped: whether the parts between tables and layers are TorchRec's own, see `dlrm_over`.
     """
 
     layers: DLRMConfig = field(default_factory=lambda: DLRMConfig(
         dense_layers=(512, 256), over_layers=(512, 512, 256)))
     dtype: str = "float32"
     bucket_mb: float = 25
+    as_shipped: bool = False
 
     def over(self, work: Workload) -> DLRMConfig:
         """The layer sizes for the width of a workload's tables."""
@@ -213,7 +215,7 @@ def make_dlrm(work: Workload, collection: Any, dense: Dense | None = None) -> An
 
     dense = dense or Dense()
     torch.manual_seed(work.seed)
-    model = DLRMTrain(dlrm_over(collection, NUM_DENSE, dense.over(work)))
+    model = DLRMTrain(dlrm_over(collection, NUM_DENSE, dense.over(work), dense.as_shipped))
     return Bfloat16(model) if dense.dtype == "bfloat16" else model
 
 
