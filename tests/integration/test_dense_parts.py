@@ -17,7 +17,7 @@ from oper.integration.dense.dlrm import DotInteraction, PooledRows, copy_less
 from oper.integration.dense.gradients import average_in_shared_memory
 from tests.dlrm_support import EBC, make_batch, make_dlrm, plan_for
 from tests.runtime_support import assert_bitwise, assert_near
-from tests.world_support import run_world
+from tests.world_support import run_world, world
 
 
 def _reference(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
@@ -202,4 +202,5 @@ def _one_ends(rank: int, world_size: int) -> None:
 
 
 def test_a_rank_that_ends_before_the_average_is_named() -> None:
-    run_world(2, _one_ends)
+    with world(2, _one_ends) as running:
+        running.receive(0)
