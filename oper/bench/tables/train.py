@@ -37,7 +37,7 @@ MLPERF = {
     "dlrm-dcnv2": DLRMConfig(dense_layers=(512, 256), over_layers=(1024, 1024, 512, 256),
                              cross_layers=3, cross_rank=512)}
 _MAX_ROWS = MLPERF_CAP // 100
-# A whole model beside those that share OPER's parts between tables and layers: all of it TorchRec's.
+# A whole model that is all TorchRec's; the others have OPER's parts between tables and layers.
 SHIPPED = "table_wise as shipped"
 FIGURES = (
     *suite.FIGURES, *model_case.FIGURES, *drift.FIGURES, *dynamic.FIGURES,

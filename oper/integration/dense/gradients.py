@@ -86,16 +86,14 @@ class _SharedAverage:
         parts = data.tensor_split(size)
         cells = [[cell[:part.nbytes].view(data.dtype) for cell, part in zip(x, parts, strict=True)]
                  for x in self._cells]
-        share = 1.0 / size
-        for peer in range(size):
-            if peer != rank:
-                torch.mul(parts[peer], share, out=cells[rank][peer])
+        share, (first, *others) = 1.0 / size, [peer for peer in range(size) if peer != rank]
+        for peer in (first, *others):
+            torch.mul(parts[peer], share, out=cells[rank][peer])
         self._tables.barrier()
         # Nobody reads this cell any more: all have left the call before.
-        own = torch.mul(parts[rank], share, out=cells[rank][rank])
-        for peer in range(size):
-            if peer != rank:
-                own.add_(cells[peer][rank])
+        own = torch.add(cells[first][rank], parts[rank], alpha=share, out=cells[rank][rank])
+        for peer in others:
+            own.add_(cells[peer][rank])
         self._tables.barrier()
         for owner in range(size):
             parts[owner].copy_(cells[owner][owner])
