@@ -55,25 +55,28 @@ def _dot_interaction() -> Any:
     """The operator, with its gradient."""
     load()
     name = "oper::dot_interaction"
-
-    @torch.library.register_fake(name)
-    def _(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        samples, dim = dense.shape
-        rows = sparse.shape[1] + 1
-        return dense.new_empty(samples, dim + rows * (rows - 1) // 2)
-
-    @torch.library.register_fake(f"{name}_gradient")
-    def _(gradient: torch.Tensor, dense: torch.Tensor, sparse: torch.Tensor
-          ) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.empty_like(dense), torch.empty_like(sparse)
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] = torch.ops.oper.dot_interaction_gradient(
-            gradient.contiguous(), *ctx.saved_tensors)
-        return found
-
-    torch.library.register_autograd(name, backward, setup_context=save)
+    torch.library.register_fake(name, _shape)
+    torch.library.register_fake(f"{name}_gradient", _shapes_of_gradients)
+    torch.library.register_autograd(name, _gradients, setup_context=_save)
     return torch.ops.oper.dot_interaction
+
+
+def _shape(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    samples, dim = dense.shape
+    rows = sparse.shape[1] + 1
+    return dense.new_empty(samples, dim + rows * (rows - 1) // 2)
+
+
+def _shapes_of_gradients(gradient: torch.Tensor, dense: torch.Tensor, sparse: torch.Tensor
+                         ) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(dense), torch.empty_like(sparse)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.oper.dot_interaction_gradient(
+        gradient.contiguous(), *ctx.saved_tensors)
+    return found
