@@ -76,7 +76,7 @@ class _SharedAverage:
         lines = -(-num_bytes // (self._size * _LINE_BYTES)) + 1
         cell, total = lines * _LINE_BYTES, lines * _LINE_BYTES * self._size
         heap = HostHeap(tables.group, [total] * self._size)
-        weakref.finalize(self, heap.close)
+        weakref.finalize(self, heap.close).atexit = False
         self._cells = [torch.ops.oper.segment_bytes(address, total).split(cell)
                        for address in heap.addresses]
 
