@@ -81,11 +81,12 @@ def can_fuse(model: nn.Module) -> bool:
         from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
     except ImportError:
         return False
+    from oper.integration.dense.dlrm import DotInteraction, PooledRows
     from oper.integration.torchrec_modules import ShardedEmbeddingBags
 
     # Subclasses may do something else.
-    if type(model) is not DLRM or type(model.inter_arch) is not InteractionArch or type(
-            model.sparse_arch) is not SparseArch or _has_hooks(model):
+    if (type(model) is not DLRM or type(model.inter_arch) not in (InteractionArch, DotInteraction)
+            or type(model.sparse_arch) not in (SparseArch, PooledRows) or _has_hooks(model)):
         return False
     sparse: Any = model.sparse_arch
     bags = sparse.embedding_bag_collection

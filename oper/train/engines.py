@@ -131,8 +131,11 @@ def with_oper(model: nn.Module, config: TrainConfig, **shard_arguments: Any) -> 
     if ranks()[1] > 1:
         from torch.nn.parallel import DistributedDataParallel
 
+        from oper.integration.dense.gradients import average_in_shared_memory
+
         # The settings of TorchRec's own wrapper, except for buffers: a DLRM has none to broadcast.
         module = DistributedDataParallel(sharded, gradient_as_bucket_view=True, static_graph=True)
+        average_in_shared_memory(module)
     return Engine(module, sharded, [dense_optimizer(o, sharded)], guard=config.guard)
 
 

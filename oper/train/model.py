@@ -63,21 +63,26 @@ def build_dlrm(tables: Sequence[TableSpec], num_dense: int, config: DLRMConfig, 
     return DLRMTrain(dlrm)
 
 
-def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig) -> Any:
+def dlrm_over(collection: Any, num_dense: int, config: DLRMConfig, as_shipped: bool = False) -> Any:
     """TorchRec's ``DLRM``, or its ``DLRM_DCN``, with dense layers drawn by torch's generator.
 
     Args:
         collection: its ``EmbeddingBagCollection`` on any device, `config.dim` columns wide.
         num_dense: dense features.
         config: layer sizes.
+        as_shipped: as TorchRec has it; otherwise with the parts of `copy_less`.
     """
     from torchrec.models.dlrm import DLRM, DLRM_DCN
+
+    from oper.integration.dense.dlrm import copy_less
 
     layers = (collection, num_dense, [*config.dense_layers, config.dim], [*config.over_layers, 1])
     cpu = torch.device("cpu")
     if config.cross_layers:
-        return DLRM_DCN(*layers, config.cross_layers, config.cross_rank, dense_device=cpu)
-    return DLRM(*layers, dense_device=cpu)
+        model: Any = DLRM_DCN(*layers, config.cross_layers, config.cross_rank, dense_device=cpu)
+    else:
+        model = DLRM(*layers, dense_device=cpu)
+    return model if as_shipped else copy_less(model)
 
 
 def describe(tables: Sequence[TableSpec], num_dense: int) -> dict[str, Any]:

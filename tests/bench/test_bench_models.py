@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from oper.bench.tables.model_case import ModelCase, plan_kinds
@@ -36,10 +37,22 @@ def test_what_torchrec_can_do_with_sequences() -> None:
 
 
 def test_the_simulator(tmp_path: Path) -> None:
-    done = run_here("bench", "simulator", "--quick", "--seeds", "1", "--json",
-                    str(tmp_path / "record.json"))
+    command = ["bench", "simulator", "--quick", "--seeds", "1", "--runs", str(tmp_path / "runs"),
+               "--json", str(tmp_path / "record.json")]
+    done = run_here(*command)
     assert done.returncode == 0, done.stderr
     case, retention = json.loads((tmp_path / "record.json").read_text())["cases"]
+    # What is kept is taken as it is, whatever it says.
+    (kept,) = (tmp_path / "runs").iterdir()
+    with np.load(kept) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    np.savez(kept, **arrays | {"iql/clicks": arrays["iql/clicks"] + 1})
+    assert run_here(*command, "--only", "retention").returncode == 0
+    (again,) = json.loads((tmp_path / "record.json").read_text())["cases"]
+    mean = again["policies"]["iql"]["return"].pop("mean")
+    assert mean == pytest.approx(retention["policies"]["iql"]["return"]["mean"] + 1)
+    assert again["policies"]["cql"] == retention["policies"]["cql"]
+    assert again["asked"] == retention["asked"]
     rates = {name: found["step"]["mean"] for name, found in case["policies"].items()}
     assert rates["random"] < rates["behaviour"] < rates["oracle"] and case["verified"]
     assert {"cdt4rec", "decision transformer", "behaviour cloning", "cql", "iql",

@@ -165,6 +165,45 @@ void interact(const float* rows, int64_t num_samples, int num_rows, int dim, flo
   }
 }
 
+// What `interact` of one sample makes of a gradient: row i gets the sum over j of the gradient of pair
+// (i, j) times row j, and the first row that of its own copy. The first row lies apart from the others.
+void interact_gradient(const float* first, const float* others, const float* gradient, int num_rows,
+                       int dim, float* first_out, float* others_out, Scratch& scratch) {
+  const int width = (dim + 15) / 16 * 16;
+  float* rows = scratch.get<float>(0, static_cast<int64_t>(num_rows) * (width + num_rows));
+  float* pairs = rows + static_cast<int64_t>(num_rows) * width;  // symmetric [num_rows, num_rows]
+  const float* pair = gradient + dim;
+  for (int i = 0; i < num_rows; ++i) {
+    float* row = rows + static_cast<int64_t>(i) * width;
+    std::memcpy(row, i ? others + static_cast<int64_t>(i - 1) * dim : first, sizeof(float) * dim);
+    std::fill(row + dim, row + width, 0.0f);
+    pairs[i * num_rows + i] = 0.0f;
+    for (int j = i + 1; j < num_rows; ++j)
+      pairs[i * num_rows + j] = pairs[j * num_rows + i] = *pair++;
+  }
+  for_row_blocks(num_rows, [&](auto R, int i) __attribute__((always_inline)) {
+    for_vector_blocks(0, width, [&](auto V, int k) __attribute__((always_inline)) {
+      constexpr int num_lines = decltype(R)::value, num_vectors = decltype(V)::value;
+      const float* line[num_lines];
+      for (int r = 0; r < num_lines; ++r) line[r] = pairs + std::min(i + r, num_rows - 1) * num_rows;
+      Lanes sum[num_lines][num_vectors] = {};
+      multiply<num_lines, num_vectors>(line, rows + k, num_rows, width, sum);
+      for (int r = 0; r < num_lines && i + r < num_rows; ++r) {
+        float* to = i + r ? others_out + static_cast<int64_t>(i + r - 1) * dim : first_out;
+        for (int v = 0; v < num_vectors; ++v) {
+          const int at = k + 16 * v;
+          if (at + 16 <= dim) {
+            *reinterpret_cast<Loose*>(to + at) = sum[r][v];
+          } else {
+            store_part(to + at, sum[r][v], dim - at);
+          }
+        }
+      }
+    });
+  });
+  for (int k = 0; k < dim; ++k) first_out[k] += gradient[k];
+}
+
 // Products of the rows [i, i + R) with samples, which are columns here: to[r * width + s].
 template <int R, int V>
 OPER_INLINE void multiply_samples(const float* rows, int num_rows, const float* samples, int dim,

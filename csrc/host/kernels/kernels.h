@@ -53,6 +53,10 @@ struct Kernels {
   // its rows; see interaction.h.
   void (*interact)(const float* rows, int64_t num_samples, int num_rows, int dim, float* out,
                    Scratch& scratch);
+  // Its gradient for one sample, by the first row [dim] and by the others [num_rows - 1, dim].
+  void (*interact_gradient)(const float* first, const float* others, const float* gradient,
+                            int num_rows, int dim, float* first_out, float* others_out,
+                            Scratch& scratch);
   // Of samples that have the rows `shared` [num_shared, dim] in common and, one array per row
   // [num_samples, dim], rows of their own: each sample's first own row and the products of its own rows
   // with the shared ones and with each other; see interaction.h.

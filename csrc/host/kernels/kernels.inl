@@ -37,6 +37,7 @@ static_assert(kPrefetch <= kAddressesAhead);
 
 const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::start_bounds,
                                     OPER_KERNELS::pool, OPER_KERNELS::interact,
+                                    OPER_KERNELS::interact_gradient,
                                     OPER_KERNELS::interact_shared, OPER_KERNELS::weight_gradient,
                                     OPER_KERNELS::locate_rows,
                                     OPER_KERNELS::arrange, OPER_KERNELS::reduce,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +41,7 @@ from oper.rl_rec.simulation.shop import (
     load_virtual_taobao,
     synthetic_shop,
 )
+from oper.support.files import atomic_write
 from oper.support.flags import whole
 
 LOG_SEED, CUSTOMERS_SEED = 5, 1_000_003
@@ -104,13 +109,14 @@ class Case:
                 "policies": {name: _rates(e) for name, e in served.items()}, "verified": repeated}
 
 
-def cases(quick: bool, seeds: int = 3, weights: str | None = None) -> list[Any]:
+def cases(quick: bool, seeds: int = 3, weights: str | None = None, runs: str | None = None
+          ) -> list[Any]:
     """A case per grade, and customers who come back; small ones, of a grade, when `quick`."""
     found: list[Any] = [*(Case(grade, grade) for grade in ("random", "medium", "expert")),
-                        RetentionCase()]
+                        RetentionCase(runs=runs)]
     if quick:
         found = [Case("medium", "medium", 120, 60, 40),
-                 RetentionCase(num_logged=60, num_served=30, steps=20, short_steps=20)]
+                 RetentionCase(num_logged=60, num_served=30, steps=20, short_steps=20, runs=runs)]
     return [replace(case, num_seeds=seeds, weights=weights) for case in found]
 
 
@@ -121,6 +127,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", metavar="DIR",
                         help="VirtualTaobao's three weight files; without it a shop of random "
                              "networks")
+    parser.add_argument("--runs", metavar="DIR",
+                        help="keep what is served in the case retention after every seed, and take "
+                             "what is there already of the same sources")
 
 
 def _rates(served: Sequence[Episodes]) -> dict[str, Any]:
@@ -149,6 +158,7 @@ class RetentionCase:
             customers in a batch.
         num_seeds: trainings.
         weights: folder of VirtualTaobao's weights; None = a shop of random networks.
+        runs: folder where every seed's outcomes are kept; None = nowhere.
     """
 
     name: str = "retention"
@@ -158,71 +168,120 @@ class RetentionCase:
     short_steps: int = 1500
     num_seeds: int = 3
     weights: str | None = None
+    runs: str | None = None
 
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Log, train and serve; a seed has a log of its own. What stands in the record."""
         shop = shop_of(self.weights, Returning())
 
-        def serve(policy: Policy) -> Episodes:
+        def serve(policy: Policy) -> Served:
             torch.manual_seed(CUSTOMERS_SEED)
-            return collect_visits(shop, policy, self.num_served, CUSTOMERS_SEED)
+            return _outcome(collect_visits(shop, policy, self.num_served, CUSTOMERS_SEED))
 
         progress("policies that learn nothing")
         served = {"random": [serve(random_policy)],
                   "behaviour": [serve(graded_policy(shop, GRADE))],
                   "oracle of clicks": [serve(Oracle(shop, 1))],
                   "oracle of clicks and return": [serve(Oracle(shop, 1, weights=(1.5,)))]}
-        config = SIMULATOR_CONFIG()
-        plain = replace(config, backbone="interleaved", reward_weight=0.0)
-        options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)
         asked, answered, repeated = [], [], True
         for seed in range(1, self.num_seeds + 1):
-            progress(f"log {seed}")
-            log = graded_visits(shop, GRADE, self.num_logged, LOG_SEED + 1000 * seed)
-            targets = [high_return(log, q) for q in QUANTILES]
-            progress(f"transformers, seed {seed}")
-            model = train_cdt4rec(log, config, options, seed)
-            answers = [serve(ReturnPolicy(model, target)) for target in targets]
-            chosen = QUANTILES.index(ASKED)
-            again = serve(ReturnPolicy(model, targets[chosen]))
-            repeated &= bool((again.clicks == answers[chosen].clicks).all())
-            asked.append(targets)
-            answered.append([float(e.clicks.mean()) for e in answers])
-            transformer = train_cdt4rec(log, plain, options, seed)
-            found = {_CDT4REC: answers[chosen],
-                     "decision transformer": serve(ReturnPolicy(transformer, targets[chosen]))}
-            progress(f"behaviour cloning and critics, seed {seed}")
-            found["behaviour cloning"] = serve(clone_behaviour(log, short, seed))
-            for method in METHODS:
-                found[method] = serve(train_actor_critic(method, log, short, seed))
-            for name, episodes in found.items():
-                served.setdefault(name, []).append(episodes)
+            place = self._place(seed)
+            found = _read(place) if place and place.exists() else None
+            if found is None:
+                found = self._learn(shop, serve, seed, progress)
+                if place:
+                    _write(place, found)
+            control = found.pop("control")
+            asked.append(control["asked"].tolist())
+            answered.append(control["answered"].tolist())
+            repeated &= bool(control["repeated"].all())
+            for name, outcome in found.items():
+                served.setdefault(name, []).append(outcome)
         assert shop.returning is not None
         return {"shop": shop.name, "returning": asdict(shop.returning),
-                "case": asdict(self), "seeds": self.num_seeds, "config": asdict(config),
+                "case": asdict(replace(self, runs=None)), "seeds": self.num_seeds,
+                "config": asdict(SIMULATOR_CONFIG()),
                 "policies": _figures(served, self.num_seeds), "asked": _control(asked, answered),
                 "verified": repeated}
 
+    def _learn(self, shop: Shop, serve: Callable[[Policy], Served], seed: int, progress: Progress
+               ) -> dict[str, Served]:
+        """What the policies learned from a seed's log serve, by name; and under ``"control"`` what
+        CDT4Rec was asked for, what it served, and whether it serves the same again."""
+        config = SIMULATOR_CONFIG()
+        plain = replace(config, backbone="interleaved", reward_weight=0.0)
+        options, short = OfflineOptions(self.steps), OfflineOptions(self.short_steps, batch_size=32)
+        progress(f"log {seed}")
+        log = graded_visits(shop, GRADE, self.num_logged, LOG_SEED + 1000 * seed)
+        targets = [high_return(log, q) for q in QUANTILES]
+        progress(f"transformers, seed {seed}")
+        model = train_cdt4rec(log, config, options, seed)
+        answers = [serve(ReturnPolicy(model, target)) for target in targets]
+        chosen = QUANTILES.index(ASKED)
+        again = serve(ReturnPolicy(model, targets[chosen]))
+        transformer = train_cdt4rec(log, plain, options, seed)
+        found = {_CDT4REC: answers[chosen],
+                 "decision transformer": serve(ReturnPolicy(transformer, targets[chosen]))}
+        progress(f"behaviour cloning and critics, seed {seed}")
+        found["behaviour cloning"] = serve(clone_behaviour(log, short, seed))
+        for method in METHODS:
+            found[method] = serve(train_actor_critic(method, log, short, seed))
+        return found | {"control": {
+            "asked": np.array(targets), "answered": np.array([x["clicks"].mean() for x in answers]),
+            "repeated": again["clicks"] == answers[chosen]["clicks"]}}
 
-def _figures(served: dict[str, list[Episodes]], num_seeds: int) -> dict[str, Any]:
+    def _place(self, seed: int) -> Path | None:
+        """Where a seed's outcomes are kept: the name has a digest of what they depend on."""
+        if self.runs is None:
+            return None
+        about = {**asdict(self), "num_seeds": seed, "runs": None}
+        sources = sorted(str(m.__file__) for n, m in sys.modules.items()
+                         if n.startswith("oper.rl_rec.") or n == __name__)
+        told = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+        for source in sources:
+            told.update(Path(source).read_bytes())
+        return Path(self.runs, f"{self.name}-{seed}-{told.hexdigest()[:12]}.npz")
+
+
+Served = dict[str, np.ndarray]  # "clicks", "visits" and "pages" of each customer
+
+
+def _outcome(episodes: Episodes) -> Served:
+    counted = torch.where(episodes.steps.valid, episodes.steps.states[..., VISITS], 0)
+    return {"clicks": episodes.clicks, "visits": counted.amax(dim=1).double().numpy(),
+            "pages": episodes.pages}
+
+
+def _write(place: Path, found: Mapping[str, Served]) -> None:
+    arrays: dict[str, Any] = {
+        f"{name}/{part}": x for name, parts in found.items() for part, x in parts.items()}
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(place) as file:
+        np.savez_compressed(file, **arrays)
+
+
+def _read(place: Path) -> dict[str, Served]:
+    found: dict[str, Served] = {}
+    with np.load(place, allow_pickle=False) as stored:
+        for key in stored.files:
+            name, part = key.rsplit("/", 1)
+            found.setdefault(name, {})[part] = stored[key]
+    return found
+
+
+def _figures(served: Mapping[str, Sequence[Served]], num_seeds: int) -> dict[str, Any]:
     """Clicks and visits per customer, with intervals over customers and seeds, by policy.
 
     A policy that learns nothing has served once, and is the same for every seed.
     """
-    clicks = {name: np.stack([e.clicks for e in runs * (num_seeds // len(runs))])
+    clicks = {name: np.stack([e["clicks"] for e in runs] * (num_seeds // len(runs)))
               for name, runs in served.items()}
     return {name: {"return": bootstrap(clicks[name]).to_json(),
-                   "visits": bootstrap(np.stack([_visits(e) for e in runs])).to_json(),
+                   "visits": bootstrap(np.stack([e["visits"] for e in runs])).to_json(),
                    "cdt4rec_less": difference(clicks[_CDT4REC], clicks[name]).to_json(),
-                   "pages": round(float(np.mean([e.pages.mean() for e in runs])), 3),
-                   "by_seed": [round(float(e.clicks.mean()), 3) for e in runs]}
+                   "pages": round(float(np.mean([e["pages"].mean() for e in runs])), 3),
+                   "by_seed": [round(float(e["clicks"].mean()), 3) for e in runs]}
             for name, runs in served.items()}
-
-
-def _visits(episodes: Episodes) -> np.ndarray:
-    """Visits of each customer."""
-    counted = torch.where(episodes.steps.valid, episodes.steps.states[..., VISITS], 0)
-    return counted.amax(dim=1).double().numpy()
 
 
 def _control(asked: Sequence[Sequence[float]], answered: Sequence[Sequence[float]]

@@ -39,12 +39,14 @@ class Dense:
             autocast); weights, their updates and lookups are float32.
         bucket_mb: MiB of dense gradients that are averaged at once; by default as within TorchRec's
             own wrapper.
+        as_shipped: whether the parts between tables and layers are TorchRec's own, see `dlrm_over`.
     """
 
     layers: DLRMConfig = field(default_factory=lambda: DLRMConfig(
         dense_layers=(512, 256), over_layers=(512, 512, 256)))
     dtype: str = "float32"
     bucket_mb: float = 25
+    as_shipped: bool = False
 
     def over(self, work: Workload) -> DLRMConfig:
         """The layer sizes for the width of a workload's tables."""
@@ -213,7 +215,7 @@ def make_dlrm(work: Workload, collection: Any, dense: Dense | None = None) -> An
 
     dense = dense or Dense()
     torch.manual_seed(work.seed)
-    model = DLRMTrain(dlrm_over(collection, NUM_DENSE, dense.over(work)))
+    model = DLRMTrain(dlrm_over(collection, NUM_DENSE, dense.over(work), dense.as_shipped))
     return Bfloat16(model) if dense.dtype == "bfloat16" else model
 
 
@@ -257,14 +259,19 @@ def build_data_parallel(work: Workload) -> Side:
 
 
 def _data_parallel(model: nn.Module, bucket_mb: float) -> nn.Module:
-    """DDP with the settings that TorchRec's own wrapper uses, except for the buckets."""
+    """DDP with the settings that TorchRec's own wrapper uses, except for the buckets, and without
+    messages where ranks share memory."""
     import torch.distributed as dist
+
+    from oper.integration.dense.gradients import average_in_shared_memory
 
     if not (dist.is_available() and dist.is_initialized()):
         return model
-    return nn.parallel.DistributedDataParallel(
+    wrapped = nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True,
         bucket_cap_mb=bucket_mb)
+    average_in_shared_memory(wrapped)
+    return wrapped
 
 
 def _plan_summary(plan: Plan) -> dict[str, Any]:

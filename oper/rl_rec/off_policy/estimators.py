@@ -28,7 +28,7 @@ from oper.errors import InvalidInputError
 from oper.rl_rec.intervals import SAMPLES, Interval, interval, resampled_sums
 from oper.rl_rec.off_policy.log import LoggedBandit
 
-PRIOR = 2.0  # rows of the overall mean in each mean of `reward_model`
+PRIOR = 0.5  # rows of the overall mean in each mean of `reward_model`
 _QUANTILES = (0.5, 0.8, 0.9, 0.95, 0.99)  # of the weights: thresholds to choose from
 _SHRINKAGES = tuple(10.0 ** k for k in range(-4, 3))  # l, in squares of the largest weight
 
@@ -200,15 +200,15 @@ def _least_error(options: dict[float, np.ndarray], direct: np.ndarray, error: np
     return min(options, key=squared_error)
 
 
-def reward_model(log: LoggedBandit, folds: int = 2, seed: int = 0) -> np.ndarray:
+def reward_model(log: LoggedBandit, folds: int = 10, seed: int = 0) -> np.ndarray:
     """Mean reward of an action at a position, from the other folds' rows: float64 [N, num_actions].
 
-    Cross-fitted, so that no row's own reward is in its q. A mean is drawn towards the overall mean
-    as if `PRIOR` more rows had that.
+    Cross-fitted in `folds` parts, at most one per row, so that no row's own reward is in its q. A
+    mean is drawn towards the overall mean as if `PRIOR` more rows had that: more would bias DM.
     """
-    rows = log.actions.size
-    if not 2 <= folds <= rows:
-        raise InvalidInputError("cannot model rewards", "folds", folds, f"2 .. {rows}",
+    rows, folds = log.actions.size, min(folds, log.actions.size)
+    if folds < 2:
+        raise InvalidInputError("cannot model rewards", "folds, rows", (folds, rows), ">= 2",
                                 "choose another number")
     fold = np.random.default_rng(seed).permutation(rows) % folds
     cell = log.positions * log.num_actions + log.actions

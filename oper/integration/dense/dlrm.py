@@ -1,0 +1,82 @@
+"""Parts of TorchRec's DLRM that copy less: the same numbers up to the order of additions."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torchrec.models.dlrm import DLRM, InteractionArch, SparseArch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from oper.shmem.library import load
+
+
+class PooledRows(SparseArch):
+    """TorchRec's ``SparseArch``, which copies nothing where a collection gives its features in the
+    order of its configuration, as sharded ones of OPER do."""
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled rows float32 [B, F, D]."""
+        pooled: Any = self.embedding_bag_collection(features)
+        names = self.sparse_feature_names
+        if pooled.keys() != names:
+            by_name = pooled.to_dict()
+            return torch.cat([by_name[n] for n in names], dim=1).reshape(-1, self.F, self.D)
+        values: torch.Tensor = pooled.values()
+        return values.view(-1, self.F, self.D)
+
+
+class DotInteraction(InteractionArch):
+    """TorchRec's ``InteractionArch``: on CPUs one pass over the samples, in which no matrix of
+    products is written. It takes and gives float32 there whatever autocast says."""
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
+        """Dense rows [B, D] and products of all pairs of rows: [B, D + F + F choose 2]."""
+        if dense_features.device.type != "cpu" or self.F == 0:
+            return super().forward(dense_features, sparse_features)
+        found: torch.Tensor = _dot_interaction()(
+            dense_features.float().contiguous(), sparse_features.float().contiguous())
+        return found
+
+
+def copy_less(model: DLRM) -> DLRM:
+    """`model`, a plain ``DLRM`` or ``DLRM_DCN``, with `PooledRows` and, where it has dot products,
+    `DotInteraction`, in place; parameters and their names stay."""
+    for part, plain, ours in ((model.sparse_arch, SparseArch, PooledRows),
+                              (model.inter_arch, InteractionArch, DotInteraction)):
+        if type(part) is plain:
+            part.__class__ = ours
+    return model
+
+
+@functools.cache
+def _dot_interaction() -> Any:
+    """The operator, with its gradient."""
+    load()
+    name = "oper::dot_interaction"
+    torch.library.register_fake(name, _shape)
+    torch.library.register_fake(f"{name}_gradient", _shapes_of_gradients)
+    torch.library.register_autograd(name, _gradients, setup_context=_save)
+    return torch.ops.oper.dot_interaction
+
+
+def _shape(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    samples, dim = dense.shape
+    rows = sparse.shape[1] + 1
+    return dense.new_empty(samples, dim + rows * (rows - 1) // 2)
+
+
+def _shapes_of_gradients(gradient: torch.Tensor, dense: torch.Tensor, sparse: torch.Tensor
+                         ) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(dense), torch.empty_like(sparse)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.oper.dot_interaction_gradient(
+        gradient.contiguous(), *ctx.saved_tensors)
+    return found

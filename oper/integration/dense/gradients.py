@@ -1,0 +1,99 @@
+"""Dense gradients averaged through memory that all ranks share, in place of messages."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from oper.shmem.memory.host_heap import HostHeap
+from oper.shmem.tables import ShardedTables
+
+_LINE_BYTES = 64
+
+
+def average_in_shared_memory(model: DistributedDataParallel) -> bool:
+    """Average the dense gradients of a sharded model in shared memory from now on. Collective.
+
+    To be called once, before the first backward pass; it takes the place of a communication hook,
+    of which DistributedDataParallel takes one. Gradients come out the same, bit for bit, on all
+    ranks. It takes as much memory per rank as the largest bucket of gradients.
+
+    Args:
+        model: contains sharded tables.
+
+    Returns:
+        Whether they are. Where ranks do not share memory, or the group of `model` is not that of
+        the tables, DistributedDataParallel goes on to exchange messages.
+    """
+    found = [t for m in model.modules()
+             if isinstance(t := getattr(m, "tables", None), ShardedTables)]
+    dense = [p for n, p in model.module.named_parameters()
+             if p.requires_grad and n not in model.parameters_to_ignore]
+    if not found or not _can_share(model, found[0], dense):
+        return False
+    average = _SharedAverage(found[0], sum(p.numel() * p.element_size() for p in dense))
+
+    def hook(state: Any, bucket: Any) -> Any:
+        gradients: torch.Tensor = bucket.buffer()
+        average(gradients)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+
+    hook.__annotations__ = {}  # DistributedDataParallel wants types in them, not their names
+    model.register_comm_hook(None, hook)
+    return True
+
+
+def _can_share(model: DistributedDataParallel, tables: ShardedTables,
+               dense: list[nn.Parameter]) -> bool:
+    group, ours = model.process_group, tables.group
+    return (ours.world_size > 1 and not ours.is_local and tables.is_one_domain
+            and tables.device.type == "cpu" and all(p.device.type == "cpu" for p in dense)
+            and (dist.get_world_size(group), dist.get_rank(group)) == (ours.world_size, ours.rank))
+
+
+class _SharedAverage:
+    """The mean over ranks of tensors of one size on all of them.
+
+    Every rank's memory has a cell per rank. A rank leaves its peers' parts in their cells, adds its
+    own part up, which it leaves in its own cell, and reads the other parts where their owners have
+    left them: a part is added up once, in one order.
+
+    Args:
+        tables: whose ranks these are.
+        num_bytes: of the largest tensor. Creation is collective.
+    """
+
+    def __init__(self, tables: ShardedTables, num_bytes: int) -> None:
+        self._tables = tables
+        self._rank, self._size = tables.group.rank, tables.group.world_size
+        lines = -(-num_bytes // (self._size * _LINE_BYTES)) + 1
+        cell, total = lines * _LINE_BYTES, lines * _LINE_BYTES * self._size
+        heap = HostHeap(tables.group, [total] * self._size)
+        weakref.finalize(self, heap.close).atexit = False
+        self._cells = [torch.ops.oper.segment_bytes(address, total).split(cell)
+                       for address in heap.addresses]
+
+    def __call__(self, data: torch.Tensor) -> None:
+        """Replace `data` by its mean. Collective; raises what `ShardedTables.barrier` raises."""
+        rank, size = self._rank, self._size
+        parts = data.tensor_split(size)
+        cells = [[cell[:part.nbytes].view(data.dtype) for cell, part in zip(x, parts, strict=True)]
+                 for x in self._cells]
+        share, (first, *others) = 1.0 / size, [peer for peer in range(size) if peer != rank]
+        for peer in (first, *others):
+            torch.mul(parts[peer], share, out=cells[rank][peer])
+        self._tables.barrier()
+        # Nobody reads this cell any more: all have left the call before.
+        own = torch.add(cells[first][rank], parts[rank], alpha=share, out=cells[rank][rank])
+        for peer in others:
+            own.add_(cells[peer][rank])
+        self._tables.barrier()
+        for owner in range(size):
+            parts[owner].copy_(cells[owner][owner])
