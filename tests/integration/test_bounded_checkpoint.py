@@ -248,7 +248,7 @@ def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="complete checkpoint"):
         oper.load_checkpoint(tmp_path, model)
     (tmp_path / "mine.txt").write_text("not a checkpoint")
-    with pytest.raises(OperError, match="is no checkpoint"):
+    with pytest.raises(OperError, match="is not a checkpoint"):
         oper.save_checkpoint(tmp_path, model)
     assert (tmp_path / "mine.txt").read_text() == "not a checkpoint"
     small = torch.nn.Sequential(torch.nn.Embedding(5, 8))

@@ -194,11 +194,12 @@ OPER_INLINE void count_rows(const Table& table, const int64_t* addresses, int64_
   int64_t* counts = scratch.rows_read(kind, table.index);
   const Arenas& arenas = *table.arenas;
   const size_t last = arenas.rank.size() - 1;
+  const int64_t mask = table.types.empty() ? -1 : RowPlace::kAddress;  // other places have more bits
   int64_t left = n;
   for (size_t k = 0; k < last && left > 0; ++k) {
     const int64_t end = arenas.outbox[k];
     int64_t above = 0;
-    for (int64_t i = 0; i < n; ++i) above += (addresses[i] & RowPlace::kAddress) >= end;
+    for (int64_t i = 0; i < n; ++i) above += (addresses[i] & mask) >= end;
     counts[arenas.rank[k]] += left - above;
     left = above;
   }
