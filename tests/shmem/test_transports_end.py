@@ -77,7 +77,8 @@ def _ends(rank: int, world_size: int, how: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("how", ["close", "collect"])
 def test_closed_tables_leave_no_connection(how: str) -> None:
     for found in run_world(2, _ends, how, labels="ab"):
-        assert all(x == found[0] for x in found) and found[0][1] == 0, found
+        # Fewer are no leak: one of the process that this is a fork of may be closed meanwhile.
+        assert all(x <= found[0] and x[1] == 0 for x in found), found
 
 
 def test_a_destroyed_subgroup_leaves_no_connection() -> None:
