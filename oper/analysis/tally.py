@@ -18,7 +18,7 @@ class Tally:
     """Counts of non-negative ids in one hash table.
 
     Open addressing with at most three quarters of the slots taken; a slot has 8 bytes, 16 once ids
-    or accesses exceed 32 bits. `purge` makes room with the method of Misra and Gries ("Finding
+    or accesses exceed 32 bits. `purge` makes space with the method of Misra and Gries ("Finding
     repeated elements", 1982), applied to many ids at a time (Anderson et al., "A high-performance
     algorithm for identifying frequent items in data streams", 2017).
 
@@ -45,7 +45,7 @@ class Tally:
         """Count `ids` int64 [N], each once or `counts` int64 [N] times.
 
         Returns:
-            How many of them fitted; the table has no room for the others.
+            How many of them fitted; the table has no space for the others.
         """
         if not ids.size:
             return 0

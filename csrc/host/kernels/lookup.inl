@@ -92,7 +92,7 @@ OPER_INLINE void pool_mixed(const Table& table, const int64_t* at, int64_t n, co
   if (table.mean && n > 1) row.scale(1.0f / static_cast<float>(n), dim);
 }
 
-// Which of n places have rows of a type: their addresses and indices, with room for 8 more. Returns how
+// Which of n places have rows of a type: their addresses and indices, with space for 8 more. Returns how
 // many there are.
 OPER_INLINE int64_t select_type(RowType type, const int64_t* at, int64_t n, int64_t* rows,
                                 int64_t* which) {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -22,6 +21,7 @@ import torch
 from oper.bench.core.launch import teller
 from oper.bench.core.report import text_of
 from oper.bench.core.workload import data_files
+from oper.bench.quality import kept
 from oper.data import PreprocessOptions, load_recipe, preprocess
 from oper.data.recipe import Column
 from oper.errors import InvalidInputError
@@ -52,7 +52,6 @@ from oper.rl_rec.models.popularity import PopularityConfig
 from oper.rl_rec.models.sasrec import SASRecConfig
 from oper.rl_rec.models.state import STATES
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
-from oper.support.files import atomic_write
 from oper.support.flags import whole
 
 ODD_BLOCK = 997  # items scored at once when a result is checked
@@ -308,7 +307,7 @@ def _place(case: Case, data: Interactions, seed: int, keep: str) -> Path:
     """Where the run is kept: its name holds a digest of all that the result depends on."""
     key = json.dumps([dataclasses.asdict(case.config), dataclasses.asdict(case.fit), seed,
                       _contents(data), _code(case.model)], sort_keys=True)
-    return Path(keep, f"{case.name.replace('/', '-')}-{_digest(key.encode())}.npz")
+    return Path(keep, f"{case.name.replace('/', '-')}-{kept.digest(key.encode())}.npz")
 
 
 def _run_case(case: Case, data: Interactions, seeds: Sequence[int], keep: str | None
@@ -349,21 +348,13 @@ def _train_and_test(case: Case, data: Interactions, seed: int) -> Runs:
     return runs
 
 
-def _digest(*parts: Any) -> str:
-    """First 12 digits of the SHA-256 of bytes or arrays."""
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return found.hexdigest()[:12]
-
-
 @functools.cache
 def _contents(data: Interactions) -> str:
     """A digest of all that models see of a log: equal counts do not make equal logs."""
     arrays = [data.users, data.items, data.rewards, data.times, data.offsets, data.train_stop]
     for held in (data.valid, data.test):
         arrays += [held.users, held.stop, held.targets, held.target_lengths]
-    return _digest(*(np.ascontiguousarray(a).data for a in arrays))
+    return kept.digest(*(np.ascontiguousarray(a).data for a in arrays))
 
 
 @functools.cache
@@ -383,21 +374,17 @@ def training_sources(model: str) -> list[Path]:
 
 
 def _code(model: str) -> str:
-    return _digest(*(path.read_bytes() for path in training_sources(model)))
+    return kept.digest(*(path.read_bytes() for path in training_sources(model)))
 
 
 def _keep(place: Path, runs: Runs) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(place) as file:
-        arrays: dict[str, Any] = {"about": np.array(json.dumps(runs.fitted[0])), **runs.per_user}
-        np.savez_compressed(file, **arrays)
+    kept.write(place, {"about": np.array(json.dumps(runs.fitted[0])), **runs.per_user})
 
 
 def _kept(place: Path, model: str, seed: int) -> Runs | None:
-    if not place.exists():
+    arrays = kept.read(place)
+    if arrays is None:
         return None
-    with np.load(place, allow_pickle=False) as stored:
-        arrays = {name: stored[name] for name in stored.files}
     return Runs(model, (seed,), arrays, (json.loads(str(arrays.pop("about"))),))
 
 

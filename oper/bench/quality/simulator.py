@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 
 from oper.bench.calibrate.calibrate import spearman
 from oper.bench.core.launch import Progress
+from oper.bench.quality import kept
 from oper.rl_rec.intervals import bootstrap, difference
 from oper.rl_rec.simulation.actor_critic import METHODS, train_actor_critic
 from oper.rl_rec.simulation.clicks import click_through_rate
@@ -41,7 +41,6 @@ from oper.rl_rec.simulation.shop import (
     load_virtual_taobao,
     synthetic_shop,
 )
-from oper.support.files import atomic_write
 from oper.support.flags import whole
 
 LOG_SEED, CUSTOMERS_SEED = 5, 1_000_003
@@ -186,11 +185,11 @@ class RetentionCase:
         asked, answered, repeated = [], [], True
         for seed in range(1, self.num_seeds + 1):
             place = self._place(seed)
-            found = _read(place) if place and place.exists() else None
+            found = _kept(place) if place else None
             if found is None:
                 found = self._learn(shop, serve, seed, progress)
                 if place:
-                    _write(place, found)
+                    _keep(place, found)
             control = found.pop("control")
             asked.append(control["asked"].tolist())
             answered.append(control["answered"].tolist())
@@ -237,10 +236,9 @@ class RetentionCase:
         about = {**asdict(self), "num_seeds": seed, "runs": None}
         sources = sorted(str(m.__file__) for n, m in sys.modules.items()
                          if n.startswith("oper.rl_rec.") or n == __name__)
-        told = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-        for source in sources:
-            told.update(Path(source).read_bytes())
-        return Path(self.runs, f"{self.name}-{seed}-{told.hexdigest()[:12]}.npz")
+        told = kept.digest(json.dumps(about, sort_keys=True).encode(),
+                           *(Path(source).read_bytes() for source in sources))
+        return Path(self.runs, f"{self.name}-{seed}-{told}.npz")
 
 
 Served = dict[str, np.ndarray]  # "clicks", "visits" and "pages" of each customer
@@ -252,20 +250,19 @@ def _outcome(episodes: Episodes) -> Served:
             "pages": episodes.pages}
 
 
-def _write(place: Path, found: Mapping[str, Served]) -> None:
-    arrays: dict[str, Any] = {
-        f"{name}/{part}": x for name, parts in found.items() for part, x in parts.items()}
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(place) as file:
-        np.savez_compressed(file, **arrays)
+def _keep(place: Path, found: Mapping[str, Served]) -> None:
+    kept.write(place, {
+        f"{name}/{part}": x for name, parts in found.items() for part, x in parts.items()})
 
 
-def _read(place: Path) -> dict[str, Served]:
+def _kept(place: Path) -> dict[str, Served] | None:
+    arrays = kept.read(place)
+    if arrays is None:
+        return None
     found: dict[str, Served] = {}
-    with np.load(place, allow_pickle=False) as stored:
-        for key in stored.files:
-            name, part = key.rsplit("/", 1)
-            found.setdefault(name, {})[part] = stored[key]
+    for key, x in arrays.items():
+        name, part = key.rsplit("/", 1)
+        found.setdefault(name, {})[part] = x
     return found
 
 

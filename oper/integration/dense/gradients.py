@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from oper.integration.checkpoint.saving import tables_of
 from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.tables import ShardedTables
 
@@ -30,8 +31,7 @@ def average_in_shared_memory(model: DistributedDataParallel) -> bool:
         Whether they are. Where ranks do not share memory, or the group of `model` is not that of
         the tables, DistributedDataParallel goes on to exchange messages.
     """
-    found = [t for m in model.modules()
-             if isinstance(t := getattr(m, "tables", None), ShardedTables)]
+    found = [t for t in tables_of(model) if isinstance(t, ShardedTables)]
     dense = [p for n, p in model.module.named_parameters()
              if p.requires_grad and n not in model.parameters_to_ignore]
     if not found or not _can_share(model, found[0], dense):

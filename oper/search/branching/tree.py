@@ -20,7 +20,7 @@ from itertools import count
 
 import numpy as np
 
-from oper.search.pricing.master import Bound, Pool, solve_node
+from oper.search.pricing.master import MAX_ROUNDS, Bound, Pool, solve_node
 from oper.search.pricing.node import FREE, PUSHES, STILL, Node, pushes_rows
 from oper.search.problem.machine import GROUPS
 from oper.search.problem.statement import IDS
@@ -35,7 +35,6 @@ _CANDIDATES = 3  # loads, and tables, that are tried
 _PRICED = 1500  # tables that all that are tried may price again by round: of more, fewer are tried
 _ROUND = 20  # what a round takes beside pricing, in tables priced: measured with 4 to 100 tables
 _TRIED = 2  # rounds of column generation after which candidates are compared
-_ROUNDS = 200  # after which a node counts as solved
 _IN_PART = 1e-3  # share that a table must push at least, and not push, to be branched at
 _IDLE = 0.05  # weight of a load whose resource has no price
 
@@ -125,15 +124,15 @@ class SearchTree:
             if again and again.ratio >= _SLIM and again.score >= _STAY * loads[0].score:
                 tried = [again]
             # The first rounds tell candidates apart; only the best one's children are solved.
-            rounds = _TRIED if len(tried) > 1 else _ROUNDS
+            rounds = _TRIED if len(tried) > 1 else MAX_ROUNDS
             begun = [[self._solve(part, node.pool.under(part, node.prices), deadline, rounds)
                       for part in x.children] for x in tried]
             best = max(range(len(tried)), key=lambda n: _gain(node, begun[n]))
             self.solved += 2 * len(tried)
             heapq.heappop(self._heap)
             parent.branching = tried[best]
-            parent.children = tuple(TreeNode(self._finished(node, x, deadline), tried[best].at)
-                                    for x in begun[best])
+            parent.children = tuple(TreeNode(self._finished(node, x, rounds, deadline),
+                                             tried[best].at) for x in begun[best])
             for part in parent.children:
                 heapq.heappush(self._heap, (part.bound.lower_bound_us, next(self._order), part))
         if self._heap:
@@ -141,16 +140,16 @@ class SearchTree:
         return self.bound
 
     def _solve(self, part: Node, pool: Pool, deadline: float | None,
-               rounds: int = _ROUNDS) -> Bound:
+               rounds: int = MAX_ROUNDS) -> Bound:
         found = solve_node(part, max_rounds=rounds, deadline=deadline, pool=pool)
         priced = len(part.pushes) * max(1, int(part.relaxation.pushes.sum()))
         self.work += max(1, found.num_rounds) * (priced + _ROUND)
         return found
 
-    def _finished(self, parent: Bound, begun: Bound, deadline: float | None) -> Bound:
-        """A child solved to the end, where only `_TRIED` rounds of it were."""
+    def _finished(self, parent: Bound, begun: Bound, rounds: int, deadline: float | None) -> Bound:
+        """A child solved to the end, where it has used up its `rounds`."""
         found = begun
-        if begun.num_rounds == _TRIED:
+        if begun.num_rounds == rounds:
             found = max(begun, self._solve(begun.node, begun.pool, deadline),
                         key=lambda x: x.lower_bound_us)
         return replace(found, lower_bound_us=max(found.lower_bound_us, parent.lower_bound_us))

@@ -24,6 +24,7 @@ from oper.search.pricing.node import Columns, Configuration, Node
 from oper.search.problem.statement import Problem
 from oper.search.relaxation.relaxation import Relaxation
 
+MAX_ROUNDS = 200  # of column generation, after which a node counts as solved
 _SEVERAL = 4e-4  # tolerance where ranks differ: prices of several classes are known no closer
 _KEPT = 4  # configurations of a table that a part of a node begins with, beside the solution's
 _NEVER = 1e15  # microseconds: a bound of plans that there are none of
@@ -141,12 +142,12 @@ class Bound:
         return self.node.base + self.pool.weight @ np.array(self.pool.resources)
 
 
-def lower_bound(problem: Problem, max_rounds: int = 200) -> Bound:
+def lower_bound(problem: Problem, max_rounds: int = MAX_ROUNDS) -> Bound:
     """The certified lower bound of a problem, by up to `max_rounds` rounds of column generation."""
     return solve_node(Node(Relaxation(CostModel(problem))), max_rounds=max_rounds)
 
 
-def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = 200,
+def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = MAX_ROUNDS,
                deadline: float | None = None, pool: Pool | None = None) -> Bound:
     """Column generation on the plans of a node.
 

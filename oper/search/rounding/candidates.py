@@ -22,6 +22,7 @@ from oper.search.problem.space import MAX_REPLICATED
 from oper.search.problem.statement import NUM_FEATURES, ROWS, TableProblem
 
 _POOL = 24  # candidates kept per table
+_SWEEPS, _REFINEMENTS = 8, 4  # of a coordinate descent over tables, and over boundaries, at most
 _ROUNDING = 1e-5  # of a memory at most is left free for stripes that are not quite even
 _HIDDEN = 2e-6  # of a memory, by a score that is near enough to the bound
 _OVERFLOW = 1e3  # a plan that misses memory by x is charged as 1 + 1e3 x of its step
@@ -239,7 +240,7 @@ class CandidatePool:
 
     def descend(self, rng: np.random.Generator, target: float) -> None:
         """Coordinate descent over tables until nothing improves or `target` (us) is reached."""
-        for _ in range(8):
+        for _ in range(_SWEEPS):
             if self.score <= target:
                 return
             if not sum([self.choose(int(k)) for k in rng.permutation(len(self.candidates))]):
@@ -248,7 +249,7 @@ class CandidatePool:
     def refine(self, rng: np.random.Generator, target: float) -> None:
         """Coordinate descent over boundaries between known candidates, on a finer grid every round.
         """
-        for _ in range(4):
+        for _ in range(_REFINEMENTS):
             before = self.score
             if before <= target:
                 return
