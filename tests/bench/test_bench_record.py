@@ -87,6 +87,16 @@ def test_a_comparison_can_fail(ours: list[float], passed: bool) -> None:
     assert json.loads(json.dumps(verdict.to_json()))["passed"] is passed
 
 
+@pytest.mark.parametrize(("ours", "passed"), [
+    ([1.1, 0.9, 1.0], True), ([1.1, 0.9, 1.0005], True), ([1.1, 0.8, 1.0], False),
+    ([1.0, 1.0, 1.0], False), ([1.1, 0.9], False), ([1.1, 0.9, float("nan")], False)])
+def test_changes_of_parameters_are_compared(ours: list[float], passed: bool) -> None:
+    verdict = Verdict()
+    after = torch.tensor([1.1, 0.9, 1.0])
+    verdict.compare_changes("dense", torch.tensor(ours), after, torch.ones(3))
+    assert verdict.passed is passed
+
+
 def test_batches_are_reproducible_and_statistics_come_from_others() -> None:
     work = Workload(num_rows=(50, 7), batch_size=64, pooling=3)
     ids = batch_ids(work, 1, 2, 0)

@@ -13,7 +13,9 @@ import socket
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,8 +103,8 @@ class LoadClient(Child):
         return scores
 
     def start(self, settings: loadgen.Settings) -> None:
-        """Begin a run."""
-        self.send("run", settings)
+        """Begin a run; returns when its first request is on its way."""
+        self.ask("run", settings)
 
     def finish(self, seconds: float) -> Seen:
         """The result of the run, which may take up to `seconds`."""
@@ -215,10 +217,17 @@ class _Sender:
         self._expected[epochs.pop() % 2] = scores
         return scores
 
-    def run(self, settings: loadgen.Settings) -> Seen:
+    def run(self, settings: loadgen.Settings, on_start: Callable[[], None] = lambda: None) -> Seen:
         self._answers, self._failures, self._retries = [], [], 0
         begin, busy = time.perf_counter(), time.process_time()
-        result = loadgen.run(settings, self._issue)
+        waiting = [on_start]
+
+        def issue(pairs: list[tuple[int, int]]) -> None:
+            if waiting:
+                waiting.pop()()
+            self._issue(pairs)
+
+        result = loadgen.run(settings, issue)
         cores = (time.process_time() - busy) / (time.perf_counter() - begin)
         wrong, epochs = 0, list[int]()
         unchecked: list[tuple[int, int, np.ndarray]] = []
@@ -352,5 +361,6 @@ def _scores(answer: bytes) -> tuple[np.ndarray, int]:
 def _client(control: Any, address: str, served: ServeWork, connections: int, once: bool) -> None:
     sender = _Sender(address, served, connections, once)
     control.send(True)
-    while obey(control, {"learn": sender.learn, "run": sender.run}):
+    run = partial(sender.run, on_start=partial(control.send, None))
+    while obey(control, {"learn": sender.learn, "run": run}):
         pass

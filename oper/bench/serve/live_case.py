@@ -304,7 +304,6 @@ def _publish(live: _Live) -> dict[str, Any]:
         live.progress(f"{target:.0f} queries/s, {len(swaps)} of {case.swaps} swaps")
         live.client.start(settings)
         until = time.monotonic() + case.seconds
-        time.sleep(0.2)
         new: list[Swap] = []
         while time.monotonic() < until and len(swaps) + len(new) < case.swaps:
             new.append(live.host.ask("publish"))

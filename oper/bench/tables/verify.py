@@ -24,11 +24,12 @@ from oper.bench.tables.unsharded import EPS, LEARNING_RATE
 from oper.train.reference import SparseTableOptimizer
 
 NUM_STEPS = 2
-# max|a - b| <= tolerance * max|b| per tensor. Tables differ by the order of sums only; the dense
-# part of a DLRM also by the shapes of its matrix products. Sums in another order round to a
-# neighbouring bfloat16 now and then, 2^-8 away, in each of several layers.
+# max|a - b| <= tolerance * max|b| per tensor; of dense parameters, see `Verdict.compare_changes`.
+# Tables differ by the order of sums only; the dense part of a DLRM also by the shapes of its matrix
+# products. Sums in another order round to a neighbouring bfloat16 now and then, 2^-8 away, in each
+# of several layers.
 TOLERANCE = {"pooled": 1e-5, "ceiling": 1e-5, "rows": 1e-5, "tables": 1e-5, "logits": 1e-4,
-             "dense": 1e-4, "logits of bfloat16": 2 ** -5, "dense of bfloat16": 2 ** -5}
+             "dense": 0.01, "logits of bfloat16": 2 ** -5, "dense of bfloat16": 2 ** -4}
 _CHUNK_ROWS = 4096
 _PROBED_ROWS = 16_384  # per table, of the touched ones
 
@@ -39,7 +40,7 @@ class Verdict:
 
     Attributes:
         tolerance: largest allowed relative difference, by kind of tensor.
-        worst: largest max|a - b| / max|b| of a tensor, by kind of tensor.
+        worst: largest relative difference of a tensor, by kind of tensor.
     """
 
     tolerance: Mapping[str, float] = field(default_factory=lambda: TOLERANCE)
@@ -56,6 +57,24 @@ class Verdict:
         parts = zip(ours.split(_CHUNK_ROWS), reference.split(_CHUNK_ROWS), strict=True)
         most = [torch.stack([(a - b).abs().max(), b.abs().max()]) for a, b in parts]
         found, scale = torch.stack(most).amax(dim=0).tolist()  # NaN wins
+        self._note(kind, found, scale)
+
+    def compare_changes(self, kind: str, ours: torch.Tensor, reference: torch.Tensor,
+                        start: torch.Tensor) -> None:
+        """Compare what training has made of a parameter.
+
+        The norm of the difference over that of the reference's change, or over a thousandth of the
+        parameter's own norm where it hardly changed. One hidden unit of one sample on the other
+        side of its kink moves single elements far, and the whole parameter by little.
+        """
+        if ours.shape != reference.shape:
+            self.worst[kind] = float("inf")
+            return
+        found, change, size = (torch.linalg.vector_norm(x).item()
+                               for x in (ours - reference, reference - start, reference))
+        self._note(kind, found, max(change, size / 1000))
+
+    def _note(self, kind: str, found: float, scale: float) -> None:
         ratio = found / max(scale, 1e-30) if found == found else float("inf")
         self.worst[kind] = max(self.worst.get(kind, 0.0), ratio)
 
@@ -134,7 +153,7 @@ class Reference:
         self._touched = [torch.from_numpy(checks.touched(t)) for t in range(len(self.weights))]
         self._rows = [w.detach()[at] for w, at in zip(self.weights.values(), self._touched,
                                                       strict=True)]
-        self._dense = {n: p.detach().clone() for n, p in self.dense.items()}
+        self.dense_start = {n: p.detach().clone() for n, p in self.dense.items()}
 
     def reset(self) -> None:
         """Restore the initial weights, for the next contender."""
@@ -143,7 +162,7 @@ class Reference:
                                         strict=True):
                 weight[at] = rows
             for name, value in self.dense.items():
-                value.copy_(self._dense[name])
+                value.copy_(self.dense_start[name])
             for sums in self._optimizer.sums or ():
                 sums.zero_()
 
@@ -239,7 +258,8 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
         if reference is not None:
             dense = side.dense_parameters()
             for name, value in reference.dense.items():
-                verdict.compare(f"dense{suffix}", dense.get(name, torch.empty(0)), value.detach())
+                verdict.compare_changes(f"dense{suffix}", dense.get(name, torch.empty(0)),
+                                        value.detach(), reference.dense_start[name])
         if side.tables is not None and (reference is not None or not side.tables.is_one_domain):
             for name in side.tables.specs:  # between memory domains all ranks read
                 rows = side.tables.read(name)
