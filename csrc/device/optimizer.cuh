@@ -101,8 +101,7 @@ class RowOptimizer {
   // `w`: the row, which becomes the new one.
   OPER_DEVICE void apply(int64_t slot, const Row<Shape>& g, float squares, Row<Shape>& w,
                          const RowFacts& facts) const {
-    // A graph may outlive the choice of its kernel: its tables may be frozen since.
-    if (args_.kind == Optimizer::kNone) return;
+    if (kind() == Optimizer::kNone) return;
     switch (kind()) {
       case Optimizer::kSgd: {
         const float rate = args_.learning_rate;

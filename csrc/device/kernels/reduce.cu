@@ -208,6 +208,8 @@ OPER_DEVICE void finish_run(const ReduceArgs& a, int32_t t, int64_t run, int64_t
                             Row<Shape>& row, const RowFacts& facts) {
   const Table& table = a.view.tables[t];
   if constexpr (kTo != To::kOutbox) {
+    // A graph may outlive the choice of its kernel: its tables may be frozen since.
+    if (a.optimizers[t].optimizer.kind == Optimizer::kNone) return;
     const int64_t slot = key - table.key_begin;
     const RowOptimizer<Shape, kKindOf<kTo>> optimizer(a.view, table, a.optimizers[t], group,
                                                       buffer);
