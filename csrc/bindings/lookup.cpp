@@ -190,6 +190,18 @@ bool are_bags(const Tensor& bags, int64_t batch_size, int64_t num_lengths) {
                      [=](int64_t k) { return 0 <= k && k <= batch_size; });
 }
 
+// Whether all samples have bags that there are: the tensor may have changed since the batch was made.
+bool have_bags(const Samples& samples, const Tensor& bags, const Tensor& key_of) {
+  bool is_outside = false;
+  for (int64_t f = 0; f < samples.num_features; ++f) {
+    const auto limit = static_cast<uint64_t>(int64_data(bags)[int64_data(key_of)[f]]);
+    const int64_t* bag = samples.bags + f * samples.count;
+    for (int64_t b = 0; b < samples.count; ++b)
+      is_outside |= static_cast<uint64_t>(bag[b]) >= limit;
+  }
+  return !is_outside;
+}
+
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> known_offsets,
@@ -204,6 +216,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   const int64_t n = lengths.numel();
   STD_TORCH_CHECK(!bags || (pooled && are_bags(*bags, batch_size, n)),
                   "internal: bags of keys that a batch cannot have");
+  STD_TORCH_CHECK(!samples || (bags && have_bags(samples_of(*samples, key_of), *bags, key_of)),
+                  "inverse_indices outside of the features' bags");
   // Nothing else than pooling reads the bounds before it is over; it makes none of padding.
   const bool on_the_way = !known_offsets.has_value() && !bags && pooled && n > 0 &&
                           !context.exchange && !context.peer_rows &&
