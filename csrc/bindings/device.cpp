@@ -445,14 +445,11 @@ void exchange_gradients(Call& call, float scale) {
   tables.inbox = std::move(memory);
 }
 
-std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
-                                             Tensor offsets, std::optional<Tensor> weights,
-                                             Tensor key_of, int64_t batch_size, bool pooled,
-                                             Tensor optimizers, double gradient_scale,
-                                             std::optional<Tensor> addresses,
-                                             std::optional<Tensor> order, bool updates,
-                                             std::optional<Tensor> bags,
-                                             std::optional<Tensor> samples) {
+std::tuple<int64_t, int64_t> lookup_backward(
+    int64_t handle, Tensor grad, Tensor ids, Tensor offsets, std::optional<Tensor> weights,
+    Tensor key_of, int64_t batch_size, bool pooled, Tensor optimizers, double gradient_scale,
+    std::optional<Tensor> addresses, std::optional<Tensor> order, bool updates,
+    std::optional<Tensor> bags, std::optional<Tensor> samples) {
   (void)order;  // is with the addresses
   STD_TORCH_CHECK(!bags && !samples, "internal: no shared bags in device memory");
   STD_TORCH_CHECK(updates, "internal: no parts of batches in device memory");

@@ -247,7 +247,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   // Outputs of all ranks together that would not stay in the cache until they are used, beside the rows
   // on their way. Measured with a pass over the output on two cores: past the cache took 10 % less time
   // from a fifth of it on, 5 % more at a tenth. Rows that are spread are used at once.
-  batch.stream = !samples && batch.num_rows * batch.out_stride * 4 * context.world_size > last_level_cache_bytes() / 4;
+  batch.stream = !samples && batch.num_rows * batch.out_stride * 4 * context.world_size >
+                                 last_level_cache_bytes() / 4;
   const Status status =
       status_of([&] { forward(context, batch, float_data(out), collective); });
   if (samples && status.code == 0) {
@@ -350,14 +351,11 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
   return {out, status.code, status.detail};
 }
 
-std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
-                                             Tensor offsets, std::optional<Tensor> weights,
-                                             Tensor key_of, int64_t batch_size, bool pooled,
-                                             Tensor optimizers, double gradient_scale,
-                                             std::optional<Tensor> addresses,
-                                             std::optional<Tensor> order, bool updates,
-                                             std::optional<Tensor> bags,
-                                             std::optional<Tensor> samples) {
+std::tuple<int64_t, int64_t> lookup_backward(
+    int64_t handle, Tensor grad, Tensor ids, Tensor offsets, std::optional<Tensor> weights,
+    Tensor key_of, int64_t batch_size, bool pooled, Tensor optimizers, double gradient_scale,
+    std::optional<Tensor> addresses, std::optional<Tensor> order, bool updates,
+    std::optional<Tensor> bags, std::optional<Tensor> samples) {
   Context& context = context_of(handle);
   STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
                       optimizers.numel() ==

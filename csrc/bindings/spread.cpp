@@ -115,9 +115,8 @@ Tensor place_sums(const Context& context, const Tensor& bags, const Tensor& key_
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(pad_lengths, "(Tensor lengths, int[] bags, int size) -> (Tensor, Tensor)");
   OPER_OPERATOR(kind_of_rows, "(Tensor rows, int[] limits) -> int");
-  OPER_OPERATOR(
-      sum_by_bag,
-      "(int handle, Tensor grad, Tensor samples, Tensor key_of, int num_bags) -> Tensor");
+  OPER_OPERATOR(sum_by_bag,
+                "(int handle, Tensor grad, Tensor samples, Tensor key_of, int num_bags) -> Tensor");
 }
 
 }  // namespace oper::host
