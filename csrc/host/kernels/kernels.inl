@@ -24,7 +24,6 @@ static_assert(kPrefetch <= kAddressesAhead);
 #include "host/kernels/resolve.inl"
 #include "host/kernels/bounds.inl"
 #include "host/kernels/lookup.inl"
-#include "host/kernels/samples.inl"
 #include "host/kernels/interaction.inl"
 #include "host/kernels/order.inl"
 #include "host/kernels/reduce.inl"
