@@ -32,6 +32,26 @@ from oper.tables import TableSpec
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def read_trace(path: Path) -> dict[str, Any]:
+    """A trace in the Trace Event format, which Perfetto and Chrome open; checks that it is one."""
+    def refuse(number: str) -> float:
+        raise ValueError(f"{number} is not JSON")
+
+    found: dict[str, Any] = json.loads(path.read_text(), parse_constant=refuse)
+    assert found["displayTimeUnit"] in ("ms", "ns")
+    named = set()
+    for event in found["traceEvents"]:
+        assert isinstance(event["name"], str) and event["ph"] in ("X", "M"), event
+        assert type(event["pid"]) is int and type(event["tid"]) is int, event
+        if event["ph"] == "X":  # complete: times in microseconds
+            assert event["ts"] >= 0 and event["dur"] >= 0, event
+            assert isinstance(event["cat"], str) and isinstance(event["args"], dict), event
+            assert (event["pid"], event["tid"]) in named, event
+        elif event["name"] == "thread_name":
+            named.add((event["pid"], event["tid"]))
+    return found
+
+
 def real_data(name: str) -> Path:
     """A file or folder of real data; skips the test, by name, where it is not."""
     folder = os.environ.get("OPER_DATA")

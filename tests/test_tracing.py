@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -24,6 +23,7 @@ from oper.shmem.group import clocks
 from oper.shmem.group.clocks import clocks_of, compare_clocks
 from tests.dlrm_support import make_collection, make_kjt, plan_for, virtual_ranks
 from tests.runtime_support import run_ranks
+from tests.support import read_trace
 from tests.world_support import RankFailedError, report, run_world, world
 
 pytestmark = pytest.mark.filterwarnings("ignore:no access statistics")
@@ -33,7 +33,7 @@ Bars = list[dict[str, Any]]
 
 def read(path: Path) -> tuple[dict[str, Any], Bars]:
     """The trace, and its bars."""
-    trace = json.loads(path.read_text())
+    trace = read_trace(path)
     return trace, [e for e in trace["traceEvents"] if e["ph"] == "X"]
 
 

@@ -294,9 +294,9 @@ bool is_here(const Tables& tables, const Tensor& tensor) {
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> offsets,
-    std::optional<Tensor> addresses, std::optional<Tensor> bags) {
+    std::optional<Tensor> addresses, std::optional<Tensor> bags, std::optional<Tensor> samples) {
   (void)offsets;  // beside the addresses
-  (void)bags;     // rows of bags that are not there are written as well
+  STD_TORCH_CHECK(!bags && !samples, "internal: no shared bags in device memory");
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   try {
@@ -445,13 +445,13 @@ void exchange_gradients(Call& call, float scale) {
   tables.inbox = std::move(memory);
 }
 
-std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
-                                             Tensor offsets, std::optional<Tensor> weights,
-                                             Tensor key_of, int64_t batch_size, bool pooled,
-                                             Tensor optimizers, double gradient_scale,
-                                             std::optional<Tensor> addresses,
-                                             std::optional<Tensor> order, bool updates) {
+std::tuple<int64_t, int64_t> lookup_backward(
+    int64_t handle, Tensor grad, Tensor ids, Tensor offsets, std::optional<Tensor> weights,
+    Tensor key_of, int64_t batch_size, bool pooled, Tensor optimizers, double gradient_scale,
+    std::optional<Tensor> addresses, std::optional<Tensor> order, bool updates,
+    std::optional<Tensor> bags, std::optional<Tensor> samples) {
   (void)order;  // is with the addresses
+  STD_TORCH_CHECK(!bags && !samples, "internal: no shared bags in device memory");
   STD_TORCH_CHECK(updates, "internal: no parts of batches in device memory");
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);

@@ -190,10 +190,22 @@ bool are_bags(const Tensor& bags, int64_t batch_size, int64_t num_lengths) {
                      [=](int64_t k) { return 0 <= k && k <= batch_size; });
 }
 
+// Whether all samples have bags that there are: the tensor may have changed since the batch was made.
+bool have_bags(const Samples& samples, const Tensor& bags, const Tensor& key_of) {
+  bool is_outside = false;
+  for (int64_t f = 0; f < samples.num_features; ++f) {
+    const auto limit = static_cast<uint64_t>(int64_data(bags)[int64_data(key_of)[f]]);
+    const int64_t* bag = samples.bags + f * samples.count;
+    for (int64_t b = 0; b < samples.count; ++b)
+      is_outside |= static_cast<uint64_t>(bag[b]) >= limit;
+  }
+  return !is_outside;
+}
+
 std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t handle, Tensor ids, Tensor lengths, std::optional<Tensor> weights, Tensor key_of,
     int64_t batch_size, bool pooled, bool collective, std::optional<Tensor> known_offsets,
-    std::optional<Tensor> addresses, std::optional<Tensor> bags) {
+    std::optional<Tensor> addresses, std::optional<Tensor> bags, std::optional<Tensor> samples) {
   Context& context = context_of(handle);
   PhaseClock clock(context);
   Tensor offsets;
@@ -204,6 +216,8 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   const int64_t n = lengths.numel();
   STD_TORCH_CHECK(!bags || (pooled && are_bags(*bags, batch_size, n)),
                   "internal: bags of keys that a batch cannot have");
+  STD_TORCH_CHECK(!samples || (bags && have_bags(samples_of(*samples, key_of), *bags, key_of)),
+                  "inverse_indices outside of the features' bags");
   // Nothing else than pooling reads the bounds before it is over; it makes none of padding.
   const bool on_the_way = !known_offsets.has_value() && !bags && pooled && n > 0 &&
                           !context.exchange && !context.peer_rows &&
@@ -232,10 +246,18 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   Tensor out = pooled_tensor(ScalarType::Float, {batch.num_rows, batch.out_stride});
   // Outputs of all ranks together that would not stay in the cache until they are used, beside the rows
   // on their way. Measured with a pass over the output on two cores: past the cache took 10 % less time
-  // from a fifth of it on, 5 % more at a tenth.
-  batch.stream = batch.num_rows * batch.out_stride * 4 * context.world_size > last_level_cache_bytes() / 4;
+  // from a fifth of it on, 5 % more at a tenth. Rows that are spread are used at once.
+  batch.stream = !samples && batch.num_rows * batch.out_stride * 4 * context.world_size >
+                                 last_level_cache_bytes() / 4;
   const Status status =
       status_of([&] { forward(context, batch, float_data(out), collective); });
+  if (samples && status.code == 0) {
+    const Samples of = samples_of(*samples, key_of);
+    const Tensor pooled = out;
+    if (of.count != batch.num_rows || !of.are_in_order())
+      out = pooled_tensor(ScalarType::Float, {of.count, batch.out_stride});
+    spread(context, of, float_data(pooled), float_data(out));
+  }
   clock.end(kForward);  // with the offsets
   return {out, offsets, status.code, status.detail};
 }
@@ -329,12 +351,11 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
   return {out, status.code, status.detail};
 }
 
-std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor ids,
-                                             Tensor offsets, std::optional<Tensor> weights,
-                                             Tensor key_of, int64_t batch_size, bool pooled,
-                                             Tensor optimizers, double gradient_scale,
-                                             std::optional<Tensor> addresses,
-                                             std::optional<Tensor> order, bool updates) {
+std::tuple<int64_t, int64_t> lookup_backward(
+    int64_t handle, Tensor grad, Tensor ids, Tensor offsets, std::optional<Tensor> weights,
+    Tensor key_of, int64_t batch_size, bool pooled, Tensor optimizers, double gradient_scale,
+    std::optional<Tensor> addresses, std::optional<Tensor> order, bool updates,
+    std::optional<Tensor> bags, std::optional<Tensor> samples) {
   Context& context = context_of(handle);
   STD_TORCH_CHECK(optimizers.scalar_type() == ScalarType::Double &&
                       optimizers.numel() ==
@@ -347,14 +368,22 @@ std::tuple<int64_t, int64_t> lookup_backward(int64_t handle, Tensor grad, Tensor
     context.tables[t].rounding = rounding_key(x);
   }
   Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, true);
-  // The output's layout, but for a gradient that is a slice of wider rows.
-  if (batch.num_rows > 0) batch.out_stride = grad.stride(0);
   const std::optional<Resolved> resolved = resolved_batch(batch, addresses, order);
   batch.resolved = resolved ? &*resolved : nullptr;
-  const float* gradients = float_data(grad);
+  for (FeatureBags& feature : batch.features) {
+    feature.gradients = float_data(grad) + feature.out_begin;
+    // The output's layout, but for a gradient that is a slice of wider rows.
+    feature.gradient_stride = batch.num_rows > 0 ? grad.stride(0) : batch.out_stride;
+  }
+  std::optional<SampleGradients> shared;
+  Tensor sums;
+  if (samples) {
+    shared = gradients_of(grad, *samples, key_of);
+    sums = place_sums(context, *bags, key_of, *shared, batch);
+  }
   const Status status = status_of([&] {
-    if (!updates) return leave(context, batch, gradients);
-    backward(context, batch, gradients, static_cast<float>(gradient_scale));
+    if (!updates) return leave(context, batch);
+    backward(context, batch, static_cast<float>(gradient_scale));
   });
   return {status.code, status.detail};
 }

@@ -23,4 +23,13 @@ inline Context& context_of(int64_t handle) { return contexts().at(handle).contex
 // A tensor of float32, int32, int64 or bytes from the pool of `host/memory.h`; not cleared.
 Tensor pooled_tensor(ScalarType type, const std::vector<int64_t>& sizes);
 
+// Samples that share bags; `samples` int64 [F, B] and `bags` int64 [num_keys] as in common/lookup_schemas.h.
+Samples samples_of(const Tensor& samples, const Tensor& key_of);
+SampleGradients gradients_of(const Tensor& grad, const Tensor& samples, const Tensor& key_of);
+
+// Memory for the sums by bag of the features whose samples share bags, from which the backward pass of the
+// batch takes their gradients.
+Tensor place_sums(const Context& context, const Tensor& bags, const Tensor& key_of,
+                  SampleGradients& shared, Batch& batch);
+
 }  // namespace oper::host

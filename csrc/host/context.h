@@ -337,6 +337,9 @@ struct FeatureBags {
   int64_t out_begin;  // floats
   // Addresses of the rows of the ids from bounds[0] on, where they are known already, or null.
   const int64_t* rows = nullptr;
+  // In a backward pass: the gradient of bag b is at gradients[b * gradient_stride].
+  const float* gradients = nullptr;
+  int64_t gradient_stride = 0;
   int64_t num_ids() const { return bounds[num_bags] - bounds[0]; }
 };
 
@@ -369,6 +372,32 @@ struct Resolved {
   char* order;                          // TableOrder [T] and their arrays, or null
 };
 
+// The bag of each sample of a batch, by feature of the collection, where samples share bags.
+struct Samples {
+  const int64_t* bags;  // [num_features, count]
+  int64_t num_features, count;
+  const int64_t* of(const Feature& feature) const { return bags + feature.logical * count; }
+  // Whether sample b has bag b of the feature.
+  bool are_own(const Feature& feature) const;
+  // Whether no sample has a bag with a number above its own, as when they are numbered in the order of
+  // the samples.
+  bool are_in_order() const;
+};
+
+// Where the sums of a feature's gradients by bag go; nowhere, if `data` is null.
+struct BagSums {
+  float* data;
+  int64_t num_bags, stride;
+};
+
+// Gradients of samples, rows `stride` floats apart, which are added up by bag: one of `sums` per feature.
+struct SampleGradients {
+  Samples samples;
+  const float* data;
+  int64_t stride;
+  std::vector<BagSums> sums;
+};
+
 // One batch of lookups; all pointers stay the caller's. An unpooled lookup is one of bags that
 // hold one id each.
 struct Batch {
@@ -385,6 +414,7 @@ struct Batch {
   const void* lengths = nullptr;
   bool lengths_are_32_bit = false;
   int64_t* offsets = nullptr;
+  const SampleGradients* shared = nullptr;  // what features' gradients are made of first, or null
   int64_t num_ids(const Table& table) const {  // through its features
     int64_t n = 0;
     for (int32_t f : table.features) n += features[f].num_ids();
@@ -422,6 +452,13 @@ struct DistinctRows {
 // row is read directly.
 void forward(Context& context, const Batch& batch, float* out, bool collective);
 
+// Rows of bags, as `forward` leaves them, to those of samples; `out` may be `pooled` where samples are in
+// order.
+void spread(Context& context, const Samples& samples, const float* pooled, float* out);
+
+// Sums by bag, in the order of the samples.
+void add_up(Context& context, const SampleGradients& shared);
+
 // Id-only work of a batch, which may run ahead of it, on another thread too: `resolved.addresses` and,
 // unless null, `resolved.order`, which has room for `order_bytes(context, batch)`.
 int64_t order_bytes(const Context& context, const Batch& batch);
@@ -432,13 +469,13 @@ void resolve(Context& context, const Batch& batch, int64_t* addresses, const Res
 void weight_gradient(Context& context, const Batch& batch, const float* grad, float* out);
 
 // Segment-reduce gradients into the outbox and exchange them; their owners keep the sums of all ranks
-// until the next `backward`. Collective over the ranks. `grad` is laid out as the output of `forward`.
-void leave(Context& context, const Batch& batch, const float* grad);
+// until the next `backward`. Collective over the ranks.
+void leave(Context& context, const Batch& batch);
 
 // In the place of `leave` or `backward` of a rank that cannot take part: no rank makes this update.
 void refuse(Context& context);
 
 // As `leave`, then update with the sum of all parts, scaled by `gradient_scale`.
-void backward(Context& context, const Batch& batch, const float* grad, float gradient_scale);
+void backward(Context& context, const Batch& batch, float gradient_scale);
 
 }  // namespace oper::host

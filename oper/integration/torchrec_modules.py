@@ -325,13 +325,21 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         weights = features.weights().contiguous() if self._is_weighted else None
         if weights is not None and weights.dtype != torch.float32:
             weights = weights.float()
-        bags = None
-        if features.variable_stride_per_key():
-            lengths, size, bags = padded_lengths(features, self._pooled)
+        shared = None
+        if features.variable_stride_per_key() or (
+                self._pooled and features.inverse_indices_or_none() is not None):
+            lengths, size, shared = padded_lengths(features, self._features, self._pooled,
+                                                   self._shares)
         else:
             lengths, size = features.lengths(), features.stride()
         return Lookup(features.values().contiguous(), lengths.contiguous(), key_of, size, weights,
-                      self._pooled, bags)
+                      self._pooled, shared)
+
+    @property
+    def _shares(self) -> bool:
+        """Whether a lookup gives samples that share bags their rows itself."""
+        shares: bool = self.tables.shares_bags
+        return shares and not torch.compiler.is_compiling()
 
     def _match(self, keys: tuple[str, ...]) -> torch.Tensor:
         key_of = self._key_of.get(keys)
@@ -442,9 +450,8 @@ class ShardedEmbeddingBags(_ShardedCollection):
             KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index))
 
     def _finish(self, values: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
-        if features.inverse_indices_or_none() is not None:
-            values = spread(values, self._offsets, self._features, features,
-                            values.requires_grad and self.tables.guard.mode != "off")
+        if features.inverse_indices_or_none() is not None and not self._shares:
+            values = spread(values, self._offsets, self._features, features)
         # Even a call that has nothing to convert takes 1 % of a step, from where no code is cached.
         return values.to(self._output_dtype) if self._converts else values
 

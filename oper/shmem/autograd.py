@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from oper.errors import InvalidInputError
-from oper.shmem.batch import Lookup
+from oper.shmem.batch import Lookup, SharedBags
 from oper.shmem.passes import Backward
 from oper.shmem.protocol import Tables
 
@@ -70,6 +70,10 @@ class _Lookup(torch.autograd.Function):
             # Copies, since nobody could notice changes of these.
             batch = replace(batch, ids=batch.ids.clone(), resolved=None,
                             weights=None if weights is None else weights.clone())
+        shared = batch.shared
+        if shared is not None and shared.samples.is_inference():
+            shared = SharedBags(shared.bags, shared.samples.clone())
+            batch = replace(batch, shared=shared)
         turns, trains = tables.turns, anchor.requires_grad
         with turns.lock:  # no other thread updates the rows in between
             ctx.rows = (tables.num_steps, tables.num_published)
@@ -83,6 +87,8 @@ class _Lookup(torch.autograd.Function):
             batch = replace(batch, looked_up=None)
         ctx.call = (tables, batch, offsets, tables.frozen)
         ctx.watched = (batch.ids,) if batch.weights is None else (batch.ids, batch.weights)
+        if shared is not None:
+            ctx.watched += (shared.samples,)
         ctx.versions = (*map(_VERSION, ctx.watched),)
         ctx.thread = threading.get_ident()
         return out
@@ -93,7 +99,7 @@ class _Lookup(torch.autograd.Function):
                  ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         tables, batch, offsets, frozen = ctx.call
         if (*map(_VERSION, ctx.watched),) != ctx.versions:
-            _refuse_changes(ctx.watched, ctx.versions)
+            _refuse_changes(batch, ctx.watched, ctx.versions)
         weights = None
         updates = ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(
             ctx.next_functions[0][0])
@@ -111,7 +117,7 @@ class _Lookup(torch.autograd.Function):
 
 #: Embeddings of (anchor of the tables, weights of the batch, tables, batch), by `forward` of the
 #: tables. The backward pass updates them where the anchor requires a gradient; then both passes are
-#: collective. Ids and weights must not change in between.
+#: collective. Ids, weights and shared bags must not change in between.
 trained_lookup: Callable[..., torch.Tensor] = _Lookup.apply
 
 
@@ -125,10 +131,12 @@ def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:
                                 "take all gradients of a step in one backward pass")
 
 
-def _refuse_changes(watched: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Raise InvalidInputError for ids or weights that were written to after their lookup."""
-    changed = [name for name, x, before in zip(
-        ("ids", "per-sample weights"), watched, versions, strict=False) if x._version != before]
+def _refuse_changes(batch: Lookup, watched: Sequence[torch.Tensor], versions: Sequence[int]
+                    ) -> None:
+    """Raise InvalidInputError for parts of a batch that were written to after its lookup."""
+    names = ("ids", *(() if batch.weights is None else ("per-sample weights",)), "inverse_indices")
+    changed = [name for name, x, before in zip(names, watched, versions, strict=False)
+               if x._version != before]
     raise InvalidInputError("cannot update the rows of a lookup",
                             "changed in place since the lookup", changed,
                             "ids and weights as they were looked up",

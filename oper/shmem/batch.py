@@ -40,6 +40,20 @@ class SeenKeys:
     updates: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedBags:
+    """Which bags the samples of a pooled batch have, where several may have the same.
+
+    Attributes:
+        bags: int64 [num_keys], how many of a key's `Lookup.batch_size` bags there are; those behind
+            them are empty.
+        samples: int64 [F, B], the bag of each sample, by feature of the collection.
+    """
+
+    bags: torch.Tensor
+    samples: torch.Tensor
+
+
 # Nobody assigns to its fields; `frozen` would make every batch set each of them by a call.
 @dataclass(slots=True)
 class Lookup:
@@ -49,12 +63,12 @@ class Lookup:
         ids: int64 or int32 [N], key-major.
         lengths: int64 or int32 [num_keys * B], bag lengths, key-major.
         key_of: int64 [F], index of the key that carries each feature of the collection.
-        batch_size: samples B.
+        batch_size: bags B of each key, one per sample unless samples share them.
         weights: float32 [N], per-sample weights, or None (pooled only).
         pooled: one row per sample with the features side by side, or one row per id, feature after
             feature.
-        bags: int64 [num_keys] in host memory, how many of a key's B bags there are; those behind
-            them are empty, and nobody reads their pooled rows. None: all.
+        shared: the bags of samples that share them, in host memory: the lookup's result and its
+            gradient have the samples' rows. None: sample b has bag b of each key.
         resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
         seen: what the lookups of dynamic tables have seen; `ids` are rows then.
         looked_up: the result of a lookup made ahead, or None.
@@ -66,7 +80,7 @@ class Lookup:
     batch_size: int
     weights: torch.Tensor | None = None
     pooled: bool = True
-    bags: torch.Tensor | None = None
+    shared: SharedBags | None = None
     resolved: ResolvedIds | None = None
     seen: tuple[SeenKeys, ...] = ()
     looked_up: LookedUp | None = None
@@ -84,7 +98,7 @@ class Lookup:
         """A copy of the batch, which the caller's next batch does not overwrite."""
         return Lookup(self.ids.clone(), self.lengths.clone(), self.key_of, self.batch_size,
                       None if self.weights is None else self.weights.detach().clone(), self.pooled,
-                      self.bags, seen=self.seen)
+                      self.shared, seen=self.seen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

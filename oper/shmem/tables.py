@@ -75,6 +75,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
     pull: bool | PullCosts = False  # see `choose_pull`
     lookups_at_once = True  # those without gradients, see `Turns`
     trains_in_parts = True  # see `MicroBatches`
+    shares_bags = True  # whether lookups take `Lookup.shared`
     resolves_far = False  # whether ids are resolved ahead between memory domains, too
     operators: Any = torch.ops.oper  # on batches
     # What a plan decides; the rest stays when the plan changes.
@@ -266,11 +267,13 @@ class ShardedTables(TableUpdates, MeasuredTables):
                 dim = self.output_columns if batch.pooled else self.directories[0].table.dim
                 return (torch.empty(0, dim, device=self.device),
                         batch.lengths.new_zeros(batch.lengths.numel() + 1, dtype=torch.int64))
+        shared = batch.shared
         try:
             out, offsets, code, detail = self._forward_op(
                 self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of,
                 batch.batch_size, batch.pooled, collective, known and known.offsets,
-                known and known.addresses, batch.bags)
+                known and known.addresses, shared and shared.bags,
+                shared and shared.samples)
         except RuntimeError:  # as when the operator is that of another device
             self._checks.check(batch)
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -69,13 +70,17 @@ class TableUpdates:
                 self.turns.end(parts)
             if os.getpid() != self._process or self._heap is None:
                 self._check_process()
+            held = self._held
             for part in parts:
                 part.frozen |= self.frozen
+                if part.batch.shared is not None and (
+                        len(parts) > 1 or held.holders or held.passes
+                        or self._clamp.is_active or self.guard.mode != "off"):
+                    part.grad, part.batch = self.by_bag(part.grad, part.batch)
                 if self.guard.mode != "off":
                     self._guard(part)
                 if self._clamp.is_active:
                     part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
-            held = self._held
             if held.refused is not None and not held.holders:
                 self._refuse_held()
             passed = (held.join(parts) if held.holders or held.passes or len(parts) > 1
@@ -141,10 +146,12 @@ class TableUpdates:
         optimizers = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
                                         self.param_groups, self._table_of)
         known = None if batch.resolved is None else self._known(batch)
+        shared = batch.shared
         code, detail = self._backward_op(
             self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, optimizers, self.gradient_scale, known and known.addresses,
-            known and known.order, updates)
+            known and known.order, updates,
+            shared and shared.bags, shared and shared.samples)
         if code:
             self._raise(code, detail, batch, offsets)
         if not updates:
@@ -160,6 +167,14 @@ class TableUpdates:
             self._migration.note(passed.batch, passed.offsets)
             if self._migration.advance():
                 self._migration = None
+
+    def by_bag(self, grad: torch.Tensor, batch: Lookup) -> tuple[torch.Tensor, Lookup]:
+        """A gradient of samples that share bags as that of the bags, and their batch."""
+        if batch.shared is None:
+            return grad, batch
+        grad = torch.ops.oper.sum_by_bag(self.handle, rows_in_order(grad, True),
+                                         batch.shared.samples, batch.key_of, batch.batch_size)
+        return grad, replace(batch, shared=None)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Hold back the gradients of backward passes inside; the first pass outside applies the
@@ -211,6 +226,7 @@ class TableUpdates:
             updates: whether an update with this gradient follows; its guard then raises on all
                 ranks.
         """
+        grad, batch = self.by_bag(grad, batch)
         if self.guard.mode != "off" and not (updates and self.guard.mode == "stop"):
             grad = self.guard.apply(grad, batch, offsets, self.num_steps + 1)
         grad = self._clamp.apply(grad, batch, offsets)

@@ -24,7 +24,7 @@ from oper.data import Loader, LoaderOptions
 from oper.data.folder import MANIFEST
 from oper.data.loading.groups import GroupReader
 from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
-from oper.integration.variable_batch import spread
+from oper.integration.variable_batch import padded_lengths, spread
 from oper.shmem import library
 from oper.support.own_rows import are_own_rows
 from tests.data.loader_support import KEYS, ROWS, check, everything, rows_of, write_folder
@@ -438,34 +438,29 @@ def test_deduplicated_batches_pool_to_the_same(folder: Path, guard: str) -> None
                            served(once.sparse_features).values())
 
 
-def test_rows_of_distinct_bags_are_spread_by_sample() -> None:
+def test_samples_take_the_rows_of_their_bags() -> None:
+    """In the order of the features, whatever that of the keys."""
     library.load()
-    values = torch.randn(4, 3, requires_grad=True)
 
-    def found(*samples: list[int], num_distinct: int = 3, reads_all: bool = True) -> torch.Tensor:
+    def found(*samples: list[int], num_distinct: int = 3, shares: bool = True) -> Any:
         kjt = KeyedJaggedTensor(
-            ["b", "a"], torch.arange(2 * num_distinct), torch.ones(2 * num_distinct).long(),
+            ["b", "a"], torch.arange(2 * num_distinct), lengths=torch.ones(2 * num_distinct).int(),
             stride_per_key_per_rank=[[num_distinct]] * 2,
             inverse_indices=(["b", "a"], torch.tensor(samples)))
-        return spread(values, [0, 1, 3], ["a", "b"], kjt, reads_all)
+        return kjt, *padded_lengths(kjt, ["a", "b"], True, shares)
 
-    # Where no bags are equal, nothing is spread.
-    assert found([0, 1, 2], [0, 1, 2]).data_ptr() == values.data_ptr()
-    mixed = found([2, 0, 2, 2], [0, 1, 2, 2])
-    assert torch.equal(mixed, torch.cat([values[[0, 1, 2, 2], :1], values[[2, 0, 2, 2], 1:]], 1))
-    gradient = torch.randn(4, 3)
-    some = found([2, 0, 2, 2], [0, 1, 2, 2], reads_all=False)
-    # The next block of this size is this one.
-    nothing = torch.full((4, 3), torch.nan)
-    torch.ops.oper.spread_rows(nothing, torch.arange(4).repeat(2, 1), [0, 1, 3])
-    mixed.backward(gradient)
-    of_own, = torch.autograd.grad(some, values, gradient)
-    expected = torch.zeros(4, 3)
-    for k, (a, b) in enumerate([(0, 2), (1, 0), (2, 2), (2, 2)]):
-        expected[a, 0] += gradient[k, 0]
-        expected[b, 1:] += gradient[k, 1:]
-    assert values.grad is not None and torch.equal(values.grad, expected)
-    assert torch.equal(of_own[:3], expected[:3])
+    # Where no bags are equal, nothing is shared.
+    assert found([0, 1, 2], [0, 1, 2])[3] is None
+    kjt, lengths, size, shared = found([2, 0, 2, 2], [0, 1, 2, 2])
+    assert size == 4 and lengths.tolist() == [1, 1, 1, 0] * 2
+    assert shared.bags.tolist() == [3, 3]
+    assert shared.samples.tolist() == [[0, 1, 2, 2], [2, 0, 2, 2]]
+    assert found([2, 0], [0, 1])[2] == 3  # bags that no sample has
+    # The rows of other tables are copied.
+    assert found([2, 0, 2, 2], [0, 1, 2, 2], shares=False)[2:] == (3, None)
+    values = torch.randn(3, 3, requires_grad=True)
+    copied = spread(values, [0, 1, 3], ["a", "b"], kjt)
+    assert torch.equal(copied, torch.cat([values[[0, 1, 2, 2], :1], values[[2, 0, 2, 2], 1:]], 1))
     for wrong in ([0, 3, 1], [-1, 0, 1]):
         with pytest.raises(InvalidInputError, match="inverse_indices of b"):
             found(wrong, [0, 1, 2])

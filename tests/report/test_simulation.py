@@ -13,6 +13,7 @@ from oper.data import SyntheticLog, write_synthetic_log
 from oper.report.simulation import folder_batches
 from oper.stats import AccessStats
 from oper.tables import TableSpec
+from tests.support import read_trace
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_a_trace_of_real_batches(made: Path, capsys) -> None:
     # Statistics of the same log: the prediction is close.
     assert value["replayed_step_us"] == pytest.approx(value["predicted_step_us"], rel=0.05)
     assert value["timeline_step_us"] > 100
-    events = json.loads(trace.read_text())["traceEvents"]
+    events = read_trace(trace)["traceEvents"]
     assert {e["name"] for e in events if e["ph"] == "X"} >= {
         "forward", "backward", "update", "dense", "ids ahead"}
 

@@ -12,13 +12,14 @@ from conftest import Prepared  # type: ignore[import-not-found]
 from oper.errors import InvalidInputError
 from oper.shmem.counters.phases import PHASES
 from oper.train.loop import train
+from tests.support import read_trace
 from tests.train.test_train import config, lines, run_ranks, words
 
 
 def steps_in(path: Path) -> dict[str, Any]:
     """The phases' bars by step: how many."""
     found: dict[int, int] = {}
-    for event in json.loads(path.read_text())["traceEvents"]:
+    for event in read_trace(path)["traceEvents"]:
         if event.get("cat") == "phase":
             step = event["args"]["step"]
             found[step] = found.get(step, 0) + 1

@@ -38,6 +38,12 @@ struct GatherJob {
   bool stream;       // write past the caches; needs dim % 16 == 0 and 64-byte aligned bags
 };
 
+// Samples of one feature: sample b has bag bags[b]. Rows, of bags and of samples, are `stride` floats apart.
+struct SampleJob {
+  const int64_t* bags;  // [count]
+  int64_t count, stride, dim;
+};
+
 constexpr int64_t kReduceOk = -1, kReduceFull = -2;
 
 struct Kernels {
@@ -73,8 +79,7 @@ struct Kernels {
                      Scratch& scratch, TableOrder& order);
   // Reduces the gradients of one table into the outbox. Returns the first bad id's index, or
   // kReduceOk, or kReduceFull when the outbox has no room.
-  int64_t (*reduce)(Context& context, int32_t table, const Batch& batch, const float* grad,
-                    Scratch& scratch);
+  int64_t (*reduce)(Context& context, int32_t table, const Batch& batch, Scratch& scratch);
   // Sums of squares of the merged gradients of a table split by columns, for clipping and for row-wise
   // optimizers; see Table::rounds_of_squares.
   void (*squares)(const Context& context, int32_t table, float gradient_scale, int32_t round);
@@ -88,7 +93,7 @@ struct Kernels {
   bool (*pool_for)(Context& context, int32_t table, int32_t reader);
   void (*pool_pushed)(const Context& context, int32_t table, const Batch& batch, float* out,
                       Scratch& scratch);
-  bool (*stage)(Context& context, int32_t table, const Batch& batch, const float* grad);
+  bool (*stage)(Context& context, int32_t table, const Batch& batch);
   void (*reduce_pushed)(Context& context, int32_t table, int32_t reader, Scratch& scratch);
   // Which rows of other memory domains a batch needs. Returns the first bad id's index, or -1.
   // They are counted as `kind`.
@@ -102,6 +107,11 @@ struct Kernels {
                 Scratch& scratch);
   // Rows of keys, and the distinct ones among them. Returns how many have no row.
   int64_t (*find_keys)(const KeyDirectory& directory, const FindKeys& job, DistinctKeys& distinct);
+  // Rows of bags to those of the samples that have them; in place where no sample's bag comes after it.
+  void (*spread)(const SampleJob& job, const float* bags, float* samples);
+  // Rows of samples to their sums by bag, in the order of the samples.
+  void (*add_up)(const SampleJob& job, const float* samples, float* bags, int64_t num_bags,
+                 int64_t bags_stride);
   // Bags [begin, end).
   void (*gather)(const GatherJob& job, int64_t begin, int64_t end);
 };

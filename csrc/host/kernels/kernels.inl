@@ -46,6 +46,7 @@ const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::start_bound
                                     OPER_KERNELS::pool_pushed, OPER_KERNELS::stage,
                                     OPER_KERNELS::reduce_pushed, OPER_KERNELS::far_rows,
                                     OPER_KERNELS::distinct_rows, OPER_KERNELS::count_distinct,
-                                    OPER_KERNELS::find_keys, OPER_KERNELS::gather};
+                                    OPER_KERNELS::find_keys, OPER_KERNELS::spread,
+                                    OPER_KERNELS::add_up, OPER_KERNELS::gather};
 
 }  // namespace oper::host

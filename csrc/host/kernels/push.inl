@@ -188,14 +188,14 @@ void pool_pushed(const Context& context, int32_t index, const Batch& batch, floa
   });
 }
 
-bool stage(Context& context, int32_t index, const Batch& batch, const float* grad) {
+bool stage(Context& context, int32_t index, const Batch& batch) {
   const Table& table = context.tables[index];
   RequestTable* entry = context.request_table(context.rank, index);
   entry->gradients_offset = context.take_bytes(batch.num_bags(table) * table.gradient_bytes());
   if (entry->gradients_offset < 0) return false;
   float* to = context.in_outbox<float>(context.rank, entry->gradients_offset);
   with_row_width(table.dim, [&](auto width) {
-    stage_gradients<decltype(width)::value>(table, batch, grad, to);
+    stage_gradients<decltype(width)::value>(table, batch, to);
   });
   return true;
 }

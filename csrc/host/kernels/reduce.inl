@@ -1,14 +1,13 @@
 // Backward: from bag gradients to one gradient per row. Part of kernels.inl.
 
 // Gradient of a bag numbered through the table's features.
-OPER_INLINE const float* bag_gradient(const Table& table, const Batch& batch, const float* grad,
-                                      int64_t bag) {
+OPER_INLINE const float* bag_gradient(const Table& table, const Batch& batch, int64_t bag) {
   const FeatureBags* feature = &batch.features[table.features[0]];
   for (size_t k = 1; bag >= feature->num_bags; ++k) {
     bag -= feature->num_bags;
     feature = &batch.features[table.features[k]];
   }
-  return grad + feature->out_begin + bag * batch.out_stride;
+  return feature->gradients + bag * feature->gradient_stride;
 }
 
 // An order and its arrays.
@@ -79,7 +78,7 @@ class Outbox {
 // Sums in the order of the input, as the sorted path does, so both give the same bits.
 template <int N>
 bool reduce_dense(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
-                  const float* grad, Scratch& scratch) {
+                  Scratch& scratch) {
   const Table& table = context.tables[index];
   const int dim = table.dim;
   const int64_t num_rows = table.home.num_rows;
@@ -93,11 +92,11 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
   while (i < in.order.n) {
     const uint32_t bag = in.bags[i];
     if (i + ahead < in.order.n)
-      prefetch_row(bag_gradient(table, batch, grad, in.bags[i + ahead]), row_bytes);
+      prefetch_row(bag_gradient(table, batch, in.bags[i + ahead]), row_bytes);
     int64_t end = i + 1;
     while (end < in.order.n && in.bags[end] == bag) ++end;
     Row<N> g;
-    g.load(bag_gradient(table, batch, grad, bag), dim);
+    g.load(bag_gradient(table, batch, bag), dim);
     if (table.mean && end - i > 1) g.divide(static_cast<float>(end - i), dim);
     for (; i < end; ++i) {
       const uint32_t key = in.keys[i];
@@ -127,19 +126,19 @@ bool reduce_dense(Context& context, int32_t index, const Batch& batch, const Tab
 // Rows in the caller's layout are `output_columns` apart, which maps a table's slice to a fraction
 // of the cache sets; reading each one several times from there thrashes.
 template <int N>
-void stage_gradients(const Table& table, const Batch& batch, const float* grad, float* to) {
+void stage_gradients(const Table& table, const Batch& batch, float* to) {
   const int dim = table.dim;
   const int64_t ahead = rows_ahead(table.gradient_bytes(), 8);
   for (int32_t f : table.features) {
     const FeatureBags& bags = batch.features[f];
-    const float* from = grad + bags.out_begin;
+    const float* from = bags.gradients;
     for (int64_t b = 0; b < bags.num_bags; ++b, to += dim) {
       const int64_t n = bags.bounds[b + 1] - bags.bounds[b];
       if (n == 0) continue;
       if (b + ahead < bags.num_bags)
-        prefetch_row(from + (b + ahead) * batch.out_stride, table.gradient_bytes());
+        prefetch_row(from + (b + ahead) * bags.gradient_stride, table.gradient_bytes());
       Row<N> g;
-      g.load(from + b * batch.out_stride, dim);
+      g.load(from + b * bags.gradient_stride, dim);
       if (table.mean && n > 1) g.divide(static_cast<float>(n), dim);
       g.store(to, dim);
     }
@@ -156,7 +155,7 @@ OPER_INLINE bool is_staged(int64_t num_ids, int64_t num_bags, int64_t row_bytes)
 // K packs (key, payload), see TableOrder.
 template <int N, class K, bool kWeighted>
 bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
-                   const float* grad, Scratch& scratch) {
+                   Scratch& scratch) {
   const Table& table = context.tables[index];
   const int payload_bits = in.order.payload_bits;
   const int dim = table.dim;
@@ -171,14 +170,14 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
                                       context.request_table(context.rank, index)->gradients_offset);
   } else if (table.mean || is_staged(n, in.order.num_bags, row_bytes)) {
     float* rows = scratch.get<float>(4, in.order.num_bags * dim);
-    stage_gradients<N>(table, batch, grad, rows);
+    stage_gradients<N>(table, batch, rows);
     staged = rows;
   }
   auto gradient = [&](K pair) -> const float* {
     const uint32_t payload = static_cast<uint32_t>(pair & mask);
     const uint32_t bag = kWeighted ? in.bags[payload] : payload;
     return staged ? staged + static_cast<int64_t>(bag) * dim
-                  : bag_gradient(table, batch, grad, bag);
+                  : bag_gradient(table, batch, bag);
   };
   Outbox outbox(context, table, index, in.order.num_rows);
   if (!outbox.ok()) return false;
@@ -232,13 +231,12 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
 
 template <int N, class K>
 bool reduce_packed(Context& context, int32_t index, const Batch& batch, const TableBatch& in,
-                   const float* grad, Scratch& scratch) {
-  return in.positions ? reduce_sorted<N, K, true>(context, index, batch, in, grad, scratch)
-                      : reduce_sorted<N, K, false>(context, index, batch, in, grad, scratch);
+                   Scratch& scratch) {
+  return in.positions ? reduce_sorted<N, K, true>(context, index, batch, in, scratch)
+                      : reduce_sorted<N, K, false>(context, index, batch, in, scratch);
 }
 
-int64_t reduce(Context& context, int32_t index, const Batch& batch, const float* grad,
-               Scratch& scratch) {
+int64_t reduce(Context& context, int32_t index, const Batch& batch, Scratch& scratch) {
   const Table& table = context.tables[index];
   TableOrder order;
   char* base = nullptr;
@@ -252,10 +250,10 @@ int64_t reduce(Context& context, int32_t index, const Batch& batch, const float*
   const TableBatch in{order, base};
   const bool ok = with_row_width(table.dim, [&](auto width) {
     constexpr int N = decltype(width)::value;
-    if (order.pair_bytes == 0) return reduce_dense<N>(context, index, batch, in, grad, scratch);
+    if (order.pair_bytes == 0) return reduce_dense<N>(context, index, batch, in, scratch);
     if (order.pair_bytes == 4)
-      return reduce_packed<N, uint32_t>(context, index, batch, in, grad, scratch);
-    return reduce_packed<N, uint64_t>(context, index, batch, in, grad, scratch);
+      return reduce_packed<N, uint32_t>(context, index, batch, in, scratch);
+    return reduce_packed<N, uint64_t>(context, index, batch, in, scratch);
   });
   return ok ? kReduceOk : kReduceFull;
 }

@@ -48,9 +48,9 @@ void count_gradients(Context& context, bool keeps) {
 
 // Reduces a batch's gradients and exchanges them: afterwards owners find those of their rows in the
 // outboxes and in Table::pushed.
-void collect(Context& context, const Batch& batch, const float* grad, bool keeps,
-               PhaseClock& clock) {
+void collect(Context& context, const Batch& batch, bool keeps, PhaseClock& clock) {
   context.reset_outbox();
+  if (batch.shared) add_up(context, *batch.shared);
   const int64_t T = static_cast<int64_t>(context.tables.size());
   const std::vector<int32_t> order = largest_first(context, batch);
   Found found;
@@ -61,9 +61,9 @@ void collect(Context& context, const Batch& batch, const float* grad, bool keeps
     int64_t result = kReduceOk;
     if (context.tables[t].has_push) {
       result = kernels().request(context, t, batch, scratch);
-      if (result == kReduceOk && !kernels().stage(context, t, batch, grad)) result = kReduceFull;
+      if (result == kReduceOk && !kernels().stage(context, t, batch)) result = kReduceFull;
     }
-    if (result == kReduceOk) result = kernels().reduce(context, t, batch, grad, scratch);
+    if (result == kReduceOk) result = kernels().reduce(context, t, batch, scratch);
     found.note(result);
   });
   const Status mine = found.status();
@@ -110,9 +110,9 @@ void refuse(Context& context) {
   status_of([&] { synchronize(context, CollectivePhase::kGradients, Batch{}, {4, -1}); });
 }
 
-void leave(Context& context, const Batch& batch, const float* grad) {
+void leave(Context& context, const Batch& batch) {
   PhaseClock clock(context);
-  collect(context, batch, grad, true, clock);
+  collect(context, batch, true, clock);
   for (Table& table : context.tables)
     for (std::vector<PushedRows>& parts : table.left)
       if (parts.size() == context.num_left) parts.emplace_back();
@@ -124,11 +124,11 @@ void leave(Context& context, const Batch& batch, const float* grad) {
   if (context.barrier) raise(wait_for_domain(context, kSharing));
 }
 
-void backward(Context& context, const Batch& batch, const float* grad, float gradient_scale) {
+void backward(Context& context, const Batch& batch, float gradient_scale) {
   PhaseClock clock(context);
   // Of this pass only, even if it ends early.
   const std::function<void()> beside_update = std::exchange(context.beside_update, nullptr);
-  collect(context, batch, grad, false, clock);
+  collect(context, batch, false, clock);
   const int64_t T = static_cast<int64_t>(context.tables.size());
   const std::vector<int32_t> order = largest_first(context, batch);
   const bool small = is_small(batch) && context.num_left == 0;

@@ -58,6 +58,7 @@ class DeviceTables(ShardedTables):
     _exchange: DeviceExchange | None
     lookups_at_once = False  # they share memory
     trains_in_parts = False
+    shares_bags = False
     resolves_far = True
     is_watched = False
     times_phases = False

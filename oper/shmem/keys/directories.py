@@ -176,7 +176,7 @@ class Keys:
                              self._history.num_updates),)
             self._history.wait(seen[0])
         return Lookup(rows, lengths, batch.key_of, batch.batch_size, batch.weights, batch.pooled,
-                      batch.bags, seen=seen)
+                      batch.shared, seen=seen)
 
     # ---- updates ---------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ class PublishedTables(BufferRows):
 
     param_groups: list[dict[str, Any]] = []  # noqa: RUF012  # nothing is trained
     optimizers = None
+    shares_bags = True
 
     def __init__(self, reader: Reader, buffer: int, features: Sequence[tuple[str, str]]) -> None:
         super().__init__(reader.layout, reader.addresses[buffer], reader.domain)
@@ -91,9 +92,10 @@ class PublishedTables(BufferRows):
                 and not batch.lengths.any():
             return torch.empty(0, self._num_columns if batch.pooled else self._row_dim)
         out: torch.Tensor
+        shared = batch.shared
         out, offsets, code, detail = torch.ops.oper.lookup_forward(
             self.handle, batch.ids, batch.lengths, batch.weights, batch.key_of, batch.batch_size,
-            batch.pooled, False, None, None, batch.bags)
+            batch.pooled, False, None, None, shared and shared.bags, shared and shared.samples)
         self._check_status(code, detail, batch, offsets)
         return out
 
