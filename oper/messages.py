@@ -11,8 +11,14 @@ rows, of bags). In a message, a number has
   gradients at random, up with a probability equal to the part of the step below, so that the
   expected value is the number itself (Alistarh et al., "QSGD", NeurIPS 2017).
 
-Everything else is exact: ids, weights, squared norms, changed rows sent to replicas, rows that are
-stored in 16 bits or fewer, and all that stays within a memory domain.
+Everything else is exact: slots, weights, squared norms, changed rows sent to replicas, rows that
+are stored in 16 bits or fewer, and all that stays within a memory domain.
+
+Slots of ids that owners pool, of rows that are asked for and of rows with gradients take as many
+bits as the table's row numbers do (`slot_bits`), side by side, lowest bits first. Fewer would do
+for an owner of some of the rows, but this way an id takes the same bytes under every plan, and the
+cost model, its bound and replays all have exactly these. Slots of squared norms and of changed rows
+have 4 bytes.
 
 Hosts round in csrc/host/exchange/packing.cpp, devices in csrc/device/kernels/exchange.cu; sizes are
 those of csrc/common/exchange.h.
@@ -37,6 +43,11 @@ def number_bytes(bits: int, width: int) -> int:
     if bits == 8:
         return _CODED_ROW_BYTES + width if width >= _LEAST_CODED else 4 * width
     return width * bits // 8
+
+
+def slot_bits(num_rows: int) -> int:
+    """Bits of a slot of a table of `num_rows` rows in a message."""
+    return max(1, (num_rows - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ void device_context_set_exchange(int64_t handle, std::vector<int64_t> bits, int6
   tables->messages = std::make_unique<Messages>(
       Messages::Setup{context.view.rank, context.near, context.message_tables,
                       static_cast<int32_t>(bits.at(0)), static_cast<int32_t>(bits.at(1)),
-                      static_cast<uint32_t>(collection), kAlignment});
+                      static_cast<uint32_t>(collection), kAlignment, true});
 }
 
 // Begins a phase: tells all ranks `counts`, int64 [W, T, kCounts], and this rank's error, if any.
@@ -63,15 +63,19 @@ class PartTable {
     using Parts = WireParts;
     const Messages::Shape& shape = part.shape;
     const bool is_runs = shape.content == Messages::kRuns;
-    const bool is_slots = !packs && (shape.content == Messages::kReceiverSlots ||
-                                     shape.content == Messages::kSenderSlots);
-    const int64_t number = shape.unit % 4 == 0 ? 4 : 2, per_entry = shape.unit / number;
-    const Parts::Kind kind = shape.bits == 16 ? Parts::kRounded
-                             : is_slots       ? Parts::kSlots
-                             : number == 2    ? Parts::kHalves
-                                              : Parts::kWords;
-    words_.insert(words_.end(), {num_numbers_, memory, rows, wire, per_entry, kind, limit});
-    num_numbers_ += is_runs ? runs_bytes(n) / 4 : n * per_entry;
+    const bool is_slots = shape.content == Messages::kReceiverSlots ||
+                          shape.content == Messages::kSenderSlots;
+    const int64_t number = shape.unit % 4 == 0 ? 4 : 2;
+    const int64_t per_entry = is_slots ? shape.bits : shape.unit / number;
+    const Parts::Kind kind = is_slots           ? Parts::kSlots
+                             : shape.bits == 16 ? Parts::kRounded
+                             : number == 2      ? Parts::kHalves
+                                                : Parts::kWords;
+    words_.insert(words_.end(), {num_numbers_, memory, rows, wire, per_entry, kind,
+                                 is_slots && packs ? n : limit});
+    num_numbers_ += is_runs || (is_slots && packs) ? shape.wire_bytes(n) / 4
+                    : is_slots                     ? n
+                                                   : n * per_entry;
   }
   void move(const Tables& tables, bool packs) const {
     if (words_.empty()) return;

@@ -80,8 +80,15 @@ constexpr int32_t bits_of_row(int32_t wanted, int64_t columns) {
 constexpr int64_t entry_bytes(int32_t bits, int64_t unit) {
   return bits == 8 ? kCodedRowBytes + unit / 4 : unit * bits / 32;
 }
-// Bags of n ids that follow each other, as one bit per id: set where another bag begins.
-constexpr int64_t runs_bytes(int64_t n) { return (n + 31) / 32 * 4; }
+// Bits of a slot of a table of so many rows in a message, see `slot_bits` in oper/messages.py. An owner
+// has no more slots than the table has rows.
+constexpr int32_t slot_bits(int64_t num_rows) {
+  int32_t bits = 1;
+  while (num_rows > int64_t{1} << bits) ++bits;
+  return bits;
+}
+// Bytes of n numbers of `bits` bits each, side by side in words of 32 bits, the lowest bits first.
+constexpr int64_t packed_bytes(int64_t n, int32_t bits) { return (n * bits + 31) / 32 * 4; }
 
 // In the place of random bits, see `round_to`: to the nearest number, ties away from zero.
 constexpr uint32_t kToNearest = 0x8000;
@@ -99,7 +106,7 @@ class Messages {
     int64_t dim;
     RowType row_type;
     bool is_pushed, is_piece;        // any tier is; of columns
-    std::vector<int64_t> num_slots;  // [W]
+    std::vector<int64_t> num_slots;  // [W], of all rows together
   };
   struct Setup {
     int32_t rank = 0;
@@ -108,12 +115,13 @@ class Messages {
     int32_t answer_bits = 32, gradient_bits = 32;  // of fp32 numbers
     uint32_t collection = 0;                       // its number, the same on all ranks
     int64_t alignment = 4;                         // of received arrays once they are unpacked
+    bool unpacks_all = false;                      // also arrays that could be read in the message
   };
   enum Content {
     kNumbers,
-    kReceiverSlots,
+    kReceiverSlots,  // of `bits` bits each
     kSenderSlots,
-    kRuns,    // bags of ids, sent as bits
+    kRuns,    // bags of ids: a bit for each id, set where another bag begins
     kWeights  // only there when the sender's batch has weights
   };
   // One array of a message: `unit` bytes for each of counts[count].
@@ -125,8 +133,12 @@ class Messages {
     Content content = kNumbers;
     int64_t extra = 0;  // units beyond the count, unless that is 0
     int64_t wire_bytes(int64_t n) const {
-      return content == kRuns ? runs_bytes(n) : aligned(n * entry_bytes(bits, unit), 4);
+      if (content == kRuns) return packed_bytes(n, 1);
+      if (content == kReceiverSlots) return packed_bytes(n, bits);
+      return aligned(n * entry_bytes(bits, unit), 4);
     }
+    // Whether the message has it as it is in memory.
+    bool is_plain() const { return bits == 32 && content != kRuns; }
   };
   struct Shapes {
     static constexpr int kMost = 6;
@@ -148,7 +160,6 @@ class Messages {
     std::vector<Part> parts;
     std::vector<int64_t> send_bytes, recv_bytes;  // [W]
     int64_t sent, received, expanded;             // bytes
-    bool is_raw;                                  // all that comes is used as it is
   };
 
   explicit Messages(Setup setup)
@@ -160,6 +171,9 @@ class Messages {
     asked_.resize(static_cast<size_t>(W * num_tables_));
     for (std::vector<uint32_t>& kept : asked_by_) kept.resize(asked_.size());
     sent_bytes.resize(static_cast<size_t>(kNumSent * W));
+    for (const Table& x : setup_.tables)
+      slot_bits_.push_back(
+          slot_bits(std::accumulate(x.num_slots.begin(), x.num_slots.end(), int64_t{0})));
     for (int32_t r = 0; r < W; ++r)
       if (!setup_.near[r]) far.push_back(r);
   }
@@ -248,13 +262,12 @@ class Messages {
     x.send_bytes.assign(static_cast<size_t>(W), 0);
     x.recv_bytes.assign(static_cast<size_t>(W), 0);
     x.sent = x.received = x.expanded = 0;
-    x.is_raw = true;
     for (int32_t r : far)
       for (int64_t t = 0; t < num_tables_; ++t) {
         // A reply has the counts of the request, in the other direction.
         const uint32_t* to = is_reply ? counts_from(r, t) : counts_to(r, t);
         const uint32_t* from = is_reply ? counts_to(r, t) : counts_from(r, t);
-        const Shapes shapes = shapes_of(is_reply, table(t));
+        const Shapes shapes = shapes_of(is_reply, t);
         for (int k = 0; k < shapes.n; ++k) {
           const Shape& shape = shapes.list[k];
           const int64_t out = number(shape, to, weighted_), in = number(shape, from, is_weighted(r));
@@ -266,8 +279,8 @@ class Messages {
           sent_bytes[shape.kind * W + r] += there;
           x.received += back;
           x.recv_bytes[r] += back;
-          x.expanded += aligned(in * shape.unit, setup_.alignment);
-          x.is_raw &= in == 0 || (shape.bits == 32 && shape.content != kRuns);
+          if (setup_.unpacks_all || !shape.is_plain())
+            x.expanded += aligned(in * shape.unit, setup_.alignment);
         }
       }
     return x;
@@ -307,7 +320,9 @@ class Messages {
     return n + shape.extra;
   }
 
-  Shapes shapes_of(bool is_reply, const Table& table) const {
+  Shapes shapes_of(bool is_reply, int64_t t) const {
+    const Table& table = setup_.tables[t];
+    const int32_t slot = slot_bits_[t];
     const int64_t row = bytes_of_row(table.row_type, table.dim);
     const int64_t gradient = table.dim * 4;  // sums and gradients are fp32 whatever the rows are
     const int32_t sums = bits_of_row(setup_.answer_bits, table.dim);
@@ -316,18 +331,18 @@ class Messages {
     switch (phase_) {
       case CollectivePhase::kGather:
         if (is_reply) return {{{kSentRows, 0, row, rows}}, 1};
-        return {{{kSentRowIds, 0, 4, 32, kReceiverSlots}}, 1};
+        return {{{kSentRowIds, 0, 4, slot, kReceiverSlots}}, 1};
       case CollectivePhase::kRequests:  // counts[2]: bags
-        return {{{kSentIds, 0, 4, 32, kReceiverSlots}, {kSentIds, 0, 4, 32, kRuns},
-                 {kSentIdWeights, 0, 4, 32, kWeights}, {kSentRowIds, 1, 4, 32, kReceiverSlots}},
+        return {{{kSentIds, 0, 4, slot, kReceiverSlots}, {kSentIds, 0, 4, 32, kRuns},
+                 {kSentIdWeights, 0, 4, 32, kWeights}, {kSentRowIds, 1, 4, slot, kReceiverSlots}},
                 4};
       case CollectivePhase::kPartials:
         return {{{kSentPartialSums, 0, gradient, sums}, {kSentRows, 1, row, rows}}, 2};
       case CollectivePhase::
           kGradients:  // devices reduce those of pushed rows, too, and send no bags'
-        return {{{kSentGradientRows, 0, 4, 32, kReceiverSlots},
+        return {{{kSentGradientRows, 0, 4, slot, kReceiverSlots},
                  {kSentGradientRows, 0, gradient, back},
-                 {kSentGradientIds, 1, 4, 32, kReceiverSlots},
+                 {kSentGradientIds, 1, 4, slot, kReceiverSlots},
                  {kSentGradientIds, 1, 4, 32, kRuns},
                  {kSentGradientWeights, 1, 4, 32, kWeights},
                  {kSentBagGradients, 2, gradient, back}},
@@ -398,6 +413,7 @@ class Messages {
   }
 
   Setup setup_;
+  std::vector<int32_t> slot_bits_;  // [T]
   int64_t num_tables_, head_width_;
   std::vector<uint32_t> heads_out_, heads_in_;
   std::vector<Asked> asked_;        // [W * T] of the others, by this rank

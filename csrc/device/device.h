@@ -272,11 +272,13 @@ struct WireParts {
     kWords,    // of 4 bytes
     kHalves,   // of 2 bytes
     kRounded,  // float32 that travel as bfloat16
-    kSlots     // uint32 below `kLimit`, when they are placed
+    kSlots     // uint32 in so many bits each as `kPerEntry` says, below `kLimit`
   };
   const int64_t* parts;  // [num_parts, kWidth]: numbers before the part; addresses of its memory, of
                          // the uint32 numbers of its entries (or 0: 0, 1, ...) and in the message;
-                         // numbers of an entry; kind; end of entries or of slots
+                         // numbers of an entry; kind; end of entries or of slots.
+                         // Of slots that are packed: bits of each; their number. They count as the
+                         // words that they become
   int64_t num_parts, num_numbers;
 };
 void move_parts(const View& view, const WireParts& parts, bool packs, cudaStream_t stream);

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from oper.errors import OperError
+from oper.messages import slot_bits
 from oper.shmem.exchange.host import _served
+from tests.fuzz.exchange import peer
 
 
 @pytest.mark.parametrize("part, piece, slots", [
@@ -28,3 +30,15 @@ def test_requests_for_rows_that_there_are_not(part: bytes, piece: int, slots: li
     for columns in (slice(-1, 2), slice(2, 2), slice(3, 5)):
         with pytest.raises(OperError, match="that there are not"):
             _served(serve, (b"rows", 0), torch.tensor([9]), columns)
+
+
+def test_packed_slots_that_there_are_not() -> None:
+    """The first rows that rank 1 asks for, of a table of 40 that are not all on rank 0."""
+    heads, bits = 1024, slot_bits(40)
+    peer().step(peer().recorded)
+    for slot in (2**bits - 1, 30):
+        data = bytearray(peer().recorded)
+        word = int.from_bytes(data[heads:heads + 4], "little") >> bits << bits | slot
+        data[heads:heads + 4] = word.to_bytes(4, "little")
+        with pytest.raises(OperError, match="what no rank of this job can send"):
+            peer().step(bytes(data))

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from oper.plan import Plan, uniform_plan
+from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.rows.traffic import KIND, SENT
 from oper.search.replay.simulate import Replay
 from oper.search.replay.wire import WireReplay
+from oper.shmem.batch import Lookup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
 from oper.shmem.tables import ShardedTables
+from oper.tables import TableSpec
 from tests.runtime_support import (
     OPTIMIZERS,
     Case,
@@ -130,6 +132,36 @@ def test_owners_of_pushed_tables_read_their_own_rows() -> None:
         case, plan, steps[:1], chosen, g)))
     assert found[KIND["rows"]].sum() > 0
     assert not found[[KIND["ids"], KIND["partial_sums"], KIND["gradient_ids"]]].any()
+
+
+def test_long_requests_that_differ_in_their_last_id_are_sent_again() -> None:
+    """By the backward pass of a batch before the last two lookups, whose requests are kept."""
+    table = TableSpec("t", 300, 4, ("f",), "sum", optimizer="sgd")
+    plan = Plan(2, (TablePlan(table, (Piece(0, 4, (
+        Tier(0, 300, "owned", (1,), mode="push"),)),)),))
+    case, num_ids = Case((table,), ("f",)), 5000
+    ids = torch.arange(num_ids) % 299
+
+    def body(group: Any) -> tuple[list[int], torch.Tensor]:
+        tables = open_tables(case, plan, group, OPTIMIZERS["sgd"])
+        found, sums = [], []
+        for last in (299, 7, 7):
+            mine = torch.cat([ids, torch.tensor([last])])
+            batch = Lookup(mine, torch.ones(len(mine), dtype=torch.int64), case.key_of, len(mine))
+            sums.append(tables.lookup(batch).sum())
+        for each in sums[1:] + sums[:1]:
+            tables.sent_bytes(reset=True)
+            each.backward()
+            found.append(sum(tables.sent_bytes().get("gradient_ids", [])))
+        rows = tables.read("t")
+        tables.barrier()
+        tables.close()
+        return found, rows
+
+    several, one = run_ranks(2, body, domains=(0, 1)), run_ranks(2, body)
+    assert_bitwise([rows for _, rows in several], [rows for _, rows in one], "rows")
+    slots, bags = (-(-(num_ids + 1) * bits // 32) * 4 for bits in (9, 1))
+    assert [sent for sent, _ in several] == [[0, 0, slots + bags], [0, 0, 0]]
 
 
 def test_ids_are_sent_again_only_when_they_are_others() -> None:

@@ -41,7 +41,25 @@ OPER_DEVICE void move_one(int64_t memory, int64_t at, int64_t wire, int64_t i, b
   }
 }
 
-// A thread per number. What a peer says of slots is checked before anything is read or written by it.
+// Word `k` of a message of `n` slots of `bits` bits each.
+OPER_DEVICE uint32_t packed_word(const uint32_t* slots, int64_t n, int64_t bits, int64_t k) {
+  uint32_t word = 0;
+  for (int64_t i = 32 * k / bits; i < n && i * bits < 32 * (k + 1); ++i) {
+    const int64_t shift = i * bits - 32 * k;
+    word |= shift < 0 ? slots[i] >> -shift : slots[i] << shift;
+  }
+  return word;
+}
+
+OPER_DEVICE uint32_t packed_slot(const uint32_t* words, int64_t bits, int64_t i) {
+  const int64_t first = i * bits, at = first / 32, shift = first % 32;
+  uint64_t found = words[at];
+  if (shift + bits > 32) found |= static_cast<uint64_t>(words[at + 1]) << 32;
+  return static_cast<uint32_t>(found >> shift & ((uint64_t{1} << bits) - 1));
+}
+
+// A thread per number, or per word of slots that are packed. What a peer says of slots is checked before
+// anything is read or written by it.
 __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts parts, bool packs) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t k = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -49,14 +67,28 @@ __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts pa
     const int64_t* x = row_of<WireParts::kWidth>(parts.parts, parts.num_parts, k);
     const int64_t i = k - x[WireParts::kFirst], per_entry = x[WireParts::kPerEntry];
     const int64_t memory = x[WireParts::kMemory], wire = x[WireParts::kWire];
+    const int64_t limit = x[WireParts::kLimit];
+    const auto kind = static_cast<WireParts::Kind>(x[WireParts::kKind]);
+    if (kind == WireParts::kSlots) {
+      uint32_t* slots = reinterpret_cast<uint32_t*>(memory);
+      uint32_t* words = reinterpret_cast<uint32_t*>(wire);
+      if (packs) {
+        words[i] = packed_word(slots, limit, per_entry, i);
+      } else {
+        const uint32_t slot = packed_slot(words, per_entry, i);
+        if (slot >= limit) report(view.error, 8, view.rank, slot);
+        slots[i] = slot < limit ? slot : 0;
+      }
+      continue;
+    }
     const uint32_t* rows = reinterpret_cast<const uint32_t*>(x[WireParts::kRows]);
     const int64_t entry = i / per_entry, row = rows ? static_cast<int64_t>(rows[entry]) : entry;
-    const int64_t limit = x[WireParts::kLimit], at = row * per_entry + (i - entry * per_entry);
+    const int64_t at = row * per_entry + (i - entry * per_entry);
     if (rows && limit > 0 && row >= limit) {
       report(view.error, 8, view.rank, row);
       continue;
     }
-    switch (static_cast<WireParts::Kind>(x[WireParts::kKind])) {
+    switch (kind) {
       case WireParts::kWords:
         move_one<uint32_t>(memory, at, wire, i, packs);
         break;
@@ -73,12 +105,8 @@ __global__ void __launch_bounds__(256) move_parts_kernel(View view, WireParts pa
         }
         break;
       }
-      case WireParts::kSlots: {
-        const uint32_t slot = reinterpret_cast<const uint32_t*>(wire)[i];
-        if (slot >= limit) report(view.error, 8, view.rank, slot);
-        reinterpret_cast<uint32_t*>(memory)[at] = slot < limit ? slot : 0;
+      case WireParts::kSlots:
         break;
-      }
     }
   }
 }

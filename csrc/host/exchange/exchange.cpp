@@ -113,6 +113,8 @@ void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
     const Source from = source(phase, is_reply, x.rank, x.table, x.index);
     if (x.shape.content == Messages::kRuns) {
       pack_runs(send + x.out_at, static_cast<const uint32_t*>(from.data), x.out);
+    } else if (x.shape.content == Messages::kReceiverSlots) {
+      pack_slots(send + x.out_at, static_cast<const uint32_t*>(from.data), x.out, x.shape.bits);
     } else {
       const Draws draws = draws_of(x, from.names);
       pack(send + x.out_at, static_cast<const char*>(from.data), from.rows,
@@ -122,30 +124,35 @@ void Exchange::exchange_payload(CollectivePhase phase, bool is_reply) {
   if (phase == CollectivePhase::kRequests) keep_requests(parts, send);
   char *to, *raw;
   try {
-    Buffer& inbox = phase == CollectivePhase::kRequests
-                        ? kept(kAsBefore).received
-                        : inbox_[is_reply ? kInRows : static_cast<int>(phase)];
-    to = inbox.get(list.expanded);
-    raw = list.is_raw ? to : received_.get(list.received);
+    Inbox& inbox = phase == CollectivePhase::kRequests
+                       ? kept(kAsBefore).received
+                       : inbox_[is_reply ? kInRows : static_cast<int>(phase)];
+    to = inbox.unpacked.get(list.expanded);
+    raw = inbox.message.get(list.received);
   } catch (const std::bad_alloc&) {
     const auto most = std::max_element(list.recv_bytes.begin(), list.recv_bytes.end());
     fail({11, most - list.recv_bytes.begin()});
   }
   if (transfer(phase, send, list.send_bytes.data(), raw, list.recv_bytes.data()) != 0)
     fail({7, -1});
-  if (raw != to)
-    run_tasks(context_, num_parts, list.expanded < kSmallBytes, [&](int64_t k, Scratch&) {
-      const Part& x = parts[k];
-      if (x.shape.content == Messages::kRuns) {
-        unpack_runs(reinterpret_cast<uint32_t*>(to + x.expanded_at), raw + x.in_at, x.in);
-      } else {
-        unpack(to + x.expanded_at, raw + x.in_at, {x.in, x.shape.unit, x.shape.bits});
-      }
-    });
+  run_tasks(context_, num_parts, list.expanded < kSmallBytes, [&](int64_t k, Scratch&) {
+    const Part& x = parts[k];
+    if (x.in == 0 || x.shape.is_plain()) return;
+    uint32_t* numbers = reinterpret_cast<uint32_t*>(to + x.expanded_at);
+    if (x.shape.content == Messages::kRuns) {
+      unpack_runs(numbers, raw + x.in_at, x.in);
+    } else if (x.shape.content == Messages::kReceiverSlots) {
+      unpack_slots(numbers, raw + x.in_at, x.in, x.shape.bits);
+    } else {
+      unpack(to + x.expanded_at, raw + x.in_at, {x.in, x.shape.unit, x.shape.bits});
+    }
+  });
   const char* arrays[Messages::Shapes::kMost];
   for (const Part& x : parts) {
     const bool is_absent = x.in == 0 && x.shape.content == Messages::kWeights;
-    arrays[x.index] = is_absent ? nullptr : to + x.expanded_at;
+    arrays[x.index] = is_absent            ? nullptr
+                      : x.shape.is_plain() ? raw + x.in_at
+                                           : to + x.expanded_at;
     const Messages::Content content = x.shape.content;
     if ((content == Messages::kReceiverSlots || content == Messages::kSenderSlots) &&
         !are_below(arrays[x.index], x.in, messages.limit(x, content)))
@@ -171,7 +178,7 @@ Draws Exchange::draws_of(const Part& part, const uint32_t* names) const {
 void Exchange::keep_requests(const std::vector<Part>& parts, const char* send) {
   for (const Part& x : parts) {
     Requested& asked = kept(kAsBefore).asked[cell(x.rank, x.table)];
-    if (x.index == 0) asked = {send + x.out_at, nullptr, nullptr, x.out};
+    if (x.index == 0) asked = {send + x.out_at, nullptr, nullptr, x.out, x.shape.bits};
     if (x.index == 1) asked.bags = send + x.out_at;
     if (x.index == 2 && x.out > 0) asked.weights = send + x.out_at;
   }

@@ -65,16 +65,23 @@ class Exchange {
     const uint32_t* rows = nullptr;
     const uint32_t* names = nullptr;
   };
-  // The arrays of requests of one table between two ranks; `weights` may be null.
+  // The arrays of requests of one table between two ranks, as kernels read them where they were
+  // received, as they were packed where they were sent; `weights` may be null.
   struct Requested {
     const char* slots = nullptr;
-    const char* bags = nullptr;  // uint32 [n] where they were received, bits where they were sent
+    const char* bags = nullptr;
     const char* weights = nullptr;
     int64_t n = 0;
+    int32_t slot_bits = 32;
+  };
+  // What was received, and the arrays of it that had to be unpacked.
+  struct Inbox {
+    Buffer message, unpacked;
   };
   // The requests of a forward pass, see Messages::kept.
   struct Kept {
-    Buffer sent, received;
+    Buffer sent;
+    Inbox received;
     std::vector<Requested> asked, asked_by;  // [W * T] sent, received
   };
   struct Listed {  // [0] = count, then slots; and numbers beside them
@@ -124,7 +131,8 @@ class Exchange {
   std::vector<bool> is_far_;         // [T] whether it is one of these
   std::vector<bool> pulls_far_;      // [T] whether some of these rows are in pulled tiers
   Status failed_;
-  Buffer send_, received_, inbox_[kInRows + 1], places_, keys_;
+  Buffer send_, places_, keys_;
+  Inbox inbox_[kInRows + 1];
   Kept kept_[Messages::kKept];
   std::vector<FarRows> far_rows_;             // [T]
   std::vector<std::vector<int64_t>> splits_;  // [T][W + 1] of the distinct keys by owner

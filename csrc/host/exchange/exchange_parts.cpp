@@ -74,17 +74,26 @@ bool Exchange::is_as_before(const Requested& before, int64_t t, int32_t r, bool 
   const int64_t* begin = entry->begin();
   const int64_t n = begin[r + 1] - begin[r];
   if (n != before.n || (n > 0 && weighted != (before.weights != nullptr))) return false;
-  const char* base = context_.outbox[context_.rank];
-  const auto equal = [&](int64_t offset, const char* other) {
-    return std::memcmp(base + offset + begin[r] * 4, other, static_cast<size_t>(n * 4)) == 0;
-  };
   if (n == 0) return true;
-  if (!equal(entry->slots_offset, before.slots)) return false;
-  if (weighted && !equal(entry->weights_offset, before.weights)) return false;
-  std::vector<char> runs(static_cast<size_t>(runs_bytes(n)));
-  const char* bags = base + entry->bags_offset + begin[r] * 4;
-  pack_runs(runs.data(), reinterpret_cast<const uint32_t*>(bags), n);
-  return std::memcmp(runs.data(), before.bags, runs.size()) == 0;
+  const auto numbers = [&](int64_t offset) {
+    return context_.in_outbox<uint32_t>(context_.rank, offset) + begin[r];
+  };
+  const auto equal = [](const void* one, const char* other, int64_t bytes) {
+    return std::memcmp(one, other, static_cast<size_t>(bytes)) == 0;
+  };
+  if (weighted && !equal(numbers(entry->weights_offset), before.weights, n * 4)) return false;
+  // A block at a time, of whole words whatever the bits: requests that differ do so soon.
+  constexpr int64_t kBlock = 1024;
+  uint32_t packed[kBlock];
+  char* const to = reinterpret_cast<char*>(packed);
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t m = std::min(kBlock, n - i), slots = packed_bytes(m, before.slot_bits);
+    pack_slots(to, numbers(entry->slots_offset) + i, m, before.slot_bits);
+    if (!equal(packed, before.slots + packed_bytes(i, before.slot_bits), slots)) return false;
+  }
+  std::vector<char> runs(static_cast<size_t>(packed_bytes(n, 1)));
+  pack_runs(runs.data(), numbers(entry->bags_offset), n);
+  return equal(runs.data(), before.bags, static_cast<int64_t>(runs.size()));
 }
 
 // Owners of the other pieces of a row need this piece's sum of squares.

@@ -143,6 +143,44 @@ void unpack(char* to, const char* from, const WireArray& array) {
       decode_row(reinterpret_cast<float*>(to + i * array.unit), from + i * size, array.unit / 4);
 }
 
+void pack_slots(char* to, const uint32_t* slots, int64_t n, int32_t bits) {
+  if (bits == 32) {
+    std::memcpy(to, slots, static_cast<size_t>(n * 4));
+    return;
+  }
+  // Words are written while they fill up, since a branch at full ones would take longer.
+  uint32_t* word = reinterpret_cast<uint32_t*>(to);
+  uint64_t pending = 0;
+  int32_t filled = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    pending |= static_cast<uint64_t>(slots[i]) << filled;
+    *word = static_cast<uint32_t>(pending);
+    filled += bits;
+    word += filled >> 5;
+    pending >>= filled & 32;
+    filled &= 31;
+  }
+  if (filled > 0) *word = static_cast<uint32_t>(pending);
+}
+
+void unpack_slots(uint32_t* slots, const char* from, int64_t n, int32_t bits) {
+  const uint64_t mask = (uint64_t{1} << bits) - 1;
+  const int64_t size = packed_bytes(n, bits);
+  int64_t i = 0;
+  // Eight bytes at once, as long as there are eight.
+  for (; i < n && (i * bits >> 3) + 8 <= size; ++i) {
+    uint64_t bytes;
+    std::memcpy(&bytes, from + (i * bits >> 3), sizeof bytes);
+    slots[i] = static_cast<uint32_t>(bytes >> (i * bits & 7) & mask);
+  }
+  for (; i < n; ++i) {
+    const int64_t first = i * bits >> 3;
+    uint64_t bytes = 0;
+    std::memcpy(&bytes, from + first, static_cast<size_t>(size - first));
+    slots[i] = static_cast<uint32_t>(bytes >> (i * bits & 7) & mask);
+  }
+}
+
 void pack_runs(char* to, const uint32_t* bags, int64_t n) {
   uint32_t* words = reinterpret_cast<uint32_t*>(to);
   for (int64_t first = 0; first < n; first += 32) {

@@ -26,6 +26,10 @@ struct WireArray {
 void pack(char* to, const char* from, const uint32_t* rows, const WireArray& array);
 void unpack(char* to, const char* from, const WireArray& array);
 
+// Slots below 2^bits, uint32 [n], as `packed_bytes` has them; bits: 1 to 32.
+void pack_slots(char* to, const uint32_t* slots, int64_t n, int32_t bits);
+void unpack_slots(uint32_t* slots, const char* from, int64_t n, int32_t bits);
+
 // Bags of ids that follow each other, uint32 [n], as one bit per id: set where another bag begins.
 // They come back numbered 0, 1, ...
 void pack_runs(char* to, const uint32_t* bags, int64_t n);

@@ -77,7 +77,7 @@ class Probe:
         return np.eye(number)[:, :, None] * self._owner[:, :, 0]
 
     def loads(self, rows: np.ndarray) -> Loads:
-        """Loads of tally rows, float64 [..., C, F, 22, W]."""
+        """Loads of tally rows, float64 [..., C, F, 23, W]."""
         return self._loads(self.model.loads(rows), rows[..., [Row.HELD, Row.HOST_HELD], :])
 
     def table(self, t: TableProblem, kind: str) -> Loads:

@@ -58,7 +58,7 @@ from oper.search.problem.statement import IDS, ROWS, TOUCHED, TOUCHED_ALL, Probl
 
 PHASES = {"training": ("forward", "backward", "update"), "inference": ("forward",)}
 ID_BYTES = 8  # one id in memory
-REQUEST_BYTES = SLOT_BYTES + 1 / 8  # to an owner, per pushed id; the bit says where bags begin
+REQUEST_BYTES = SLOT_BYTES + 1 / 8  # of a pushed id to an owner on the same host
 SQUARE_BYTES = 4  # of a row's sum of squared gradients over the columns of a piece
 PUSH_PASSES = 3  # over the ids of a table with pushed rows, at their reader, in each direction
 
@@ -119,7 +119,7 @@ class CostModel:
             owner: float64 [..., 4, W], features of the rows that each rank owns.
 
         Returns:
-            float64 [..., 22, W], one line per `Row` of a tally.
+            float64 [..., 23, W], one line per `Row` of a tally.
         """
         row, _, state = row_bytes(t, width)
         out = np.zeros((*owner.shape[:-2], NUM_ROWS, owner.shape[-1]))
@@ -165,6 +165,7 @@ class CostModel:
         ids, every = owner[..., IDS, :] * world, owner[..., TOUCHED_ALL, :]
         mine = owner[..., IDS, :].sum(axis=-1)[..., None]
         out[..., Row.PUSH_IDS, :] = owner[..., IDS, :] * REQUEST_BYTES
+        out[..., Row.REQUESTS, :] = owner[..., IDS, :] * self.messages.request_bytes(t)
         first = self.caching.first(t)
         out[..., Row.FORWARD_BYTES, :] = ((every * first + (ids - every) * again) * row
                                       + ID_BYTES * (ids + mine))
@@ -185,7 +186,7 @@ class CostModel:
         return out
 
     def cut_rows(self, t: TableProblem, once: np.ndarray, twice: np.ndarray) -> np.ndarray:
-        """The part of a column piece's tally that does not depend on its width; float64 [..., 22,
+        """The part of a column piece's tally that does not depend on its width; float64 [..., 23,
         W].
 
         The squared norms that the owners of a row's columns exchange are counted once per piece; a
@@ -291,7 +292,7 @@ class CostModel:
                                              + ids * self.odd_ns(t, width, 1))
             mine = owner[..., TOUCHED, :]
             out[..., Row.GRADS, :] = mine * (grad + SLOT_BYTES)
-            out[..., Row.RETURNED, :] = mine * self.messages.gradient_bytes(width)
+            out[..., Row.RETURNED, :] = mine * self.messages.gradient_bytes(t, width)
 
     def _add_update(self, out: np.ndarray, t: TableProblem, width: int, owner: np.ndarray) -> None:
         if self.training:
@@ -357,7 +358,7 @@ class CostModel:
 
         Args:
             pieces: its column pieces.
-            rows: float64 [22, W], the sum over pieces.
+            rows: float64 [23, W], the sum over pieces.
             ids: ids per rank and batch, or float64 [W].
             bags: bags per rank and batch, or float64 [W].
             exchanges_squares: whether owners of the columns of a row exchange the sum of their
@@ -445,7 +446,7 @@ class CostModel:
         """Convert a tally to units per phase, term and rank.
 
         Args:
-            rows: float64 [..., 22, W].
+            rows: float64 [..., 23, W].
 
         Returns:
             float64 [..., num_phases, 9, W]: bytes, or nanoseconds of compute.
@@ -462,7 +463,8 @@ class CostModel:
         ids, sums = rows[..., Row.PUSH_IDS, :], rows[..., Row.PARTIALS, :]
         none = np.zeros_like(ids)
         owner_receives(self.machine, forward, ids, none)
-        owner_receives(self.machine, out[..., self.request_phase, :, :], none, ids)
+        owner_receives(self.machine, out[..., self.request_phase, :, :], none,
+                       rows[..., Row.REQUESTS, :])
         owner_sends(self.machine, forward, sums, sums * self.messages.of_sums)
         forward[..., Term.MEMORY, :] += 2 * sums.sum(axis=-1, keepdims=True)
         # Ranks of a host read its memory themselves, each over its own link; for others, owners do.

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oper.messages import MessageBits, number_bytes
+from oper.messages import MessageBits, number_bytes, slot_bits
 from oper.plan import Tier
 from oper.search.problem.statement import TableProblem
 from oper.tables import OPTIMIZERS
 
 GRAD_BYTES = 4  # gradients, outputs and partial sums are float32 whatever the table's dtype
-SLOT_BYTES = 4  # number of a row at its owner, which goes with its gradient and its new value
+SLOT_BYTES = 4  # number of a row at its owner, in memory and beside a changed row in a message
 #: Columns of the rows that the host kernels are compiled for; others take a loop over columns.
 KERNEL_WIDTHS = (16, 32, 64, 96, 128)
 #: Passes over such a row: pooling; staging and summing; merging, squares, decay and update.
@@ -27,18 +27,18 @@ class Row:
     charges per id and per row.
 
     Rows in host memory are served to ranks of the same host once per id, and sent to ranks of other
-    hosts once per distinct row. Answers and returned gradients are the messages to and from a rank
-    of another host.
+    hosts once per distinct row. Answers, returned gradients and requests (ids of pushed rows) are
+    the messages to and from a rank of another host.
     """
 
     SERVED, GRADS, BROADCAST, PUSH_IDS, PARTIALS, HOST_SERVED, HOST_SENT = range(7)
-    ANSWERS, RETURNED = 7, 8
-    FORWARD_BYTES, FORWARD_IDS, BACKWARD_BYTES, BACKWARD_IDS = range(9, 13)
-    UPDATE_BYTES, UPDATE_ROWS, HELD, HOST_FORWARD, HOST_UPDATE, HOST_HELD = range(13, 19)
-    FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(19, 22)
+    ANSWERS, RETURNED, REQUESTS = range(7, 10)
+    FORWARD_BYTES, FORWARD_IDS, BACKWARD_BYTES, BACKWARD_IDS = range(10, 14)
+    UPDATE_BYTES, UPDATE_ROWS, HELD, HOST_FORWARD, HOST_UPDATE, HOST_HELD = range(14, 20)
+    FORWARD_NS, BACKWARD_NS, UPDATE_NS = range(20, 23)
 
 
-NUM_RELATIONAL, NUM_ROWS = 9, 22  # of rows: the first, and all
+NUM_RELATIONAL, NUM_ROWS = 10, 23  # of rows: the first, and all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class Tally:
     """Loads of the ranks before they are priced; tallies of tables can be added.
 
     Attributes:
-        rows: float64 [22, W], see the constants above.
+        rows: float64 [23, W], see the constants above.
         units: float64 [phases, 9, W], units by phase and term of tiers replicated on some of the
             ranks only, whose traffic `rows` cannot express; 0.0 if there are none.
         num_pushed: pushed tiers. A plan with any pays one barrier more.
@@ -106,9 +106,14 @@ class Messages:
         """Bytes of `width` columns of a pulled row."""
         return self.bits.row_bytes(t.spec, width)
 
-    def gradient_bytes(self, width: int) -> float:
-        """Bytes of the gradient of a pulled row with its slot number at the owner."""
-        return number_bytes(self.bits.gradients, width) + SLOT_BYTES
+    @staticmethod
+    def request_bytes(t: TableProblem) -> float:
+        """Bytes of a pushed id: its slot at the owner, and a bit that says where bags begin."""
+        return (slot_bits(t.spec.num_rows) + 1) / 8
+
+    def gradient_bytes(self, t: TableProblem, width: int) -> float:
+        """Bytes of the gradient of `width` columns of a pulled row, with its slot at the owner."""
+        return number_bytes(self.bits.gradients, width) + slot_bits(t.spec.num_rows) / 8
 
     def sum_bytes(self, width: int) -> float:
         """Bytes of a partial sum, or of its bag's gradient, in float32.

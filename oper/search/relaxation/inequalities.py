@@ -74,8 +74,8 @@ class OwnerRows:
         phase_of: int64 [O], phase of each row, -2 for rows that may exceed their phase.
         weight: float64 [O, P], a row is at most the weighted sum of the phases' times.
         base: float64 [O], what every plan consumes.
-        unit: float64 [C, 22, O], what a unit of each tally row, spread over a class, consumes.
-        every: float64 [22, O], what a unit of each tally row on every rank consumes.
+        unit: float64 [C, 23, O], what a unit of each tally row, spread over a class, consumes.
+        every: float64 [23, O], what a unit of each tally row on every rank consumes.
     """
 
     def __init__(self, rows: ResourceRows, pieces: Pieces, options: list[Option],

@@ -75,7 +75,7 @@ class Pieces:
 
     Args:
         units: unit loads of the tables' rows, by class of their owner.
-        base_rows: float64 [22, W], the tally that every plan has.
+        base_rows: float64 [23, W], the tally that every plan has.
         asks: bool [T], tables for which an owner of some pushed rows sends requests to itself.
         may: bool [T, C], whether a table may be pushed to a class.
 
@@ -83,7 +83,7 @@ class Pieces:
         floor: float64 [C, num_phases, 5], load that every plan puts on a rank of a class.
         hidden: float64 [C, num_phases, 1], longest dense compute that overlaps a rank's phase.
         has_local: bool [num_phases, 5], which groups include a rank's own time.
-        unit: float64 [C, 22, num_phases, 5], load of a unit of each tally row on its owner.
+        unit: float64 [C, 23, num_phases, 5], load of a unit of each tally row on its owner.
     """
 
     def __init__(self, units: UnitRows, base_rows: np.ndarray, asks: np.ndarray, may: np.ndarray

@@ -70,7 +70,7 @@ class Relaxation:
         pieces: pushed pieces.
         inequalities: the rows about the owner of a large piece.
         distinguished: the load by whose largest piece a host is distinguished.
-        unit: float64 [C, 22, R], what a unit of each tally row, spread over a class, consumes.
+        unit: float64 [C, 23, R], what a unit of each tally row, spread over a class, consumes.
         base: float64 [R], what every plan consumes.
         pinned: float64 [R], what pinned rows consume; part of `base`, and of no configuration.
         phase_of: int64 [R], phase of each row, -1 for memory, -2 for rows that may exceed theirs.
@@ -192,7 +192,7 @@ class Relaxation:
         self.phase_weight = np.concatenate([weight, owners.weight])
         every = np.broadcast_to(np.eye(NUM_ROWS)[:, :, None],
                                 (NUM_ROWS, NUM_ROWS, self.model.machine.world_size))
-        #: float64 [22, R], what a unit of each tally row on every rank asks.
+        #: float64 [23, R], what a unit of each tally row on every rank asks.
         self.every = np.concatenate([rows.of_tally(Tally(every)), owners.every], axis=-1)
 
     def _build_charges(self) -> None:

@@ -46,7 +46,7 @@ class ResourceRows:
         uses_host: whether rows may lie in host memory, or pinned ones do.
         names: (phase, group, class) of each timed row; memory rows follow.
         phase_of: int64 [R], phase of each row, -1 for memory.
-        unit: float64 [C, 22, R], what a unit of each tally row, spread over a class, consumes.
+        unit: float64 [C, 23, R], what a unit of each tally row, spread over a class, consumes.
     """
 
     def __init__(self, model: CostModel, distinguished: list[list[int]]) -> None:
@@ -61,7 +61,7 @@ class ResourceRows:
         unit = np.zeros((num_classes, NUM_ROWS, NUM_ROWS, spread.shape[1]))
         for q in range(NUM_ROWS):
             unit[:, q, q] = spread
-        time = self._class_means(model.loads(unit))  # [C, 22, phases, groups, classes]
+        time = self._class_means(model.loads(unit))  # [C, 23, phases, groups, classes]
         if not self.uses_host:
             time[..., GROUPS.index("host_memory"), :] = 0.0
         keep = np.argwhere(time.max(axis=(0, 1)) > 0)  # rows that are always zero are left out
@@ -82,7 +82,7 @@ class ResourceRows:
     def of_tally(self, tally: Tally) -> np.ndarray:
         """Resources that a tally consumes; float64 [..., R].
 
-        The tally may hold many (rows float64 [..., 22, W]) if it has no copies on some of the ranks
+        The tally may hold many (rows float64 [..., 23, W]) if it has no copies on some of the ranks
         only.
         """
         time = self._class_means(self.model.units(tally))
@@ -98,7 +98,7 @@ class ResourceRows:
         return np.stack([groups[..., r].mean(axis=-1) for r in self.classes.ranks], axis=-1)
 
     def _memory_share(self, rows: np.ndarray) -> np.ndarray:
-        """Tally rows [..., 22, W] -> [..., domain classes, then host classes where hosts hold
+        """Tally rows [..., 23, W] -> [..., domain classes, then host classes where hosts hold
         rows]: share of the class's capacity."""
         machine, classes = self.model.machine, self.classes
         groups = [(rows[..., Row.HELD, :], classes.of_domain, machine.domain,

@@ -40,8 +40,8 @@ class UnitRows:
             owner itself.
         each: float64 [2, C, 20, 20], load of a unit of each tally row that its owner has.
         every: float64 [2, C, 20, 20], load of a unit of each tally row that every rank has.
-        own_us: float64 [C, 22, P, 8], microseconds that a unit of each tally row costs its owner.
-        read_us: float64 [C, 22, P], own time that it costs a reader, on the rank where this is
+        own_us: float64 [C, 23, P, 8], microseconds that a unit of each tally row costs its owner.
+        read_us: float64 [C, 23, P], own time that it costs a reader, on the rank where this is
             least.
     """
 
@@ -57,7 +57,7 @@ class UnitRows:
         is_owner = np.arange(world) == self._first[:, None]
         in_class = classes.of_rank == np.arange(number)[:, None]
         owned, shared = (model.loads(one[:, :, None] * ranks[:, None, None].astype(float))
-                         for ranks in (is_owner, in_class))  # [C, 22, P, 9, W]
+                         for ranks in (is_owner, in_class))  # [C, 23, P, 9, W]
         on_links = model.machine.on_links
         self._on_links = self._of_seen(on_links(owned), on_links(shared))
         self._by_rank = (self._of_seen(owned, shared) if any(model.machine.shared_terms)
@@ -73,8 +73,8 @@ class UnitRows:
         self.own_us, self.read_us = us[..., 0], us[..., LOCAL, :].min(axis=-1)
 
     def _of_seen(self, owned: np.ndarray, shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Loads of a unit on the owner, by the ranks seen from it (float64 [C, 22, P, 9, S]), and
-        of one on all ranks of a class, by the first rank of each (float64 [C, 22, P, 9, C])."""
+        """Loads of a unit on the owner, by the ranks seen from it (float64 [C, 23, P, 9, S]), and
+        of one on all ranks of a class, by the first rank of each (float64 [C, 23, P, 9, C])."""
         return (np.stack([x[..., at] for x, at in zip(owned, self.seen, strict=True)]),
                 shared[..., self._first])
 
@@ -96,7 +96,7 @@ class UnitRows:
         return self._known[kind]
 
     def _divided(self, rows: np.ndarray) -> np.ndarray:
-        """Tally rows (float64 [C, 4, 22, W]) as units."""
+        """Tally rows (float64 [C, 4, 23, W]) as units."""
         mine = rows[np.arange(self._first.size), ..., self._first]
         shared = (rows[self._owner_seen, ..., self._reader] if self._reader.size
                   else np.zeros_like(mine))
@@ -107,7 +107,7 @@ class UnitRows:
 
         Args:
             units: float64 [2, C, ..., 20].
-            unit: float64 [C, 22, R], what a unit of each tally row, spread over a class, consumes.
+            unit: float64 [C, 23, R], what a unit of each tally row, spread over a class, consumes.
 
         Returns:
             float64 [C, ..., R].

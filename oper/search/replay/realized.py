@@ -46,7 +46,7 @@ class StepLoad:
 class RealizedLoad:
     """Phases of a step on real batches.
 
-    Exchanged bytes are float64 [9, W, W]: by row of a tally that concerns pairs of ranks, by
+    Exchanged bytes are float64 [10, W, W]: by row of a tally that concerns pairs of ranks, by
     sender, and by receiver. Bag gradients are as many bytes as partial sums, in the other
     direction. Entries that cannot occur are not used: reads of host memory by ranks of another
     host, messages within a host, and changed rows sent to copies in the same domain, which are
@@ -100,17 +100,18 @@ class RealizedLoad:
 
     def _piece(self, t: TableProblem, piece: Piece, placed: Placed,
                batches: Sequence[TableBatch], exchange: np.ndarray) -> np.ndarray:
-        """Adds to `exchange`; returns each rank's own tally rows, float64 [22, W]."""
+        """Adds to `exchange`; returns each rank's own tally rows, float64 [23, W]."""
         width, world = piece.stop - piece.start, self.world_size
         messages = self.model.messages
         features = self._features(len(piece.tiers), placed, batches)
         rows, own = np.zeros((NUM_ROWS, world)), np.zeros(world)
         for k, tier in enumerate(piece.tiers):
             owner = features[k]
-            out = self.model.tier_rows(t, width, tier, owner)  # [W readers, 22, W owners]
+            out = self.model.tier_rows(t, width, tier, owner)  # [W readers, 23, W owners]
             if tier.mode == "push" and self._pools:
                 rows += _own(out.mean(axis=0))  # an owner pools for all, a mean times their number
-                exchange[Row.PUSH_IDS] += out[:, Row.PUSH_IDS]
+                for asked in (Row.PUSH_IDS, Row.REQUESTS):
+                    exchange[asked] += out[:, asked]
                 own += np.diagonal(owner[:, IDS])
             elif tier.placement == "replicated":
                 rows += _own(np.diagonal(out, axis1=0, axis2=2))
@@ -170,7 +171,7 @@ class RealizedLoad:
         forward[Term.HOST_MEMORY] += (x[Row.HOST_SERVED] * same).sum(axis=0) + sent.sum(axis=1)
         ids, none = x[Row.PUSH_IDS], np.zeros_like(x[Row.PUSH_IDS])
         transfer(forward, ids, none, machine)
-        transfer(units[self.model.request_phase], none, ids, machine)
+        transfer(units[self.model.request_phase], none, x[Row.REQUESTS], machine)
         forward[Term.MEMORY] += 2 * x[Row.PARTIALS].sum(axis=0)
         if self.problem.training:
             update, gradients = units[-1], x[Row.GRADS] + x[Row.PARTIALS].T
@@ -218,7 +219,7 @@ def _nearest(holds: np.ndarray, machine: Machine) -> np.ndarray:
 
 
 def _own(rows: np.ndarray) -> np.ndarray:
-    """Tally rows without those between ranks; float64 [22, W]."""
+    """Tally rows without those between ranks; float64 [23, W]."""
     out = rows.copy()
     out[:NUM_RELATIONAL] = 0.0
     return out

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from oper.errors import require
-from oper.messages import MessageBits, number_bytes, owners_pool
+from oper.messages import MessageBits, number_bytes, owners_pool, slot_bits
 from oper.plan import Piece, Plan
 from oper.rows.directory import needs_across
 from oper.rows.traffic import ROW_WISE, SENT
@@ -30,7 +30,7 @@ _HEAD_UNIT_BYTES = 1024  # of which it has whole ones
 
 
 class _Sizes:
-    """Bytes of rows and gradients of one column piece on the wire."""
+    """Bytes of rows and gradients of one column piece on the wire, and bits of their slots."""
 
     def __init__(self, table: TableSpec, piece: Piece, bits: MessageBits) -> None:
         width = piece.stop - piece.start
@@ -38,12 +38,13 @@ class _Sizes:
         self.answer = int(bits.row_bytes(table, width))
         self.sum = number_bytes(bits.answers, width)
         self.gradient = number_bytes(bits.gradients, width)
+        self.slot_bits = slot_bits(table.num_rows)
 
 
-def _words(number: np.ndarray, num_bytes: int) -> np.ndarray:
-    """Bytes of arrays of that many numbers of that many bytes each: whole words; int64 [W] of both.
+def _words(number: np.ndarray, num_bits: int) -> np.ndarray:
+    """Bytes of arrays of that many entries of that many bits each: whole words; int64 [W] of both.
     """
-    return np.asarray((number * num_bytes + 3) // 4 * 4)
+    return np.asarray((number * num_bits + 31) // 32 * 4)
 
 
 class WireReplay:
@@ -125,10 +126,10 @@ class WireReplay:
         if self.training and batch.trains_weights:
             self._rows(sent, sizes, reader, (batch.ids, owner), ~near)
         asked, bags = placed.pooled(batch, reader)
-        sent[_KIND["ids"], reader] += 4 * asked + (asked + 31) // 32 * 4
+        sent[_KIND["ids"], reader] += _words(asked, sizes.slot_bits) + _words(asked, 1)
         if batch.weighted:
             sent[_KIND["id_weights"], reader] += 4 * asked
-        sent[_KIND["partial_sums"], :, reader] += _words(bags, sizes.sum)
+        sent[_KIND["partial_sums"], :, reader] += _words(bags, 8 * sizes.sum)
 
     @staticmethod
     def _rows(sent: np.ndarray, sizes: _Sizes, reader: int, of: tuple[np.ndarray, np.ndarray],
@@ -136,18 +137,19 @@ class WireReplay:
         """Rows that a reader asks for: ids and their owners, and which of them."""
         _, first = np.unique(of[0][asked], return_index=True)
         number = np.bincount(of[1][asked][first], minlength=sent.shape[1])
-        sent[_KIND["row_ids"], reader] += 4 * number
-        sent[_KIND["rows"], :, reader] += _words(number, sizes.answer)
+        sent[_KIND["row_ids"], reader] += _words(number, sizes.slot_bits)
+        sent[_KIND["rows"], :, reader] += _words(number, 8 * sizes.answer)
 
     @staticmethod
     def _gradients(sent: np.ndarray, placed: Placed, sizes: _Sizes, sender: int,
                    batch: TableBatch) -> None:
         tier, owner = placed.resolve(np.unique(batch.ids))
         number = np.bincount(owner[~placed.pushed_by(sender, tier)], minlength=sent.shape[1])
-        sent[_KIND["gradient_rows"], sender] += 4 * number + _words(number, sizes.gradient)
+        sent[_KIND["gradient_rows"], sender] += (_words(number, sizes.slot_bits)
+                                                 + _words(number, 8 * sizes.gradient))
         # Owners keep the ids of the forward pass, which are those of the backward pass.
         _, bags = placed.pooled(batch, sender)
-        sent[_KIND["bag_gradients"], sender] += _words(bags, sizes.gradient)
+        sent[_KIND["bag_gradients"], sender] += _words(bags, 8 * sizes.gradient)
 
     def _squares(self, sent: np.ndarray, pieces: Sequence[Placed], touched: np.ndarray,
                  rounds: int) -> None:
@@ -165,4 +167,4 @@ class WireReplay:
         for peer in range(self.plan.world_size):
             number = np.bincount(owner[placed.held(peer, tier)], minlength=self.plan.world_size)
             sent[_KIND["refreshed_rows"], :, peer] += np.where(
-                number > 0, 4 * (number + 1) + _words(number, sizes.row), 0)
+                number > 0, 4 * (number + 1) + _words(number, 8 * sizes.row), 0)

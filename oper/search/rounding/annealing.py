@@ -97,10 +97,10 @@ class Loads:
         num_loads: G = 5 P + 1, or 7 P + 1.
         class_of: int64 [W], class of each rank.
         piece_us: float64 [G], cost of every column piece of a table for each rank.
-        read_unit: float64 [C, 22, C, G], load of a unit of each tally row on ranks that do not own
+        read_unit: float64 [C, 23, C, G], load of a unit of each tally row on ranks that do not own
             it, by class of the owner and of the rank.
-        own_unit: float64 [C, 22, G], excess load of its owner over other ranks of its class.
-        mate_unit: float64 [2, C, 22, G], excess load of other ranks of its class on its host, and
+        own_unit: float64 [C, 23, G], excess load of its owner over other ranks of its class.
+        mate_unit: float64 [2, C, 23, G], excess load of other ranks of its class on its host, and
             in its rack, over those elsewhere, because of shared links.
         mates: by rank, those other ranks, and for each whether it shares the host or the rack;
             int64 [2, number].
