@@ -220,7 +220,7 @@ def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, 
     """
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
-    tighten(parts, budget.max_work, np.inf, np.inf, first)
+    tighten(parts, budget.max_work // 2, np.inf, np.inf, first)  # to begin the search from
     best: tuple[Subspace, Found] | None = None
 
     def is_enough() -> bool:
