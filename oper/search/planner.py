@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -29,6 +30,7 @@ from oper.tables import TableSpec
 from oper.topology import Topology
 
 _CLOSE = 1e-6  # a gap up to which no simpler plan is looked at
+_WORK = 200_000  # tables priced to tighten a bound for which no time is set
 _Proof = dict[str, Any]  # see `_proof`
 
 
@@ -161,21 +163,24 @@ def _plan(problem: Problem, budget: Effort, target_gap: float, seed: int) -> tup
     return replace(plan, step_us=step_us, notes=notes), _proof(parts)
 
 
-def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0, max_work: int = 200_000,
-           time_budget_s: float | None = None) -> Plan:
+def tighten_bound(plan: Plan, problem: Problem, *, goal_gap: float = 0.0,
+                  max_work: int | None = None, time_budget_s: float | None = None) -> Plan:
     """Raise a plan's lower bound by branch and price, with more effort than planning itself spends.
 
     Args:
         plan: a plan of the problem that fits.
         problem: the problem.
         goal_gap: stop when the gap is at most this.
-        max_work: approximate number of tables to price while branching.
+        max_work: approximate number of tables to price while branching; by default as many as
+            `time_budget_s` allows, or 200,000 if there is no such limit.
         time_budget_s: seconds after which the bound so far is returned; None = no limit.
 
     Raises:
         PlanError: the plan is for other tables or another number of ranks.
     """
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
+    if max_work is None:
+        max_work = _WORK if deadline is None else sys.maxsize
     step_us = evaluate(plan, problem).step_us
     parts = subspaces(problem, deadline)
     nodes = tighten([x for x in parts if not x.bound.is_infeasible], max_work, step_us,
@@ -215,7 +220,7 @@ def _search_subspaces(parts: list[Subspace], budget: Effort, target_gap: float, 
     """
     now = time.monotonic()
     first = None if budget.deadline is None else now + 0.3 * max(0.0, budget.deadline - now)
-    tighten(parts, budget.max_work, np.inf, np.inf, first)
+    tighten(parts, budget.max_work // 2, np.inf, np.inf, first)  # to begin the search from
     best: tuple[Subspace, Found] | None = None
 
     def is_enough() -> bool:

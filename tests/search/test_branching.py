@@ -199,7 +199,7 @@ def test_every_branching_leaves_two_smaller_nodes():
         limits = bound.node.limits
         for cut in _load_branchings(bound, np.inf):
             low, high = (x.limits for x in cut.children)
-            assert low.most[cut.at] == high.least[cut.at] and cut.ratio > 1
+            assert low.most[cut.at] == high.least[cut.at]
             assert limits.least[cut.at] < low.most[cut.at] < min(limits.most[cut.at],
                                                               _largest(bound)[cut.at])
 

@@ -7,8 +7,8 @@ The node with the least bound is branched on until the known plan is close enoug
 
 Which load (by phase and group of terms) or table a node is branched on decides how fast the bound
 rises. Several are tried briefly, and the one that lifts both children most is kept (strong
-branching, Applegate et al. 1995); a node is branched on at the load of its parent until the limits
-are close.
+branching, Applegate et al. 1995). A node is solved no closer than the gap to the known plan asks
+for: what is left of that is closed by branching, not by further rounds.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from oper.search.relaxation.inequalities import Load
 from oper.search.relaxation.pieces import NUM_PIECE_GROUPS
 
 _NARROW = 0.0005  # what pieces may exceed their phase by, as a share of the step
-_SLIM = 1.04  # largest over least load, from which a node is branched on at the same load again
 _FAR = 8.0  # limits that begin at 0 are branched on as if they began at a part of their end
-_STAY = 0.5  # a load is cut again if it is overlooked by this share of the worst one
 _CANDIDATES = 3  # loads, and tables, that are tried
 _PRICED = 1500  # tables that all that are tried may price again by round: of more, fewer are tried
 _ROUND = 20  # what a round takes beside pricing, in tables priced: measured with 4 to 100 tables
 _TRIED = 2  # rounds of column generation after which candidates are compared
 _IN_PART = 1e-3  # share that a table must push at least, and not push, to be branched at
+_CLOSE = 0.05  # of the gap that is left, to which nodes are solved
+_CLOSEST, _LOOSEST = 1e-4, 0.01  # of the step, between which that is kept
 _IDLE = 0.05  # weight of a load whose resource has no price
 
 
@@ -47,13 +47,11 @@ class Branching:
         at: the load or table that is branched on.
         score: estimate of the cost that the relaxed solution misses there.
         children: two nodes that together contain all plans of the node.
-        ratio: ratio of the solution's largest piece to the lower limit; infinite for a table.
     """
 
     at: Load | int
     score: float
     children: tuple[Node, Node]
-    ratio: float
 
 
 @dataclass(slots=True, eq=False)
@@ -61,14 +59,14 @@ class TreeNode:
     """A node of the tree.
 
     Attributes:
-        bound: bound of its plans.
+        bound: bound of its plans; without configurations once it was branched on.
         branching: how it was branched on; None for a leaf.
         children: its two children.
-        last: load or table that its parent was branched on.
+        is_close: whether it was solved as closely as may be.
     """
 
     bound: Bound
-    last: Load | int | None = None
+    is_close: bool = False
     branching: Branching | None = None
     children: tuple[TreeNode, ...] = ()
 
@@ -88,8 +86,9 @@ class SearchTree:
 
     def __init__(self, bound: Bound) -> None:
         self.bound, self.solved, self.work, self.is_single = bound, 0, 0, False
-        self.root = TreeNode(bound)
+        self.root = TreeNode(bound, is_close=True)
         self._order = count()
+        self._goal_us = np.inf
         self._heap: list[tuple[float, int, TreeNode]] = []
         relaxation = bound.relaxation
         if relaxation.tables and bound.overflow <= 1e-6:
@@ -106,23 +105,27 @@ class SearchTree:
             deadline: `time.monotonic()` value at which to stop.
         """
         limit = step_us - self.bound.relaxation.fixed_us
+        self._goal_us = min(goal_us, step_us)
         end = self.solved + max_nodes
-        while self._heap and self.solved < end and self._heap[0][0] < min(goal_us, step_us):
+        while self._heap and self.solved < end and self._heap[0][0] < self._goal_us:
             if deadline is not None and time.monotonic() > deadline:
                 break
             parent = self._heap[0][2]
-            node, last = parent.bound, parent.last
+            node = parent.bound
             loads, tables = _load_branchings(node, limit), _table_branchings(node, limit)
             if not loads and not tables:
-                self.is_single = self.solved == 0
-                break
+                if parent.is_close:
+                    self.is_single = self.solved == 0
+                    break
+                # Closer to its optimum the solution may miss something, or the bound be higher.
+                parent.bound, parent.is_close = self._again(node, deadline, True), True
+                heapq.heapreplace(self._heap, (parent.bound.lower_bound_us, next(self._order),
+                                               parent))
+                continue
             tried = loads[:_CANDIDATES] + tables[:_CANDIDATES]
             most = max(1, _PRICED // len(node.node.pushes))
             if len(tried) > most:
                 tried = sorted(tried, key=lambda x: -x.score)[:most]
-            again = next((x for x in loads if x.at == last), None)
-            if again and again.ratio >= _SLIM and again.score >= _STAY * loads[0].score:
-                tried = [again]
             # The first rounds tell candidates apart; only the best one's children are solved.
             rounds = _TRIED if len(tried) > 1 else MAX_ROUNDS
             begun = [[self._solve(part, node.pool.under(part, node.prices), deadline, rounds)
@@ -131,8 +134,9 @@ class SearchTree:
             self.solved += 2 * len(tried)
             heapq.heappop(self._heap)
             parent.branching = tried[best]
-            parent.children = tuple(TreeNode(self._finished(node, x, rounds, deadline),
-                                             tried[best].at) for x in begun[best])
+            parent.children = tuple(TreeNode(self._finished(node, x, rounds, deadline))
+                                    for x in begun[best])
+            parent.bound = replace(node, pool=Pool())  # a proof asks for its prices only
             for part in parent.children:
                 heapq.heappush(self._heap, (part.bound.lower_bound_us, next(self._order), part))
         if self._heap:
@@ -140,19 +144,24 @@ class SearchTree:
         return self.bound
 
     def _solve(self, part: Node, pool: Pool, deadline: float | None,
-               rounds: int = MAX_ROUNDS) -> Bound:
-        found = solve_node(part, max_rounds=rounds, deadline=deadline, pool=pool)
+               rounds: int = MAX_ROUNDS, closest: bool = False) -> Bound:
+        gap = self._goal_us / max(self.bound.lower_bound_us, 1e-9) - 1.0
+        tolerance = _CLOSEST if closest else min(max(_CLOSEST, _CLOSE * gap), _LOOSEST)
+        found = solve_node(part, tolerance, rounds, deadline, pool, self._goal_us)
         priced = len(part.pushes) * max(1, int(part.relaxation.pushes.sum()))
         self.work += max(1, found.num_rounds) * (priced + _ROUND)
         return found
 
     def _finished(self, parent: Bound, begun: Bound, rounds: int, deadline: float | None) -> Bound:
         """A child solved to the end, where it has used up its `rounds`."""
-        found = begun
         if begun.num_rounds == rounds:
-            found = max(begun, self._solve(begun.node, begun.pool, deadline),
-                        key=lambda x: x.lower_bound_us)
-        return replace(found, lower_bound_us=max(found.lower_bound_us, parent.lower_bound_us))
+            begun = self._again(begun, deadline)
+        return replace(begun, lower_bound_us=max(begun.lower_bound_us, parent.lower_bound_us))
+
+    def _again(self, begun: Bound, deadline: float | None, closest: bool = False) -> Bound:
+        """A node solved further."""
+        found = self._solve(begun.node, begun.pool, deadline, closest=closest)
+        return max(begun, found, key=lambda x: x.lower_bound_us)
 
     def lowest(self, number: int) -> list[Bound]:
         """The bounds of the `number` nodes with the least bounds, in ascending order."""
@@ -191,8 +200,7 @@ def _table_branchings(node: Bound, limit: float) -> list[Branching]:
                 known = pushes.copy()
                 known[k] = state
                 parts.append(Node(relaxation, replace(node.node.limits, step=limit), known))
-            out.append(Branching(k, float(score[k]) / node.lower_bound_us, (parts[0], parts[1]),
-                                 np.inf))
+            out.append(Branching(k, float(score[k]) / node.lower_bound_us, (parts[0], parts[1])))
     return out
 
 
@@ -231,8 +239,7 @@ def _load_branchings(node: Bound, limit: float) -> list[Branching]:
         most[at] = least[at] = cut
         out.append(Branching(at, float(excess[at] * weight[at]), (
             Node(relaxation, replace(limits, most=most, step=limit), node.node.pushes),
-            Node(relaxation, replace(limits, least=least, step=limit), node.node.pushes)),
-            high / low if low > 0 else np.inf))
+            Node(relaxation, replace(limits, least=least, step=limit), node.node.pushes))))
     return out
 
 

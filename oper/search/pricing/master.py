@@ -78,10 +78,10 @@ class Pool:
         return out
 
     def under(self, node: Node, prices: np.ndarray) -> Pool:
-        """The configurations of this solved pool that another node also allows, priced there.
+        """The configurations of this solved pool that another node also allows.
 
-        Kept are the cheapest few of each table at `prices` (float64 [R]), and those in the relaxed
-        solution.
+        Kept are those that were the cheapest few of each table here at `prices` (float64 [R]), and
+        those in the relaxed solution.
         """
         out = Pool()
         held = (node.holds(np.array(self.table), self.configuration) if self.table
@@ -90,16 +90,15 @@ class Pool:
         if not at:
             return out
         tables = np.array(self.table)[at]
-        rows = node.resources(tables, [self.configuration[n] for n in at])
-        order = np.lexsort((rows @ prices, tables))
+        order = np.lexsort((np.array(self.resources)[at] @ prices, tables))
         first = np.searchsorted(tables[order], tables[order])  # where the table's begin
         keep = np.zeros(tables.size, bool)
         keep[order] = np.arange(tables.size) - first < _KEPT
         keep |= self.weight[at] > 0
-        known = list(self.known)
-        for i in np.flatnonzero(keep).tolist():
-            n = at[i]
-            out._append(known[n], self.table[n], self.configuration[n], rows[i])
+        kept, known = [at[i] for i in np.flatnonzero(keep).tolist()], list(self.known)
+        rows = node.resources(tables[keep], [self.configuration[n] for n in kept])
+        for n, row in zip(kept, rows, strict=True):
+            out._append(known[n], self.table[n], self.configuration[n], row)
             out.in_basis.append(self.in_basis[n])
         out.basis = self.basis
         return out
@@ -148,7 +147,8 @@ def lower_bound(problem: Problem, max_rounds: int = MAX_ROUNDS) -> Bound:
 
 
 def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = MAX_ROUNDS,
-               deadline: float | None = None, pool: Pool | None = None) -> Bound:
+               deadline: float | None = None, pool: Pool | None = None,
+               enough_us: float = np.inf) -> Bound:
     """Column generation on the plans of a node.
 
     Args:
@@ -157,6 +157,7 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = MAX_ROUNDS
         max_rounds: rounds of column generation.
         deadline: `time.monotonic()` value after which no further round begins.
         pool: configurations to start from.
+        enough_us: a bound at which to stop.
     """
     pool, relaxation = Pool() if pool is None else pool, node.relaxation
     if not relaxation.tables:
@@ -188,7 +189,7 @@ def solve_node(node: Node, tolerance: float = 1e-4, max_rounds: int = MAX_ROUNDS
         found = node.bound_at(prices, columns.value)
         if found > best:
             best, best_prices = found, prices
-        if relaxed - best <= tolerance * abs(relaxed):
+        if best >= enough_us or relaxed - best <= tolerance * abs(relaxed):
             break
         is_new = pool.add(columns, everything)
         if not is_new or rounds == max_rounds or (

@@ -33,7 +33,8 @@ class Effort:
     Attributes:
         num_starts: nodes of the tree whose relaxed solutions the search starts from.
         num_probes: short annealings from each.
-        max_work: tables to price each time the bound is raised, see `SearchTree`.
+        max_work: tables to price each time the bound is raised, see `SearchTree`; half as many
+            before a plan is known.
         deadline: `time.monotonic()` value at which the search ends; None = only the counts limit
             it, so that equal seeds give equal plans.
     """
@@ -48,7 +49,7 @@ class Effort:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-EFFORTS = {"fast": Effort(3, 4, 30_000), "thorough": Effort(8, 32, 150_000)}
+EFFORTS = {"fast": Effort(3, 4, 25_000), "thorough": Effort(8, 32, 150_000)}
 _CHAINS = 2  # annealings that run beside each other; their number never changes what is found
 _MOVES = 78_000_000  # of one annealing, over the ranks and a little; more for more tables
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of them
