@@ -82,10 +82,15 @@ def of_other_actions(buffer: Any) -> Any:
     return replace(buffer, actions=buffer.actions[:, :3])
 
 
+def of_numbered_actions(buffer: Any) -> Any:
+    return replace(buffer, actions=np.array([0, 1]))
+
+
 @pytest.mark.parametrize(("change", "told"), [
-    (cut_off, "episodes that end"), (of_other_actions, "numbers of an observation")])
+    (cut_off, "episodes that end"), (of_other_actions, "shapes of observations"),
+    (of_numbered_actions, "shapes of observations")])
 def test_what_is_no_log_of_the_shop_is_refused(change: Callable[[Any], Any], told: str) -> None:
-    from gymnasium.spaces import Box
+    from gymnasium.spaces import Box, Discrete
 
     env = ShopEnvironment(synthetic_shop(1))
     buffer = change(minari.data_collector.EpisodeBuffer(
@@ -93,7 +98,8 @@ def test_what_is_no_log_of_the_shop_is_refused(change: Callable[[Any], Any], tol
         rewards=[0.0, 1.0], terminations=[False, True], truncations=[False, False]))
     minari.create_dataset_from_buffers(
         "odd-v0", [buffer], observation_space=env.observation_space,
-        action_space=Box(-1, 1, (buffer.actions.shape[1],), np.float32))
+        action_space=Box(-1, 1, buffer.actions.shape[1:], np.float32)
+        if buffer.actions.ndim > 1 else Discrete(2))
     with pytest.raises(InvalidInputError, match=told):
         read_minari("odd-v0")
 

@@ -76,10 +76,10 @@ def read_minari(dataset_id: str) -> Episodes:
     except (FileNotFoundError, ValueError) as error:
         raise FileFormatError(what, "data set", dataset_id, f"a local one ({error})",
                               "see `minari list local`") from error
-    (width,), (size,) = dataset.observation_space.shape, dataset.action_space.shape
-    if width not in (OBSERVATION_DIM, RETURNING_DIM) or size != ACTION_DIM:
-        raise InvalidInputError(what, "numbers of an observation, of an action", (width, size),
-                                f"{OBSERVATION_DIM} or {RETURNING_DIM}, and {ACTION_DIM}",
+    shapes = dataset.observation_space.shape, dataset.action_space.shape
+    if shapes not in [((width,), (ACTION_DIM,)) for width in (OBSERVATION_DIM, RETURNING_DIM)]:
+        raise InvalidInputError(what, "shapes of observations and actions", shapes,
+                                f"({OBSERVATION_DIM},) or ({RETURNING_DIM},), and ({ACTION_DIM},)",
                                 "take a log of the simulated shop")
     found = list(dataset.iterate_episodes())
     whole = [bool(e.terminations[-1]) and not e.terminations[:-1].any() for e in found]
