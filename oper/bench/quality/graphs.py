@@ -187,7 +187,7 @@ def cases(quick: bool) -> list[Any]:
               for name, edges in (("independent", 0.0), ("graph", 3.0))]
     if not quick:
         return [*found, *tastes]
-    few = {"num_graphs": 2, "num_users": 300}
+    few: dict[str, Any] = {"num_graphs": 2, "num_users": 300}
     return [*(replace(c, num_edges=c.num_edges / 2, num_concepts=5, **few | {"num_graphs": 4})
               for c in found[:2]),
             *(replace(c, users=replace(c.users, **few), epochs=4) for c in tastes[1:])]
