@@ -21,6 +21,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "oper.train": ("torchrec",),
     "oper.rl_rec": ("torchrec",),
     "oper.rl_rec.simulation.environment": ("rl",),
+    "oper.rl_rec.simulation.minari_logs": ("rl",),
     "oper.serve": ("serve",),
     "oper.serve.model": ("torchrec",),
     "oper.report": ("report",),

@@ -31,6 +31,7 @@ from oper.rl_rec.models.ials import IALS, IALSConfig
 from oper.rl_rec.models.item_to_item import EASEConfig, ItemKNNConfig, ItemToItem
 from oper.rl_rec.models.popularity import Popularity, PopularityConfig
 from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
+from oper.rl_rec.models.sqn import SQN, DQNConfig, SA2CConfig, SQNConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ WORKLOADS: dict[str, Workload] = {
     "gru4rec": Workload(GRU4RecConfig, lambda c, d, device: GRU4Rec(c, d.num_items, device),
                         _steps),
     "sasrec": Workload(SASRecConfig, lambda c, d, device: SASRec(c, d.num_items, device), _steps),
+    **{name: Workload(config, lambda c, d, device: SQN(c, d.num_items, device), _steps)
+       for name, config in (("sqn", SQNConfig), ("sa2c", SA2CConfig), ("dqn", DQNConfig))},
     "hstu": Workload(HSTUConfig, _hstu, _steps),
     "dt": Workload(DecisionTransformerConfig, _cdt4rec, _steps),
     "cdt4rec": Workload(CDT4RecConfig, _cdt4rec, _steps),

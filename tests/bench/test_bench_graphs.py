@@ -8,7 +8,7 @@ import pytest
 from oper.bench.core.launch import measured
 from oper.bench.core.report import report
 from oper.bench.quality import graphs
-from oper.bench.quality.graphs import Case, compare, simulate
+from oper.bench.quality.graphs import Case, TastesCase, cases, compare, histories_of, simulate
 
 
 def graph(k: int, *edges: tuple[int, int]) -> np.ndarray:
@@ -61,3 +61,38 @@ def test_counts_find_what_shares_invent() -> None:
     assert sparse["ratio_shd"] < 0.7
     text = report([independent, sparse], graphs.FIGURES)
     assert "sparse: shares" in text and "nan" not in text
+
+
+def test_users_choose_by_their_tastes() -> None:
+    """Tastes, mean places and histories are of the same users, whatever their new numbers."""
+    case = TastesCase("x", Case("x", num_concepts=3, num_users=400, mean=8.0), num_items=50)
+    data, tastes, places = histories_of(case, 1)
+    assert tastes.shape == places.shape == (data.num_users - 1, 3)
+    for concept in range(3):
+        assert np.corrcoef(tastes[:, concept], places[:, concept])[0, 1] > 0.8
+        assert abs(np.corrcoef(tastes[:, concept], places[:, concept - 1])[0, 1]) < 0.2
+    # From the histories themselves: what is taken first to last of a concept, by user.
+    raw = data.item_ids[data.items] - 1
+    for concept in range(3):
+        mine = raw // 50 == concept
+        total = np.bincount(data.users[mine], weights=raw[mine] % 50, minlength=data.num_users)
+        count = np.bincount(data.users[mine], minlength=data.num_users)
+        some = count[1:] > 2
+        found = (total / count.clip(1))[1:][some]
+        assert np.corrcoef(found, tastes[some, concept])[0, 1] > 0.8
+    assert data.test.users.size > 300
+
+
+def test_codes_of_models_are_scored() -> None:
+    quick = [case for case in cases(True) if isinstance(case, TastesCase)]
+    (entry,) = measured(quick)
+    assert entry["verified"] and set(entry["graphs"]) == {"cadvae"}
+    assert np.array(entry["graphs"]["cadvae"]).shape == (2, 4, 4)
+    best = entry["mean places"]
+    for model in ("cadvae", "cadvae, no graph", "macridvae", "multvae"):
+        for name in ("disentanglement", "completeness", "informativeness", "sap"):
+            found = entry[model][name]
+            assert 0 <= found["low"] <= found["high"] <= best[name]["mean"] + 0.01
+        assert entry[model]["ndcg@10"]["mean"] > 0
+    text = report([entry], graphs.FIGURES)
+    assert "tastes-graph: cadvae, no graph" in text and "sap" in text

@@ -56,7 +56,7 @@ def test_the_simulator(tmp_path: Path) -> None:
     rates = {name: found["step"]["mean"] for name, found in case["policies"].items()}
     assert rates["random"] < rates["behaviour"] < rates["oracle"] and case["verified"]
     assert {"cdt4rec", "decision transformer", "behaviour cloning", "cql", "iql",
-            "td3+bc"} < set(retention["policies"]) and retention["verified"]
+            "td3+bc", "dqn"} < set(retention["policies"]) and retention["verified"]
     clicks = {name: found["return"]["mean"] for name, found in retention["policies"].items()}
     assert clicks["random"] < clicks["behaviour"] < clicks["oracle of clicks and return"]
     for name, found in retention["policies"].items():

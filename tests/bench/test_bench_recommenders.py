@@ -86,6 +86,7 @@ def test_runs_of_other_sources_are_not_taken() -> None:
     for model, own in {
             "popularity": {"popularity"}, "sasrec": {"sasrec", "next_item", "transformer"},
             "sasrec-gbce": {"sasrec", "next_item", "transformer"},
+            "sa2c": {"sqn", "sasrec", "next_item", "transformer"},
             "gru4rec": {"gru4rec", "next_item"}, "hstu": {"hstu", "next_item", "transformer"},
             "hstu-gbce": {"hstu", "next_item", "transformer"},
             "ease": {"item_to_item", "item_tables"},
@@ -129,13 +130,13 @@ def test_protocols_of_published_tables(tmp_path: Path) -> None:
     entries, printed = run(tmp_path, "ml-1m/ml-1m/[!cdmr]*")
     models = [e["model"] for e in entries]
     assert {"popularity", "itemknn", "ease", "ials", "gru4rec", "sasrec", "sasrec-gbce", "hstu",
-            "hstu-full"} <= set(models)
+            "hstu-full", "sqn", "sa2c"} <= set(models)
     for e in entries:
         assert e["verified"] and e["data"]["training_interactions_per_user"] == 10.0
         assert {"ndcg@10", "recall@10", "recall@200", "ndcg@200"} <= set(e["metrics"])
         assert e["metrics"]["recall@200"]["mean"] == 1.0  # the whole catalogue
         assert e["fit"]["chosen_by"] == "ndcg@10"
-        if e["model"].startswith(("sasrec", "gru4rec", "hstu")):
+        if e["model"].startswith(("sasrec", "gru4rec", "hstu", "sqn", "sa2c")):
             assert e["config"]["steps"] + e["config"]["window"] - 1 == 200
     best = {e["model"]: e["metrics"]["ndcg@10"]["mean"] for e in entries}
     assert best["ease"] > best["popularity"] and "recall@200" in printed

@@ -19,6 +19,7 @@ FACTORIES = {torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch
 SEQUENCES = {key: SMALL[key] for key in ("dim", "layers", "steps", "window", "negatives")}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "gru4rec": [SEQUENCES], "sasrec": [SEQUENCES, SEQUENCES | {"loss": "gbce", "negatives": 9}],
+    "sqn": [SEQUENCES], "sa2c": [SEQUENCES], "dqn": [SEQUENCES | {"negatives": 9}],
     "hstu": [SEQUENCES, SEQUENCES | {"rank_weight": 0.5}],
     "dt": [SMALL], "cdt4rec": [SMALL, SMALL | {"tied": False, "negatives": 9,
                                                "returns": "estimated"}],

@@ -16,6 +16,7 @@ from oper.rl_rec.intervals import bootstrap, difference, ratio
 from oper.rl_rec.models.base import Histories
 from oper.rl_rec.models.popularity import Popularity
 from oper.rl_rec.off_policy.estimators import estimate, reward_model
+from oper.rl_rec.off_policy.feedback import from_feedback, to_feedback
 from oper.rl_rec.off_policy.log import BanditColumns, load_bandit
 from oper.rl_rec.off_policy.policies import (
     action_shares,
@@ -205,6 +206,53 @@ def test_bad_policies_are_refused() -> None:
         estimate(replace(s.log, propensities=np.zeros(50)), s.target)
     with pytest.raises(InvalidInputError, match="actions"):
         action_shares(s.log, replace(s.log, num_actions=9))
+
+
+def test_a_log_as_feedback_and_back() -> None:
+    """Ids of the context become 0/1 columns, which say the same."""
+    log = replace(simulate_log(300, 1).log, context=np.stack([np.arange(300) % 4,
+                                                              np.arange(300) % 3], 1),
+                  context_rows=(4, 5), action_groups=np.arange(8) % 3)
+    found = to_feedback(log)
+    assert set(found) == {"n_rounds", "n_actions", "context", "action_context", "action",
+                          "position", "reward", "pscore"}
+    assert (found["n_rounds"], found["n_actions"]) == (300, 8)
+    assert found["context"].shape == (300, 9) and (found["context"].sum(1) == 2).all()
+    assert (found["context"][:, :4].argmax(1) == log.context[:, 0]).all()
+    assert found["action_context"].tolist() == np.eye(3)[np.arange(8) % 3].tolist()
+    assert to_feedback(replace(log, action_groups=None))["action_context"].shape == (8, 8)
+    back = from_feedback(found)
+    for name in ("actions", "positions", "rewards", "propensities"):
+        assert np.array_equal(getattr(back, name), getattr(log, name))
+    assert (back.num_actions, back.num_positions) == (log.num_actions, log.num_positions)
+    assert back.context_rows == (2,) * 7 + (1,) * 2  # two ids of five never come up
+    kinds = [np.unique(x.context, axis=0, return_inverse=True)[1] for x in (back, log)]
+    assert len(np.unique(np.stack(kinds, 1), axis=0)) == 12  # the same rows are alike
+    least = {k: found[k] for k in ("n_actions", "action", "reward", "pscore")}
+    bare = from_feedback(least | {"position": None})
+    assert bare.num_positions == 1 and bare.context.shape == (300, 0) == (300, len(
+        bare.context_rows))
+    for key, wrong in (("pscore", None), ("pscore", found["pscore"] * 0), ("reward", np.ones(4)),
+                       ("action", found["action"] + 4), ("position", found["position"] - 1),
+                       ("context", np.ones(300)), ("action", np.zeros(0))):
+        with pytest.raises(InvalidInputError, match=key if wrong is not None else "propensities"):
+            from_feedback(found | {key: wrong})
+
+
+def test_open_bandit_pipeline_comes_to_the_same_estimates() -> None:
+    """Of its own estimators, where the package is there."""
+    ope = pytest.importorskip("obp.ope")
+    s = simulate_log(500, 4)
+    feedback, ours = to_feedback(s.log), estimate(s.log, s.target, model=s.rewards, samples=1)
+    dist = s.target[:, :, None].repeat(s.log.num_positions, axis=2)
+    guesses = s.rewards[:, :, None].repeat(s.log.num_positions, axis=2)
+    given = {key: feedback[key] for key in ("reward", "action", "position", "pscore")}
+    for name, kind in (("ips", "InverseProbabilityWeighting"),
+                       ("snips", "SelfNormalizedInverseProbabilityWeighting"),
+                       ("dm", "DirectMethod"), ("dr", "DoublyRobust")):
+        theirs = getattr(ope, kind)().estimate_policy_value(
+            **given, action_dist=dist, estimated_rewards_by_reg_model=guesses)
+        assert ours.intervals[name].mean == pytest.approx(theirs, rel=1e-6)
 
 
 def test_open_bandit(tmp_path: Path) -> None:

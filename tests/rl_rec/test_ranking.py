@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,11 @@ from hypothesis import given, strategies as st
 from oper.errors import InvalidInputError
 from oper.rl_rec.ranking.jagged import Jagged
 from oper.rl_rec.ranking.metrics import NOTHING, MetricOptions, RankingMetrics, top_k
+
+
+def jagged(rows: Sequence[Sequence[int]]) -> Jagged:
+    ids = torch.tensor([x for row in rows for x in row], dtype=torch.int64)
+    return Jagged.from_lengths(ids, torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
 
 @st.composite
@@ -34,7 +40,7 @@ def catalogues(draw: Any) -> dict[str, Any]:
 
 @given(catalogues())
 def test_top_k_of_any_cut_is_that_of_plain_sorting(case: dict[str, Any]) -> None:
-    found = top_k(case["shards"], case["k"], Jagged.from_rows(case["seen"]))
+    found = top_k(case["shards"], case["k"], jagged(case["seen"]))
     for row, scores, seen in zip(found.tolist(), case["scores"], case["seen"], strict=True):
         left = [i + 1 for i, s in enumerate(scores) if s > -np.inf and i + 1 not in seen]
         want = sorted(left, key=lambda i: (-scores[i - 1], i))[:case["k"]]
@@ -49,7 +55,7 @@ def test_metrics_are_those_of_torchmetrics(users: int, items: int, seed: int) ->
     relevant = torch.rand(users, items, generator=g) < 0.3
     ks = (1, 3, 10)
     metrics = RankingMetrics(MetricOptions(ks))
-    positives = Jagged.from_rows([(1 + r.nonzero()[:, 0]).tolist() for r in relevant])
+    positives = jagged([(1 + r.nonzero()[:, 0]).tolist() for r in relevant])
     metrics.update(top_k([(1, scores)], 10), positives)
     found = metrics.per_user()
     asked = [u for u in range(users) if relevant[u].any()]
@@ -73,7 +79,7 @@ def test_metrics_are_those_of_torchmetrics(users: int, items: int, seed: int) ->
 def test_metrics_by_hand() -> None:
     metrics = RankingMetrics(MetricOptions((2, 3), recall="min"))
     metrics.update(torch.tensor([[4, 9, 7], [1, 2, NOTHING], [5, 6, 8]]),
-                   Jagged.from_rows([[7, 9, 20, 30], [3], []]))
+                   jagged([[7, 9, 20, 30], [3], []]))
     found = {name: v.tolist() for name, v in metrics.per_user().items()}
     assert metrics.skipped == 1
     assert found["precision@2"] == [0.5, 0] and found["hit_rate@3"] == [1, 0]
@@ -82,7 +88,7 @@ def test_metrics_by_hand() -> None:
     ideal = 1 + 1 / math.log2(3) + 0.5
     assert found["ndcg@3"] == pytest.approx([(1 / math.log2(3) + 0.5) / ideal, 0])
     whole = RankingMetrics(MetricOptions((3,)))
-    whole.update(torch.tensor([[4, 9, 7]]), Jagged.from_rows([[7, 9, 20, 30]]))
+    whole.update(torch.tensor([[4, 9, 7]]), jagged([[7, 9, 20, 30]]))
     assert whole.per_user()["recall@3"].tolist() == [0.5]
 
 
@@ -102,4 +108,4 @@ def test_bad_rankings_are_refused() -> None:
             MetricOptions(bad)
     with pytest.raises(InvalidInputError, match="top"):
         RankingMetrics(MetricOptions((5,))).update(
-            torch.ones(1, 3, dtype=torch.int64), Jagged.from_rows([[1]]))
+            torch.ones(1, 3, dtype=torch.int64), jagged([[1]]))

@@ -12,9 +12,11 @@ from torch import nn
 from oper.errors import InvalidInputError
 from oper.rl_rec.models.continuous import Trajectories
 from oper.rl_rec.simulation.actor_critic import (
+    CHOICES,
+    DQN,
     FOLLOWED,
     METHODS,
-    ActorCritic,
+    Critics,
     Transitions,
     train_actor_critic,
 )
@@ -25,6 +27,7 @@ from oper.rl_rec.simulation.offline import (
     clone_behaviour,
     collect_visits,
     graded_visits,
+    normalised,
     random_policy,
     train_offline,
 )
@@ -156,12 +159,16 @@ def test_transitions() -> None:
     assert len({tuple(row) for row in some.states.tolist()}) == 4
 
 
+def random_steps(count: int = 8) -> Trajectories:
+    torch.manual_seed(0)
+    return log_of(torch.rand(count, 2), torch.rand(count, 2, ACTION_DIM),
+                  torch.rand(count, 2, OBSERVATION_DIM)).steps
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_reach_their_own_networks(method: str) -> None:
-    torch.manual_seed(0)
-    model = METHODS[method](OBSERVATION_DIM)
-    log = log_of(torch.rand(8, 2), torch.rand(8, 2, ACTION_DIM),
-                 torch.rand(8, 2, OBSERVATION_DIM)).steps
+    log = random_steps()
+    model = METHODS[method](log)
     step = Transitions.of(log, 50)
 
     def touched(loss: torch.Tensor) -> set[str]:
@@ -169,21 +176,21 @@ def test_losses_reach_their_own_networks(method: str) -> None:
         loss.backward()
         return {name.split(".")[0] for name, p in model.named_parameters() if p.grad is not None}
 
-    assert "actor" in touched(model.actor_loss(step))
-    assert "critics" not in touched(model.actor_loss(step))
-    assert touched(model(log)) == {"actor", "critics", *(["value"] if method == "iql" else [])}
+    own = {"actor", *(["value"] if method == "iql" else [])} if method != "dqn" else set()
+    assert touched(model(log)) == {"critics"} | own
+    if own:
+        assert {"actor"} <= touched(model.actor_loss(step)) <= own
     assert all(p.requires_grad for p in model.critics.parameters())
 
 
 def test_slow_networks_follow() -> None:
-    torch.manual_seed(0)
-    model = METHODS["td3+bc"](OBSERVATION_DIM)
+    log = random_steps()
+    model = METHODS["td3+bc"](log)
     with torch.no_grad():
         for p in model.critics.parameters():
             p.add_(1)
     before = [p.clone() for p in model.slow_critics.parameters()]
-    model(log_of(torch.rand(4, 2), torch.rand(4, 2, ACTION_DIM),
-                 torch.rand(4, 2, OBSERVATION_DIM)).steps)
+    model(log)
     for old, new in zip(before, model.slow_critics.parameters(), strict=True):
         torch.testing.assert_close(new - old, torch.full_like(old, FOLLOWED), atol=1e-6, rtol=0)
 
@@ -199,6 +206,44 @@ def test_they_do_better_than_the_log(method: str) -> None:
     better = train_actor_critic(method, log, options, 1)(past)[:, 0].mean()
     cloned = clone_behaviour(log, options, 1)(past)[:, 0].mean()
     assert abs(float(cloned)) < 0.1 and float(better) > 0.2
+
+
+def test_dqn_is_double_q_learning_over_actions_of_the_log() -> None:
+    """Choice by choice; and the policy takes the best one."""
+    log = random_steps(60)
+    model = DQN(log)
+    logged = {tuple(x) for x in log.actions[log.valid].tolist()}
+    assert len(model.choices) == CHOICES and {tuple(x) for x in model.choices.tolist()} <= logged
+    with torch.no_grad():
+        for p in model.slow_critics.parameters():  # another network, that does not choose
+            p.copy_(p.flip(0))
+        states = log.states[:5, 0]
+        found = model.next_value(states)
+        for n in range(5):
+            fast, slow = ([sum(float(critic(torch.cat([states[n], choice]))) / 2
+                               for critic in critics) for choice in model.choices]
+                          for critics in (model.critics, model.slow_critics))
+            best = int(np.argmax(fast))
+            assert best != int(np.argmax(slow))
+            assert float(found[n]) == pytest.approx(slow[best], abs=1e-5)
+            assert torch.equal(model.best(states[n:n + 1])[0], model.choices[best])
+        past = log._replace(states=log.states[:, :1])
+        assert torch.equal(model.policy()(past), model.best(normalised(past.states[:, 0])))
+
+
+def test_dqn_learns_what_is_worth_more_later() -> None:
+    """An action above 0 brings 1 and ends the visit, one below 0 nothing now and 3 on the next
+    page, whose state is 1: the first page's best action brings less at once."""
+    torch.manual_seed(1)
+    states, actions = torch.zeros(400, 2, OBSERVATION_DIM), torch.rand(400, 2, ACTION_DIM) * 2 - 1
+    states[:, 1] = 1.0
+    at_once = actions[:, 0, 0] > 0
+    valid = torch.stack([torch.ones_like(at_once), ~at_once], 1)
+    rewards = torch.stack([at_once.float(), 3.0 * ~at_once], 1)
+    log = Episodes(Trajectories(states, actions, rewards, rewards, valid), "test")
+    policy = train_actor_critic("dqn", log, OfflineOptions(steps=150, batch_size=128), 1)
+    chosen = policy(log.steps._replace(states=states[:1, :1]))
+    assert float(chosen[0, 0]) < 0
 
 
 def test_subsequences_of_long_visits() -> None:
@@ -225,5 +270,6 @@ def test_an_unknown_method_is_refused() -> None:
                  torch.rand(4, 2, OBSERVATION_DIM))
     with pytest.raises(InvalidInputError, match="method"):
         train_actor_critic("ppo", log, OfflineOptions(steps=1), 1)
-    with pytest.raises(NotImplementedError):
-        ActorCritic(OBSERVATION_DIM).actor_loss(Transitions.of(log.steps, 4))
+    for missing in (lambda x: x.policy(), lambda x: x.next_value(log.steps.states)):
+        with pytest.raises(NotImplementedError):
+            missing(Critics(log.steps))

@@ -1,4 +1,5 @@
-"""``oper bench graphs``: graphs over concepts, found from the histories of simulated users."""
+"""``oper bench graphs``: graphs over concepts, and what representations of users tell of their
+tastes, from the histories of simulated users."""
 
 from __future__ import annotations
 
@@ -11,9 +12,20 @@ import torch
 
 from oper.bench.core.launch import Progress
 from oper.rl_rec.concepts import activity_weights, standardised
+from oper.rl_rec.data.batches import training_histories
+from oper.rl_rec.data.interactions import DataOptions, Interactions, Log, from_log
+from oper.rl_rec.disentanglement import disentanglement
+from oper.rl_rec.harness import FitOptions, fit
 from oper.rl_rec.intervals import bootstrap
-from oper.rl_rec.models.autoencoders.cadvae import CaDVAEConfig, log_of, without
+from oper.rl_rec.models.autoencoders.cadvae import (
+    CaDVAE,
+    CaDVAEConfig,
+    MacridVAEConfig,
+    log_of,
+    without,
+)
 from oper.rl_rec.models.autoencoders.causal_graph import fit_graph, is_acyclic
+from oper.rl_rec.models.autoencoders.multvae import MultVAEConfig
 
 # Labels that a graph is fitted to: those of CaD-VAE, and the shares of a user's items that are of
 # each concept, which sum to 1 and are therefore correlated whatever the users like.
@@ -21,9 +33,11 @@ LABELS = ("log_counts", "shares")
 FALSE_POSITIVES = 0.05  # of the pairs of independent concepts, at most
 FIGURES = (tuple(f"*.{key}" for key in (
     "shd", "shd_undirected", "true_positive_rate", "false_discovery_rate",
-    "false_positive_rate")),)
+    "false_positive_rate")), tuple(f"*.{key}" for key in (
+        "disentanglement", "completeness", "informativeness", "sap", "ndcg@10")))
 NOTE = ("shd: edges to add, to take away and to turn round; rates without directions, which "
-        "standardised labels do not determine; bootstrap over graphs\n")
+        "standardised labels do not determine; bootstrap over graphs\n"
+        "disentanglement to sap: of users' codes for their tastes; bootstrap over seeds\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +94,103 @@ class Case:
         return entry
 
 
-def cases(quick: bool) -> list[Case]:
-    """Independent concepts, and random graphs; few of each when `quick`."""
+@dataclass(frozen=True, slots=True)
+class TastesCase:
+    """Representations of simulated users with known tastes, of several models.
+
+    How many items of a concept a user takes is as of `Case`. Which ones is the taste v_k, normal
+    and independent of everything else: an item has a place p, and is taken with a probability
+    in proportion to ``exp(-(p - v_k)^2 / (2 width^2))``. The v are the factors that are looked for.
+
+    Attributes:
+        name: of the case.
+        users: their graph, numbers and activity; `num_graphs` seeds, with users of their own each.
+        num_items: of a concept; their places are quantiles of the normal distribution.
+        width: of a taste.
+        epochs: of training.
+    """
+
+    name: str
+    users: Case
+    num_items: int = 100
+    width: float = 0.4
+    epochs: int = 40
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """The record's entry: DCI, SAP and nDCG@10 by model, with bootstrap intervals over seeds,
+        and the graphs of the models that have one."""
+        scores: dict[str, list[dict[str, float]]] = {}
+        graphs: dict[str, list[list[list[float]]]] = {}
+        for seed in range(self.users.num_graphs):
+            data, tastes, places = histories_of(self, seed)
+            scores.setdefault("mean places", []).append(disentanglement(places[..., None], tastes))
+            for name, (workload, config) in _models(self.users.num_concepts).items():
+                progress(f"{name}, seed {seed}")
+                done = fit(workload, config, data, seed, FitOptions(
+                    epochs=self.epochs, lr=2e-3, eval_every=4, patience=3))
+                with torch.no_grad():
+                    z = done.model.encode(training_histories(data, np.arange(1, data.num_users)))
+                found = disentanglement(z.reshape(len(z), -1, z.shape[-1] if z.ndim > 2 else 1
+                                                  ).numpy(), tastes)
+                scores.setdefault(name, []).append(
+                    found | {"ndcg@10": done.test.summary()["ndcg@10"]})
+                if isinstance(done.model, CaDVAE) and config.graph != "none":
+                    graphs.setdefault(name, []).append(
+                        done.model.adjacency.detach().numpy().round(3).tolist())
+        return {"case": asdict(self), "graphs": graphs,
+                **{name: {key: _interval([s[key] for s in of_seeds]) for key in of_seeds[0]}
+                   for name, of_seeds in scores.items()},
+                "verified": all(np.isfinite(list(s.values())).all()
+                                for of_seeds in scores.values() for s in of_seeds)}
+
+
+def _models(num_concepts: int) -> dict[str, tuple[str, Any]]:
+    """Workloads and sizes by name: as many codes as concepts but for MultVAE, whose numbers are
+    codes by themselves."""
+    sizes: Any = {"num_concepts": num_concepts, "hidden": 64, "dim": 16}
+    return {"cadvae": ("cadvae", CaDVAEConfig(**sizes)),
+            "cadvae, no graph": ("cadvae", CaDVAEConfig(**sizes, graph="none")),
+            "macridvae": ("macridvae", MacridVAEConfig(**sizes)),
+            "multvae": ("multvae", MultVAEConfig(hidden=64, dim=16 * num_concepts,
+                                                 decoder_hidden=64))}
+
+
+def histories_of(case: TastesCase, seed: int) -> tuple[Interactions, np.ndarray, np.ndarray]:
+    """Users' interactions; the tastes of users 1, 2, ..., float64 [N, K]; and the mean places of
+    the items of each concept that they have, 0 where they have none, float64 [N, K]."""
+    rng = np.random.default_rng((seed, 12))
+    counts = np.minimum(simulate(case.users, seed)[1], case.num_items)
+    tastes = rng.normal(size=counts.shape)
+    grid = (np.arange(case.num_items) + 0.5) / case.num_items
+    places = np.sort(torch.special.ndtri(torch.from_numpy(grid)).numpy())
+    # The largest of log-probabilities with Gumbel noise: draws without repetition.
+    merit = rng.gumbel(size=(*counts.shape, case.num_items)) - (
+        (places - tastes[..., None]) / case.width) ** 2 / 2
+    ranks = merit.argsort(axis=2)[..., ::-1].argsort(axis=2)
+    taken = ranks < counts[..., None]
+    user, concept, item = taken.nonzero()
+    order = rng.permutation(user.size)
+    user, item = user[order], (concept * case.num_items + item)[order]
+    data = from_log(Log(user + 1, item + 1, np.ones(user.size, np.float32), user),
+                    DataOptions(k_core=3))
+    # The numbers that users have here are in their times; an id is not theirs.
+    kept = data.times[data.offsets[1:-1]]
+    mean = np.divide((taken * places).sum(2), counts, out=np.zeros(counts.shape), where=counts > 0)
+    return data, tastes[kept], mean[kept]
+
+
+def cases(quick: bool) -> list[Any]:
+    """Independent concepts, and random graphs; users with tastes; few of each when `quick`."""
     found = [Case("independent"), Case("sparse", 6.0), Case("dense", 12.0),
              Case("unequal-noise", 8.0, noise=(0.4, 0.9)), Case("rare-items", 8.0, mean=1.0)]
-    return [replace(c, num_edges=c.num_edges / 2, num_concepts=5, num_graphs=4, num_users=500)
-            for c in found[:2]] if quick else found
+    tastes = [TastesCase(f"tastes-{name}", Case(name, edges, 4, num_graphs=5, num_users=2000))
+              for name, edges in (("independent", 0.0), ("graph", 3.0))]
+    if not quick:
+        return [*found, *tastes]
+    few: dict[str, Any] = {"num_graphs": 2, "num_users": 300}
+    return [*(replace(c, num_edges=c.num_edges / 2, num_concepts=5, **few | {"num_graphs": 4})
+              for c in found[:2]),
+            *(replace(c, users=replace(c.users, **few), epochs=4) for c in tastes[1:])]
 
 
 def simulate(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -50,6 +50,7 @@ from oper.rl_rec.models.ials import IALSConfig
 from oper.rl_rec.models.item_to_item import EASEConfig, ItemKNNConfig
 from oper.rl_rec.models.popularity import PopularityConfig
 from oper.rl_rec.models.sasrec import SASRecConfig
+from oper.rl_rec.models.sqn import DQNConfig, SA2CConfig, SQNConfig
 from oper.rl_rec.models.state import STATES
 from oper.rl_rec.ranking.evaluate import evaluate_ranking
 from oper.support.flags import whole
@@ -138,7 +139,7 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "": {}, "-full": {"negatives": 0}, "-gbce": {"negatives": 256, "loss": "gbce"}}
 # Sizes and learning rates that validation preferred on MovieTweetings, for every data set alike;
 # weights of iALS that it preferred on both logs, out of sixteen. Those of itemknn, ease, recvae,
-# gru4rec and hstu were not searched for.
+# gru4rec, hstu, and of Q-learning in sqn, sa2c and dqn were not searched for.
 MODELS: dict[str, Model] = {
     "popularity": Model("popularity", PopularityConfig()),
     "itemknn": Model("itemknn", ItemKNNConfig()),
@@ -152,6 +153,8 @@ MODELS: dict[str, Model] = {
     **{f"{name}{suffix}": Model(name, dataclasses.replace(config, **loss), _FIT_SEQUENCES)
        for name, config in (("sasrec", _SASREC), ("hstu", _HSTU))
        for suffix, loss in _LOSSES.items()},
+    **{name: Model(name, config(steps=20, layers=1, dropout=0.2), _FIT_SEQUENCES)
+       for name, config in (("sqn", SQNConfig), ("sa2c", SA2CConfig), ("dqn", DQNConfig))},
     "dt": Model("dt", DecisionTransformerConfig(steps=20, layers=1, dropout=0.2), _FIT_SEQUENCES),
     "cdt4rec": Model("cdt4rec", _CDT4REC, _FIT_SEQUENCES),
 }

@@ -169,14 +169,18 @@ class NextItem(Recommender):
         return loss, {"action": loss.detach()}
 
     def action_loss(self, queries: torch.Tensor, batch: Sequences, rows: torch.Tensor,
-                    drawn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Mean loss [] of the steps' items, of `queries` float32 [B, P, D] before each item."""
+                    drawn: tuple[torch.Tensor, torch.Tensor],
+                    weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Mean loss [] of the steps' items, of `queries` float32 [B, P, D] before each item; with
+        `weights` float32 [L] of the interactions, each loss times its weight before the mean."""
         wanted = batch.is_step
         if self.config.targets == "positive":
             wanted = wanted & (batch.rewards > 0)
         losses = self.negatives.loss(
             self.config.loss, self.config.calibration,
             unpadded(queries, batch.lengths)[wanted], batch.items[wanted], rows[wanted], *drawn)
+        if weights is not None:
+            losses = losses * weights[wanted]
         return losses.sum() / wanted.sum().clamp(min=1)
 
     def recent(self, histories: Histories

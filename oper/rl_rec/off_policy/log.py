@@ -103,8 +103,8 @@ def load_bandit(path: str | os.PathLike[str], columns: BanditColumns | None = No
     rows = dict(zip(folder.sparse, folder.num_rows, strict=True))
     num_rows = len(propensities)
     # Row 0 stands for rare and missing values: an action of its own only where it occurs.
-    actions, num_actions = _without_gap(column(names.action))
-    positions, num_positions = (_without_gap(column(names.position)) if names.position
+    actions, num_actions = without_gap(column(names.action))
+    positions, num_positions = (without_gap(column(names.position)) if names.position
                                 else (np.zeros(num_rows, np.int64), 1))
     ids = (np.stack([column(n) for n in context], axis=1).astype(np.int64) if context
            else np.zeros((num_rows, 0), np.int64))
@@ -120,10 +120,10 @@ def _groups_of(actions: np.ndarray, groups: np.ndarray, what: str) -> np.ndarray
     if (groups != groups[first][actions]).any():
         raise InvalidInputError(what, "groups of an action", "several", "one for all rows",
                                 "name a column that belongs to the item")
-    return _without_gap(groups[first])[0]
+    return without_gap(groups[first])[0]
 
 
-def _without_gap(ids: np.ndarray) -> tuple[np.ndarray, int]:
+def without_gap(ids: np.ndarray) -> tuple[np.ndarray, int]:
     """Ids counted from 0 in their order, int64, and how many there are."""
     values, numbers = np.unique(ids, return_inverse=True)
     return numbers.astype(np.int64), int(values.size)

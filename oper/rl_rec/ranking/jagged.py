@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,13 +30,6 @@ class Jagged:
                 "cannot read rows", "offsets", o.tolist()[:8],
                 f"int64 [N + 1] that rise from 0 to the {self.values.numel()} values",
                 "count the values of each row")
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int]]) -> Jagged:
-        """From one sequence of ids per row."""
-        lengths = torch.tensor([len(r) for r in rows], dtype=torch.int64)
-        values = torch.tensor([x for r in rows for x in r], dtype=torch.int64)
-        return cls.from_lengths(values, lengths)
 
     @classmethod
     def from_lengths(cls, values: torch.Tensor, lengths: torch.Tensor) -> Jagged:

@@ -1,4 +1,4 @@
-"""Offline reinforcement learning with an actor and critics: TD3+BC, IQL, CQL.
+"""Offline reinforcement learning with critics, and an actor but for DQN: TD3+BC, IQL, CQL, DQN.
 
 One network leads from the present observation to an action in [-1, 1]^A, two from observation and
 action to the value Q(s, a) of rewards to come. All are trained from the transitions of a log alone,
@@ -24,6 +24,7 @@ from oper.rl_rec.simulation.offline import (
     Policy,
     acting,
     actor,
+    normalised,
     perceptron,
     train_offline,
 )
@@ -32,6 +33,7 @@ from oper.rl_rec.simulation.shop import ACTION_DIM
 GAMMA = 0.99
 FOLLOWED = 0.005  # what slow networks take of their originals in a step
 TRANSITIONS = 256  # of a step
+CHOICES = 32  # of DQN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,34 +67,96 @@ class Transitions:
                            batch.states[trajectory, after], goes_on.float())
 
 
-class ActorCritic(nn.Module):
+class Critics(nn.Module):
     """What the methods share: ``Q(s, a)`` is fitted to ``r + gamma V(s')``.
 
     Args:
-        state_dim: columns of an observation.
+        steps: of the log that it learns from.
     """
 
-    def __init__(self, state_dim: int) -> None:
+    def __init__(self, steps: Trajectories) -> None:
         super().__init__()
-        self.actor = actor(state_dim)
-        self.critics = nn.ModuleList(perceptron(state_dim + ACTION_DIM, 1) for _ in range(2))
-        self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)
+        self.critics = nn.ModuleList(
+            perceptron(steps.states.shape[-1] + ACTION_DIM, 1) for _ in range(2))
         self.slow_critics = copy.deepcopy(self.critics).requires_grad_(False)
 
     def forward(self, batch: Trajectories) -> torch.Tensor:
         """The sum of the losses of all networks, []; each of them reaches its own network only."""
-        self._follow()
+        self.follow()
         step = Transitions.of(batch, TRANSITIONS)
         with torch.no_grad():
             target = step.rewards + GAMMA * step.goes_on * self.next_value(step.next_states)
         critic = (values(self.critics, step.states, step.actions) - target).square().mean()
         return critic + self.regulariser(step) + self.actor_loss(step)
 
-    @torch.no_grad()
-    def _follow(self) -> None:
-        for slow, fast in ((self.slow_actor, self.actor), (self.slow_critics, self.critics)):
-            for mine, theirs in zip(slow.parameters(), fast.parameters(), strict=True):
-                mine.lerp_(theirs, FOLLOWED)
+    def follow(self) -> None:
+        """Slow networks take a part of their originals."""
+        _follow(self.slow_critics, self.critics)
+
+    def next_value(self, states: torch.Tensor) -> torch.Tensor:
+        """V(s') float32 [N]."""
+        raise NotImplementedError
+
+    def regulariser(self, step: Transitions) -> torch.Tensor:
+        """What is added to the critics' loss."""
+        return step.rewards.new_zeros(())
+
+    def actor_loss(self, step: Transitions) -> torch.Tensor:
+        """The actor's loss [], where there is one."""
+        return step.rewards.new_zeros(())
+
+    def policy(self) -> Policy:
+        """What has been learned."""
+        raise NotImplementedError
+
+
+@torch.no_grad()
+def _follow(slow: nn.Module, fast: nn.Module) -> None:
+    for mine, theirs in zip(slow.parameters(), fast.parameters(), strict=True):
+        mine.lerp_(theirs, FOLLOWED)
+
+
+class DQN(Critics):
+    """Double Q-learning (van Hasselt, Guez and Silver 2016) over `CHOICES` actions of the log.
+
+    ``V(s') = Q'(s', argmax_a Q(s', a))`` with slow critics Q'; each Q is the mean of two. Nothing
+    keeps the values down of actions that the log does not have in s'.
+    """
+
+    choices: torch.Tensor
+
+    def __init__(self, steps: Trajectories) -> None:
+        super().__init__(steps)
+        logged = steps.actions[steps.valid]
+        self.register_buffer("choices", logged[torch.randperm(len(logged))[:CHOICES]])
+
+    def best(self, states: torch.Tensor) -> torch.Tensor:
+        """The choice of the highest value, float32 [N, A]."""
+        shape = len(states), len(self.choices), -1
+        found = values(self.critics, states[:, None].expand(shape), self.choices.expand(shape))
+        return self.choices[found.mean(dim=0).argmax(dim=1)]
+
+    def next_value(self, states: torch.Tensor) -> torch.Tensor:
+        """V(s') float32 [N]."""
+        return values(self.slow_critics, states, self.best(states)).mean(dim=0)
+
+    def policy(self) -> Policy:
+        """The best choice."""
+        return lambda past: self.best(normalised(past.states[:, -1]))
+
+
+class ActorCritic(Critics):
+    """With an actor. Arguments as of `Critics`."""
+
+    def __init__(self, steps: Trajectories) -> None:
+        super().__init__(steps)
+        self.actor = actor(steps.states.shape[-1])
+        self.slow_actor = copy.deepcopy(self.actor).requires_grad_(False)
+
+    def follow(self) -> None:
+        """See `Critics.follow`."""
+        super().follow()
+        _follow(self.slow_actor, self.actor)
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
         """V(s') float32 [N]: the lower slow critic at the slow actor's action with a little noise.
@@ -101,20 +165,16 @@ class ActorCritic(nn.Module):
         noise = (0.2 * torch.randn_like(actions)).clamp(-0.5, 0.5)
         return values(self.slow_critics, states, (actions + noise).clamp(-1, 1)).amin(dim=0)
 
-    def regulariser(self, step: Transitions) -> torch.Tensor:
-        """What is added to the critics' loss."""
-        return step.rewards.new_zeros(())
-
-    def actor_loss(self, step: Transitions) -> torch.Tensor:
-        """The actor's loss []."""
-        raise NotImplementedError
-
     def value_of(self, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """The first critic's Q float32 [N], whose gradient reaches the actions alone."""
         critic = self.critics[:1].requires_grad_(False)
         found = values(critic, states, actions)[0]
         critic.requires_grad_(True)
         return found
+
+    def policy(self) -> Policy:
+        """The actor."""
+        return acting(self.actor)
 
 
 def values(critics: nn.ModuleList, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
@@ -149,9 +209,9 @@ class IQL(ActorCritic):
 
     expectile, beta = 0.7, 3.0
 
-    def __init__(self, state_dim: int) -> None:
-        super().__init__(state_dim)
-        self.value = perceptron(state_dim, 1)
+    def __init__(self, steps: Trajectories) -> None:
+        super().__init__(steps)
+        self.value = perceptron(steps.states.shape[-1], 1)
 
     def next_value(self, states: torch.Tensor) -> torch.Tensor:
         """V(s') float32 [N]."""
@@ -203,7 +263,7 @@ class CQL(ActorCritic):
         return -self.value_of(step.states, self.actor(step.states)).mean()
 
 
-METHODS: dict[str, type[ActorCritic]] = {"cql": CQL, "iql": IQL, "td3+bc": TD3BC}
+METHODS: dict[str, type[Critics]] = {"cql": CQL, "iql": IQL, "td3+bc": TD3BC, "dqn": DQN}
 
 
 def train_actor_critic(method: str, log: Episodes, options: OfflineOptions, seed: int) -> Policy:
@@ -212,6 +272,6 @@ def train_actor_critic(method: str, log: Episodes, options: OfflineOptions, seed
         raise InvalidInputError("no such method", "method", method, f"one of {list(METHODS)}",
                                 "choose one")
     torch.manual_seed(seed)
-    model = METHODS[method](log.steps.states.shape[-1])
+    model = METHODS[method](log.steps)
     train_offline(model, model, log, options)
-    return acting(model.actor)
+    return model.policy()

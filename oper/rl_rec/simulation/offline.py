@@ -42,10 +42,12 @@ class Episodes:
         steps: states float32 [E, T, S], actions [E, T, 27], rewards [E, T], returns-to-go [E, T]
             (undiscounted), valid bool [E, T].
         policy: what has chosen the actions.
+        last: float32 [E, S], what was observed after the last step; None = not known.
     """
 
     steps: Trajectories
     policy: str
+    last: torch.Tensor | None = None
 
     @property
     def clicks(self) -> np.ndarray:
@@ -82,9 +84,13 @@ def collect_visits(shop: Shop, policy: Policy, count: int, seed: int, name: str 
             actions.append(policy(past).clamp(-1, 1))
         rewards.append(visits.step(actions[-1]).float())
     reward = torch.stack(rewards, dim=1)
-    returns = reward.flip(1).cumsum(dim=1).flip(1)
     return Episodes(Trajectories(torch.stack(states, dim=1), torch.stack(actions, dim=1), reward,
-                                 returns, torch.stack(valid, dim=1)), name)
+                                 to_go(reward), torch.stack(valid, dim=1)), name, visits.observe())
+
+
+def to_go(rewards: torch.Tensor) -> torch.Tensor:
+    """Undiscounted returns-to-go [E, T] of rewards [E, T]."""
+    return rewards.flip(1).cumsum(dim=1).flip(1)
 
 
 def random_policy(past: Trajectories) -> torch.Tensor:

@@ -36,6 +36,7 @@ MAX_PAGE, MAX_CLICKS, NUM_ATTRIBUTES = 100, 10, 10
 # Features, last clicks, last attribute, page; where customers come back, then day, visits and
 # satisfaction.
 OBSERVATION_DIM = NUM_FEATURES + 3
+RETURNING_DIM = OBSERVATION_DIM + 3
 PAGE, VISITS = NUM_FEATURES + 2, OBSERVATION_DIM + 1  # columns
 _MOST_ATTRIBUTE = NUM_ATTRIBUTES - 1
 # The files of eyounx/VirtualTaobao 0.0.5.

@@ -1,0 +1,103 @@
+"""Whether the parts of a representation stand for one factor each, where the factors are known.
+
+DCI (Eastwood and Williams, ICLR 2018) and SAP (Kumar, Sattigeri and Balakrishnan, ICLR 2018), for
+codes that are vectors: z_c of C codes, factors v_k, K of them. Factors are regressed linearly on
+half of the rows and all figures are of the other half. Neither which code stands for which factor
+matters, nor how a code's numbers are rotated.
+
+    importance       R_ck = std(z_c' w_ck), of code c's term in the ridge regression of v_k on all
+                     codes
+    disentanglement  sum_c rho_c (1 - H_K(R_c. / sum_k R_ck)), rho_c = sum_k R_ck / sum R: 1 where
+                     every code tells of one factor only
+    completeness     mean_k (1 - H_C(R_.k / sum_c R_ck)): 1 where one code tells all of a factor
+    informativeness  mean R^2 of the factors from all codes
+    sap              mean over k of the R^2 of v_k from the code that tells most of it alone, less
+                     that from the next one
+
+H_n is the entropy with logarithms to base n. DCI's authors take the weights of a Lasso or the
+importances of a forest for R, and the error for informativeness.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from oper.errors import InvalidInputError
+
+_PENALTIES = tuple(10.0 ** k for k in range(-4, 3))  # per row
+
+
+def disentanglement(codes: np.ndarray, factors: np.ndarray, seed: int = 0) -> dict[str, float]:
+    """The four figures, see the module's text.
+
+    Args:
+        codes: float [N, C, d], C >= 2; numbers by themselves have d = 1.
+        factors: float [N, K], K >= 2, none of them constant.
+        seed: of the halves.
+
+    Raises:
+        InvalidInputError: other shapes, fewer than 20 rows, or numbers that are not finite.
+    """
+    codes, factors = np.asarray(codes, np.float64), np.asarray(factors, np.float64)
+    if (codes.ndim != 3 or factors.ndim != 2 or len(codes) != len(factors) or len(codes) < 20
+            or min(codes.shape[1], factors.shape[1]) < 2 or not codes.shape[2]):
+        raise InvalidInputError("cannot score codes", "shapes of codes and factors",
+                                (codes.shape, factors.shape), "[N, C, d] and [N, K], N >= 20, C "
+                                "and K >= 2", "give codes and factors of the same rows")
+    if not (np.isfinite(codes).all() and np.isfinite(factors).all() and factors.std(0).all()):
+        raise InvalidInputError("cannot score codes", "codes and factors", "NaN, inf or constant",
+                                "finite numbers, and factors that vary", "look for NaN")
+    order = np.random.default_rng(seed).permutation(len(codes))
+    learn, test = order[::2], order[1::2]
+    codes, factors = (_standardised(x, learn) for x in (codes, factors))
+    count, width = codes.shape[1:]
+    weights = _ridge(codes[learn].reshape(-1, count * width), factors[learn])
+    terms = np.einsum("ncd,cdk->nck", codes[test], weights.reshape(count, width, -1))
+    alone = np.stack([_explained(codes[test, c] @ _ridge(codes[learn, c], factors[learn]),
+                                 factors[test]) for c in range(count)])
+    best = np.sort(alone, axis=0)[::-1]
+    told, whole = scores_of(terms.std(axis=0))
+    return {"disentanglement": told, "completeness": whole,
+            "informativeness": float(_explained(terms.sum(axis=1), factors[test]).mean()),
+            "sap": float((best[0] - best[1]).mean())}
+
+
+def scores_of(importance: np.ndarray) -> tuple[float, float]:
+    """Disentanglement and completeness of R, float [C, K], >= 0."""
+    return (float(_certainty(importance) @ importance.sum(1) / max(importance.sum(), 1e-300)),
+            float(_certainty(importance.T).mean()))
+
+
+def _certainty(importance: np.ndarray) -> np.ndarray:
+    """1 less the entropy of each row, to the base of its length; 0 for rows of zeros."""
+    shares = importance / np.maximum(importance.sum(axis=1, keepdims=True), 1e-300)
+    logs = np.log(np.where(shares > 0, shares, 1.0))
+    found = 1 + (shares * logs).sum(axis=1) / np.log(importance.shape[1])
+    return np.where(importance.any(axis=1), found, 0.0)
+
+
+def _standardised(x: np.ndarray, learn: np.ndarray) -> np.ndarray:
+    """Mean 0 and standard deviation 1 on the rows `learn`; constant columns become 0."""
+    std = x[learn].std(axis=0)
+    return (x - x[learn].mean(axis=0)) / np.where(std > 0, std, 1.0)
+
+
+def _explained(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """R^2 [K], at least 0, of predictions [N, K]."""
+    return np.maximum(1 - ((found - wanted) ** 2).mean(axis=0) / wanted.var(axis=0), 0.0)
+
+
+def _ridge(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Weights [p, K] of x [n, p] for centred y [n, K], each with the penalty of the least
+    generalised cross-validation error (Golub, Heath and Wahba 1979)."""
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    seen = u.T @ y
+    errors, weights = [], []
+    for penalty in _PENALTIES:
+        kept = s ** 2 / (s ** 2 + penalty * len(x))
+        left = 1 - (1 + kept.sum()) / len(x)
+        error = ((y - u @ (kept[:, None] * seen)) ** 2).mean(axis=0)
+        errors.append(error / left ** 2 if left > 0 else np.full_like(error, np.inf))
+        weights.append(vt.T @ ((s / (s ** 2 + penalty * len(x)))[:, None] * seen))
+    best = np.argmin(errors, axis=0)
+    return np.stack(weights)[best, :, np.arange(y.shape[1])].T

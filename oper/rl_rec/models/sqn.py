@@ -1,0 +1,153 @@
+"""SASRec with Q-learning: SQN, SNQN, SA2C, and DQN.
+
+Xin, Karatzoglou, Arapakis and Jose: "Self-Supervised Reinforcement Learning for Recommender
+Systems" (SIGIR 2020, arXiv 2006.05779), "Supervised Advantage Actor-Critic for Recommender Systems"
+(WSDM 2022, arXiv 2111.03474). An interaction with item a, of reward r, leads from the state s, what
+SASRec's network gives after the items before a, to the state s' after it. Beside the scores of the
+next item stand two heads of values, ``Q_h(s, i) = <W_h s + b_h, E[i]> + w_h s + c_h``, h = 1, 2:
+
+    loss       L = weight(s, a) L_s(s, a) + q_weight L_q
+    L_s        that of the next item, see `NextItem`
+    L_q        mean over h of (y_h - Q_h(s, a))^2 / 2, and the same for `q_negatives` other items n
+    y_h        r + gamma Q_k(s', argmax_i Q_h(s', i)), k the other head: double Q-learning (van
+               Hasselt, NeurIPS 2010). After the last interaction of a subsequence: the logged
+               return-to-go, which is r where the log of the user ends
+    y_h for n  gamma Q_k(s, argmax_i Q_h(s, i)): reward 0, and the state stays as it is
+    weight     1, or, ``actor="advantage"``, in the last two thirds of training the advantage
+               ``Q(s, a) - mean of Q over a and the other items``, within 0..10, Q the mean of the
+               heads. ``actor="none"``: there is no L_s, and items are ranked by Q
+
+No gradient goes through y_h or the weight; that of L_q reaches the network and the item rows, too.
+
+Differences from the authors' code: two heads of one network that both learn at every step, instead
+of two networks of which one learns; Q on the rows of the item table instead of an output layer of
+its own; the largest Q is that of the drawn items where `negatives` is not 0; the other items n are
+taken from the drawn ones; one learning rate throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from oper.rl_rec.models.base import Histories, Sequences, check_fields, unpadded
+from oper.rl_rec.models.sasrec import SASRec, SASRecConfig
+
+ACTORS = ("supervised", "advantage", "none")
+MOST_ADVANTAGE = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class SQNConfig(SASRecConfig):
+    """Sizes and weights, beside those of SASRec.
+
+    Attributes:
+        gamma: discount of the rewards to come, 0 <= gamma < 1.
+        q_weight: weight of the loss of Q.
+        q_negatives: items of each step whose value is taken as that of a reward of 0; 0 = none.
+        actor: ``"supervised"``, ``"advantage"`` or ``"none"``, see the module's text.
+    """
+
+    gamma: float = 0.5
+    q_weight: float = 1.0
+    q_negatives: int = 0
+    actor: str = "supervised"
+
+    def __post_init__(self) -> None:
+        SASRecConfig.__post_init__(self)
+        check_fields(
+            self, ("gamma", 0 <= self.gamma < 1, "0 <= gamma < 1"),
+            ("q_weight", 0 < self.q_weight < float("inf"), "> 0"),
+            ("q_negatives", self.q_negatives >= 0, ">= 0"),
+            ("actor", self.actor in ACTORS, f"one of {ACTORS}"),
+            ("q_negatives", self.actor != "advantage" or self.q_negatives >= 1,
+             ">= 1 with actor='advantage'"))
+
+
+@dataclass(frozen=True, slots=True)
+class SA2CConfig(SQNConfig):
+    """Supervised advantage actor-critic; with ``actor="supervised"`` it is SNQN."""
+
+    q_negatives: int = 10
+    actor: str = "advantage"
+
+
+@dataclass(frozen=True, slots=True)
+class DQNConfig(SQNConfig):
+    """Double Q-learning alone."""
+
+    q_negatives: int = 10
+    actor: str = "none"
+
+
+class SQN(SASRec):
+    """The model; see the module's text. Arguments as of `NextItem`."""
+
+    config: SQNConfig
+
+    def __init__(self, config: SQNConfig, num_items: int, device: str = "cpu") -> None:
+        super().__init__(config, num_items, device)
+        self.critic = nn.Linear(config.dim, 2 * (config.dim + 1))
+        self.weigh = False
+
+    def schedule(self, step: int, num_steps: int) -> None:
+        """Weigh by advantages after the first third of training, if at all."""
+        self.weigh = self.config.actor == "advantage" and 3 * step >= num_steps
+
+    def _heads(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [2, N, D] and offsets [2, N] of states [N, D]."""
+        found = self.critic(states).view(-1, 2, self.config.dim + 1).transpose(0, 1)
+        return found[..., :-1], found[..., -1]
+
+    def values(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Both heads' Q float32 [2, N, n] of states [N, D] and items with the rows [n, D], or
+        [N, n, D] where every state has items of its own."""
+        queries, offsets = self._heads(states)
+        return (rows @ queries.unsqueeze(-1)).squeeze(-1) + offsets.unsqueeze(-1) if (
+            rows.ndim == 3) else queries @ rows.T + offsets.unsqueeze(-1)
+
+    def losses(self, batch: Sequences, rows: torch.Tensor,
+               drawn: tuple[torch.Tensor, torch.Tensor]
+               ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See `NextItem.losses`; the parts are ``action`` and ``q``."""
+        outputs = self.outputs(*self.inputs(rows, batch, -1))
+        before = unpadded(outputs, batch.lengths)  # the state before each interaction
+        at = batch.is_step.nonzero()[:, 0]
+        is_last = torch.isin(at, torch.cumsum(batch.lengths, 0) - 1)
+        states, after = before[at], before[(at + 1).clamp(max=before.shape[0] - 1)]
+        coming = torch.where(is_last, batch.returns[at],
+                             batch.rewards[at] + self.config.gamma * self._best(after, drawn[1]))
+        q = self.values(states, rows[at, None]).squeeze(-1)
+        loss = 0.5 * (coming - q).square().mean(dim=0)
+        weight = None
+        if self.config.q_negatives:
+            which = torch.randint(drawn[0].numel(), (at.numel(), self.config.q_negatives),
+                                  device=at.device)
+            other = self.values(states, drawn[1][which])
+            kept = (drawn[0][which] != batch.items[at, None]).float()
+            wanted = self.config.gamma * self._best(states, drawn[1]).unsqueeze(-1)
+            loss = loss + (0.5 * (wanted - other).square().mean(dim=0) * kept).sum(dim=1)
+            if self.weigh:
+                mean = (q + (other * kept).sum(dim=-1)) / (1 + kept.sum(dim=1))
+                weight = torch.zeros_like(batch.rewards).index_copy(
+                    0, at, (q - mean).detach().mean(dim=0).clamp(0, MOST_ADVANTAGE))
+        parts = {"q": loss.mean()}
+        found = self.config.q_weight * parts["q"]
+        if self.config.actor != "none":
+            parts["action"] = self.action_loss(outputs, batch, rows, drawn, weight)
+            found = found + parts["action"]
+        return found, {name: part.detach() for name, part in parts.items()}
+
+    @torch.no_grad()
+    def _best(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [2, N]: each head's best item of the rows [n, D], valued by the other head."""
+        found = self.values(states, rows)
+        return found.flip(0).gather(2, found.argmax(dim=2, keepdim=True)).squeeze(2)
+
+    def encode(self, histories: Histories) -> torch.Tensor:
+        """Queries float32 [B, D] of the next item; of Q, less a number per user, where there is
+        nothing else."""
+        states = super().encode(histories)
+        return states if self.config.actor != "none" else self._heads(states)[0].mean(dim=0)

@@ -1,0 +1,99 @@
+"""Logs of the simulated shop as Minari data sets; importing this needs the package minari.
+
+A Minari data set (minari.farama.org) holds episodes with one observation more than steps: the last
+one is what was seen at the end. Its folder is that of Minari: ``MINARI_DATASETS_PATH``, or
+``~/.minari/datasets``.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from oper.errors import FileFormatError, InvalidInputError, MissingDependencyError
+from oper.rl_rec.models.continuous import Trajectories
+from oper.rl_rec.simulation.environment import ShopEnvironment
+from oper.rl_rec.simulation.offline import Episodes, to_go
+from oper.rl_rec.simulation.shop import ACTION_DIM, OBSERVATION_DIM, RETURNING_DIM, Shop
+
+try:
+    import minari
+except ImportError as error:
+    raise MissingDependencyError("cannot read or write Minari data sets", "import", str(error),
+                                 "minari", "install oper[rl]") from error
+
+
+def write_minari(log: Episodes, shop: Shop, dataset_id: str) -> None:
+    """Write a log as a new data set.
+
+    Args:
+        log: as of `collect_visits`.
+        shop: where its customers were; its spaces of observations and actions are those of
+            `ShopEnvironment`.
+        dataset_id: ``(namespace/)name-vN``.
+
+    Raises:
+        InvalidInputError: the log has no last observations, or Minari refuses the name.
+    """
+    what, steps = f"cannot write the Minari data set {dataset_id!r}", log.steps
+    if log.last is None:
+        raise InvalidInputError(what, "log.last", None, "an observation after each episode",
+                                "take a log of collect_visits")
+    episodes = []
+    for n, count in enumerate(log.pages.tolist()):
+        ended = [False] * (count - 1) + [True]
+        episodes.append(minari.data_collector.EpisodeBuffer(
+            id=n, observations=torch.cat([steps.states[n, :count], log.last[n, None]]).numpy(),
+            actions=steps.actions[n, :count].numpy(), rewards=steps.rewards[n, :count].tolist(),
+            terminations=ended, truncations=[False] * count))
+    env = ShopEnvironment(shop)
+    with warnings.catch_warnings():  # of fields that are left empty: author, address of the code
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            minari.create_dataset_from_buffers(
+                dataset_id, episodes, observation_space=env.observation_space,
+                action_space=env.action_space, algorithm_name=log.policy or None,
+                description=f"Visits to OPER's simulated shop ({shop.name})")
+        except ValueError as error:
+            raise InvalidInputError(what, "dataset_id", dataset_id, str(error),
+                                    "choose another name or version") from error
+
+
+def read_minari(dataset_id: str) -> Episodes:
+    """The log that a local data set holds: of `write_minari`, or collected in `ShopEnvironment` by
+    ``minari.DataCollector``.
+
+    Raises:
+        FileFormatError: there is no such data set here.
+        InvalidInputError: it is empty, of other observations or actions than the shop's, or has
+            episodes that were cut off, whose returns nobody knows.
+    """
+    what = f"cannot read the Minari data set {dataset_id!r}"
+    try:
+        dataset = minari.load_dataset(dataset_id)
+    except (FileNotFoundError, ValueError) as error:
+        raise FileFormatError(what, "data set", dataset_id, f"a local one ({error})",
+                              "see `minari list local`") from error
+    shapes = dataset.observation_space.shape, dataset.action_space.shape
+    if shapes not in [((width,), (ACTION_DIM,)) for width in (OBSERVATION_DIM, RETURNING_DIM)]:
+        raise InvalidInputError(what, "shapes of observations and actions", shapes,
+                                f"({OBSERVATION_DIM},) or ({RETURNING_DIM},), and ({ACTION_DIM},)",
+                                "take a log of the simulated shop")
+    found = list(dataset.iterate_episodes())
+    whole = [bool(e.terminations[-1]) and not e.terminations[:-1].any() for e in found]
+    if not found or not all(whole):
+        raise InvalidInputError(what, "episodes that end", sum(whole), "all of some episodes",
+                                "leave out those that were cut off (MinariDataset.filter_episodes)")
+    states, actions, rewards = (
+        [torch.as_tensor(getattr(e, name)).float() for e in found]
+        for name in ("observations", "actions", "rewards"))
+    reward = pad_sequence(rewards, batch_first=True)
+    lengths = torch.tensor([len(r) for r in rewards])
+    return Episodes(Trajectories(
+        pad_sequence([s[:-1] for s in states], batch_first=True),
+        pad_sequence(actions, batch_first=True), reward, to_go(reward),
+        torch.arange(reward.shape[1]) < lengths[:, None]),
+        str(dataset.storage.metadata.get("algorithm_name", "")),
+        torch.stack([s[-1] for s in states]))
