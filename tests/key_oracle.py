@@ -169,7 +169,7 @@ class Oracle:
             row = min(idle, key=lambda r: (score(r), r))
             near = min(home & set(idle), key=lambda r: (score(r), r), default=None)
             if near is not None and (
-                    sum(score(r) < score(near) for r in idle) < len(rows) // 4):
+                    sum(score(r) < score(near) for r in idle) < len(rows) // 16):
                 row = near
         del self.held[by_row[row][0]]
         return row

@@ -119,7 +119,7 @@ std::vector<bool> flags_of(const KeyTables& tables, const std::vector<int64_t>& 
 }
 
 // `counts`, `missed`, `parts`: of each lookup, as from `keys_find`. KeyTables::Left and a table. With a
-// context its next backward pass does `keys_update`, where owners update rows.
+// context its next backward pass does `keys_update` and begins new rows, where owners update rows.
 std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> counts,
                                         std::vector<Tensor> missed, std::vector<Tensor> parts,
                                         std::vector<int64_t> frozen,
@@ -133,10 +133,11 @@ std::tuple<int64_t, int64_t> keys_leave(int64_t handle, std::vector<Tensor> coun
                     int64_data(missed[k])});
   int64_t table = -1;
   const auto left = tables->leave(seen, &table);
-  if (left == KeyTables::Left::kAll && context)
-    context_of(*context).beside_update = [tables, flags = flags_of(*tables, frozen)] {
-      tables->update(flags);
-    };
+  if (left == KeyTables::Left::kAll && context) {
+    Context& of = context_of(*context);
+    of.beside_update = {[tables, flags = flags_of(*tables, frozen)] { tables->update(flags); },
+                        [tables, &of] { tables->begin_rows(of); }};
+  }
   return {static_cast<int64_t>(left), table};
 }
 
@@ -152,11 +153,6 @@ std::tuple<Tensor, std::vector<int64_t>> keys_new(int64_t handle) {
   std::vector<int64_t> bounds;
   const std::vector<NewRow> rows = collections().share(handle)->new_rows(&bounds);
   return {tensor_of(rows, 2), bounds};
-}
-
-// First values of those rows, in the tables of a context.
-void keys_begin(int64_t handle, int64_t context) {
-  collections().share(handle)->begin(context_of(context));
 }
 
 int64_t keys_clock(int64_t handle, int64_t table) {
@@ -227,7 +223,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
                 "int[] frozen=[], int? context=None) -> (int, int)");
   OPER_OPERATOR(keys_update, "(int handle, int[] frozen) -> ()");
   OPER_OPERATOR(keys_new, "(int handle) -> (Tensor, int[])");
-  OPER_OPERATOR(keys_begin, "(int handle, int context) -> ()");
   OPER_OPERATOR(keys_clock, "(int handle, int table) -> int");
   OPER_OPERATOR(keys_set_clock, "(int handle, int table, int clock) -> ()");
   OPER_OPERATOR(keys_counts, "(int handle, int table) -> int[]");

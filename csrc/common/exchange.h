@@ -17,9 +17,10 @@
 namespace oper {
 
 // The points of a batch where ranks wait for each other. In barriers kSharing follows, after the
-// refreshes, and then Python's own; oper/shmem/group/desync.py has words for all of them.
+// refreshes, and then Python's own, among which kKeys is within the update of dynamic tables;
+// oper/shmem/group/desync.py has words for all of them.
 enum class CollectivePhase { kGather, kRequests, kPartials, kGradients, kSquares, kRefreshes };
-constexpr uint32_t kSharing = 6;
+constexpr uint32_t kSharing = 6, kKeys = 9;
 
 struct Status {
   // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up (5: bindings),

@@ -74,7 +74,12 @@ Barrier::~Barrier() {
 }
 
 Status Barrier::arrive(uint32_t phase, bool refuses) {
-  if (failed_.code != kOk) return failed_;
+  come(phase, refuses);
+  return wait();
+}
+
+void Barrier::come(uint32_t phase, bool refuses) {
+  if (failed_.code != kOk) return;
   reach(FaultPoint::kBarrier);
   const uint32_t target = ++epoch_;
   BarrierLine& mine = lines_[rank_];
@@ -83,12 +88,19 @@ Status Barrier::arrive(uint32_t phase, bool refuses) {
   mine.epoch.store(target, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&mine.epoch);
   reach(FaultPoint::kBarrier);  // before and after arrival
-  int32_t other = -1, refused = refuses ? rank_ : -1;  // who came for something else, or for nothing
+}
+
+Status Barrier::wait() {
+  if (failed_.code != kOk) return failed_;
+  const uint32_t target = epoch_;
+  const uint32_t own = lines_[rank_].phase[target & 1].load(std::memory_order_relaxed);
+  // Who came for something else, or for nothing.
+  int32_t other = -1, refused = (own & kRefuses) != 0 ? rank_ : -1;
   for (int32_t k = 1; k < world_size_ && failed_.code == kOk; ++k) {
     const int32_t peer = (rank_ + k) % world_size_;
     if (const Result found = wait_for(peer, target); found != kOk) failed_ = {found, peer};
     const uint32_t word = lines_[peer].phase[target & 1].load(std::memory_order_relaxed);
-    if ((word & ~kRefuses) != phase) other = peer;
+    if (((word ^ own) & ~kRefuses) != 0) other = peer;
     if ((word & kRefuses) != 0 && (refused < 0 || peer < refused)) refused = peer;
   }
   // A peer that has given up while this rank still waited for another one updates nothing: this rank

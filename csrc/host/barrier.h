@@ -56,6 +56,9 @@ class Barrier {
   // missing, or one that came for something else. A failed barrier stays failed.
   // With `refuses` all ranks get kRefused and the lowest one that refuses, and may go on.
   Status arrive(uint32_t phase, bool refuses = false);
+  // Its two halves: in between a rank may do what the others need not wait for.
+  void come(uint32_t phase, bool refuses = false);
+  Status wait();
 
   // This rank will not arrive any more: whoever waits for it fails at once and finds `verdict`.
   void give_up(int64_t verdict = 0);

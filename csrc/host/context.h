@@ -286,8 +286,12 @@ struct Context {
   }
   int64_t outbox_half() const { return has_push ? outbox_bytes / 2 / 4096 * 4096 : outbox_bytes; }
   bool has_push = false;  // any table
-  // What else the next backward pass does between the barriers of the update; of dynamic tables.
-  std::function<void()> beside_update;
+  // What else the next backward pass does between the barriers of the update, of dynamic tables: `first`
+  // before rows change, `last` after that, when all ranks of this memory domain have done `first`.
+  struct BesideUpdate {
+    std::function<void()> first, last;
+  };
+  BesideUpdate beside_update;
   size_t num_left = 0;    // parts of a batch that `leave` has collected since the last update
   int64_t unpooled_columns = 0;
   std::shared_ptr<PeerRows> peer_rows;  // null: rows of neighbours are read where they are

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from oper.train.config import DynamicConfig
+
 CONFIG, STATE = "config.json", "state.pt"  # as oper.train writes them
 
 
@@ -51,6 +53,9 @@ class PublishedModel:
             by default as they are in the model.
         keep_spare: keep the memory of two sets of tables, so that a publication need not take the
             second one from the system.
+
+    Attributes:
+        read_folder: what reads the weights in a training folder, as `publish` takes them.
     """
 
     def __init__(self, build: Callable[[str], nn.Module], weights: Any, signature: Signature,
@@ -69,6 +74,7 @@ class PublishedModel:
         name = f"{signature.name[:40]}-{os.getpid()}-{id(self) & 0xffffff:x}"
         self._publication: Any = oper.publish(model, name, weights=rest, keep_spare=keep_spare,
                                               **publish_options(row_dtype))
+        self.read_folder: Callable[[str | os.PathLike[str]], Any] = read_weights
         self._reads_again: Callable[[], Any] | None = None
 
     @property
@@ -181,14 +187,18 @@ class AttachedModel:
 
 
 def build_trained(tables: tuple[TableSpec, ...], num_dense: int, config: dict[str, Any],
-                  device: str) -> nn.Module:
-    """The DLRM of a training run, without its loss, on `device`."""
+                  device: str, on_raw_ids: bool = False) -> nn.Module:
+    """The DLRM of a training run, without its loss, on `device`; on raw ids an `OnRawIds`."""
     from oper.train.config import DLRMConfig
     from oper.train.model import build_dlrm
 
     # TorchRec's import sets off a remark that means nothing to the reader.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     model: Any = build_dlrm(tables, num_dense, DLRMConfig(**config), 0, device)
+    if on_raw_ids:
+        from oper.serve.raw_ids import OnRawIds
+
+        return OnRawIds(model.model, tables, device).eval()
     return typing.cast("nn.Module", model.model.eval())
 
 
@@ -204,16 +214,20 @@ def load_model(folder: str | os.PathLike[str], name: str = "dlrm",
 
     Raises:
         FileFormatError: not such a folder, or a damaged one.
-        InvalidInputError: a model of raw ids.
         FileNotFoundError: no such folder.
     """
     folder = Path(folder)
-    tables, num_dense, config = _describe(folder)
-    build = functools.partial(build_trained, tables, num_dense, config)
-    rows = {f: t.num_rows for t in tables for f in t.features}
+    tables, num_dense, config, dynamic = _describe(folder)
+    on_raw_ids = dynamic is not None
+    build = functools.partial(build_trained, tables, num_dense, config, on_raw_ids=on_raw_ids)
+    rows = {f: None if on_raw_ids else t.num_rows for t in tables for f in t.features}
     signature = Signature(name, tuple(rows), tuple(rows.values()), num_dense)
-    return PublishedModel(build, read_weights(folder), signature, row_dtype, keep_spare
-                          ).reads_again(functools.partial(read_weights, folder))
+    read: Callable[[str | os.PathLike[str]], Any] = read_weights
+    if dynamic is not None:
+        read = functools.partial(_read_on_raw_ids, build, tables, dynamic.time_to_live or None)
+    model = PublishedModel(build, read(folder), signature, row_dtype, keep_spare)
+    model.read_folder = read
+    return model.reads_again(functools.partial(read, folder))
 
 
 def find_weights(folder: str | os.PathLike[str]) -> Path:
@@ -251,8 +265,21 @@ def read_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor] | Pa
     return {name.removeprefix("model."): value for name, value in load_state(path).items()}
 
 
-def _describe(folder: Path) -> tuple[tuple[TableSpec, ...], int, dict[str, Any]]:
-    """What a folder of ``oper train`` says of its model: arguments of `build_trained`."""
+def _read_on_raw_ids(build: Callable[[str], Any], tables: tuple[TableSpec, ...],
+                     time_to_live: int | None, folder: str | os.PathLike[str]
+                     ) -> dict[str, torch.Tensor]:
+    """As `read_weights`, of a run on raw ids."""
+    from oper.serve.raw_ids import static_state
+
+    return static_state(find_weights(folder), build("meta"), tables, time_to_live)
+
+
+def _describe(folder: Path) -> tuple[tuple[TableSpec, ...], int, dict[str, Any],
+                                     DynamicConfig | None]:
+    """What a folder of ``oper train`` says of its model: arguments of `build_trained`, and how its
+    tables are dynamic."""
+    from oper.train.config import DynamicConfig
+
     what = f"cannot serve {os.fspath(folder)!r}"
     try:
         config = read_json(folder / CONFIG, f"{what}: {CONFIG}")
@@ -260,14 +287,11 @@ def _describe(folder: Path) -> tuple[tuple[TableSpec, ...], int, dict[str, Any]]
                   for k, v in config["config"]["model"].items()}
         if layers.pop("name") != "dlrm":
             raise ValueError("only a DLRM can be served")
-        if config["config"].get("dynamic", {}).get("rows"):
-            raise InvalidInputError(what, "ids", "raw", "row numbers",
-                                    "publish it with an oper.KeyMap in front of each table, "
-                                    "see docs/how-to/dynamic-tables.md")
+        dynamic = DynamicConfig(**config["config"].get("dynamic", {}))
         model = config["model"]
         tables = tuple(TableSpec(str(t["name"]), int(t["num_rows"]), int(layers["dim"]),
                                  tuple(t["features"])) for t in model["tables"])
-        return tables, int(model["num_dense"]), layers
+        return tables, int(model["num_dense"]), layers, dynamic if dynamic.rows else None
     except (FileFormatError, InvalidInputError):
         raise
     except (ValueError, KeyError, TypeError, AttributeError, NotADirectoryError) as error:

@@ -33,13 +33,14 @@ class Signature:
     Attributes:
         name: the model's name, as in the addresses of a server.
         features: names of the features, in the order of requests.
-        num_rows: rows of each feature's table; ids are in [0, num_rows).
+        num_rows: rows of each feature's table; ids are in [0, num_rows). None = ids are raw keys,
+            any int64.
         num_dense: dense features of a sample.
     """
 
     name: str
     features: tuple[str, ...]
-    num_rows: tuple[int, ...]
+    num_rows: tuple[int | None, ...]
     num_dense: int
 
     def __post_init__(self) -> None:
@@ -119,8 +120,9 @@ class Request:
         """Every id lies inside its table."""
         if not self.ids.size:
             return
-        limits = np.repeat(np.array(signature.num_rows, np.int64), totals)
-        wrong = (self.ids < 0) | (self.ids >= limits)
+        rows = [-1 if n is None else n for n in signature.num_rows]
+        limits = np.repeat(np.array(rows, np.int64), totals)
+        wrong = (limits >= 0) & ((self.ids < 0) | (self.ids >= limits))
         if wrong.any():
             at = int(np.argmax(wrong))
             feature = signature.features[int(np.searchsorted(np.cumsum(totals), at, "right"))]

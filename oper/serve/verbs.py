@@ -107,14 +107,14 @@ def _run(args: argparse.Namespace) -> Any:
 def _read_from(model: Any, folder: str) -> None:
     """Have a model take its next weights from another folder."""
     from oper.errors import InvalidInputError
-    from oper.serve.model import PublishedModel, read_weights
+    from oper.serve.model import PublishedModel
 
     if not isinstance(model, PublishedModel) or not os.path.isdir(folder):
         raise InvalidInputError("cannot follow a training run", "model, folder",
                                 (type(model).__name__, folder),
                                 "a PublishedModel and a folder that is there",
                                 "make the folder, or serve what oper train wrote")
-    model.reads_again(lambda: read_weights(folder))
+    model.reads_again(lambda: model.read_folder(folder))
 
 
 def _row_dtype(args: argparse.Namespace) -> Any:

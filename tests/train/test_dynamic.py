@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Prepared  # type: ignore[import-not-found]
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
 from oper.analysis import forecast
@@ -18,11 +19,15 @@ from oper.data import Folder, analyze_folder, load_recipe, preprocess
 from oper.data.generate.synthetic import SyntheticLog, write_synthetic_log
 from oper.data.preprocessing.options import PreprocessOptions
 from oper.errors import InvalidInputError, UsageError
-from oper.serve.model import load_model
+from oper.serve import Client, Request
+from oper.serve.model import find_weights, load_model
+from oper.tables import TableSpec
 from oper.train.config import TrainConfig
 from oper.train.loop import train
-from oper.train.model import load_state
-from tests.support import run_oper
+from oper.train.model import build_dlrm, load_state
+from oper.train.resume import CHECKPOINT
+from oper.train.tasks import click_batches
+from tests.support import announced, run_oper, serving
 from tests.train import test_train
 from tests.train.test_train import run_ranks
 
@@ -65,8 +70,53 @@ def test_a_log_is_trained_without_a_vocabulary(raw: Prepared, tmp_path: Path) ->
         assert held <= seen and len(held) > 0.9 * len(seen)
     echo = json.loads((tmp_path / "config.json").read_text())
     assert {t["num_rows"] for t in echo["model"]["tables"]} == {600}
-    with pytest.raises(InvalidInputError, match="ids='raw', expected row numbers"):
-        load_model(tmp_path)
+
+
+def test_a_run_is_served_with_the_default_row_for_unknown_keys(raw: Prepared, tmp_path: Path
+                                                               ) -> None:
+    """From its state and from its checkpoint alone, and over HTTP as in one's own program."""
+    run = tmp_path / "run"
+    flags = {"dynamic.admit_after": 2, "dynamic.time_to_live": 9, "max_steps": 12}
+    trained = config(raw, run, checkpoint_every=12, **flags)
+    train(trained, show_progress=False)
+    batch = next(iter(click_batches(trained, "valid")))
+    keys = batch.sparse_features
+    ids = keys.values().clone()
+    ids[::5] = torch.arange(ids[::5].numel()) - (1 << 63)  # nobody knows them
+    lengths = keys.lengths().view(len(keys.keys()), -1)
+    request = Request(batch.dense_features.numpy(), lengths.numpy().astype(np.int32), ids.numpy())
+
+    state = load_state(run / "state.pt")
+    rows = []
+    for name, begin in zip(keys.keys(), keys.offset_per_key(), strict=False):
+        records = state[f"{PREFIX}{name}.keys"].tolist()
+        clock = int(state[f"{PREFIX}{name}.clock"])
+        row_of = {key: slot + 1 for slot, (key, _, seen) in enumerate(records)
+                  if seen >= 0 and clock - seen <= 9}
+        rows += [row_of.get(k, 0) for k in ids[begin:begin + request.num_samples].tolist()]
+    found = np.array(rows)
+    assert 0.2 < (found == 0).mean() < 0.8
+    tables = [TableSpec(n, 600, trained.model.dim, (n,)) for n in keys.keys()]  # noqa: SIM118
+    model = build_dlrm(tables, request.dense.shape[1], trained.model, seed=9).eval()
+    model.load_state_dict({n: state[n] for n in model.state_dict()}, strict=True)
+    with torch.no_grad():
+        logits: Any = model.model(batch.dense_features, KeyedJaggedTensor(
+            keys.keys(), torch.from_numpy(found), lengths=keys.lengths()))
+    expected = torch.sigmoid(logits.reshape(-1)).numpy()
+    assert expected.std() > 1e-3
+
+    served = load_model(run)
+    predictor = served.opener()()
+    assert np.abs(predictor.predict(request)[0] - expected).max() < 1e-6
+    (run / "state.pt").rename(tmp_path / "state.pt")
+    assert find_weights(run).name == CHECKPOINT and served.publish() == 2
+    scores, epoch = predictor.predict(request)
+    assert epoch == 2 and np.abs(scores - expected).max() < 1e-6
+    predictor.close()
+    served.close()
+    with serving(run, "--json", "--workers", "1") as server:
+        client = Client(announced(server)["address"], timeout_s=30)
+        assert np.abs(client.score_request(request)[0] - expected).max() < 1e-6
 
 
 def test_two_processes_have_the_same_keys(raw: Prepared, tmp_path: Path) -> None:

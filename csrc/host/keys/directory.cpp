@@ -10,7 +10,9 @@ namespace oper::host {
 
 namespace {
 
-constexpr size_t kAhead = 32;  // keys whose buckets are fetched together
+constexpr size_t kAhead = 32;        // keys whose ages are fetched together
+constexpr size_t kBucketsAhead = 8;  // and those whose buckets are
+constexpr int64_t kNearShare = 16;
 constexpr uint32_t kAdmissionDraw = 0x61646d74u;
 
 // The first slot with a tag for which `body(slot)`, or -1.
@@ -244,8 +246,9 @@ int64_t KeyDirectory::take_slot(const Bucket& bucket, int64_t line, uint32_t clo
   return found;
 }
 
-// The slot of the first key in the order of eviction. One in the line comes before it if less than a quarter
-// of the bucket's keys are in front: keys that are at home are found sooner.
+// The slot of the first key in the order of eviction. One in the line comes before it if less than a sixteenth
+// of the bucket's keys are in front: keys that are at home are found sooner. With an eighth, nearly full tables
+// evict 1 % more than in that order alone, with a quarter 3 %.
 int64_t KeyDirectory::victim(const Bucket& bucket, int64_t line, uint32_t clock) const {
   constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();  // no clock is as high
   const bool by_clock = rules_.eviction == Eviction::kLeastRecent;
@@ -269,7 +272,7 @@ int64_t KeyDirectory::victim(const Bucket& bucket, int64_t line, uint32_t clock)
   const int64_t near = first_of(line, kLines);
   if (near >= 0 && std::count_if(scores, scores + bucket.num_slots, [&](uint64_t score) {
         return score < scores[near];
-      }) < bucket.num_slots / 4)
+      }) < bucket.num_slots / kNearShare)
     return near;
   return first_of(0, 1);
 }
@@ -320,12 +323,20 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
 
 void KeyDirectory::admit(std::span<const KeyCount> keys, uint32_t clock,
                          KeyChanges& changes) const {
+  // Tags, the line of a key's home, and all ages, by which evictions are decided.
+  const auto fetch = [&](size_t i) {
+    if (i >= keys.size()) return;
+    const char* at = address_of(bucket_of(keys[i].hash));
+    __builtin_prefetch(at);
+    __builtin_prefetch(at + kHashesAt + 64 * home_line(keys[i].hash), 1);
+    for (int64_t line = kAgesAt; line < kBucketBytes; line += 64) __builtin_prefetch(at + line, 1);
+  };
+  for (size_t i = 0; i < kBucketsAhead; ++i) fetch(i);
   std::vector<KeyCount> fresh;
   for (size_t at = 0, next; at < keys.size(); at = next) {
     const int64_t bucket = bucket_of(keys[at].hash);
     for (next = at; next < keys.size() && bucket_of(keys[next].hash) == bucket; ++next)
-      if (next + kAhead < keys.size())
-        __builtin_prefetch(address_of(bucket_of(keys[next + kAhead].hash)));
+      fetch(next + kBucketsAhead);
     admit_in_bucket(keys.subspan(at, next - at), clock, fresh, changes);
   }
 }

@@ -214,7 +214,7 @@ OPER_INLINE void number_keys(const uint64_t* hashes, int64_t count, DistinctKeys
 template <class Id, class Row>
 int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uint32_t clock,
                    DistinctKeys& distinct, Row* rows, int64_t* missed) {
-  constexpr int64_t kAtOnce = 4096;
+  constexpr int64_t kAtOnce = 4096, kLook = 16;
   uint64_t hashes[kAtOnce];
   uint16_t numbers[kAtOnce];
   int64_t num_missed = 0;
@@ -228,9 +228,16 @@ int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uin
     find_distinct<kAtOnce>(directory, before, clock, distinct);
     for (int64_t i = 0; i < count; ++i) rows[i] = static_cast<Row>(found[numbers[i]]);
     if (distinct.num_missed == 0) continue;
-    for (int64_t i = 0; i < count; ++i) {
-      if (missed != nullptr) missed[num_missed] = static_cast<int64_t>(keys[i]);
-      num_missed += rows[i] == 0;
+    for (int64_t begin = 0; begin < count; begin += kLook) {
+      if (begin + kLook <= count) {  // most have a row
+        uint32_t has_missed = 0;
+        for (int64_t i = 0; i < kLook; ++i) has_missed |= rows[begin + i] == 0;
+        if (has_missed == 0) continue;
+      }
+      for (int64_t i = begin; i < std::min(begin + kLook, count); ++i) {
+        if (missed != nullptr) missed[num_missed] = static_cast<int64_t>(keys[i]);
+        num_missed += rows[i] == 0;
+      }
     }
   }
   return num_missed;

@@ -33,52 +33,73 @@ void begin_state(float* state, StateWidth width, int64_t slot, int64_t dim, floa
   std::fill_n(state + slot * columns, columns, value);
 }
 
-// One column piece of a row.
-void begin_piece(const Context& context, const RowRules& rules, const Table& table,
-                 const NewRow& row, std::vector<float>& values) {
-  const int64_t home = locate(table.home, row.row);
-  const int32_t owner = table.owner_of(home);
-  const int64_t slot = home - table.owner_begin[owner];
-  values.clear();
-  const auto put = [&](char* to) {
-    if (values.empty()) {
-      values.resize(static_cast<size_t>(table.dim));
-      draw_row(row.key, rules.seed, table.first_column, table.first_column + table.dim,
-               rules.bound, values.data());
-    }
-    store_row(values, table.row_type, to);
-  };
-  if (owner == context.rank) {
-    put(table.rows + slot * table.row_bytes());
-    begin_state(table.momentum1, rules.widths[0], slot, table.dim, rules.first_state);
-    begin_state(table.momentum2, rules.widths[1], slot, table.dim, 0.0f);
+// One column piece of the rows.
+void begin_pieces(const Context& context, const RowRules& rules, const Table& table,
+                  const NewRow* rows, int64_t n, std::vector<float>& values) {
+  struct Place {
+    int64_t slot;
+    int32_t owner;
+  } places[kRowsAtOnce];
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t home = locate(table.home, std::max<int64_t>(rows[i].row, 0));
+    const int32_t owner = table.owner_of(home);
+    const int64_t slot = home - table.owner_begin[owner];
+    places[i] = {slot, owner};
+    if (owner != context.rank) continue;
+    char* const row = table.rows + slot * table.row_bytes();
+    for (int64_t at = 0; at < table.row_bytes(); at += 64) __builtin_prefetch(row + at, 1);
   }
+  std::vector<const Refresh*> replicas;
   for (const Refresh& part : context.refreshes)
-    if (part.table == table.index && part.owner == owner && part.replicas != nullptr &&
-        part.slot_begin <= slot && slot < part.slot_end)
-      put(part.replicas +
-          (part.first + (slot - part.slot_begin) * part.stride) * table.row_bytes());
+    if (part.table == table.index && part.replicas != nullptr) replicas.push_back(&part);
+  for (int64_t i = 0; i < n; ++i) {
+    const auto [slot, owner] = places[i];
+    if (rows[i].row <= 0) continue;
+    values.clear();
+    const auto put = [&](char* to) {
+      if (values.empty()) {
+        values.resize(static_cast<size_t>(table.dim));
+        draw_row(rows[i].key, rules.seed, table.first_column, table.first_column + table.dim,
+                 rules.bound, values.data());
+      }
+      store_row(values, table.row_type, to);
+    };
+    if (owner == context.rank) {
+      put(table.rows + slot * table.row_bytes());
+      begin_state(table.momentum1, rules.widths[0], slot, table.dim, rules.first_state);
+      begin_state(table.momentum2, rules.widths[1], slot, table.dim, 0.0f);
+    }
+    for (const Refresh* part : replicas)
+      if (part->owner == owner && part->slot_begin <= slot && slot < part->slot_end)
+        put(part->replicas +
+            (part->first + (slot - part->slot_begin) * part->stride) * table.row_bytes());
+  }
 }
 
 }  // namespace
 
+// In blocks of four columns, 16 of them at a time, in vectors.
 void draw_row(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out) {
-  Philox4 bits{};
-  for (int64_t k = begin; k < end; ++k) {
-    if (k == begin || k % 4 == 0)
-      bits = draw_bits(seed, static_cast<uint64_t>(key), static_cast<uint32_t>(k / 4), kRowDraw);
-    *out++ = (static_cast<float>(bits.word[k % 4] >> 8) * (1.0f / 8388608.0f) - 1.0f) * bound;
+  constexpr int64_t kColumns = 64;
+  float drawn[kColumns];
+  for (int64_t first = begin / 4 * 4; first < end; first += kColumns) {
+    for (int64_t j = 0; j < kColumns / 4; ++j) {
+      const Philox4 bits = draw_bits(seed, static_cast<uint64_t>(key),
+                                     static_cast<uint32_t>(first / 4 + j), kRowDraw);
+      for (int64_t k = 0; k < 4; ++k)
+        drawn[4 * j + k] =
+            (static_cast<float>(bits.word[k] >> 8) * (1.0f / 8388608.0f) - 1.0f) * bound;
+    }
+    const int64_t from = std::max(begin, first), to = std::min(end, first + kColumns);
+    std::copy(drawn + (from - first), drawn + (to - first), out + (from - begin));
   }
 }
 
 void begin_rows(const Context& context, const RowRules& rules, const NewRow* rows, int64_t n) {
-  std::vector<const Table*> pieces;
-  for (const Feature& feature : context.features)
-    if (feature.logical == rules.feature) pieces.push_back(&context.tables[feature.table]);
   std::vector<float> values;
-  for (int64_t i = 0; i < n; ++i)
-    if (rows[i].row > 0)
-      for (const Table* piece : pieces) begin_piece(context, rules, *piece, rows[i], values);
+  for (const Feature& feature : context.features)
+    if (feature.logical == rules.feature)
+      begin_pieces(context, rules, context.tables[feature.table], rows, n, values);
 }
 
 }  // namespace oper::host

@@ -20,8 +20,10 @@ struct RowRules {
 // Columns [begin, end) of a new row, in [-bound, bound), drawn from seed, key and column and nothing else.
 void draw_row(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out);
 
-// Gives new rows and their optimizer states their first values where this rank has them, as their owner or
-// in replicas. No rank may be in a lookup.
+constexpr int64_t kRowsAtOnce = 128;
+
+// Gives new rows, at most kRowsAtOnce, and their optimizer states their first values where this rank has
+// them, as their owner or in replicas. No rank may be in a lookup, nor update them.
 void begin_rows(const Context& context, const RowRules& rules, const NewRow* rows, int64_t n);
 
 }  // namespace oper::host

@@ -189,28 +189,27 @@ bool KeyTables::leave_table(int64_t t, const std::vector<SeenBatch>& seen,
   const std::vector<KeyCount> keys = table.directory.distinct(missed);
 
   SeenTable* entry = seen_table(rank_, t);
-  const int64_t count_bytes = round_up(static_cast<int64_t>(known.size_bytes()), 64);
+  // One more than there are, since what is not an owner's is written behind what is.
+  const int64_t count_bytes =
+      round_up(static_cast<int64_t>(known.size_bytes() + sizeof(PlaceCount)), 64);
   const int64_t key_bytes = round_up(static_cast<int64_t>(keys.size() * sizeof(KeyCount)), 64);
   entry->counts_at = cursor.fetch_add(count_bytes + key_bytes);
   entry->keys_at = entry->counts_at + count_bytes;
   entry->num_keys = static_cast<int64_t>(keys.size());
   if (entry->keys_at + key_bytes > header_bytes() + seen_bytes_) return false;
   std::ranges::copy(keys, reinterpret_cast<KeyCount*>(seen_at(rank_) + entry->keys_at));
-  const size_t W = arenas_.size();
-  const int64_t* bounds = table.place_bounds.data();
   int64_t* begin = seen_begin(entry);
-  begin[0] = 0;
-  begin[W] = static_cast<int64_t>(known.size());
-  for (size_t r = 1; r < W; ++r)
-    begin[r] = std::ranges::count_if(
-        known, [bound = bounds[r]](const PlaceCount& key) { return key.place < bound; });
-  std::vector<int64_t> at(begin, begin + W);
-  PlaceCount* to = reinterpret_cast<PlaceCount*>(seen_at(rank_) + entry->counts_at);
-  for (const PlaceCount& key : known) {
-    size_t owner = 0;
-    for (size_t r = 1; r < W; ++r) owner += key.place >= bounds[r];
-    to[at[owner]++] = key;
+  PlaceCount* const first = reinterpret_cast<PlaceCount*>(seen_at(rank_) + entry->counts_at);
+  PlaceCount* to = first;
+  for (size_t r = 0; r < arenas_.size(); ++r) {
+    const int64_t lowest = table.place_bounds[r], end = table.place_bounds[r + 1];
+    begin[r] = to - first;
+    for (const PlaceCount& key : known) {  // nobody foresees whose it is: no branch
+      *to = key;
+      to += (key.place >= lowest) & (key.place < end);
+    }
   }
+  begin[arenas_.size()] = to - first;
   return true;
 }
 
@@ -312,16 +311,15 @@ std::vector<NewRow> KeyTables::new_rows(std::vector<int64_t>* bounds) const {
   return rows;
 }
 
-void KeyTables::begin(const Context& context) const {
-  constexpr int64_t kTaskRows = 128;
+void KeyTables::begin_rows(const Context& context) const {
   std::vector<int64_t> bounds;
   const std::vector<NewRow> rows = new_rows(&bounds);
   std::vector<Task> tasks;
   for (int64_t t = 0; t < num_tables(); ++t)
-    for (int64_t at = bounds[t]; at < bounds[t + 1]; at += kTaskRows)
-      tasks.push_back({t, at, std::min(bounds[t + 1], at + kTaskRows)});
-  run_all(tasks, false, [&](const Task& task) {
-    begin_rows(context, tables_[task.table].rows, rows.data() + task.begin,
+    for (int64_t at = bounds[t]; at < bounds[t + 1]; at += kRowsAtOnce)
+      tasks.push_back({t, at, std::min(bounds[t + 1], at + kRowsAtOnce)});
+  run_all(tasks, rows.size() < kSmall / 4, [&](const Task& task) {
+    host::begin_rows(context, tables_[task.table].rows, rows.data() + task.begin,
                task.end - task.begin);
   });
 }

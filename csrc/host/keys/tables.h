@@ -76,7 +76,8 @@ class KeyTables {
   std::vector<KeyPart> find(const KeyBatch& batch, void* rows, bool is_short, PlaceCount* counts);
   const std::vector<int64_t>& missed() const { return missed_; }
 
-  // ---- updates; in this order, with a barrier after the first and after the second ----
+  // ---- updates; in this order, with a barrier after the first and after the second; and one before the
+  // ---- next update ----
 
   // Leaves for the other ranks what lookups have seen. `table`: whose clock is at its end.
   Left leave(const std::vector<SeenBatch>& seen, int64_t* table);
@@ -85,7 +86,7 @@ class KeyTables {
   // What all ranks' updates have given to new keys, table by table; `bounds` [T + 1].
   std::vector<NewRow> new_rows(std::vector<int64_t>* bounds) const;
   // Gives those rows their first values where this rank has them.
-  void begin(const Context& context) const;
+  void begin_rows(const Context& context) const;
 
   // ---- state ----
 

@@ -127,7 +127,7 @@ void leave(Context& context, const Batch& batch) {
 void backward(Context& context, const Batch& batch, float gradient_scale) {
   PhaseClock clock(context);
   // Of this pass only, even if it ends early.
-  const std::function<void()> beside_update = std::exchange(context.beside_update, nullptr);
+  const Context::BesideUpdate beside = std::exchange(context.beside_update, {});
   collect(context, batch, false, clock);
   const int64_t T = static_cast<int64_t>(context.tables.size());
   const std::vector<int32_t> order = largest_first(context, batch);
@@ -142,11 +142,18 @@ void backward(Context& context, const Batch& batch, float gradient_scale) {
     synchronize(context, CollectivePhase::kSquares, batch);
   }
   if (context.barrier) context.barrier->note_update(true);
+  if (beside.first) {
+    beside.first();
+    if (context.barrier) context.barrier->come(kKeys);
+  }
   run_tasks(context, T, small, [&](int64_t task, Scratch&) {
     reach(FaultPoint::kUpdate);
     kernels().update(context, order[task], gradient_scale);
   });
-  if (beside_update) beside_update();
+  if (beside.last) {
+    if (context.barrier) raise(wait_for_domain(context));
+    beside.last();
+  }
   if (context.barrier) context.barrier->note_update(false);
   context.num_left = 0;
   clock.end(kUpdate);

@@ -46,8 +46,13 @@ void count_requests(Context& context, const std::vector<int32_t>& tables, bool i
 }
 
 Status wait_for_domain(Context& context, uint32_t phase, bool refuses) {
+  context.barrier->come(phase, refuses);
+  return wait_for_domain(context);
+}
+
+Status wait_for_domain(Context& context) {
   const int64_t begin_ns = PhaseTimes::now_ns();
-  const Status found = context.barrier->arrive(phase, refuses);
+  const Status found = context.barrier->wait();
   context.times.note(kBarrier, begin_ns, PhaseTimes::now_ns());
   return {found.code, found.detail < 0 ? -1 : context.domain[found.detail]};
 }

@@ -25,6 +25,8 @@ void count_requests(Context& context, const std::vector<int32_t>& tables, bool i
 
 // Waits for the ranks of this memory domain. `refuses`: this rank leaves the batch out, and so do all.
 Status wait_for_domain(Context& context, uint32_t phase, bool refuses = false);
+// The second half of it, behind `Barrier::come`.
+Status wait_for_domain(Context& context);
 
 // Waits until all ranks have come this far and, across memory domains, exchanges what they have left
 // for each other. `mine` is an error of this rank alone, which is thrown: within a memory domain all

@@ -28,13 +28,15 @@ FIGURES = (("ratio_static", "dynamic_step_ms", "static_step_ms", "planned_step_m
             "evicted_per_step"),)
 EVICTION_INTERVAL = 10  # steps after which a map of TorchRec learns what it has seen
 _CHECKED_STEPS = 2
+_DISTINCT_BATCHES = 96  # more than steps: a batch that comes again has its keys, and evicts none
 _FILL_BAGS = 4096  # keys of a table and step while the tables are filled
 
 
 def cases(quick: bool) -> list[DynamicCase]:
     """The cases in the order of the record; with few repetitions when `quick`."""
     found = [DynamicCase(name, Workload(num_rows=(NUM_KEYS,) * NUM_TABLES,
-                                        pooling=20 if name == "pool20" else 1), load=load)
+                                        pooling=20 if name == "pool20" else 1), load=load,
+                         num_batches=32 if load <= 0.5 else _DISTINCT_BATCHES)
              for name, load in LOADS.items()]
     return [replace(c, num_stats_batches=8, rounds=6, per_round=3) for c in found] if (
         quick) else found

@@ -22,10 +22,10 @@ from oper.shmem.group.groups import Group
 from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
 
-# By number: CollectivePhase and kSharing of csrc/common/exchange.h, then those of `barrier`.
+# By number: CollectivePhase and kSharing of csrc/common/exchange.h, those of `barrier`, and kKeys.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + (
     "state access", "migration", "update of keys")
-FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION, KEYS = (0, 1, 2), 3, 7, 8, 9
+FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION = (0, 1, 2), 3, 7, 8
 # Status codes about peers: ended, too late, given up, at another phase, closed.
 LOST, LATE, GAVE_UP, ELSEWHERE, CLOSED = PEER_CODES = 1, 2, 6, 8, 12
 GIVEN_UP, _CLOSED = 1, 2  # Absence in csrc/host/barrier.h

@@ -7,11 +7,11 @@ that only a bucket's rank writes. Row = slot + 1; row 0 is that of keys without 
 * A lookup replaces keys by rows, of all tables in one call that reads the directories only. After
   that it is a lookup of static tables, under any plan.
 * Each update of the rows is one of the directories, too. Before the gradient exchange every rank
-  has put into its arena how often its batch has each key, and the keys without a row. Beside the
+  has put into its arena how often its batch has each key, and the keys without a row. Before the
   update of its rows the owner of each bucket adds up those of all ranks and publishes which rows
-  went to new keys. After the barrier that ends the update every rank initialises the new rows that
-  it holds, from key and seed, and clears their optimizer states. Where there were any, one more
-  barrier follows.
+  went to new keys. After the update every rank initialises the new rows that it holds, from key
+  and seed, and clears their optimizer states. Ranks come to a barrier before the update and wait
+  there after it.
 
 Buckets follow from the number of rows, and what happens in one from the keys and counts of all
 ranks' batches: keys, rows, counts and clocks do not depend on the number of ranks, on the plan or
@@ -32,7 +32,6 @@ import torch
 
 from oper.errors import InvalidInputError, OperError
 from oper.shmem.batch import BAD_BATCH, BatchChecks, Lookup, SeenKeys
-from oper.shmem.group.desync import KEYS, phase_of
 from oper.shmem.keys.late import RowHistory
 from oper.shmem.keys.places import num_buckets, slots_of_buckets
 from oper.shmem.keys.rules import EVICTIONS, DynamicTable
@@ -218,14 +217,9 @@ class Keys:
                         f"raise {OUTBOX_ENV} or use a smaller batch")
 
     def take(self) -> None:
-        """Begin the rows that the backward pass has given to new keys, on all ranks. Collective."""
-        operators, tables = torch.ops.oper, self._tables
-        self._new = operators.keys_new(self._handle)
+        """Note which rows the backward pass has given to new keys."""
+        self._new = torch.ops.oper.keys_new(self._handle)
         self._history.note(*self._new)
-        if self._new[0].shape[0]:  # the same on all ranks
-            with phase_of(tables, KEYS):
-                operators.keys_begin(self._handle, tables.handle)
-                tables.barrier()
 
     def new_rows(self) -> dict[str, np.ndarray]:
         """Rows that the last update has given to new keys, int64 [n], by table; on all ranks."""

@@ -29,8 +29,8 @@ class DynamicTable:
             it; only without `admit_after`.
         eviction: which key loses its row to a new one of its bucket where all rows are taken:
             ``"lru"``, the one not seen for longest, or ``"lfu"``, the one seen least often; or one
-            that is among the first quarter in that order and whose row is found sooner. Keys seen
-            in the current update are never evicted.
+            whose row is found sooner, if less than a sixteenth of the bucket's keys come before it
+            in that order. Keys seen in the current update are never evicted.
         half_life: updates after which the counts of ``"lfu"`` are halved; None = never.
         time_to_live: updates; a key not seen for more than this many loses its row. None = for
             ever.

@@ -1,0 +1,72 @@
+"""Training runs on raw ids, served: static tables, each behind the keys that have a row."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from oper.integration.checkpoint.weights import Source, Weights
+from oper.integration.keys.keyed_rows import KeyedRows, KeyMap
+from oper.tables import TableSpec
+from oper.train.names import table_name
+
+_TABLES = "model.sparse_arch.embedding_bag_collection.embedding_bags"
+_OF_KEYS = ("weight", "keys", "clock")  # entries of a dynamic table's state
+
+
+class OnRawIds(nn.Module):
+    """A DLRM whose ids are keys, any int64: those that have no row read the default row.
+
+    Args:
+        model: the DLRM, with ``forward(dense, kjt, ...)``.
+        tables: its tables, the default row of each included.
+        device: of the keys.
+    """
+
+    def __init__(self, model: nn.Module, tables: Sequence[TableSpec], device: str) -> None:
+        super().__init__()
+        self.model = model
+        with torch.device(device):
+            self.to_rows = nn.ModuleList(KeyMap(t.num_rows - 1) for t in tables)
+        self._table_of = {f: k for k, t in enumerate(tables) for f in t.features}
+
+    def forward(self, dense: torch.Tensor, keys: Any, *rest: Any) -> Any:
+        """The DLRM's logits."""
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        bounds = itertools.pairwise(keys.offset_per_key())
+        rows = [self.to_rows[self._table_of[f]](keys.values()[begin:end])
+                for f, (begin, end) in zip(keys.keys(), bounds, strict=True)]
+        return self.model(dense, KeyedJaggedTensor(
+            keys.keys(), torch.cat(rows), lengths=keys.lengths(), stride=keys.stride()), *rest)
+
+
+def static_state(source: Source, model: OnRawIds, tables: Sequence[TableSpec],
+                 time_to_live: int | None) -> dict[str, torch.Tensor]:
+    """The weights of a training run on raw ids, as the state of `OnRawIds`.
+
+    Args:
+        source: of the run's weights, with the state of its dynamic tables.
+        model: its names are wanted.
+        tables: as of `model`.
+        time_to_live: as of the dynamic tables: older keys have no row.
+
+    Raises:
+        InvalidInputError: weights of another model.
+        FileFormatError: the source is damaged.
+    """
+    prefixes = [f"{_TABLES}.{table_name(t.name)}." for t in tables]
+    entries = {p: [f"{p}{name}" for name in _OF_KEYS] for p in prefixes}
+    dense = [name for name in model.state_dict()
+             if not name.startswith(("to_rows.", f"{_TABLES}."))]
+    weights = Weights(source, [*dense, *itertools.chain(*entries.values())])
+    found = {name: weights.tensor(name) for name in dense}
+    for k, (table, prefix) in enumerate(zip(tables, prefixes, strict=True)):
+        state = {name: weights.value(name) for name in entries[prefix]}
+        known = KeyedRows.of_entries(state, prefix, time_to_live)
+        found[f"to_rows.{k}.keys"], found[f"{prefix}weight"] = known.static(table.num_rows)
+    return found
