@@ -226,17 +226,15 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
                                 "say whether the model trains or only infers")
 
 
-def find_tables(model: nn.Module) -> list[ShardedTables]:
-    """The sharded tables of a model, one for each collection, in the order of its modules."""
-    found: list[Any] = [
-        child.tables for child in model.modules() if hasattr(child, "tables")
-        and type(child).__module__.startswith("oper.integration")]
-    return found
-
-
 def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
-    """As `find_tables`; raises InvalidInputError, which begins with `what`, when there are none."""
-    found = find_tables(model)
+    """The sharded tables of a model, one for each collection, in the order of its modules.
+
+    Raises:
+        InvalidInputError: there are none; the message begins with `what`.
+    """
+    from oper.integration.checkpoint.saving import tables_of as held
+
+    found = [t for t in held(model) if isinstance(t, ShardedTables)]
     if not found:
         raise InvalidInputError(what, "model", type(model).__name__,
                                 "a model that oper.shard returned", "shard it first")

@@ -25,7 +25,7 @@ from oper.errors import FileFormatError, InvalidInputError
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA, sum_of
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.shmem.rows import LogicalRows
-from oper.support.files import ArrayFile, read_arrays, read_meta, write_arrays
+from oper.support.files import ArrayFile, read_arrays, write_arrays
 
 KIND, VERSION = "oper-delta", 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)\.npz")
@@ -135,7 +135,8 @@ def look(folder: Path, number: int) -> Delta:
         files = [paths[k] for k in range(len(paths)) if k in paths]
         if len(files) < len(paths):
             continue
-        meta = _checked(files[-1], read_meta(files[-1], KIND, VERSION))
+        with open_part(files[-1]) as last:
+            meta = last.meta
         if not meta["last"]:
             continue
         if delta.world_size not in (0, meta["world_size"]) or meta["number"] != number or (
