@@ -50,7 +50,7 @@ class _Sequences:
         return found
 
     def make(self, split: str, table: pa.Table) -> pa.Table:
-        """A row for each user of a table that has all of the users' events."""
+        """The sequences, one row per user, of a table that has all events of its users."""
         own = self.folder
         users = table.column(self.by).to_numpy()
         rows = np.flatnonzero(self.single(users))
@@ -93,8 +93,8 @@ def write_sequences(
     for every other sparse column the bag of its ids in these events, in order of time if the log
     has times, otherwise in the order of the log. Label, dense columns and time are those of the
     last event. Users that share a row (rare, unseen or missing ones) are left out. Tables and their
-    rows stay as they are. Events are sorted on disk: about a million are in memory at once, or a
-    256th.
+    rows stay as they are. Events are sorted on disk: about a million of them are in memory at once,
+    or 1/256 of all if that is more.
 
     Args:
         path: a folder that ``oper preprocess`` wrote.
@@ -106,8 +106,8 @@ def write_sequences(
         compression: of the Parquet files, ``"none"`` or ``"zstd"``.
 
     Returns:
-        The manifest of the new folder; ``sequences`` in it says how many events of each part are
-        there and were.
+        The manifest of the new folder; its ``sequences`` gives the number of events of each part,
+        kept and in all.
 
     Raises:
         InvalidInputError: a column or length is unsuitable, users share hashed rows, `output`

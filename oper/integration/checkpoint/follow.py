@@ -1,4 +1,4 @@
-"""What a training run saves, step by step, for those that serve it: whole weights, then changes.
+"""Follows what a training run saves, for a server: whole weights, then the changes of each step.
 
 A whole checkpoint begins a chain, which its deltas continue one by one (see `delta_files`). A delta
 that is missing, doubled, out of order or damaged is refused by name, and nothing after it is taken:

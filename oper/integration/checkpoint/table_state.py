@@ -160,10 +160,12 @@ def warn_of_conversions(tables: ShardedTables, state_dict: Mapping[str, Any], pr
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                 names: Mapping[str, str], missing_keys: list[str], unexpected_keys: list[str],
                 error_msgs: list[str]) -> None:
-    """The work of ``nn.Module._load_from_state_dict`` for a module whose parameters are tables.
+    """Implement ``nn.Module._load_from_state_dict`` for a module whose parameters are tables.
+
+    Collective.
 
     Args:
-        tables: the tables. Collective.
+        tables: the tables.
         state_dict, prefix, missing_keys, unexpected_keys, error_msgs: as torch passes them.
         names: table by parameter name (without prefix).
     """

@@ -186,11 +186,11 @@ class KeyMap(nn.Module):
     makes.
 
     Args:
-        num_keys: places, one less than the table's rows; at least 1.
+        num_keys: number of keys, one less than the table's rows; at least 1.
 
     Raises:
-        InvalidInputError: no place; on loading, keys that are not ascending; on a call, ids that
-            are no integers.
+        InvalidInputError: `num_keys` is below 1; on loading, keys are not ascending; on a call,
+            ids are not integers.
 
     Example:
         >>> import torch, oper

@@ -314,7 +314,7 @@ _TRANSPORTS: weakref.WeakKeyDictionary[Any, _MonitoredTransport] = weakref.WeakK
 
 
 def transport_of(group: Group) -> Transport:
-    """The transport of a group; a process group has one while any rank has it open. Collective."""
+    """The transport of a group, shared by all collections of a process group. Collective."""
     if isinstance(group, ThreadGroup):
         return ThreadTransport(group)
     assert isinstance(group, ProcessGroup)
