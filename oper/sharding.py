@@ -278,31 +278,31 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatches:
-    """One batch in parts: several forward and backward passes, one update of the tables.
+    """Train one batch in parts: several forward and backward passes, one update of the tables.
 
-    As `no_sync` around all passes but the last, with the difference that nothing waits for the end:
-    every backward pass inside hands its table gradients to a thread that exchanges them while the
-    program continues, and a collection's ``prefetch(features)`` inside begins the whole lookup of a
-    part to come, since rows stand still until the block ends, with the update. Ids, per-sample
-    weights and the lookups' gradients must stay as they are until then. Collective, the same passes
-    on all ranks; after an error inside nothing is updated. The sum differs from that of one batch
-    by the order of additions. `MicroBatchPipeline` does all this.
+    The result is that of `no_sync` around all passes but the last, but exchanges overlap
+    computation. Each backward pass inside hands its table gradients to a thread, which exchanges
+    them while the program continues. No row changes before the update at the end of the block, so
+    that a collection's ``prefetch(features)`` inside starts the whole lookup of a later part. Ids,
+    per-sample weights and gradients of the lookups must not be changed until then. Collective, with
+    the same passes on all ranks; after an error inside nothing is updated. Gradients differ from
+    those of one whole batch by the order of additions only. `MicroBatchPipeline` does all this.
 
     Args:
         model: what `shard` returned, or a model that contains it; tables in host memory.
-        num_passes: ``backward()`` calls inside, where that is known: the last of them begins the
-            update, and nothing inside may look rows up after it.
+        num_passes: number of ``backward()`` calls inside, if known. The last of them then starts
+            the update, and no lookup may follow it in the block.
 
     Raises:
-        InvalidInputError: more passes; on entering, tables that are read-only, in device memory,
-            dynamic, within `no_sync` or on their way to another plan.
+        InvalidInputError: there are more passes than `num_passes`; on entering: tables are
+            read-only, in device memory, dynamic, within `no_sync` or moving to another plan.
 
     Example:
         >>> import torch, oper
         >>> bag = oper.shard(torch.nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
         >>> with oper.micro_batches(bag):
         ...     for part in torch.tensor([[[1, 2]], [[2, 3]]]):
-        ...         (bag(part).sum() / 2).backward()  # rows 1, 2 and 3 change behind the block
+        ...         (bag(part).sum() / 2).backward()  # rows 1 to 3 change after the block
     """
     from oper.shmem.micro_batches import MicroBatches
 
