@@ -28,7 +28,7 @@ _BATCH_ROWS = 1 << 16
 
 @dataclass(slots=True)
 class _Sequences:
-    """What is to be made of the events of a folder, and what was."""
+    """Which sequences to make of a folder's events, and how many events they have by split."""
 
     folder: Folder
     by: str
@@ -161,7 +161,7 @@ def write_sequences(
 
 
 def _by_user(made: _Sequences, split: str, work: Path) -> Iterator[pa.Table]:
-    """The events of a part in tables that have all of a user's each."""
+    """The events of a split, in tables each of which has all events of its users."""
     folder = made.folder
     count = min(_MAX_FILES, max(1, -(-folder.rows[split] // _ROWS_AT_ONCE)))
     if count == 1:
