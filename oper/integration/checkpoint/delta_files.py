@@ -63,7 +63,7 @@ class Delta:
 
 
 def base_of(checkpoint: Path) -> str:
-    """An identifier of a checkpoint's content: CRC-32 and size of its file of checksums."""
+    """An identifier of a checkpoint: CRC-32 and size of its checksums, or else its description."""
     name = CHECKSUMS if (checkpoint / CHECKSUMS).exists() else METADATA
     size, crc = sum_of(checkpoint / name)
     return f"{crc:08x}-{size}"

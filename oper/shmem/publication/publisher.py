@@ -234,7 +234,8 @@ class Publisher:
     def _keep_out(self, epoch: int, timeout_s: float) -> None:
         """Stop lookups from beginning, if possible at a moment when none is under way.
 
-        Otherwise new lookups would have to wait for the end of those under way."""
+        Otherwise new lookups would have to wait for the end of those under way.
+        """
         state = self._state
         until = time.monotonic() + _QUIET_S
         while state.busy(epoch & 1) and time.monotonic() < until:
