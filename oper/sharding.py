@@ -182,7 +182,7 @@ def _dynamic_tables(targets: Sequence[Target], dynamic: Any) -> dict[str, Dynami
     if not isinstance(dynamic, Mapping | None) or any(
             not isinstance(rule, DynamicTable) for rule in (dynamic or {}).values()):
         raise InvalidInputError(what, "dynamic", dynamic,
-                                "an oper.DynamicTable, or some by table name",
+                                "an oper.DynamicTable, or a dict of them by table name",
                                 "pass for example {table: oper.DynamicTable()}")
     rules = dict(dynamic or {})
     unknown = sorted(set(rules) - set(names))

@@ -194,7 +194,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
 
 
 def _put_states(deltas: list[Delta], state: dict[str, Any]) -> dict[str, Any] | None:
-    """Put the newest values beside the rows into `state`; returns ``extra``, None without deltas."""
+    """Put the newest values beside the rows into `state`; ``extra``, or None without deltas."""
     for delta in reversed(deltas):
         if 0 in delta.files:
             arrays, _ = read_part(delta.files[0][-1])
