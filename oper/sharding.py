@@ -233,6 +233,7 @@ def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
         InvalidInputError: there are none; the message begins with `what`.
     """
     from oper.integration.checkpoint.saving import tables_of as held
+    from oper.shmem.tables import ShardedTables
 
     found = [t for t in held(model) if isinstance(t, ShardedTables)]
     if not found:
