@@ -162,7 +162,7 @@ class KeyedRows:
         Returns:
             The map's ``keys``, int64 [num_embeddings - 1], and the table's ``weight``,
             [num_embeddings, dim]: the default row, then those of the keys in ascending order.
-            Places that are left repeat the last key, rows that are left the default row.
+            Unused places repeat the last key; unused rows hold the default row.
 
         Raises:
             InvalidInputError: there are more keys.
