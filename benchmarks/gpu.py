@@ -61,6 +61,7 @@ from oper.shmem.batch import Lookup
 from oper.shmem.device.tables import DeviceTables
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.shmem.passes import Backward
 from oper.tables import TableSpec
 F, B, rows, dim, device = 26, int(sys.argv[2]), int(sys.argv[3]), 128, sys.argv[4]
 pooling = int(sys.argv[5])
@@ -72,7 +73,7 @@ batch = Lookup(torch.randint(0, rows, (F * B * pooling,), device=device),
                torch.full((F * B,), pooling, device=device), torch.arange(F), B)
 def step():
     out, offsets = tables.forward(batch, collective=True)
-    tables.apply_gradients(torch.ones_like(out), batch, offsets)
+    tables.apply_all([Backward(torch.ones_like(out), batch, offsets)])
 for _ in range(3):
     step()
 tables.synchronize()

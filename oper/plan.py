@@ -304,7 +304,7 @@ class Plan:
                 tables.append(TablePlan(spec, pieces, head))
             if orders:
                 raise PlanError(what, "orders", sorted(orders), "orders of the plan's tables",
-                                "name a table and its order alike")
+                                "give each order the name of its table")
             return Plan(
                 _whole(value["world_size"]), tuple(tables), _text(value["objective"]),
                 _whole(value["batch_size"]), _text(value["topology"]), _number(value["step_us"]),

@@ -182,7 +182,7 @@ def _dynamic_tables(targets: Sequence[Target], dynamic: Any) -> dict[str, Dynami
     if not isinstance(dynamic, Mapping | None) or any(
             not isinstance(rule, DynamicTable) for rule in (dynamic or {}).values()):
         raise InvalidInputError(what, "dynamic", dynamic,
-                                "an oper.DynamicTable, or some by table name",
+                                "an oper.DynamicTable, or a dict of them by table name",
                                 "pass for example {table: oper.DynamicTable()}")
     rules = dict(dynamic or {})
     unknown = sorted(set(rules) - set(names))
@@ -226,17 +226,16 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
                                 "say whether the model trains or only infers")
 
 
-def find_tables(model: nn.Module) -> list[ShardedTables]:
-    """The sharded tables of a model, one for each collection, in the order of its modules."""
-    found: list[Any] = [
-        child.tables for child in model.modules() if hasattr(child, "tables")
-        and type(child).__module__.startswith("oper.integration")]
-    return found
-
-
 def tables_of(model: nn.Module, what: str) -> list[ShardedTables]:
-    """As `find_tables`; raises InvalidInputError, which begins with `what`, when there are none."""
-    found = find_tables(model)
+    """The sharded tables of a model, one for each collection, in the order of its modules.
+
+    Raises:
+        InvalidInputError: there are none; the message begins with `what`.
+    """
+    from oper.integration.checkpoint.saving import tables_of as held
+    from oper.shmem.tables import ShardedTables
+
+    found = [t for t in held(model) if isinstance(t, ShardedTables)]
     if not found:
         raise InvalidInputError(what, "model", type(model).__name__,
                                 "a model that oper.shard returned", "shard it first")
@@ -280,31 +279,31 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def micro_batches(model: nn.Module, num_passes: int | None = None) -> MicroBatches:
-    """One batch in parts: several forward and backward passes, one update of the tables.
+    """Train one batch in parts: several forward and backward passes, one update of the tables.
 
-    As `no_sync` around all passes but the last, with the difference that nothing waits for the end:
-    every backward pass inside hands its table gradients to a thread that exchanges them while the
-    program continues, and a collection's ``prefetch(features)`` inside begins the whole lookup of a
-    part to come, since rows stand still until the block ends, with the update. Ids, per-sample
-    weights and the lookups' gradients must stay as they are until then. Collective, the same passes
-    on all ranks; after an error inside nothing is updated. The sum differs from that of one batch
-    by the order of additions. `MicroBatchPipeline` does all this.
+    The result is that of `no_sync` around all passes but the last, but exchanges overlap
+    computation. Each backward pass inside hands its table gradients to a thread, which exchanges
+    them while the program continues. No row changes before the update at the end of the block, so
+    that a collection's ``prefetch(features)`` inside starts the whole lookup of a later part. Ids,
+    per-sample weights and gradients of the lookups must not be changed until then. Collective, with
+    the same passes on all ranks; after an error inside nothing is updated. Gradients differ from
+    those of one whole batch by the order of additions only. `MicroBatchPipeline` does all this.
 
     Args:
         model: what `shard` returned, or a model that contains it; tables in host memory.
-        num_passes: ``backward()`` calls inside, where that is known: the last of them begins the
-            update, and nothing inside may look rows up after it.
+        num_passes: number of ``backward()`` calls inside, if known. The last of them then starts
+            the update, and no lookup may follow it in the block.
 
     Raises:
-        InvalidInputError: more passes; on entering, tables that are read-only, in device memory,
-            dynamic, within `no_sync` or on their way to another plan.
+        InvalidInputError: there are more passes than `num_passes`; on entering: tables are
+            read-only, in device memory, dynamic, within `no_sync` or moving to another plan.
 
     Example:
         >>> import torch, oper
         >>> bag = oper.shard(torch.nn.EmbeddingBag(9, 4, mode="sum"), optimizer=oper.SGD(lr=0.1))
         >>> with oper.micro_batches(bag):
         ...     for part in torch.tensor([[[1, 2]], [[2, 3]]]):
-        ...         (bag(part).sum() / 2).backward()  # rows 1, 2 and 3 change behind the block
+        ...         (bag(part).sum() / 2).backward()  # rows 1 to 3 change after the block
     """
     from oper.shmem.micro_batches import MicroBatches
 

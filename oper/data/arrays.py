@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tokenize
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,11 +22,18 @@ def save(file: BinaryIO | Path, array: np.ndarray) -> None:
 
 
 def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether in Fortran order, and dtype of the ``.npy`` array at the file's position."""
+    """Shape, whether in Fortran order, and dtype of the ``.npy`` array at the file's position.
+
+    Raises:
+        ValueError: the header is damaged.
+    """
     version = np.lib.format.read_magic(file)
     read = (np.lib.format.read_array_header_1_0 if version == (1, 0)
             else np.lib.format.read_array_header_2_0)
-    return read(file)
+    try:
+        return read(file)
+    except (SyntaxError, tokenize.TokenError) as error:  # of NumPy's parser of the header
+        raise ValueError(str(error)) from None
 
 
 def lists(lengths: np.ndarray, values: np.ndarray) -> pa.Array:

@@ -68,7 +68,7 @@ class Ahead:
 
 
 def _are_same(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
-    """Whether they are of the same tensors, not only of the same ids."""
+    """Whether both consist of the same tensors, not only of equal ones."""
     return a is b or (
         a.values() is b.values() and a.lengths() is b.lengths()
         and a.weights_or_none() is b.weights_or_none() and a.keys() == b.keys())

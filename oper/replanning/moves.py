@@ -21,16 +21,20 @@ class Moves:
 
     Attributes:
         owner_bytes: bytes of rows and optimizer states whose owner changes.
-        between: float64 [D, D], bytes that domain t receives from domain s, at [s, t]: rows,
-            replicas and states that `oper.migrate` reads there, and the numbers of the rows that
-            it asks for. A row that the receiving domain has a replica of is read from that.
+        between: float64 [D, D]; entry [s, t] is the number of bytes that domain t receives from
+            domain s: rows, replicas and states that `oper.migrate` reads there, and the numbers
+            of requested rows. Rows of which domain t holds a replica are not transferred.
     """
 
     owner_bytes: float
     between: np.ndarray
 
     def transfer_us(self, topology: Topology) -> float:
-        """Microseconds that the busiest links take, used in both directions from start to end."""
+        """Duration of the transfer in microseconds: bytes over bandwidth of the busiest domain.
+
+        A domain's links are assumed to be busy throughout, sending and receiving at once. What
+        crosses hosts and what stays within them is transferred one after the other.
+        """
         host = np.array([d.host for d in topology.domains])
         ranks = np.array([len(d.ranks) for d in topology.domains])
         other = host[:, None] != host[None, :]

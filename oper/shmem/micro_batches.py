@@ -1,10 +1,10 @@
-"""A batch trained in parts: the exchange of one part hides behind the dense layers of the others.
+"""Training a batch in parts, so that exchanges of one part overlap dense layers of another.
 
-Rows stand still until the update, which all parts share. The lookup of the next part can therefore
-run while the dense layers of this one compute, and so can the exchange of an earlier part's
-gradients, whose owners keep the sums until the update. A thread makes these calls in the order in
-which the program asks for them, which is the same on all ranks; the program's thread waits for
-nobody meanwhile.
+All parts share one update, and no row changes before it. While the dense layers of one part
+compute, the next part can therefore be looked up and the gradients of an earlier part exchanged;
+the rows' owners add these up and keep the sums until the update. A worker thread makes these
+collective calls in the order in which the program requests them, which is the same on all ranks,
+while the program's own thread computes.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from oper.shmem.protocol import Tables
 
 
 class MicroBatches:
-    """The parts of one batch, for all tables of a model: a context in which they are trained.
+    """A context in which a batch is trained in parts, for all tables of a model.
 
-    Leaving it, or the last of `num_passes` backward passes inside, updates the tables once, with
-    the sum of the gradients of all passes; where an error leaves it before, these are forgotten.
-    Collective, as are the passes inside. It belongs to the thread that enters it, and other
-    threads' passes wait.
+    The tables are updated once, with the sum of the gradients of all backward passes inside: by the
+    last of `num_passes` passes or, without that number, at the end of the block. If an error leaves
+    the block first, the gradients are discarded. Collective, as are the passes inside. The context
+    belongs to the thread that enters it; passes of other threads wait for its end.
 
     Args:
-        tables: of the model.
-        num_passes: backward passes inside, where that is known.
+        tables: the model's tables.
+        num_passes: number of backward passes inside, if known.
 
     Raises:
-        InvalidInputError: on entering, tables that cannot be trained in parts now.
+        InvalidInputError: on entering, if the tables cannot be trained in parts at present.
     """
 
     def __init__(self, tables: Sequence[Tables], num_passes: int | None = None) -> None:
@@ -85,8 +85,10 @@ class MicroBatches:
 
 
 class _Worker:
-    """Has a thread make the collective calls of all tables, in order; none after one that has
-    failed, since the ranks no longer agree on what comes next."""
+    """Makes the collective calls of all tables on one thread, in order.
+
+    After a call has failed no other is made, since ranks may no longer agree on the next one.
+    """
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
@@ -94,7 +96,7 @@ class _Worker:
         self._identity: int | None = None  # of the thread, once it has begun
 
     def ask(self, call: Any, argument: Any) -> Future[Any]:
-        """Have a call made behind those before it."""
+        """Queue a call; returns its future result."""
         asked = self._thread.submit(self._run, call, argument)
         self._asked.append(asked)
         return asked
@@ -105,18 +107,18 @@ class _Worker:
         return call(argument)
 
     def settle(self) -> None:
-        """Wait until all that was asked for is done, on any thread but this."""
+        """Wait until all queued calls are done; returns at once on the worker thread itself."""
         if threading.get_ident() != self._identity:
             wait(self._asked)
 
     def raise_failed(self) -> None:
-        """Raise the first error met so far."""
+        """Raise the error of the first call that has failed so far."""
         for asked in self._asked:
             if asked.done():
                 asked.result()
 
     def end(self) -> None:
-        """End when all that was asked for is done."""
+        """Wait until all queued calls are done."""
         wait(self._asked)
 
 
@@ -134,21 +136,22 @@ class Parts:
         self._num_left = 0
         self._last: Backward | None = None
 
-    # ---- what the program's thread asks for ------------------------------------------------------
+    # ---- called by the program's thread ----------------------------------------------------------
 
     def start(self, batch: Lookup) -> Future[Lookup]:
-        """Begin a lookup; the same batch, which `ShardedTables.lookup` goes on with."""
+        """Start a lookup on the worker; the result is the batch with what it has found, for
+        `ShardedTables.lookup`."""
         return self._worker.ask(self._look_up, batch)
 
     def looked_up(self, batch: Lookup) -> Lookup:
-        """A batch with what its lookup has found, begun now unless it was before."""
+        """A batch with the result of its lookup, which is started now unless it was before."""
         self._refuse_more()
         if batch.looked_up is None or batch.looked_up.by is not self:
             return self.start(batch).result()
         return batch
 
     def leave(self, passed: Backward) -> None:
-        """Begin to exchange the gradients of a part, and with those of the last one to update."""
+        """Start the exchange of a part's gradients; after the last part also the update."""
         self._worker.raise_failed()
         self._refuse_more()
         if self._last is not None and self._last.frozen != passed.frozen:
@@ -162,29 +165,32 @@ class Parts:
         self._worker.ask(self._pass_back, (passed, _versions(passed), is_last))
 
     def refuse(self, error: BaseException) -> None:
-        """In the place of `leave` on a rank that cannot take part: no rank updates."""
+        """Called instead of `leave` on a rank whose backward pass fails: no rank updates."""
         self._worker.ask(self._refuse, error)
 
     def check_drop(self) -> None:
-        """Raise InvalidInputError where gradients of these parts would have to be forgotten."""
+        """Raise InvalidInputError if backward passes of this batch have been exchanged already.
+
+        The rows' owners have added up their gradients, which a rank alone cannot take back.
+        """
         if self._num_left:
             raise InvalidInputError(
                 "cannot forget gradients", "backward passes of this batch", self._num_left,
-                "0, as their owners have them",
-                "call zero_grad() before the first part, or behind oper.micro_batches")
+                "0, since gradients of earlier parts have been sent to the rows' owners",
+                "call zero_grad() before the first part, or after oper.micro_batches")
 
     def _refuse_more(self) -> None:
         if self._num_left == self._num_passes:
             raise InvalidInputError("cannot train another part of this batch", "num_passes",
-                                    self._num_passes, "as many backward passes",
-                                    "pass their number, or leave it out")
+                                    self._num_passes, "no more backward passes than that",
+                                    "pass the right number, or leave it out")
 
     def settle(self) -> None:
-        """Wait until all that was asked for is done, on any thread but the one that does it."""
+        """Wait until all queued calls are done; returns at once on the worker thread itself."""
         self._worker.settle()
 
     def update(self) -> None:
-        """Update with the gradients of all parts, unless that is done."""
+        """Update the rows with the gradients of all parts, unless that has been done."""
         if self._last is None or self._num_left == self._num_passes:
             return
         batch, grad, last = self._last.batch, self._last.grad, self._last
@@ -194,10 +200,10 @@ class Parts:
                                    last.offsets.new_zeros(1), last.frozen))
 
     def forget(self) -> None:
-        """Forget the gradients that owners keep."""
+        """Discard the gradients that the rows' owners have added up."""
         torch.ops.oper.lookup_forget(self._tables.handle)
 
-    # ---- what the thread does --------------------------------------------------------------------
+    # ---- on the worker thread --------------------------------------------------------------------
 
     def _look_up(self, batch: Lookup) -> Lookup:
         given, versions, num_published = batch, batch.versions(), self._tables.num_published
@@ -223,21 +229,21 @@ class Parts:
 
 
 def _versions(passed: Backward) -> tuple[int, ...]:
-    """As `Lookup.versions`, of the gradient too."""
+    """`Lookup.versions` of the batch, and the version of the gradient."""
     return *passed.batch.versions(), -1 if passed.grad.is_inference() else passed.grad._version
 
 
 def check_unchanged(before: tuple[int, ...], now: tuple[int, ...]) -> None:
-    """Raise InvalidInputError for tensors that were written to while the thread used them."""
+    """Raise InvalidInputError if tensors were written to while the worker thread used them."""
     if before != now:
         raise InvalidInputError("cannot train a part of a batch", "changed in place",
                                 "ids, per-sample weights or the gradient of a lookup",
-                                "the same until the parts' update",
-                                "write the next part into other tensors")
+                                "unchanged until the update",
+                                "use other tensors for the next part")
 
 
 def why_not_in_parts(tables: Tables) -> str:
-    """Why tables cannot be trained in parts now; empty where they can."""
+    """Why tables cannot be trained in parts at present; empty if they can."""
     reasons = {
         "are read-only": tables.optimizers is None,
         "are in device memory": not tables.trains_in_parts,
@@ -249,7 +255,7 @@ def why_not_in_parts(tables: Tables) -> str:
 
 
 def _check(tables: Tables) -> None:
-    """Raise InvalidInputError for tables that cannot be trained in parts now."""
+    """Raise InvalidInputError if tables cannot be trained in parts at present."""
     reason = why_not_in_parts(tables)
     if reason:
         raise InvalidInputError("cannot train a batch in parts", "tables",

@@ -46,24 +46,16 @@ class TableUpdates:
     _known: Callable[[Lookup], ResolvedIds | None]
     _raise: Callable[..., Any]
 
-    def apply_gradients(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
-                        frozen: frozenset[str] = frozenset()) -> None:
-        """Reduce the gradients of `forward`'s output, exchange them and update. Collective.
+    def apply_all(self, parts: list[Backward]) -> None:
+        """Sum the gradients of lookups, exchange them and update the rows once. Collective.
 
-        The arguments are those of `Backward`; tables frozen now are not updated either.
+        For a micro-batch the gradients are only exchanged. Tables frozen now are not updated.
 
         Raises:
             InvalidInputError: passes held back by `no_sync` had other tables frozen, or one of
                 their gradients was refused.
             PeerLostError: a peer has ended.
             DeadlineError: a peer did not arrive in time.
-        """
-        self.apply_all([Backward(grad, batch, offsets, frozen)])
-
-    def apply_all(self, parts: list[Backward]) -> None:
-        """As `apply_gradients`, for several lookups whose gradients are summed into one update.
-
-        For a micro-batch the gradients are only exchanged.
         """
         with self.turns.lock:
             if not self.turns.is_alone:
@@ -219,7 +211,7 @@ class TableUpdates:
     @in_turn
     def weight_gradient(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor,
                         updates: bool) -> torch.Tensor:
-        """Gradient of the per-sample weights, float32 [N]; before `apply_gradients`.
+        """Gradient of the per-sample weights, float32 [N]; before `apply_all`.
 
         Args:
             grad, batch, offsets: see `Backward`.

@@ -421,12 +421,6 @@ def read_arrays(
         return {name: file.read(name) for name in file.names}, file.meta
 
 
-def read_meta(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
-    """The `meta` mapping of an array file, whose arrays may be damaged; raises as `ArrayFile`."""
-    with ArrayFile(path, kind, version) as file:
-        return file.meta
-
-
 @contextlib.contextmanager
 def damage_told(what: str) -> Iterator[None]:
     """Turn what zipfile raises on a damaged archive into a FileFormatError that begins with `what`.

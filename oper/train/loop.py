@@ -18,7 +18,8 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from oper.errors import InvalidInputError, OperError, PeerLostError, fail
-from oper.sharding import find_tables
+from oper.integration.checkpoint.saving import tables_of
+from oper.shmem.tables import ShardedTables
 from oper.support.files import named, write_text
 from oper.support.versions import versions
 from oper.train.config import TrainConfig
@@ -179,7 +180,8 @@ class _Meter:
     """Mean loss, speed and time of the tables' phases since the last reading, over all ranks."""
 
     def __init__(self, engine: Engine) -> None:
-        self._tables = [t for t in find_tables(engine.bare) if t.times_phases]
+        self._tables = [t for t in tables_of(engine.bare)
+                        if isinstance(t, ShardedTables) and t.times_phases]
         self.restart()
 
     def restart(self) -> None:

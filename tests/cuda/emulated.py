@@ -15,6 +15,7 @@ from oper.plan import Plan
 from oper.shmem import library
 from oper.shmem.batch import Lookup
 from oper.shmem.optim.optimizers import Optimizer
+from oper.shmem.passes import Backward
 from tests import runtime_support
 from tests.cuda.compiler import emulated_library
 from tests.runtime_support import Case, Result, make_steps, train_virtual
@@ -66,7 +67,7 @@ class _HostLookup(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weights = tables.weight_gradient(gradient, batch, offsets, False).to(
                 ctx.device_of_weights)
-        tables.apply_gradients(gradient, batch, offsets)
+        tables.apply_all([Backward(gradient, batch, offsets)])
         return None, of_weights, None, None
 
 

@@ -1,10 +1,11 @@
-"""Managed collisions on several ranks: one map of ids, that of a process which sees all of them."""
+"""Managed collisions: those of TorchRec in one process, and one map of ids on several ranks."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torchrec
 from torchrec.modules.mc_embedding_modules import (
@@ -80,6 +81,33 @@ def test_ranks_learn_one_map() -> None:
         for found in ranks:
             assert torch.allclose(found[name].double(), one[name].double(), rtol=1e-5, atol=1e-6
                                   ), name
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_managed_collisions(pooled: bool) -> None:
+    """Zero-collision hashing in front of the tables: the same remapped ids, outputs and rows."""
+    plain, sharded = make(pooled), oper.shard(make(pooled), optimizer=oper.SGD(lr=LR))
+    assert type(sharded).__name__ == type(plain).__name__
+    for step in range(6):
+        g = torch.Generator().manual_seed(step)
+        raw = (torch.rand(24, generator=g) ** 3 * 1e15).long() % (10**12 + step % 3)
+        batch = KJT.from_lengths_sync(["f", "g"], raw, torch.full((12,), 2))
+        (got, ids), (want, true_ids) = sharded(batch), plain(batch)
+        assert torch.equal(ids.values(), true_ids.values())
+        values = [(x.values() if pooled else torch.cat([j.values() for j in x.values()]))
+                  for x in (got, want)]
+        assert torch.allclose(values[0], values[1], rtol=1e-5, atol=1e-6)
+        for v in values:
+            v.pow(2).sum().backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                if p.grad is not None:
+                    p -= LR * p.grad
+                    p.grad = None
+    state = plain.state_dict()
+    assert sharded.state_dict().keys() == state.keys()
+    for name, value in sharded.state_dict().items():
+        assert torch.allclose(value.double(), state[name].double(), rtol=1e-5, atol=1e-5), name
 
 
 def _make_hashing() -> tuple[Any, Any]:

@@ -156,3 +156,17 @@ def test_a_tag_wins_over_the_argument() -> None:
     before = dict(still.state_dict())
     still(make_kjt(0, 10)).values().square().sum().backward()
     assert_bitwise(dict(still.state_dict()), before, "weights at the tag's rate 0")
+
+
+def test_a_variable_batch_needs_its_inverse() -> None:
+    plain = EmbeddingBagCollection(tables=[EmbeddingBagConfig(
+        num_embeddings=5, embedding_dim=4, name="t", feature_names=["f", "g"])])
+    sharded = oper.shard(plain, optimizer=oper.SGD())
+    ids, lengths = torch.tensor([1, 2, 3]), torch.tensor([1, 1, 1])
+    strides = [[1], [2]]
+    with pytest.raises(InvalidInputError, match="inverse_indices"):
+        sharded(KeyedJaggedTensor(["f", "g"], ids, lengths=lengths,
+                                  stride_per_key_per_rank=strides))
+    with pytest.raises(InvalidInputError, match="'g'"):
+        sharded(KeyedJaggedTensor(["f", "g"], ids, lengths=lengths, stride_per_key_per_rank=strides,
+                                  inverse_indices=(["f"], torch.zeros(1, 2, dtype=torch.int64))))

@@ -102,7 +102,7 @@ def bags(generator: torch.Generator, ids: torch.Tensor | None = None
     return ids[torch.randint(0, ids.numel(), (int(lengths.sum()),), generator=generator)], lengths
 
 
-def differences() -> list[str]:
+def differences(rank: int, world_size: int) -> list[str]:
     """What is not as it should be, over dims, poolings and weights."""
     generator = torch.Generator().manual_seed(5)
     found = []
@@ -162,14 +162,10 @@ def bits_differ(reader: Reader, plan: Plan, stops: Mapping[str, int], values: to
     return found
 
 
-def _differences(rank: int, world_size: int) -> list[str]:
-    return differences()
-
-
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
 def test_rows_of_each_type_are_added_as_fbgemm_adds_them(kernels: str) -> None:
     env = {"OPER_CPU_KERNELS": kernels} if kernels else {}
-    assert run_world(1, _differences, env=env) == [[]]
+    assert run_world(1, differences, env=env) == [[]]
 
 
 @pytest.mark.parametrize("tiers", [

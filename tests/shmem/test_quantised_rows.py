@@ -47,7 +47,7 @@ def our_tables(dtype: str, num_rows: int, dim: int, pooling: str = "sum") -> Sha
     return ShardedTables(uniform_plan([spec], 1), [("f", "t")], SingleGroup(), None)
 
 
-def differences() -> list[str]:
+def differences(rank: int, world_size: int) -> list[str]:
     """Every shape of lookup whose bits are not FBGEMM's."""
     generator = torch.Generator().manual_seed(5)
     found = []
@@ -70,14 +70,10 @@ def differences() -> list[str]:
     return found
 
 
-def _differences(rank: int, world_size: int) -> list[str]:
-    return differences()
-
-
 @pytest.mark.parametrize("kernels", ["", "avx2", "generic"])
 def test_lookups_equal_fbgemm_bit_for_bit(kernels: str) -> None:
     env = {"OPER_CPU_KERNELS": kernels} if kernels else {}
-    assert run_world(1, _differences, env=env) == [[]]
+    assert run_world(1, differences, env=env) == [[]]
 
 
 @pytest.mark.parametrize("dtype", TYPES)

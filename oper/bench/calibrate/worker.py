@@ -19,6 +19,7 @@ from oper.plan import Piece, Plan, TablePlan, Tier, uniform_plan
 from oper.shmem.batch import Lookup
 from oper.shmem.group.groups import Group, default_group
 from oper.shmem.optim.optimizers import RowWiseAdagrad
+from oper.shmem.passes import Backward
 from oper.shmem.rows import CHUNK_ROWS
 from oper.shmem.tables import ShardedTables
 from oper.stats import AccessStats
@@ -197,7 +198,7 @@ def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor
     delayed = _run_delay()
     begin = time.perf_counter()
     _, offsets = tables.forward(batch, collective=True)
-    tables.apply_gradients(gradient, batch, offsets)
+    tables.apply_all([Backward(gradient, batch, offsets)])
     took = time.perf_counter() - begin
     return took, list(tables.phase_ns().values()), _run_delay() - delayed
 

@@ -182,7 +182,7 @@ def aligner(tables: ShardedTables) -> Callable[[], None]:
 
 
 def over(inputs: Sequence[Any], call: Callable[[Any], Any]) -> Call:
-    """`call` on input number k, modulo their number."""
+    """A function of k that runs `call` on input k, modulo the number of inputs."""
     return lambda k: call(inputs[k % len(inputs)])
 
 

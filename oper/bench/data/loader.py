@@ -33,8 +33,10 @@ def _open(where: list[Any], rank: int, world_size: int, prefetch: int = 0) -> Lo
 
 
 def _run_epochs(pipe: Any, where: list[Any], rank: int, world_size: int) -> None:
-    """Send rows, seconds and processor time of epochs, the first of which warms up; each begins
-    when it is told to."""
+    """Send rows, seconds and processor time of epochs, the first of which warms up.
+
+    Each epoch begins on a message from the parent.
+    """
     loader, found = _open(where, rank, world_size), []
     for epoch in range(_EPOCHS + 1):
         loader.set_epoch(epoch)

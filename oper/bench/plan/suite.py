@@ -116,7 +116,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _seeds(text: str) -> str:
-    """`text`, of which both ends are numbers in order."""
+    """`text` if it is a valid range of seeds, ``FIRST`` or ``FIRST-LAST``."""
     first, _, last = text.partition("-")
     whole(whole(0)(first))(last or first)
     return text

@@ -386,7 +386,7 @@ def _shares(seconds: dict[int, float]) -> list[float]:
 
 
 def _growth(samples: list[tuple[float, int, int]]) -> dict[str, Any]:
-    """Memory and descriptors of the last fifth against the fifth from 40 to 60 %."""
+    """Growth of memory and descriptors from the middle fifth of the run to the last one."""
     table = np.array(samples, np.float64).reshape(-1, 3)
     middle = table[(table[:, 0] >= 0.4) & (table[:, 0] < 0.6)]
     last = table[table[:, 0] >= 0.8]

@@ -1,8 +1,8 @@
-"""``oper bench lookup``: forward passes of OPER, torch and fbgemm, beside the gather ceiling; and
-backward passes with the update of the tables beside fbgemm's; and how a step's time grows.
+"""``oper bench lookup``: lookups and updates beside torch, fbgemm and bare gathers; scaling.
 
-Forward passes are without gradient, by OPER's read-only tables. Unsharded tables are in one process
-with as many threads as OPER's processes have together.
+Lookups are forward passes without gradient on OPER's read-only tables; updates are backward passes
+with the optimizer, compared with fbgemm's. Unsharded tables are in one process, which has as many
+threads as OPER's processes have together.
 """
 
 from __future__ import annotations
@@ -252,10 +252,10 @@ class UpdateCase(Case):
 
 
 class Steps:
-    """Forward passes that keep their output for the backward pass.
+    """A contender's forward pass, and the backward pass of its latest output.
 
     Args:
-        forward: function that returns the outputs of the batch of a number.
+        forward: function that returns the output of a batch, given by its number.
         gradient: the gradient of every output.
     """
 
@@ -295,10 +295,10 @@ def _compare_tables(model: Any, fused: Any, sides: dict[str, Steps]) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class ScaleCase(Case):
-    """One point of one axis; all tables striped over the ranks.
+    """One point of a scaling experiment; all tables are striped over the ranks.
 
     Attributes:
-        axis: the varied quantity, along which step times per byte are compared.
+        axis: the quantity that is varied; step times per byte are compared along it.
     """
 
     axis: str = ""

@@ -210,7 +210,7 @@ class Bfloat16(nn.Module):
 
 
 def make_dlrm(work: Workload, collection: Any, dense: Dense | None = None) -> Any:
-    """A whole model for training over a collection; `Dense` by default."""
+    """A DLRM for training around a collection; `dense` defaults to `Dense()`."""
     from torchrec.models.dlrm import DLRMTrain
 
     dense = dense or Dense()

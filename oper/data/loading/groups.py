@@ -102,7 +102,7 @@ class RowGroups:
 
 
 def _told(folder: Folder, name: str, size: int) -> list[int] | None:
-    """Rows of the row groups of a file of `size` bytes; None where the manifest is of another."""
+    """Rows of the row groups of a file of `size` bytes; None if the manifest is of another file."""
     known, rows = folder.part_sizes.get(name, (-1, 0))
     full, rest = divmod(rows, folder.row_group_rows)
     if known != size or full > size:  # no group takes less than a byte

@@ -330,8 +330,7 @@ def _share(options: LoaderOptions) -> tuple[int, int]:
 
 def _ahead(make: Callable[[list[int]], list[Any]], together: Iterable[list[int]], prefetch: int
            ) -> Iterator[list[Any]]:
-    """``make(numbers)`` of batches that are made together, with `prefetch` of them made ahead, each
-    by a thread."""
+    """``make(numbers)`` for groups of batch numbers, `prefetch` groups ahead, each on a thread."""
     if not prefetch:
         yield from map(make, together)
         return

@@ -85,7 +85,7 @@ def preprocess(
 
 
 def _local_folder(url: str) -> Path:
-    """Where outputs that go to a URL are made, each in a folder called by its job."""
+    """The local folder in which outputs for a URL are made, each in a folder named by its job."""
     name = hashlib.sha256(store.full_name(url).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"oper-{os.getuid()}" / name
 
@@ -97,7 +97,7 @@ class _Place:
     Attributes:
         url: the folder's.
         local: the temporary folder of all outputs that go there.
-        manifest: of the output that is there; empty where none is.
+        manifest: that of the output already there; empty if there is none.
     """
 
     url: str
@@ -148,8 +148,8 @@ def _preprocess(recipe: Recipe, inputs: Sequence[str], output: Path, options: Pr
                 place: _Place | None = None) -> dict[str, Any]:
     """`preprocess` into a local folder, from files that can be read more than once.
 
-    What goes to a `place` whose manifest is that of this same job is not made again: the manifest
-    itself is returned.
+    If the output at `place` is already that of this same job, nothing is done and its manifest is
+    returned.
     """
     paths = find_inputs(recipe, inputs)
     _check_apart(paths, str(output) if place is None else place.url)

@@ -28,7 +28,7 @@ _BATCH_ROWS = 1 << 16
 
 @dataclass(slots=True)
 class _Sequences:
-    """What is to be made of the events of a folder, and what was."""
+    """Which sequences to make of a folder's events, and how many events they have by split."""
 
     folder: Folder
     by: str
@@ -50,7 +50,7 @@ class _Sequences:
         return found
 
     def make(self, split: str, table: pa.Table) -> pa.Table:
-        """A row for each user of a table that has all of the users' events."""
+        """The sequences, one row per user, of a table that has all events of its users."""
         own = self.folder
         users = table.column(self.by).to_numpy()
         rows = np.flatnonzero(self.single(users))
@@ -93,8 +93,8 @@ def write_sequences(
     for every other sparse column the bag of its ids in these events, in order of time if the log
     has times, otherwise in the order of the log. Label, dense columns and time are those of the
     last event. Users that share a row (rare, unseen or missing ones) are left out. Tables and their
-    rows stay as they are. Events are sorted on disk: about a million are in memory at once, or a
-    256th.
+    rows stay as they are. Events are sorted on disk: about a million of them are in memory at once,
+    or 1/256 of all if that is more.
 
     Args:
         path: a folder that ``oper preprocess`` wrote.
@@ -106,8 +106,8 @@ def write_sequences(
         compression: of the Parquet files, ``"none"`` or ``"zstd"``.
 
     Returns:
-        The manifest of the new folder; ``sequences`` in it says how many events of each part are
-        there and were.
+        The manifest of the new folder; its ``sequences`` gives the number of events of each part,
+        kept and in all.
 
     Raises:
         InvalidInputError: a column or length is unsuitable, users share hashed rows, `output`
@@ -161,7 +161,7 @@ def write_sequences(
 
 
 def _by_user(made: _Sequences, split: str, work: Path) -> Iterator[pa.Table]:
-    """The events of a part in tables that have all of a user's each."""
+    """The events of a split, in tables each of which has all events of its users."""
     folder = made.folder
     count = min(_MAX_FILES, max(1, -(-folder.rows[split] // _ROWS_AT_ONCE)))
     if count == 1:

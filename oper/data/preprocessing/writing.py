@@ -123,7 +123,7 @@ def spans_of_time(slices: Slices, num_rows: int) -> list[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class RowRange:
     """Rows `[start, stop)` of a chunk of a unit; `about` is the chunk's record."""
 
     unit: int
@@ -172,7 +172,7 @@ class Writer:
     def write_unit(self, number: int, first_row: int) -> dict[str, int]:
         """Write a unit whose first row is row `first_row` of the log; returns rows by split."""
         return self._write(number, (
-            self._table(Stretch(number, chunk, about, 0, about["rows"]), first_row)
+            self._table(RowRange(number, chunk, about, 0, about["rows"]), first_row)
             for chunk, about in enumerate(self.stage.record(number)["chunks"]) if about["rows"]))
 
     def write_span(self, number: int, num_units: int, first: int, last: int) -> dict[str, int]:
@@ -181,7 +181,7 @@ class Writer:
         Rows of one second keep the order of the log. Each chunk is in order of time, so a span is a
         contiguous range of every chunk. Returns rows by split.
         """
-        every = (Stretch(unit, chunk, about, 0, about["rows"]) for unit in range(num_units)
+        every = (RowRange(unit, chunk, about, 0, about["rows"]) for unit in range(num_units)
                  for chunk, about in enumerate(self.stage.record(unit)["chunks"]))
         near = [x for x in every if x.about["time"] and x.about["time"][0] < last
                 and first <= x.about["time"][1]]
@@ -202,34 +202,34 @@ class Writer:
             writer.close()
         return {split: w.num_rows for split, w in zip(SPLITS, writers, strict=True)}
 
-    def _between(self, stretches: Sequence[Stretch], first: int, last: int) -> list[Stretch]:
+    def _between(self, ranges: Sequence[RowRange], first: int, last: int) -> list[RowRange]:
         found = []
-        for x in stretches:
+        for x in ranges:
             times = self.stage.place(x.unit, x.chunk, x.about)[1][x.start:x.stop]
             start, stop = (x.start + int(k) for k in np.searchsorted(times, [first, last]))
             if start < stop:
                 found.append(replace(x, start=start, stop=stop))
         return found
 
-    def _in_order(self, stretches: Sequence[Stretch], first: int, last: int
+    def _in_order(self, ranges: Sequence[RowRange], first: int, last: int
                   ) -> Iterator[pa.Table]:
-        """Tables of stretches that lie between two seconds, in order of time, of bounded size."""
-        num_rows = sum(x.stop - x.start for x in stretches)
+        """Tables of ranges that lie between two seconds, in order of time, of bounded size."""
+        num_rows = sum(x.stop - x.start for x in ranges)
         if last - first <= 1:
-            yield from (self._table(x, 0) for x in stretches)
+            yield from (self._table(x, 0) for x in ranges)
         elif num_rows > piece_rows(self.recipe.dense, self.recipe.sparse):
             middle = (first + last) // 2
             for start, stop in ((first, middle), (middle, last)):
-                yield from self._in_order(self._between(stretches, start, stop), start, stop)
-        elif stretches:
-            table = pa.concat_tables([self._table(x, 0) for x in stretches])
+                yield from self._in_order(self._between(ranges, start, stop), start, stop)
+        elif ranges:
+            table = pa.concat_tables([self._table(x, 0) for x in ranges])
             times = table.column(self.recipe.time).to_numpy()
             if (np.diff(times) < 0).any():
                 table = table.combine_chunks().take(pa.array(np.argsort(times, kind="stable")))
             yield table
 
-    def _table(self, x: Stretch, first_row: int) -> pa.Table:
-        """The rows of a stretch with ids, and the part that each goes to."""
+    def _table(self, x: RowRange, first_row: int) -> pa.Table:
+        """The rows of a range with ids, and the part that each goes to."""
         rows = slice(x.start, x.stop)
         numbers, times = self.stage.place(x.unit, x.chunk, x.about)
         place = numbers[rows] + first_row if self.split.by == "rows" else times[rows]
@@ -247,7 +247,7 @@ class Writer:
         return pa.Table.from_arrays(arrays, schema=pa.schema(
             [pa.field(n, a.type, nullable=False) for n, a in zip(columns, arrays, strict=True)]))
 
-    def _ids(self, x: Stretch, k: int, name: str) -> Any:
+    def _ids(self, x: RowRange, k: int, name: str) -> Any:
         """The ids of the k-th sparse column: int32 (raw ones int64), or lists of them."""
         coded = self.stage.codes(x.unit, x.chunk, x.about, k)
         values = self.stage.values(x.unit, x.chunk, x.about, k)
@@ -256,7 +256,7 @@ class Writer:
             begin = int(coded.lengths[:x.start].sum())
             lengths = coded.lengths[x.start:x.stop]
             codes = coded.codes[begin:begin + int(lengths.sum())]
-        if codes.size * 4 < values.size:  # of a short stretch only the values that it has
+        if codes.size * 4 < values.size:  # of a short range only the values that it has
             there, codes = np.unique(codes, return_inverse=True)
             ids = self.vocabulary(name).lookup(values[there[there > 0] - 1])
             ids = ids if there.size and there[0] == 0 else ids[1:]

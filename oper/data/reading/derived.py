@@ -34,7 +34,7 @@ class Derived:
         self.unmatched = [0] * len(recipe.joins)
 
     def add(self, rows: Rows) -> Rows:
-        """The same rows with all columns of the recipe.
+        """The rows with the recipe's joined and crossed columns added.
 
         Raises:
             FileFormatError: a side table has malformed rows or a repeated key.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tokenize
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -364,7 +365,7 @@ def _load(path: str) -> np.ndarray:
         raise InvalidInputError(
             "cannot read arrays", "path", path, "an existing file beside the others",
             "put the day's dense, sparse and labels files into one folder") from None
-    except (ValueError, EOFError, OSError) as error:
+    except (ValueError, EOFError, OSError, SyntaxError, tokenize.TokenError) as error:
         raise FileFormatError(f"cannot read {path!r}", "content", str(error)[:200],
                               "a complete .npy file", "fetch it again") from None
 
@@ -378,7 +379,8 @@ class _Members:
             archive = zipfile.ZipFile(path)
             self._files = [archive.open(f"{k}.npy") for k in range(count)]
             heads = [read_header(file) for file in self._files]
-        except (zipfile.BadZipFile, KeyError, ValueError, OSError) as error:
+        # RuntimeError: a damaged directory calls a member encrypted, or compressed in another way.
+        except (zipfile.BadZipFile, KeyError, RuntimeError, ValueError, OSError) as error:
             raise FileFormatError(f"cannot read {path!r}", "content", str(error)[:200],
                                   f"a complete .npz with members 0..{count - 1}",
                                   "fetch it again") from None

@@ -1,10 +1,10 @@
-"""The files of delta checkpoints: rows that changed since the checkpoint before, rank by rank.
+"""The files of delta checkpoints: the rows that each rank has changed since the previous delta.
 
-Beside a checkpoint ``F`` lies ``F.deltas/BASE/NUMBER/rank-R-PART.npz``. ``BASE`` is the sum of F's
-checksums, so that deltas of another checkpoint are never taken for its own; numbers count from 0.
-A delta is complete when every rank's parts are there, of which the last says so: nothing is written
-twice and no rank waits for another. Each file has a CRC-32 of everything in it: see
-`oper.support.files`.
+The deltas of a checkpoint ``F`` are ``F.deltas/BASE/NUMBER/rank-R-PART.npz``. ``BASE`` identifies F
+by the checksum of its file of checksums, so that deltas of another checkpoint are not taken for
+F's; numbers count from 0. A rank's last part is marked as such, and a delta is complete when all
+ranks have written theirs, so that no rank waits for another. Every array of a file has a CRC-32,
+see `oper.support.files`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from oper.errors import FileFormatError, InvalidInputError
 from oper.integration.checkpoint.files import CHECKSUMS, METADATA, sum_of
 from oper.integration.checkpoint.on_demand import TableRows
 from oper.shmem.rows import LogicalRows
-from oper.support.files import ArrayFile, read_arrays, read_meta, write_arrays
+from oper.support.files import ArrayFile, read_arrays, write_arrays
 
 KIND, VERSION = "oper-delta", 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)\.npz")
@@ -35,14 +35,14 @@ _PLAIN_TYPES = (int, float, bool, str, bytes, type(None))
 
 @dataclass(slots=True, eq=False)
 class Delta:
-    """What there is of one delta.
+    """One delta, of which some ranks may not have written all parts.
 
     Attributes:
-        number: its place in the chain.
-        step: the user's number of the step that it holds.
-        since: that of the state which it continues.
-        world_size: ranks that wrote it.
-        files: by rank, in order; those whose last part is there.
+        number: its position in the chain, from 0.
+        step: the step that it holds, as numbered by the user.
+        since: the step that it continues.
+        world_size: number of ranks that write it; 0 = not known yet.
+        files: by rank, the parts in order; only ranks that have written all of them.
     """
 
     number: int
@@ -58,32 +58,32 @@ class Delta:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of which something is missing."""
+        """Ranks that have not written all of their parts."""
         return [r for r in range(self.world_size) if r not in self.files]
 
 
 def base_of(checkpoint: Path) -> str:
-    """What tells a checkpoint from all others."""
+    """An identifier of a checkpoint: CRC-32 and size of its checksums, or else its description."""
     name = CHECKSUMS if (checkpoint / CHECKSUMS).exists() else METADATA
     size, crc = sum_of(checkpoint / name)
     return f"{crc:08x}-{size}"
 
 
 def folder_of(checkpoint: Path) -> Path:
-    """Where the deltas of the checkpoint at this place lie."""
+    """The folder of a checkpoint's deltas."""
     return checkpoint.with_name(checkpoint.name + ".deltas")
 
 
 def write_part(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray],
                meta: dict[str, Any]) -> int:
-    """Write one part whole or not at all; returns its bytes."""
+    """Write one part, whole or not at all; returns its size in bytes."""
     path = folder / f"rank-{where['rank']:05d}-{where['part']:05d}.npz"
     write_arrays(path, KIND, VERSION, arrays, {**meta, **where}, uncached=True)
     return path.stat().st_size
 
 
 def read_part(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and description of a part; raises FileFormatError when it is damaged or foreign."""
+    """Arrays and description of a part; raises FileFormatError if it is damaged or another file."""
     arrays, meta = read_arrays(path, KIND, VERSION)
     return arrays, _checked(path, meta)
 
@@ -96,7 +96,7 @@ def open_part(path: Path) -> ArrayFile:
 
 
 def _checked(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """The description of a part; raises FileFormatError when it is of another file."""
+    """`meta` if it describes the part at `path`; raises FileFormatError otherwise."""
     numbers = [meta.get(k) for k in ("number", "step", "since", "rank", "world_size", "part")]
     if not (all(type(n) is int and n >= 0 for n in numbers) and meta["rank"] < meta["world_size"]
             and isinstance(meta.get("items"), list) and type(meta.get("last")) is bool
@@ -107,11 +107,11 @@ def _checked(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def find(checkpoint: Path, place: Path) -> list[Delta]:
-    """The deltas of a checkpoint in order: complete ones, then at most one that is not.
+    """The deltas of a checkpoint in order: complete ones, then at most one incomplete one.
 
     Args:
-        checkpoint: the folder that was found.
-        place: where it would lie had nothing gone wrong; the deltas lie beside that.
+        checkpoint: the folder that is loaded: `place`, or after a crash the one kept beside it.
+        place: the folder that checkpoints are saved to; the deltas are beside it.
     """
     found: list[Delta] = []
     folder = folder_of(place) / base_of(checkpoint)
@@ -123,8 +123,11 @@ def find(checkpoint: Path, place: Path) -> list[Delta]:
 
 
 def look(folder: Path, number: int) -> Delta:
-    """What there is of delta `number` in its folder, by the descriptions of its parts; raises
-    FileFormatError when these are damaged."""
+    """Delta `number` as far as it is in its folder, by the descriptions of its parts.
+
+    Raises:
+        FileFormatError: a description is damaged, or two of them contradict each other.
+    """
     parts: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)
@@ -135,7 +138,8 @@ def look(folder: Path, number: int) -> Delta:
         files = [paths[k] for k in range(len(paths)) if k in paths]
         if len(files) < len(paths):
             continue
-        meta = _checked(files[-1], read_meta(files[-1], KIND, VERSION))
+        with open_part(files[-1]) as last:
+            meta = last.meta
         if not meta["last"]:
             continue
         if delta.world_size not in (0, meta["world_size"]) or meta["number"] != number or (
@@ -152,13 +156,13 @@ def look(folder: Path, number: int) -> Delta:
 
 
 def check(deltas: list[Delta], turn: int, turns: int) -> None:
-    """Read every `turns`-th file whole; raises FileFormatError where one is damaged."""
+    """Read every `turns`-th file, from number `turn` on; raises FileFormatError on damage."""
     files = [p for d in deltas for paths in d.files.values() for p in paths]
     for path in files[turn::turns]:
         read_part(path)
 
 
-# ---- what is in them -----------------------------------------------------------------------------
+# ---- their content -------------------------------------------------------------------------------
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -175,8 +179,8 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 def check_readable(what: str, state: dict[str, Any]) -> None:
     """Raise InvalidInputError for a value that could be saved but not loaded again.
 
-    Nothing but tensors and plain values is unpickled: NumPy's numbers, paths and objects of classes
-    would make a checkpoint that nobody can read, in the place of one that everybody could.
+    Only tensors and plain values are unpickled. A NumPy number, a path or an object of any other
+    class would replace a good checkpoint by one that cannot be loaded.
     """
     for path, value in leaves(state):
         if isinstance(value, torch.Tensor) or _is_plain(value):
@@ -198,7 +202,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def copy_state(state: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Everything but rows of tables as it is now, for `pack_state`."""
+    """A copy of everything in a state but the rows of tables, for `pack_state`."""
     found = list(leaves(state))
     return {"paths": [list(p) for p, _ in found], "values": [_copied(v) for _, v in found],
             "extra": _copied(extra)}
@@ -211,14 +215,14 @@ def _copied(value: Any) -> Any:
 
 
 def pack_state(copied: dict[str, Any]) -> np.ndarray:
-    """What `copy_state` took, as uint8 [n]."""
+    """The result of `copy_state` in serialised form, uint8 [n]."""
     data = io.BytesIO()
     torch.save(copied, data)
     return np.frombuffer(data.getbuffer(), np.uint8)
 
 
 def put_state(packed: np.ndarray, state: dict[str, Any]) -> dict[str, Any]:
-    """Put what `copy_state` took back into a state of the same shape; returns ``extra``."""
+    """Put a packed state back into a state of the same structure; returns its ``extra``."""
     try:
         found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
         for path, value in zip(found["paths"], found["values"], strict=True):
@@ -237,13 +241,13 @@ def put_state(packed: np.ndarray, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_to_numpy(rows: torch.Tensor) -> np.ndarray:
-    """Rows as NumPy stores them."""
+    """Rows as a NumPy array; bfloat16, which NumPy lacks, as int16 of the same bits."""
     return rows.view(_AS_STORED.get(rows.dtype, rows.dtype)).numpy()
 
 
 def put_rows(arrays: dict[str, np.ndarray], meta: dict[str, Any], tables: list[LogicalRows]
              ) -> None:
-    """Write a part's rows to the tables; every rank keeps those that it owns."""
+    """Write the rows of a part to the tables; every rank takes those that it owns."""
     for k, item in enumerate(meta["items"]):
         what = "cannot load a delta checkpoint"
         try:

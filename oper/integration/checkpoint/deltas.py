@@ -1,9 +1,9 @@
-"""Delta checkpoints: between whole ones, the rows that training has changed since the last.
+"""Delta checkpoints: the rows that training has changed since the previous checkpoint or delta.
 
-The owner of a row marks it when it updates it. A delta copies the marked rows and states into
-memory, which is all that the training loop waits for, and a thread writes them. Every delta
-continues the one before: a checkpoint and its deltas together are one step of the run, the last one
-of which all ranks have written everything.
+The owner of a row marks it when it updates it. A delta copies the marked rows and their optimizer
+states into memory, which is all that the training loop waits for; a thread writes them to disk.
+Each delta continues the one before it. A checkpoint together with its deltas restores one step of
+the run: the latest one of which every rank has written its part.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from oper.shmem.optim.optimizers import STATE_PARTS
 from oper.shmem.tables import ShardedTables
 
 MEMORY_BYTES = 256 << 20
-# Of the writing thread: where ranks compute on every core it writes while they wait for each other.
-# A rank that waits for it sleeps, so that it gets the core.
+# Of the writing thread: on a machine whose cores are all busy it writes while ranks wait for each
+# other. A rank that waits for it sleeps, which leaves it the core.
 _NICE = 19
 _WHAT = "cannot save a delta checkpoint"
 
 
 class DeltaCheckpoints:
-    """Whole checkpoints in a folder, and deltas between them in another one beside it.
+    """Saves whole checkpoints in a folder, and the deltas between them in a folder beside it.
 
     Args:
-        folder, model, optimizer: as for `oper.save_checkpoint`. What is not a row of a table is
-            saved whole by rank 0, as it is there.
-        memory_bytes: copies of rows that wait to be written take at most so much on a rank. A
-            delta with more waits for the disk.
+        folder, model, optimizer: as for `oper.save_checkpoint`. Everything beside the tables'
+            rows is saved by rank 0, with rank 0's values.
+        memory_bytes: memory for copies of rows that wait to be written, on each rank. Saving a
+            larger delta waits for the disk.
 
     Attributes:
         written_bytes: bytes of all deltas that this rank has written so far.
@@ -96,7 +96,7 @@ class DeltaCheckpoints:
     # ---- saving ----------------------------------------------------------------------------------
 
     def save_full(self, step: int, extra: dict[str, Any] | None = None) -> None:
-        """Save a whole checkpoint, as `oper.save_checkpoint`; earlier deltas go. Collective.
+        """Save a whole checkpoint by `oper.save_checkpoint`; removes earlier deltas. Collective.
 
         Args:
             step, extra: as for `save`.
@@ -106,7 +106,7 @@ class DeltaCheckpoints:
         self._begin(0, step)
 
     def _begin(self, number: int, step: int) -> None:
-        """Go on with delta `number` of the checkpoint that is there, from the rows as they are."""
+        """Continue the present checkpoint with delta `number`, from the present rows on."""
         self._since = step
         ranks = Ranks(self._model, _WHAT, self._place)
         self._folder = folder_of(self._place) / base_of(self._place)
@@ -130,8 +130,8 @@ class DeltaCheckpoints:
     def save(self, step: int, extra: dict[str, Any] | None = None) -> None:
         """Save what has changed since the last delta or whole checkpoint, in the background.
 
-        All ranks call it after the same step; none waits for another. A whole checkpoint is
-        saved instead when there is none yet, or when rows were written but by training.
+        All ranks call it after the same step; none waits for another. A whole checkpoint is saved
+        instead if there is none yet, or if rows were changed other than by training.
 
         Args:
             step: your number of the step, >= 0.
@@ -161,7 +161,7 @@ class DeltaCheckpoints:
         return group.rank, group.world_size
 
     def dense_state(self, extra: dict[str, Any] | None) -> dict[str, Any]:
-        """A copy of all but rows."""
+        """A copy of everything that is saved beside the tables' rows."""
         with rows_never():
             state, values = state_of(self._model, self._optimizer), dict(extra or {})
             check_readable("cannot save a delta", state | {"extra": values})
@@ -169,19 +169,19 @@ class DeltaCheckpoints:
 
     @property
     def part_bytes(self) -> int:
-        """About the size of a file."""
+        """Approximate size of a file of rows, in bytes."""
         return self._part_bytes
 
     def take_memory(self) -> torch.Tensor:
-        """uint8 [part_bytes]; memory that was used before has its pages already."""
+        """Memory for a part, uint8 [part_bytes]; that of a written part is used again."""
         return self._free.pop() if self._free else torch.empty(self._part_bytes, dtype=torch.uint8)
 
     def put(self, memory: torch.Tensor, part: Callable[[], tuple[Any, ...]]) -> None:
-        """Have a part written whose rows are in `memory`; waits while three others wait already.
+        """Queue a part for the writing thread; blocks while three others are queued.
 
         Args:
-            memory: from `take_memory`.
-            part: makes the arguments of `write_part`, in the thread that writes.
+            memory: holds the part's rows; from `take_memory`.
+            part: called in the writing thread; returns the arguments of `write_part`.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="oper-deltas", daemon=True)
@@ -204,7 +204,7 @@ class DeltaCheckpoints:
         self._queue.task_done()
 
     def wait(self) -> None:
-        """Wait until all deltas have been written; a failure counts no longer."""
+        """Wait until all deltas have been written, and forget any failure to write one."""
         self._queue.join()
         self._problem = None
 
@@ -220,7 +220,7 @@ class DeltaCheckpoints:
         self._raise_problem()
 
     def close(self) -> None:
-        """Write what waits and end; raises OperError when something could not be written."""
+        """Write what is queued and end the thread; raises OperError if a write has failed."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -233,11 +233,11 @@ class DeltaCheckpoints:
     # ---- loading ---------------------------------------------------------------------------------
 
     def load(self, newest_rows: bool = False) -> Restored:
-        """Load the checkpoint and its deltas, and go on from there. Collective.
+        """Load the checkpoint and its deltas; later deltas continue them. Collective.
 
         Args:
-            newest_rows: take newer rows, too, of ranks that had written more than others. What is
-                loaded is then no state that the run ever had: see `Restored.is_exact`.
+            newest_rows: also load the rows of ranks that had written a later delta than the others.
+                The result may then mix steps, see `Restored.is_exact`.
 
         Raises:
             As `oper.load_checkpoint`.
@@ -261,8 +261,8 @@ class DeltaCheckpoints:
 class _Parts:
     """Copies of one delta's rows, in parts of bounded size.
 
-    Only what the next step would overwrite is copied here. Ids and the state's bytes are made of
-    the copies by the thread that writes.
+    Only what the next step would overwrite is copied here; the writing thread computes ids and
+    serialises the state.
     """
 
     def __init__(self, owner: DeltaCheckpoints, folder: Path, steps: tuple[int, int]) -> None:
@@ -312,7 +312,7 @@ class _Parts:
                 self._put(False)
 
     def end(self, extra: dict[str, Any] | None) -> None:
-        """The last part; rank 0's holds everything else."""
+        """Queue the last part; on rank 0 it also holds everything beside the rows."""
         if self._where["rank"] == 0:
             self._state = self._owner.dense_state(extra)
         self._put(True)
@@ -330,7 +330,7 @@ class _Parts:
 def _finished(folder: Path, where: dict[str, int], arrays: dict[str, np.ndarray],
               meta: dict[str, Any], rest: tuple[dict[str, Any], dict[str, Any] | None]
               ) -> tuple[Any, ...]:
-    """Arguments of `write_part`."""
+    """The arguments of `write_part`, with ids and the serialised state added."""
     slots, state = rest
     for name, (d, some) in slots.items():
         arrays[name] = d.ids_at(d.positions_at(where["rank"], some.astype(np.int64))

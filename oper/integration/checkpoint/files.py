@@ -132,11 +132,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuse a pickle that makes Python's unpickler ask for memory that its bytes do not hold.
+    """Refuse a pickle for which Python's unpickler would allocate more than the file's size.
 
-    An entry of the memo may have any number, up to which the unpickler makes room, and a size that
-    is announced is made room for before anything is read. Reading the opcodes compares sizes with
-    the bytes that there are; entries of the memo are numbered through by those who write pickles.
+    The unpickler allocates the memo up to the largest index stored, and every announced size before
+    it reads the data. Iterating over the opcodes compares announced sizes with the bytes present;
+    memo indices must be consecutive, as those of real picklers are.
     """
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if opcode.name in _FOREIGN_OPCODES or (
@@ -145,7 +145,7 @@ def _check_opcodes(data: bytes) -> None:
 
 
 def _check(metadata: Any, folder: Path, what: str) -> None:
-    """Sizes that the folder's files can hold, places inside of them."""
+    """Raise FileFormatError unless all sizes and positions fit the folder's files."""
     if not isinstance(metadata, Metadata):
         raise FileFormatError(what, METADATA, type(metadata).__name__, "Metadata",
                               "load another checkpoint")
@@ -186,7 +186,7 @@ def write_checksums(folder: Path, sums: dict[str, tuple[int, int]]) -> None:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether a checkpoint's file could be called so: one of its folder's own."""
+    """Whether this can be the name of a file in a checkpoint's folder."""
     return (name not in ("", ".", "..") and "/" not in name and len(name) < 256
             and name.isascii() and name.isprintable())
 

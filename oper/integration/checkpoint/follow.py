@@ -1,4 +1,4 @@
-"""What a training run saves, step by step, for those that serve it: whole weights, then changes.
+"""Follows what a training run saves, for a server: whole weights, then the changes of each step.
 
 A whole checkpoint begins a chain, which its deltas continue one by one (see `delta_files`). A delta
 that is missing, doubled, out of order or damaged is refused by name, and nothing after it is taken:
@@ -53,8 +53,8 @@ class Follower:
     Args:
         newest: finds the newest whole weights, a checkpoint's folder or a file; raises
             FileNotFoundError or FileFormatError while there are none.
-        in_service: whether what it finds now is, or will be at once, in service; then it must find
-            something.
+        in_service: whether the weights that it finds now are in service, or about to be; if so,
+            there must be some.
     """
 
     def __init__(self, newest: Callable[[], Path], in_service: bool = True) -> None:
@@ -73,13 +73,15 @@ class Follower:
             base_of(path) if path.is_dir() else "")
 
     def has_whole(self) -> bool:
-        """Whether there are whole weights other than those of the last call or the start; they are
-        to be published, and changes begin anew."""
+        """Whether there are new whole weights, since the start or the last call that found some.
+
+        The caller publishes them; `changes` then continues from them.
+        """
         try:
             now = self._stamp(self._newest())
         except (FileNotFoundError, FileFormatError):  # being replaced
             return False
-        # The folder of a checkpoint is touched by nobody but by being replaced.
+        # A checkpoint's folder is never modified, only replaced.
         if now == self._seen:
             return False
         self._seen = now
@@ -87,10 +89,11 @@ class Follower:
         return True
 
     def changes(self) -> Iterator[Change]:
-        """The deltas that have become complete since, in order; `applied` follows on each.
+        """The deltas that have become complete since, in order; call `applied` after each.
 
         Raises:
-            FileFormatError: the chain is broken, told once; nothing comes until `has_whole`.
+            FileFormatError: the chain is broken; raised once, then there are no changes until
+                `has_whole` is true.
         """
         place = self._seen[0]
         if self._refused or place is None or not place.is_dir():
@@ -123,7 +126,7 @@ class Follower:
         self._refused = why
 
     def _check_gap(self, folder: Path) -> None:
-        """Nothing may lie beyond the delta that is not there."""
+        """Raise FileFormatError if there are deltas after a missing one."""
         names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
         beyond = min((n for n in names if n.isdigit() and int(n) > self._next), default="")
         if beyond and f"{self._next:06d}" not in names:
@@ -168,7 +171,7 @@ class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
     Args:
         what: what an error begins with.
         places: by table and first column, the files and the number of the item in each.
-        refuse: told of damage.
+        refuse: called with the text of the error if rows are damaged.
     """
 
     def __init__(self, what: str, places: dict[str, dict[int, list[tuple[ArrayFile, int]]]],
@@ -197,13 +200,13 @@ class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
 
 
 def _floats(rows: np.ndarray) -> torch.Tensor:
-    """What `delta_files.rows_to_numpy` has stored."""
+    """The rows stored by `delta_files.rows_to_numpy`, as floats."""
     found = torch.from_numpy(rows)
     return found if found.dtype.is_floating_point else found.view(torch.bfloat16)
 
 
 def _dense(packed: np.ndarray) -> dict[str, torch.Tensor]:
-    """The model's weights in what `delta_files.pack_state` has made."""
+    """The model's dense weights from a state packed by `delta_files.pack_state`."""
     found = torch.load(io.BytesIO(packed.tobytes()), weights_only=True)
     return {path[1]: value for path, value in zip(found["paths"], found["values"], strict=True)
             if len(path) == 2 and path[0] == "model" and isinstance(value, torch.Tensor)}

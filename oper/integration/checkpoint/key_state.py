@@ -78,7 +78,7 @@ def load_key_entries(tables: ShardedTables, name: str, state_dict: Mapping[str, 
 
 
 def _check(keys: Keys, name: str, state: Mapping[str, Any]) -> None:
-    """Raise InvalidInputError for entries of another shape, or a clock that there is not."""
+    """Raise InvalidInputError for entries of another shape, or an invalid clock."""
     for part in keys.parts(name):
         shape = (keys.num_records(name, RECORDS[part]), 3)
         if tuple(state[part].shape) != shape or state[part].dtype != torch.int64:

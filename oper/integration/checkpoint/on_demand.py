@@ -66,11 +66,10 @@ class TableRows:
         afterwards."""
         self.tables.write(self.name, values, begin, self.part, column)
 
-    def chunks(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """`[begin, end)` cut into ranges of at most `chunk_rows` rows."""
-        end = self.shape[0] if end is None else end
-        for at in range(begin, end, self.chunk_rows):
-            yield at, min(end, at + self.chunk_rows)
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """The table's rows as ranges `[begin, end)` of at most `chunk_rows` rows."""
+        for at in range(0, self.shape[0], self.chunk_rows):
+            yield at, min(self.shape[0], at + self.chunk_rows)
 
     def is_held_here(self, begin: int, end: int, columns: range) -> bool:
         """Whether this rank owns any part of rows `[begin, end)` in the given columns."""

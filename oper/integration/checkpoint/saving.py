@@ -194,7 +194,7 @@ def restore(folder: str | os.PathLike[str], model: nn.Module, optimizer: Any = N
 
 
 def _put_states(deltas: list[Delta], state: dict[str, Any]) -> dict[str, Any] | None:
-    """Put the newest state beside the rows into `state`; its ``extra``, None without deltas."""
+    """Put the newest values beside the rows into `state`; ``extra``, or None without deltas."""
     for delta in reversed(deltas):
         if 0 in delta.files:
             arrays, _ = read_part(delta.files[0][-1])
@@ -230,12 +230,12 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The module inside a data-parallel wrapper, so that names do not tell of it."""
+    """The module inside a data-parallel wrapper, whose names have no prefix."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _bare_modules(model: nn.Module) -> dict[str, Any]:
-    """Trained sharded modules that no optimizer of TorchRec's kind stands for, by path."""
+    """Trained sharded modules without a fused optimizer of TorchRec's kind, by path."""
     found = {}
     for name, module in model.named_modules():
         if hasattr(module, "optimizer_state_dict") and module.tables.optimizers is not None:

@@ -35,9 +35,9 @@ def table_entry(tables: ShardedTables, name: str, part: str = "rows") -> Any:
     Returns:
         One rank: a copy of the global shape, in the table's dtype. Several ranks: a ``DTensor`` of
         that shape, of which each rank holds one contiguous row range (``Shard(0)``), so that
-        ``torch.distributed.checkpoint`` saves and reshards it. Inside `rows_on_demand`:
-        `TableRows`, which hold nothing, where all ranks share memory: elsewhere each rank reads its
-        range now, since reading is collective.
+        ``torch.distributed.checkpoint`` saves and reshards it. Inside `rows_on_demand`, if all
+        ranks share memory: `TableRows`, which hold no rows. Otherwise each rank reads its range
+        now, since reading is collective.
     """
     if gives_handles(tables):
         return TableRows(tables, name, part, chunk_bytes_on_demand() or CHUNK_BYTES)
@@ -160,10 +160,12 @@ def warn_of_conversions(tables: ShardedTables, state_dict: Mapping[str, Any], pr
 def load_tables(tables: ShardedTables, state_dict: Mapping[str, Any], prefix: str,
                 names: Mapping[str, str], missing_keys: list[str], unexpected_keys: list[str],
                 error_msgs: list[str]) -> None:
-    """The work of ``nn.Module._load_from_state_dict`` for a module whose parameters are tables.
+    """Implement ``nn.Module._load_from_state_dict`` for a module whose parameters are tables.
+
+    Collective.
 
     Args:
-        tables: the tables. Collective.
+        tables: the tables.
         state_dict, prefix, missing_keys, unexpected_keys, error_msgs: as torch passes them.
         names: table by parameter name (without prefix).
     """

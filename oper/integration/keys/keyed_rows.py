@@ -162,7 +162,7 @@ class KeyedRows:
         Returns:
             The map's ``keys``, int64 [num_embeddings - 1], and the table's ``weight``,
             [num_embeddings, dim]: the default row, then those of the keys in ascending order.
-            Places that are left repeat the last key, rows that are left the default row.
+            Unused places repeat the last key; unused rows hold the default row.
 
         Raises:
             InvalidInputError: there are more keys.
@@ -186,11 +186,11 @@ class KeyMap(nn.Module):
     makes.
 
     Args:
-        num_keys: places, one less than the table's rows; at least 1.
+        num_keys: number of keys, one less than the table's rows; at least 1.
 
     Raises:
-        InvalidInputError: no place; on loading, keys that are not ascending; on a call, ids that
-            are no integers.
+        InvalidInputError: `num_keys` is below 1; on loading, keys are not ascending; on a call,
+            ids are not integers.
 
     Example:
         >>> import torch, oper

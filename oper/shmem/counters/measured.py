@@ -44,7 +44,7 @@ class MeasuredTables(LogicalRows):
         return self._heap
 
     def _check_process(self) -> None:
-        """A forked child writes to its parent's rows and would take its place in barriers."""
+        """Raise in a forked child, which would write its parent's rows and enter its barriers."""
         self._check_open()
         if os.getpid() != self._process:
             raise OperError("sharded tables cannot be changed in a forked process", "process",

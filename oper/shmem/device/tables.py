@@ -40,7 +40,7 @@ class DeviceTables(ShardedTables):
 
     Virtual ranks of one process (`ThreadGroup`) synchronize on the host. Autograd runs all backward
     passes of a device on one thread, where virtual ranks cannot wait for each other: call
-    `forward(batch, collective=True)` and `apply_gradients` on their own threads.
+    `forward(batch, collective=True)` and `apply_all` on their own threads.
 
     Rows of peers that a batch reads several times cross the link once (`stage.cu`) where that pays,
     that is, if the last planned batch had `DUPLICATION` ids per distinct row. Numbers stay the same

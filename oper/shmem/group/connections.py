@@ -22,8 +22,8 @@ _SIOCGIFADDR = 0x8915
 def connect(group: Group) -> dict[int, socket.socket]:
     """Connect to every other rank; returns sockets by rank. Collective.
 
-    Other processes are kept out: a peer must send a token that only the group knows, and one that
-    does not delays nobody.
+    Other processes are kept out: a peer must send a token that only the group knows. One that
+    does not is dropped, and delays no rank.
 
     Raises:
         OperError: ranks cannot reach each other; the message lists the addresses tried.

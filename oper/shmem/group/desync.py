@@ -211,8 +211,8 @@ def attribute_failure(tables: Collection, code: int, rank: int) -> Verdict:
 
 def _left_by_others(barriers: dict[int, list[BarrierState]], own: int, me: int, peer: int
                     ) -> Verdict | None:
-    """A verdict that stands: this rank's own, or that of the peer which it waits for, here or at
-    another collection."""
+    """A verdict already recorded: by this rank, or by the peer that it waits for, at any
+    collection."""
     states = [barriers[own][me], barriers[own][peer], *(b[peer] for b in barriers.values())]
     states += [x for x in barriers[own] if x.absent == GIVEN_UP]
     return _first_verdict(states)
@@ -223,8 +223,11 @@ def _first_verdict(states: Iterable[BarrierState]) -> Verdict | None:
 
 
 def _latest(barriers: dict[int, list[BarrierState]], here: CollectivePhase, missed: int) -> Verdict:
-    """Who came too late: of the ranks that wait for nobody the one with the fewest arrivals; where
-    all wait, at different places, one that is not where most are."""
+    """A verdict on the rank that is late.
+
+    Of the ranks that wait for no other, that is the one with the fewest arrivals; if all wait, at
+    different phases, one that is not at the most common phase.
+    """
     size = len(barriers[here.collection])
     waits: list[CollectivePhase | None] = [None] * size
     for number, states in barriers.items():

@@ -99,7 +99,7 @@ class ProcessGroup:
 
 
 def _wait(work: Any, seconds: float) -> None:
-    """Wait for a collective of gloo, at most so long."""
+    """Wait for a collective of gloo, for at most `seconds`."""
     start = time.monotonic()
     while True:
         with contextlib.suppress(RuntimeError):  # the slice is over, or what is raised below

@@ -163,7 +163,7 @@ class _MonitoredTransport(ABC):
 
     def _fail(self, verdict: Verdict, detail: str = "", cause: BaseException | None = None
               ) -> NoReturn:
-        """Raise a verdict, of which all peers are told."""
+        """Tell all peers of a verdict, and raise it."""
         self.give_up(verdict)
         try:
             raise_verdict(verdict, self._whole, detail=detail)
@@ -201,7 +201,7 @@ class _MonitoredTransport(ABC):
         self._close()
 
     def _closes(self, close: Callable[..., None], *arguments: object) -> None:
-        """What closing does; it happens as well when nobody refers to the transport any more."""
+        """The function that releases everything; also called when the transport is collected."""
         self._close = weakref.finalize(self, close, os.getpid(), *arguments)
         self._close.atexit = False  # peers of a process that ends see it as lost
 
@@ -314,7 +314,7 @@ _TRANSPORTS: weakref.WeakKeyDictionary[Any, _MonitoredTransport] = weakref.WeakK
 
 
 def transport_of(group: Group) -> Transport:
-    """The transport of a group; a process group has one while any rank has it open. Collective."""
+    """The transport of a group, shared by all collections of a process group. Collective."""
     if isinstance(group, ThreadGroup):
         return ThreadTransport(group)
     assert isinstance(group, ProcessGroup)

@@ -32,7 +32,7 @@ def packed_rows(layout: Layout, name: str, ids: np.ndarray, values: torch.Tensor
                                 f"a NumPy array, int64 [{values.shape[0]}] in [0, {spec.num_rows})",
                                 "pass ids of the rows")
     if not (ids[1:] > ids[:-1]).all() and np.unique(ids).size < ids.size:
-        raise InvalidInputError(what, "ids", "some are there twice", "each once",
+        raise InvalidInputError(what, "ids", "some occur twice", "each once",
                                 "pass the last row of each id")
     return stored_rows(what, layout, name, ids, values)
 

@@ -239,8 +239,10 @@ class Publisher:
         return epoch + 2
 
     def _keep_out(self, epoch: int, timeout_s: float) -> None:
-        """Let nobody in, at a moment when nobody reads if one comes soon: who comes then has not
-        to wait for the end of others' lookups."""
+        """Stop lookups from beginning, if possible at a moment when none is under way.
+
+        Otherwise new lookups would have to wait for the end of those under way.
+        """
         state = self._state
         until = time.monotonic() + _QUIET_S
         while state.busy(epoch & 1) and time.monotonic() < until:
@@ -305,7 +307,7 @@ class Publisher:
             layout, segments, dense_at) if self._checksum else {}))
 
     def _header(self, epoch: int, sums: dict[str, int]) -> torch.Tensor:
-        """Of an epoch and its checksums, uint8 [n]."""
+        """The header that states an epoch and its checksums, uint8 [n]."""
         text = json.dumps({"bytes": self.layout.num_bytes, "crc32": sums}).encode()
         head = HEADER.pack(MAGIC, VERSION, epoch, len(text)) + text
         assert len(head) <= HEADER_BYTES
@@ -342,7 +344,7 @@ class _Acceptor(threading.Thread):
         _ACCEPTORS.add(self)
 
     def listen(self) -> None:
-        """Let readers in, from the first publication on."""
+        """Accept readers; called after the first publication."""
         if self.ident is None:
             self._listener.listen(128)
             self.start()
@@ -350,7 +352,7 @@ class _Acceptor(threading.Thread):
             self._wake.send(b"r")  # look after the spare buffer
 
     def close(self) -> None:
-        """End the thread and hang up on everybody."""
+        """End the thread and close the connections to all readers."""
         if self.ident is not None and self._owner == os.getpid():
             self._wake.send(b"q")
             self.join()
@@ -418,7 +420,7 @@ class _Acceptor(threading.Thread):
                 os.close(fd)
 
     def _disconnect(self, connection: socket.socket) -> None:
-        """A reader has closed its end or died: nobody reads in its name any more."""
+        """Free the place of a reader that has closed its connection or died."""
         slot = self._slots.pop(connection)
         self._selector.unregister(connection)
         connection.close()

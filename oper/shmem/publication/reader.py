@@ -173,7 +173,7 @@ class PublishedTables(BufferRows):
             raise_status(code, detail, 0, FailedBatch(batch, offsets, self.features, self.specs))
 
     def _checked(self, batch: Lookup) -> Lookup:
-        """A batch that the kernels may have."""
+        """The batch, after checks that the kernels rely on."""
         self._reader.check_pinned(self._buffer)
         self._checks.check(batch)
         refuse_weight_gradient(batch)
