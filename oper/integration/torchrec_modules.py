@@ -337,7 +337,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     @property
     def _shares(self) -> bool:
-        """Whether a lookup gives samples that share bags their rows itself."""
+        """Whether lookups themselves copy a shared bag's pooled row to all of its samples."""
         shares: bool = self.tables.shares_bags
         return shares and not torch.compiler.is_compiling()
 

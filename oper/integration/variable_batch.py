@@ -87,8 +87,8 @@ def _rows_of(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor:
     at = {key: k for k, key in enumerate(keys)}
     missing = [n for n in names if n not in at]
     if missing:
-        raise InvalidInputError(_WHAT, "inverse_indices of", missing[:8],
-                                f"keys {list(at)[:8]}", "pass those of every feature")
+        raise InvalidInputError(_WHAT, "features without inverse_indices", missing[:8], "none",
+                                f"pass those of every feature, not only of {list(at)[:8]}")
     return rows[[at[n] for n in names]]
 
 

@@ -28,12 +28,12 @@ _PENALTIES = tuple(10.0 ** k for k in range(-4, 3))  # per row
 
 
 def disentanglement(codes: np.ndarray, factors: np.ndarray, seed: int = 0) -> dict[str, float]:
-    """The four figures, see the module's text.
+    """Score codes by the four figures that the module's docstring defines.
 
     Args:
-        codes: float [N, C, d], C >= 2; numbers by themselves have d = 1.
+        codes: float [N, C, d], C >= 2; d = 1 if each code is a single number.
         factors: float [N, K], K >= 2, none of them constant.
-        seed: of the halves.
+        seed: seed of the random split into two halves.
 
     Raises:
         InvalidInputError: other shapes, fewer than 20 rows, or numbers that are not finite.
@@ -46,7 +46,8 @@ def disentanglement(codes: np.ndarray, factors: np.ndarray, seed: int = 0) -> di
                                 "and K >= 2", "give codes and factors of the same rows")
     if not (np.isfinite(codes).all() and np.isfinite(factors).all() and factors.std(0).all()):
         raise InvalidInputError("cannot score codes", "codes and factors", "NaN, inf or constant",
-                                "finite numbers, and factors that vary", "look for NaN")
+                                "finite numbers, and factors that vary",
+                                "drop rows that are not finite, and constant factors")
     order = np.random.default_rng(seed).permutation(len(codes))
     learn, test = order[::2], order[1::2]
     codes, factors = (_standardised(x, learn) for x in (codes, factors))

@@ -171,8 +171,9 @@ class NextItem(Recommender):
     def action_loss(self, queries: torch.Tensor, batch: Sequences, rows: torch.Tensor,
                     drawn: tuple[torch.Tensor, torch.Tensor],
                     weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Mean loss [] of the steps' items, of `queries` float32 [B, P, D] before each item; with
-        `weights` float32 [L] of the interactions, each loss times its weight before the mean."""
+        """Mean next-item loss [] over the steps, given `queries` float32 [B, P, D], the outputs
+        before each item. With `weights` float32 [L], one per interaction, each loss is multiplied
+        by its weight before the mean is taken."""
         wanted = batch.is_step
         if self.config.targets == "positive":
             wanted = wanted & (batch.rewards > 0)

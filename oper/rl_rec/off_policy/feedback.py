@@ -70,11 +70,12 @@ def from_feedback(feedback: Mapping[str, Any]) -> LoggedBandit:
     for key, numbers, most in (("action", action, num_actions), ("position", position, np.inf)):
         if not 0 <= numbers.min() <= numbers.max() < most:
             raise InvalidInputError(what, key, (int(numbers.min()), int(numbers.max())),
-                                    f">= 0 and < {most}", "number them from 0")
+                                    ">= 0" if key == "position" else f">= 0 and < {most}",
+                                    f"number the {key}s from 0")
     pscore = arrays["pscore"].astype(np.float64)
     if not ((pscore > 0) & (pscore <= 1)).all():
         raise InvalidInputError(what, "pscore", (float(pscore.min()), float(pscore.max())),
-                                "in (0, 1]", "correct the log")
+                                "in (0, 1]", "log each action's probability under its policy")
     columns = [without_gap(column) for column in arrays.get("context", np.zeros((1, 0))).T]
     context = (np.stack([ids for ids, _ in columns], 1) if columns
                else np.zeros((action.size, 0), np.int64))

@@ -120,7 +120,7 @@ class DQN(Critics):
     """Double Q-learning (van Hasselt, Guez and Silver 2016) over `CHOICES` actions of the log.
 
     ``V(s') = Q'(s', argmax_a Q(s', a))`` with slow critics Q'; each Q is the mean of two. Nothing
-    keeps the values down of actions that the log does not have in s'.
+    keeps down the values of actions that the log does not contain in s'.
     """
 
     choices: torch.Tensor

@@ -84,7 +84,8 @@ def read_minari(dataset_id: str) -> Episodes:
     found = list(dataset.iterate_episodes())
     whole = [bool(e.terminations[-1]) and not e.terminations[:-1].any() for e in found]
     if not found or not all(whole):
-        raise InvalidInputError(what, "episodes that end", sum(whole), "all of some episodes",
+        raise InvalidInputError(what, "episodes that end", f"{sum(whole)} of {len(found)}",
+                                "all of them, and at least one",
                                 "leave out those that were cut off (MinariDataset.filter_episodes)")
     states, actions, rewards = (
         [torch.as_tensor(getattr(e, name)).float() for e in found]

@@ -42,8 +42,8 @@ class _Sizes:
 
 
 def _words(number: np.ndarray, num_bits: int) -> np.ndarray:
-    """Bytes of arrays of that many entries of that many bits each: whole words; int64 [W] of both.
-    """
+    """Bytes of packed arrays of `number` entries of `num_bits` bits each, rounded up to whole
+    words of 4 bytes; shape of `number`, int64 [W]."""
     return np.asarray((number * num_bits + 31) // 32 * 4)
 
 
