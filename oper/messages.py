@@ -46,8 +46,8 @@ def number_bytes(bits: int, width: int) -> int:
 
 
 def slot_bits(num_rows: int) -> int:
-    """Bits of a slot of a table of `num_rows` rows in a message."""
-    return max(1, (num_rows - 1).bit_length())
+    """Bits of a slot of a table of `num_rows` rows in a message; slots are of 32 bits in memory."""
+    return min(max(1, (num_rows - 1).bit_length()), 32)
 
 
 @dataclass(frozen=True, slots=True)

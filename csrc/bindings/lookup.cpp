@@ -378,6 +378,10 @@ std::tuple<int64_t, int64_t> lookup_backward(
   std::optional<SampleGradients> shared;
   Tensor sums;
   if (samples) {
+    if (!have_bags(samples_of(*samples, key_of), *bags, key_of)) {
+      refuse(context);
+      STD_TORCH_CHECK(false, "inverse_indices outside of the features' bags");
+    }
     shared = gradients_of(grad, *samples, key_of);
     sums = place_sums(context, *bags, key_of, *shared, batch);
   }

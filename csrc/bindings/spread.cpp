@@ -73,6 +73,10 @@ Tensor sum_by_bag(int64_t handle, Tensor grad, Tensor samples, Tensor key_of, in
   Context& context = context_of(handle);
   Tensor out = pooled_tensor(ScalarType::Float, {num_bags, context.output_columns});
   SampleGradients shared = gradients_of(grad, samples, key_of);
+  const int64_t* bag = shared.samples.bags;
+  STD_TORCH_CHECK(std::all_of(bag, bag + samples.numel(),
+                              [=](int64_t b) { return 0 <= b && b < num_bags; }),
+                  "inverse_indices outside of the features' bags");
   for (const Feature& feature : context.features)
     shared.sums.push_back({float_data(out) + feature.column, num_bags, context.output_columns});
   add_up(context, shared);

@@ -85,7 +85,7 @@ constexpr int64_t entry_bytes(int32_t bits, int64_t unit) {
 // has no more slots than the table has rows.
 constexpr int32_t slot_bits(int64_t num_rows) {
   int32_t bits = 1;
-  while (num_rows > int64_t{1} << bits) ++bits;
+  while (bits < 32 && num_rows > int64_t{1} << bits) ++bits;
   return bits;
 }
 // Bytes of n numbers of `bits` bits each, side by side in words of 32 bits, the lowest bits first.

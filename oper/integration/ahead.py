@@ -12,6 +12,7 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from oper.shmem.batch import Lookup
@@ -30,7 +31,9 @@ class Ahead:
     def __init__(self, tables: ShardedTables) -> None:
         self._tables = tables
         self._thread: ThreadPoolExecutor | None = None
-        self.coming: OrderedDict[int, tuple[KeyedJaggedTensor, Future[Lookup]]] = OrderedDict()
+        # The batch, how often its inverse_indices had been changed, and what was started.
+        self.coming: OrderedDict[int, tuple[KeyedJaggedTensor, int, Future[Lookup]]]
+        self.coming = OrderedDict()
         self._lock = threading.Lock()  # several threads may announce and look up
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ahead:
@@ -51,24 +54,38 @@ class Ahead:
 
     def announce(self, features: KeyedJaggedTensor, batch: Lookup) -> None:
         """Start resolving a batch, which `take` will later return for its features."""
+        version = _version(features)
         started = self.start(batch)
         with self._lock:
             while len(self.coming) >= _MAX_COMING:
                 self.coming.popitem(last=False)
-            self.coming[id(features.values())] = (features, started)
+            self.coming[id(features.values())] = (features, version, started)
 
     def take(self, features: KeyedJaggedTensor) -> Lookup | None:
         """The resolved batch that was announced with these same tensors, or None."""
         with self._lock:
             known = self.coming.get(id(features.values()))
-            if known is None or not _are_same(known[0], features):
+            if (known is None or not _are_same(known[0], features)
+                    or known[1] != _version(features)):
                 return None
             del self.coming[id(features.values())]
-        return known[1].result()
+        return known[2].result()
 
 
 def _are_same(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
     """Whether both consist of the same tensors, not only of equal ones."""
     return a is b or (
         a.values() is b.values() and a.lengths() is b.lengths()
-        and a.weights_or_none() is b.weights_or_none() and a.keys() == b.keys())
+        and a.weights_or_none() is b.weights_or_none() and a.keys() == b.keys()
+        and _inverse(a) is _inverse(b))
+
+
+def _inverse(features: KeyedJaggedTensor) -> torch.Tensor | None:
+    found = features.inverse_indices_or_none()
+    return None if found is None else found[1]
+
+
+def _version(features: KeyedJaggedTensor) -> int:
+    """How often the batch's inverse_indices have been changed in place."""
+    rows = _inverse(features)
+    return -1 if rows is None or rows.is_inference() else rows._version

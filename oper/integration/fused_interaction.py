@@ -54,8 +54,9 @@ class FusedDLRM(nn.Module):
         if first is not None:
             return self._of_users(bags.lookup_of(sparse_features), self._before(dense_features),
                                   first, shared_keys)
-        if (sparse_features.variable_stride_per_key() or torch.is_autocast_enabled("cpu")
-                or dense_features.dtype != torch.float32):
+        if (sparse_features.variable_stride_per_key()
+                or sparse_features.inverse_indices_or_none() is not None
+                or torch.is_autocast_enabled("cpu") or dense_features.dtype != torch.float32):
             return self.model(dense_features, sparse_features)
         return self._after(bags.tables.lookup_interaction(
             bags.lookup_of(sparse_features), self._before(dense_features)))

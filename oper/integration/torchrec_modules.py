@@ -315,7 +315,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         """The lookup of a batch, resolved if it was announced."""
         if self._ahead.coming:
             known = self._ahead.take(features)
-            if known is not None:
+            if known is not None and (known.shared is None or self._shares):
                 return known
         if torch._C._get_tracing_state() is not None:
             refuse_script(self)

@@ -44,12 +44,13 @@ def disentanglement(codes: np.ndarray, factors: np.ndarray, seed: int = 0) -> di
         raise InvalidInputError("cannot score codes", "shapes of codes and factors",
                                 (codes.shape, factors.shape), "[N, C, d] and [N, K], N >= 20, C "
                                 "and K >= 2", "give codes and factors of the same rows")
-    if not (np.isfinite(codes).all() and np.isfinite(factors).all() and factors.std(0).all()):
-        raise InvalidInputError("cannot score codes", "codes and factors", "NaN, inf or constant",
-                                "finite numbers, and factors that vary",
-                                "drop rows that are not finite, and constant factors")
     order = np.random.default_rng(seed).permutation(len(codes))
     learn, test = order[::2], order[1::2]
+    if not (np.isfinite(codes).all() and np.isfinite(factors).all()
+            and all(factors[half].std(0).all() for half in (learn, test))):
+        raise InvalidInputError("cannot score codes", "codes and factors", "NaN, inf or constant",
+                                "finite numbers, and factors that vary in each half",
+                                "drop rows that are not finite, and factors of (nearly) one value")
     codes, factors = (_standardised(x, learn) for x in (codes, factors))
     count, width = codes.shape[1:]
     weights = _ridge(codes[learn].reshape(-1, count * width), factors[learn])

@@ -85,20 +85,26 @@ class Lookup:
     seen: tuple[SeenKeys, ...] = ()
     looked_up: LookedUp | None = None
 
-    def versions(self) -> tuple[int, int]:
-        """How often ids and weights have been changed in place.
+    def versions(self) -> tuple[int, int, int]:
+        """How often ids, weights and the bags of samples have been changed in place.
 
         Tensors made in inference mode do not count such changes: -1.
         """
-        ids, weights = self.ids, self.weights
-        return (-1 if ids.is_inference() else ids._version,
-                -1 if weights is None or weights.is_inference() else weights._version)
+        shared = self.shared
+        return (_version(self.ids), _version(self.weights),
+                _version(None if shared is None else shared.samples))
 
     def kept(self) -> Lookup:
         """A copy of the batch, which the caller's next batch does not overwrite."""
+        shared = self.shared
         return Lookup(self.ids.clone(), self.lengths.clone(), self.key_of, self.batch_size,
                       None if self.weights is None else self.weights.detach().clone(), self.pooled,
-                      self.shared, seen=self.seen)
+                      None if shared is None else SharedBags(shared.bags, shared.samples.clone()),
+                      seen=self.seen)
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,14 +115,14 @@ class LookedUp:
         by: the micro-batches for which it is valid, see `oper.shmem.micro_batches.Parts`.
         num_published: that of the tables (see `LogicalRows`) before rows were read.
         given: the caller's batch, in which invalid ids are not replaced.
-        versions: `Lookup.versions` before ids and weights were read.
+        versions: `Lookup.versions` before they were read.
         out, offsets: what `ShardedTables.forward` returned.
     """
 
     by: Any
     num_published: int
     given: Lookup
-    versions: tuple[int, int]
+    versions: tuple[int, int, int]
     out: torch.Tensor
     offsets: torch.Tensor
 
@@ -128,7 +134,7 @@ class ResolvedIds:
     Attributes:
         handle: the placement for which it is valid.
         batch: the batch for which it is valid.
-        versions: `Lookup.versions` before ids and weights were read.
+        versions: `Lookup.versions` before they were read.
         offsets: int64 [num_keys * B + 1], bounds of the bags.
         addresses: int64 [n + 64], addresses of the rows of all features, feature after feature.
         order: uint8, the ids of every table sorted by owner and slot; empty for read-only tables.
@@ -136,7 +142,7 @@ class ResolvedIds:
 
     handle: int
     batch: Lookup
-    versions: tuple[int, int]
+    versions: tuple[int, int, int]
     offsets: torch.Tensor
     addresses: torch.Tensor
     order: torch.Tensor

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oper.errors import InvalidInputError
-from oper.shmem.batch import Lookup
+from oper.shmem.batch import Lookup, SharedBags
 from oper.tables import TableSpec
 
 #: What happens to an id outside its table, in FBGEMM's names (``BoundsCheckMode``).
@@ -109,6 +109,9 @@ class BoundsCheck:
             lengths.append(batch.lengths[key * batch.batch_size:(key + 1) * batch.batch_size])
             if batch.weights is not None:
                 weights.append(batch.weights[bounds[key]:bounds[key + 1]])
+        shared = batch.shared
+        if shared is not None:
+            shared = SharedBags(shared.bags[batch.key_of], shared.samples)
         return Lookup(torch.cat(ids), torch.cat(lengths), torch.arange(len(keys)),
                       batch.batch_size, torch.cat(weights) if weights else None, batch.pooled,
-                      seen=batch.seen)
+                      shared, seen=batch.seen)

@@ -91,6 +91,11 @@ def test_a_fused_dlrm_scores_alike(served, batch, name) -> None:
             publication.publish(model(seed=seed))
         assert torch.allclose(fused(*batch), model(seed=seed)(*batch), rtol=1e-5, atol=1e-6)
     assert fused.rows_read()["local"] == 2 * batch[1].values().numel()
+    samples = torch.arange(36).view(3, 12) % 10  # who share bags
+    shared = KeyedJaggedTensor(KEYS, batch[1].values(), lengths=batch[1].lengths(), stride=10,
+                               inverse_indices=(KEYS, samples))
+    given = torch.randn(12, 5), shared
+    assert torch.allclose(fused(*given), model(seed=4)(*given), rtol=1e-5, atol=1e-6)
     with pytest.raises(InvalidInputError, match="id=500"):
         fused(batch[0], KeyedJaggedTensor(KEYS, torch.tensor([500]), lengths=torch.tensor(
             [1, *[0] * 29]), stride=10))

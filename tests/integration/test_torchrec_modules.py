@@ -170,3 +170,25 @@ def test_a_variable_batch_needs_its_inverse() -> None:
     with pytest.raises(InvalidInputError, match="'g'"):
         sharded(KeyedJaggedTensor(["f", "g"], ids, lengths=lengths, stride_per_key_per_rank=strides,
                                   inverse_indices=(["f"], torch.zeros(1, 2, dtype=torch.int64))))
+
+
+@pytest.mark.parametrize("how", ["in place", "another", "none"])
+def test_a_prefetched_batch_has_the_inverse_that_it_is_looked_up_with(how: str) -> None:
+    plain = EmbeddingBagCollection(tables=[EmbeddingBagConfig(
+        num_embeddings=5, embedding_dim=4, name="t", feature_names=["f"])])
+    sharded = oper.shard(copy.deepcopy(plain), optimizer=oper.SGD())
+    ids, lengths = torch.tensor([1, 2]), torch.tensor([1, 1])
+    announced, later = torch.tensor([[0, 1]]), torch.tensor([[1, 0]])
+
+    def batch(rows: torch.Tensor | None) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(["f"], ids, lengths=lengths,
+                                 inverse_indices=None if rows is None else (["f"], rows))
+
+    kjt = batch(later.clone() if how == "none" else announced)
+    sharded.prefetch(kjt)
+    if how == "in place":
+        announced.copy_(later)
+    else:
+        kjt = batch(later if how == "another" else None)
+    rows = plain.embedding_bags["t"].weight.detach()[ids]
+    assert_bitwise(sharded(kjt).values().detach(), rows if how == "none" else rows.flip(0), how)

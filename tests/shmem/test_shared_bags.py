@@ -12,6 +12,7 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup, SharedBags
+from oper.shmem.by_feature import BoundsCheck
 from oper.shmem.tables import ShardedTables
 from tests.runtime_support import (
     OPTIMIZERS,
@@ -150,3 +151,35 @@ def test_shared_bags_must_not_change_before_the_update() -> None:
         with pytest.raises(RuntimeError, match="inverse_indices outside"):
             tables.lookup(batch)
     tables.close()
+
+
+def test_a_change_that_torch_does_not_see_is_refused_in_the_backward_pass() -> None:
+    case = dlrm_case()
+    tables, batch = open_alone(case, RWA), make(case, 0, 40, 17, True)
+    assert batch.shared is not None
+    before = [tables.read(t.name) for t in case.tables]
+    for outside in (-1, 1 << 40, int(batch.shared.bags[case.key_of[0]])):
+        was = int(batch.shared.samples[0, 3])
+        out = tables.lookup(batch)
+        batch.shared.samples.numpy()[0, 3] = outside
+        with pytest.raises(RuntimeError, match="inverse_indices outside"):
+            out.sum().backward()
+        batch.shared.samples.numpy()[0, 3] = was
+    assert_bitwise([tables.read(t.name) for t in case.tables], before, "rows")
+    tables.lookup(batch).sum().backward()  # the tables go on
+    assert not torch.equal(tables.read(case.tables[0].name), before[0])
+    tables.close()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_repaired_ids_leave_samples_their_bags(in_order: bool) -> None:
+    case = dlrm_case()
+    found = []
+    for by_lookup in (True, False):
+        tables, batch = open_alone(case, RWA), make(case, 0, 40, 17, in_order)
+        batch.ids[::7] = 1 << 40
+        tables.bounds = BoundsCheck("ignore", tables.features, tables.specs)
+        found.append(train(case, tables, [batch], by_lookup))
+        assert tables.bounds.num_bad_ids > 0
+        tables.close()
+    assert_bitwise(found[0], found[1], "outputs and rows")

@@ -75,7 +75,7 @@ class Verdict:
         self._note(kind, found, max(change, size / 1000))
 
     def _note(self, kind: str, found: float, scale: float) -> None:
-        ratio = found / max(scale, 1e-30) if found == found else float("inf")
+        ratio = found / max(scale, 1e-30) if math.isfinite(found + scale) else float("inf")
         self.worst[kind] = max(self.worst.get(kind, 0.0), ratio)
 
     @property

@@ -161,6 +161,10 @@ class PublishedTables(BufferRows):
     def _checked_interaction(self, batch: Lookup, dense: torch.Tensor
                              ) -> tuple[Lookup, torch.Tensor]:
         batch = self._checked(batch)
+        if batch.shared is not None:
+            raise InvalidInputError("cannot take the interaction", "samples that share bags",
+                                    tuple(batch.shared.samples.shape), "a bag for each sample",
+                                    "name shared bags by `lookup_shared_interaction`")
         want = (batch.batch_size, self._row_dim)
         if not batch.pooled or tuple(dense.shape) != want or dense.dtype != torch.float32:
             raise InvalidInputError("cannot take the interaction", "dense",
