@@ -237,7 +237,7 @@ def check_unchanged(before: tuple[int, ...], now: tuple[int, ...]) -> None:
     """Raise InvalidInputError if tensors were written to while the worker thread used them."""
     if before != now:
         raise InvalidInputError("cannot train a part of a batch", "changed in place",
-                                "ids, per-sample weights, inverse_indices or the gradient of a lookup",
+                                "ids, per-sample weights, inverse_indices or a lookup's gradient",
                                 "unchanged until the update",
                                 "use other tensors for the next part")
 
