@@ -196,7 +196,7 @@ def build_trained(tables: tuple[TableSpec, ...], num_dense: int, config: dict[st
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     model: Any = build_dlrm(tables, num_dense, DLRMConfig(**config), 0, device)
     if on_raw_ids:
-        from oper.serve.raw_ids import OnRawIds
+        from oper.train.raw_ids import OnRawIds
 
         return OnRawIds(model.model, tables, device).eval()
     return typing.cast("nn.Module", model.model.eval())
@@ -269,7 +269,7 @@ def _read_on_raw_ids(build: Callable[[str], Any], tables: tuple[TableSpec, ...],
                      time_to_live: int | None, folder: str | os.PathLike[str]
                      ) -> dict[str, torch.Tensor]:
     """As `read_weights`, of a run on raw ids."""
-    from oper.serve.raw_ids import static_state
+    from oper.train.raw_ids import static_state
 
     return static_state(find_weights(folder), build("meta"), tables, time_to_live)
 

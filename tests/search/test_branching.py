@@ -192,7 +192,7 @@ def test_every_branching_leaves_two_smaller_nodes():
     problem = make_problem(work.tables, work.stats, plan_workloads.machine(64), batch_size=4096,
                            allow=EVERYTHING)
     tree = SearchTree(solve_node(Node(Relaxation(CostModel(problem)))))
-    tree.run(120)
+    tree.run(150)
     nodes = tree.lowest(200)
     assert len(nodes) > 20
     for bound in nodes:

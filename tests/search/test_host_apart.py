@@ -149,7 +149,7 @@ def test_it_is_above_the_plain_bound_where_pieces_are_large_and_certifies_itself
     few, many = (make_problem(work.tables, work.stats, plan_workloads.machine(n),
                               batch_size=work.batch_size, allow=EVERYTHING) for n in (16, 64))
     plain = SearchTree(solve_node(Node(Relaxation(CostModel(many))))).run(60)
-    found = apart(many, max_nodes=40)
+    found = apart(many, max_nodes=60)
     assert found.lower_bound_us > plain.lower_bound_us * 1.01
     assert recomputed(found) >= found.lower_bound_us * (1 - 1e-9)
     plan = plan_problem(few)

@@ -7,7 +7,7 @@ import torch
 
 from oper.errors import InvalidInputError
 from oper.plan import uniform_plan
-from oper.shmem.batch import Lookup
+from oper.shmem.batch import Lookup, SharedBags
 from oper.shmem.group.groups import SingleGroup
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
@@ -82,14 +82,15 @@ def test_a_bad_id_is_found_behind_many_bags() -> None:
 @pytest.mark.parametrize("size", [8, 1025, 3000])
 def test_padding_behind_the_bags_of_a_key_changes_none_of_them(size: int) -> None:
     tables, dims = _tables(), [spec.dim for spec in SPECS]
-    bags = [size // 3, size, 0]
+    bags = torch.tensor([size // 3, size, 1])
     lengths = torch.cat([torch.nn.functional.pad(torch.randint(0, 5, (n,)), (0, size - n))
-                         for n in bags])
+                         for n in bags.tolist()])
     ids = torch.randint(0, 20, (int(lengths.sum()),))
     keys = torch.tensor([1, 0, 2])
+    samples = torch.stack([torch.arange(size) % bags[key] for key in keys])
     full, bounds = tables.forward(Lookup(ids, lengths, keys, size))
-    some, others = tables.forward(Lookup(ids, lengths, keys, size, bags=torch.tensor(bags)))
+    some, others = tables.forward(Lookup(ids, lengths, keys, size,
+                                         shared=SharedBags(bags, samples)))
     assert some.shape == full.shape and torch.equal(others, bounds)
-    of_feature = [bags[k] for k in keys]
-    for n, a, b in zip(of_feature, full.split(dims, 1), some.split(dims, 1), strict=True):
-        assert torch.equal(a[:n], b[:n])
+    for rows, a, b in zip(samples, full.split(dims, 1), some.split(dims, 1), strict=True):
+        assert torch.equal(a[rows], b)
