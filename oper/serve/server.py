@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
@@ -31,7 +30,7 @@ log = logging.getLogger("oper.serve")
 _BACKLOG = 1024
 _POLL_S = 0.2
 FOLLOW_S = 0.05  # between looks at signals, and at a training run
-_NICE = 10  # of the thread that prepares publications: requests come first
+_NICE = 10  # of the thread that publishes: requests come first
 _COUNTED = ("workers", "worker_restarts", "publications", "failed_publications", "weights_lag_us")
 _MAX_WAIT_S = 30.0  # between two starts of a worker that keeps ending
 _ANY_NUMBER = 1 << 30  # of connections
@@ -115,7 +114,6 @@ class Server:
         self._started = threading.Event()
         self._error: Exception | None = None
         self._publishing = threading.Lock()
-        self._low = ThreadPoolExecutor(1, "oper-publish", _lower)
         self._failures = 0  # starts of a worker that failed, in a row
 
     @property
@@ -172,22 +170,37 @@ class Server:
     def publish(self, weights: Any = None) -> int:
         """Give all workers new weights while requests flow; returns the epoch. See `Source`.
 
-        They are prepared at low priority, and put in service at this thread's priority: requests
-        may wait for that. One publication at a time.
+        They are prepared at low priority on a thread of its own, and put in service at this
+        thread's priority: requests may wait for that. One publication at a time.
         """
         prepare = getattr(self.model, "prepare", None)
         if prepare is None:
             raise InvalidInputError("cannot publish new weights", "model",
                                     type(self.model).__name__, "one with prepare()",
                                     "serve a PublishedModel")
-        with self._publishing:
+        found: list[Any] = []
+
+        def work() -> None:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             try:
-                epoch = int(self._low.submit(prepare, weights).result()())
+                found.append(prepare(weights))
+            except Exception as error:
+                found.append(error)
+            give_back()  # what making the rows took
+
+        with self._publishing:
+            thread = threading.Thread(target=work, name="oper-publish")
+            thread.start()
+            thread.join()
+            try:
+                if isinstance(found[0], Exception):
+                    raise found[0]
+                epoch = int(found.pop()())
             except Exception:
                 self._counts.failed_publications += 1
                 raise
-            finally:
-                self._low.submit(give_back).result()
+            give_back()
             self._counts.publications += 1
             made = getattr(weights, "time_s", 0.0)
             self._counts.weights_lag_us = int((time.time() - made) * 1e6) if made else 0
@@ -246,8 +259,7 @@ class Server:
             return
         failed, refused = self._counts.failed_publications, ""
         try:
-            changes = run.changes()
-            while (change := self._low.submit(next, changes, None).result()) is not None:
+            for change in run.changes():
                 refused = f"step {change.step} is refused: "
                 try:
                     self.publish(change)
@@ -440,11 +452,6 @@ class Server:
         close = getattr(self.model, "close", None)
         if close is not None:
             close()
-
-
-def _lower() -> None:
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 @dataclass(frozen=True, slots=True)

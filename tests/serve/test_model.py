@@ -18,13 +18,11 @@ import torch
 from oper import cli
 from oper.errors import FileFormatError, InvalidInputError
 from oper.integration.checkpoint.follow import Change
-from oper.serve import Client, Request, Server
+from oper.serve import Client, Request
 from oper.serve.model import CONFIG, STATE, PublishedModel, build_trained, kjt_of, load_model
 from oper.serve.requests import join
-from oper.serve.server import Counts
 from oper.tables import TableSpec
 from oper.train.model import describe, save_state
-from tests.serve_support import Sums
 from tests.support import announced, damage_record, serving, wait_for
 
 TABLES = tuple(TableSpec(f"t{k}", rows, 8, (f"f{k}",)) for k, rows in enumerate((50, 7, 300)))
@@ -207,40 +205,3 @@ def test_damaged_weights_are_refused_and_the_old_ones_go_on(tmp_path: Path) -> N
         published.close()
     with pytest.raises(FileFormatError, match=r"state\.pt.*CRC-32 of record"):
         load_model(tmp_path)
-
-
-def test_changes_are_read_and_prepared_at_low_priority() -> None:
-    """And put in service at the caller's: batches wait for that."""
-    noted: dict[str, int] = {}
-
-    def note(what: str) -> None:
-        noted[what] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    class Source(Sums):
-        def prepare(self, weights: Any) -> Any:
-            def commit() -> int:
-                note("in service")
-                return 3
-
-            note("prepared")
-            return commit
-
-    class Run:
-        number = -1
-
-        def has_whole(self) -> bool:
-            return False
-
-        def changes(self) -> Any:
-            note("read")
-            yield Change(0, 1, 0.0, {}, {})
-
-        def applied(self, change: Change) -> None:
-            self.number = change.number
-
-    server, run, own = Server(Source()), Run(), os.getpriority(os.PRIO_PROCESS, 0)
-    server._counts = Counts()
-    server.follow(run)  # type: ignore[arg-type]
-    assert run.number == 0 and server.counts["publications"] == 1
-    low = max(own, 10)
-    assert noted == {"read": low, "prepared": low, "in service": own}

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import pytest
@@ -211,26 +211,6 @@ def test_changes_wait_for_readers_and_need_something_to_change(
     os.kill(processes[0].run.pid, signal.SIGKILL)
     assert publisher.commit(publisher.prepare_rows(rows, {})) == 3
     publisher.close()
-
-
-def test_preparing_changes_offers_the_core_between_tables(
-        publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When rows are checked, and when those that they replace are fetched."""
-    done: list[str] = []
-
-    class Rows(dict[str, tuple[np.ndarray, torch.Tensor]]):
-        def __getitem__(self, key: str) -> tuple[np.ndarray, torch.Tensor]:
-            done.append(key)
-            return super().__getitem__(key)
-
-        def items(self) -> Any:
-            return ((key, self[key]) for key in self)
-
-    monkeypatch.setattr(os, "sched_yield", lambda: done.append("offered"))
-    publisher.prepare_rows(Rows({s.name: (np.arange(3), torch.ones(3, s.dim)) for s in SPECS}), {})
-    first, second = (s.name for s in SPECS)
-    assert done[:4] == [first, "offered", second, "offered"] and len(done) >= 6
-    assert set(done[4:]) == {"offered"}
 
 
 def test_a_publisher_that_dies_while_it_changes_rows_leaves_no_torn_ones(

@@ -8,7 +8,6 @@ the next whole checkpoint begins a new chain.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,7 +179,6 @@ class _Rows(Mapping[str, tuple[np.ndarray, torch.Tensor]]):
 
     def __getitem__(self, table: str) -> tuple[np.ndarray, torch.Tensor]:
         places = self._places[table]
-        os.sched_yield()  # as `Publisher.prepare_rows` does
         try:
             pieces = {column: [(file.read(f"{k}.ids").astype(np.int64), _floats(
                 file.read(f"{k}.rows"))) for file, k in found] for column, found in places.items()}

@@ -163,9 +163,7 @@ class Publisher:
         """Check and round changes, and fetch the rows that they replace; `commit` makes them.
 
         What takes time is done here, where the caller may run at a low priority: readers wait for
-        `commit`, and want the core that it runs on. It is offered to them between two tables:
-        Linux' scheduler leaves it to a thread of low priority for milliseconds otherwise, although
-        others have come to wait for it.
+        `commit`, and want the core that it runs on.
 
         Args:
             rows: by table name, ids int64 [n], each once, and their rows as for `publish_rows`.
@@ -176,19 +174,14 @@ class Publisher:
         """
         self._check_open()
         layout = self.layout
-        writes: list[Write] = []
-        for name, found in rows.items():
-            os.sched_yield()
-            writes += [write for ids, stored in packed_rows(layout, name, *found)
-                       for write in layout.writes(name, ids, stored)]
+        writes = [write for name, found in rows.items()
+                  for ids, stored in packed_rows(layout, name, *found)
+                  for write in layout.writes(name, ids, stored)]
         prepared = Prepared(writes, [(e, dense[e.key].detach())
                                      for e in changed_entries(layout, dense)])
         with self._state.lock:  # nobody gives the rows' memory back
             if self._state.epoch:
-                view = self._views()[0]
-                for write in writes:
-                    os.sched_yield()
-                    torch.ops.oper.fetch_rows(*view.places([write])[:2])
+                torch.ops.oper.fetch_rows(*self._views()[0].places(writes)[:2])
         return prepared
 
     def _views(self) -> list[BufferRows]:
