@@ -149,7 +149,7 @@ def _announced(rank: int, world_size: int) -> None:
         for step, batch in enumerate(batches):
             if ahead and step + 1 < STEPS:
                 collection.prefetch(batches[step + 1].sparse_features)
-                ((_, coming),) = list(collection._ahead.coming.values())[-1:]
+                ((*_, coming),) = list(collection._ahead.coming.values())[-1:]
                 coming.result()  # so that the one before the switch is surely of the old plan
             loss, _ = wrapped(batch)
             loss.backward()

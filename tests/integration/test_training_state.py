@@ -107,7 +107,7 @@ def test_ids_that_change_after_they_were_announced() -> None:
     ids = torch.tensor([1, 2])
     batch = kjt(ids, ("f_a",))
     model.prefetch(batch)
-    for _, coming in model._ahead.coming.values():
+    for *_, coming in model._ahead.coming.values():
         coming.result()
     ids.copy_(torch.tensor([5, 6]))
     want = rows(model.embedding_bags["a"])
