@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from oper.shmem.batch import Lookup
+from oper.shmem.batch import Lookup, version_of
 from oper.shmem.tables import ShardedTables
 
 _MAX_COMING = 8  # batches that were announced and never looked up are forgotten beyond this
@@ -54,7 +54,7 @@ class Ahead:
 
     def announce(self, features: KeyedJaggedTensor, batch: Lookup) -> None:
         """Start resolving a batch, which `take` will later return for its features."""
-        version = _version(features)
+        version = version_of(_inverse(features))
         started = self.start(batch)
         with self._lock:
             while len(self.coming) >= _MAX_COMING:
@@ -66,7 +66,7 @@ class Ahead:
         with self._lock:
             known = self.coming.get(id(features.values()))
             if (known is None or not _are_same(known[0], features)
-                    or known[1] != _version(features)):
+                    or known[1] != version_of(_inverse(features))):
                 return None
             del self.coming[id(features.values())]
         return known[2].result()
@@ -83,9 +83,3 @@ def _are_same(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
 def _inverse(features: KeyedJaggedTensor) -> torch.Tensor | None:
     found = features.inverse_indices_or_none()
     return None if found is None else found[1]
-
-
-def _version(features: KeyedJaggedTensor) -> int:
-    """How often the batch's inverse_indices have been changed in place."""
-    rows = _inverse(features)
-    return -1 if rows is None or rows.is_inference() else rows._version

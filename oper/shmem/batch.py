@@ -91,8 +91,8 @@ class Lookup:
         Tensors made in inference mode do not count such changes: -1.
         """
         shared = self.shared
-        return (_version(self.ids), _version(self.weights),
-                _version(None if shared is None else shared.samples))
+        return (version_of(self.ids), version_of(self.weights),
+                version_of(None if shared is None else shared.samples))
 
     def kept(self) -> Lookup:
         """A copy of the batch, which the caller's next batch does not overwrite."""
@@ -103,7 +103,8 @@ class Lookup:
                       seen=self.seen)
 
 
-def _version(tensor: torch.Tensor | None) -> int:
+def version_of(tensor: torch.Tensor | None) -> int:
+    """How often a tensor has been changed in place; -1 if nobody counts, or there is none."""
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
@@ -224,7 +225,7 @@ class BatchChecks:
     def _check_keys(self, key_of: torch.Tensor) -> int:
         """The last key that a feature has."""
         # Tensors made in inference mode may change without a trace: they are always looked at.
-        version = -1 if key_of.is_inference() else key_of._version
+        version = version_of(key_of)
         known = self._keys
         if version < 0 or known is None or known[0] is not key_of or known[1] != version:
             first, last = (int(k) for k in torch.aminmax(key_of))

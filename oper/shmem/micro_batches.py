@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from oper.errors import InvalidInputError
-from oper.shmem.batch import LookedUp, Lookup
+from oper.shmem.batch import LookedUp, Lookup, version_of
 from oper.shmem.passes import Backward
 from oper.shmem.protocol import Tables
 
@@ -230,7 +230,7 @@ class Parts:
 
 def _versions(passed: Backward) -> tuple[int, ...]:
     """`Lookup.versions` of the batch, and the version of the gradient."""
-    return *passed.batch.versions(), -1 if passed.grad.is_inference() else passed.grad._version
+    return *passed.batch.versions(), version_of(passed.grad)
 
 
 def check_unchanged(before: tuple[int, ...], now: tuple[int, ...]) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, OperError
-from oper.shmem.batch import BAD_BATCH, BatchChecks, Lookup, SeenKeys
+from oper.shmem.batch import BAD_BATCH, BatchChecks, Lookup, SeenKeys, version_of
 from oper.shmem.keys.late import RowHistory
 from oper.shmem.keys.places import num_buckets, slots_of_buckets
 from oper.shmem.keys.rules import EVICTIONS, DynamicTable
@@ -170,7 +170,7 @@ class Keys:
             return batch  # refused by the kernels
         seen: tuple[SeenKeys, ...] = ()
         if trains:
-            version = -1 if ids.is_inference() else ids._version
+            version = version_of(ids)
             seen = (SeenKeys(ids, version, rows, counts, missed, parts,
                              self._history.num_updates),)
             self._history.wait(seen[0])
