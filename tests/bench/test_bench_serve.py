@@ -335,8 +335,8 @@ def test_ids_in_hotness_order_are_those_that_are_scattered() -> None:
 
 
 def test_deltas_are_served_under_load() -> None:
-    case = DeltaCase("delta", SMALL, workers=1, rate=50.0, deltas=8, every_s=0.05, changed=0.1,
-                     quiet_s=0.5, wholes=2)
+    case = DeltaCase("delta", SMALL, workers=1, rate=50.0, deltas=8, every_s=0.1, changed=0.1,
+                     rounds=2, wholes=2)
     entry = verified(case)
     assert entry["bit_equal"]
     assert (entry["torn"], entry["errors"], entry["deltas"]) == (0, 0, 8)
@@ -351,15 +351,14 @@ def test_torn_answers_are_found(tmp_path: Path) -> None:
     trainer = Child(_train, (case, str(tmp_path / "run")), "the training process")
     try:
         trainer.wait()
-        trainer.ask("run", 2)
+        trainer.ask("run", 2, True)
     finally:
         trainer.close()
     check = _Check(case, tmp_path)
     try:
         scores = check._score(0)
         made = [Publication(step, 0.0, 0.0) for step in (1, 2)]
-        seen = Seen(result(True), np.zeros(4), np.ones(4), np.array([2, 4, 6, 8]), 0, 0, 0, [],
-                    unchecked=[(0, epoch, scores) for epoch in (2, 4, 6, 8)])
+        seen = [(0, epoch, scores) for epoch in (2, 4, 6, 8)]
         assert check.torn(made, 2, seen) == 3
         assert check.moved > 0
     finally:

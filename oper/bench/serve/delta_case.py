@@ -1,9 +1,9 @@
 """From training to serving under load: what a step has changed, saved as a delta, is served.
 
 A process trains and saves a delta after each step, the server publishes each, a client sends
-requests at a fixed rate. Beside it: the same training and load with nothing published, and
-publications of all weights. After the run every answer is compared with the scores of its epoch,
-computed from the same deltas where nobody reads while they are applied.
+requests at a fixed rate. In turns with it: the same training of a second model, whose deltas
+nobody reads; at the end publications of all weights. After the run every answer is compared with
+the scores of its epoch, computed from the same deltas where nobody reads while they are applied.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class DeltaCase:
         deltas: how many are served.
         every_s: between two steps.
         changed: share of each table's rows that a step changes.
-        quiet_s: length of each of the two runs without publications.
+        rounds: of load. In each as many steps as in the others train what is not served, and as
+            many what is; a p99 is the median of those of the rounds, which a single stall of the
+            machine does not move.
         wholes: publications of all weights, for comparison.
         apart: the server has the last core to itself, training and client have the others.
     """
@@ -61,7 +63,7 @@ class DeltaCase:
     deltas: int = 1000
     every_s: float = 0.1
     changed: float = 0.01
-    quiet_s: float = 10.0
+    rounds: int = 10
     wholes: int = 5
     apart: bool = False
 
@@ -106,13 +108,13 @@ class _Live:
     host: Host
     client: LoadClient
 
-    def train(self, steps: int, meanwhile: Callable[[], Any] = lambda: None) -> tuple[_Phase, int]:
+    def train(self, steps: int, is_served: bool) -> tuple[_Phase, int]:
         """Train that many steps under load; also the bytes of the deltas."""
-        self.trainer.send("run", steps)
-        phase = self.load(steps * self.case.every_s, meanwhile)
+        self.trainer.send("run", steps, is_served)
+        phase = self.load(steps * self.case.every_s)
         return phase, int(self.trainer.wait())
 
-    def load(self, seconds: float, meanwhile: Callable[[], Any]) -> _Phase:
+    def load(self, seconds: float, meanwhile: Callable[[], Any] = lambda: None) -> _Phase:
         """Requests for so long."""
         reset_peak(self.host.pid)
         before = peak_rss_mb(self.host.pid)
@@ -136,29 +138,31 @@ def _on(cores: list[int]) -> Iterator[None]:
 
 def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
     case, host, trainer = live.case, live.host, live.trainer
-    quiet_steps = max(1, round(case.quiet_s / case.every_s))
     clock = record.BusyClock(lambda: host.cpu_seconds() + live.client.cpu_seconds()
                              + cpu_seconds(trainer.pid))
-
-    def quiet() -> _Phase:
-        progress(f"{case.rate:.0f} requests/s, nothing is published")
-        return live.train(quiet_steps)[0]
-
-    still = [quiet()]
     whole_bytes = trainer.ask("full")
     published = host.ask("counts")["publications"]
     host.ask("follow")
     _wait(lambda: host.ask("counts")["publications"] > published)
     first = 2  # epoch of the weights that the deltas continue
-    progress(f"{case.rate:.0f} requests/s, {case.deltas} deltas")
-    during, delta_bytes = live.train(case.deltas)
-    _wait(lambda: len(host.ask("followed")) >= case.deltas)
+    still: list[_Phase] = []
+    during: list[_Phase] = []
+    delta_bytes = 0
+    for k in range(case.rounds):
+        until = (k + 1) * case.deltas // case.rounds
+        steps = until - k * case.deltas // case.rounds
+        progress(f"{case.rate:.0f} requests/s, {steps} steps of which none and then each is "
+                 f"served, {k + 1} of {case.rounds}")
+        still.append(live.train(steps, is_served=False)[0])
+        phase, written = live.train(steps, is_served=True)
+        during.append(phase)
+        delta_bytes += written
+        _wait(lambda until=until: len(host.ask("followed")) >= until)  # type: ignore[misc]
     host.ask("stop_following")
     made, failed = host.ask("followed"), host.ask("counts")["failed_publications"]
     served_sums = _sums(host.ask("publication"))
     whole = str(live.folder / "whole")
     trainer.ask("save", whole)
-    still.append(quiet())
     progress(f"{case.rate:.0f} requests/s, {case.wholes} publications of all weights")
     swaps: list[float] = []
 
@@ -167,20 +171,24 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
             found = host.ask("publish", whole)
             swaps.append(found.end - found.begin)
 
-    beside = live.load(case.quiet_s, swap)
+    beside = live.load(case.deltas // case.rounds * case.every_s, swap)
     memory, others = host.ask("memory"), clock.others(list)
-    progress(f"comparing {len(during.seen.unchecked)} answers")
+    answers = [answer for phase in (*still, *during) for answer in phase.seen.unchecked]
+    progress(f"comparing {len(answers)} answers")
     check = _Check(case, live.folder)
     try:
-        torn = check.torn(made, first, during.seen)
+        torn = check.torn(made, first, answers)
         is_equal = check.sums() == served_sums == check.whole(whole)
     finally:
         check.close()
-    latency = {name: np.concatenate([p.seen.latency_ms for p in phases]) for name, phases in (
-        ("quiet", still), ("deltas", [during]), ("wholes", [beside]))}
-    p99 = {name: float(np.percentile(found, 99)) for name, found in latency.items()}
+    phases = {"quiet": still, "deltas": during, "wholes": [beside]}
+    latency = {name: np.concatenate([p.seen.latency_ms for p in found])
+               for name, found in phases.items()}
+    p99s = {name: [float(np.percentile(p.seen.latency_ms, 99)) for p in found]
+            for name, found in phases.items()}
+    p99 = {name: float(np.median(found)) for name, found in p99s.items()}
     held = memory["tables"] + memory["dense"]
-    errors = sum(p.seen.failed for p in (*still, during, beside)) + failed + (
+    errors = sum(p.seen.failed for p in (*still, *during, beside)) + failed + (
         case.deltas - len(made))
     seconds = {"delta": [m.seconds for m in made], "whole": swaps}
     lag = np.array([m.lag_s for m in made] or [np.inf])
@@ -188,7 +196,7 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
         "bytes_share": round(delta_bytes / case.deltas / whole_bytes, 5),
         "time_share": round(float(np.median(seconds["delta"] or [np.inf])
                                   / np.median(seconds["whole"])), 4),
-        "peak_ratio": round(1 + during.growth_bytes / held, 4),
+        "peak_ratio": round(1 + max(p.growth_bytes for p in during) / held, 4),
         "whole_peak_ratio": round(1 + beside.growth_bytes / held, 4),
         "lag_p99_s": round(float(np.percentile(lag, 99)), 4),
         "lag_p50_s": round(float(np.median(lag)), 4),
@@ -196,7 +204,9 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
         "whole_p99_ratio": round(p99["wholes"] / p99["quiet"], 4),
         "torn": torn, "errors": errors, "bit_equal": is_equal,
         "verified": not torn and not errors and is_equal and check.moved > 0,
-        "deltas": len(made), "epochs_seen": int(np.unique(during.seen.epoch).size),
+        "deltas": len(made),
+        "epochs_seen": int(np.unique(np.concatenate([p.seen.epoch for p in during])).size),
+        "p99_ms_by_round": {name: [round(x, 3) for x in found] for name, found in p99s.items()},
         "requests": {name: int(found.size) for name, found in latency.items()},
         "latency_ms": {name: {f"p{q}": round(float(np.percentile(found, q)), 3)
                               for q in (50, 90, 99)} for name, found in latency.items()},
@@ -204,7 +214,8 @@ def _measure(live: _Live, progress: Progress) -> dict[str, Any]:
                            for name, found in seconds.items()},
         "delta_bytes": delta_bytes // case.deltas, "whole_bytes": whole_bytes,
         "least_change_of_scores": check.moved, "server_memory_bytes": memory,
-        "client_cores": round(during.seen.cores, 3), "other_busy_cores": round(others, 2)}
+        "client_cores": round(float(np.mean([p.seen.cores for p in during])), 3),
+        "other_busy_cores": round(others, 2)}
 
 
 def _wait(is_done: Callable[[], bool]) -> None:
@@ -230,16 +241,17 @@ class _Check:
                                     case.served.signature)
         self.moved = 0.0
 
-    def torn(self, made: list[Publication], first: int, seen: Seen) -> int:
+    def torn(self, made: list[Publication], first: int,
+             seen: list[tuple[int, int, np.ndarray]]) -> int:
         """Answers with scores that are not those of their epoch.
 
         Args:
             made: the changes that were served.
             first: epoch of the weights before them.
-            seen: answers.
+            seen: `Seen.unchecked` of the answers.
         """
         answers: dict[int, list[tuple[int, np.ndarray]]] = {}
-        for index, epoch, scores in seen.unchecked:
+        for index, epoch, scores in seen:
             answers.setdefault(epoch, []).append((index, scores))
         torn = self._differing(answers.pop(first, ()))
         before, moved = self._score(0), []
@@ -293,41 +305,59 @@ def _sums(name: str) -> dict[str, int]:
 # ---- in the training process ---------------------------------------------------------------------
 
 
+class _Run:
+    """A model that trains, and saves a delta after each step; sleeps where steps are early."""
+
+    def __init__(self, case: DeltaCase, place: str) -> None:
+        import oper
+        from oper.integration.checkpoint.deltas import DeltaCheckpoints
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no statistics: one rank needs none
+            self.model: Any = oper.shard(build(case.served, "cpu"),
+                                         optimizer=oper.RowWiseAdagrad(lr=_RATE))
+        self._case, self._place, self._step = case, Path(place), 0
+        self._saver = DeltaCheckpoints(place, self.model)
+
+    def full(self) -> int:
+        """Save everything; returns the bytes of the folder."""
+        self._saver.save_full(self._step)
+        return sum(p.stat().st_size for p in self._place.iterdir())
+
+    def run(self, steps: int) -> int:
+        """Train; returns the bytes of the deltas."""
+        self._saver.flush()
+        before, begin = self._saver.written_bytes, time.monotonic()
+        for k in range(steps):
+            time.sleep(max(0.0, begin + k * self._case.every_s - time.monotonic()))
+            self._step += 1
+            _step(self.model, self._case, self._step)
+            self._saver.save(self._step)
+        self._saver.flush()
+        return self._saver.written_bytes - before
+
+    def close(self) -> None:
+        """End the writing thread."""
+        self._saver.close()
+
+
 def _train(control: Any, case: DeltaCase, place: str) -> None:
     """Train, and save what is asked for, until the other end of `control` closes."""
     import torch
 
     import oper
-    from oper.integration.checkpoint.deltas import DeltaCheckpoints
 
     os.nice(_NICE)
     torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no statistics: one rank needs none
-        model: Any = oper.shard(build(case.served, "cpu"), optimizer=oper.RowWiseAdagrad(lr=_RATE))
-    step = 0
-    with DeltaCheckpoints(place, model) as saver:
-
-        def full() -> int:
-            saver.save_full(step)
-            return sum(p.stat().st_size for p in Path(place).iterdir())
-
-        def run(steps: int) -> int:
-            nonlocal step
-            saver.flush()
-            before, begin = saver.written_bytes, time.monotonic()
-            for k in range(steps):
-                time.sleep(max(0.0, begin + k * case.every_s - time.monotonic()))
-                step += 1
-                _step(model, case, step)
-                saver.save(step)
-            saver.flush()
-            return saver.written_bytes - before
-
-        full()
+    with (contextlib.closing(_Run(case, place)) as served,
+          contextlib.closing(_Run(case, place + "-unread")) as unread):
+        served.full()
+        unread.full()
         control.send(True)
-        while obey(control, {"full": full, "run": run,
-                             "save": functools.partial(oper.save_checkpoint, model=model)}):
+        while obey(control, {
+                "full": served.full,
+                "run": lambda steps, is_served: (served if is_served else unread).run(steps),
+                "save": functools.partial(oper.save_checkpoint, model=served.model)}):
             pass
 
 

@@ -75,7 +75,7 @@ def _shorter(case: Any) -> Any:
     if isinstance(case, TiersCase):
         return replace(case, served=served, samples=1 << 15, rounds=3, round_s=0.7)
     if isinstance(case, DeltaCase):
-        return replace(case, served=served, deltas=20, quiet_s=2.0, rate=100.0)
+        return replace(case, served=served, deltas=20, rounds=2, rate=100.0)
     if isinstance(case, ServerCase):
         return replace(case, served=served, run_s=0.7, min_queries=64, max_runs=4, search_s=30.0,
                        other_s=0.5)
