@@ -18,6 +18,7 @@ ARGS ?=
 # time, so threads that wait must not keep a processor busy. Those marked `alone` follow one by one.
 JOBS ?= 3
 ALONE = $$($(BIN)/python -c 'from tests.schedule import ALONE; print(*ALONE)')
+RANDOM_PROBLEMS = $$($(BIN)/python -c 'from tests.schedule import RANDOM_PROBLEMS; print(*RANDOM_PROBLEMS)')
 BESIDE = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # A machine without a GPU must not fetch gigabytes of CUDA libraries. On Linux on x86-64 the plain
@@ -89,6 +90,7 @@ endif
 test-nightly: setup
 	@status=0; \
 	$(BESIDE) -m "slow and not alone" || status=1; \
+	$(BESIDE) -m "not slow" --hypothesis-profile=nightly $(RANDOM_PROBLEMS) || status=1; \
 	$(BIN)/python -m pytest -m "slow and alone" $(ALONE) || [ $$? = 5 ] || status=1; \
 	exit $$status
 

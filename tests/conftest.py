@@ -8,9 +8,10 @@ from hypothesis import settings
 from tests import schedule
 
 # No deadline: the first call into torch is slow, and the machine may be busy. The same examples
-# every time, so that a failure belongs to a change; `--hypothesis-profile=search`
-# looks for new ones.
+# every time, so that a failure belongs to a change; `--hypothesis-profile=nightly` and `search`
+# look for new ones.
 settings.register_profile("same", max_examples=60, deadline=None, derandomize=True)
+settings.register_profile("nightly", max_examples=200, deadline=None, print_blob=True)
 settings.register_profile("search", max_examples=1000, deadline=None)
 settings.load_profile("same")
 

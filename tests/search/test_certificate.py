@@ -46,7 +46,6 @@ from tests.support import run_command
 
 QUICK = settings(max_examples=examples(60), deadline=None, phases=[Phase.explicit, Phase.generate],
                  suppress_health_check=[HealthCheck.too_slow])
-MANY = settings(QUICK, max_examples=examples(200))
 
 
 def test_replicas_pinned_on_some_ranks_are_in_the_bound() -> None:
@@ -300,7 +299,7 @@ def steps_in_space(plans: list[Plan], problem: Problem) -> list[float]:
     return steps
 
 
-@MANY
+@QUICK
 @given(constrained(), st.integers(0, 10**6))
 def test_no_plan_of_the_space_is_below_the_uncapped_bound(problem: Problem, seed: int) -> None:
     """Neither of random ones, nor the one that is searched for."""

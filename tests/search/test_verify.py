@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from search_cases import gpus, tables_and_stats
-from test_certificate import MANY, constrained, placed_steps
+from test_certificate import QUICK, constrained, placed_steps
 
 import oper.search.certificate
 from oper.errors import PlanInfeasibleError
@@ -138,7 +138,7 @@ def test_an_edited_plan_is_not_certified(case: tuple[Plan, Problem]) -> None:
     assert "another problem" in verify_plan(plan, other).why
 
 
-@MANY
+@QUICK
 @given(constrained(), st.integers(0, 10**6))
 def test_what_the_planner_certifies_the_checker_does(problem: Problem, seed: int) -> None:
     """With constraints, pins, unequal ranks, copies, host memory, overlaps and any costs; no random
