@@ -134,12 +134,6 @@ class TablePlan:
                             len(self.pieces), "1", "read TablePlan.pieces")
         return self.pieces[0].tiers
 
-    @staticmethod
-    def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:
-        """Raise PlanError, beginning with `what`, unless the tiers place every row on valid ranks.
-        """
-        _check_tiers(what, tiers, num_rows, world_size)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
@@ -439,7 +433,7 @@ def _check_table(entry: TablePlan, world_size: int) -> None:
                             f"ranges that cover 0..{spec.dim} in order",
                             "list every column once, in order")
         at = piece.stop
-        _check_tiers(what, piece.tiers, spec.num_rows, world_size)
+        check_tiers(what, piece.tiers, spec.num_rows, world_size)
         _check_dtypes(what, spec, piece.tiers)
     if at != spec.dim:
         raise PlanError(what, "columns", [(p.start, p.stop) for p in entry.pieces],
@@ -465,7 +459,8 @@ def _check_dtypes(what: str, spec: TableSpec, tiers: tuple[Tier, ...]) -> None:
                             "let the table have the type of its coldest rows")
 
 
-def _check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:
+def check_tiers(what: str, tiers: tuple[Tier, ...], num_rows: int, world_size: int) -> None:
+    """Raise PlanError, beginning with `what`, unless the tiers place every row on valid ranks."""
     at = 0
     for tier in tiers:
         if tier.start != at or tier.stop <= tier.start:

@@ -44,28 +44,12 @@ std::tuple<Tensor, Tensor> pad_lengths(Tensor lengths, std::vector<int64_t> bags
   return {out, own};
 }
 
-// What rows int64 [F, B] say: F + 1 where sample b has row b of every feature; F where not; before F, a feature
-// that has a row outside [0, limits[f]).
-int64_t kind_of_rows(Tensor rows, std::vector<int64_t> limits) {
-  constexpr int64_t kAhead = 256;  // nobody has read them since the batch was made
-  const int64_t* row = rows_of(rows, static_cast<int64_t>(limits.size()));
-  const int64_t features = rows.size(0), count = rows.size(1);
-  const int64_t* end = row + features * count;
-  bool are_own = true;
-  for (int64_t f = 0; f < features; ++f, row += count) {
-    const auto limit = static_cast<uint64_t>(limits[f]);
-    bool is_outside = false;
-    for (int64_t b = 0, next; b < count; b = next) {
-      next = std::min(count, b + 8);
-      __builtin_prefetch(std::min(row + b + kAhead, end - 1));
-      for (int64_t i = b; i < next; ++i) {
-        is_outside |= static_cast<uint64_t>(row[i]) >= limit;
-        are_own &= row[i] == i;
-      }
-    }
-    if (is_outside) return f;
-  }
-  return features + (are_own ? 1 : 0);
+// Whether sample b has row b of every feature; rows int64 [F, B].
+bool are_own_rows(Tensor rows) {
+  const Samples samples{rows_of(rows, rows.size(0)), rows.size(0), rows.size(1)};
+  for (int64_t f = 0; f < samples.num_features; ++f)
+    if (!samples.kind(f, samples.count).are_own) return false;
+  return true;
 }
 
 // Gradient of samples, float32 [B, C], to its sums by bag, [num_bags, C]; zero for bags that nobody has.
@@ -73,10 +57,9 @@ Tensor sum_by_bag(int64_t handle, Tensor grad, Tensor samples, Tensor key_of, in
   Context& context = context_of(handle);
   Tensor out = pooled_tensor(ScalarType::Float, {num_bags, context.output_columns});
   SampleGradients shared = gradients_of(grad, samples, key_of);
-  const int64_t* bag = shared.samples.bags;
-  STD_TORCH_CHECK(std::all_of(bag, bag + samples.numel(),
-                              [=](int64_t b) { return 0 <= b && b < num_bags; }),
-                  "inverse_indices outside of the features' bags");
+  for (int64_t f = 0; f < shared.samples.num_features; ++f)
+    STD_TORCH_CHECK(!shared.samples.kind(f, num_bags).is_outside,
+                    "inverse_indices outside of the features' bags");
   for (const Feature& feature : context.features)
     shared.sums.push_back({float_data(out) + feature.column, num_bags, context.output_columns});
   add_up(context, shared);
@@ -93,18 +76,19 @@ SampleGradients gradients_of(const Tensor& grad, const Tensor& samples, const Te
   return {samples_of(samples, key_of), float_data(grad), grad.stride(0), {}};
 }
 
-Tensor place_sums(const Context& context, const Tensor& bags, const Tensor& key_of,
-                  SampleGradients& shared, Batch& batch) {
+int64_t place_sums(const Context& context, const Tensor& bags, const Tensor& key_of,
+                   SampleGradients& shared, Batch& batch, Tensor* memory) {
   int64_t floats = 0;
   for (const Feature& feature : context.features) {
     const int64_t dim = context.tables[feature.table].dim;
     const int64_t n = int64_data(bags)[int64_data(key_of)[feature.logical]];
-    const bool are_own = n == shared.samples.count && shared.samples.are_own(feature);
-    shared.sums.push_back({nullptr, are_own ? 0 : n, dim});
+    const Samples::Kind kind = shared.samples.kind(feature.logical, n);
+    if (kind.is_outside) return feature.logical;
+    shared.sums.push_back({nullptr, kind.are_own && n == shared.samples.count ? 0 : n, dim});
     floats += shared.sums.back().num_bags * dim;
   }
-  Tensor memory = pooled_tensor(ScalarType::Float, {floats});
-  float* at = float_data(memory);
+  *memory = pooled_tensor(ScalarType::Float, {floats});
+  float* at = float_data(*memory);
   for (size_t k = 0; k < shared.sums.size(); ++k) {
     BagSums& sums = shared.sums[k];
     if (sums.num_bags == 0) continue;
@@ -113,12 +97,12 @@ Tensor place_sums(const Context& context, const Tensor& bags, const Tensor& key_
     at += sums.num_bags * sums.stride;
   }
   batch.shared = &shared;
-  return memory;
+  return -1;
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(pad_lengths, "(Tensor lengths, int[] bags, int size) -> (Tensor, Tensor)");
-  OPER_OPERATOR(kind_of_rows, "(Tensor rows, int[] limits) -> int");
+  OPER_OPERATOR(are_own_rows, "(Tensor rows) -> bool");
   OPER_OPERATOR(sum_by_bag,
                 "(int handle, Tensor grad, Tensor samples, Tensor key_of, int num_bags) -> Tensor");
 }

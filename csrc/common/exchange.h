@@ -26,7 +26,7 @@ struct Status {
   // 0 ok, 1 peer lost, 2 deadline, 3 outbox full, 4 id out of range, 6 peer gave up (5: bindings),
   // 7 the transport failed, 8 ranks are in different phases, 9 a rank of another memory domain has
   // sent what none can (10: bindings), 11 there is no memory for what it sends, 12 peer has closed,
-  // 13 a peer has refused its batch
+  // 13 a peer has refused its batch (14: bindings)
   int64_t code = 0;
   int64_t detail = -1;
 };

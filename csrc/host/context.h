@@ -380,12 +380,13 @@ struct Resolved {
 struct Samples {
   const int64_t* bags;  // [num_features, count]
   int64_t num_features, count;
+  // What the bags of one feature are like: whether one is outside [0, limit); whether none has a number
+  // above its sample's, as when they are numbered in the order of the samples; whether sample b has bag b.
+  struct Kind {
+    bool is_outside, are_in_order, are_own;
+  };
   const int64_t* of(const Feature& feature) const { return bags + feature.logical * count; }
-  // Whether sample b has bag b of the feature.
-  bool are_own(const Feature& feature) const;
-  // Whether no sample has a bag with a number above its own, as when they are numbered in the order of
-  // the samples.
-  bool are_in_order() const;
+  Kind kind(int64_t feature, int64_t limit) const;
 };
 
 // Where the sums of a feature's gradients by bag go; nowhere, if `data` is null.

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -43,7 +44,15 @@ Pool& pool() {
   return *instance;
 }
 
-size_t pool_size(size_t bytes) { return round_up(bytes > 0 ? bytes : 1, kHugePage); }
+// Blocks are of whole huge pages, or smaller ones of a power of two. A huge page for each small tensor would
+// have to be cleared where a step has more of them at once than are kept.
+bool is_small(size_t size) { return size < kHugePage; }
+
+size_t pool_size(size_t bytes) {
+  constexpr size_t kLeast = 4096;
+  if (bytes > kHugePage / 2) return round_up(bytes, kHugePage);
+  return std::bit_ceil(std::max(bytes, kLeast));
+}
 
 #if defined(__SANITIZE_THREAD__)
 // ThreadSanitizer knows memory by its address, so ranks that are threads must see a segment at one
@@ -167,6 +176,11 @@ void* pool_take(size_t bytes) {
       return data;
     }
   }
+  if (is_small(size)) {
+    void* data = std::aligned_alloc(64, size);
+    if (data == nullptr) throw std::bad_alloc();
+    return data;
+  }
   char* at = reserve_aligned(size);
   if (at == nullptr) throw std::bad_alloc();
   if (mmap(at, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
@@ -190,7 +204,7 @@ void pool_give(void* data, size_t bytes) {
       return;
     }
   }
-  munmap(data, size);
+  is_small(size) ? std::free(data) : static_cast<void>(munmap(data, size));
 }
 
 Buffer::~Buffer() { std::free(data_); }

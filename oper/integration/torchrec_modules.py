@@ -139,6 +139,7 @@ class _Context(Multistreamable):
         self.sharding_contexts: list[Any] = []
         self.features: KeyedJaggedTensor | None = None
         self.coming: Future[Lookup] | None = None
+        self.shares = False  # `_ShardedCollection._shares` when the lookup was made
 
     def record_stream(self, stream: Any) -> None:
         """Its features' memory is not used again while kernels on that stream read it."""
@@ -368,14 +369,17 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
                    ) -> Awaitable[Awaitable[Any]]:
         # Runs a batch early: what can be done without the rows is done while the batch before is
         # trained.
+        ctx.shares = self._shares
         ctx.coming = self._ahead.start(self.lookup_of(features))
         # TrainPipelineSparseDist flattens `.awaitables`; there is nothing to exchange.
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
     def compute(self, ctx: _Context, dist_input: Any) -> torch.Tensor:
         ctx.features = dist_input[0]
-        batch = ctx.coming.result() if ctx.coming else self.lookup_of(ctx.features)
-        return self.tables.lookup(batch)
+        if ctx.coming:
+            return self.tables.lookup(ctx.coming.result())
+        ctx.shares = self._shares
+        return self.tables.lookup(self.lookup_of(ctx.features))
 
     @property
     def unsharded_module_type(self) -> type:
@@ -440,17 +444,18 @@ class ShardedEmbeddingBags(_ShardedCollection):
         """Pooled embeddings of all features."""
         values = self.tables.lookup(self.lookup_of(features))
         if features.inverse_indices_or_none() is not None or self._converts:
-            values = self._finish(values, features)
+            values = self._finish(values, features, self._shares)
         return KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index)
 
     def output_dist(self, ctx: _Context, output: torch.Tensor) -> LazyAwaitable[KeyedTensor]:
         assert ctx.features is not None
-        values = self._finish(output, ctx.features)
+        values = self._finish(output, ctx.features, ctx.shares)
         return LazyNoWait(
             KeyedTensor(self._output_names, self._dims, values, 1, self._offsets, self._index))
 
-    def _finish(self, values: torch.Tensor, features: KeyedJaggedTensor) -> torch.Tensor:
-        if features.inverse_indices_or_none() is not None and not self._shares:
+    def _finish(self, values: torch.Tensor, features: KeyedJaggedTensor, shares: bool
+                ) -> torch.Tensor:
+        if not shares and features.inverse_indices_or_none() is not None:
             values = spread(values, self._offsets, self._features, features)
         # Even a call that has nothing to convert takes 1 % of a step, from where no code is cached.
         return values.to(self._output_dtype) if self._converts else values

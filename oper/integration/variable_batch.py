@@ -31,8 +31,8 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
         of samples.
 
     Raises:
-        InvalidInputError: `pooled` is set but there are no ``inverse_indices``, they are missing
-            for a feature, or exceed its bags.
+        InvalidInputError: `pooled` is set but there are no ``inverse_indices``, or they are missing
+            for a feature.
     """
     if pooled and features.inverse_indices_or_none() is None:
         raise InvalidInputError(_WHAT, "inverse_indices", None,
@@ -40,7 +40,7 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
                                 "pass inverse_indices to the KeyedJaggedTensor")
     strides, lengths = features.stride_per_key(), features.lengths()
     size, least = max(strides, default=0), min(strides, default=0)
-    samples = _samples(features, names) if pooled and shares else None
+    samples = _samples(features, names, strides) if pooled and shares else None
     if samples is not None:
         size = max(size, samples.shape[1])  # in whose place the rows of bags can be put first
     elif size == least:
@@ -53,30 +53,22 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
     return padded, size, None if samples is None else SharedBags(bags, samples)
 
 
-def _samples(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor | None:
+def _samples(features: KeyedJaggedTensor, names: Sequence[str], strides: Sequence[int]
+             ) -> torch.Tensor | None:
     """The bag of each sample, int64 [F, B] in the order of `names`; None if sample b has bag b and
-    there are no others.
+    there are no others. `strides`: bags of each key.
 
     Raises:
-        InvalidInputError: inverse indices are missing for a feature, or exceed its bags.
+        InvalidInputError: inverse indices are missing for a feature.
     """
-    limits = features.stride_per_key()
     rows = features.inverse_indices()[1]
-    are_as_many = all(n == rows.shape[1] for n in limits)
+    are_as_many = all(n == rows.shape[1] for n in strides)
     if are_as_many and are_own_rows(rows):
         return None
     rows = _rows_of(features, names).contiguous()
-    if features.keys() != names:
-        of = dict(zip(features.keys(), limits, strict=True))
-        limits = [of[name] for name in names]
-    kind = torch.ops.oper.kind_of_rows.default(rows, limits)
-    if kind < len(names):
-        found = rows[kind]
-        raise InvalidInputError(_WHAT, f"inverse_indices of {names[kind]}",
-                                (int(found.min()), int(found.max())),
-                                f"0 <= row < {limits[kind]}, the feature's samples",
-                                "number the distinct samples from 0")
-    return None if are_as_many and kind > len(names) else rows
+    if are_as_many and torch.ops.oper.are_own_rows.default(rows):
+        return None
+    return rows
 
 
 def _rows_of(features: KeyedJaggedTensor, names: Sequence[str]) -> torch.Tensor:
@@ -107,9 +99,13 @@ def spread(values: torch.Tensor, ends: Sequence[int], names: Sequence[str],
 
     Raises:
         InvalidInputError: inverse indices are missing for a feature.
+        IndexError: they exceed a feature's bags; in device memory as torch says it there.
     """
     rows = _rows_of(features, names)
-    parts = [values[:, a:b] for a, b in itertools.pairwise(ends)]
+    bags = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+    # Without the rows of empty bags that others have, which nobody's sample may take.
+    parts = [values[:bags[name], a:b]
+             for name, (a, b) in zip(names, itertools.pairwise(ends), strict=True)]
     # Unlike that of index_select, its gradient adds up in the order of the samples.
     return torch.cat([torch.nn.functional.embedding(*x)
                       for x in zip(rows, parts, strict=True)], dim=1)

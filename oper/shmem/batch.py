@@ -279,6 +279,15 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
                         f"raise {OUTBOX_ENV} or use a smaller batch")
     assert failed is not None
     batch, offsets = failed.batch, failed.offsets
+    if code == 14:
+        assert batch.shared is not None
+        bags = batch.shared.samples[detail]
+        count = int(batch.shared.bags[batch.key_of[detail]])
+        raise InvalidInputError("cannot look up",
+                                f"inverse_indices of {failed.features[detail][0]}",
+                                (int(bags.min()), int(bags.max())),
+                                f"0 <= bag < {count}, as there are bags of the feature",
+                                "number the distinct bags from 0")
     if code == 5:
         least = int(batch.lengths.min()) if batch.lengths.numel() else None
         raise InvalidInputError("bag lengths do not fit the ids", "sum(lengths), min(lengths)",

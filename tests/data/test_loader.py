@@ -461,9 +461,9 @@ def test_samples_take_the_rows_of_their_bags() -> None:
     values = torch.randn(3, 3, requires_grad=True)
     copied = spread(values, [0, 1, 3], ["a", "b"], kjt)
     assert torch.equal(copied, torch.cat([values[[0, 1, 2, 2], :1], values[[2, 0, 2, 2], 1:]], 1))
-    for wrong in ([0, 3, 1], [-1, 0, 1]):
-        with pytest.raises(InvalidInputError, match="inverse_indices of b"):
-            found(wrong, [0, 1, 2])
+    for wrong in ([0, 3, 1, 1], [-1, 0, 1, 1]):  # of a feature with fewer bags than there are rows
+        with pytest.raises(IndexError):
+            spread(torch.randn(4, 3), [0, 1, 3], ["a", "b"], found([0, 1, 2, 2], wrong)[0])
 
 
 def test_share_of_the_process_group(folder: Path, tmp_path: Path) -> None:

@@ -172,6 +172,29 @@ def test_a_variable_batch_needs_its_inverse() -> None:
                                   inverse_indices=(["f"], torch.zeros(1, 2, dtype=torch.int64))))
 
 
+def test_a_sample_cannot_have_a_bag_that_its_feature_has_not() -> None:
+    """Although another feature has as many; in a compiled graph, too."""
+    sharded = oper.shard(EmbeddingBagCollection(tables=[EmbeddingBagConfig(
+        num_embeddings=5, embedding_dim=4, name="t", feature_names=["f", "g"])]),
+        optimizer=oper.SGD())
+
+    def batch(of_f: list[int]) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(
+            ["f", "g"], torch.tensor([1, 2, 3, 4]), lengths=torch.ones(4, dtype=torch.int64),
+            stride_per_key_per_rank=[[1], [3]],
+            inverse_indices=(["f", "g"], torch.tensor([of_f, [0, 1, 2]])))
+
+    def look_up(features: KeyedJaggedTensor) -> torch.Tensor:
+        return sharded(features).values()
+
+    compiled = torch.compile(look_up, backend="aot_eager")
+    assert torch.equal(look_up(batch([0, 0, 0])), compiled(batch([0, 0, 0])))
+    with pytest.raises(InvalidInputError, match=r"inverse_indices of f=.*0 <= bag < 1"):
+        look_up(batch([0, 2, 0]))
+    with pytest.raises(IndexError):
+        compiled(batch([0, 2, 0]))
+
+
 @pytest.mark.parametrize("how", ["in place", "another", "none"])
 def test_a_prefetched_batch_has_the_inverse_that_it_is_looked_up_with(how: str) -> None:
     plain = EmbeddingBagCollection(tables=[EmbeddingBagConfig(

@@ -148,7 +148,8 @@ def test_shared_bags_must_not_change_before_the_update() -> None:
         out.sum().backward()
     for outside in (-1, 1 << 40, int(batch.shared.bags[case.key_of[0]])):
         batch.shared.samples[0, 0] = outside
-        with pytest.raises(RuntimeError, match="inverse_indices outside"):
+        with pytest.raises(InvalidInputError, match=f"inverse_indices of {case.features[0][0]}.*"
+                           f"{outside}.*0 <= bag < "):
             tables.lookup(batch)
     tables.close()
 
@@ -162,7 +163,7 @@ def test_a_change_that_torch_does_not_see_is_refused_in_the_backward_pass() -> N
         was = int(batch.shared.samples[0, 3])
         out = tables.lookup(batch)
         batch.shared.samples.numpy()[0, 3] = outside
-        with pytest.raises(RuntimeError, match="inverse_indices outside"):
+        with pytest.raises(InvalidInputError, match=f"inverse_indices of {case.features[0][0]}"):
             out.sum().backward()
         batch.shared.samples.numpy()[0, 3] = was
     assert_bitwise([tables.read(t.name) for t in case.tables], before, "rows")

@@ -209,13 +209,13 @@ OPER_INLINE void count_rows(const Table& table, const int64_t* addresses, int64_
 // The same for a batch that was resolved ahead.
 template <Moved kKind, class Body>
 void for_resolved(const Table& table, const BagRange& range, Scratch& scratch, Body body) {
-  constexpr int64_t kStretch = 1024;  // ids counted at a time
+  constexpr int64_t kCounted = 1024;  // ids whose addresses, once counted, are still in the first-level cache
   const int64_t* bounds = range.bags.bounds;
   const Resolved& resolved = *range.batch.resolved;
   const int64_t* rows = resolved.addresses + resolved.first[range.feature] - bounds[0];
   for (int64_t b = range.begin, end; b < range.end; b = end) {
     end = b + 1;
-    while (end < range.end && bounds[end + 1] - bounds[b] <= kStretch) ++end;
+    while (end < range.end && bounds[end + 1] - bounds[b] <= kCounted) ++end;
     count_rows(table, rows + bounds[b], bounds[end] - bounds[b], kKind, scratch);
     body(b, end, rows + bounds[b]);
   }

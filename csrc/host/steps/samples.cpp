@@ -13,18 +13,23 @@ SampleJob job_of(const Context& context, const Samples& samples, size_t k, int64
 
 }  // namespace
 
-bool Samples::are_own(const Feature& feature) const {
-  const int64_t* bag = of(feature);
-  for (int64_t b = 0; b < count; ++b)
-    if (bag[b] != b) return false;
-  return true;
-}
-
-bool Samples::are_in_order() const {
-  for (int64_t f = 0; f < num_features; ++f)
-    for (int64_t b = 0; b < count; ++b)
-      if (bags[f * count + b] > b) return false;
-  return true;
+Samples::Kind Samples::kind(int64_t feature, int64_t limit) const {
+  constexpr int64_t kAhead = 256;  // nobody may have read them since the batch was made
+  const int64_t* bag = bags + feature * count;
+  const int64_t* last = bags + num_features * count - 1;
+  // Signs of differences instead of comparisons, which every processor has for several numbers at once.
+  uint64_t outside = 0, above = 0, other = 0;
+  for (int64_t b = 0, next; b < count; b = next) {
+    next = std::min(count, b + 8);
+    __builtin_prefetch(std::min(bag + b + kAhead, last));
+    for (int64_t i = b; i < next; ++i) {
+      const uint64_t number = static_cast<uint64_t>(bag[i]), own = static_cast<uint64_t>(i);
+      outside |= number | (static_cast<uint64_t>(limit) - 1 - number);
+      above |= own - number;
+      other |= own ^ number;
+    }
+  }
+  return {outside >> 63 != 0, above >> 63 == 0, other == 0};
 }
 
 void spread(Context& context, const Samples& samples, const float* pooled, float* out) {

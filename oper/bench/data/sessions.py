@@ -12,14 +12,15 @@ import numpy as np
 
 from oper.bench.core import record
 from oper.bench.core.launch import Progress, run_workers
-from oper.bench.core.measure import over
+from oper.bench.core.measure import aligner, over
 from oper.bench.core.planning import gather, slowest
 from oper.data import Folder, Loader, LoaderOptions, PreprocessOptions, preprocess
 from oper.data.generate.ids import power_law_ids
 from oper.data.generic import Choice, generic_recipe
 
 WORLD_SIZE = 2
-_BATCH, _DIM, _BATCHES, _ROUNDS = 2048, 64, 8, 10
+_BATCH, _DIM, _BATCHES = 2048, 64, 8
+_ROUNDS, _PASSES = 10, 3  # of each kind of batches, and passes over them in a round
 _SAMPLES, _HISTORY = 8, 30  # of a session on average; items that each of its samples lists
 _ITEMS, _SHOPS = 200_000, 20_000
 _EXPONENT = 1.05
@@ -32,9 +33,10 @@ def sessions(num_rows: int, folder: Path) -> dict[str, Any]:
     Each sample has an item of its own and lists its session's user, and the items and shops that
     the user has seen. ``duplication`` is samples per distinct list in a rank's batch;
     ``ratio_step`` the time of a step on full batches over that on the same batches with equal bags
-    once, on the same tables in turn. ``duplication_alone`` and ``ratio_step_alone`` are the same
-    for a log whose sessions have one sample each. ``verified``: pooled rows of both are equal, bit
-    for bit.
+    once, on the same tables in turn. A step's time is that of a pass over the batches by their
+    number: within a pass ranks wait for each other only as steps make them, as in training.
+    ``duplication_alone`` and ``ratio_step_alone`` are the same for a log whose sessions have one
+    sample each. ``verified``: pooled rows of both are equal, bit for bit.
     """
     found = {}
     for name, samples in (("", _SAMPLES), ("_alone", 1)):
@@ -83,7 +85,6 @@ class Steps:
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Compare the results of both kinds of batches, and time them. Collective."""
         import torch
-        import torch.distributed as dist
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
         import oper
@@ -105,15 +106,17 @@ class Steps:
         gradient = torch.randn(self.batch_size, _DIM * len(about.sparse),
                                generator=torch.Generator().manual_seed(0))
 
-        def step(features: Any) -> None:
-            out = model(features).values()
-            out.backward(gradient[:out.shape[0]])
+        def train(batches: Sequence[Any]) -> None:
+            for features in batches:
+                out = model(features).values()
+                out.backward(gradient[:out.shape[0]])
 
         progress("steps with all bags, and with those of a session once")
-        spent = record.interleave({name: over(given, step) for name, given in batches.items()},
-                                  dist.barrier, _ROUNDS, count)
-        # A step ends with its slower rank.
-        full_s, once_s = (float(np.median(slowest(spent[name].tolist()))) for name in batches)
+        spent = record.interleave({name: over([given], train) for name, given in batches.items()},
+                                  aligner(model.tables), _ROUNDS, _PASSES)
+        # A pass ends with its slower rank.
+        full_s, once_s = (float(np.median(slowest(spent[name].tolist()))) / count
+                          for name in batches)
         return {"bit_equal": all(gather(is_equal)),
                 "duplication": count * self.batch_size / distinct,
                 "full_step_ms": 1e3 * full_s, "once_step_ms": 1e3 * once_s,

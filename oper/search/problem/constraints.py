@@ -25,8 +25,8 @@ from oper.plan import (
     MODES,
     PLACEMENTS,
     Plan,
-    TablePlan,
     Tier,
+    check_tiers,
     tier_from_json,
     tier_to_json,
 )
@@ -245,7 +245,7 @@ def check_rows(name: str, held: TableConstraint, num_rows: int, world_size: int)
         # A tier is checked as a plan's would be: padded to a whole table, it must make one.
         rest = [Tier(a, b, "owned", (0,)) for a, b in ((0, x.start), (x.stop, num_rows)) if a < b]
         tiers = tuple(sorted([*rest, x], key=lambda t: t.start))
-        TablePlan.check_tiers(what, tiers, num_rows, world_size)
+        check_tiers(what, tiers, num_rows, world_size)
         wrong = _beyond(held, [x]) + [("replicate", ["replicated"], "no replicas")] * _breaks(
             held, x)
         require(what, "change the pin or the other constraint", *(
