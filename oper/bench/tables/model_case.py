@@ -27,7 +27,7 @@ MODELS = ("cdt4rec", "sasrec", "hstu", "cadvae")
 # CaD-VAE's tables are 400 columns wide together, and every contender holds its own.
 LARGE = {"cadvae": ("500k", 500_000)}
 # HSTU sees the last 200 items, as its authors' model of MovieLens-1M does; its users have as many
-# interactions as that log's: 165 on average, half of them less than 100.
+# interactions as that log's: 165 on average, and half of them fewer than 100.
 SEQUENCES: dict[str, dict[str, Any]] = {"hstu": {
     "model.steps": 200, "model.window": 1, "catalogue.length": 165, "catalogue.spread": 1.0}}
 BATCH_SIZE = {"hstu": 64}  # of longer sequences
