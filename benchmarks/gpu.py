@@ -73,7 +73,7 @@ batch = Lookup(torch.randint(0, rows, (F * B * pooling,), device=device),
                torch.full((F * B,), pooling, device=device), torch.arange(F), B)
 def step():
     out, offsets = tables.forward(batch, collective=True)
-    tables.apply_all([Backward(torch.ones_like(out), batch, offsets)])
+    tables.apply_all([Backward((torch.ones_like(out),), batch, offsets)])
 for _ in range(3):
     step()
 tables.synchronize()

@@ -446,13 +446,15 @@ void exchange_gradients(Call& call, float scale) {
 }
 
 std::tuple<int64_t, int64_t> lookup_backward(
-    int64_t handle, Tensor grad, Tensor ids, Tensor offsets, std::optional<Tensor> weights,
-    Tensor key_of, int64_t batch_size, bool pooled, Tensor optimizers, double gradient_scale,
+    int64_t handle, std::vector<Tensor> grads, Tensor ids, Tensor offsets,
+    std::optional<Tensor> weights, Tensor key_of, int64_t batch_size, bool pooled,
+    Tensor optimizers, double gradient_scale,
     std::optional<Tensor> addresses, std::optional<Tensor> order, bool updates,
     std::optional<Tensor> bags, std::optional<Tensor> samples) {
   (void)order;  // is with the addresses
   STD_TORCH_CHECK(!bags && !samples, "internal: no shared bags in device memory");
   STD_TORCH_CHECK(updates, "internal: no parts of batches in device memory");
+  STD_TORCH_CHECK(grads.size() == 1, "internal: one gradient in device memory");
   const auto tables = tables_of(handle);
   const OnDevice on(*tables);
   try {
@@ -468,7 +470,7 @@ std::tuple<int64_t, int64_t> lookup_backward(
     const bool at_once = call.context.updates_at_once;
     if (at_once) at(*tables, Point::kCollected);
     const float scale = static_cast<float>(gradient_scale);
-    reduce(call.launch(), call.batch, call.work.plan, {float_data(grad), grad.stride(0), scale},
+    reduce(call.launch(), call.batch, call.work.plan, {float_data(grads[0]), grads[0].stride(0), scale},
            call.work.long_runs, at_once);
     if (!at_once) exchange_gradients(call, scale);
     return {0, 0};

@@ -350,9 +350,28 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
   return {out, status.code, status.detail};
 }
 
+// Where the gradients of each feature's bags are: in that of the output, or each in a tensor of its own.
+void place_gradients(const Context& context, const std::vector<Tensor>& grads, int64_t num_features,
+                     Batch& batch) {
+  const bool are_apart = num_features > 1 && std::ssize(grads) == num_features;
+  STD_TORCH_CHECK(are_apart || grads.size() == 1, "internal: one gradient, or one of each feature");
+  for (size_t f = 0; f < batch.features.size(); ++f) {
+    FeatureBags& bags = batch.features[f];
+    const Feature& feature = context.features[f];
+    const Tensor& grad = grads[are_apart ? feature.logical : 0];
+    STD_TORCH_CHECK(!are_apart || (grad.size(0) == bags.num_bags && grad.is_contiguous() &&
+                                   grad.size(1) == context.unpooled_columns),
+                    "internal: a gradient that is not of a feature's rows");
+    bags.gradients = float_data(grad) + (are_apart ? feature.start : bags.out_begin);
+    // The output's layout, but for a gradient that is a slice of wider rows.
+    bags.gradient_stride = batch.num_rows > 0 ? grad.stride(0) : batch.out_stride;
+  }
+}
+
 std::tuple<int64_t, int64_t> lookup_backward(
-    int64_t handle, Tensor grad, Tensor ids, Tensor offsets, std::optional<Tensor> weights,
-    Tensor key_of, int64_t batch_size, bool pooled, Tensor optimizers, double gradient_scale,
+    int64_t handle, std::vector<Tensor> grads, Tensor ids, Tensor offsets,
+    std::optional<Tensor> weights, Tensor key_of, int64_t batch_size, bool pooled,
+    Tensor optimizers, double gradient_scale,
     std::optional<Tensor> addresses, std::optional<Tensor> order, bool updates,
     std::optional<Tensor> bags, std::optional<Tensor> samples) {
   Context& context = context_of(handle);
@@ -369,15 +388,11 @@ std::tuple<int64_t, int64_t> lookup_backward(
   Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled}, true);
   const std::optional<Resolved> resolved = resolved_batch(batch, addresses, order);
   batch.resolved = resolved ? &*resolved : nullptr;
-  for (FeatureBags& feature : batch.features) {
-    feature.gradients = float_data(grad) + feature.out_begin;
-    // The output's layout, but for a gradient that is a slice of wider rows.
-    feature.gradient_stride = batch.num_rows > 0 ? grad.stride(0) : batch.out_stride;
-  }
+  place_gradients(context, grads, key_of.numel(), batch);
   std::optional<SampleGradients> shared;
   Tensor sums;
   if (samples) {
-    shared = gradients_of(grad, *samples, key_of);
+    shared = gradients_of(grads[0], *samples, key_of);
     // They may have changed since the lookup.
     const int64_t outside = place_sums(context, *bags, key_of, *shared, batch, &sums);
     if (outside >= 0) {

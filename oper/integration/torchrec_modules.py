@@ -374,7 +374,7 @@ class _ShardedCollection(ShardedModule, FusedOptimizerModule):
         # TrainPipelineSparseDist flattens `.awaitables`; there is nothing to exchange.
         return KJTListSplitsAwaitable([NoWait(NoWait(features))], ctx)
 
-    def compute(self, ctx: _Context, dist_input: Any) -> torch.Tensor:
+    def compute(self, ctx: _Context, dist_input: Any) -> Any:
         ctx.features = dist_input[0]
         if ctx.coming:
             return self.tables.lookup(ctx.coming.result())
@@ -492,26 +492,38 @@ class ShardedEmbeddings(_ShardedCollection):
         """One embedding per id, by feature; see the class."""
         return self._jagged(self.tables.lookup(self.lookup_of(features)), features)
 
-    def output_dist(self, ctx: _Context, output: torch.Tensor
+    def output_dist(self, ctx: _Context, output: Any
                     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         assert ctx.features is not None
         return LazyNoWait(self._jagged(output, ctx.features))
 
-    def _jagged(self, values: torch.Tensor, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        if not features.variable_stride_per_key() and features.stride() == 0:
-            # which to_dict() cannot split
-            none = JaggedTensor(features.values()[:0], lengths=features.lengths()[:0])
-            inputs = dict.fromkeys(self._features, none)
-        else:
-            inputs = features.to_dict()
+    def lookup_of(self, features: KeyedJaggedTensor) -> Lookup:
+        batch = super().lookup_of(features)
+        batch.apart = (len(self._features) > 1 and self.tables.takes_parts
+                       and not torch.compiler.is_compiling())
+        return batch
+
+    def _jagged(self, values: torch.Tensor | Sequence[torch.Tensor], features: KeyedJaggedTensor
+                ) -> dict[str, JaggedTensor]:
+        # Not `to_dict`, which makes the bounds of all bags as well: who wants them asks the result.
+        keys, at = features.keys(), list(range(len(self._features)))
+        if keys != self._features:
+            place = {key: k for k, key in enumerate(keys)}
+            at = [place[f] for f in self._features]
+        lengths = (torch.split(features.lengths(), features.stride_per_key())
+                   if features.variable_stride_per_key()
+                   else features.lengths().view(len(keys), features.stride()).unbind())
+        if isinstance(values, torch.Tensor):
+            counts = features.length_per_key()
+            values = torch.split(values, [counts[k] for k in at])
         if self._converts:
-            values = values.to(self._output_dtype)
-        of_feature = [inputs[f] for f in self._features]
-        parts = torch.split(values, [jt.values().numel() for jt in of_feature])
+            values = [x.to(self._output_dtype) for x in values]
+        ids = (torch.split(features.values(), features.length_per_key()) if self._need_indices
+               else None)
         return {
-            name: JaggedTensor(values=part, lengths=jt.lengths(),
-                               weights=jt.values() if self._need_indices else None)
-            for name, part, jt in zip(self._output_names, parts, of_feature, strict=True)}
+            name: JaggedTensor(values=part, lengths=lengths[k],
+                               weights=None if ids is None else ids[k])
+            for name, part, k in zip(self._output_names, values, at, strict=True)}
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Configurations, as in the unsharded collection."""

@@ -26,7 +26,7 @@ def concepts_from(data: Interactions, config: CaDVAEConfig) -> Concepts:
     k = config.num_concepts
     if config.concepts == "learned":
         return Concepts(graph=torch.zeros(k, k) if config.graph == "none" else None)
-    shares = item_clusters(data, k, sharpness=config.sharpness)
+    shares = item_clusters(data, k, sharpness=config.sharpness, axes=config.concepts == "axes")
     items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))
     counts = log_counts(tags(shares), items, lengths)[lengths > 0]
     activity = activity_weights(counts)
@@ -77,7 +77,7 @@ def activity_weights(counts: torch.Tensor) -> torch.Tensor:
 
 
 def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0.0,
-                  seed: int = 0) -> torch.Tensor:
+                  axes: bool = False, seed: int = 0) -> torch.Tensor:
     """Clusters of items that the same users like: float32 [num_items, K], rows that sum to 1.
 
     Items are described by the leading singular vectors of the users-by-items matrix of positive
@@ -88,6 +88,9 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
         data: the interactions.
         num_clusters: K.
         sharpness: 0 = each item in one cluster; else softmax of sharpness * cosine to the centres.
+        axes: group by the size of the cosine (diametrical clustering, Dhillon, Marcotte and Roshan
+            2003). Who likes one end of a taste has little of the other: the two ends are opposite,
+            and of one cluster here, where they are of two otherwise.
         seed: of the randomised decomposition and of the first centres; the same clusters whatever
             torch's generator holds.
     """
@@ -108,8 +111,8 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
         # The first pair is popularity itself.
         points = torch.nn.functional.normalize((u * s)[:, 1:] if rank > 1 else u, dim=1)
         seen = count > 0
-        centres = _spherical_kmeans(points[seen], num_clusters)
-    cosine = points @ centres.T
+        centres = _spherical_kmeans(points[seen], num_clusters, axes)
+    cosine = _similarity(points, centres, axes)
     if sharpness:
         shares = (sharpness * cosine).softmax(1)
     else:
@@ -118,15 +121,23 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
     return shares
 
 
-def _spherical_kmeans(points: torch.Tensor, k: int) -> torch.Tensor:
+def _similarity(points: torch.Tensor, centres: torch.Tensor, axes: bool) -> torch.Tensor:
+    """Cosines [n, k], or their sizes."""
+    cosine = points @ centres.T
+    return cosine.abs() if axes else cosine
+
+
+def _spherical_kmeans(points: torch.Tensor, k: int, axes: bool) -> torch.Tensor:
     """Centres float32 [k, F] of unit points [n, F]; the first ones drawn far from each other."""
     centres = points[torch.randint(len(points), (1,))]
     for _ in range(k - 1):
-        far = (1 - (points @ centres.T).amax(1)).clamp(min=0) + 1e-12
+        far = (1 - _similarity(points, centres, axes).amax(1)).clamp(min=0) + 1e-12
         centres = torch.cat([centres, points[torch.multinomial(far, 1)]])
     for _ in range(ROUNDS):
-        nearest = (points @ centres.T).argmax(1)
-        sums = torch.zeros_like(centres).index_add(0, nearest, points)
+        nearest = _similarity(points, centres, axes).argmax(1)
+        # Opposite points draw a centre the same way.
+        along = points * (points * centres[nearest]).sum(1, keepdim=True).sign() if axes else points
+        sums = torch.zeros_like(centres).index_add(0, nearest, along)
         moved = torch.nn.functional.normalize(sums, dim=1)
         moved = torch.where(sums.norm(dim=1, keepdim=True) > 0, moved, centres)
         if torch.equal(moved, centres):

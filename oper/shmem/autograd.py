@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from oper.errors import InvalidInputError
 from oper.shmem.batch import Lookup, SharedBags
+from oper.shmem.by_feature import by_feature
 from oper.shmem.passes import Backward
 from oper.shmem.protocol import Tables
 
@@ -65,7 +66,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, weights: torch.Tensor | None,
-                tables: Tables, batch: Lookup) -> torch.Tensor:
+                tables: Tables, batch: Lookup) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if batch.ids.is_inference() or (weights is not None and weights.is_inference()):
             # Copies, since nobody could notice changes of these.
             batch = replace(batch, ids=batch.ids.clone(), resolved=None,
@@ -91,7 +92,7 @@ class _Lookup(torch.autograd.Function):
             ctx.watched += (shared.samples,)
         ctx.versions = (*map(_VERSION, ctx.watched),)
         ctx.thread = threading.get_ident()
-        return out
+        return by_feature(out, batch, offsets) if batch.apart else out
 
     @staticmethod
     @once_differentiable
@@ -111,14 +112,15 @@ class _Lookup(torch.autograd.Function):
             return None, weights, None, None
         _, parts = tables.collected.parts.setdefault(torch._C._current_graph_task_id(),
                                                      (ctx.thread, []))
-        parts.append(Backward(grads[0], batch, offsets, frozen))
+        parts.append(Backward(grads, batch, offsets, frozen))
         return tables.anchor.detach(), weights, None, None
 
 
 #: Embeddings of (anchor of the tables, weights of the batch, tables, batch), by `forward` of the
-#: tables. The backward pass updates them where the anchor requires a gradient; then both passes are
-#: collective. Ids, weights and shared bags must not change in between.
-trained_lookup: Callable[..., torch.Tensor] = _Lookup.apply
+#: tables; one tensor, or one per feature where the batch is `apart`. The backward pass updates the
+#: tables where the anchor requires a gradient; then both passes are collective. Ids, weights and
+#: shared bags must not change in between.
+trained_lookup: Callable[..., Any] = _Lookup.apply
 
 
 def _check_rows(tables: Tables, rows: tuple[int, int]) -> None:

@@ -72,6 +72,8 @@ class Lookup:
         resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
         seen: what the lookups of dynamic tables have seen; `ids` are rows then.
         looked_up: the result of a lookup made ahead, or None.
+        apart: of an unpooled lookup: whether its result is a tuple of one tensor per feature, whose
+            gradients then need not be copied into one.
     """
 
     ids: torch.Tensor
@@ -84,6 +86,7 @@ class Lookup:
     resolved: ResolvedIds | None = None
     seen: tuple[SeenKeys, ...] = ()
     looked_up: LookedUp | None = None
+    apart: bool = False
 
     def versions(self) -> tuple[int, int, int]:
         """How often ids, weights and the bags of samples have been changed in place.

@@ -1,4 +1,4 @@
-"""Handling of invalid ids, feature by feature."""
+"""What is done feature by feature: rows of unpooled lookups apart, and invalid ids."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
     if batch.batch_size == 0:
         return [0] * (int(batch.key_of.max()) + 2)
     return offsets[::batch.batch_size].tolist()
+
+
+def by_feature(rows: torch.Tensor, batch: Lookup, offsets: torch.Tensor
+               ) -> tuple[torch.Tensor, ...]:
+    """Rows [N, D] of an unpooled lookup, whose bags have the bounds `offsets`, by feature."""
+    bounds = key_bounds(batch, offsets)
+    return torch.split(rows, [bounds[k + 1] - bounds[k] for k in batch.key_of.tolist()])
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
@@ -114,4 +121,4 @@ class BoundsCheck:
             shared = SharedBags(shared.bags[batch.key_of], shared.samples)
         return Lookup(torch.cat(ids), torch.cat(lengths), torch.arange(len(keys)),
                       batch.batch_size, torch.cat(weights) if weights else None, batch.pooled,
-                      shared, seen=batch.seen)
+                      shared, seen=batch.seen, apart=batch.apart)

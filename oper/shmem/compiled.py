@@ -107,7 +107,7 @@ def update_op(grad: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor,
         of_weights = opened.weight_gradient(grad, batch, offsets, updates=True)
     _, parts = opened.collected.parts.setdefault(torch._C._current_graph_task_id(),
                                                  (threading.get_ident(), []))
-    parts.append(Backward(grad, batch, offsets))
+    parts.append(Backward((grad,), batch, offsets))
     return grad.new_empty(0), of_weights
 
 

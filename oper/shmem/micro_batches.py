@@ -193,10 +193,10 @@ class Parts:
         """Update the rows with the gradients of all parts, unless that has been done."""
         if self._last is None or self._num_left == self._num_passes:
             return
-        batch, grad, last = self._last.batch, self._last.grad, self._last
+        batch, grad, last = self._last.batch, self._last.grads[0], self._last
         nothing = Lookup(batch.ids[:0], batch.lengths[:0], batch.key_of, 0,
                          None if batch.weights is None else batch.weights[:0], batch.pooled)
-        self._tables.step(Backward(grad.new_empty(0, grad.shape[-1]), nothing,
+        self._tables.step(Backward((grad.new_empty(0, grad.shape[-1]),), nothing,
                                    last.offsets.new_zeros(1), last.frozen))
 
     def forget(self) -> None:
@@ -229,8 +229,8 @@ class Parts:
 
 
 def _versions(passed: Backward) -> tuple[int, ...]:
-    """`Lookup.versions` of the batch, and the version of the gradient."""
-    return *passed.batch.versions(), version_of(passed.grad)
+    """`Lookup.versions` of the batch, and the versions of the gradients."""
+    return *passed.batch.versions(), *map(version_of, passed.grads)
 
 
 def check_unchanged(before: tuple[int, ...], now: tuple[int, ...]) -> None:

@@ -19,16 +19,28 @@ class Backward:
     """One backward pass of a lookup.
 
     Attributes:
-        grad: float32, gradient of the lookup's output.
+        grads: float32, gradients of the lookup's outputs: of one, or of one per feature (see
+            `Lookup.apart`).
         batch: its batch.
         offsets: int64 [num_keys * B + 1], bounds of its bags.
         frozen: tables that are not to be updated.
     """
 
-    grad: torch.Tensor
+    grads: Sequence[torch.Tensor]
     batch: Lookup
     offsets: torch.Tensor
     frozen: frozenset[str] = frozenset()
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """The gradients as one, of features one after the other."""
+        if len(self.grads) > 1:
+            self.grads = (torch.cat(tuple(self.grads)),)
+        return self.grads[0]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor) -> None:
+        self.grads = (value,)
 
 
 class HeldPasses:
@@ -68,11 +80,16 @@ class HeldPasses:
     def join(self, parts: list[Backward]) -> Backward | None:
         """Combine these passes with all held back; None if they are held back themselves."""
         if self.holders:  # longer than the caller's buffers stay as they are
-            self.passes += [Backward(p.grad.clone(), p.batch.kept(), p.offsets.clone(), p.frozen)
+            self.passes += [Backward((_own(p),), p.batch.kept(), p.offsets.clone(), p.frozen)
                             for p in parts]
             return None
         parts, self.passes = [*self.passes, *parts], []
         return parts[0] if len(parts) == 1 else as_one(parts)
+
+
+def _own(passed: Backward) -> torch.Tensor:
+    """The gradient, in memory that nobody else writes to."""
+    return passed.grad if len(passed.grads) > 1 else passed.grad.clone()
 
 
 def as_one(parts: Sequence[Backward]) -> Backward:
@@ -112,4 +129,4 @@ def as_one(parts: Sequence[Backward]) -> Backward:
                    torch.cat(weights) if weighted else None, parts[0].batch.pooled,
                    seen=tuple(s for p in parts for s in p.batch.seen))
     grad = torch.cat([p.grad for p in parts] if joint.pooled else rows)
-    return Backward(grad, joint, offsets_of(joint.lengths), parts[0].frozen)
+    return Backward((grad,), joint, offsets_of(joint.lengths), parts[0].frozen)

@@ -27,7 +27,7 @@ from oper.shmem.batch import (
     raise_status,
     refuse_weight_gradient,
 )
-from oper.shmem.by_feature import BoundsCheck
+from oper.shmem.by_feature import BoundsCheck, by_feature
 from oper.shmem.compiled import lookup_in_graph, register
 from oper.shmem.counters.measured import MeasuredTables
 from oper.shmem.exchange.host import Exchange
@@ -76,6 +76,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
     lookups_at_once = True  # those without gradients, see `Turns`
     trains_in_parts = True  # see `MicroBatches`
     shares_bags = True  # whether lookups take `Lookup.shared`
+    takes_parts = True  # whether backward passes take a gradient per feature, see `Lookup.apart`
     resolves_far = False  # whether ids are resolved ahead between memory domains, too
     operators: Any = torch.ops.oper  # on batches
     # What a plan decides; the rest stays when the plan changes.
@@ -198,8 +199,9 @@ class ShardedTables(TableUpdates, MeasuredTables):
 
     # ---- lookups ---------------------------------------------------------------------------------
 
-    def lookup(self, batch: Lookup, has_rows: bool = False) -> torch.Tensor:
-        """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D].
+    def lookup(self, batch: Lookup, has_rows: bool = False) -> Any:
+        """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D],
+        by feature where the batch is `apart`.
 
         With gradients enabled and an optimizer, the backward pass of the result updates the tables;
         both passes are then collective over the group. Without gradients nothing is collective
@@ -241,7 +243,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
                                       batch.weights, self, batch)
         at_once = self.lookups_at_once and self._exchange is None
         with contextlib.nullcontext() if at_once else self.turns.lock:
-            return self.forward(batch)[0]
+            out, offsets = self.forward(batch)
+        return by_feature(out, batch, offsets) if batch.apart else out
 
     def forward(self, batch: Lookup, collective: bool = False
                 ) -> tuple[torch.Tensor, torch.Tensor]:

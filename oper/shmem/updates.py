@@ -130,17 +130,16 @@ class TableUpdates:
                 the step; not for dynamic tables
         """
         # One function, since each one more costs a microsecond in every step.
-        batch, offsets, grad = passed.batch, passed.offsets, passed.grad
+        batch, offsets = passed.batch, passed.offsets
         if self.keys is not None:
             self.keys.leave(batch, passed.frozen)
-        if not grad.is_contiguous():
-            grad = rows_in_order(grad, batch.pooled)
+        grads = [g if g.is_contiguous() else rows_in_order(g, batch.pooled) for g in passed.grads]
         optimizers = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
                                         self.param_groups, self._table_of)
         known = None if batch.resolved is None else self._known(batch)
         shared = batch.shared
         code, detail = self._backward_op(
-            self.handle, grad, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
+            self.handle, grads, batch.ids, offsets, batch.weights, batch.key_of, batch.batch_size,
             batch.pooled, optimizers, self.gradient_scale, known and known.addresses,
             known and known.order, updates,
             shared and shared.bags, shared and shared.samples)

@@ -86,10 +86,10 @@ def test_users_choose_by_their_tastes() -> None:
 def test_codes_of_models_are_scored() -> None:
     quick = [case for case in cases(True) if isinstance(case, TastesCase)]
     (entry,) = measured(quick)
-    assert entry["verified"] and set(entry["graphs"]) == {"cadvae"}
+    assert entry["verified"] and set(entry["graphs"]) == {"cadvae", "cadvae, axes"}
     assert np.array(entry["graphs"]["cadvae"]).shape == (2, 4, 4)
     best = entry["mean places"]
-    for model in ("cadvae", "cadvae, no graph", "macridvae", "multvae"):
+    for model in ("cadvae", "cadvae, axes", "cadvae, no graph", "macridvae", "multvae"):
         for name in ("disentanglement", "completeness", "informativeness", "sap"):
             found = entry[model][name]
             assert 0 <= found["low"] <= found["high"] <= best[name]["mean"] + 0.01

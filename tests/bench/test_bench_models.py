@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from oper.bench.tables.model_case import ModelCase, plan_kinds
+from oper.bench.tables.model_case import ModelCase, _Tables, _with_gradients, plan_kinds
+from oper.train.engines import Engine, dense_optimizer, is_table
+from oper.train.reference import SparseTableOptimizer
 from oper.train.tasks import RecommenderTask
 from tests.support import run_here
 
@@ -29,6 +33,35 @@ def test_training_steps_of_a_recommender(model: str, kinds: set[str], tmp_path: 
         best = min(case["plans"][p][phase]["median_ms"] for p in case["plans"] if p != "oper")
         assert case[f"torchrec_{phase}_ms"] == best
     assert "torchrec" in done.stdout
+
+
+def test_users_of_hstu_have_as_many_items_as_those_of_movielens() -> None:
+    task = RecommenderTask(ModelCase("small", "hstu", 500, 4, num_batches=8).config())
+    lengths = np.concatenate([b.lengths.numpy() for b, _ in itertools.islice(task.epoch(1), 8)])
+    # 200 that are seen, and the one behind them that is predicted.
+    assert lengths.max() == 201 and len(set(lengths)) > 8 and lengths.min() < 60
+
+
+def test_tables_alone_are_given_batches_that_nobody_has_looked_at() -> None:
+    """What a KJT keeps of its first use is not to make later ones faster; all tables are updated,
+    those of optimizers beside the backward pass as well."""
+    task = RecommenderTask(ModelCase("small", "cdt4rec", 500, 4, num_batches=2).config())
+    model = task.build()
+    tables = SparseTableOptimizer(model, "rowwise_adagrad", 0.5, 1e-8)
+    dense = dense_optimizer(task.config.optimizer, model)
+    batches = [b for b, _ in itertools.islice(task.epoch(1), 2)]
+    alone = _Tables(Engine(model, model, [tables, dense]),
+                    [_with_gradients(model, model.lookups(b)) for b in batches])
+    seen = []
+    for number in range(4):
+        before = {name: x.detach().clone() for name, x in model.named_parameters()}
+        alone.prepare(number)
+        assert all(kjt._length_per_key is None and kjt._jt_dict is None for kjt in alone._kjts)
+        alone.step(number)
+        seen += alone._kjts
+        changed = {name for name, x in model.named_parameters() if not torch.equal(x, before[name])}
+        assert changed == {name for name in before if is_table(name)}
+    assert len(set(map(id, seen))) == len(seen)
 
 
 def test_what_torchrec_can_do_with_sequences() -> None:

@@ -67,7 +67,7 @@ class _HostLookup(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weights = tables.weight_gradient(gradient, batch, offsets, False).to(
                 ctx.device_of_weights)
-        tables.apply_all([Backward(gradient, batch, offsets)])
+        tables.apply_all([Backward((gradient,), batch, offsets)])
         return None, of_weights, None, None
 
 

@@ -57,7 +57,7 @@ def launches(size: int) -> list[tuple[int, int]]:
             ops.take_launches()
             out, offsets = tables.forward(batch, collective=True)
             forward = ops.take_launches()
-            tables.apply_all([Backward(torch.ones_like(out), batch, offsets)])
+            tables.apply_all([Backward((torch.ones_like(out),), batch, offsets)])
             found = forward, ops.take_launches()
         assert ops.take_waits() == 0
         batch = replace(batch, key_of=torch.zeros(2, dtype=torch.int64),

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torchrec.modules import embedding_configs
 from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import oper
+from oper.errors import InvalidInputError
 from oper.tables import TableSpec
 from tests.checkpoint_support import random_kjt
 from tests.runtime_support import (
@@ -50,6 +52,62 @@ def test_plans_are_bitwise_equal(world_size: int) -> None:
     assert any(not out.shape[0] for step in want.outputs for out in step)  # an empty batch
     for other in others:
         same_bits(other, want)
+
+
+# ---- gradients of features -----------------------------------------------------------------------
+
+
+def _trained(apart: bool, gradients: str) -> dict[str, torch.Tensor]:
+    """Tables after three steps whose gradients come apart, by feature, or as one."""
+    torch.manual_seed(1)
+    model = oper.shard(collection(), optimizer=oper.Adam(lr=0.1))
+    names = list(model(random_kjt(ROWS, 3, 0)))
+    for seed in range(3):
+        features = random_kjt(ROWS, 9, seed)
+        batch = model.lookup_of(features)
+        batch.apart = apart
+        found = model._jagged(model.tables.lookup(batch), features)
+        assert list(found) == names
+        g = torch.Generator().manual_seed(seed)
+        loss = torch.zeros(())
+        for name in names:
+            rows = found[name].values()
+            factor = torch.rand(rows.shape, generator=g)
+            if gradients == "one of several" and name != "b@t1":
+                continue  # the other rows have gradients of 0
+            # That of a sum is one number, seen as a tensor; of a column, every other number.
+            loss = loss + {"sums": rows.sum(), "columns": (rows.T * factor.T)[::2].sum(),
+                           }.get(gradients, (rows * factor).sum())
+        loss.backward()
+    return whole(model.state_dict())
+
+
+@pytest.mark.parametrize("gradients", ["all", "one of several", "sums", "columns"])
+def test_gradients_by_feature_have_the_bits_of_one_gradient(gradients: str) -> None:
+    apart, one = (_trained(x, gradients) for x in (True, False))
+    assert_bitwise([apart], [one], gradients)
+    start = collection().state_dict()
+    assert not torch.equal(apart["embeddings.t1.weight"], start["embeddings.t1.weight"])
+
+
+def test_lengths_ids_and_errors_by_feature() -> None:
+    """In the order of the collection, of keys in another order and of one that nobody asks for."""
+    model = oper.shard(EmbeddingCollection(collection().embedding_configs(), need_indices=True),
+                       optimizer=oper.SGD(lr=0.1))
+    features = random_kjt(ROWS, 6, 4)
+    asked = features.to_dict()
+    with torch.no_grad():
+        alone = model(features)
+    for name, found in model(features).items():
+        of = asked[name.split("@")[0]]
+        assert torch.equal(found.lengths(), of.lengths())
+        assert torch.equal(found.weights(), of.values())
+        assert torch.equal(found.offsets(), of.offsets())
+        assert torch.equal(found.values(), alone[name].values())
+        assert found.values().shape == (of.values().numel(), DIM)
+    wrong = KeyedJaggedTensor(features.keys(), features.values(), lengths=features.lengths() + 1)
+    with pytest.raises(InvalidInputError, match="lengths do not fit the ids"):
+        model(wrong)
 
 
 # ---- processes -----------------------------------------------------------------------------------

@@ -93,6 +93,26 @@ def test_real_edges_are_found(edges: Edges, activity: float, monkeypatch: pytest
         assert found[min(cause, effect), max(cause, effect)] * weight > 0
 
 
+def test_axes_are_tastes_with_both_of_their_ends() -> None:
+    """Users take six items of one end of each of two tastes, whichever end: who has the one has
+    nothing of the other. Clusters of items that the same users like are no tastes then."""
+    rng = np.random.default_rng(3)
+    ends = rng.integers(0, 2, (USERS, 2))
+    items = 1 + np.stack([15 * (2 * taste + ends[user, taste]) + rng.permutation(15)[:6]
+                          for user in range(USERS) for taste in range(2)])
+    users = np.repeat(np.arange(1, USERS + 1), 12)
+    data = from_log(Log(users, items.reshape(-1), np.ones(users.size, np.float32),
+                        rng.permutation(users.size)), DataOptions(k_core=1))
+    truth = torch.from_numpy((data.item_ids[1:] - 1) // 30)
+    found = {axes: concepts.item_clusters(data, 2, axes=axes).argmax(1)[1:]
+             for axes in (True, False)}
+    agree = {axes: float((x == truth).float().mean()) for axes, x in found.items()}
+    assert max(agree[True], 1 - agree[True]) == 1
+    assert max(agree[False], 1 - agree[False]) < 0.8
+    known = concepts_from(data, CaDVAEConfig(num_concepts=2, concepts="axes", sharpness=4.0))
+    assert known.shares is not None and torch.equal(known.shares.argmax(1)[1:], found[True])
+
+
 def test_ratios_of_independent_counts_would_have_edges() -> None:
     """Why labels are no ratios: against one concept or against the mean, the denominator that
     they have in common correlates them."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_train import run_ranks  # type: ignore[import-not-found]
@@ -109,3 +110,20 @@ def test_a_catalogue_is_what_it_says() -> None:
     assert (data.items[data.valid.stop] == data.valid.targets).all()
     assert (data.items[data.test.stop] == data.test.targets).all()
     assert (data.train_stop[1:] == data.valid.stop).all()
+
+
+def test_users_of_a_catalogue_differ_by_its_spread() -> None:
+    data = invent(Catalogue(num_items=1000, num_users=4000, length=60, spread=0.8, again=1.0))
+    lengths = np.diff(data.offsets)[1:]
+    assert lengths.min() >= 3 and lengths.mean() == pytest.approx(60, rel=0.05)
+    assert np.log(lengths).std() == pytest.approx(0.8, rel=0.05)
+    assert (data.users == np.repeat(np.arange(1, 4001), lengths)).all()
+    assert (data.items[data.test.stop] == data.test.targets).all()
+    assert (data.test.stop == data.offsets[2:] - 1).all()
+    assert (data.rewards[data.test.stop] == 1).all()
+    # The next items of the one before, within each user and not from one to the next.
+    first = np.zeros(data.users.size, bool)
+    first[data.offsets[1:-1]] = True
+    step = np.diff(data.items)[~first[1:]]
+    assert step.min() >= 0 and step.max() == 3 and np.abs(np.diff(data.items)[first[1:]]).max() > 3
+    assert (data.times[first] == 0).all() and (np.diff(data.times)[~first[1:]] == 60).all()

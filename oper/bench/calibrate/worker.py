@@ -198,7 +198,7 @@ def _step(tables: ShardedTables, batch: Lookup, gradient: torch.Tensor
     delayed = _run_delay()
     begin = time.perf_counter()
     _, offsets = tables.forward(batch, collective=True)
-    tables.apply_all([Backward(gradient, batch, offsets)])
+    tables.apply_all([Backward((gradient,), batch, offsets)])
     took = time.perf_counter() - begin
     return took, list(tables.phase_ns().values()), _run_delay() - delayed
 

@@ -149,6 +149,7 @@ def _models(num_concepts: int) -> dict[str, tuple[str, Any]]:
     codes by themselves."""
     sizes: Any = {"num_concepts": num_concepts, "hidden": 64, "dim": 16}
     return {"cadvae": ("cadvae", CaDVAEConfig(**sizes)),
+            "cadvae, axes": ("cadvae", CaDVAEConfig(**sizes, concepts="axes")),
             "cadvae, no graph": ("cadvae", CaDVAEConfig(**sizes, graph="none")),
             "macridvae": ("macridvae", MacridVAEConfig(**sizes)),
             "multvae": ("multvae", MultVAEConfig(hidden=64, dim=16 * num_concepts,

@@ -17,8 +17,11 @@ class Catalogue:
 
     Attributes:
         num_items: items of the catalogue; 0 = no catalogue.
-        num_users: users, each with `length` interactions.
-        length: interactions of a user, the last two of which are held out.
+        num_users: users.
+        length: interactions of a user, the last two of which are held out; on average, where users
+            differ.
+        spread: standard deviation of the logarithm of a user's interactions, which are log-normal
+            and at least 3; 0 = all users have `length`.
         exponent: of the items' bounded power law.
         again: probability that an interaction is near the one before it (the next ids), so that
             there is an order to learn.
@@ -29,6 +32,7 @@ class Catalogue:
     num_items: int = 0
     num_users: int = 10_000
     length: int = 40
+    spread: float = 0.0
     exponent: float = 1.05
     again: float = 0.3
     clicked: float = 0.7
@@ -39,6 +43,7 @@ class Catalogue:
             self, "invalid catalogue", "choose a value in that range",
             ("num_items", self.num_items == 0 or self.num_items >= 2, "0 or >= 2"),
             ("num_users", self.num_users >= 1, ">= 1"), ("length", self.length >= 3, ">= 3"),
+            ("spread", 0 <= self.spread <= 3, "0..3"),
             ("exponent", 0 <= self.exponent <= 10, "0..10"),
             ("again", 0 <= self.again <= 1, "0..1"), ("clicked", 0 < self.clicked <= 1, "0..1"),
             ("seed", self.seed >= 0, ">= 0"))
@@ -52,23 +57,28 @@ def invent(catalogue: Catalogue) -> Interactions:
     """
     c = catalogue
     rng = np.random.default_rng((c.seed, 7))
-    shape = (c.num_users, c.length)
-    items = power_law(c.num_items, c.exponent).draw(c.num_users * c.length, rng).reshape(shape) + 1
-    near = rng.random(shape) < c.again
-    step = rng.integers(1, 4, shape)
-    for k in range(1, c.length):
-        moved = np.minimum(items[:, k - 1] + step[:, k], c.num_items)
-        items[:, k] = np.where(near[:, k], moved, items[:, k])
-    rewards = (rng.random(shape) < c.clicked).astype(np.float32)
-    rewards[:, -2:] = 1
-    offsets = np.concatenate([[0], np.arange(c.num_users + 1) * c.length])
+    lengths = np.full(c.num_users, c.length)
+    if c.spread:
+        logs = rng.normal(np.log(c.length) - c.spread ** 2 / 2, c.spread, c.num_users)
+        lengths = np.maximum(3, np.exp(logs).round().astype(np.int64))
+    offsets = np.concatenate([[0, 0], np.cumsum(lengths)])
+    first, stop, count = offsets[1:-1], offsets[2:], int(offsets[-1])
+    items = power_law(c.num_items, c.exponent).draw(count, rng) + 1
+    near = rng.random(count) < c.again
+    step = rng.integers(1, 4, count)
+    for k in range(1, int(lengths.max())):
+        at = first[lengths > k] + k
+        moved = np.minimum(items[at - 1] + step[at], c.num_items)
+        items[at] = np.where(near[at], moved, items[at])
+    rewards = (rng.random(count) < c.clicked).astype(np.float32)
+    rewards[stop - 1] = rewards[stop - 2] = 1
     users = np.arange(1, c.num_users + 1)
     ones = np.ones(c.num_users, np.int64)
-    valid, test = (HeldOut(users, offsets[2:] - back, items[:, -back].copy(), ones)
+    valid, test = (HeldOut(users, stop - back, items[stop - back].copy(), ones)
                    for back in (2, 1))
-    train_stop = np.concatenate([[0], offsets[2:] - 2])
-    times = np.tile(60 * np.arange(c.length, dtype=np.int64), c.num_users)
+    train_stop = np.concatenate([[0], stop - 2])
+    times = 60 * (np.arange(count) - np.repeat(first, lengths))
     return Interactions(
-        np.repeat(users, c.length), items.reshape(-1), rewards.reshape(-1), times, offsets,
+        np.repeat(users, lengths), items, rewards, times, offsets,
         train_stop, c.num_users + 1, c.num_items + 1, np.arange(c.num_items + 1), valid, test,
         "synthetic catalogue")

@@ -59,6 +59,7 @@ class DeviceTables(ShardedTables):
     lookups_at_once = False  # they share memory
     trains_in_parts = False
     shares_bags = False
+    takes_parts = False
     resolves_far = True
     is_watched = False
     times_phases = False

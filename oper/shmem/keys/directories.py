@@ -175,7 +175,7 @@ class Keys:
                              self._history.num_updates),)
             self._history.wait(seen[0])
         return Lookup(rows, lengths, batch.key_of, batch.batch_size, batch.weights, batch.pooled,
-                      batch.shared, seen=seen)
+                      batch.shared, seen=seen, apart=batch.apart)
 
     # ---- updates ---------------------------------------------------------------------------------
 

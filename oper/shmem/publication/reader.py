@@ -59,6 +59,7 @@ class PublishedTables(BufferRows):
     param_groups: list[dict[str, Any]] = []  # noqa: RUF012  # nothing is trained
     optimizers = None
     shares_bags = True
+    takes_parts = False
 
     def __init__(self, reader: Reader, buffer: int, features: Sequence[tuple[str, str]]) -> None:
         super().__init__(reader.layout, reader.addresses[buffer], reader.domain)
