@@ -43,7 +43,11 @@ Pool& pool() {
   return *instance;
 }
 
-size_t pool_size(size_t bytes) { return round_up(bytes > 0 ? bytes : 1, kHugePage); }
+size_t pool_size(size_t bytes) { return round_up(bytes, kHugePage); }
+
+// Blocks up to this are the C library's. A huge page for each of them, beyond the few that are kept, would be
+// mapped and cleared anew in every step.
+constexpr size_t kSmallBlock = 32 << 10;
 
 #if defined(__SANITIZE_THREAD__)
 // ThreadSanitizer knows memory by its address, so ranks that are threads must see a segment at one
@@ -157,6 +161,11 @@ int64_t last_level_cache_bytes() {
 }
 
 void* pool_take(size_t bytes) {
+  if (bytes <= kSmallBlock) {
+    void* data = std::aligned_alloc(64, round_up(std::max<size_t>(bytes, 1), 64));
+    if (data == nullptr) throw std::bad_alloc();
+    return data;
+  }
   const size_t size = pool_size(bytes);
   {
     std::lock_guard<std::mutex> lock(pool().mutex);
@@ -179,6 +188,7 @@ void* pool_take(size_t bytes) {
 }
 
 void pool_give(void* data, size_t bytes) {
+  if (bytes <= kSmallBlock) return std::free(data);
   // Keep a few blocks of each size; more than that means that sizes vary, so let them go.
   constexpr size_t kKeep = 4;
   const size_t size = pool_size(bytes);
