@@ -200,8 +200,9 @@ Tensor keys_draw(Tensor keys, int64_t seed, int64_t dim, double bound) {
   const int64_t n = keys.numel();
   Tensor out = pooled_tensor(ScalarType::Float, {n, dim});
   for (int64_t i = 0; i < n; ++i)
-    draw_row(int64_data(keys)[i], static_cast<uint64_t>(seed), 0, dim, static_cast<float>(bound),
-             static_cast<float*>(out.mutable_data_ptr()) + i * dim);
+    kernels().draw_row(int64_data(keys)[i], static_cast<uint64_t>(seed), 0, dim,
+                       static_cast<float>(bound),
+                       static_cast<float*>(out.mutable_data_ptr()) + i * dim);
   return out;
 }
 

@@ -434,3 +434,14 @@ def test_hash_spreads_over_buckets() -> None:
 def test_refused_configurations(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=f"invalid dynamic table: {list(fields)[-1]}="):
         DynamicTable(**fields)
+
+
+def test_no_new_memory() -> None:
+    """Lookups and updates of one size touch no page for the first time, but those before them."""
+    directory, keys = Directory(30_000, DynamicTable()), torch.arange(20_000)
+    for _ in range(5):
+        directory.take([keys])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(40):
+        directory.take([keys])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 40

@@ -107,6 +107,12 @@ struct Kernels {
                 Scratch& scratch);
   // Rows of keys, and the distinct ones among them. Returns how many have no row.
   int64_t (*find_keys)(const KeyDirectory& directory, const FindKeys& job, DistinctKeys& distinct);
+  // The slot of a bucket, given its slots' ages, that a new key takes whose home is a line; or -1 where all keys
+  // have been seen in this update.
+  int64_t (*victim)(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int64_t line,
+                    uint32_t clock);
+  // Columns [begin, end) of a new row, in [-bound, bound), drawn from seed, key and column and nothing else.
+  void (*draw_row)(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out);
   // Rows of bags to those of the samples that have them; in place where no sample's bag comes after it.
   void (*spread)(const SampleJob& job, const float* bags, float* samples);
   // Rows of samples to their sums by bag, in the order of the samples.

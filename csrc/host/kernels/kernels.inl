@@ -32,6 +32,7 @@ static_assert(kPrefetch <= kAddressesAhead);
 #include "host/exchange/peer_rows.inl"
 #include "host/exchange/exchange.inl"
 #include "host/keys/find.inl"
+#include "host/keys/admit.inl"
 
 }  // namespace OPER_KERNELS
 
@@ -46,7 +47,8 @@ const Kernels OPER_KERNELS_TABLE = {OPER_KERNELS_NAME, OPER_KERNELS::start_bound
                                     OPER_KERNELS::pool_pushed, OPER_KERNELS::stage,
                                     OPER_KERNELS::reduce_pushed, OPER_KERNELS::far_rows,
                                     OPER_KERNELS::distinct_rows, OPER_KERNELS::count_distinct,
-                                    OPER_KERNELS::find_keys, OPER_KERNELS::spread,
-                                    OPER_KERNELS::add_up, OPER_KERNELS::gather};
+                                    OPER_KERNELS::find_keys, OPER_KERNELS::victim, OPER_KERNELS::draw_row,
+                                    OPER_KERNELS::spread, OPER_KERNELS::add_up,
+                                    OPER_KERNELS::gather};
 
 }  // namespace oper::host

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common/philox.h"
+#include "host/kernels/kernels.h"
 
 namespace oper::host {
 
@@ -12,7 +13,6 @@ namespace {
 
 constexpr size_t kAhead = 32;        // keys whose ages are fetched together
 constexpr size_t kBucketsAhead = 8;  // and those whose buckets are
-constexpr int64_t kNearShare = 16;
 constexpr uint32_t kAdmissionDraw = 0x61646d74u;
 
 // The first slot with a tag for which `body(slot)`, or -1.
@@ -171,13 +171,6 @@ std::vector<KeyCount> KeyDirectory::merge(
   return keys;
 }
 
-// Halved at every multiple of the half-life that has passed since, whether the key was seen or not.
-uint32_t KeyDirectory::decayed(uint32_t count, uint32_t since, uint32_t clock) const {
-  if (rules_.half_life == 0 || clock <= since) return count;
-  const uint32_t halvings = clock / rules_.half_life - since / rules_.half_life;
-  return halvings > 31 ? 0 : count >> halvings;
-}
-
 void KeyDirectory::count(std::span<const PlaceCount> keys, uint32_t clock) const {
   char* mine = bases_[rank_];
   const auto age_at = [=](uint32_t place) {
@@ -189,7 +182,7 @@ void KeyDirectory::count(std::span<const PlaceCount> keys, uint32_t clock) const
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) __builtin_prefetch(age_at(keys[i + kAhead].place), 1);
     KeyAge& age = *age_at(keys[i].place);
-    age.count = saturated(uint64_t{decayed(age.count, age.clock, clock)} + keys[i].count);
+    age.count = saturated(uint64_t{rules_.decayed(age.count, age.clock, clock)} + keys[i].count);
     age.clock = clock;
   }
 }
@@ -241,40 +234,9 @@ int64_t KeyDirectory::take_slot(const Bucket& bucket, int64_t line, uint32_t clo
       return first_slot_near(expired, line);
     }
   }
-  const int64_t found = victim(bucket, line, clock);
+  const int64_t found = kernels().victim(rules_, bucket.ages, bucket.num_slots, line, clock);
   changes.evicted += found >= 0;
   return found;
-}
-
-// The slot of the first key in the order of eviction. One in the line comes before it if less than a sixteenth
-// of the bucket's keys are in front: keys that are at home are found sooner. With an eighth, nearly full tables
-// evict 1 % more than in that order alone, with a quarter 3 %.
-int64_t KeyDirectory::victim(const Bucket& bucket, int64_t line, uint32_t clock) const {
-  constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();  // no clock is as high
-  const bool by_clock = rules_.eviction == Eviction::kLeastRecent;
-  uint64_t scores[kBucketSlots];
-  for (int64_t i = 0; i < bucket.num_slots; ++i) {
-    const uint64_t since = bucket.ages[i].clock;
-    const uint64_t count = decayed(bucket.ages[i].count, bucket.ages[i].clock, clock);
-    const uint64_t score = by_clock ? since << 32 | count : count << 32 | since;
-    scores[i] = since == clock ? kNever : score;
-  }
-  const auto first_of = [&](int64_t begin, int64_t step) {
-    int64_t first = -1;
-    uint64_t least = kNever;
-    for (int64_t i = begin; i < bucket.num_slots; i += step) {
-      const bool is_less = scores[i] < least;
-      first = is_less ? i : first;
-      least = is_less ? scores[i] : least;
-    }
-    return first;
-  };
-  const int64_t near = first_of(line, kLines);
-  if (near >= 0 && std::count_if(scores, scores + bucket.num_slots, [&](uint64_t score) {
-        return score < scores[near];
-      }) < bucket.num_slots / kNearShare)
-    return near;
-  return first_of(0, 1);
 }
 
 void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t clock,
@@ -287,7 +249,7 @@ void KeyDirectory::admit_in_bucket(std::span<const KeyCount> keys, uint32_t cloc
     });
     // Of a lookup that has been overtaken by the update that gave the key its row.
     if (slot >= 0 && !is_expired(bucket.ages[slot].clock, clock - 1)) {
-      const uint32_t before = decayed(bucket.ages[slot].count, bucket.ages[slot].clock, clock);
+      const uint32_t before = rules_.decayed(bucket.ages[slot].count, bucket.ages[slot].clock, clock);
       bucket.ages[slot] = {clock, saturated(before + key.count)};
       continue;
     }

@@ -43,6 +43,13 @@ struct KeyRules {
   Eviction eviction = Eviction::kLeastRecent;
   uint32_t half_life = 0;       // updates after which counts are halved; 0 = never
   uint32_t time_to_live = 0;    // age beyond which a key has no row any more; 0 = none
+
+  // Halved at every multiple of the half-life that has passed since, whether the key was seen or not.
+  uint32_t decayed(uint32_t count, uint32_t since, uint32_t clock) const {
+    if (half_life == 0 || clock <= since) return count;
+    const uint32_t halvings = clock / half_life - since / half_life;
+    return halvings > 31 ? 0 : count >> halvings;
+  }
 };
 
 // How often a batch has a key with a row, by the place of its slot, and one without.
@@ -275,10 +282,8 @@ class KeyDirectory {
   int64_t key_of(uint64_t hash) const;
   Bucket bucket_at(int64_t bucket) const;
   Place place_of(bool candidates, int64_t number) const;
-  uint32_t decayed(uint32_t count, uint32_t since, uint32_t clock) const;
   uint64_t admitted_count(const Bucket& bucket, const KeyCount& key, uint32_t clock) const;
   int64_t take_slot(const Bucket& bucket, int64_t line, uint32_t clock, KeyChanges& changes) const;
-  int64_t victim(const Bucket& bucket, int64_t line, uint32_t clock) const;
   void admit_in_bucket(std::span<const KeyCount> keys, uint32_t clock,
                        std::vector<KeyCount>& fresh, KeyChanges& changes) const;
 

@@ -40,8 +40,8 @@ OPER_INLINE uint32_t equal_hashes(const uint64_t* line, uint64_t hash) {
 
 // Keys that are being found. A lookup without gradients may meet the owner's update: hashes are whole
 // numbers, old or new ones, and so are those of a vector.
+template <int64_t kSize>
 struct KeyBlock {
-  static constexpr int64_t kSize = 32;
   int64_t buckets[kSize];
   const char* addresses[kSize];
 
@@ -71,11 +71,13 @@ struct KeyBlock {
 
 // Calls stage k of `stages` (block, index of its first key, their number) for blocks of n keys, each stage
 // so many blocks behind the one before: what one has fetched is there when the next one reads it.
+constexpr int64_t kBlockKeys = 32;
+
 template <class... Stages>
 OPER_INLINE void in_blocks(int64_t n, const Stages&... stages) {
-  constexpr int64_t kSize = KeyBlock::kSize, kBehind = 2;
+  constexpr int64_t kSize = kBlockKeys, kBehind = 2;
   constexpr int64_t kRing = kBehind * (sizeof...(Stages) - 1) + 1;
-  KeyBlock ring[kRing];
+  KeyBlock<kSize> ring[kRing];
   const int64_t blocks = (n + kSize - 1) / kSize;
   for (int64_t step = 0; step < blocks + kRing - 1; ++step) {
     int64_t block = step;
@@ -93,21 +95,21 @@ OPER_INLINE void in_blocks(int64_t n, const Stages&... stages) {
 OPER_INLINE void find_by_tags(const KeyDirectory& directory, const uint64_t* hashes,
                               const int64_t* numbers, int64_t n, uint32_t clock,
                               DistinctKeys& distinct) {
-  const auto tags = [](const KeyBlock& block, int64_t i, uint64_t hash) {
+  const auto tags = [](const KeyBlock<kBlockKeys>& block, int64_t i, uint64_t hash) {
     return slots_with_tag(reinterpret_cast<const uint8_t*>(block.addresses[i]), tag_of(hash));
   };
   in_blocks(
       n,
-      [&](KeyBlock& block, int64_t first, int64_t count) {
+      [&](KeyBlock<kBlockKeys>& block, int64_t first, int64_t count) {
         block.locate(directory, hashes + first, count);
-        for (int64_t i = 0; i < count; ++i) __builtin_prefetch(block.addresses[i]);
+        for (int64_t i = 0; i < count; ++i) __builtin_prefetch(block.addresses[i], 0, 2);
       },
-      [&](KeyBlock& block, int64_t first, int64_t count) {
+      [&](KeyBlock<kBlockKeys>& block, int64_t first, int64_t count) {
         for (int64_t i = 0; i < count; ++i)
           if (const uint64_t found = tags(block, i, hashes[first + i]); found != 0)
-            __builtin_prefetch(block.hashes(i) + hash_index(std::countr_zero(found)));
+            __builtin_prefetch(block.hashes(i) + hash_index(std::countr_zero(found)), 0, 2);
       },
-      [&](KeyBlock& block, int64_t first, int64_t count) {
+      [&](KeyBlock<kBlockKeys>& block, int64_t first, int64_t count) {
         for (int64_t i = 0; i < count; ++i) {
           const uint64_t hash = hashes[first + i];
           for (uint64_t left = tags(block, i, hash); left != 0; left &= left - 1) {
@@ -123,109 +125,123 @@ OPER_INLINE void find_by_tags(const KeyDirectory& directory, const uint64_t* has
       });
 }
 
-// Finds the keys of `distinct` from number `begin` on, no more than kMost: at home, or else by the tags.
-template <int64_t kMost>
-OPER_INLINE void find_distinct(const KeyDirectory& directory, int64_t begin, uint32_t clock,
-                               DistinctKeys& distinct) {
-  const uint64_t* hashes = distinct.hashes.data() + begin;
-  uint64_t left[kMost + 1];
-  int64_t numbers[kMost + 1], num_left = 0;
-  in_blocks(
-      distinct.size - begin,
-      [&](KeyBlock& block, int64_t first, int64_t count) {
-        block.locate(directory, hashes + first, count);
-        for (int64_t i = 0; i < count; ++i) __builtin_prefetch(block.home(i, hashes[first + i]));
-      },
-      [&](KeyBlock& block, int64_t first, int64_t count) {
-        for (int64_t i = 0; i < count; ++i) {
-          const uint64_t hash = hashes[first + i];
-          const uint32_t found = equal_hashes(block.home(i, hash), hash);
-          const int64_t slot = slot_of(home_line(hash), std::countr_zero(found | 0x80));
-          const bool is_found = found != 0 && block.is_live(directory, i, slot, clock);
-          block.take(directory, i, slot, is_found, distinct, begin + first + i);
-          left[num_left] = hash;
-          numbers[num_left] = begin + first + i;
-          num_left += !is_found;
-        }
-      });
-  distinct.num_missed += num_left;
-  if (num_left != 0) find_by_tags(directory, left, numbers, num_left, clock, distinct);
-}
-
 // A number that the compiler knows nothing about, so that it makes no branch of what it depends on.
 OPER_INLINE uint32_t opaque(uint32_t x) {
   asm("" : "+r"(x));
   return x;
 }
 
-// Numbers keys in the order in which they come first, and counts them. Those that are known from blocks
+constexpr int64_t kNumberedKeys = 256;  // at a time
+
+// Numbers keys in the order in which they come first, and counts them. Those that are known from calls
 // before are found in vectors, the others one by one. Which of these are new is known to nobody before, so
 // nothing branches on it, but on keys that meet in the table.
-OPER_INLINE void number_keys(const uint64_t* hashes, int64_t count, DistinctKeys& distinct,
+OPER_INLINE void number_keys(const uint64_t* hashes, int64_t n, DistinctKeys& distinct,
                              uint16_t* numbers) {
-  constexpr int64_t kBlock = 256;
-  constexpr uint32_t kNone = DistinctKeys::kMost;  // from here on: of another call
+  constexpr uint32_t kNone = DistinctKeys::kMost;  // from here on: of another batch
   uint32_t* const table = distinct.table.data();
   uint64_t* const known = distinct.hashes.data();
   uint32_t* const counts = distinct.counts.data();
   const uint64_t mask = distinct.mask;
   const uint32_t call = distinct.call * kNone;
   uint32_t size = static_cast<uint32_t>(distinct.size);
-  std::fill_n(counts + size, count, 0u);
-  uint32_t found[kBlock], is_left[kBlock];
-  uint16_t left[kBlock + 1];
-  for (int64_t first = 0; first < count; first += kBlock, hashes += kBlock, numbers += kBlock) {
-    const int64_t n = std::min(kBlock, count - first);
-    for (int64_t i = 0; i < n; ++i) found[i] = table[hashes[i] >> 8 & mask] ^ call;
-    for (int64_t i = 0; i < n; ++i)
-      is_left[i] = (found[i] >= kNone) | (known[found[i] % kNone] != hashes[i]);
-    int64_t num_left = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      numbers[i] = static_cast<uint16_t>(found[i]);
-      left[num_left] = static_cast<uint16_t>(i);
-      num_left += is_left[i];
-    }
-    for (int64_t k = 0; k < num_left; ++k) {
-      const uint64_t hash = hashes[left[k]];
-      uint64_t at = hash >> 8 & mask;
-      uint32_t number = table[at] ^ call;
-      const uint32_t is_other = opaque(known[number % kNone] != hash);
-      if (__builtin_expect(opaque(number < kNone) & is_other, 0)) {
-        int64_t probes = DistinctKeys::kProbes;
-        do {
-          at = (at + 1) & mask;
-          number = table[at] ^ call;
-        } while (number < kNone && known[number] != hash && --probes != 0);
-        distinct.has_repeats |= probes == 0;
-        if (probes == 0) number = kNone;  // in the place of another one
-      }
-      const uint32_t is_new = opaque(number >= kNone);
-      number ^= (number ^ size) & (0 - is_new);
-      table[at] = number | call;
-      numbers[left[k]] = static_cast<uint16_t>(number);
-      known[size] = hash;  // of no meaning unless it is new
-      size += is_new;
-    }
-    for (int64_t i = 0; i < n; ++i) ++counts[numbers[i]];
+  std::fill_n(counts + size, n, 0u);
+  uint32_t found[kNumberedKeys], is_left[kNumberedKeys];
+  uint16_t left[kNumberedKeys + 1];
+  for (int64_t i = 0; i < n; ++i) found[i] = table[hashes[i] >> 8 & mask] ^ call;
+  for (int64_t i = 0; i < n; ++i)
+    is_left[i] = (found[i] >= kNone) | (known[found[i] % kNone] != hashes[i]);
+  int64_t num_left = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    numbers[i] = static_cast<uint16_t>(found[i]);
+    left[num_left] = static_cast<uint16_t>(i);
+    num_left += is_left[i];
   }
+  for (int64_t k = 0; k < num_left; ++k) {
+    const uint64_t hash = hashes[left[k]];
+    uint64_t at = hash >> 8 & mask;
+    uint32_t number = table[at] ^ call;
+    const uint32_t is_other = opaque(known[number % kNone] != hash);
+    if (__builtin_expect(opaque(number < kNone) & is_other, 0)) {
+      int64_t probes = DistinctKeys::kProbes;
+      do {
+        at = (at + 1) & mask;
+        number = table[at] ^ call;
+      } while (number < kNone && known[number] != hash && --probes != 0);
+      distinct.has_repeats |= probes == 0;
+      if (probes == 0) number = kNone;  // in the place of another one
+    }
+    const uint32_t is_new = opaque(number >= kNone);
+    number ^= (number ^ size) & (0 - is_new);
+    table[at] = number | call;
+    numbers[left[k]] = static_cast<uint16_t>(number);
+    known[size] = hash;  // of no meaning unless it is new
+    size += is_new;
+  }
+  for (int64_t i = 0; i < n; ++i) ++counts[numbers[i]];
   distinct.size = size;
 }
+
+// Keys that are looked for at home, and those among them that are not there.
+template <int64_t kMost>
+struct HomeSearch {
+  KeyBlock<kNumberedKeys> block;
+  int64_t begin = 0, size = 0;  // numbers of the block's keys
+  uint64_t left[kMost + 1];
+  int64_t numbers[kMost + 1], num_left = 0;
+
+  // Looks at the lines that were fetched by the call before, and fetches those of the keys from number
+  // `next` on.
+  OPER_INLINE void go_on(const KeyDirectory& directory, int64_t next, uint32_t clock,
+                         DistinctKeys& distinct) {
+    const uint64_t* const hashes = distinct.hashes.data();
+    const int64_t first = begin, count = size;
+    int64_t to = num_left;  // in a register
+    for (int64_t i = 0; i < count; ++i) {
+      const uint64_t hash = hashes[first + i];
+      const uint32_t found = equal_hashes(block.home(i, hash), hash);
+      const int64_t slot = slot_of(home_line(hash), std::countr_zero(found | 0x80));
+      const bool is_found = found != 0 && block.is_live(directory, i, slot, clock);
+      block.take(directory, i, slot, is_found, distinct, first + i);
+      left[to] = hash;
+      numbers[to] = first + i;
+      to += !is_found;
+    }
+    num_left = to;
+    begin = next;
+    size = distinct.size - next;
+    const int64_t fetched = size;
+    block.locate(directory, hashes + next, fetched);
+    // To the second level: the first one takes fewer lines at a time, and has those of the numbered keys.
+    for (int64_t i = 0; i < fetched; ++i)
+      __builtin_prefetch(block.home(i, hashes[next + i]), 0, 2);
+  }
+};
 
 template <class Id, class Row>
 int64_t find_typed(const KeyDirectory& directory, const Id* keys, int64_t n, uint32_t clock,
                    DistinctKeys& distinct, Row* rows, int64_t* missed) {
   constexpr int64_t kAtOnce = 4096, kLook = 16;
-  uint64_t hashes[kAtOnce];
+  uint64_t hashes[kNumberedKeys];
   uint16_t numbers[kAtOnce];
   int64_t num_missed = 0;
   distinct.begin(n);
   const uint32_t* const found = distinct.rows.data();
   for (int64_t first = 0; first < n; first += kAtOnce, keys += kAtOnce, rows += kAtOnce) {
-    const int64_t count = std::min(kAtOnce, n - first), before = distinct.size;
-    for (int64_t i = 0; i < count; ++i)  // in vectors
-      hashes[i] = directory.hash_of(static_cast<int64_t>(keys[i]));
-    number_keys(hashes, count, distinct, numbers);
-    find_distinct<kAtOnce>(directory, before, clock, distinct);
+    const int64_t count = std::min(kAtOnce, n - first);
+    HomeSearch<kAtOnce> search;
+    // Lines of the directory come while further keys are numbered.
+    for (int64_t begin = 0; begin < count; begin += kNumberedKeys) {
+      const int64_t block = std::min(kNumberedKeys, count - begin), before = distinct.size;
+      for (int64_t i = 0; i < block; ++i)  // in vectors
+        hashes[i] = directory.hash_of(static_cast<int64_t>(keys[begin + i]));
+      number_keys(hashes, block, distinct, numbers + begin);
+      search.go_on(directory, before, clock, distinct);
+    }
+    search.go_on(directory, distinct.size, clock, distinct);
+    distinct.num_missed += search.num_left;
+    if (search.num_left != 0)
+      find_by_tags(directory, search.left, search.numbers, search.num_left, clock, distinct);
     for (int64_t i = 0; i < count; ++i) rows[i] = static_cast<Row>(found[numbers[i]]);
     if (distinct.num_missed == 0) continue;
     for (int64_t begin = 0; begin < count; begin += kLook) {

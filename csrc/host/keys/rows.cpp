@@ -7,13 +7,11 @@
 #include <cstring>
 #include <vector>
 
-#include "common/philox.h"
+#include "host/kernels/kernels.h"
 
 namespace oper::host {
 
 namespace {
-
-constexpr uint32_t kRowDraw = 0x696e6974u;
 
 // To the nearest element, as torch converts numbers.
 template <class E>
@@ -59,8 +57,8 @@ void begin_pieces(const Context& context, const RowRules& rules, const Table& ta
     const auto put = [&](char* to) {
       if (values.empty()) {
         values.resize(static_cast<size_t>(table.dim));
-        draw_row(rows[i].key, rules.seed, table.first_column, table.first_column + table.dim,
-                 rules.bound, values.data());
+        kernels().draw_row(rows[i].key, rules.seed, table.first_column,
+                           table.first_column + table.dim, rules.bound, values.data());
       }
       store_row(values, table.row_type, to);
     };
@@ -77,23 +75,6 @@ void begin_pieces(const Context& context, const RowRules& rules, const Table& ta
 }
 
 }  // namespace
-
-// In blocks of four columns, 16 of them at a time, in vectors.
-void draw_row(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out) {
-  constexpr int64_t kColumns = 64;
-  float drawn[kColumns];
-  for (int64_t first = begin / 4 * 4; first < end; first += kColumns) {
-    for (int64_t j = 0; j < kColumns / 4; ++j) {
-      const Philox4 bits = draw_bits(seed, static_cast<uint64_t>(key),
-                                     static_cast<uint32_t>(first / 4 + j), kRowDraw);
-      for (int64_t k = 0; k < 4; ++k)
-        drawn[4 * j + k] =
-            (static_cast<float>(bits.word[k] >> 8) * (1.0f / 8388608.0f) - 1.0f) * bound;
-    }
-    const int64_t from = std::max(begin, first), to = std::min(end, first + kColumns);
-    std::copy(drawn + (from - first), drawn + (to - first), out + (from - begin));
-  }
-}
 
 void begin_rows(const Context& context, const RowRules& rules, const NewRow* rows, int64_t n) {
   std::vector<float> values;

@@ -17,9 +17,6 @@ struct RowRules {
   int32_t feature = 0;       // one of the collection that looks up in the table
 };
 
-// Columns [begin, end) of a new row, in [-bound, bound), drawn from seed, key and column and nothing else.
-void draw_row(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out);
-
 constexpr int64_t kRowsAtOnce = 128;
 
 // Gives new rows, at most kRowsAtOnce, and their optimizer states their first values where this rank has
