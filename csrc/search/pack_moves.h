@@ -14,6 +14,7 @@ namespace oper::search {
 constexpr int kColumnStep = 4;    // edges of pieces are multiples of this
 constexpr int kMinColumns = 8;    // and no piece is narrower, but for a table's whole width
 constexpr int kMaxUnits = 4096;   // of pulled rows, on one rank
+constexpr int kDrawn = 12;        // ranks that a move chooses the best of: 4 were too few, 32 gained no more
 constexpr double kSide = 0.5;     // of what a table pushes, that first searches leave it
 
 class PackMoves : protected PackState {
@@ -56,6 +57,30 @@ class PackMoves : protected PackState {
     return sum;
   }
 
+  // Cost of a rank as it was before this move, and with the loads `more` in place of `less`.
+  double rank_cost(int64_t r) const {
+    double sum = 0;
+    for (int64_t ph = 0; ph < P; ++ph) sum += phase_cost(kept_busy_[ph * W + r], ph);
+    return sum;
+  }
+  double rank_cost(int64_t r, const double* more, const double* less) const {
+    double sum = 0;
+    const int64_t c = p_.class_of[r];
+    for (int64_t ph = 0; ph < P; ++ph) {
+      double b = 0;
+      for (int64_t g = ph * groups_; g < (ph + 1) * groups_; ++g)
+        b = std::max(b, load_[r * G + g] + every_[c * G + g] + double(share_[r]) * fill_[c * G + g] +
+                            (more[g] - less[g]));
+      sum += phase_cost(b, ph);
+    }
+    return sum;
+  }
+  double phase_cost(double busy, int64_t ph) const {  // by the eighth power: the busiest phase counts most
+    double x = busy * scale_[ph];
+    x *= x, x *= x;
+    return x * x / scale_[ph];
+  }
+
   // All ranks' in `marginal_`.
   void price_ranks() {
     marginal_.assign(W, 0.0f), looked_at_.resize(W);
@@ -66,11 +91,11 @@ class PackMoves : protected PackState {
     for (const int64_t r : saved_rank_) marginal_[r] = float(marginal_cost(r));  // whose loads this move changes
   }
 
-  // A rank that may own table `k` and does not yet; the cheapest of a few, or -1.
-  int64_t pick_rank(int64_t k, int tries) {
+  // A rank that may own table `k` and does not yet; the cheapest of those drawn, or -1.
+  int64_t pick_rank(int64_t k) {
     int64_t best = -1;
     double least = 0;
-    for (int i = 0; i < tries; ++i) {
+    for (int i = 0; i < kDrawn; ++i) {
       const int64_t r = random_.below(W);
       if (!free_for(k, r) || r == best) continue;
       const double h = marginal_cost(r);
@@ -82,7 +107,7 @@ class PackMoves : protected PackState {
   // Owners of weight 1 for a piece, as many as wanted, or as are found.
   void pick_owners(Piece& x, int wanted) {
     while (x.owners < wanted) {
-      const int64_t r = pick_rank(x.table, 4);
+      const int64_t r = pick_rank(x.table);
       if (r < 0 || std::find(x.rank, x.rank + x.owners, int(r)) != x.rank + x.owners) return;
       x.add_owner(r, 1);
     }
@@ -172,8 +197,7 @@ class PackMoves : protected PackState {
     if (u < 0.27) return transfer();
     const int id = pick_piece();
     if (id < 0) return retier();
-    if (u < 0.40) return relocate(id);
-    if (u < 0.52) return swap(id);
+    if (u < 0.52) return exchange(id);
     if (u < 0.75) return shift(id);
     if (u < 0.83) return split(id);
     if (u < 0.88) return merge(id);
@@ -181,29 +205,47 @@ class PackMoves : protected PackState {
     return redeal(id);
   }
 
-  bool relocate(int id) {
-    Piece x = pieces_[id];
+  // An owner's part goes to another rank, or changes places with a part of another table there: of
+  // several draws the one with which the loads of both ranks fit best.
+  bool exchange(int id) {
+    const Piece& x = pieces_[id];
     const int i = int(random_.below(x.owners));
-    const int64_t r = pick_rank(x.table, 4);
-    if (r < 0) return false;
-    x.rank[i] = uint16_t(r);
-    replace(id, x);
+    const int64_t from = x.rank[i], home = p_.class_of[from];
+    int64_t to = -1;
+    int partner = -1;
+    double least = 0;
+    owned_.resize(4 * G), none_.assign(G, 0.0);
+    // What the part puts on a rank of either class, and what the other one does.
+    const double* mine = owned(x, i, home, &owned_[0]);
+    const double before = rank_cost(from);
+    for (int n = 0; n < kDrawn; ++n) {
+      const int64_t r = random_.below(W), c = p_.class_of[r];
+      if (!free_for(x.table, r)) continue;
+      int other = -1;
+      const double *there = c == home ? mine : owned(x, i, c, &owned_[G]), *his = &none_[0], *here = his;
+      if (const auto& list = on_rank_[r]; n % 2 && !list.empty()) {
+        other = list[random_.below(int64_t(list.size()))];
+        const Piece& y = pieces_[other];
+        if (y.table == x.table || !free_for(y.table, from)) continue;
+        his = owned(y, owner_of(y, r), c, &owned_[2 * G]);
+        here = c == home ? his : owned(y, owner_of(y, r), home, &owned_[3 * G]);
+      }
+      const double cost = rank_cost(from, here, mine) - before + rank_cost(r, there, his) - rank_cost(r);
+      if (to < 0 || cost < least) to = r, partner = other, least = cost;
+    }
+    if (to < 0) return false;
+    Piece moved = x;
+    moved.rank[i] = uint16_t(to);
+    if (partner >= 0) {
+      Piece y = pieces_[partner];
+      y.rank[owner_of(y, to)] = uint16_t(from);
+      replace(partner, y);
+    }
+    replace(id, moved);
     return true;
   }
-
-  bool swap(int id) {
-    Piece x = pieces_[id];
-    const int i = int(random_.below(x.owners));
-    const int64_t r = random_.below(W);
-    const auto& list = on_rank_[r];
-    if (list.empty() || r == x.rank[i] || !free_for(x.table, r)) return false;
-    const int other = list[random_.below(int64_t(list.size()))];
-    Piece y = pieces_[other];
-    if (y.table == x.table || !free_for(y.table, x.rank[i])) return false;
-    const int j = int(std::find(y.rank, y.rank + y.owners, int(r)) - y.rank);
-    std::swap(x.rank[i], y.rank[j]);
-    replace(id, x), replace(other, y);
-    return true;
+  static int owner_of(const Piece& x, int64_t r) {
+    return int(std::find(x.rank, x.rank + x.owners, uint16_t(r)) - x.rank);
   }
 
   void widen(int id, int columns) {
@@ -266,7 +308,7 @@ class PackMoves : protected PackState {
     const int i = int(random_.below(x.owners));
     switch (random_.below(5)) {
       case 0: {  // one owner more
-        const int64_t r = pick_rank(x.table, 4);
+        const int64_t r = pick_rank(x.table);
         if (r < 0 || x.owners == most) return false;
         x.add_owner(r, 1 + int(random_.below(x.weight[i])));
         break;
@@ -314,7 +356,7 @@ class PackMoves : protected PackState {
     for (const int one : family) {
       Piece x = pieces_[one];
       if (more) {
-        const int64_t r = pick_rank(k, 4);
+        const int64_t r = pick_rank(k);
         const int weight = (x.total + x.owners / 2) / x.owners;
         if (r < 0 || x.owners == most || x.total + weight > kMaxWeight) return false;
         x.add_owner(r, weight);
@@ -427,6 +469,7 @@ class PackMoves : protected PackState {
     return construct(k, width, owners);
   }
 
+  std::vector<double> owned_, none_;  // loads of parts
   std::vector<double> pushed_;  // by candidate, what a column loads its owner with
   std::vector<float> marginal_, looked_at_;  // of ranks
   std::vector<std::pair<float, int32_t>> order_;

@@ -205,15 +205,26 @@ class PackState {
     if (x.owners > 1 || !p_.whole[n]) y.uneven = (ids - share) * x.width, y.asked = ids;
     return y;
   }
-  void charge(int64_t r, int64_t n, const Carried& y) {
-    touch(r);
-    const int64_t c = p_.class_of[r], at = (n * C + c) * G;
+  void add_load(int64_t n, int64_t c, const Carried& y, double* to) const {
+    const int64_t at = (n * C + c) * G;
     const double *column = p_.column + at, *stream = p_.stream + at, *partial = p_.partial + c * G;
     if (y.uneven == 0 && y.asked == 0)
-      accumulate(load(r), column, stream, partial, y.columns, y.ids, y.sent, G);
+      accumulate(to, column, stream, partial, y.columns, y.ids, y.sent, G);
     else
-      accumulate(load(r), column, stream, partial, p_.column_ids + at, p_.asked + n * G, y.columns,
-                 y.ids, y.sent, y.uneven, y.asked, G);
+      accumulate(to, column, stream, partial, p_.column_ids + at, p_.asked + n * G, y.columns, y.ids,
+                 y.sent, y.uneven, y.asked, G);
+  }
+  // What owner `i` of a piece would carry for it on a rank of class `c`; in `to`, which it returns.
+  const double* owned(const Piece& x, int i, int64_t c, double* to) const {
+    const int64_t n = p_.first[x.table] + candidate_[x.table];
+    std::fill(to, to + G, 0.0);
+    add_load(n, c, carried(x, i, n), to);
+    return to;
+  }
+  void charge(int64_t r, int64_t n, const Carried& y) {
+    touch(r);
+    const int64_t c = p_.class_of[r];
+    add_load(n, c, y, load(r));
     for (int64_t i = p_.mate_first[r]; i < p_.mate_first[r + 1]; ++i) {
       const int64_t level = p_.mate_level[i], to = ((n * kLevels + level) * C + c) * G;
       touch(p_.mates[i]);
