@@ -350,7 +350,7 @@ std::tuple<Tensor, int64_t, int64_t> lookup_weight_gradient(int64_t handle, Tens
   return {out, status.code, status.detail};
 }
 
-// Where the gradients of each feature's bags are: in that of the output, or each in a tensor of its own.
+// Points each feature at its gradients: in the gradient of the whole output, or in a tensor per feature.
 void place_gradients(const Context& context, const std::vector<Tensor>& grads, int64_t num_features,
                      Batch& batch) {
   const bool are_apart = num_features > 1 && std::ssize(grads) == num_features;

@@ -27,8 +27,8 @@ Tensor pooled_tensor(ScalarType type, const std::vector<int64_t>& sizes);
 Samples samples_of(const Tensor& samples, const Tensor& key_of);
 SampleGradients gradients_of(const Tensor& grad, const Tensor& samples, const Tensor& key_of);
 
-// Takes memory for the sums by bag of the features whose samples share bags, from which the backward pass of
-// the batch takes their gradients. Returns a feature with a sample whose bag there is not, or -1.
+// Allocates sums by bag for the features whose samples share bags, from which the backward pass of the batch
+// reads their gradients. Returns a feature with a sample whose bag is out of range, or -1.
 int64_t place_sums(const Context& context, const Tensor& bags, const Tensor& key_of,
                    SampleGradients& shared, Batch& batch, Tensor* memory);
 

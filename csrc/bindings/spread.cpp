@@ -52,18 +52,19 @@ bool are_own_rows(Tensor rows) {
   return true;
 }
 
-// Gradient of samples, float32 [B, C], to its sums by bag, [num_bags, C]; zero for bags that nobody has.
-Tensor sum_by_bag(int64_t handle, Tensor grad, Tensor samples, Tensor key_of, int64_t num_bags) {
+// Gradient of samples, float32 [B, C], to its sums by bag, [num_bags, C], zero for bags that no sample has; and -1,
+// or the first feature with a sample whose bag does not exist (bags: int64, number of bags of each key).
+std::tuple<Tensor, int64_t> sum_by_bag(int64_t handle, Tensor grad, Tensor bags, Tensor samples,
+                                       Tensor key_of, int64_t num_bags) {
   Context& context = context_of(handle);
   Tensor out = pooled_tensor(ScalarType::Float, {num_bags, context.output_columns});
   SampleGradients shared = gradients_of(grad, samples, key_of);
   for (int64_t f = 0; f < shared.samples.num_features; ++f)
-    STD_TORCH_CHECK(!shared.samples.kind(f, num_bags).is_outside,
-                    "inverse_indices outside of the features' bags");
+    if (shared.samples.kind(f, int64_data(bags)[int64_data(key_of)[f]]).is_outside) return {out, f};
   for (const Feature& feature : context.features)
     shared.sums.push_back({float_data(out) + feature.column, num_bags, context.output_columns});
   add_up(context, shared);
-  return out;
+  return {out, -1};
 }
 
 }  // namespace
@@ -104,7 +105,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(oper, m) {
   OPER_OPERATOR(pad_lengths, "(Tensor lengths, int[] bags, int size) -> (Tensor, Tensor)");
   OPER_OPERATOR(are_own_rows, "(Tensor rows) -> bool");
   OPER_OPERATOR(sum_by_bag,
-                "(int handle, Tensor grad, Tensor samples, Tensor key_of, int num_bags) -> Tensor");
+                "(int handle, Tensor grad, Tensor bags, Tensor samples, Tensor key_of, int num_bags) "
+                "-> (Tensor, int)");
 }
 
 }  // namespace oper::host

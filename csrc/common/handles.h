@@ -113,7 +113,7 @@ inline Description description_of(int64_t rank, int64_t world_size,
 // Status codes of batches, after those of `Status`.
 constexpr int64_t kBadLengths = 5;  // a negative length, or lengths do not add up to the ids
 constexpr int64_t kBadBatch = 10;   // not what `is_fit` asks for
-constexpr int64_t kBadSamples = 14;  // of a feature, one of which has a bag that there is not
+constexpr int64_t kBadSamples = 14;  // a sample's bag is out of range; the detail is the feature
 
 inline bool is_vector(const Tensor& value) {
   return value.dim() == 1 && value.is_contiguous();

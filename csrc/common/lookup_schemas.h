@@ -20,8 +20,8 @@ constexpr char kLookupResolve[] =
 constexpr char kLookupWeightGradient[] =
     "lookup_weight_gradient(int handle, Tensor grad, Tensor ids, Tensor offsets, Tensor weights, "
     "Tensor key_of, int batch_size) -> (Tensor, int, int)";
-// `grads`: of the output; or, of an unpooled batch in host memory, of the rows of one feature after the
-// other. `bags` and `samples` as above: the gradient is then that of the samples. `optimizers`: float64
+// `grads`: of the output or, for an unpooled batch in host memory, one per feature, of its rows. `bags` and
+// `samples` as above: the gradient is then that of the samples. `optimizers`: float64
 // [T, kOptimizerWidth] in host memory. Not `updates`: owners keep the sums of a part of a batch until the
 // next call that does; in host memory only.
 constexpr char kLookupBackward[] =

@@ -380,8 +380,8 @@ struct Resolved {
 struct Samples {
   const int64_t* bags;  // [num_features, count]
   int64_t num_features, count;
-  // What the bags of one feature are like: whether one is outside [0, limit); whether none has a number
-  // above its sample's, as when they are numbered in the order of the samples; whether sample b has bag b.
+  // Properties of the bags of one feature: any outside [0, limit); none above its sample's index, as when they
+  // are numbered in the order of the samples; sample b has bag b.
   struct Kind {
     bool is_outside, are_in_order, are_own;
   };

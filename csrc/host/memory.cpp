@@ -44,8 +44,8 @@ Pool& pool() {
   return *instance;
 }
 
-// Blocks are of whole huge pages, or smaller ones of a power of two. A huge page for each small tensor would
-// have to be cleared where a step has more of them at once than are kept.
+// Blocks are whole huge pages or, if small, powers of two. With a huge page for each small tensor, pages would have
+// to be cleared again in every step that holds more of them at once than are kept.
 bool is_small(size_t size) { return size < kHugePage; }
 
 size_t pool_size(size_t bytes) {
@@ -177,8 +177,8 @@ void* pool_take(size_t bytes) {
     }
   }
   if (is_small(size)) {
-    void* data = std::aligned_alloc(64, size);
-    if (data == nullptr) throw std::bad_alloc();
+    void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
     return data;
   }
   char* at = reserve_aligned(size);
@@ -193,18 +193,19 @@ void* pool_take(size_t bytes) {
 }
 
 void pool_give(void* data, size_t bytes) {
-  // Keep a few blocks of each size; more than that means that sizes vary, so let them go.
-  constexpr size_t kKeep = 4;
+  // Keep a few blocks of each size; more than that means that sizes vary, so let them go. Sizes of
+  // small blocks are powers of two and vary less.
   const size_t size = pool_size(bytes);
+  const size_t keep = is_small(size) ? 32 : 4;
   {
     std::lock_guard<std::mutex> lock(pool().mutex);
     auto& blocks = pool().free_blocks[size];
-    if (blocks.size() < kKeep) {
+    if (blocks.size() < keep) {
       blocks.push_back(data);
       return;
     }
   }
-  is_small(size) ? std::free(data) : static_cast<void>(munmap(data, size));
+  munmap(data, size);
 }
 
 Buffer::~Buffer() { std::free(data_); }

@@ -38,7 +38,8 @@ void want_huge(void* data, size_t bytes);
 int64_t last_level_cache_bytes();
 
 // Large buffers that are reused instead of returned to the kernel: a fresh 13 MB output costs
-// thousands of page faults per step otherwise. Those below half a huge page come from the C library.
+// thousands of page faults per step otherwise. Those of at most half a huge page are rounded up to a
+// power of two.
 void* pool_take(size_t bytes);
 void pool_give(void* data, size_t bytes);
 

@@ -57,7 +57,7 @@ class PackMoves : protected PackState {
     return sum;
   }
 
-  // Cost of a rank as it was before this move, and with the loads `more` in place of `less`.
+  // Cost of a rank as it was before this move, and that with the loads `more` added and `less` removed.
   double rank_cost(int64_t r) const {
     double sum = 0;
     for (int64_t ph = 0; ph < P; ++ph) sum += phase_cost(kept_busy_[ph * W + r], ph);
@@ -205,8 +205,8 @@ class PackMoves : protected PackState {
     return redeal(id);
   }
 
-  // An owner's part goes to another rank, or changes places with a part of another table there: of
-  // several draws the one with which the loads of both ranks fit best.
+  // Moves an owner's part to another rank, or swaps it with a part of another table there: of several draws,
+  // the one that costs both ranks least.
   bool exchange(int id) {
     const Piece& x = pieces_[id];
     const int i = int(random_.below(x.owners));

@@ -214,7 +214,7 @@ class PackState {
       accumulate(to, column, stream, partial, p_.column_ids + at, p_.asked + n * G, y.columns, y.ids,
                  y.sent, y.uneven, y.asked, G);
   }
-  // What owner `i` of a piece would carry for it on a rank of class `c`; in `to`, which it returns.
+  // Load of owner `i` of a piece, were it on a rank of class `c`; written to `to`, which is returned.
   const double* owned(const Piece& x, int i, int64_t c, double* to) const {
     const int64_t n = p_.first[x.table] + candidate_[x.table];
     std::fill(to, to + G, 0.0);

@@ -505,7 +505,7 @@ class ShardedEmbeddings(_ShardedCollection):
 
     def _jagged(self, values: torch.Tensor | Sequence[torch.Tensor], features: KeyedJaggedTensor
                 ) -> dict[str, JaggedTensor]:
-        # Not `to_dict`, which makes the bounds of all bags as well: who wants them asks the result.
+        # Not `to_dict`, which also computes offsets; the result computes them when asked.
         keys, at = features.keys(), list(range(len(self._features)))
         if keys != self._features:
             place = {key: k for k, key in enumerate(keys)}

@@ -55,8 +55,8 @@ def padded_lengths(features: KeyedJaggedTensor, names: Sequence[str], pooled: bo
 
 def _samples(features: KeyedJaggedTensor, names: Sequence[str], strides: Sequence[int]
              ) -> torch.Tensor | None:
-    """The bag of each sample, int64 [F, B] in the order of `names`; None if sample b has bag b and
-    there are no others. `strides`: bags of each key.
+    """The bag of each sample, int64 [F, B] in the order of `names`; None if every key has B bags
+    and sample b has bag b. `strides`: number of bags of each key.
 
     Raises:
         InvalidInputError: inverse indices are missing for a feature.
@@ -99,11 +99,11 @@ def spread(values: torch.Tensor, ends: Sequence[int], names: Sequence[str],
 
     Raises:
         InvalidInputError: inverse indices are missing for a feature.
-        IndexError: they exceed a feature's bags; in device memory as torch says it there.
+        IndexError: an index exceeds a feature's bags; in device memory, torch's device-side error.
     """
     rows = _rows_of(features, names)
     bags = dict(zip(features.keys(), features.stride_per_key(), strict=True))
-    # Without the rows of empty bags that others have, which nobody's sample may take.
+    # Without the padding up to the most bags of a feature, to which no index may refer.
     parts = [values[:bags[name], a:b]
              for name, (a, b) in zip(names, itertools.pairwise(ends), strict=True)]
     # Unlike that of index_select, its gradient adds up in the order of the samples.

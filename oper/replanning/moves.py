@@ -17,13 +17,13 @@ _SLOT_BYTES = 8  # of a row's number, sent to the rank that is asked for it
 
 @dataclass(slots=True, eq=False)
 class Moves:
-    """Bytes of a move.
+    """Bytes that a move between plans transfers.
 
     Attributes:
         owner_bytes: bytes of rows and optimizer states whose owner changes.
         between: float64 [D, D]; entry [s, t] is the number of bytes that domain t receives from
             domain s: rows, replicas and states that `oper.migrate` reads there, and the numbers
-            of requested rows. Rows of which domain t holds a replica are not transferred.
+            of requested rows. Rows of which domain t has a replica are not transferred.
     """
 
     owner_bytes: float

@@ -82,17 +82,18 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
 
     Items are described by the leading singular vectors of the users-by-items matrix of positive
     training interactions, users and items scaled to length 1, and grouped by spherical k-means
-    (Dhillon & Modha 2001). Items without a training interaction belong to all clusters alike.
+    (Dhillon & Modha 2001). Items without a training interaction belong to all clusters alike;
+    InvalidInputError is raised if no training interaction is positive.
 
     Args:
         data: the interactions.
         num_clusters: K.
         sharpness: 0 = each item in one cluster; else softmax of sharpness * cosine to the centres.
-        axes: group by the size of the cosine (diametrical clustering, Dhillon, Marcotte and Roshan
-            2003). Who likes one end of a taste has little of the other: the two ends are opposite,
-            and of one cluster here, where they are of two otherwise.
-        seed: of the randomised decomposition and of the first centres; the same clusters whatever
-            torch's generator holds.
+        axes: cluster by the absolute cosine (diametrical clustering, Dhillon, Marcotte and Roshan
+            2003), so that both ends of a taste dimension, whose items rarely have the same users,
+            form one cluster instead of two.
+        seed: of the randomised SVD and of the initial centres; independent of torch's global
+            generator.
     """
     items, lengths = positives(training_histories(data, np.arange(1, data.num_users)))
     if not items.numel():
@@ -122,7 +123,7 @@ def item_clusters(data: Interactions, num_clusters: int, *, sharpness: float = 0
 
 
 def _similarity(points: torch.Tensor, centres: torch.Tensor, axes: bool) -> torch.Tensor:
-    """Cosines [n, k], or their sizes."""
+    """Cosines float32 [n, k], or their absolute values if `axes`."""
     cosine = points @ centres.T
     return cosine.abs() if axes else cosine
 

@@ -257,8 +257,9 @@ class NeedsAcross:
 
     Attributes:
         gathers: whether any rank asks other domains for rows.
-        pulls: the same for pulled tiers alone, where owners pool the rows of pushed tiers.
-        refreshes: whether replicas must be refreshed whose master is in another domain.
+        pulls: whether any rank asks other domains for rows of pulled tiers; this is what counts
+            where owners pool the rows of pushed tiers.
+        refreshes: whether any replica has its master in another domain and must be refreshed.
         shares: whether a rank reads a replica that another rank of its domain holds.
     """
 

@@ -31,8 +31,8 @@ def load_remap(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
                                   f"{str(error)[:200]}: extend the vocabulary again") from None
         _check(what, path.stem, found[path.stem])
     if not found:
-        raise FileFormatError(what, "files", f"{FOLDER}/*.npy", "one for each column",
-                              "name what 'oper vocabulary extend --reorder' wrote")
+        raise FileFormatError(what, f"{FOLDER}/*.npy files", 0, "one per column",
+                              "pass the output of 'oper vocabulary extend --reorder'")
     return found
 
 

@@ -56,10 +56,10 @@ class Precision:
 
 
 def blocks_of(spec: TableSpec, stats: AccessStats | None) -> TableProblem:
-    """Cut a table into blocks of about equal hotness, by which `RowErrors` are to be measured.
+    """Cut a table into blocks of about equal hotness, for which `RowErrors` can be measured.
 
-    The result's `edges` are the blocks' ends and its `head_ids` the order of ids; `head_ids` is
-    empty if ids are positions.
+    Of the result, `edges` are the ends of the blocks and `head_ids` the ids in order of hotness;
+    `head_ids` is empty if ids are positions.
     """
     return make_table(spec, stats, 1, 1)
 

@@ -116,10 +116,10 @@ class _Lookup(torch.autograd.Function):
         return tables.anchor.detach(), weights, None, None
 
 
-#: Embeddings of (anchor of the tables, weights of the batch, tables, batch), by `forward` of the
-#: tables; one tensor, or one per feature where the batch is `apart`. The backward pass updates the
-#: tables where the anchor requires a gradient; then both passes are collective. Ids, weights and
-#: shared bags must not change in between.
+#: Embeddings as by `Tables.forward`, from (anchor of the tables, weights of the batch, tables,
+#: batch): one tensor, or one per feature if the batch is `apart`. If the anchor requires a
+#: gradient, the backward pass updates the tables and both passes are collective. Ids, weights and
+#: shared bags must not change between the passes.
 trained_lookup: Callable[..., Any] = _Lookup.apply
 
 

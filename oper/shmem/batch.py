@@ -14,6 +14,7 @@ from oper.tables import TableSpec
 
 _INTEGERS = (torch.int64, torch.int32)
 BAD_BATCH = 10  # status of a batch that `BatchChecks` refuses
+BAD_SAMPLES = 14  # status of a batch with inverse indices of bags that do not exist
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)  # not frozen, for the reason below
@@ -72,8 +73,8 @@ class Lookup:
         resolved: what `ShardedTables.resolve` has found ahead of the lookup, or None.
         seen: what the lookups of dynamic tables have seen; `ids` are rows then.
         looked_up: the result of a lookup made ahead, or None.
-        apart: of an unpooled lookup: whether its result is a tuple of one tensor per feature, whose
-            gradients then need not be copied into one.
+        apart: whether an unpooled lookup returns a tuple of one tensor per feature, so that the
+            gradients need not be concatenated.
     """
 
     ids: torch.Tensor
@@ -89,9 +90,9 @@ class Lookup:
     apart: bool = False
 
     def versions(self) -> tuple[int, int, int]:
-        """How often ids, weights and the bags of samples have been changed in place.
+        """In-place version counters of ids, weights and the bags of samples.
 
-        Tensors made in inference mode do not count such changes: -1.
+        -1 for inference tensors, which have none.
         """
         shared = self.shared
         return (version_of(self.ids), version_of(self.weights),
@@ -282,14 +283,14 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
                         f"raise {OUTBOX_ENV} or use a smaller batch")
     assert failed is not None
     batch, offsets = failed.batch, failed.offsets
-    if code == 14:
+    if code == BAD_SAMPLES:
         assert batch.shared is not None
         bags = batch.shared.samples[detail]
         count = int(batch.shared.bags[batch.key_of[detail]])
         raise InvalidInputError("cannot look up",
-                                f"inverse_indices of {failed.features[detail][0]}",
+                                f"min, max of inverse_indices of {failed.features[detail][0]}",
                                 (int(bags.min()), int(bags.max())),
-                                f"0 <= bag < {count}, as there are bags of the feature",
+                                f"0 <= bag < {count}, the number of the feature's bags",
                                 "number the distinct bags from 0")
     if code == 5:
         least = int(batch.lengths.min()) if batch.lengths.numel() else None

@@ -1,4 +1,4 @@
-"""What is done feature by feature: rows of unpooled lookups apart, and invalid ids."""
+"""Operations by feature: splitting the rows of unpooled lookups, and finding invalid ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def key_bounds(batch: Lookup, offsets: torch.Tensor) -> list[int]:
 
 def by_feature(rows: torch.Tensor, batch: Lookup, offsets: torch.Tensor
                ) -> tuple[torch.Tensor, ...]:
-    """Rows [N, D] of an unpooled lookup, whose bags have the bounds `offsets`, by feature."""
+    """Split rows float32 [N, D] of an unpooled lookup by feature: float32 [ids of the feature, D]
+    each. `offsets`: int64 [num_keys * B + 1], bounds of the bags."""
     bounds = key_bounds(batch, offsets)
     return torch.split(rows, [bounds[k + 1] - bounds[k] for k in batch.key_of.tolist()])
 

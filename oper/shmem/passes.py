@@ -19,8 +19,8 @@ class Backward:
     """One backward pass of a lookup.
 
     Attributes:
-        grads: float32, gradients of the lookup's outputs: of one, or of one per feature (see
-            `Lookup.apart`).
+        grads: float32, the gradient of the lookup's output, or one per feature if the batch is
+            `apart` (see `Lookup`).
         batch: its batch.
         offsets: int64 [num_keys * B + 1], bounds of its bags.
         frozen: tables that are not to be updated.
@@ -33,7 +33,7 @@ class Backward:
 
     @property
     def grad(self) -> torch.Tensor:
-        """The gradients as one, of features one after the other."""
+        """The gradient as one tensor; those of features are concatenated, and replaced by it."""
         if len(self.grads) > 1:
             self.grads = (torch.cat(tuple(self.grads)),)
         return self.grads[0]
@@ -88,7 +88,7 @@ class HeldPasses:
 
 
 def _own(passed: Backward) -> torch.Tensor:
-    """The gradient, in memory that nobody else writes to."""
+    """The gradient, in memory that nothing else writes to."""
     return passed.grad if len(passed.grads) > 1 else passed.grad.clone()
 
 

@@ -200,8 +200,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
     # ---- lookups ---------------------------------------------------------------------------------
 
     def lookup(self, batch: Lookup, has_rows: bool = False) -> Any:
-        """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D],
-        by feature where the batch is `apart`.
+        """Embeddings: pooled, float32 [B, sum of the features' dims], or unpooled, float32 [N, D];
+        if the batch is `apart`, a tuple of float32 [ids of the feature, D], by feature.
 
         With gradients enabled and an optimizer, the backward pass of the result updates the tables;
         both passes are then collective over the group. Without gradients nothing is collective
@@ -212,8 +212,8 @@ class ShardedTables(TableUpdates, MeasuredTables):
             has_rows: whether the batch's keys are already replaced by rows.
 
         Raises:
-            InvalidInputError: an id is out of range (see `BoundsCheck`), or lengths do not add up
-                to the ids.
+            InvalidInputError: an id is out of range (see `BoundsCheck`), lengths do not add up to
+                the ids, or a sample's bag is not one of its feature's.
         """
         if self.optimizers is None:
             refuse_weight_gradient(batch)

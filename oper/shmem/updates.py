@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 from oper.errors import InvalidInputError
-from oper.shmem.batch import Lookup, ResolvedIds, rows_in_order
+from oper.shmem.batch import BAD_SAMPLES, Lookup, ResolvedIds, rows_in_order
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.micro_batches import refuse_in_parts
 from oper.shmem.optim.arguments import KernelArguments
@@ -68,9 +68,12 @@ class TableUpdates:
                 if part.batch.shared is not None and (
                         len(parts) > 1 or held.holders or held.passes
                         or self._clamp.is_active or self.guard.mode != "off"):
-                    part.grad, part.batch = self.by_bag(part.grad, part.batch)
+                    with self._refusing():
+                        part.grad, part.batch = self.by_bag(part.grad, part.batch, part.offsets)
                 if self.guard.mode != "off":
-                    self._guard(part)
+                    with self._refusing():
+                        part.grad = self.guard.apply(part.grad, part.batch, part.offsets,
+                                                     self.num_steps + 1)
                 if self._clamp.is_active:
                     part.grad = self._clamp.apply(part.grad, part.batch, part.offsets)
             if held.refused is not None and not held.holders:
@@ -84,11 +87,12 @@ class TableUpdates:
             else:
                 self.step(passed)
 
-    def _guard(self, part: Backward) -> None:
-        """Have the gradient of a pass looked at. Where that raises, no rank makes this update: the
-        others learn of it where they make it, which is not here within `no_sync`."""
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Where the block refuses the gradient of a pass, no rank makes this update: the others
+        learn of it where they make it, which is not here within `no_sync`."""
         try:
-            part.grad = self.guard.apply(part.grad, part.batch, part.offsets, self.num_steps + 1)
+            yield
         except InvalidInputError as error:
             if self._held.holders:
                 self._held.refused = error
@@ -131,9 +135,12 @@ class TableUpdates:
         """
         # One function, since each one more costs a microsecond in every step.
         batch, offsets = passed.batch, passed.offsets
+        grads = [*passed.grads]
+        for k, grad in enumerate(grads):
+            if not grad.is_contiguous():
+                grads[k] = rows_in_order(grad, batch.pooled)
         if self.keys is not None:
             self.keys.leave(batch, passed.frozen)
-        grads = [g if g.is_contiguous() else rows_in_order(g, batch.pooled) for g in passed.grads]
         optimizers = self._arguments.at(self.num_steps + 1, self._skipped, passed.frozen,
                                         self.param_groups, self._table_of)
         known = None if batch.resolved is None else self._known(batch)
@@ -159,12 +166,17 @@ class TableUpdates:
             if self._migration.advance():
                 self._migration = None
 
-    def by_bag(self, grad: torch.Tensor, batch: Lookup) -> tuple[torch.Tensor, Lookup]:
+    def by_bag(self, grad: torch.Tensor, batch: Lookup, offsets: torch.Tensor
+               ) -> tuple[torch.Tensor, Lookup]:
         """A gradient of samples that share bags as that of the bags, and their batch."""
-        if batch.shared is None:
+        shared = batch.shared
+        if shared is None:
             return grad, batch
-        grad = torch.ops.oper.sum_by_bag(self.handle, rows_in_order(grad, True),
-                                         batch.shared.samples, batch.key_of, batch.batch_size)
+        grad, outside = torch.ops.oper.sum_by_bag(
+            self.handle, rows_in_order(grad, True), shared.bags, shared.samples, batch.key_of,
+            batch.batch_size)
+        if outside >= 0:
+            self._raise(BAD_SAMPLES, outside, batch, offsets)
         return grad, replace(batch, shared=None)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -217,7 +229,7 @@ class TableUpdates:
             updates: whether an update with this gradient follows; its guard then raises on all
                 ranks.
         """
-        grad, batch = self.by_bag(grad, batch)
+        grad, batch = self.by_bag(grad, batch, offsets)
         if self.guard.mode != "off" and not (updates and self.guard.mode == "stop"):
             grad = self.guard.apply(grad, batch, offsets, self.num_steps + 1)
         grad = self._clamp.apply(grad, batch, offsets)

@@ -72,7 +72,7 @@ class Checkpoints:
         if not sharded:
             raise InvalidInputError(
                 "cannot save or load checkpoints", "sharded collections of tables", 0,
-                "a model that is trained, with sharding='oper'", "train without checkpoints")
+                ">= 1", "train with sharding='oper', or without checkpoints")
         self._tables = CombinedOptimizer(list(sharded.items()))
         self._deltas = DeltaCheckpoints(self._folder, engine.module, self._tables) if (
             config.delta_every) else None

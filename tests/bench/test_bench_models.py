@@ -43,8 +43,8 @@ def test_users_of_hstu_have_as_many_items_as_those_of_movielens() -> None:
 
 
 def test_tables_alone_are_given_batches_that_nobody_has_looked_at() -> None:
-    """What a KJT keeps of its first use is not to make later ones faster; all tables are updated,
-    those of optimizers beside the backward pass as well."""
+    """What a KJT caches on first use must not speed up later calls; all tables are updated, also
+    those whose optimizers run apart from the backward pass."""
     task = RecommenderTask(ModelCase("small", "cdt4rec", 500, 4, num_batches=2).config())
     model = task.build()
     tables = SparseTableOptimizer(model, "rowwise_adagrad", 0.5, 1e-8)

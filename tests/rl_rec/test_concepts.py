@@ -94,8 +94,8 @@ def test_real_edges_are_found(edges: Edges, activity: float, monkeypatch: pytest
 
 
 def test_axes_are_tastes_with_both_of_their_ends() -> None:
-    """Users take six items of one end of each of two tastes, whichever end: who has the one has
-    nothing of the other. Clusters of items that the same users like are no tastes then."""
+    """Users take six items from one end of each of two taste dimensions, and none from the other.
+    Clusters of items that the same users like are then not tastes."""
     rng = np.random.default_rng(3)
     ends = rng.integers(0, 2, (USERS, 2))
     items = 1 + np.stack([15 * (2 * taste + ends[user, taste]) + rng.permutation(15)[:6]

@@ -437,7 +437,7 @@ def test_refused_configurations(fields: dict[str, Any]) -> None:
 
 
 def test_no_new_memory() -> None:
-    """Lookups and updates of one size touch no page for the first time, but those before them."""
+    """After the first ones, lookups and updates of one size touch no new page."""
     directory, keys = Directory(30_000, DynamicTable()), torch.arange(20_000)
     for _ in range(5):
         directory.take([keys])

@@ -154,18 +154,29 @@ def test_shared_bags_must_not_change_before_the_update() -> None:
     tables.close()
 
 
-def test_a_change_that_torch_does_not_see_is_refused_in_the_backward_pass() -> None:
+@pytest.mark.parametrize("way", ["plain", "no_sync", "max_gradient"])
+def test_a_change_that_torch_does_not_see_is_refused_in_the_backward_pass(way: str) -> None:
+    """Also of a bag that only other features have."""
     case = dlrm_case()
-    tables, batch = open_alone(case, RWA), make(case, 0, 40, 17, True)
+    optimizer = replace(RWA, max_gradient=0.5) if way == "max_gradient" else RWA
+    tables, batch = open_alone(case, optimizer), make(case, 0, 40, 17, True)
     assert batch.shared is not None
     before = [tables.read(t.name) for t in case.tables]
-    for outside in (-1, 1 << 40, int(batch.shared.bags[case.key_of[0]])):
-        was = int(batch.shared.samples[0, 3])
+    counts = batch.shared.bags[batch.key_of]
+    f = int(counts.argmin())
+    assert counts[f] < counts.max() <= batch.batch_size
+    for outside in (-1, 1 << 40, int(counts[f])):
+        was = int(batch.shared.samples[f, 3])
         out = tables.lookup(batch)
-        batch.shared.samples.numpy()[0, 3] = outside
-        with pytest.raises(InvalidInputError, match=f"inverse_indices of {case.features[0][0]}"):
+        batch.shared.samples.numpy()[f, 3] = outside
+        held = tables.no_sync() if way == "no_sync" else contextlib.nullcontext()
+        with pytest.raises(InvalidInputError, match=f"inverse_indices of {case.features[f][0]}"), \
+                held:
             out.sum().backward()
-        batch.shared.samples.numpy()[0, 3] = was
+        batch.shared.samples.numpy()[f, 3] = was
+        if way == "no_sync":
+            with pytest.raises(InvalidInputError, match="no rank makes this update"):
+                tables.lookup(batch).sum().backward()
     assert_bitwise([tables.read(t.name) for t in case.tables], before, "rows")
     tables.lookup(batch).sum().backward()  # the tables go on
     assert not torch.equal(tables.read(case.tables[0].name), before[0])

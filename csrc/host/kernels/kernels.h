@@ -107,8 +107,8 @@ struct Kernels {
                 Scratch& scratch);
   // Rows of keys, and the distinct ones among them. Returns how many have no row.
   int64_t (*find_keys)(const KeyDirectory& directory, const FindKeys& job, DistinctKeys& distinct);
-  // The slot of a bucket, given its slots' ages, that a new key takes whose home is a line; or -1 where all keys
-  // have been seen in this update.
+  // The slot of a bucket that a new key with this home line takes, given the ages of the slots; -1 if all keys
+  // of the bucket have been seen in this update.
   int64_t (*victim)(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int64_t line,
                     uint32_t clock);
   // Columns [begin, end) of a new row, in [-bound, bound), drawn from seed, key and column and nothing else.

@@ -1,11 +1,11 @@
-// Which key loses its row, and what a new key's row begins with. Part of kernels.inl.
+// Which key is evicted, and the initial values of a new key's row. Part of kernels.inl.
 
 // Scores of a bucket's slots in the order of eviction; kNever where none may be evicted.
 struct EvictionOrder {
   static constexpr uint64_t kNever = ~uint64_t{0};  // no clock is as high
   uint64_t scores[kBucketSlots];
 
-  // In vectors, unless counts are halved: over all places of a bucket, those behind its slots too.
+  // Vectorised unless counts are halved, over all places of a bucket, including those beyond its slots.
   OPER_INLINE EvictionOrder(const KeyRules& rules, const KeyAge* ages, int64_t num_slots,
                             uint32_t clock) {
     const bool by_clock = rules.eviction == Eviction::kLeastRecent;
@@ -26,7 +26,7 @@ struct EvictionOrder {
     }
     std::fill(scores + num_slots, scores + kBucketSlots, kNever);
   }
-  // The first slot of a line's in that order, or -1.
+  // The slot of a line that comes first in that order, or -1.
   OPER_INLINE int64_t first_in(int64_t line) const {
     int64_t first = -1;
     uint64_t least = kNever;
@@ -50,9 +50,9 @@ struct EvictionOrder {
   }
 };
 
-// The slot of the first key in the order of eviction. One in the line comes before it if less than a sixteenth
-// of the bucket's keys are in front: keys that are at home are found sooner. With an eighth, nearly full tables
-// evict 1 % more than in that order alone, with a quarter 3 %.
+// The slot of the first key in eviction order. A key in the home line is preferred if less than a sixteenth of
+// the bucket's keys come before it, since keys in their home lines are found faster. With an eighth, nearly full
+// tables evict 1 % more than in strict eviction order, with a quarter 3 %.
 int64_t victim(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int64_t line,
                uint32_t clock) {
   constexpr int64_t kNearShare = 16;
@@ -61,7 +61,7 @@ int64_t victim(const KeyRules& rules, const KeyAge* ages, int64_t num_slots, int
   return near >= 0 && order.num_before(near) < num_slots / kNearShare ? near : order.first();
 }
 
-// In blocks of four columns, 16 of them at a time, in vectors.
+// In blocks of four columns, 16 blocks at a time, vectorised.
 void draw_row(int64_t key, uint64_t seed, int64_t begin, int64_t end, float bound, float* out) {
   constexpr int64_t kColumns = 64;
   constexpr uint32_t kRowDraw = 0x696e6974u;

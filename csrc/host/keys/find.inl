@@ -133,9 +133,9 @@ OPER_INLINE uint32_t opaque(uint32_t x) {
 
 constexpr int64_t kNumberedKeys = 256;  // at a time
 
-// Numbers keys in the order in which they come first, and counts them. Those that are known from calls
-// before are found in vectors, the others one by one. Which of these are new is known to nobody before, so
-// nothing branches on it, but on keys that meet in the table.
+// Numbers keys in order of first occurrence, and counts them. Keys known from earlier calls are found in vectors,
+// the others one by one. Which of these are new is unpredictable, so the loop does not branch on it, but only on
+// collisions in the table.
 OPER_INLINE void number_keys(const uint64_t* hashes, int64_t n, DistinctKeys& distinct,
                              uint16_t* numbers) {
   constexpr uint32_t kNone = DistinctKeys::kMost;  // from here on: of another batch
@@ -182,7 +182,7 @@ OPER_INLINE void number_keys(const uint64_t* hashes, int64_t n, DistinctKeys& di
   distinct.size = size;
 }
 
-// Keys that are looked for at home, and those among them that are not there.
+// Looks for keys in their home lines, and collects those that are not there.
 template <int64_t kMost>
 struct HomeSearch {
   KeyBlock<kNumberedKeys> block;

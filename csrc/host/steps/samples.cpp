@@ -14,7 +14,7 @@ SampleJob job_of(const Context& context, const Samples& samples, size_t k, int64
 }  // namespace
 
 Samples::Kind Samples::kind(int64_t feature, int64_t limit) const {
-  constexpr int64_t kAhead = 256;  // nobody may have read them since the batch was made
+  constexpr int64_t kAhead = 256;  // the bags may not be in the cache yet
   const int64_t* bag = bags + feature * count;
   const int64_t* last = bags + num_features * count - 1;
   // Signs of differences instead of comparisons, which every processor has for several numbers at once.

@@ -88,7 +88,7 @@ def _result(workers: Sequence[Child], logs: Sequence[Path]) -> dict[str, Any]:
                 found: dict[str, Any] = json.loads(text)
                 return found
             print(f"  {text}", file=sys.stderr, flush=True)
-    raise OperError("the benchmark's processes have ended", "results", 0, "one for each case",
+    raise OperError("the benchmark's processes ended early", "results", 0, "one per case",
                     "see the log above")
 
 

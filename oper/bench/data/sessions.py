@@ -32,11 +32,11 @@ def sessions(num_rows: int, folder: Path) -> dict[str, Any]:
 
     Each sample has an item of its own and lists its session's user, and the items and shops that
     the user has seen. ``duplication`` is samples per distinct list in a rank's batch;
-    ``ratio_step`` the time of a step on full batches over that on the same batches with equal bags
-    once, on the same tables in turn. A step's time is that of a pass over the batches by their
-    number: within a pass ranks wait for each other only as steps make them, as in training.
-    ``duplication_alone`` and ``ratio_step_alone`` are the same for a log whose sessions have one
-    sample each. ``verified``: pooled rows of both are equal, bit for bit.
+    ``ratio_step`` is the step time with all bags over that with equal bags stored once, on the same
+    batches and tables, measured in turn. A step time is that of a pass over the batches, divided by
+    their number: within a pass, ranks synchronise only where steps do, as in training.
+    ``duplication_alone`` and ``ratio_step_alone`` are the same for a log with one sample per
+    session. ``verified``: pooled rows of both are equal, bit for bit.
     """
     found = {}
     for name, samples in (("", _SAMPLES), ("_alone", 1)):

@@ -136,8 +136,8 @@ def drawn(seed: int) -> Workload:
 def cluster(num_ranks: int, seed: int) -> Topology:
     """CPU hosts with the constants that ``oper calibrate`` measured on two cores of an Intel Xeon.
 
-    Hosts have 2, 4 or 8 ranks, and 0.1 to 12.5 GB/s per rank between them; for every third seed
-    every other host has half of that.
+    Hosts have 2, 4 or 8 ranks, and 0.1 to 12.5 GB/s per rank between them; for every third seed,
+    every other host has half that bandwidth.
     """
     rng = np.random.default_rng([seed, num_ranks])
     per_host = int(rng.choice([2, 4, 8]))

@@ -203,8 +203,7 @@ class Case:
 
     @property
     def config(self) -> Any:
-        """The model's configuration, with the protocol's context length if it is a sequence model.
-        """
+        """The model's configuration, for a sequence model with the protocol's context length."""
         config, context = MODELS[self.model].config, self.under.context
         if not context or not hasattr(config, "steps"):
             return config

@@ -1,9 +1,9 @@
-"""From training to serving under load: what a step has changed, saved as a delta, is served.
+"""From training to serving under load: the rows that a step changes are saved and served.
 
-A process trains and saves a delta after each step, the server publishes each, a client sends
-requests at a fixed rate. In turns with it: the same training of a second model, whose deltas
-nobody reads; at the end publications of all weights. After the run every answer is compared with
-the scores of its epoch, computed from the same deltas where nobody reads while they are applied.
+A process trains and saves a delta after each step, the server publishes each delta, and a client
+sends requests at a fixed rate. This alternates with the same training of a second model whose
+deltas are not served; at the end all weights are published several times. After the run, every
+answer is compared with the scores of its epoch, computed by applying the same deltas without load.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class DeltaCase:
 
     Attributes:
         name: for the record.
-        served: what is trained and scored.
+        served: the model that is trained and served.
         workers: of the server.
         rate: requests per second.
-        deltas: how many are served.
-        every_s: between two steps.
+        deltas: number of deltas to serve.
+        every_s: seconds between two steps.
         changed: share of each table's rows that a step changes.
-        rounds: of load. In each as many steps as in the others train what is not served, and as
-            many what is; a p99 is the median of those of the rounds, which a single stall of the
-            machine does not move.
+        rounds: rounds under load, each with equally many steps of the model that is not served and
+            of the one that is. A p99 is the median over rounds, which a single stall of the machine
+            does not affect.
         wholes: publications of all weights, for comparison.
-        apart: the server has the last core to itself, training and client have the others.
+        apart: the server has the last core to itself; training and client have the others.
     """
 
     name: str
@@ -306,7 +306,7 @@ def _sums(name: str) -> dict[str, int]:
 
 
 class _Run:
-    """A model that trains, and saves a delta after each step; sleeps where steps are early."""
+    """A model that trains at most one step per `every_s` and saves a delta after each."""
 
     def __init__(self, case: DeltaCase, place: str) -> None:
         import oper

@@ -26,11 +26,11 @@ from oper.train.tasks import RecommenderTask
 MODELS = ("cdt4rec", "sasrec", "hstu", "cadvae")
 # CaD-VAE's tables are 400 columns wide together, and every contender holds its own.
 LARGE = {"cadvae": ("500k", 500_000)}
-# HSTU sees the last 200 items, as its authors' model of MovieLens-1M does; its users have as many
-# interactions as that log's: 165 on average, and half of them fewer than 100.
+# HSTU sees the last 200 items, as in its authors' MovieLens-1M model; users have as many
+# interactions as in that log: 165 on average, fewer than 100 for half of them.
 SEQUENCES: dict[str, dict[str, Any]] = {"hstu": {
     "model.steps": 200, "model.window": 1, "catalogue.length": 165, "catalogue.spread": 1.0}}
-BATCH_SIZE = {"hstu": 64}  # of longer sequences
+BATCH_SIZE = {"hstu": 64}  # whose sequences are longer
 SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")  # of TorchRec, for all tables alike
 TOLERANCE = 1e-4  # of a loss, relative; the models' matrix products differ in shape
 CHECKED_STEPS = 3
@@ -171,7 +171,7 @@ def _compare(task: RecommenderTask, engines: dict[str, Engine], batches: Sequenc
     return {name: float(f"{x:.3g}") for name, x in gather(worst)[0].items()}
 
 
-_Lookups = tuple[list[Any], list[torch.Tensor]]  # KJTs of a batch, and gradients of what they give
+_Lookups = tuple[list[Any], list[torch.Tensor]]  # KJTs of a batch, and gradients of the outputs
 
 
 class _Tables:
@@ -184,7 +184,7 @@ class _Tables:
         self._kjts: list[Any] = []
 
     def prepare(self, number: int) -> None:
-        """Before a call: batches come new, and a KJT keeps what has been computed from it."""
+        """Make KJTs without cached results for the next call, as of a new batch."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         self._kjts = [KeyedJaggedTensor(x.keys(), x.values(), x.weights_or_none(), x.lengths(),
@@ -202,7 +202,7 @@ class _Tables:
 
 def _outputs(collections: Sequence[tuple[set[str], nn.Module]], kjts: Sequence[Any]
              ) -> list[torch.Tensor]:
-    """What collections give for lookups: pooled rows, or rows by feature."""
+    """Outputs of the collections for the KJTs: pooled values, or unpooled ones by feature."""
     outputs: list[torch.Tensor] = []
     for kjt in kjts:
         keys = set(kjt.keys())

@@ -255,8 +255,8 @@ def _capped(popularity: Popularity, num_rows: int) -> Popularity:
 
 
 def meta_2021(scale: float = 1 / 856) -> list[TableModel]:
-    """One of the 856 tables, with its rows times `scale`, whose batches repeat rows as in Meta's
-    traces.
+    """One table with `scale` times the rows of Meta's 856 tables together, whose batches repeat
+    rows as in their trace.
 
     A batch of 65,536 samples touches its rows as often as the published histogram says.
     """

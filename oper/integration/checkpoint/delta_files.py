@@ -202,7 +202,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def copy_state(state: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """A copy of everything in a state but the rows of tables, for `pack_state`."""
+    """Copy everything in a state but the rows of tables, for `pack_state`: the leaves' ``paths``
+    and ``values``, and ``extra``."""
     found = list(leaves(state))
     return {"paths": [list(p) for p, _ in found], "values": [_copied(v) for _, v in found],
             "extra": _copied(extra)}

@@ -104,7 +104,8 @@ class Weights:
         return out
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A dense weight."""
+        """A dense weight, detached, on the CPU; raises InvalidInputError if it is not a tensor
+        or is a meta tensor."""
         value = self.value(key)
         if not isinstance(value, torch.Tensor) or value.is_meta:
             raise InvalidInputError(

@@ -13,19 +13,19 @@ from oper.rl_rec.data.interactions import HeldOut, Interactions
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What is generated.
+    """Parameters of synthetic interactions.
 
     Attributes:
         num_items: items of the catalogue; 0 = no catalogue.
         num_users: users.
-        length: interactions of a user, the last two of which are held out; on average, where users
-            differ.
-        spread: standard deviation of the logarithm of a user's interactions, which are log-normal
-            and at least 3; 0 = all users have `length`.
-        exponent: of the items' bounded power law.
-        again: probability that an interaction is near the one before it (the next ids), so that
+        length: interactions per user, the last two of which are held out; their mean, before
+            rounding and the minimum of 3, if `spread` > 0.
+        spread: standard deviation of the log of a user's number of interactions, which is
+            log-normal and at least 3; 0 = all users have `length`.
+        exponent: of the bounded power law of item popularity.
+        again: probability that an item is one of the 3 ids after the user's previous one, so that
             there is an order to learn.
-        clicked: probability of a reward of 1, else 0.
+        clicked: probability that a reward is 1, else 0.
         seed: of all random numbers.
     """
 
@@ -53,7 +53,7 @@ def invent(catalogue: Catalogue) -> Interactions:
     """Interactions with item ids 1..num_items in order of popularity.
 
     Every user ends with two positive interactions, the validation and the test target. Items may
-    repeat. The table has rows for items that nobody has had: that is what makes it large.
+    repeat. Items without interactions have ids too, which is what makes the table large.
     """
     c = catalogue
     rng = np.random.default_rng((c.seed, 7))

@@ -27,8 +27,9 @@ def softmax_policy(scores: np.ndarray, temperature: float = 1.0, uniform: float 
     """
     scores = np.asarray(scores, np.float64)
     if scores.ndim != 2 or not scores.size or not np.isfinite(scores.max(1)).all():
-        raise InvalidInputError("cannot make a policy", "scores", scores.shape,
-                                "numbers [N, num_actions] with finite row maxima", "look for NaN")
+        raise InvalidInputError("cannot make a policy", "shape of scores", scores.shape,
+                                "numbers [N, num_actions] with finite row maxima",
+                                "check the shape, and the scores for NaN")
     require("cannot make a policy", "choose another value",
             ("temperature", temperature, 0 <= temperature < np.inf, ">= 0"),
             ("uniform", uniform, 0 <= uniform <= 1, "0..1"))

@@ -56,7 +56,7 @@ def top_k(shards: Iterable[tuple[int, torch.Tensor]], k: int, exclude: Jagged | 
             found = _best(torch.cat([best[0], found[0]], 1), torch.cat([best[1], found[1]], 1), k)
         best = found
     if best is None:
-        raise InvalidInputError("cannot rank", "shards", 0, "one or more", "score the items")
+        raise InvalidInputError("cannot rank", "shards", 0, ">= 1", "score the items")
     ids = best[1].masked_fill(best[0] == float("-inf"), NOTHING)
     return torch.nn.functional.pad(ids, (0, k - ids.shape[1]), value=NOTHING)
 

@@ -254,7 +254,7 @@ def _subsequences(steps: Trajectories, at: torch.Tensor, window: int) -> Traject
 
 
 def perceptron(inputs: int, outputs: int) -> nn.Sequential:
-    """Two hidden layers of 128."""
+    """An MLP with two hidden layers of 128 units and GELU: [..., inputs] -> [..., outputs]."""
     return nn.Sequential(nn.Linear(inputs, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
                          nn.Linear(128, outputs))
 

@@ -134,15 +134,15 @@ class Node:
         With `known` (float64 [T]), the cost of the cheapest known configuration of each table, only
         cheaper ones are searched for.
 
-        Each piece takes the cheapest placement per column, and pieces must add up to the table's
-        columns, which is a shortest path over widths. Blocks of a piece are independent except for
-        the charge of several tiers, and for partial sums, which are concave in the mass of the
-        pushed blocks between one number of full owners and the next. With one class of owners the
-        best set of pushed blocks of a piece is then a prefix of the blocks ordered by what pushing
-        costs per unit of mass (each tangent of a concave function separates over blocks, and its
-        minimum over fractional sets lies at a vertex), so all prefixes are tried, and the masses at
-        which owners are full. Several classes are bounded as one; if owners may take only small
-        loads, the least bytes that rows must send bound all of them.
+        Each piece takes the cheapest placement per column, and the pieces must add up to the
+        table's columns: a shortest path over widths. Blocks of a piece are independent except for
+        the charge of several tiers and for partial sums, whose cost is concave in the pushed mass
+        between consecutive numbers of full owners. With one class of owners, the best set of pushed
+        blocks is therefore a prefix of the blocks ordered by the cost of pushing per unit of mass
+        (a tangent of a concave function separates over blocks, and its minimum over fractional sets
+        lies at a vertex), or has a mass at which owners are full; all of these are tried. Several
+        classes are bounded as one. If owners may take only small loads, the least bytes that rows
+        must send bound all classes.
         """
         r = self.relaxation
         value = r.coefficients @ prices  # [T, M, 4]

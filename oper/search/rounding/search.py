@@ -50,8 +50,8 @@ class Effort:
 
 
 EFFORTS = {"fast": Effort(3, 4, 25_000), "thorough": Effort(8, 32, 150_000)}
-_CHAINS = 2  # annealings that run beside each other; their number never changes what is found
-_MOVES = 60_000_000  # of one annealing, over the ranks and a little; more for more tables
+_CHAINS = 2  # annealings that run concurrently; their number does not affect the result
+_MOVES = 60_000_000  # an annealing makes this / (ranks + 64) moves, or more if tables are many
 _PROBE, _CONTINUATION = 0.2, 0.6  # shares of them
 _CONTINUED = 6  # of the probes, one of that many is continued
 _CONFIGURATIONS = 4000  # that all tables choose from, beside those of the relaxed solution

@@ -77,6 +77,6 @@ def receive_handshake(connection: socket.socket) -> tuple[str, list[int]]:
             parts.append(part)
             size -= len(part)
     except OSError as error:
-        raise OperError("a publisher does not answer", "handshake", str(error),
-                        "its tables in time", "look at the publisher") from None
+        raise OperError("cannot attach to a publisher", "handshake", str(error),
+                        "a complete handshake in time", "check that the publisher runs") from None
     return b"".join(parts).decode(), fds

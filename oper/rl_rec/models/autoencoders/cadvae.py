@@ -88,9 +88,9 @@ class CaDVAEConfig:
         similarity: ``"cosine"`` or ``"dot"`` of a concept's z with an item's row.
         temperature: tau.
         concepts: where c comes from, when the model is built from data: ``"clusters"`` of items
-            that the same users like; ``"axes"``, clusters of items that tell of one taste, for it
-            or against it; or ``"learned"``: softmax over k of cos(W_out[i], m_k) / tau with
-            prototypes m [K, d] (MacridVAE).
+            that the same users like; ``"axes"``, clusters that join both ends of a taste dimension;
+            or ``"learned"``: softmax over k of cos(W_out[i], m_k) / tau with prototypes m [K, d]
+            (MacridVAE).
         sharpness: of the clusters: softmax of sharpness * cosine to their centres; 0 = each item
             in one cluster only.
         graph: ``"fit"`` on the labels before training, ``"free"`` (all edges, kept acyclic by the

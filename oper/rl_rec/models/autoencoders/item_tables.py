@@ -146,7 +146,8 @@ class Drawn:
 
     def rows(self, table: ItemRows, own: torch.Tensor, users: int
              ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of B users' own items, float32 [L, d], and of the candidates, float32 [n, d]."""
+        """Look up `users` users' own items `own`, int64 [L], and the n candidates: their rows,
+        float32 [L, d] and [n, d]."""
         found = table(self.ids(own), max(users, 1))
         if self.all:
             return found[own - 1], found

@@ -131,5 +131,5 @@ class MultVAE(Recommender):
         return encoded @ self.item_out(items).T
 
     def schedule(self, step: int, num_steps: int) -> None:
-        """Anneals beta."""
+        """Set beta, the weight of the KL term, for step `step` of `num_steps`."""
         self.beta = self.config.beta * annealed(step, num_steps, self.config.anneal)
