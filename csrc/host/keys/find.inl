@@ -69,10 +69,10 @@ struct KeyBlock {
   }
 };
 
-// Calls stage k of `stages` (block, index of its first key, their number) for blocks of n keys, each stage
-// so many blocks behind the one before: what one has fetched is there when the next one reads it.
 constexpr int64_t kBlockKeys = 32;
 
+// Calls stage k of `stages` (block, index of its first key, their number) for blocks of n keys, each stage
+// so many blocks behind the one before: what one has fetched is there when the next one reads it.
 template <class... Stages>
 OPER_INLINE void in_blocks(int64_t n, const Stages&... stages) {
   constexpr int64_t kSize = kBlockKeys, kBehind = 2;
