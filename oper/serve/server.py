@@ -136,11 +136,15 @@ class Server:
         the training step of the last change to its weights in service (0: whole weights)."""
         return {name: int(getattr(self._counts, name)) for name in _COUNTED}
 
-    def start(self) -> Self:
+    def start(self, signals: Signals | None = None) -> Self:
         """Start the workers and listen; returns when all of them can serve.
+
+        Args:
+            signals: from here on they are only noted, and a stop ends the start.
 
         Raises:
             OperError: a worker could not start; the port is taken.
+            KeyboardInterrupt: `signals` had noted a stop; the workers have ended.
         """
         import torch.multiprocessing as processes
 
@@ -155,16 +159,23 @@ class Server:
             self._listener = self._bind()
         except OSError as error:
             raise self._cannot_listen(error) from error
+        if signals is not None:
+            signals.interrupts = False  # an exception could leave the thread behind, and hang
         self._thread = threading.Thread(target=self._supervise, name="oper-serve")
         self._thread.start()
         try:
-            self._started.wait()
+            while not self._started.wait(_POLL_S):
+                if signals is not None and signals.stop:
+                    self._stop.set()
         except BaseException:  # Ctrl-C while the workers start
             self.stop()
             raise
         if self._error is not None:
             self._thread.join()
             raise self._error
+        if signals is not None and self._stop.is_set():
+            self._thread.join()
+            raise KeyboardInterrupt
         return self
 
     def publish(self, weights: Any = None) -> int:
@@ -228,7 +239,7 @@ class Server:
         """
         with contextlib.ExitStack() as stack:
             noted = signals or stack.enter_context(Signals())
-            noted.is_up = True
+            noted.interrupts = False
             while not noted.stop and self._thread is not None and self._thread.is_alive():
                 time.sleep(FOLLOW_S)
                 if noted.reload:

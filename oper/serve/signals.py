@@ -14,16 +14,17 @@ OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Signals:
     """Notes SIGTERM and SIGINT (stop) and SIGHUP (reload) from entering on; the main thread's.
 
-    Until the server is up, a stop interrupts its start (KeyboardInterrupt).
+    Until there is a server that looks at `stop`, a stop raises KeyboardInterrupt.
 
     Attributes:
         stop: whether the server is to stop.
         reload: whether weights are to be read again; whoever does so clears it.
-        is_up: whether the server is up; set by who serves.
+        interrupts: whether a stop raises KeyboardInterrupt; the server clears it.
     """
 
     def __init__(self) -> None:
-        self.stop = self.reload = self.is_up = False
+        self.stop = self.reload = False
+        self.interrupts = True
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -39,5 +40,5 @@ class Signals:
             self.reload = True
             return
         self.stop = True
-        if not self.is_up:
+        if self.interrupts:
             raise KeyboardInterrupt

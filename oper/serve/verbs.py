@@ -83,7 +83,9 @@ def run_serve(args: argparse.Namespace) -> int:
         model = _model(args)
         if args.follow:
             _read_from(model, args.follow)
-        with Server(model, options) as server:
+        server = Server(model, options)
+        try:
+            server.start(signals)
             where = {"address": server.address, "model": server.model.signature.name,
                      "pid": os.getpid(), "workers": server.worker_pids}
             print(json.dumps(where) if args.json else
@@ -92,6 +94,8 @@ def run_serve(args: argparse.Namespace) -> int:
 
             server.serve_until_signalled(
                 None if run is None else lambda: server.follow(run), signals)
+        finally:
+            server.stop()
     return 0
 
 

@@ -24,6 +24,7 @@ from oper import cli
 from oper.errors import DeadlineError, InvalidInputError, OperError
 from oper.serve import BatchOptions, Client, Request, ServeOptions, Server, metrics, wire
 from oper.serve.client import ServerError, _Connection
+from oper.serve.signals import Signals
 from oper.support.processes import free_port
 from tests.serve_support import SIGNATURE, Sums, expected, post, random_request, value_of
 from tests.support import ROOT, announced, serving, wait_for
@@ -379,6 +380,16 @@ def test_a_signal_ends_a_start(number: int, tmp_path: Path) -> None:
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err and "interrupted" in err, err
     assert not list(tmp_path.glob("pym*"))  # shared memory
+
+
+def test_a_stop_that_was_noted_before_the_workers_are_up_ends_them() -> None:
+    """The handler must not raise once there are threads: the command would wait for them for ever."""
+    signals, server = Signals(), Server(Sums(), ServeOptions(port=0, workers=1))
+    signals.stop = True
+    with pytest.raises(KeyboardInterrupt):
+        server.start(signals)
+    assert not signals.interrupts and not server.worker_pids
+    assert "oper-serve" not in {t.name for t in threading.enumerate()}
 
 
 @pytest.mark.parametrize(("model", "words"), [
