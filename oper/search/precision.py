@@ -3,8 +3,9 @@
 Storing a row as a narrower type costs its squared error each time the row is looked up, and saves
 bytes once. Under an error budget the bytes are least when, for a single price of error, every range
 of every table takes the cheapest type (Everett, "Generalized Lagrange multiplier method", 1963):
-the price is found by bisection. In each table hotter rows get no narrower type than colder ones, so
-a table has at most as many ranges as there are types.
+the price is found by bisection. A large block of rows may cross at that price and change the error
+by much, so what is left of the budget is spent on a part of its rows. In each table hotter rows get
+no narrower type than colder ones, so a table has at most as many ranges as there are types.
 """
 
 from __future__ import annotations
@@ -66,16 +67,20 @@ def blocks_of(spec: TableSpec, stats: AccessStats | None) -> TableProblem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """Sums over the blocks before each edge, by type [D, K + 1]."""
+    """Sums over the blocks before each edge, by type [D, K + 1].
+
+    The first `num_known` positions are those of known rows.
+    """
 
     edges: np.ndarray
+    num_known: int
     dtypes: list[str]
     num_bytes: np.ndarray
     error: np.ndarray
     energy: float
 
     def ranges(self, price: float) -> list[int]:
-        """The edges at which the types end, in order, when error has a price."""
+        """The positions at which the types end, in order, when error has a price."""
         cost = self.num_bytes + price * self.error
         every = np.arange(self.edges.size)
         least, begins = cost[0], []
@@ -87,13 +92,13 @@ class _Table:
         stops = [self.edges.size - 1]
         for begin in reversed(begins):
             stops.append(int(begin[stops[-1]]))
-        return stops[::-1]
+        return [int(self.edges[stop]) for stop in stops[::-1]]
 
-    def total(self, sums: np.ndarray, stops: Sequence[int]) -> float:
-        """Of bytes or errors, of all ranges."""
-        begins = [0, *stops[:-1]]
-        return float(sum(mine[stop] - mine[begin]
-                         for mine, begin, stop in zip(sums, begins, stops, strict=True)))
+    def total(self, sums: np.ndarray, ends: Sequence[int]) -> float:
+        """Of bytes or errors, of all ranges; rows of a block have its mean."""
+        begins = [0, *ends[:-1]]
+        return float(sum(np.diff(np.interp([begin, end], self.edges, mine))[0]
+                         for mine, begin, end in zip(sums, begins, ends, strict=True)))
 
 
 def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
@@ -119,12 +124,13 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
     allowed = error_budget * energy
 
     def at(price: float) -> tuple[float, dict[str, list[int]]]:
-        stops = {name: t.ranges(price) for name, t in found.items()}
-        return sum(t.total(t.error, stops[name]) for name, t in found.items()), stops
+        ends = {name: t.ranges(price) for name, t in found.items()}
+        return sum(t.total(t.error, ends[name]) for name, t in found.items()), ends
 
-    lost, stops = at(0.0)
+    lost, ends = at(0.0)
     if lost > allowed:
-        lost, stops = at(_LARGEST_PRICE)
+        beyond = ends  # more error than allowed, at the highest price that has been tried
+        lost, ends = at(_LARGEST_PRICE)
         if lost > allowed:
             raise PlanInfeasibleError(what, "error_budget", error_budget,
                                       f">= {lost / energy:.3g}, what the widest type loses",
@@ -134,15 +140,28 @@ def choose_dtypes(tables: Sequence[TableSpec], stats: AccessStats | None,
             middle = (low + high) / 2
             more, there = at(math.exp(middle))
             if more <= allowed:
-                high, lost, stops = middle, more, there
+                high, lost, ends = middle, more, there
             else:
-                low = middle
+                low, beyond = middle, there
+        for name, t in found.items():
+            before = t.total(t.error, ends[name])
+            more = t.total(t.error, beyond[name]) - before
+            # Colder rows cross first and add less error: a share of them adds at most that share.
+            share = min(1.0, (allowed - lost) / more) if more > 0 else 0.0
+            part = [mine + int(share * (theirs - mine))
+                    for mine, theirs in zip(ends[name], beyond[name], strict=True)]
+            # Rows that were never looked up have no order, so that only all of them may cross.
+            part = [end if end <= t.num_known or end in (mine, theirs) else mine
+                    for end, mine, theirs in zip(part, ends[name], beyond[name], strict=True)]
+            after = lost + t.total(t.error, part) - before
+            if after <= allowed:
+                ends[name], lost = part, after
     dtypes = {}
     for name, t in found.items():
-        ends = zip(stops[name], [0, *stops[name][:-1]], t.dtypes, strict=True)
-        dtypes[name] = [(int(t.edges[stop]), dtype) for stop, begin, dtype in ends if stop > begin]
+        ranges = zip(ends[name], [0, *ends[name][:-1]], t.dtypes, strict=True)
+        dtypes[name] = [(end, dtype) for end, begin, dtype in ranges if end > begin]
     return Precision(dtypes, lost / energy if energy else 0.0, round(sum(
-        t.total(t.num_bytes, stops[name]) for name, t in found.items())))
+        t.total(t.num_bytes, ends[name]) for name, t in found.items())))
 
 
 def _sums(spec: TableSpec, stats: AccessStats | None, errors: RowErrors) -> _Table:
@@ -157,7 +176,7 @@ def _sums(spec: TableSpec, stats: AccessStats | None, errors: RowErrors) -> _Tab
     def sums(each: np.ndarray) -> np.ndarray:
         return np.concatenate([np.zeros(1), np.cumsum(each)])
 
-    return _Table(errors.edges, dtypes,
+    return _Table(errors.edges, problem.head_ids.size or spec.num_rows, dtypes,
                   np.stack([sums(rows * float(bytes_of_row(d, spec.dim))) for d in dtypes]),
                   np.stack([sums(lookups * errors.squared[d]) for d in dtypes]),
                   float(lookups @ errors.energy))

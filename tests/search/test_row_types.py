@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,15 +46,17 @@ def errors(given: AccessStats) -> dict[str, RowErrors]:
 
 def expected(given: AccessStats, known: dict[str, RowErrors],
              dtypes: dict[str, list[tuple[int, str]]]) -> tuple[float, int]:
-    """Error and bytes of types of rows, block by block."""
+    """Error and bytes of types of rows, row by row."""
     lost = energy = num_bytes = 0.0
     for t in TABLES:
         lookups, e = blocks_of(t, given).blocks[:, IDS], known[t.name]
         energy += float(lookups @ e.energy)
-        for k, (begin, end) in enumerate(itertools.pairwise(e.edges.tolist())):
-            dtype = next(d for stop, d in dtypes[t.name] if end <= stop)
-            lost += lookups[k] * e.squared[dtype][k]
+        rows = np.diff(e.edges)
+        begin = 0
+        for end, dtype in dtypes[t.name]:
+            lost += float(np.repeat(lookups / rows * e.squared[dtype], rows)[begin:end].sum())
             num_bytes += (end - begin) * bytes_of_row(dtype, t.dim)
+            begin = end
     return lost / energy, round(num_bytes)
 
 
@@ -65,6 +67,8 @@ def test_a_budget_is_kept_and_used() -> None:
     for budget in (1.0, 3e-3, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6):
         found = choose_dtypes(TABLES, given, known, budget)
         assert found.error <= budget
+        if budget <= 1e-3:  # what is left would not pay for a row of each table
+            assert found.error > 0.97 * budget
         error, num_bytes = expected(given, known, found.dtypes)
         assert error == pytest.approx(found.error)
         assert num_bytes == found.num_bytes >= last
@@ -79,6 +83,19 @@ def test_a_budget_is_kept_and_used() -> None:
     assert cheap == {"hot": [(4000, "int4")], "flat": [(300, "int4")], "odd": [(50, "int8")]}
     middle = choose_dtypes(TABLES, given, known, 1e-3)
     assert len(middle.dtypes["hot"]) > 1
+
+
+def test_rows_that_were_never_looked_up_cross_together() -> None:
+    """They have no order of hotness to be divided by."""
+    table = replace(TABLES[0], num_rows=50_000)
+    counts = np.maximum(2, 40_000 // np.arange(1, 2001))
+    given = AccessStats(30_000, {table.name: TableStats.from_counts(
+        table.num_rows, np.arange(2000)[::-1], counts,
+        (np.array([1]), np.array([int(counts.sum())])))})
+    known = {table.name: nominal_errors(table, blocks_of(table, given).edges)}
+    ends = {end for budget in np.geomspace(1e-5, 1e-2, 40)
+            for end, _ in choose_dtypes([table], given, known, float(budget)).dtypes[table.name]}
+    assert len(ends) > 20 and all(end <= 2000 or end == table.num_rows for end in ends)
 
 
 def test_nothing_with_less_error_takes_fewer_bytes() -> None:

@@ -43,7 +43,7 @@ class TiersCase:
 
     name: str
     served: ServeWork = field(default_factory=ServeWork)
-    error_budget: float = 2e-4
+    error_budget: float = 1.5e-4
     workers: int = 2
     samples: int = 1 << 20
     rounds: int = 7
