@@ -121,7 +121,7 @@ bool make_offsets(const Tensor& lengths, int64_t num_ids, Tensor* offsets) {
              : offsets_from(int64_data(lengths), n, num_ids, data);
 }
 
-// Whether each key has the bags of exactly one feature, so that whoever pools these may make their bounds.
+// Whether each key has the bags of exactly one feature, so that their bounds may be made while pooling.
 bool has_own_keys(const Context& context, const Tensor& key_of, int64_t num_keys) {
   const size_t n = context.features.size();
   if (static_cast<int64_t>(n) != num_keys || key_of.numel() != num_keys) return false;
@@ -197,10 +197,12 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
   Context& context = context_of(handle);
   PhaseClock clock(context);
   Tensor offsets;
-  if (!is_fit(ids, lengths, weights, key_of, batch_size)) {
-    offsets = pooled_tensor(ScalarType::Long, {0});
-    return {offsets, offsets, kBadBatch, -1};
-  }
+  const auto refused = [&](int64_t code, int64_t detail) {
+    if (collective) refuse_forward(context);
+    if (!offsets.defined()) offsets = pooled_tensor(ScalarType::Long, {0});
+    return std::make_tuple(offsets, offsets, code, detail);
+  };
+  if (!is_fit(ids, lengths, weights, key_of, batch_size)) return refused(kBadBatch, -1);
   const int64_t n = lengths.numel();
   STD_TORCH_CHECK(!bags || (pooled && are_bags(*bags, batch_size, n)),
                   "internal: bags of keys that a batch cannot have");
@@ -211,10 +213,7 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     shared = samples_of(*samples, key_of);
     for (int64_t f = 0; f < shared->num_features; ++f) {
       const Samples::Kind kind = shared->kind(f, int64_data(*bags)[int64_data(key_of)[f]]);
-      if (kind.is_outside) {
-        offsets = pooled_tensor(ScalarType::Long, {0});
-        return {offsets, offsets, kBadSamples, f};
-      }
+      if (kind.is_outside) return refused(kBadSamples, f);
       are_in_order &= kind.are_in_order;
     }
   }
@@ -231,9 +230,9 @@ std::tuple<Tensor, Tensor, int64_t, int64_t> lookup_forward(
     int64_t* data = static_cast<int64_t*>(offsets.data_ptr());
     if (kernels().start_bounds(lengths.data_ptr(), are_32_bit, n / batch_size, batch_size, data) !=
         ids.numel())
-      return {offsets, offsets, kBadLengths, data[n]};
+      return refused(kBadLengths, data[n]);
   } else if (!make_offsets(lengths, ids.numel(), &offsets)) {
-    return {offsets, offsets, kBadLengths, int64_data(offsets)[lengths.numel()]};
+    return refused(kBadLengths, int64_data(offsets)[n]);
   }
   Batch batch = make_batch(context, {ids, offsets, key_of, weights, batch_size, pooled, bags});
   const std::optional<Resolved> resolved = resolved_batch(batch, addresses, std::nullopt);
@@ -396,7 +395,7 @@ std::tuple<int64_t, int64_t> lookup_backward(
     // They may have changed since the lookup.
     const int64_t outside = place_sums(context, *bags, key_of, *shared, batch, &sums);
     if (outside >= 0) {
-      refuse(context);
+      refuse_backward(context);
       return {kBadSamples, outside};
     }
   }
@@ -407,8 +406,8 @@ std::tuple<int64_t, int64_t> lookup_backward(
   return {status.code, status.detail};
 }
 
-// See `refuse` in host/context.h.
-void lookup_refuse(int64_t handle) { refuse(context_of(handle)); }
+// See `refuse_backward` in host/context.h.
+void lookup_refuse(int64_t handle) { refuse_backward(context_of(handle)); }
 
 // Forgets the parts of a batch that were exchanged since the last update.
 void lookup_forget(int64_t handle) { context_of(handle).num_left = 0; }

@@ -106,7 +106,7 @@ struct Table {
   std::vector<std::pair<uint32_t, uint32_t>> replicated_slots;  // ranges on this rank
   int32_t index;  // in the context
   // A bit per slot of this rank whose row an update has changed since they were last taken; null =
-  // nobody asks.
+  // not asked for.
   uint64_t* changed = nullptr;
   TableCounters counters;
   const Arenas* arenas;
@@ -457,6 +457,9 @@ struct DistinctRows {
 // row is read directly.
 void forward(Context& context, const Batch& batch, float* out, bool collective);
 
+// In the place of a collective `forward` of a rank that cannot take part: no rank looks this batch up.
+void refuse_forward(Context& context);
+
 // Rows of bags, as `forward` leaves them, to those of samples; `out` may be `pooled` where samples are in
 // order.
 void spread(Context& context, const Samples& samples, const float* pooled, float* out);
@@ -478,7 +481,7 @@ void weight_gradient(Context& context, const Batch& batch, const float* grad, fl
 void leave(Context& context, const Batch& batch);
 
 // In the place of `leave` or `backward` of a rank that cannot take part: no rank makes this update.
-void refuse(Context& context);
+void refuse_backward(Context& context);
 
 // As `leave`, then update with the sum of all parts, scaled by `gradient_scale`.
 void backward(Context& context, const Batch& batch, float gradient_scale);

@@ -10,11 +10,10 @@ import torch
 
 from oper.errors import DeadlineError, InvalidInputError, OperError, PeerLostError
 from oper.shmem.settings import DEADLINE_ENV, OUTBOX_ENV, deadline_s
+from oper.shmem.status import Status
 from oper.tables import TableSpec
 
 _INTEGERS = (torch.int64, torch.int32)
-BAD_BATCH = 10  # status of a batch that `BatchChecks` refuses
-BAD_SAMPLES = 14  # status of a batch with inverse indices of bags that do not exist
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)  # not frozen, for the reason below
@@ -23,7 +22,7 @@ class SeenKeys:
 
     Attributes:
         ids: int64 or int32 [N], as they were given.
-        version: how often `ids` had been changed in place; -1 = nobody counts.
+        version: how often `ids` had been changed in place; -1 = not counted.
         rows: int64 or int32 [N], what the lookup read: rows of keys, 0 = none; ids of other tables.
         counts: int64 [N], how often each key with a row is looked up, as the directories take it.
         missed: int64 [M], the keys without a row, part after part.
@@ -55,7 +54,7 @@ class SharedBags:
     samples: torch.Tensor
 
 
-# Nobody assigns to its fields; `frozen` would make every batch set each of them by a call.
+# Fields are never reassigned; `frozen` would set each of them by a call, in every batch.
 @dataclass(slots=True)
 class Lookup:
     """One batch of lookups.
@@ -108,7 +107,7 @@ class Lookup:
 
 
 def version_of(tensor: torch.Tensor | None) -> int:
-    """How often a tensor has been changed in place; -1 if nobody counts, or there is none."""
+    """How often a tensor has been changed in place; -1 if there is none, or it has no counter."""
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
@@ -253,37 +252,37 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
     """Raise the error that a status code of the kernels stands for.
 
     Args:
-        code, detail: values returned by the operator; see csrc/common/exchange.h.
+        code, detail: values returned by the operator; see `Status`.
         outbox_bytes: size of a rank's outbox.
         failed: the batch that was looked up, unless the call had none.
     """
     peer: PeerLostError | DeadlineError | None = None
-    if code == 1:
+    if code == Status.PEER_ENDED:
         peer = PeerLostError("a peer process has ended", "rank", detail, "all ranks alive",
                              "look at that rank's log and start all ranks again")
-    if code == 6:
+    if code == Status.PEER_GAVE_UP:
         peer = PeerLostError("a peer has given up this exchange", "rank", detail,
                              "no error on any rank",
                              "look at that rank's error and start all ranks again")
-    if code == 2:
+    if code == Status.PEER_LATE:
         peer = DeadlineError(
             "a peer did not arrive at the gradient exchange", "rank", detail,
             f"arrival within {DEADLINE_ENV}={deadline_s():g} s",
             "every rank must run the same number of training steps; look at that rank")
-    if code == 13:
+    if code == Status.PEER_REFUSED_BATCH:
         peer = PeerLostError("a peer has refused its batch, which no rank has trained", "rank",
                              detail, "a batch of every rank that its tables take",
                              "look at that rank's error; all ranks may go on with the next batch")
     if peer is not None:
         peer.rank = detail
         raise peer
-    if code == 3:
+    if code == Status.OUTBOX_FULL:
         raise OperError("the gradients of a batch do not fit the outbox", OUTBOX_ENV, outbox_bytes,
                         "room for the batch's distinct rows",
                         f"raise {OUTBOX_ENV} or use a smaller batch")
     assert failed is not None
     batch, offsets = failed.batch, failed.offsets
-    if code == BAD_SAMPLES:
+    if code == Status.BAG_OUT_OF_RANGE:
         assert batch.shared is not None
         bags = batch.shared.samples[detail]
         count = int(batch.shared.bags[batch.key_of[detail]])
@@ -292,7 +291,7 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
                                 (int(bags.min()), int(bags.max())),
                                 f"0 <= bag < {count}, the number of the feature's bags",
                                 "number the distinct bags from 0")
-    if code == 5:
+    if code == Status.BAD_LENGTHS:
         least = int(batch.lengths.min()) if batch.lengths.numel() else None
         raise InvalidInputError("bag lengths do not fit the ids", "sum(lengths), min(lengths)",
                                 (int(offsets[-1]), least),

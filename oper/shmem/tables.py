@@ -19,7 +19,6 @@ from oper.plan import Plan
 from oper.rows.directory import directories_of
 from oper.shmem.autograd import CollectedPasses, trained_lookup
 from oper.shmem.batch import (
-    BAD_BATCH,
     BatchChecks,
     FailedBatch,
     Lookup,
@@ -49,6 +48,7 @@ from oper.shmem.placement.layout import ArenaLayout, context_arguments
 from oper.shmem.placement.outbox import reserved_bytes
 from oper.shmem.protocol import Tables
 from oper.shmem.settings import deadline_s
+from oper.shmem.status import Status
 from oper.shmem.updates import TableUpdates
 
 
@@ -103,7 +103,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
         #: Tables not trained for now, without gradients and updates; the same on all ranks.
         self.frozen: frozenset[str] = frozenset()
         self.on_update: list[Callable[[], None]] = []  # called after rows have changed
-        # One group per distinct optimizer; shared with whoever schedules learning rates.
+        # One group per distinct optimizer; shared with the code that schedules learning rates.
         self.param_groups: list[dict[str, Any]] = [
             {"lr": o.lr, "tables": [n for n, x in (optimizers or {}).items() if x == o]}
             for o in dict.fromkeys((optimizers or {}).values())]
@@ -154,7 +154,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             self.barrier()
 
     def _keep(self) -> None:
-        """Tables that nobody refers to any more are released without close() as well."""
+        """Unreferenced tables are released without close(), too."""
         self._release = weakref.finalize(self, _release, self.handle, self._check_open())
         self._release.atexit = False
 
@@ -281,7 +281,7 @@ class ShardedTables(TableUpdates, MeasuredTables):
             self._checks.check(batch)
             raise
         if code:
-            if code == BAD_BATCH:
+            if code == Status.BAD_BATCH:
                 self._checks.check(batch)
             self._raise(code, detail, batch, offsets)
         return out, offsets

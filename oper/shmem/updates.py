@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 import torch
 
 from oper.errors import InvalidInputError
-from oper.shmem.batch import BAD_SAMPLES, Lookup, ResolvedIds, rows_in_order
+from oper.shmem.batch import Lookup, ResolvedIds, rows_in_order
 from oper.shmem.group.turns import Turns, in_turn
 from oper.shmem.micro_batches import refuse_in_parts
 from oper.shmem.optim.arguments import KernelArguments
 from oper.shmem.optim.clipping import GradientClamp
 from oper.shmem.optim.guard import GradientGuard
 from oper.shmem.passes import Backward, HeldPasses
+from oper.shmem.status import Status
 
 
 class TableUpdates:
@@ -176,7 +177,7 @@ class TableUpdates:
             self.handle, rows_in_order(grad, True), shared.bags, shared.samples, batch.key_of,
             batch.batch_size)
         if outside >= 0:
-            self._raise(BAD_SAMPLES, outside, batch, offsets)
+            self._raise(Status.BAG_OUT_OF_RANGE, outside, batch, offsets)
         return grad, replace(batch, shared=None)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -229,7 +230,8 @@ class TableUpdates:
             updates: whether an update with this gradient follows; its guard then raises on all
                 ranks.
         """
-        grad, batch = self.by_bag(grad, batch, offsets)
+        with self._refusing() if updates else contextlib.nullcontext():
+            grad, batch = self.by_bag(grad, batch, offsets)
         if self.guard.mode != "off" and not (updates and self.guard.mode == "stop"):
             grad = self.guard.apply(grad, batch, offsets, self.num_steps + 1)
         grad = self._clamp.apply(grad, batch, offsets)

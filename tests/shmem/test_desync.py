@@ -13,7 +13,8 @@ from torch import nn
 import oper
 from oper.errors import DeadlineError, DesyncError, OperError, PeerLostError
 from oper.plan import Piece, Plan, TablePlan, Tier
-from oper.shmem.group.desync import LATE, CollectivePhase, Verdict, out_of_step
+from oper.shmem.group.desync import CollectivePhase, Verdict, out_of_step
+from oper.shmem.status import Status
 from oper.shmem.tables import ShardedTables
 from oper.tables import TableSpec
 from tests.faults.pauses import timed
@@ -228,8 +229,8 @@ def test_verdicts_survive_their_words() -> None:
 
 def test_the_many_are_right_and_of_as_many_the_lowest_rank() -> None:
     a, b, c = CollectivePhase(1, 3), CollectivePhase(2, 3), CollectivePhase(1, 7)
-    assert out_of_step(LATE, [a, b], 0) == Verdict(LATE, 1, a)
-    assert out_of_step(LATE, [a, b, b], 0) == Verdict(LATE, 0, b)
-    assert out_of_step(LATE, [a, b, c], 0) == Verdict(LATE, 1, a)
-    assert out_of_step(LATE, [a, b, c], 0, [5, 5, 4]) == Verdict(LATE, 2, a)
-    assert out_of_step(LATE, [a, a], 1) == Verdict(LATE, 1, a)
+    assert out_of_step(Status.PEER_LATE, [a, b], 0) == Verdict(Status.PEER_LATE, 1, a)
+    assert out_of_step(Status.PEER_LATE, [a, b, b], 0) == Verdict(Status.PEER_LATE, 0, b)
+    assert out_of_step(Status.PEER_LATE, [a, b, c], 0) == Verdict(Status.PEER_LATE, 1, a)
+    assert out_of_step(Status.PEER_LATE, [a, b, c], 0, [5, 5, 4]) == Verdict(Status.PEER_LATE, 2, a)
+    assert out_of_step(Status.PEER_LATE, [a, a], 1) == Verdict(Status.PEER_LATE, 1, a)

@@ -105,7 +105,7 @@ void weight_gradient(Context& context, const Batch& batch, const float* grad, fl
   run_bag_tasks(context, found, in_order, task);
 }
 
-void refuse(Context& context) {
+void refuse_backward(Context& context) {
   // It tells the others, and is this rank's own error, which is raised already.
   status_of([&] { synchronize(context, CollectivePhase::kGradients, Batch{}, {4, -1}); });
 }

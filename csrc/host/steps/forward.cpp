@@ -21,7 +21,7 @@ void pool_direct(Context& context, const Batch& batch, float* out, Found& found,
 }
 
 // What others hold, rows and sums, is asked for in one phase and comes in another: a link that
-// carries much of the one carries little of the other, and nobody waits for it twice.
+// carries much of the one carries little of the other, and no rank waits for it twice.
 void forward_with_push(Context& context, Batch& batch, float* out) {
   Exchange* const exchange = context.exchange.get();
   const bool pulls = exchange && exchange->setup.pulls;
@@ -96,6 +96,17 @@ void forward(Context& context, const Batch& batch, float* out, bool collective) 
   Found pooled;
   pool_direct(context, found, out, pooled, [](const Table&) { return true; });
   raise(pooled.status());
+}
+
+void refuse_forward(Context& context) {
+  const Status mine{4, -1};  // told to the others; the caller raises this rank's own error
+  status_of([&] {
+    if (context.has_push) {
+      synchronize(context, CollectivePhase::kRequests, Batch{}, mine);
+    } else if (context.exchange && context.exchange->setup.gathers) {
+      context.exchange->synchronize(CollectivePhase::kGather, Batch{}, mine);
+    }
+  });
 }
 
 int64_t order_bytes(const Context& context, const Batch& batch) {

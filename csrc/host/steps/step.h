@@ -30,7 +30,7 @@ Status wait_for_domain(Context& context);
 
 // Waits until all ranks have come this far and, across memory domains, exchanges what they have left
 // for each other. `mine` is an error of this rank alone, which is thrown: within a memory domain all
-// ranks then leave out this batch and may go on with the next; between domains nobody waits for this
+// ranks then leave out this batch and may go on with the next; between domains no rank waits for this
 // rank any more.
 void synchronize(Context& context, CollectivePhase phase, const Batch& batch, Status mine = {});
 

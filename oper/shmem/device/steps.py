@@ -19,6 +19,7 @@ from oper.shmem.counters.device import DeviceCounters
 from oper.shmem.exchange.device import DeviceExchange, DeviceRows
 from oper.shmem.exchange.device_push import PushMessages
 from oper.shmem.memory.device_batch import StepArrays
+from oper.shmem.status import Status
 from oper.tables import TableSpec
 
 _HOOK = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -177,19 +178,20 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
     `found` holds code, rank and detail, see ErrorWord in csrc/device/device.h.
     """
     code, rank, detail = found
-    if code == 4:
+    if code == Status.ID_OUT_OF_RANGE:
         feature, table = features[rank]
         raise InvalidInputError(f"lookup of feature {feature!r} in table {table!r}", "id", detail,
                                 f"0 <= id < {specs[table].num_rows}",
                                 "map ids to rows first, or enlarge the "
                                 "table; the other ids of that batch may have been trained")
-    if code == 5:
+    if code == Status.BAD_LENGTHS:
         raise InvalidInputError("bag lengths do not fit the ids", "a length, or the sum of all",
                                 detail, "no length below 0, and as many ids as their sum",
                                 "make lengths and ids of the same bags")
-    if code == 8:
+    if code == Status.OTHER_PHASE:
         raise OperError("rows of another memory domain are not where they should be",
                         "rank, detail", (rank, detail),
                         "the same plan and the same calls on all ranks",
                         "a lookup without gradients is collective across memory domains as well")
-    raise_status(code, rank if code in (1, 2) else detail, outbox_bytes, None)
+    raise_status(code, rank if code in (Status.PEER_ENDED, Status.PEER_LATE) else detail,
+                 outbox_bytes, None)

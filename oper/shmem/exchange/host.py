@@ -27,9 +27,6 @@ from oper.messages import MessageBits
 from oper.rows.directory import TableDirectory, needs_across
 from oper.rows.traffic import SENT
 from oper.shmem.group.desync import (
-    ELSEWHERE,
-    GAVE_UP,
-    PEER_CODES,
     STATE_ACCESS,
     CollectivePhase,
     Verdict,
@@ -38,6 +35,7 @@ from oper.shmem.group.desync import (
 )
 from oper.shmem.group.groups import Group
 from oper.shmem.group.transport import transport_of
+from oper.shmem.status import PEER_FAILURES, Status
 
 _TRANSPORT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p,
                               ctypes.c_void_p, ctypes.c_void_p)
@@ -136,20 +134,20 @@ class Exchange:
             error, self._error = self._error, None
             self._abort_after(error)
             raise error
-        if code == ELSEWHERE:
+        if code == Status.OTHER_PHASE:
             self._raise_elsewhere(detail)
-        if code == 9:
-            self._transport.give_up(Verdict(GAVE_UP, detail, at))
+        if code == Status.IMPOSSIBLE_MESSAGE:
+            self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
             raise OperError(
                 "a rank of another memory domain has sent what no rank of this job can send",
                 "rank", detail, "counts and slots of tables placed by the same plan",
                 "start all ranks with the same version, model and plan")
-        if code == 11:
-            self._transport.give_up(Verdict(GAVE_UP, detail, at))
+        if code == Status.NO_MEMORY_FOR_MESSAGE:
+            self._transport.give_up(Verdict(Status.PEER_GAVE_UP, detail, at))
             raise OperError("there is no memory for what a rank of another memory domain sends",
                             "rank", detail, "room for the rows and gradients of its batch",
                             "use smaller batches; look at that rank if they are small")
-        if code in PEER_CODES:
+        if code in PEER_FAILURES:
             verdict = self._transport.attribute(Verdict(code, detail, at))
             self._transport.give_up(verdict)
             raise_verdict(verdict, self._group)
@@ -159,10 +157,10 @@ class Exchange:
         """Raise what heads that do not fit each other mean; `rank` sent one of them."""
         phases, sequence = self._last_phases()
         if len(set(phases)) > 1:
-            raise_verdict(out_of_step(ELSEWHERE, phases, rank), self._group)
+            raise_verdict(out_of_step(Status.OTHER_PHASE, phases, rank), self._group)
         if len(set(sequence)) > 1:
             behind = min(range(len(sequence)), key=lambda r: (sequence[r], r))
-            raise_verdict(Verdict(ELSEWHERE, behind, phases[0]), self._group)
+            raise_verdict(Verdict(Status.OTHER_PHASE, behind, phases[0]), self._group)
         raise OperError("ranks are not at the same exchange", "rank", rank,
                         "the same lookups, updates and message_bits on all ranks",
                         "a lookup without gradients is collective across memory domains as well")
@@ -202,10 +200,10 @@ class Exchange:
         heads = [_HEAD.unpack_from(data, at) for at in range(0, len(data), _HEAD_BYTES)]
         for rank, (_, _, code, *_) in enumerate(heads):
             if code:
-                raise_verdict(Verdict(GAVE_UP, rank, mine), self._group)
+                raise_verdict(Verdict(Status.PEER_GAVE_UP, rank, mine), self._group)
         phases = [CollectivePhase(h[6], h[0]) for h in heads]
         if any(at != mine for at in phases):
-            raise_verdict(out_of_step(ELSEWHERE, phases, self._group.rank), self._group)
+            raise_verdict(out_of_step(Status.OTHER_PHASE, phases, self._group.rank), self._group)
         return [data[at + _HEAD.size:at + _HEAD_BYTES]
                 for at in range(0, len(data), _HEAD_BYTES)]
 
@@ -225,7 +223,7 @@ class Exchange:
         """Tell the peers, unless the transport has done so."""
         if not isinstance(error, (PeerLostError, DeadlineError, DesyncError)):
             self._transport.give_up(
-                Verdict(GAVE_UP, self._group.rank, self._transport.at))
+                Verdict(Status.PEER_GAVE_UP, self._group.rank, self._transport.at))
 
     def fetch(self, wanted: Mapping[int, Wanted], serve: Callable[[str, int], torch.Tensor],
               phase: int = STATE_ACCESS) -> dict[int, torch.Tensor]:

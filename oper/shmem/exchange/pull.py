@@ -90,7 +90,7 @@ def choose_automatically(tables: Tables) -> None:
     if not any(tables.group.all_gather(spread)):
         return
     found = measured_costs(tables) if spread else PullCosts()
-    tables.barrier()  # nobody updates while others still read
+    tables.barrier()  # no rank updates while others still read
     tables.traffic(reset=True)
     every = [astuple(c) for c in tables.group.all_gather(found)]
     if spread:

@@ -21,13 +21,12 @@ from oper.errors import DeadlineError, DesyncError, PeerLostError
 from oper.shmem.group.groups import Group
 from oper.shmem.protocol import Collection
 from oper.shmem.settings import DEADLINE_ENV, deadline_s
+from oper.shmem.status import PEER_FAILURES, Status
 
 # By number: CollectivePhase and kSharing of csrc/common/exchange.h, those of `barrier`, and kKeys.
 PHASES = ("forward lookup",) * 3 + ("gradient exchange",) * 4 + (
     "state access", "migration", "update of keys")
 FORWARD, GRADIENTS, STATE_ACCESS, MIGRATION = (0, 1, 2), 3, 7, 8
-# Status codes about peers: ended, too late, given up, at another phase, closed.
-LOST, LATE, GAVE_UP, ELSEWHERE, CLOSED = PEER_CODES = 1, 2, 6, 8, 12
 GIVEN_UP, _CLOSED = 1, 2  # Absence in csrc/host/barrier.h
 
 
@@ -49,7 +48,7 @@ class Verdict(NamedTuple):
     """Which rank a failure is attributed to.
 
     Attributes:
-        code: one of `PEER_CODES`.
+        code: one of `PEER_FAILURES`.
         rank: the rank that is behind.
         at: where the others wait for it.
     """
@@ -193,14 +192,16 @@ def attribute_failure(tables: Collection, code: int, rank: int) -> Verdict:
     if own not in barriers:  # closed meanwhile
         return Verdict(code, rank, CollectivePhase(own, STATE_ACCESS))
     here = CollectivePhase(own, barriers[own][me].phase)
-    known = None if code in (ELSEWHERE, CLOSED) else _left_by_others(barriers, own, me, rank)
-    if known is None and code == LATE:  # of a rank that waited elsewhere, for another one
+    known = (None if code in (Status.OTHER_PHASE, Status.PEER_CLOSED)
+             else _left_by_others(barriers, own, me, rank))
+    if known is None and code == Status.PEER_LATE:
+        # That of a rank which waited elsewhere, for another one.
         known = _first_verdict(state for states in barriers.values() for state in states)
     if known is not None:
         found = known
-    elif code == LATE:
+    elif code == Status.PEER_LATE:
         found = _latest(barriers, here, rank)
-    elif code == ELSEWHERE:
+    elif code == Status.OTHER_PHASE:
         phases = [CollectivePhase(own, state.phase) for state in barriers[own]]
         found = out_of_step(code, phases, rank)
     else:
@@ -237,9 +238,9 @@ def _latest(barriers: dict[int, list[BarrierState]], here: CollectivePhase, miss
     arrivals = [sum(states[r].arrivals for states in barriers.values()) for r in range(size)]
     free = [r for r in range(size) if waits[r] is None]
     if not free:
-        return out_of_step(LATE, [w for w in waits if w], missed, arrivals)
+        return out_of_step(Status.PEER_LATE, [w for w in waits if w], missed, arrivals)
     behind = min(free, key=lambda r: (arrivals[r], r))
-    return Verdict(LATE, behind, common_phase([w for w in waits if w] or [here]))
+    return Verdict(Status.PEER_LATE, behind, common_phase([w for w in waits if w] or [here]))
 
 
 def out_of_step(code: int, phases: Sequence[CollectivePhase], missed: int,
@@ -262,7 +263,7 @@ def common_phase(phases: Sequence[CollectivePhase]) -> CollectivePhase:
 
 def raise_peer_failure(tables: Collection, code: int, detail: int) -> tuple[int, int]:
     """Raise the error for a status code about peers; other codes are returned with their detail."""
-    if code in PEER_CODES:
+    if code in PEER_FAILURES:
         verdict = attribute_failure(tables, code, detail)
         raise_verdict(verdict, tables.group, last_seen(tables, verdict.rank))
     return code, detail
@@ -302,17 +303,19 @@ def raise_verdict(verdict: Verdict, group: Group, seen: str = "", detail: str = 
     tail = f" ({detail})" if detail else ""
     same = f"{seen}every rank must run the same lookups and training steps in the same order{tail}"
     error: PeerLostError | DeadlineError | DesyncError
-    if code == LATE:
+    if code == Status.PEER_LATE:
         error = DeadlineError(f"{who} did not arrive at {phase}", "rank", rank,
                               f"arrival within {DEADLINE_ENV}={deadline_s():g} s", same)
-    elif code == ELSEWHERE:
+    elif code == Status.OTHER_PHASE:
         error = DesyncError(f"{who} is not at {phase}", "rank", rank, "all ranks at the same call",
                             same)
     else:
-        what = {LOST: "a peer process has ended", CLOSED: f"{who} has closed its tables"}.get(
-            code, f"{who} has given up this exchange")
+        what = {Status.PEER_ENDED: "a peer process has ended",
+                Status.PEER_CLOSED: f"{who} has closed its tables"}.get(
+                    code, f"{who} has given up this exchange")
         error = PeerLostError(f"{what} before {phase}", "rank", rank,
-                              "all ranks alive" if code == LOST else "no error on any rank",
+                              "all ranks alive" if code == Status.PEER_ENDED
+                              else "no error on any rank",
                               f"{seen}look at that rank's log and start all ranks again{tail}")
     error.rank = rank
     raise error

@@ -15,9 +15,6 @@ import threading
 
 from oper.shmem.group.connections import connect, receive
 from oper.shmem.group.desync import (
-    GAVE_UP,
-    LATE,
-    LOST,
     CollectivePhase,
     Verdict,
     common_phase,
@@ -25,6 +22,7 @@ from oper.shmem.group.desync import (
     register_of,
 )
 from oper.shmem.group.groups import Group
+from oper.shmem.status import Status
 
 _MESSAGE = struct.Struct("<4sqq")  # what, and two numbers
 _ASK, _TELL, _GAVE_UP, _LEAVE = b"ask?", b"tell", b"gave", b"bye."
@@ -88,7 +86,7 @@ class LivenessMonitor:
             what, a, b = _MESSAGE.unpack(receive(peer, _MESSAGE.size))
         except (OSError, struct.error):
             if not self._is_closed:
-                self._record(Verdict(LOST, rank, self.at))
+                self._record(Verdict(Status.PEER_ENDED, rank, self.at))
             return False
         if what == _LEAVE:
             with self._changed:
@@ -99,7 +97,7 @@ class LivenessMonitor:
             at, waits = self._status()
             self._send(rank, _TELL, self.count, at.pack() + _WAITS * waits)
         elif what == _GAVE_UP:
-            self._record(Verdict.unpack(int(a)) or Verdict(GAVE_UP, rank, self.at))
+            self._record(Verdict.unpack(int(a)) or Verdict(Status.PEER_GAVE_UP, rank, self.at))
         else:
             with self._changed:
                 self._told[rank] = int(a), CollectivePhase.unpack(int(b)), bool(b & _WAITS)
@@ -136,7 +134,7 @@ class LivenessMonitor:
         """Which rank is behind, from the answers of all peers.
 
         In this order: a rank that does not answer; one that has begun fewer exchanges than this
-        rank and waits for nobody within its memory domain; one that is at another phase than most;
+        rank and waits for no rank of its memory domain; one that is at another phase than most;
         else `missed`.
         """
         with self._changed:
@@ -154,9 +152,9 @@ class LivenessMonitor:
         if silent or late:
             behind = min(silent) if silent else late[0]
             waited = [told[r][1] for r in ranks if told[r][2] and r != behind]
-            found = Verdict(LATE, behind, common_phase(waited or [self.at]))
+            found = Verdict(Status.PEER_LATE, behind, common_phase(waited or [self.at]))
         else:
-            found = out_of_step(LATE, [told[r][1] for r in ranks], missed)
+            found = out_of_step(Status.PEER_LATE, [told[r][1] for r in ranks], missed)
         # One that has given up meanwhile waits no longer, and has said before for whom it did.
         return self.failure or found
 

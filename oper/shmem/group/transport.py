@@ -18,10 +18,6 @@ import torch
 from oper.errors import OperError, PeerLostError
 from oper.shmem.group.connections import connect
 from oper.shmem.group.desync import (
-    CLOSED,
-    ELSEWHERE,
-    LATE,
-    LOST,
     CollectivePhase,
     Verdict,
     raise_verdict,
@@ -30,8 +26,9 @@ from oper.shmem.group.groups import Group, ProcessGroup, ThreadGroup
 from oper.shmem.group.liveness import LivenessMonitor
 from oper.shmem.library import register
 from oper.shmem.settings import deadline_s
+from oper.shmem.status import Status
 
-_POLL_S = 20e-6  # between looks at a collective on a device, which nobody can wait for
+_POLL_S = 20e-6  # between polls of a collective on a device, which cannot be waited for
 _SLICE_S = 0.2  # how often a waiting rank looks whether its peers still live
 _NAMING_S = 3.0  # how long after an error of the back end the dead peer is looked for
 
@@ -171,7 +168,7 @@ class _MonitoredTransport(ABC):
             raise error from cause
 
     def attribute(self, verdict: Verdict) -> Verdict:
-        if verdict.code == LATE and self._monitor.failure is None:
+        if verdict.code == Status.PEER_LATE and self._monitor.failure is None:
             return self._monitor.find_late(verdict.rank)
         return self._monitor.wait_for_failure(_SLICE_S) or verdict
 
@@ -246,10 +243,10 @@ class SocketTransport(_MonitoredTransport):
                 self._check_peers(begun)
             elif result == self._LOST:
                 failure = self._monitor.wait_for_failure(_NAMING_S, rank)
-                code = CLOSED if rank in self._monitor.left else LOST
+                code = Status.PEER_CLOSED if rank in self._monitor.left else Status.PEER_ENDED
                 self._fail(failure or Verdict(code, rank, self.at), "its connection has ended")
             else:
-                self._fail(Verdict(ELSEWHERE, rank, self.at),
+                self._fail(Verdict(Status.OTHER_PHASE, rank, self.at),
                            "its message is of another exchange or size")
 
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from oper.errors import InvalidInputError, OperError
-from oper.shmem.batch import BAD_BATCH, BatchChecks, Lookup, SeenKeys, version_of
+from oper.shmem.batch import BatchChecks, Lookup, SeenKeys, version_of
 from oper.shmem.keys.late import RowHistory
 from oper.shmem.keys.places import num_buckets, slots_of_buckets
 from oper.shmem.keys.rules import EVICTIONS, DynamicTable
@@ -40,6 +40,7 @@ from oper.shmem.memory.host_heap import HostHeap
 from oper.shmem.optim.optimizers import STATE_PARTS, initial_state
 from oper.shmem.protocol import Tables
 from oper.shmem.settings import OUTBOX_ENV, outbox_bytes
+from oper.shmem.status import Status
 
 _RECORD_COLUMNS = 3
 MOST_UPDATES = (1 << 32) - 2  # clocks have 32 bits
@@ -165,7 +166,7 @@ class Keys:
         rows, counts, missed, parts, code = self._find(self._handle, ids, lengths, batch.key_of,
                                                        batch.batch_size, trains)
         if code:
-            if code == BAD_BATCH:
+            if code == Status.BAD_BATCH:
                 self._checks.check(batch)
             return batch  # refused by the kernels
         seen: tuple[SeenKeys, ...] = ()

@@ -1,0 +1,28 @@
+"""Status codes of the kernels and their bindings; see Status in csrc/common/exchange.h."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Status(IntEnum):
+    """What stopped a batch or an exchange; 0 is none of them. The C++ code has the same numbers."""
+
+    PEER_ENDED = 1
+    PEER_LATE = 2
+    OUTBOX_FULL = 3
+    ID_OUT_OF_RANGE = 4
+    BAD_LENGTHS = 5
+    PEER_GAVE_UP = 6
+    OTHER_PHASE = 8
+    IMPOSSIBLE_MESSAGE = 9
+    BAD_BATCH = 10
+    NO_MEMORY_FOR_MESSAGE = 11
+    PEER_CLOSED = 12
+    PEER_REFUSED_BATCH = 13
+    BAG_OUT_OF_RANGE = 14
+
+
+#: Failures that `oper.shmem.group.desync` attributes to a rank.
+PEER_FAILURES = (Status.PEER_ENDED, Status.PEER_LATE, Status.PEER_GAVE_UP, Status.OTHER_PHASE,
+                 Status.PEER_CLOSED)
