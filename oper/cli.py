@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("oper: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone; do not complain again when stdout is closed.
+        # The reader of our output has gone; do not complain again when stdout is closed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OperError, OSError) as error:

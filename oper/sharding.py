@@ -374,7 +374,7 @@ def _of_rows(stats: Any, rules: Mapping[str, DynamicTable], specs: Iterable[Tabl
              ) -> AccessStats:
     """Statistics in which dynamic tables have those of their rows instead of those of their keys.
 
-    Nobody knows which rows keys will have: where the order of the rows is taken for that of
+    It is unknown which rows keys will have: where the order of the rows is taken for that of
     hotness, all rows of a dynamic table are alike.
     """
     from oper.analysis.capacity import rows_of_keys

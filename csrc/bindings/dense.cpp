@@ -1,5 +1,5 @@
 // torch operators of a model's dense part: perceptrons in a row, which are libtorch's own linear and relu
-// with nobody between them who needs the interpreter, and DLRM's dot interaction.
+// with nothing between them that needs the interpreter, and DLRM's dot interaction.
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 

@@ -25,7 +25,7 @@ namespace {
 
 constexpr int64_t kReaderSlots = 1024;
 
-// One process; a line of its own, which nobody else writes while the process lives.
+// One process; a line of its own, which no other process writes while it lives.
 struct alignas(128) ReaderSlot {
   std::atomic<int64_t> in_use[2];  // lookups that read buffer 0 and buffer 1
 };

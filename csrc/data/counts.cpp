@@ -352,7 +352,7 @@ int64_t tally_list(const Tallied<V>* slots, int32_t bits, V above, int32_t level
 
 // Finds the distinct values, whose number it returns; what it found stays with the thread until
 // `oper_data_encoded` writes it. valid: bitmap as Arrow's, from bit `offset` on, or null; expected:
-// about how many distinct values there will be, 0 = nobody knows.
+// about how many distinct values there will be, 0 = unknown.
 OPER_DATA_API int64_t oper_data_encode(int32_t kind, const void* values, const uint8_t* valid,
                                        int64_t offset, int64_t size, int64_t expected) {
     BY_KIND(kind, return oper::data::encode<V>(static_cast<const V*>(values), valid, offset, size,

@@ -88,7 +88,7 @@ inline const char* whole(const Field& f, int64_t* value) {
     return static_cast<double>(*value) == number ? p : nullptr;
 }
 
-// The place behind a field that nobody reads; null when it holds what has to be looked at.
+// The place behind a field that is not read; null when it holds what has to be looked at.
 inline const char* skip(const Field& f) {
     auto p = static_cast<const char*>(std::memchr(f.at, f.separator, f.end - f.at));
     if (!p) p = f.end;

@@ -24,7 +24,7 @@ OPER_DEVICE float element(const void* data, RowType type, int64_t i) {
   }
 }
 
-// The first error stays. Nobody else is ordered by this: the host reads it at its next call.
+// The first error stays. Nothing else is ordered by this: the host reads it at its next call.
 OPER_DEVICE void report(const ErrorSink& error, int code, int rank, int64_t detail) {
   if (atomicCAS(error.claimed, 0, 1) != 0) return;
   volatile ErrorWord* word = error.word;

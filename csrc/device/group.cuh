@@ -213,7 +213,7 @@ template <class Shape, class S>
 struct RawRow {
   Part<S, Shape::E> parts[Shape::V];
 
-  // Lanes beyond the row load its first part instead, which nobody uses: a branch would cost more.
+  // Lanes beyond the row load its first part instead, which is not used: a branch would cost more.
   OPER_DEVICE void load(const S* row, int dim, int lane, bool wide) {
 #pragma unroll
     for (int i = 0; i < Shape::V; ++i) {

@@ -17,7 +17,7 @@ constexpr int kRingBytes = 256 * Shape::V * static_cast<int>(sizeof(Part<S, Shap
 
 // Places for `kSlots` rows of elements S of every group of a block of 256 threads. Rows in flight take
 // no registers, and are so many that the memory is kept busy. A lane copies its own parts of a row and
-// reads only these, so that it waits for nobody else: start, commit_copies, wait_for_copies, read.
+// reads only these, so that it waits for no other thread: start, commit_copies, wait_for_copies, read.
 template <class Shape, class S, int kSlots>
 class RowRing {
  public:

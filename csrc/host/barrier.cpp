@@ -104,7 +104,7 @@ Status Barrier::wait() {
     if ((word & kRefuses) != 0 && (refused < 0 || peer < refused)) refused = peer;
   }
   // A peer that has given up while this rank still waited for another one updates nothing: this rank
-  // must not, either. Whoever gives up looks afterwards who had arrived (oper/shmem/counters/progress.py):
+  // must not, either. A rank that gives up looks afterwards which ones had arrived (oper/shmem/counters/progress.py):
   // of the two at least one sees the other.
   for (int32_t r = 0; r < world_size_ && failed_.code == kOk; ++r) {
     if (r == rank_ || lines_[r].absent.load(std::memory_order_seq_cst) != kGaveUp) continue;

@@ -17,10 +17,10 @@ struct alignas(128) BarrierLine {
   std::atomic<uint32_t> absent;  // enum Absence
   // Updates of this rank's rows that have begun and ended: while they differ, the rows are of no step.
   std::atomic<uint32_t> begun, ended;
-  // What this rank's last two arrivals were for, by the arrival's number modulo 2: nobody arrives at
+  // What this rank's last two arrivals were for, by the arrival's number modulo 2: no rank arrives at
   // a barrier before all have arrived at the one before, so a word stands until all have read it.
   std::atomic<uint32_t> phase[2];
-  // Whom this rank found to be behind before it gave up (0 = nobody); Python packs it, see desync.py.
+  // Which rank this one found to be behind before it gave up (0 = none); Python packs it, see desync.py.
   std::atomic<int64_t> verdict;
 };
 static_assert(sizeof(BarrierLine) == 128);
@@ -46,7 +46,7 @@ class Barrier {
   // watched (this rank, or a virtual rank of the same process).
   Barrier(BarrierLine* lines, int32_t rank, int32_t world_size, std::vector<int> pidfds,
           int64_t deadline_ms);
-  // Whoever waits for this rank from now on learns that it has closed.
+  // Ranks that wait for this one from now on learn that it has closed.
   ~Barrier();
   Barrier(const Barrier&) = delete;
   Barrier& operator=(const Barrier&) = delete;
@@ -60,7 +60,7 @@ class Barrier {
   void come(uint32_t phase, bool refuses = false);
   Status wait();
 
-  // This rank will not arrive any more: whoever waits for it fails at once and finds `verdict`.
+  // This rank will not arrive any more: ranks that wait for it fail at once and find `verdict`.
   void give_up(int64_t verdict = 0);
 
   // This rank's rows are being updated from now on, or no longer.

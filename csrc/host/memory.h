@@ -65,7 +65,7 @@ class Buffer {
 template <class Object>
 class Spares {
  public:
-  // One that nobody has, or a new one; free again when the result goes.
+  // A free one, or a new one; free again when the result is destroyed.
   template <class... Arguments>
   auto borrow(const Arguments&... arguments) {
     const auto give_back = [this](Object* one) {

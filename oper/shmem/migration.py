@@ -168,7 +168,7 @@ class Migration:
         again = list(self._changed_rows([ids for _, ids in everyone]))
         if all(done for done, _ in everyone):
             self._copy_all(again)
-            self._source.all_gather(None)  # nobody switches before all have finished
+            self._source.all_gather(None)  # no rank switches before all have finished
             if self._pages:
                 self._target.use_huge_pages()  # its own are there; maps the peers' likewise
             self._source.take_over(self._target)

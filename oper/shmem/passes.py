@@ -47,7 +47,7 @@ class HeldPasses:
     """Backward passes whose gradients wait for a later one, which applies the sum of all.
 
     Args:
-        lock: guards the passes; held by whoever calls `join` or changes them.
+        lock: guards the passes; held by the caller of `join`, and while they change.
 
     Attributes:
         passes: passes held back.

@@ -208,7 +208,7 @@ struct AddArgs {
   bool wide_out;
 };
 
-// One owner's partial sums. A bag occurs once among them, so nobody else writes its output.
+// One owner's partial sums. A bag occurs once among them, so no other warp writes its output.
 template <class Shape>
 __global__ void __launch_bounds__(256, kBlocks<Shape>) add_partials_kernel(const AddArgs a, int32_t owner) {
   const Group<Shape::G> group;

@@ -1,7 +1,7 @@
 // Bounds of bags from their lengths. Part of kernels.inl.
 //
 // Bounds are eight bytes each, which one thread would write long before they are read, a tenth of the
-// time of a lookup with one id per bag. So one pass only adds lengths up, block by block, and whoever
+// time of a lookup with one id per bag. So one pass only adds lengths up, block by block, and the code that
 // pools a block's bags makes its bounds in the first-level cache and leaves them in memory on the way.
 
 template <class Length>
@@ -59,7 +59,7 @@ OPER_INLINE void add_up(const Length* lengths, int64_t n, int64_t first, int64_t
   out[n] = first;
 }
 
-// Past the caches, where whole lines are. Nobody else writes or reads these bounds meanwhile.
+// Past the caches, where whole lines are. No other thread writes or reads these bounds meanwhile.
 OPER_INLINE void leave_bounds(const int64_t* from, int64_t n, int64_t* to) {
   int64_t i = 0;
   if (reinterpret_cast<uintptr_t>(to) % 64 == 0)
@@ -69,7 +69,7 @@ OPER_INLINE void leave_bounds(const int64_t* from, int64_t n, int64_t* to) {
   std::copy(from + i, from + n, to + i);
 }
 
-// A block of at most kTaskBags bags whose bounds nobody has made yet.
+// A block of at most kTaskBags bags whose bounds are not made yet.
 struct NewBounds {
   alignas(64) int64_t bounds[kTaskBags + 1];
   FeatureBags bags;

@@ -182,7 +182,7 @@ bool reduce_sorted(Context& context, int32_t index, const Batch& batch, const Ta
   Outbox outbox(context, table, index, in.order.num_rows);
   if (!outbox.ok()) return false;
   const int64_t ahead = rows_ahead(row_bytes, 12);
-  // How often a row comes is known to nobody before: the branch that asks costs more than storing a
+  // How often a row comes is not known in advance: the branch that asks costs more than storing a
   // narrow row's sum after every one of its gradients.
   if constexpr (N != 0 && N <= 4) {
     Row<N> sum;

@@ -49,7 +49,7 @@ bool resolve_even(const TableMap& map, const Id* ids, int64_t n, Out* out) {
   });
 }
 
-// Fetches the head word of an id that nobody has checked yet.
+// Fetches the head word of an id that has not been checked yet.
 template <class Id>
 OPER_INLINE void prefetch_word(const TableMap& map, Id id) {
   const uint64_t word = static_cast<uint64_t>(static_cast<int64_t>(id)) >> 5;

@@ -6,7 +6,7 @@
 
 // By mask: a part that is copied into whole lanes is read back before it has left the store buffer.
 // Four and eight columns by moves of their size: a masked move of a whole register reaches into the next
-// cache line, which nobody has fetched.
+// cache line, which has not been fetched.
 OPER_INLINE Lanes load_part(const float* p, int count) {
   if (count == 4) return reinterpret_cast<Lanes>(_mm512_zextps128_ps512(_mm_loadu_ps(p)));
   if (count == 8) return reinterpret_cast<Lanes>(_mm512_zextps256_ps512(_mm256_loadu_ps(p)));

@@ -121,7 +121,7 @@ OPER_INLINE void apply_optimizer(const Table& table, int64_t slot, const Row<N>&
 
 // The gradients that all ranks left for one row after the other, in ascending order of slots: found
 // ahead of their use, so that everything that a row needs is on its way by then. Which rank has a row
-// is known to nobody before, so nothing here branches on it.
+// is not known in advance, so nothing here branches on it.
 class Merge {
  public:
   static constexpr int64_t kMostAhead = 16;

@@ -47,7 +47,7 @@ class SavePlanner(DefaultSavePlanner):
     """A save planner that reads the rows of `TableRows` chunk by chunk while it writes them.
 
     Every other value is saved as torch's default planner does. The ranks of a table write its
-    chunks in turn, whoever owns the rows.
+    chunks in turn, no matter who owns the rows.
 
     Attributes:
         alone: whether this rank writes everything.

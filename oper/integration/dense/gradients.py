@@ -90,7 +90,7 @@ class _SharedAverage:
         for peer in (first, *others):
             torch.mul(parts[peer], share, out=cells[rank][peer])
         self._tables.barrier()
-        # Nobody reads this cell any more: all have left the call before.
+        # No longer read by any rank: all have left the previous call.
         own = torch.add(cells[first][rank], parts[rank], alpha=share, out=cells[rank][rank])
         for peer in others:
             own.add_(cells[peer][rank])

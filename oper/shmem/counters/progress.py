@@ -95,7 +95,7 @@ class Progress:
         No rank has begun an update that the mark does not count. None can begin one if this rank
         has since arrived at no barrier, or only at those of a forward pass, and will arrive at
         none; nor if a missing rank never arrived at a barrier at which this rank has arrived, since
-        nobody passes that barrier.
+        no rank passes that barrier.
         """
         missing = self.missing()  # before the counters, which are final for ranks that have ended
         found = self.counts()

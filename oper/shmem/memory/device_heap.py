@@ -62,7 +62,7 @@ class DeviceHeap:
         self._keep: list[Any] = []
         self._mapped: list[tuple[int, list[int]]] = []
         self.page_kind = "device"
-        # Where no rank has a neighbour, nobody else needs to see this memory.
+        # Where no rank has a neighbour, no other rank needs to see this memory.
         if group.is_local or (isinstance(group, DomainGroup)
                               and max(group.whole.all_gather(group.world_size)) == 1):
             self.kind = "local"

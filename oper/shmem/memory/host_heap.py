@@ -105,7 +105,7 @@ class HostHeap:
                           self._num_outbox_bytes * (1 if one else self._group.world_size))
 
     def _agree(self, problem: OperError | None) -> None:
-        """Raise what any rank has met, on all of them: nobody may wait for one that has failed."""
+        """Raise what any rank has met, on all of them: none may wait for one that has failed."""
         whole: Group = getattr(self._group, "whole", self._group)  # of all memory domains
         found = whole.all_gather(None if problem is None else str(problem))
         if problem is not None:
@@ -145,7 +145,7 @@ class HostHeap:
             self.control = self._map(segments[0][1], self._control_bytes, True)
         except OSError as error:
             problem = self._problem("cannot map the ranks' arenas", error)
-        # Nobody may continue (and perhaps end) before all have what they need.
+        # No rank may continue (and perhaps end) before all have what they need.
         self._agree(problem)
 
     def _attach_peers(self, fds: list[int]) -> None:
