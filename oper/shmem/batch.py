@@ -249,7 +249,8 @@ def refuse_weight_gradient(batch: Lookup) -> None:
 
 
 def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch | None) -> NoReturn:
-    """Raise the error that a status code of the kernels stands for.
+    """Raise the error that a status code of the kernels stands for; those of `PEER_FAILURES` that a
+    barrier or an exchange reports are not among them (`raise_verdict`).
 
     Args:
         code, detail: values returned by the operator; see `Status`.
@@ -257,13 +258,6 @@ def raise_status(code: int, detail: int, outbox_bytes: int, failed: FailedBatch 
         failed: the batch that was looked up, unless the call had none.
     """
     peer: PeerLostError | DeadlineError | None = None
-    if code == Status.PEER_ENDED:
-        peer = PeerLostError("a peer process has ended", "rank", detail, "all ranks alive",
-                             "look at that rank's log and start all ranks again")
-    if code == Status.PEER_GAVE_UP:
-        peer = PeerLostError("a peer has given up this exchange", "rank", detail,
-                             "no error on any rank",
-                             "look at that rank's error and start all ranks again")
     if code == Status.PEER_LATE:
         peer = DeadlineError(
             "a peer did not arrive at the gradient exchange", "rank", detail,

@@ -193,5 +193,4 @@ def raise_found(found: tuple[int, int, int], features: Sequence[tuple[str, str]]
                         "rank, detail", (rank, detail),
                         "the same plan and the same calls on all ranks",
                         "a lookup without gradients is collective across memory domains as well")
-    raise_status(code, rank if code in (Status.PEER_ENDED, Status.PEER_LATE) else detail,
-                 outbox_bytes, None)
+    raise_status(code, rank if code == Status.PEER_LATE else detail, outbox_bytes, None)
