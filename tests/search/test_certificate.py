@@ -44,7 +44,7 @@ from oper.tables import TableSpec
 from oper.topology import Costs, Domain, Topology
 from tests.support import run_command
 
-QUICK = settings(max_examples=examples(60), deadline=None, phases=[Phase.explicit, Phase.generate],
+QUICK = settings(max_examples=examples(40), deadline=None, phases=[Phase.explicit, Phase.generate],
                  suppress_health_check=[HealthCheck.too_slow])
 
 
