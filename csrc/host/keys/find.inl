@@ -59,7 +59,7 @@ struct KeyBlock {
   }
   OPER_INLINE bool is_live(const KeyDirectory& directory, int64_t i, int64_t slot,
                            uint32_t clock) const {
-    return !directory.has_expired(addresses[i], slot, clock);
+    return !directory.has_expired(buckets[i], slot, clock);
   }
   OPER_INLINE void take(const KeyDirectory& directory, int64_t i, int64_t slot, bool is_found,
                         DistinctKeys& distinct, int64_t to) const {
