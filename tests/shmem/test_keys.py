@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import resource
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from oper.shmem.keys.places import buckets_of_keys, slots_of_buckets, slots_of_k
 from oper.shmem.keys.rules import DynamicTable
 from oper.shmem.library import load
 from tests.key_oracle import BUCKET, CANDIDATES, MASK, Oracle, first_row, hash_of
+from tests.world_support import run_world
 
 load()
 OPS = torch.ops.oper
@@ -400,6 +402,34 @@ def test_bytes_per_slot(admit_after: int, most: float, world_size: int) -> None:
     for slots in (100_000, 1_000_003):
         directory = Directory(slots, DynamicTable(admit_after=admit_after), world_size)
         assert directory.num_bytes / slots <= most
+
+
+def digest(rank: int, world_size: int) -> tuple[str, str]:
+    """Of the kernels in use: their name, and a digest of all that directories find and hold."""
+    found, changed = hashlib.sha256(), np.zeros(4, np.int64)
+    rng = np.random.default_rng(8)
+    for rule in RULES:
+        directory = Directory(3 * BUCKET + 5, rule)
+        for size in (40, 300, 300, 5000, 300, 1, 300):
+            keys = torch.from_numpy(rng.zipf(1.3, size) % 700)
+            rows, counts, missed, parts = directory.find(keys, 0)
+            new, changes = directory.update([keys])
+            changed += changes
+            for x in (rows, counts[:int(parts[0, 4])], missed, parts, directory.read(),
+                      directory.read(True), torch.tensor(list(new.items()))):
+                found.update(x.numpy().tobytes())
+    assert changed.all()  # keys admitted, evicted, expired, refused
+    for dim in (1, 4, 63, 130):
+        found.update(OPS.keys_draw(torch.arange(50) * 977, -3, dim, 0.25).numpy().tobytes())
+    return OPS.kernel_name(), found.hexdigest()
+
+
+def test_equal_on_every_processor() -> None:
+    """Rows, counts, admissions, evictions and new rows do not depend on the width of vectors."""
+    kernels, want = digest(0, 1)
+    for other in ("generic", "avx2"):
+        ((name, got),) = run_world(1, digest, env={"OPER_CPU_KERNELS": other})
+        assert got == want, f"kernels {name} and {kernels}"
 
 
 @given(st.integers(SMALLEST, LARGEST), st.integers(SMALLEST, LARGEST), st.integers(1, 37))

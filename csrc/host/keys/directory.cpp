@@ -50,8 +50,10 @@ namespace {
 
 int64_t buckets_for(int64_t num_slots) { return (num_slots + kBucketSlots - 1) / kBucketSlots; }
 
+constexpr int64_t kBucketAgeBytes = kBucketSlots * sizeof(KeyAge);
+
 int64_t bytes_per_bucket(bool counts) {
-  return KeyDirectory::kBucketBytes + (counts ? KeyDirectory::kCandidateBytes : 0);
+  return KeyDirectory::kBucketBytes + kBucketAgeBytes + (counts ? KeyDirectory::kCandidateBytes : 0);
 }
 
 }  // namespace
@@ -68,8 +70,11 @@ KeyDirectory::KeyDirectory(const std::vector<char*>& arenas, int64_t rank, int64
     const int64_t first = ranks.begin(static_cast<int64_t>(r));
     const int64_t end = ranks.begin(static_cast<int64_t>(r) + 1);
     first_bucket_.push_back(first);
+    char* const ages = arenas[r] + (end - first) * kBucketBytes;
+    char* const candidates = ages + (end - first) * kBucketAgeBytes;
     bases_.push_back(arenas[r] - first * kBucketBytes);
-    candidate_bases_.push_back(arenas[r] + (end - first) * kBucketBytes - first * kCandidateBytes);
+    ages_.push_back(reinterpret_cast<KeyAge*>(ages) - first * kBucketSlots);
+    candidate_bases_.push_back(candidates - first * kCandidateBytes);
   }
 }
 
@@ -106,7 +111,7 @@ KeyDirectory::Bucket KeyDirectory::bucket_at(int64_t bucket) const {
   const int64_t first = first_slot(bucket);
   return {reinterpret_cast<uint8_t*>(at),
           reinterpret_cast<uint64_t*>(at + kHashesAt),
-          reinterpret_cast<KeyAge*>(at + kAgesAt),
+          ages_[owner] + bucket * kBucketSlots,
           reinterpret_cast<uint64_t*>(candidates),
           reinterpret_cast<uint32_t*>(candidates + kCandidateClocksAt),
           reinterpret_cast<uint8_t*>(candidates + kCandidateCountsAt),
@@ -172,16 +177,12 @@ std::vector<KeyCount> KeyDirectory::merge(
 }
 
 void KeyDirectory::count(std::span<const PlaceCount> keys, uint32_t clock) const {
-  char* mine = bases_[rank_];
-  const auto age_at = [=](uint32_t place) {
-    const int64_t bucket = place / kBucketSlots;
-    return reinterpret_cast<KeyAge*>(mine + bucket * kBucketBytes + kAgesAt) + place % kBucketSlots;
-  };
+  KeyAge* const ages = ages_[rank_];
   const size_t n = keys.size();
-  for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(age_at(keys[i].place), 1);
+  for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(ages + keys[i].place, 1);
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) __builtin_prefetch(age_at(keys[i + kAhead].place), 1);
-    KeyAge& age = *age_at(keys[i].place);
+    if (i + kAhead < n) __builtin_prefetch(ages + keys[i + kAhead].place, 1);
+    KeyAge& age = ages[keys[i].place];
     age.count = saturated(uint64_t{rules_.decayed(age.count, age.clock, clock)} + keys[i].count);
     age.clock = clock;
   }
@@ -288,10 +289,12 @@ void KeyDirectory::admit(std::span<const KeyCount> keys, uint32_t clock,
   // Tags, the line of a key's home, and all ages, by which evictions are decided.
   const auto fetch = [&](size_t i) {
     if (i >= keys.size()) return;
-    const char* at = address_of(bucket_of(keys[i].hash));
+    const int64_t bucket = bucket_of(keys[i].hash);
+    const char* at = address_of(bucket);
     __builtin_prefetch(at);
     __builtin_prefetch(at + kHashesAt + 64 * home_line(keys[i].hash), 1);
-    for (int64_t line = kAgesAt; line < kBucketBytes; line += 64) __builtin_prefetch(at + line, 1);
+    for (int64_t slot = 0; slot < kBucketSlots; slot += kLineSlots)
+      __builtin_prefetch(ages_[rank_] + place_in(bucket, slot), 1);
   };
   for (size_t i = 0; i < kBucketsAhead; ++i) fetch(i);
   std::vector<KeyCount> fresh;

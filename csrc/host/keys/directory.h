@@ -12,10 +12,10 @@
 // The hashes of kLineSlots slots are a cache line; slots go to the lines in turn, so that those in use lie
 // close together, and their rows and ages, while a table fills. Each key has a line of its bucket as its home and takes a
 // slot there if it can, so that a search mostly reads one line; of keys that are not at home it reads the
-// bucket's tags, which are a line, too, and the line of the slot. Ages lie behind the hashes: lookups do
-// without them unless keys expire, and what updates write is not what the other ranks' lookups read. With
-// admission by count, a bucket also counts up to kBucketCandidates keys that have no row (6.5 more bytes per
-// slot), behind all buckets, where lookups do not come by.
+// bucket's tags, which are a line, too, and the line of the slot. Ages lie behind all buckets: lookups do
+// without them unless keys expire, and read lines at random, on half as many pages without the ages between
+// them; updates write ages at random, likewise. With admission by count, a bucket also counts up to
+// kBucketCandidates keys that have no row (6.5 more bytes per slot), behind the ages.
 #pragma once
 
 #include <algorithm>
@@ -189,10 +189,8 @@ inline uint64_t free_hash(int64_t slot) { return slot % kLines == 0 ? uint64_t{1
 class KeyDirectory {
  public:
   // Where the arrays of a bucket begin, each at a cache line: its tags, of which those behind its slots
-  // are 0, its hashes and its ages; and where those of its candidates begin, behind all of a rank's
-  // buckets.
-  static constexpr int64_t kHashesAt = kBucketSlots, kAgesAt = kHashesAt + 8 * kBucketSlots,
-                           kBucketBytes = kAgesAt + 8 * kBucketSlots,
+  // are 0, and its hashes; and those of its candidates.
+  static constexpr int64_t kHashesAt = kBucketSlots, kBucketBytes = kHashesAt + 8 * kBucketSlots,
                            kCandidateClocksAt = 8 * kBucketCandidates,
                            kCandidateCountsAt = kCandidateClocksAt + 4 * kBucketCandidates,
                            kCandidateBytes = kCandidateCountsAt + kBucketCandidates;
@@ -230,10 +228,10 @@ class KeyDirectory {
   bool is_expired(uint32_t since, uint32_t clock) const {
     return rules_.time_to_live != 0 && clock > since && clock - since > rules_.time_to_live;
   }
-  // Whether the key of a slot of the bucket at `address` is.
-  bool has_expired(const char* address, int64_t slot, uint32_t clock) const {
+  // Whether the key of a slot of a bucket is.
+  bool has_expired(int64_t bucket, int64_t slot, uint32_t clock) const {
     return rules_.time_to_live != 0 &&
-           is_expired(reinterpret_cast<const KeyAge*>(address + kAgesAt)[slot].clock, clock);
+           is_expired(ages_[owner_of(bucket)][place_in(bucket, slot)].clock, clock);
   }
   int64_t num_rows() const { return num_slots_ + 1; }
   // Slots of all buckets are numbered as if each had kBucketSlots.
@@ -290,8 +288,9 @@ class KeyDirectory {
   int64_t rank_, num_slots_, num_buckets_;
   Shares slots_;                       // of the buckets
   std::vector<int64_t> first_bucket_;  // [W] of each rank
-  std::vector<char*> bases_;           // [W] where bucket 0 would be if the rank had it
-  std::vector<char*> candidate_bases_;  // [W] and its candidates
+  // [W] where those of bucket 0 would be if the rank had it
+  std::vector<char*> bases_, candidate_bases_;
+  std::vector<KeyAge*> ages_;
   KeyRules rules_;
 };
 
