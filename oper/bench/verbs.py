@@ -18,8 +18,8 @@ from oper.support.files import check_target
 # A benchmark is a module with ``cases``, whose parameters are names of flags; ``FIGURES``, the
 # tables of its report, see `report`; and ``NOTE``, what stands below them. It may have
 # ``configure(parser)`` for flags of its own, ``run(args, cases)`` in place of `measured`,
-# ``possible(args, cases)`` where some cannot run, ``totals(entries)`` where the record has more
-# than its cases, and ``remarks(entries)`` for what no table says.
+# ``totals(entries)`` where the record has more than its cases, and ``remarks(entries)`` for what no
+# table says.
 BENCHMARKS: dict[str, tuple[str, str]] = {  # name: module, one line of help
     "train": ("oper.bench.tables.train", "training steps in two processes, and TorchRec's plans"),
     "lookup": ("oper.bench.tables.lookup",
@@ -84,8 +84,6 @@ def run_bench(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"nothing to run in bench {args.benchmark}", "--only", args.only,
                                 f"a pattern for {[c.name for c in every]}",
                                 "change the pattern, or leave --only out to run all cases")
-    if hasattr(module, "possible"):
-        chosen = module.possible(args, chosen)
     known = record.resumed(args.resume, args.json, args.benchmark, [c.name for c in every])
     left = [c for c in chosen if c.name not in known]
     if args.json:

@@ -79,7 +79,7 @@ def test_the_simulator(tmp_path: Path) -> None:
     (kept,) = (tmp_path / "runs").iterdir()
     with np.load(kept) as stored:
         arrays = {name: stored[name] for name in stored.files}
-    np.savez(kept, **arrays | {"iql/clicks": arrays["iql/clicks"] + 1})
+    np.savez(kept, **arrays | {"iql": arrays["iql"] + 1})
     assert run_here(*command, "--only", "retention").returncode == 0
     (again,) = json.loads((tmp_path / "record.json").read_text())["cases"]
     mean = again["policies"]["iql"]["return"].pop("mean")

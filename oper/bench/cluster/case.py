@@ -22,7 +22,7 @@ from oper.bench.cluster.contenders import (
     plan_all,
     planner_machine,
 )
-from oper.bench.cluster.network import Links, num_dropped, read_counters
+from oper.bench.cluster.network import Links, OnHosts, num_dropped, read_counters
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run, median_phases, over
@@ -48,7 +48,7 @@ _ROUNDS = (3, 10)  # at least, and at most
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Case(OnHosts):
     """One case.
 
     Attributes:

@@ -13,8 +13,8 @@ from typing import Any
 from oper.bench.calibrate.calibrate import as_toml, measure_and_fit
 from oper.bench.cluster.case import Case
 from oper.bench.cluster.link_change import LinkChange
-from oper.bench.cluster.network import Links, check_possible, cluster, why_no_quota
-from oper.bench.core.launch import run_workers
+from oper.bench.cluster.network import Links, check_possible, why_no_quota
+from oper.bench.core.launch import measured
 from oper.bench.core.workload import Workload
 from oper.data.generate.published import CRITEO_KAGGLE_ROWS
 from oper.topology import Topology
@@ -71,8 +71,8 @@ def cases(quick: bool) -> list[Any]:
     found.append(Case("training/4x400-dlrm/mixed", Links(4, 400), workload("mixed"),
                       whole_model=True, in_grid=False))
     found.append(LinkChange("link-drops/4x400/mixed", Links(4, 400), workload("mixed")))
-    shapes = list(dict.fromkeys(c.links.shape for c in found))
-    return sorted(found, key=lambda c: shapes.index(c.links.shape))
+    shapes = list(dict.fromkeys(c.shape for c in found))
+    return sorted(found, key=lambda c: shapes.index(c.shape))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,39 +85,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, chosen: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Run the cases; one entry each. Cases of one cluster share its processes.
 
-    If this machine cannot run a case, its entry gives the reason and counts as verified. If a case
-    fails, its entry gives the reason and does not count as verified, and the processes of its
-    cluster are restarted.
+    If this machine cannot run a case, its entry gives the reason and counts as verified.
     """
     check_possible()
-    alone, left = _alone(args), list(chosen)
-    while left:
-        _, same = next(itertools.groupby(left, lambda c: c.links.shape))
-        group = list(same)
-        reason = why_no_quota() if group[0].links.host_0_cpu < 1 else ""
-        if reason:
-            yield {"name": group[0].name, "verified": True, "skipped": reason}
-            left = left[1:]
-            continue
-        done = 0
-        try:
-            for entry in _run_group(group, alone):
-                done += 1
-                yield {"name": group[done - 1].name, **entry}
-        except Exception as error:  # the cases after it are still worth their time
-            if done == len(group):  # none has failed: taking the cluster down has
-                raise
-            yield {"name": group[done].name, "verified": False,
-                   "failed": f"{type(error).__name__}: {error}"}
-            done += 1
-        left = left[done:]
-
-
-def _run_group(group: Sequence[Any], alone: str) -> Iterator[dict[str, Any]]:
-    """Cases on clusters of one shape."""
-    with cluster(group[0].links) as rank_options:
-        yield from run_workers([replace(c, constants=alone) for c in group],
-                               group[0].links.world_size, rank_options=rank_options)
+    alone, reason = _alone(args), why_no_quota()
+    possible = [c for c in chosen if not reason or c.links.host_0_cpu == 1]
+    yield from measured([replace(c, constants=alone) for c in possible])
+    for case in chosen:
+        if case not in possible:
+            yield {"name": case.name, "verified": True, "skipped": reason}
 
 
 def _alone(args: argparse.Namespace) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from oper.bench.cluster.constants import limit, measured_topology
 from oper.bench.cluster.contenders import build_plan
-from oper.bench.cluster.network import Links
+from oper.bench.cluster.network import Links, OnHosts
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run
@@ -35,7 +35,7 @@ _TOLERANCE = 1e-4  # of rows, since the order of additions changes where tiers a
 
 
 @dataclass(frozen=True, slots=True)
-class LinkChange:
+class LinkChange(OnHosts):
     """One case: host 0's link loses speed while a model trains.
 
     Attributes:

@@ -77,15 +77,33 @@ class Links:
         return [self.mbits * (self.slow_host_share if h == 0 else 1.0)
                 for h in range(self.num_hosts)]
 
-    @property
-    def shape(self) -> tuple[int, int, bool, float]:
-        """A key of clusters that can share processes and namespaces, whose rates may change
-        meanwhile."""
-        return self.num_hosts, self.ranks_per_host, self.uplink_mbits > 0, self.host_0_cpu
-
     def rack_of(self, host: int) -> int:
         """The rack of a host, that is, the switch that it is connected to."""
         return int(self.uplink_mbits > 0 and host >= self.num_hosts // 2)
+
+
+class OnHosts:
+    """A case whose ranks are on emulated hosts, see `oper.bench.core.launch.measured`."""
+
+    __slots__ = ()
+    links: Links
+    threads_per_rank = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all hosts."""
+        return self.links.world_size
+
+    @property
+    def shape(self) -> tuple[int, int, bool, float]:
+        """Equal for cases that can share processes and namespaces, whose rates may change
+        meanwhile."""
+        links = self.links
+        return links.num_hosts, links.ranks_per_host, links.uplink_mbits > 0, links.host_0_cpu
+
+    def hosts(self) -> contextlib.AbstractContextManager[list[ProcessOptions]]:
+        """The hosts, see `cluster`."""
+        return cluster(self.links)
 
 
 def why_not() -> str:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from oper.bench.core.memory import peak_rss_mb
+from oper.bench.core.memory import cpu_seconds, peak_rss_mb
 from oper.errors import OperError
 from oper.serve.allocator import MALLOC
 from oper.support.processes import end_with_parent
@@ -110,6 +110,10 @@ class Child:
         """Send a command and wait for its answer."""
         self.send(*words)
         return self.wait(seconds)
+
+    def cpu_seconds(self) -> float:
+        """Processor time (s) so far, see `memory.cpu_seconds`."""
+        return cpu_seconds(self.pid)
 
     def close(self, seconds: float = 10.0) -> int:
         """End the process, by force after `seconds`; returns its exit code."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from oper.bench.core.memory import cpu_seconds
 from oper.errors import InvalidInputError
 from oper.support import kernel
 from oper.support.files import read_json, write_text
@@ -50,18 +51,18 @@ class BusyClock:
 
     Args:
         own: function that returns the processor time (s) of what is measured; by default that of
-            this process.
+            this process and its descendants.
     """
 
-    def __init__(self, own: Callable[[], float] = time.process_time) -> None:
+    def __init__(self, own: Callable[[], float] = lambda: cpu_seconds(os.getpid())) -> None:
         self._begin, self._busy = time.perf_counter(), _busy_seconds()
         self._read, self._own = own, own()
 
-    def others(self, total: Callable[[list[float]], list[float]]) -> float:
+    def others(self, total: Callable[[list[float]], list[float]] = list) -> float:
         """Mean busy cores since the start, less this program's own. Collective.
 
         Args:
-            total: function that sums each of the given numbers over ranks.
+            total: function that sums each of the given numbers over ranks, where there are several.
         """
         own, = total([self._read() - self._own])
         wall = time.perf_counter() - self._begin

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core.child import Child, obey
-from oper.bench.core.memory import cpu_seconds
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
 from oper.errors import OperError
@@ -86,10 +85,6 @@ class LoadClient(Child):
                          "the client of the benchmark")
         self.seen: list[Seen] = []
         self.wait(_ANSWER_S)
-
-    def cpu_seconds(self) -> float:
-        """Processor time (s) so far."""
-        return cpu_seconds(self.pid)
 
     def learn(self) -> np.ndarray:
         """Send all queries one by one and keep the scores as those of the present weights.

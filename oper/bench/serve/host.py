@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from oper.bench.core.child import Child, obey
-from oper.bench.core.memory import cpu_seconds, num_descriptors, pss_bytes
+from oper.bench.core.memory import num_descriptors, pss_bytes
 from oper.bench.serve.client import LoadClient
 from oper.bench.serve.models import (
     VARIANTS,
@@ -85,10 +85,6 @@ class Host(Child):
         options = ServeOptions(port=0, workers=workers, batching=BATCHING, spin_us=spin_us)
         super().__init__(_host, (served, options, run, kind), "the server of the benchmark")
         self.address: str = self.wait()
-
-    def cpu_seconds(self) -> float:
-        """Processor time (s) of supervisor and present workers so far."""
-        return sum(map(cpu_seconds, [*self.ask("pids"), self.pid]))
 
     def usage(self) -> tuple[int, int]:
         """PSS in bytes and open descriptors of supervisor and workers together."""

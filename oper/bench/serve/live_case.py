@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.memory import cpu_seconds
 from oper.bench.serve import loadgen
@@ -72,12 +71,9 @@ class LiveCase:
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Start, load and compare; returns the record's entry."""
         with _running(self, progress) as live:
-            clock = record.BusyClock(lambda: (live.host.cpu_seconds() + live.beside_s
-                                              + live.client.cpu_seconds()))
             entry = {"http": _http, "candidates": _candidates, "publish": _publish,
                      "soak": _soak}[self.kind](live)
-            entry |= {"other_busy_cores": round(clock.others(list), 2),
-                      "server_memory_bytes": live.host.ask("memory"),
+            entry |= {"server_memory_bytes": live.host.ask("memory"),
                       "separation_of_sets": live.separation, "std_of_scores": live.std}
         entry["verified"] = bool(entry["verified"] and live.separation > 1e-2 and live.std > 0)
         return {**entry, "case": asdict(self), "niceness": os.nice(0),
@@ -96,7 +92,6 @@ class _Live:
     separation: float = 0.0  # least distance between the two sets' scores of a query
     std: float = 0.0
     first: np.ndarray = field(default_factory=lambda: np.zeros(0))  # scores of set A
-    beside_s: float = 0.0  # processor time of what ran beside them and has ended
 
     def at(self, rate: float, seconds: float) -> loadgen.Settings:
         """Poisson arrivals at a rate."""
@@ -235,7 +230,6 @@ def _http(live: _Live) -> dict[str, Any]:
                                   "torchrec": (client.result, peer.cpu_seconds)},
                                  ("torchrec",))
             compared.measure(live)
-            live.beside_s = beside.cpu_seconds() + peer.cpu_seconds() + client.cpu_seconds()
     finally:
         beside.close()
     last = live.client.seen[-_ROUNDS:]
@@ -265,7 +259,6 @@ def _candidates(live: _Live) -> dict[str, Any]:
             "once": (once.result, live.host.cpu_seconds),
             "full": (live.client.result, live.host.cpu_seconds)})
         compared.measure(live)
-        live.beside_s = once.cpu_seconds()
     finally:
         once.close()
     last = [*once.seen[-_ROUNDS:], *live.client.seen[-_ROUNDS:]]

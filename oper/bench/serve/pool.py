@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core.child import Child, ProcessOptions, obey
-from oper.bench.core.memory import cpu_seconds, pss_bytes, unfiled_pss_bytes
+from oper.bench.core.memory import pss_bytes, unfiled_pss_bytes
 from oper.bench.core.stalls import Stalls, spin
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import (
@@ -154,8 +154,7 @@ class Pool:
 
     def cpu_seconds(self) -> float:
         """Processor time (s) of all processes so far."""
-        return sum(cpu_seconds(w.process.pid) for w in self._workers) + (
-            cpu_seconds(self._publisher.pid) if self._publisher else 0.0)
+        return sum(child.cpu_seconds() for child in self._children())
 
     def run(self, count: int, settings: loadgen.Settings) -> loadgen.Result:
         """Run LoadGen; each query goes to the one of the first `count` workers that has the fewest.
@@ -191,9 +190,12 @@ class Pool:
                             "see its log above")
         return result
 
+    def _children(self) -> list[Child]:
+        return [*(w.process for w in self._workers), *filter(None, [self._publisher])]
+
     def close(self) -> None:
         """End the processes."""
-        for child in [*(w.process for w in self._workers), *filter(None, [self._publisher])]:
+        for child in self._children():
             child.close()
         for worker in self._workers:
             worker.queries.close()

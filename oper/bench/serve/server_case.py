@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.stalls import Stalls
 from oper.bench.serve import loadgen
@@ -79,10 +77,7 @@ class ServerCase:
             memory["oper-4w"] = pools["oper"].memory(4)
             progress("comparing scores")
             verification = _verify(pools, self.served)
-            clock = record.BusyClock(lambda: time.process_time() + sum(
-                p.cpu_seconds() for p in pools.values()))
             entry = _measure(self, pools, progress)
-            others = clock.others(list)
         finally:
             for pool in pools.values():
                 pool.close()
@@ -92,8 +87,7 @@ class ServerCase:
         return {"ratio_throughput": entry.pop("ratio_throughput"),
                 "ratio_memory": round(theirs / mine, 3), "p99_ms": entry.pop("p99_ms"),
                 "verified": all(v["passed"] for v in verification.values()),
-                "verification": verification, **entry, "case": asdict(self),
-                "other_busy_cores": round(others, 2)}
+                "verification": verification, **entry, "case": asdict(self)}
 
 
 class _Runner:

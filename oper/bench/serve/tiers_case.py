@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import ServeWork
@@ -65,9 +64,7 @@ class TiersCase:
                 scores[name] = _scores(self, pool)
                 if name in ("int4", "float32"):
                     pools.pop(name).close()
-            clock = record.BusyClock(lambda: sum(p.cpu_seconds() for p in pools.values()))
             rates, latency = _rates(self, pools, progress)
-            others = clock.others(list)
             memory = {name: p.memory(self.workers)["total_pss_bytes"] for name, p in pools.items()}
             chosen = pools["tiers"].published()
         finally:
@@ -92,7 +89,7 @@ class TiersCase:
             "memory_bytes": memory,
             "verified": bool(0 < chosen["row_error"] <= self.error_budget
                              and scores["tiers"].std() > 0 and labels.size >= self.samples),
-            "case": asdict(self), "other_busy_cores": round(others, 2)}
+            "case": asdict(self)}
 
 
 def _pool(case: TiersCase, name: str) -> Pool:
