@@ -26,7 +26,7 @@ from oper.bench.cluster.network import Links, OnHosts, num_dropped, read_counter
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
 from oper.bench.core.measure import Run, median_phases, over
-from oper.bench.core.planning import gather, joint_stats, slowest, total
+from oper.bench.core.planning import gather, joint, joint_stats, slowest, total
 from oper.bench.core.workload import Workload
 from oper.bench.tables.sides import Side, make_collection, make_dlrm
 from oper.bench.tables.torchrec_peer import BagsOnly
@@ -35,6 +35,7 @@ from oper.integration.torchrec_plans import from_torchrec
 from oper.rl_rec.intervals import difference
 from oper.search.cost.model import evaluate
 from oper.search.problem.statement import Problem, make_problem
+from oper.train.model import ranks
 
 HEADER_BYTES = 66  # Ethernet, IPv4 and TCP with time stamps, of a packet
 _SCREENED_STEPS = (2, 5)  # at least, and at most: until the two fastest agree
@@ -87,19 +88,24 @@ class Case(OnHosts):
             runner.close_all()
 
 
-@dataclass(slots=True)
-class _Kept:
-    """What cases of one cluster share: the reference of the last workload, and what comparing
-    placements with it has found."""
+@dataclass(frozen=True, slots=True)
+class _Unsharded:
+    """What cases of one workload share: its reference, on rank 0, and what comparing placements
+    with it has found."""
 
-    work: Workload | None = None
-    kind: tuple[str, bool] = ("", False)  # objective, and whether it is of a whole model
-    checks: Checks | None = None
-    reference: Any = None
+    checks: Checks
+    reference: Reference | None
     verdicts: dict[Any, dict[str, Any]] = field(default_factory=dict)
 
 
-_KEPT = _Kept()
+@functools.lru_cache(maxsize=1)
+def _unsharded(work: Workload, objective: str, whole_model: bool) -> _Unsharded:
+    checks = Checks.make(work, *ranks())
+    if checks.rank:
+        return _Unsharded(checks, None)
+    collection = make_collection(work, "cpu")
+    return _Unsharded(checks, Reference(make_dlrm(work, collection), checks) if whole_model
+                      else KeptReference(BagsOnly(collection), checks))
 
 
 class _Runner(Run):
@@ -109,6 +115,10 @@ class _Runner(Run):
         self.sides: dict[str, Side] = {}
         self.given: list[Any] = []  # the timed batches
         self.machine: dict[str, Any] = {}  # what TorchRec's planner is told
+
+    @property
+    def unsharded(self) -> _Unsharded:
+        return _unsharded(self.work, self.case.objective, self.case.whole_model)
 
     def run(self) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -128,7 +138,6 @@ class _Runner(Run):
                                            self.case.whole_model) if problem else None)[0]
         planned_s = time.perf_counter() - planned_s
         every, self.machine = planned.contenders, planner_machine(self.links, topology)
-        self._prepare_reference()
         screened = self._screen(every, planned, problem)
         seconds, phases, others = self._time(screened)
         # What is sent for dense gradients is not simulated.
@@ -150,30 +159,11 @@ class _Runner(Run):
 
     # ---- same numbers ----------------------------------------------------------------------------
 
-    def _prepare_reference(self) -> None:
-        """The unsharded model on rank 0, which cases of one workload share."""
-        kept, work, kind = _KEPT, self.work, (self.case.objective, self.case.whole_model)
-        if kept.work == work and kept.kind == kind:
-            return
-        kept.work, kept.kind, kept.verdicts = work, kind, {}
-        kept.checks = Checks.make(work, self.rank, self.world_size)
-        kept.reference = None
-        if self.rank == 0 and self.case.whole_model:
-            kept.reference = Reference(make_dlrm(work, make_collection(work, "cpu")), kept.checks)
-        elif self.rank == 0 and self.trains:
-            kept.reference = KeptReference(BagsOnly(make_collection(work, "cpu")), kept.checks)
-        elif self.rank == 0:
-            collection = make_collection(work, "cpu")
-            with torch.no_grad():
-                kept.reference = [collection(kept.checks.joint_batch(k).sparse_features).values()
-                                  for k in range(len(kept.checks.ids))]
-
     def _verify(self, contender: Contender, side: Side) -> bool:
         """Whether a side's numbers are those of the unsharded model; on all ranks. Links are not
         limited meanwhile: what arrives does not depend on when."""
-        kept = _KEPT
+        kept = self.unsharded
         if contender.key not in kept.verdicts:
-            assert kept.checks is not None
             limit(self.links, False)
             if self.trains:
                 tables = side.tables
@@ -188,14 +178,13 @@ class _Runner(Run):
         return bool(kept.verdicts[contender.key]["passed"])
 
     def _compare_lookups(self, side: Side) -> dict[str, Any]:
-        verdict, checks = Verdict(), _KEPT.checks
-        assert checks is not None
-        for step in range(len(checks.ids)):
-            mine = side.lookup(checks.batch(step, self.rank).sparse_features)
-            every = gather(mine)
-            if self.rank == 0:
-                verdict.compare("pooled", torch.cat(every), _KEPT.reference[step])
-        return verdict.to_json() if self.rank == 0 else {}
+        verdict, kept = Verdict(), self.unsharded
+        for step in range(len(kept.checks.ids)):
+            ours = joint(side.lookup(kept.checks.batch(step, self.rank).sparse_features))
+            if kept.reference is not None:  # which nothing trains
+                verdict.compare("pooled", ours,
+                                kept.reference.step(step, torch.zeros_like(ours))[0])
+        return verdict.to_json()
 
     # ---- time ------------------------------------------------------------------------------------
 
@@ -341,7 +330,7 @@ class _Runner(Run):
                 "executed_ms": _rounded(screened[c.name] if times is None
                                         else float(np.median(times))),
                 "is_screened_only": times is None,
-                "verification": _KEPT.verdicts[c.key]}
+                "verification": self.unsharded.verdicts[c.key]}
             if times is not None:
                 known["step"] = record.summary(times / 1e3)
                 if c.name != "oper":

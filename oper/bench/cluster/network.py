@@ -118,8 +118,7 @@ def why_not() -> str:
 
 def check_possible() -> None:
     """Raise OperError, with the reason, if namespaces cannot be created."""
-    reason = why_not()
-    if reason:
+    if reason := why_not():
         raise OperError("cannot emulate a cluster", "user id", os.geteuid(), "root, with ip and tc",
                         f"{reason}; run it as root, e.g. by sudo, or in a virtual machine")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +55,11 @@ class Case:
     def threads_per_rank(self) -> int:
         """Threads of each of OPER's processes."""
         return max(1, self.num_threads // self.world_size)
+
+
+def quick_case(case: Any) -> Any:
+    """A `Case` with a third of its rounds, and statistics of few batches."""
+    return replace(case, num_stats_batches=8, rounds=case.rounds // 3, per_round=3)
 
 
 class Run:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from oper.analysis import merge_stats
@@ -31,6 +32,11 @@ def gather(value: Any) -> list[Any]:
     if world_size > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def joint(value: torch.Tensor) -> torch.Tensor:
+    """Every rank's tensor, one after another. Collective."""
+    return torch.cat(gather(value))
 
 
 def slowest(values: Sequence[float]) -> list[float]:

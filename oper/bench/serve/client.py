@@ -106,14 +106,10 @@ class LoadClient(Child):
         self.seen.append(self.wait(seconds + 5 * _ANSWER_S))
         return self.seen[-1]
 
-    def run(self, settings: loadgen.Settings) -> Seen:
-        """Run LoadGen once; returns the result."""
-        self.start(settings)
-        return self.finish(settings.min_duration_s)
-
-    def result(self, settings: loadgen.Settings) -> loadgen.Result:
+    def run(self, settings: loadgen.Settings) -> loadgen.Result:
         """Run LoadGen once; returns its verdict."""
-        return self.run(settings).result
+        self.start(settings)
+        return self.finish(settings.min_duration_s).result
 
 
 @dataclass(slots=True)

@@ -100,20 +100,18 @@ class _Live:
     def sustained(self) -> tuple[float, dict[str, Any]]:
         """Highest rate of Poisson arrivals that the server keeps up with, and how it was found.
 
-        The search starts at the rate of a closed loop, as many queries in flight as the client
-        sends at once: more cannot be.
+        The search starts at the rate of one query after another, for each worker.
         """
         case = self.case
         self.progress("looking for the rate that can be sustained")
-        loop = replace(self.settings, scenario="Offline", expected_qps=300)
-        guess = self.client.result(loop).rate
-        closed = self.client.result(replace(loop, expected_qps=1.4 * guess))
-        found = Search(closed.rate, _SUSTAINED_MS, case.max_runs, case.votes)
-        search({"server": found}, lambda _, rate, before: self.client.result(replace(
+        single = self.client.run(replace(self.settings, scenario="SingleStream",
+                                            expected_qps=300))
+        found = Search(case.workers * single.rate, _SUSTAINED_MS, case.max_runs, case.votes)
+        search({"server": found}, lambda _, rate, before: self.client.run(replace(
             self.at(rate, case.run_s), bound_ms=_SUSTAINED_MS, min_queries=case.min_queries,
             seed=self.settings.seed + before)), case.search_s)
         rate, result = found.best()
-        return rate, {"closed_loop": closed.to_json(), "search": found.to_json(),
+        return rate, {"single_stream": single.to_json(), "search": found.to_json(),
                       "p99_bound_ms": _SUSTAINED_MS,
                       "server": {"target_qps": round(rate, 2), **result.to_json()}}
 
@@ -218,16 +216,15 @@ def _http(live: _Live) -> dict[str, Any]:
     case = live.case
     # The same weights, batches and messages without a network: what the server would reach if
     # requests were in its workers' memory already. LoadGen sends it their numbers.
-    beside = Pool("oper", case.served, BATCHING, live.host.ask("publication"))
-    beside.grow(case.workers)
+    beside = Pool("oper", case.served, BATCHING, case.workers, live.host.ask("publication"))
     peer = Host(case.served, case.workers, case.spin_us, kind="torchrec")
     try:
         with client_of(peer, case.name, case.served) as client:
             differ = float(np.abs(client.learn() - live.first).max())
-            compared = _Compared({"http": (live.client.result, live.host.cpu_seconds),
+            compared = _Compared({"http": (live.client.run, live.host.cpu_seconds),
                                   "in_process": (functools.partial(beside.run, case.workers),
                                                  beside.cpu_seconds),
-                                  "torchrec": (client.result, peer.cpu_seconds)},
+                                  "torchrec": (client.run, peer.cpu_seconds)},
                                  ("torchrec",))
             compared.measure(live)
     finally:
@@ -256,8 +253,8 @@ def _candidates(live: _Live) -> dict[str, Any]:
         # Only the newest set of weights is in service from here on.
         differ = float(np.abs(once.learn() - live.client.learn()).max())
         compared = _Compared({
-            "once": (once.result, live.host.cpu_seconds),
-            "full": (live.client.result, live.host.cpu_seconds)})
+            "once": (once.run, live.host.cpu_seconds),
+            "full": (live.client.run, live.host.cpu_seconds)})
         compared.measure(live)
     finally:
         once.close()
@@ -289,7 +286,8 @@ def _publish(live: _Live) -> dict[str, Any]:
     settings, share = _share(live)
     target = settings.expected_qps
     live.progress(f"{target:.0f} queries/s, quiet")
-    quiet = [live.client.run(settings)]
+    live.client.run(settings)
+    quiet = live.client.seen[-1:]
     swaps: list[Swap] = []
     during: list[Seen] = []
     unmet = 0
@@ -310,7 +308,8 @@ def _publish(live: _Live) -> dict[str, Any]:
             raise RuntimeError(f"no request was in flight during publications, in {unmet} runs; "
                                f"ask for longer runs than {case.seconds} s")
     live.progress(f"{target:.0f} queries/s, quiet again")
-    quiet.append(live.client.run(settings))
+    live.client.run(settings)
+    quiet.append(live.client.seen[-1])
     touched = np.concatenate([s.latency_ms[_overlaps(s, swaps)] for s in during])
     still = np.concatenate([s.latency_ms for s in quiet])
     p99, quiet_p99 = float(np.percentile(touched, 99)), float(np.percentile(still, 99))

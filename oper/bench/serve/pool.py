@@ -26,7 +26,6 @@ import numpy as np
 
 from oper.bench.core.child import Child, ProcessOptions, obey
 from oper.bench.core.memory import pss_bytes, unfiled_pss_bytes
-from oper.bench.core.stalls import Stalls, spin
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import (
     ServeWork,
@@ -58,42 +57,36 @@ class Pool:
         kind: of `oper.bench.serve.models`.
         served: what they score.
         batching: of each worker.
+        count: workers, which are ready to score.
         publication: score with these weights, in place of a publication of the pool's own, and
             requests and scores as the messages that go over HTTP: each query is read from one and
             its answer written as one, in the worker's memory.
     """
 
-    def __init__(self, kind: str, served: ServeWork, batching: BatchOptions,
+    def __init__(self, kind: str, served: ServeWork, batching: BatchOptions, count: int,
                  publication: str = "") -> None:
         self.kind, self._served, self._batching = kind, served, batching
         self._workers: list[_Worker] = []
         self._publisher: Child | None = None
         self._name = publication or f"bench-{os.getpid()}-{id(self) & 0xffffff:x}"
         self._as_messages = bool(publication)
-        self._waited_for: list[Child] = []
         if kind == "oper" and not publication:
             self._publisher = self._start(_publish, (served, self._name))
-        self._is_published = self._publisher is None
+            self._publisher.wait()
+        self.grow(count)
 
-    def begin(self, count: int) -> None:
-        """Start workers up to `count`; those of OPER after publishing the tables."""
-        while self._is_published and len(self._workers) < count:
+    def grow(self, count: int) -> None:
+        """Have at least `count` workers, ready to score."""
+        new = range(len(self._workers), count)
+        for _ in new:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 process = self._start(_work, (
                     theirs.fileno(), self.kind, self._served, self._name, self._batching,
                     self._as_messages), ProcessOptions(sockets=(theirs,)))
             self._workers.append(_Worker(process, ours))
-            self._waited_for.append(process)
-
-    def grow(self, count: int) -> None:
-        """Have at least `count` workers, ready to score."""
-        if self._publisher is not None and not self._is_published:
-            self._publisher.wait()
-            self._is_published = True
-        self.begin(count)
-        while self._waited_for:
-            self._waited_for.pop().wait()
+        for k in new:
+            self._workers[k].process.wait()
 
     def _start(self, function: Any, arguments: tuple[Any, ...],
                options: ProcessOptions | None = None) -> Child:
@@ -105,14 +98,6 @@ class Pool:
         many samples, and a way to run (`oper.bench.serve.models.VARIANTS`)."""
         for worker in self._workers[:count]:
             worker.process.ask("configure", threads, max_samples, variant)
-
-    def spin(self, count: int, seconds: float, stalls: Stalls) -> None:
-        """Measure stalls in the first `count` workers concurrently."""
-        used = self._workers[:count]
-        for worker in used:
-            worker.process.send("spin", seconds)
-        for worker in used:
-            stalls.add(seconds, worker.process.wait())
 
     def scores(self, indices: Sequence[int], worker: int = 0) -> np.ndarray:
         """Scores float32 [queries, candidates] of queries that are scored together."""
@@ -290,7 +275,7 @@ def _work(control: Any, number: int, kind: str, served: ServeWork, name: str,
         return True
 
     commands: dict[str, Callable[..., Any]] = {
-        "configure": configure, "spin": spin, "memory": lambda: loaded,
+        "configure": configure, "memory": lambda: loaded,
         "scores": lambda ids: np.stack([predictor.predict(library[k])[0] for k in ids]),
         "new_scores": lambda first, count: np.stack(
             [predictor.predict(served.query(k))[0] for k in range(first, first + count)])}

@@ -127,14 +127,13 @@ def rate_of(step: int) -> float:
 
 
 def search(searches: Mapping[str, Search], run: Callable[[str, float, int], Result],
-           seconds: float = math.inf, between: Callable[[], None] = lambda: None) -> None:
+           seconds: float = math.inf) -> None:
     """Run all searches, turn by turn.
 
     Args:
         searches: by contender.
         run: of a contender at a rate; told how often it has run at it before.
         seconds: no turn begins after this time.
-        between: called before each round.
     """
     names = list(searches)
     until = time.monotonic() + seconds
@@ -143,7 +142,6 @@ def search(searches: Mapping[str, Search], run: Callable[[str, float, int], Resu
         steps = {n: s for n in names if (s := searches[n].next_step()) is not None}
         if not steps:
             return
-        between()
         shift = turn % len(names)
         turn += 1
         for name in names[shift:] + names[:shift]:

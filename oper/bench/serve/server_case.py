@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from oper.bench.core.launch import Progress
-from oper.bench.core.stalls import Stalls
 from oper.bench.serve import loadgen
 from oper.bench.serve.models import FLOOR, VARIANTS, ServeWork
 from oper.bench.serve.pool import Pool
@@ -67,10 +66,7 @@ class ServerCase:
             progress("starting the processes")
             counts = {"oper": 2, "torchrec": 2, "torch": 1, FLOOR: 2}
             for kind, count in counts.items():
-                pools[kind] = Pool(kind, self.served, batching)
-                pools[kind].begin(count)
-            for kind, count in counts.items():
-                pools[kind].grow(count)
+                pools[kind] = Pool(kind, self.served, batching, count)
             memory = {name: pools[kind].memory(count)
                       for name, (kind, count) in CONTENDERS.items() if count <= 2}
             pools["oper"].grow(4)
@@ -95,32 +91,26 @@ class _Runner:
 
     def __init__(self, case: ServerCase, pools: dict[str, Pool], progress: Progress) -> None:
         self._case, self._pools, self._progress = case, pools, progress
-        self.threads = dict.fromkeys([*CONTENDERS, FLOOR_NAME], 1)
-        self.max_queries = dict.fromkeys([*CONTENDERS, FLOOR_NAME], case.max_queries[0])
-        self.variant = dict.fromkeys([*CONTENDERS, FLOOR_NAME], VARIANTS[0])
-        self.stalls = Stalls()
+        # Threads of a worker, queries of its largest batch, and the way to run its model.
+        self.ways = dict.fromkeys([*CONTENDERS, FLOOR_NAME], (1, case.max_queries[0], VARIANTS[0]))
 
     def __call__(self, name: str, settings: loadgen.Settings) -> loadgen.Result:
         """One run."""
         self._progress(f"{settings.scenario} {name}, {settings.expected_qps:.0f}/s")
         kind, count = CONTENDERS.get(name, (FLOOR, 2))
-        self._pools[kind].configure(count, self.threads[name],
-                                    self.max_queries[name] * self._case.served.candidates,
-                                    self.variant[name])
+        threads, most, variant = self.ways[name]
+        self._pools[kind].configure(count, threads, most * self._case.served.candidates, variant)
         return self._pools[kind].run(count, settings)
-
-    def look_for_stalls(self) -> None:
-        """While nothing else runs."""
-        self._pools[FLOOR].spin(2, min(0.5, self._case.run_s), self.stalls)
 
     def tune_threads(self, settings: loadgen.Settings) -> tuple[dict[str, float], dict[str, Any]]:
         """Choose the threads by Offline's rates; returns those by contender, and by threads."""
         rates = {name: self(name, settings).rate for name in CONTENDERS}
         tried: dict[str, Any] = {}
         for name in _TUNED:
-            self.threads[name] = 2
+            self.ways[name] = (2, *self.ways[name][1:])
             tried[name] = {1: round(rates[name], 1), 2: round(self(name, settings).rate, 1)}
-            self.threads[name] = max(tried[name], key=tried[name].__getitem__)
+            best = max(tried[name], key=tried[name].__getitem__)
+            self.ways[name] = (best, *self.ways[name][1:])
             rates[name] = max(tried[name].values())
         return rates, tried
 
@@ -133,16 +123,16 @@ class _Runner:
             tried[kind] = {}
             for variant in VARIANTS if kind == "torchrec" else VARIANTS[:1]:
                 for most in self._case.max_queries:
-                    self.variant[widest], self.max_queries[widest] = variant, most
+                    self.ways[widest] = (self.ways[widest][0], most, variant)
                     at = replace(settings, expected_qps=0.6 * offline[widest])
                     found = [self(widest, replace(at, seed=at.seed + k)) for k in range(2)]
-                    tried[kind][variant, most] = sum(r.latency_ms["p99"] for r in found) / 2
+                    tried[kind][most, variant] = sum(r.latency_ms["p99"] for r in found) / 2
             best = min(tried[kind], key=tried[kind].__getitem__)
             for name in CONTENDERS:
                 if CONTENDERS[name][0] == kind:
-                    self.variant[name], self.max_queries[name] = best
+                    self.ways[name] = (self.ways[name][0], *best)
         return {kind: {f"{variant}, {most}": round(p99, 3)
-                       for (variant, most), p99 in found.items()}
+                       for (most, variant), p99 in found.items()}
                 for kind, found in tried.items()}
 
 
@@ -168,11 +158,11 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
     # Equal seeds: at equal rates contenders meet equal arrivals, another time others.
     search(searches, lambda name, rate, before: run(
         name, replace(server, expected_qps=rate, seed=server.seed + before)),
-        case.search_s, run.look_for_stalls)
+        case.search_s)
     rates = {name: s.best()[0] for name, s in searches.items()}
     found = {name: {
-        "kind": kind, "workers": count, "threads": run.threads[name],
-        "variant": run.variant[name], "max_queries": run.max_queries[name],
+        "kind": kind, "workers": count,
+        **dict(zip(("threads", "max_queries", "variant"), run.ways[name], strict=True)),
         **_at_bound(searches[name]),
         "offline": offline[name].to_json(), "single_stream": single[name].to_json(),
         "samples_per_s_at_bound": round(rates[name] * case.served.candidates, 1)}
@@ -183,7 +173,6 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
         "p99_ms": searches["oper-2w"].best()[1].latency_ms["p99"],
         "queries_per_s_at_bound": {n: round(r, 2) for n, r in rates.items()},
         "contenders": found, "floor": _at_bound(searches[FLOOR_NAME]),
-        "stalls_of_two_idle_loops": run.stalls.to_json(),
         "tried": {"threads_offline_qps": threads, "variant_and_max_queries_p99_ms": latencies},
         "loadgen": {"server": server.to_json(), "offline_and_single_stream": base.to_json(),
                     "client_cores": f"none of its own: LoadGen shares {os.cpu_count()} cores with "

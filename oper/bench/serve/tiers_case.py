@@ -95,9 +95,7 @@ class TiersCase:
 def _pool(case: TiersCase, name: str) -> Pool:
     served = replace(case.served, error_budget=case.error_budget) if name == "tiers" else replace(
         case.served, row_dtype=name)
-    pool = Pool("oper", served, BatchOptions(case.served.candidates, 0.0, 1 << 40))
-    pool.grow(case.workers)
-    return pool
+    return Pool("oper", served, BatchOptions(case.served.candidates, 0.0, 1 << 40), case.workers)
 
 
 def _scores(case: TiersCase, pool: Pool) -> np.ndarray:

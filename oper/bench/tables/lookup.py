@@ -18,20 +18,29 @@ import numpy as np
 import torch
 
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Call, Case, Run, aligner, nothing, on_threads, over, summaries
-from oper.bench.core.planning import bytes_read, chosen_plan, gather, slowest, total
-from oper.bench.core.workload import CHECKED, Workload, batch_ids, make_kjt, timed_ids
+from oper.bench.core.measure import (
+    Call,
+    Case,
+    Run,
+    aligner,
+    nothing,
+    on_threads,
+    over,
+    quick_case,
+    summaries,
+)
+from oper.bench.core.planning import bytes_read, chosen_plan, gather, joint, slowest, total
+from oper.bench.core.workload import CHECKED, EXPONENTS, Workload, batch_ids, make_kjt, timed_ids
 from oper.bench.device import suite
 from oper.bench.tables.ceiling import Ceiling, UpdateCeiling
 from oper.bench.tables.sides import OPTIMIZER, build_torchrec, make_collection, moved_bytes
 from oper.bench.tables.torchrec_peer import PLAN_KINDS
 from oper.bench.tables.unsharded import PEERS, fbgemm_of, make_peers, whole_batches
-from oper.bench.tables.verify import Verdict, to_rank_0
+from oper.bench.tables.verify import Verdict
 from oper.plan import uniform_plan
 from oper.train.model import ranks
 
 WORLD_SIZES = (1, 2)
-_EXPONENTS = {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
 _CHECKED_BATCHES, _CHECKED_STEPS = 2, 2
 _OVERHEAD_CALLS = 65
 _LINE = 64  # bytes that memory moves at least
@@ -58,20 +67,16 @@ def cases(quick: bool, device: str = "") -> list[Any]:
     growth."""
     if device == "cuda":
         return suite.cases(quick, "lookup")
-    found: list[Case] = []
-    for world_size in WORLD_SIZES:
-        for dim, (suffix, exponent) in itertools.product((16, 64, 128), _EXPONENTS.items()):
-            if (suffix and dim != 64) or (quick and (suffix or dim != 64)):
-                continue
-            found += [LookupCase(f"lookup-d{dim}-pool{pooling}{suffix}-w{world_size}",
-                                 Workload(dim=dim, pooling=pooling, exponent=exponent), world_size)
-                      for pooling in (1, 20)]
+    found: list[Case] = [
+        LookupCase(f"lookup-d{dim}-pool{pooling}{suffix}-w{world_size}",
+                   Workload(dim=dim, pooling=pooling, exponent=exponent), world_size)
+        for world_size, dim, (suffix, exponent), pooling in itertools.product(
+            WORLD_SIZES, (16, 64, 128), EXPONENTS.items(), (1, 20)) if dim == 64 or not suffix]
     found += [UpdateCase(f"update-d64-pool{pooling}{suffix}-w2",
                          Workload(pooling=pooling, exponent=exponent), 2)
-              for pooling, (suffix, exponent) in itertools.product((1, 20), _EXPONENTS.items())
-              if not (quick and suffix)]
+              for pooling, (suffix, exponent) in itertools.product((1, 20), EXPONENTS.items())]
     if quick:
-        return [replace(case, rounds=6, per_round=3, num_stats_batches=8) for case in found]
+        return [quick_case(c) for c in found if c.work == Workload(pooling=c.work.pooling)]
     return [*found, *scale_cases()]
 
 
@@ -134,7 +139,7 @@ class LookupCase(Case):
             "verified": all(v["passed"] for v in verdicts.values()), "verification": verdicts,
             "bytes_moved": {"forward": moved}, "bytes_read": bytes_read(model.tables),
             "timings": timings, "threads_of_peers": self.num_threads,
-            "threads_of_unsharded": self.num_threads, "plan_seconds": round(plan_s, 3)})
+            "plan_seconds": round(plan_s, 3)})
 
 
 def _overhead(model: Any, kjts: list[Any], case: LookupCase) -> dict[str, float]:
@@ -185,7 +190,7 @@ def verify(lookups: Mapping[str, Call], peers: Mapping[str, Call], num_batches: 
     """
     verdicts = {name: Verdict() for name in (*lookups, "nn_embedding_bag", "fbgemm")}
     for k in range(min(_CHECKED_BATCHES, num_batches)):
-        found = {name: to_rank_0(call(k)) for name, call in lookups.items()}
+        found = {name: joint(call(k)) for name, call in lookups.items()}
         if not peers:
             continue
         found["nn_embedding_bag"] = torch.cat(peers["nn_embedding_bag"](k), dim=1)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from oper.bench.core import record
 from oper.bench.core.launch import Progress
-from oper.bench.core.measure import Case, Run, median_phases, over
+from oper.bench.core.measure import Case, Run, median_phases, over, quick_case
 from oper.bench.core.planning import bytes_read, chosen_plan, slowest, total
-from oper.bench.core.workload import Workload
+from oper.bench.core.workload import EXPONENTS, Workload
 from oper.bench.device import suite
 from oper.bench.dynamic import case as dynamic, drift
 from oper.bench.tables import model_case
@@ -67,23 +67,11 @@ def cases(quick: bool, device: str = "", model: str = "", tables: str = "",
 
 def criteo_cases(quick: bool) -> list[TrainCase]:
     """The collection alone under three skews, and a whole DLRM under one."""
-    found = []
-    exponents = {"": 1.05} if quick else {"": 1.05, "-alpha0.6": 0.6, "-uniform": 0.0}
-    for suffix, exponent in exponents.items():
-        for whole in (False, True):
-            for pooling in (1, 20):
-                if whole and suffix:
-                    continue  # other skews are reported for the collection alone
-                case = TrainCase(f"{'dlrm' if whole else 'ebc'}-pool{pooling}{suffix}",
-                                 Workload(pooling=pooling, exponent=exponent),
-                                 dense=Dense() if whole else None)
-                if whole:
-                    case = replace(case, rounds=10, per_round=3)
-                if quick:
-                    case = replace(case, num_stats_batches=8, rounds=3 if whole else 6,
-                                   per_round=2 if whole else 3)
-                found.append(case)
-    return found
+    found = [TrainCase(f"ebc-pool{pooling}{suffix}", Workload(pooling=pooling, exponent=exponent))
+             for suffix, exponent in EXPONENTS.items() for pooling in (1, 20)]
+    found[2:2] = [TrainCase(f"dlrm-pool{pooling}", Workload(pooling=pooling), dense=Dense(),
+                            rounds=10, per_round=3) for pooling in (1, 20)]
+    return [quick_case(case) for case in found[:4]] if quick else found
 
 
 def mlperf_cases(quick: bool, model: str) -> list[TrainCase]:

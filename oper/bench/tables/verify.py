@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from oper.bench.core.planning import joint
 from oper.bench.core.workload import CHECKED, NO_ID, Workload, batch_ids, make_batch, make_kjt
 from oper.bench.tables.sides import Side
 from oper.bench.tables.unsharded import EPS, LEARNING_RATE
@@ -244,8 +245,8 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
         suffix = " of bfloat16" if side.is_bfloat16 else ""
         for step in range(len(checks.ids)):
             pooled, gradient, logits = side.traced_step(checks.batch(step, checks.rank))
-            pooled, gradient = to_rank_0(pooled), to_rank_0(gradient)
-            logits = None if logits is None else to_rank_0(logits)
+            pooled, gradient = joint(pooled), joint(gradient)
+            logits = None if logits is None else joint(logits)
             if reference is None:
                 continue
             want_pooled, want_logits = reference.step(step, gradient)
@@ -271,19 +272,6 @@ def verify(sides: Sequence[Side], checks: Checks, reference: Reference | None,
         if dist.is_initialized():
             dist.barrier()
     return verdicts
-
-
-def to_rank_0(value: torch.Tensor) -> torch.Tensor:
-    """Every rank's tensor (of the same shape), one after another on rank 0; empty elsewhere."""
-    value = value.contiguous()
-    if not dist.is_initialized():
-        return value
-    if dist.get_rank():
-        dist.gather(value)
-        return value[:0]
-    found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.gather(value, found)
-    return torch.cat(found)
 
 
 def _compare_rows(side: Side, checks: Checks, reference: Reference | None, verdict: Verdict
