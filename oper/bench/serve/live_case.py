@@ -48,7 +48,7 @@ class LiveCase:
         swaps: publications, for ``"publish"``.
         run_s, min_queries: least length of the runs that search the capacity.
         votes: VALID runs that make a rate count: 2 of 3, 3 of 5.
-        max_runs, search_s: most runs of each server, and longest time of the search.
+        search_s: longest time of the search.
         bound_ms: latency bound of 99 % of the queries.
         spin_us: polling time of the server's workers, see `ServeOptions`.
     """
@@ -62,7 +62,6 @@ class LiveCase:
     swaps: int = 50
     run_s: float = 2.5
     min_queries: int = 1000
-    max_runs: int = 10
     votes: int = 3
     search_s: float = 90.0
     bound_ms: float = 10.0
@@ -106,7 +105,7 @@ class _Live:
         self.progress("looking for the rate that can be sustained")
         single = self.client.run(replace(self.settings, scenario="SingleStream",
                                             expected_qps=300))
-        found = Search(case.workers * single.rate, _SUSTAINED_MS, case.max_runs, case.votes)
+        found = Search(case.workers * single.rate, case.votes)
         search({"server": found}, lambda _, rate, before: self.client.run(replace(
             self.at(rate, case.run_s), bound_ms=_SUSTAINED_MS, min_queries=case.min_queries,
             seed=self.settings.seed + before)), case.search_s)
@@ -165,7 +164,7 @@ class _Compared:
         live.progress("looking for the capacity")
         single = replace(live.settings, scenario="SingleStream", expected_qps=300)
         self.single = {name: run(single) for name, (run, _) in self.sides.items()}
-        self.searches = {name: Search(0.5 * result.rate, case.bound_ms, case.max_runs, case.votes)
+        self.searches = {name: Search(0.5 * result.rate, case.votes)
                          for name, result in self.single.items()}
         search(self.searches, lambda name, rate, before: self.sides[name][0](replace(
             live.at(rate, case.run_s), min_queries=case.min_queries,

@@ -42,9 +42,8 @@ class ServerCase:
         run_s, min_queries: least length of a run. The fewer queries a run has, the larger the share
             that LoadGen requires within the bound: all of 460, 99.5 % of 2,000 and 99 % of very
             many.
-        max_runs, search_s: of each contender's search for the rate, and of the searches together;
-            those that are compared with each other may run twice as often, and 3 of 5 runs decide
-            about their rates, 2 of 3 elsewhere.
+        search_s: longest time of all searches for the rates together; 3 of 5 runs decide about
+            the rates of those that are compared with each other, 2 of 3 elsewhere.
         other_s: length of the other runs.
     """
 
@@ -54,7 +53,6 @@ class ServerCase:
     max_queries: tuple[int, ...] = (1, 4)
     run_s: float = 2.5
     min_queries: int = 2000
-    max_runs: int = 8
     search_s: float = 900.0
     other_s: float = 1.5
 
@@ -152,8 +150,7 @@ def _measure(case: ServerCase, pools: dict[str, Pool], progress: Progress
                                       expected_qps=2 * max(50.0, guess[name])))
               for name in CONTENDERS}
     starts = {name: 0.5 * offline[name].rate for name in CONTENDERS}
-    searches = {name: Search(rate, case.bound_ms, case.max_runs * (1 + (name in _COMPARED)),
-                             3 if name in _COMPARED else 2)
+    searches = {name: Search(rate, 3 if name in _COMPARED else 2)
                 for name, rate in {**starts, FLOOR_NAME: max(starts.values())}.items()}
     # Equal seeds: at equal rates contenders meet equal arrivals, another time others.
     search(searches, lambda name, rate, before: run(

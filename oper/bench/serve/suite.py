@@ -25,8 +25,8 @@ _PUBLISHED_ROWS = tuple(min(n, 250_000) for n in CRITEO_KAGGLE_ROWS)
 _SHORTER: dict[type, dict[str, Any]] = {  # of the quick cases
     TiersCase: {"samples": 1 << 15, "rounds": 3, "round_s": 0.7},
     DeltaCase: {"deltas": 20, "rounds": 2, "rate": 100.0},
-    ServerCase: {"run_s": 0.7, "min_queries": 64, "max_runs": 4, "search_s": 30.0, "other_s": 0.5},
-    LiveCase: {"seconds": 3.0, "run_s": 0.7, "min_queries": 64, "max_runs": 3}}
+    ServerCase: {"run_s": 0.7, "min_queries": 64, "search_s": 30.0, "other_s": 0.5},
+    LiveCase: {"seconds": 3.0, "run_s": 0.7, "min_queries": 64, "votes": 2, "search_s": 15.0}}
 FIGURES = (
     ("ratio_unsharded", "oper_forward_ms", "table_wise_forward_ms", "mixed_forward_ms",
      "ratio_forward", "torchrec_best", "unsharded_best"),
@@ -53,16 +53,16 @@ def cases(quick: bool, soak_seconds: float | None = None) -> list[Any]:
     found: list[Any] = [LookupCase(
         f"forward-pool{p}", Workload(pooling=p), torchrec=True, rounds=10) for p in (1, 20)]
     found.append(ServerCase("server-10ms"))
-    found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=250.0))
+    found.append(LiveCase("http-10ms", "http", load=0.9, run_s=4.0, search_s=400.0))
     for name, work in (("candidates", Workload(pooling=max(_HISTORY), lengths=_HISTORY)),
                        ("candidates-single", Workload())):
         found.append(LiveCase(name, "candidates", ServeWork(work, user_features=_USER_FEATURES),
-                              load=0.9, run_s=4.0, search_s=200.0))
+                              load=0.9, run_s=4.0, search_s=300.0))
     found += [TiersCase("tiers", ServeWork(in_order=True)), TiersCase("tiers-scattered")]
     served = ServeWork(Workload(num_rows=_PUBLISHED_ROWS))
-    found.append(LiveCase("publish", "publish", served, load=0.3, votes=2, max_runs=8))
+    found.append(LiveCase("publish", "publish", served, load=0.3, votes=2))
     found += [DeltaCase("delta", served), DeltaCase("delta-apart", served, workers=1, apart=True)]
-    found.append(LiveCase("soak", "soak", served, seconds=600.0, votes=2, max_runs=8))
+    found.append(LiveCase("soak", "soak", served, seconds=600.0, votes=2))
     if quick:
         found = [_shorter(c) for c in found]
     if soak_seconds:
